@@ -1,0 +1,72 @@
+# CUDA or not: sets TWINOP_CUDA, enables the language and chooses the architectures.
+#
+# TWINOP_CUDA_ARCHS (variable or environment): `native` (default; 90 where there is no GPU), `all` (what
+# wheels use), or a list like `80;90`. TWINOP_DEVICE=cpu leaves CUDA out.
+include(CheckLanguage)
+
+set(TWINOP_CUDA_ARCHS "native" CACHE STRING "CUDA architectures: native, all, or a list such as 80,90")
+if(DEFINED ENV{TWINOP_CUDA_ARCHS})
+  set(TWINOP_CUDA_ARCHS "$ENV{TWINOP_CUDA_ARCHS}" CACHE STRING "" FORCE)
+endif()
+option(TWINOP_WITH_CUDA "Build the CUDA kernels where nvcc is found" ON)
+
+set(TWINOP_CUDA OFF)
+if(TWINOP_WITH_CUDA)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(TWINOP_CUDA ON)
+  endif()
+endif()
+if(NOT TWINOP_CUDA)
+  message(STATUS "CUDA: no nvcc found (PATH, CUDACXX): building the CPU part only")
+  set(TWINOP_CUDA_ARCH_LIST "none")
+  return()
+endif()
+
+# The architectures that this nvcc knows, for `all` and for a clear error.
+execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
+string(REGEX MATCHALL "compute_([0-9]+)" known "${known}")
+list(TRANSFORM known REPLACE "compute_" "")
+
+string(REPLACE "," ";" wanted "${TWINOP_CUDA_ARCHS}")
+if(wanted STREQUAL "native")
+  find_program(TWINOP_NVIDIA_SMI nvidia-smi)
+  set(gpus "")
+  if(TWINOP_NVIDIA_SMI)
+    execute_process(COMMAND "${TWINOP_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader
+                    OUTPUT_VARIABLE gpus ERROR_QUIET)
+  endif()
+  string(REGEX MATCHALL "[0-9]+\\.[0-9]+" gpus "${gpus}")
+  list(TRANSFORM gpus REPLACE "\\." "")
+  list(REMOVE_DUPLICATES gpus)
+  set(wanted ${gpus})
+  if(NOT wanted)
+    set(wanted 90)
+    message(STATUS "CUDA: no GPU here to ask; building for sm_90 (TWINOP_CUDA_ARCHS chooses)")
+  endif()
+elseif(wanted STREQUAL "all")
+  set(wanted "")
+  foreach(arch 75 80 86 89 90 100 120)
+    if(arch IN_LIST known)
+      list(APPEND wanted ${arch})
+    endif()
+  endforeach()
+  list(GET wanted -1 newest)
+  list(TRANSFORM wanted APPEND "-real")
+  list(APPEND wanted "${newest}-virtual")
+endif()
+
+foreach(arch IN LISTS wanted)
+  string(REGEX REPLACE "[af]?(-real|-virtual)?$" "" number "${arch}")
+  if(NOT number IN_LIST known)
+    string(REPLACE ";" " " list "${known}")
+    message(FATAL_ERROR "TWINOP_CUDA_ARCHS=${TWINOP_CUDA_ARCHS}: this nvcc (${CMAKE_CUDA_COMPILER}) does not know "
+                        "architecture ${arch}; it knows ${list}. Choose one of these, or install a newer CUDA "
+                        "toolkit and set CUDACXX to its nvcc.")
+  endif()
+endforeach()
+set(CMAKE_CUDA_ARCHITECTURES ${wanted})
+string(REPLACE ";" "," TWINOP_CUDA_ARCH_LIST "${wanted}")
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+message(STATUS "CUDA: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, architectures ${TWINOP_CUDA_ARCH_LIST}")

@@ -1,0 +1,112 @@
+// Storage types and the compute type behind each: 16-bit types compute in fp32 and round once.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "kernels/record.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define TWINOP_INLINE __host__ __device__ __forceinline__
+#else
+// Inlined into functions compiled for a newer instruction set (elementwise_cpu.h), so never a call.
+#define TWINOP_INLINE [[gnu::always_inline]] inline
+#endif
+
+namespace twinop {
+
+#if defined(__CUDACC__)
+
+using Half = __half;
+using BFloat16 = __nv_bfloat16;
+
+TWINOP_INLINE float ToCompute(Half value) { return __half2float(value); }
+TWINOP_INLINE float ToCompute(BFloat16 value) { return __bfloat162float(value); }
+TWINOP_INLINE void Round(float value, Half* result) { *result = __float2half_rn(value); }
+TWINOP_INLINE void Round(float value, BFloat16* result) { *result = __float2bfloat16_rn(value); }
+
+#else
+
+// Integer arithmetic only where it can be, and no branches: the compiler vectorises the loops over them,
+// and the result does not depend on F16C or on the instruction set chosen at run time.
+struct Half {
+  std::uint16_t bits;
+};
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+TWINOP_INLINE float FloatOf(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+TWINOP_INLINE std::uint32_t BitsOf(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+TWINOP_INLINE float ToCompute(BFloat16 value) { return FloatOf(static_cast<std::uint32_t>(value.bits) << 16); }
+
+TWINOP_INLINE void Round(float value, BFloat16* result) {
+  std::uint32_t bits = BitsOf(value);
+  std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  result->bits = static_cast<std::uint16_t>(nan ? 0x7FC0u : rounded);
+}
+
+// Both directions after M. Dukhan's FP16 library: the exponent is moved by a multiplication, which also
+// rounds subnormals correctly.
+TWINOP_INLINE float ToCompute(Half value) {
+  std::uint32_t word = static_cast<std::uint32_t>(value.bits) << 16;
+  std::uint32_t sign = word & 0x80000000u;
+  std::uint32_t twice = word + word;
+  float normal = FloatOf((twice >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
+  float subnormal = FloatOf((twice >> 17) | (126u << 23)) - 0.5f;
+  return FloatOf(sign | (twice < (1u << 27) ? BitsOf(subnormal) : BitsOf(normal)));
+}
+
+TWINOP_INLINE void Round(float value, Half* result) {
+  std::uint32_t word = BitsOf(value);
+  std::uint32_t twice = word + word;
+  std::uint32_t sign = word & 0x80000000u;
+  float base = (FloatOf(word & 0x7FFFFFFFu) * 0x1.0p+112f) * 0x1.0p-110f;  // overflow becomes infinity
+  std::uint32_t bias = twice & 0xFF000000u;
+  bias = bias < 0x71000000u ? 0x71000000u : bias;
+  std::uint32_t bits = BitsOf(FloatOf((bias >> 1) + 0x07800000u) + base);
+  std::uint32_t magnitude = ((bits >> 13) & 0x7C00u) + (bits & 0x0FFFu);
+  result->bits = static_cast<std::uint16_t>((sign >> 16) | (twice > 0xFF000000u ? 0x7E00u : magnitude));
+}
+
+#endif
+
+TWINOP_INLINE float ToCompute(float value) { return value; }
+TWINOP_INLINE double ToCompute(double value) { return value; }
+TWINOP_INLINE void Round(float value, float* result) { *result = value; }
+TWINOP_INLINE void Round(double value, double* result) { *result = value; }
+
+template <class T>
+using Compute = decltype(ToCompute(std::declval<T>()));
+
+template <class T>
+struct Tag {
+  using Type = T;
+};
+
+// Calls body(Tag<T>{}) with the storage type of a floating dtype.
+template <class Body>
+Status DispatchFloat(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::kFloat32: return body(Tag<float>{});
+    case DType::kFloat16: return body(Tag<Half>{});
+    case DType::kBFloat16: return body(Tag<BFloat16>{});
+    case DType::kFloat64: return body(Tag<double>{});
+    default: return Status::Error("the op's kernels take floating types only");
+  }
+}
+
+}  // namespace twinop

@@ -1,0 +1,37 @@
+// relu -> torch.ops.custom_domain.relu, CustomRelu.
+#pragma once
+
+#include "kernels/elementwise.h"
+#include "kernels/ops/relu_variants.h"
+
+namespace twinop {
+
+// y = max(x, 0) as torch has it: NaN in, NaN out (`x > 0 ? x : 0` and fmax would give 0), -0 stays -0.
+template <class T>
+struct Relu {
+  TWINOP_INLINE T operator()(T x) const { return x < T(0) ? T(0) : x; }
+};
+
+// dL/dx = dL/dy where y > 0, else 0; a NaN in y lets the gradient through, as torch's threshold_backward.
+template <class T>
+struct ReluBackward {
+  TWINOP_INLINE T operator()(T grad_y, T y) const { return y <= T(0) ? T(0) : grad_y; }
+};
+
+// clang-format off
+TWINOP_OP(relu,
+          Record("relu(Tensor x, str variant=\"auto\") -> Tensor")
+              .elementwise()
+              .in_place("y = x")
+              .choices("variant = auto | scalar | vec4")
+              .gradient("x = relu_backward(grad, y)"),
+          elementwise::Cpu<Relu>, ReluVariants<Relu>)
+
+TWINOP_OP(relu_backward,
+          Record("relu_backward(Tensor grad_y, Tensor y) -> Tensor grad_x")
+              .elementwise()
+              .gradient("grad_y = relu_backward(grad, y)"),
+          elementwise::Cpu<ReluBackward>, elementwise::Cuda<ReluBackward>)
+// clang-format on
+
+}  // namespace twinop

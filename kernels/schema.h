@@ -1,0 +1,245 @@
+// The one parser of op schemas. The language is torch's:
+//
+//   rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6) -> Tensor
+//   add_rms_norm(Tensor x, Tensor residual, ...) -> (Tensor y, Tensor sum)
+//
+// Arguments are tensors (`Tensor`, `Tensor?`) or attributes (`int`, `float`, `bool`, `str`, `int[]`).
+// It runs at compile time, so a malformed schema does not compile: the error names the throw below.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace twinop {
+
+inline constexpr std::size_t kMaxArguments = 16;  // of one op, tensors and attributes together
+inline constexpr std::size_t kMaxOutputs = 4;
+inline constexpr std::size_t kMaxList = 8;  // entries of an int[] attribute: axes, pads, strides
+inline constexpr std::size_t kMaxName = 48;
+
+// A NUL-terminated name with storage of its own: ORT asks for `const char*`.
+struct Name {
+  char text[kMaxName] = {};
+  std::size_t size = 0;
+
+  constexpr Name() = default;
+  constexpr Name(std::string_view source) {  // NOLINT(google-explicit-constructor): a name is its text
+    if (source.empty()) throw "an empty name in a schema";
+    if (source.size() >= kMaxName) throw "a name in a schema is too long";
+    for (char c : source) text[size++] = c;
+  }
+  constexpr std::string_view view() const { return {text, size}; }
+};
+
+enum class Kind : std::uint8_t { kTensor, kOptionalTensor, kInt, kFloat, kBool, kString, kIntList };
+
+constexpr bool IsTensor(Kind kind) { return kind == Kind::kTensor || kind == Kind::kOptionalTensor; }
+
+constexpr std::string_view KindName(Kind kind) {
+  switch (kind) {
+    case Kind::kTensor: return "Tensor";
+    case Kind::kOptionalTensor: return "Tensor?";
+    case Kind::kInt: return "int";
+    case Kind::kFloat: return "float";
+    case Kind::kBool: return "bool";
+    case Kind::kString: return "str";
+    case Kind::kIntList: return "int[]";
+  }
+  return "";
+}
+
+struct Argument {
+  Kind kind = Kind::kTensor;
+  Name name;
+  bool has_default = false;
+  std::string_view default_text;  // as written: 1e-6, "none", [1, 2], None
+};
+
+struct Schema {
+  std::string_view text;
+  Name name;       // relu
+  Name onnx_name;  // CustomRelu
+  Argument arguments[kMaxArguments] = {};
+  std::size_t argument_count = 0;
+  std::size_t input_count = 0;      // tensors among the arguments
+  std::size_t attribute_count = 0;  // the others
+  Name outputs[kMaxOutputs] = {};
+  std::size_t output_count = 0;
+
+  // Argument index of the i-th input (tensor) or attribute.
+  std::uint8_t input_arguments[kMaxArguments] = {};
+  std::uint8_t attribute_arguments[kMaxArguments] = {};
+
+  constexpr const Argument& input(std::size_t i) const { return arguments[input_arguments[i]]; }
+  constexpr const Argument& attribute(std::size_t i) const { return arguments[attribute_arguments[i]]; }
+
+  static constexpr int kNotFound = -1;
+  constexpr int FindInput(std::string_view wanted) const {
+    for (std::size_t i = 0; i < input_count; ++i)
+      if (input(i).name.view() == wanted) return static_cast<int>(i);
+    return kNotFound;
+  }
+  constexpr int FindAttribute(std::string_view wanted) const {
+    for (std::size_t i = 0; i < attribute_count; ++i)
+      if (attribute(i).name.view() == wanted) return static_cast<int>(i);
+    return kNotFound;
+  }
+  constexpr int FindOutput(std::string_view wanted) const {
+    for (std::size_t i = 0; i < output_count; ++i)
+      if (outputs[i].view() == wanted) return static_cast<int>(i);
+    return kNotFound;
+  }
+  constexpr bool HasOptionalInput() const {
+    for (std::size_t i = 0; i < input_count; ++i)
+      if (input(i).kind == Kind::kOptionalTensor) return true;
+    return false;
+  }
+  // A backward op is a torch op only: no ONNX name, no ORT kernel.
+  constexpr bool IsBackward() const {
+    constexpr std::string_view suffix = "_backward";
+    return name.view().size() > suffix.size() &&
+           name.view().substr(name.view().size() - suffix.size()) == suffix;
+  }
+};
+
+// A cursor over text that all the small languages of a record share (see shape.h, record.h).
+class Scanner {
+ public:
+  constexpr explicit Scanner(std::string_view text) : text_(text) {}
+
+  constexpr void SkipSpace() {
+    while (position_ < text_.size() && text_[position_] == ' ') ++position_;
+  }
+  constexpr char Peek() {
+    SkipSpace();
+    return position_ < text_.size() ? text_[position_] : '\0';
+  }
+  constexpr bool AtEnd() { return Peek() == '\0'; }
+  constexpr bool Accept(std::string_view token) {
+    SkipSpace();
+    if (text_.substr(position_, token.size()) != token) return false;
+    position_ += token.size();
+    return true;
+  }
+  constexpr void Expect(std::string_view token) {
+    if (!Accept(token)) throw "a record's text does not parse: a token is missing";
+  }
+  static constexpr bool IsDigit(char c) { return c >= '0' && c <= '9'; }
+  static constexpr bool IsWord(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || IsDigit(c) || c == '_';
+  }
+  constexpr std::string_view Word() {
+    SkipSpace();
+    std::size_t begin = position_;
+    while (position_ < text_.size() && IsWord(text_[position_])) ++position_;
+    if (begin == position_) throw "a record's text does not parse: a name is missing";
+    return text_.substr(begin, position_ - begin);
+  }
+  constexpr std::int64_t Integer() {
+    SkipSpace();
+    bool negative = Accept("-");
+    std::int64_t value = 0;
+    std::string_view digits = Word();
+    for (char c : digits) {
+      if (!IsDigit(c)) throw "a record's text does not parse: a number is wanted";
+      value = value * 10 + (c - '0');
+    }
+    return negative ? -value : value;
+  }
+  // The text up to one of `stops`, quotes and brackets kept whole, trailing spaces cut.
+  constexpr std::string_view Until(std::string_view stops) {
+    SkipSpace();
+    std::size_t begin = position_;
+    int depth = 0;
+    char quote = '\0';
+    for (; position_ < text_.size(); ++position_) {
+      char c = text_[position_];
+      if (quote != '\0') {
+        if (c == quote) quote = '\0';
+        continue;
+      }
+      if (depth == 0 && stops.find(c) != std::string_view::npos) break;
+      if (c == '"' || c == '\'') quote = c;
+      if (c == '[' || c == '(') ++depth;
+      if (c == ']' || c == ')') --depth;
+    }
+    std::size_t end = position_;
+    while (end > begin && text_[end - 1] == ' ') --end;
+    return text_.substr(begin, end - begin);
+  }
+
+ private:
+  std::string_view text_;
+  std::size_t position_ = 0;
+};
+
+// relu -> CustomRelu, add_rms_norm -> CustomAddRmsNorm
+constexpr Name OnnxName(std::string_view name) {
+  Name result{"Custom"};
+  bool upper = true;
+  for (char c : name) {
+    if (c == '_') {
+      upper = true;
+      continue;
+    }
+    if (result.size + 1 >= kMaxName) throw "a name in a schema is too long";
+    result.text[result.size++] = upper && c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
+    upper = false;
+  }
+  return result;
+}
+
+constexpr Kind ParseKind(Scanner& scan) {
+  std::string_view word = scan.Word();
+  if (word == "Tensor") return scan.Accept("?") ? Kind::kOptionalTensor : Kind::kTensor;
+  if (word == "int") return scan.Accept("[]") ? Kind::kIntList : Kind::kInt;
+  if (word == "float") return Kind::kFloat;
+  if (word == "bool") return Kind::kBool;
+  if (word == "str") return Kind::kString;
+  throw "a schema's argument is not Tensor, Tensor?, int, float, bool, str or int[]";
+}
+
+constexpr Schema ParseSchema(std::string_view text) {
+  Schema schema;
+  schema.text = text;
+  Scanner scan(text);
+  schema.name = Name(scan.Word());
+  schema.onnx_name = OnnxName(schema.name.view());
+  scan.Expect("(");
+  while (!scan.Accept(")")) {
+    if (schema.argument_count > 0) scan.Expect(",");
+    if (schema.argument_count == kMaxArguments) throw "a schema has too many arguments";
+    Argument& argument = schema.arguments[schema.argument_count];
+    argument.kind = ParseKind(scan);
+    argument.name = Name(scan.Word());
+    if (scan.Accept("=")) {
+      argument.has_default = true;
+      argument.default_text = scan.Until(",)");
+    }
+    auto index = static_cast<std::uint8_t>(schema.argument_count++);
+    if (IsTensor(argument.kind)) {
+      if (schema.attribute_count > 0) throw "a schema lists its tensors before its attributes";
+      schema.input_arguments[schema.input_count++] = index;
+    } else {
+      schema.attribute_arguments[schema.attribute_count++] = index;
+    }
+  }
+  if (schema.input_count == 0) throw "a schema needs at least one Tensor argument";
+  scan.Expect("->");
+  bool parenthesised = scan.Accept("(");
+  do {
+    if (schema.output_count == kMaxOutputs) throw "a schema has too many outputs";
+    if (ParseKind(scan) != Kind::kTensor) throw "a schema returns Tensor";
+    char next = scan.Peek();
+    bool named = Scanner::IsWord(next);
+    schema.outputs[schema.output_count++] = named ? Name(scan.Word()) : Name("y");
+    if (!named && parenthesised) throw "a schema with several outputs names them";
+  } while (parenthesised && scan.Accept(","));
+  if (parenthesised) scan.Expect(")");
+  if (!scan.AtEnd()) throw "a schema goes on after its outputs";
+  return schema;
+}
+
+}  // namespace twinop

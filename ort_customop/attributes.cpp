@@ -1,0 +1,87 @@
+// A node's attributes, read once when its kernel is created.
+#include "kernels/check.h"
+#include "ort_customop/api.h"
+
+namespace twinop::ort {
+namespace {
+
+using Getter = bool (*)(const OrtApi*, const OrtKernelInfo*, const char* name, Attribute*, std::string*);
+
+bool Ok(const OrtApi* api, OrtStatus* status) { return OwnedStatus(api, status).ok(); }
+
+bool GetInt(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value, std::string*) {
+  return Ok(api, api->KernelInfoGetAttribute_int64(info, name, &value->i));
+}
+
+bool GetFloat(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value, std::string*) {
+  float narrow = 0;
+  if (!Ok(api, api->KernelInfoGetAttribute_float(info, name, &narrow))) return false;
+  value->f = narrow;
+  return true;
+}
+
+bool GetString(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value, std::string* text) {
+  std::size_t size = 0;
+  // The first call only asks for the size, and says so with a failure on some versions.
+  Ok(api, api->KernelInfoGetAttribute_string(info, name, nullptr, &size));
+  if (size == 0) return false;
+  text->resize(size);
+  if (!Ok(api, api->KernelInfoGetAttribute_string(info, name, text->data(), &size))) return false;
+  text->resize(size - 1);  // without the NUL
+  value->s = *text;
+  return true;
+}
+
+bool GetIntList(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value, std::string*) {
+  std::size_t count = 0;
+  Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &count));
+  if (count == 0) return false;
+  value->count = count;
+  if (count > kMaxList) return true;  // refused by the caller
+  return Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, value->ints, &count));
+}
+
+struct Reader {
+  Kind kind;
+  const char* onnx_kind;
+  Getter get;
+};
+constexpr Reader kReaders[] = {{Kind::kInt, "an int", GetInt},
+                               {Kind::kFloat, "a float", GetFloat},
+                               {Kind::kString, "a string", GetString},
+                               {Kind::kIntList, "a list of ints", GetIntList}};
+
+const Reader& ReaderOf(Kind kind) {
+  for (const Reader& reader : kReaders)
+    if (reader.kind == kind) return reader;
+  return kReaders[0];  // bool is an int in ONNX
+}
+
+}  // namespace
+
+Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info, Attribute* values,
+                      std::string* strings) {
+  const Schema& schema = record.schema;
+  for (std::size_t i = 0; i < schema.attribute_count; ++i) {
+    const Argument& argument = schema.attribute(i);
+    const std::string name(argument.name.view());
+    const Reader& wanted = ReaderOf(argument.kind);
+    if (!wanted.get(api, info, name.c_str(), &values[i], &strings[i])) {
+      // ORT gives one code for an attribute that is missing and for one of another type: try the others.
+      for (const Reader& reader : kReaders) {
+        Attribute other;
+        std::string text;
+        if (reader.get(api, info, name.c_str(), &other, &text))
+          return Status::Error("attribute " + name + " is " + reader.onnx_kind + ", expected " + wanted.onnx_kind);
+      }
+      if (!argument.has_default)
+        return Status::Error("attribute " + name + " (" + std::string(KindName(argument.kind)) +
+                             ") is missing and has no default");
+      TWINOP_RETURN_IF_ERROR(ParseDefault(record, i, &values[i]));
+    }
+    TWINOP_RETURN_IF_ERROR(CheckAttribute(record, i, values[i]));
+  }
+  return {};
+}
+
+}  // namespace twinop::ort

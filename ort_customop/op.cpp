@@ -1,0 +1,98 @@
+#include "ort_customop/op.h"
+
+#include <cstdlib>
+
+namespace twinop::ort {
+namespace {
+
+const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
+
+// ORT's GetMayInplace gets no op pointer, so the answer is in the function's type: one function for each
+// (input, output) pair.
+template <int kInput, int kOutput>
+std::size_t MayInplace(int** input, int** output) {
+  *input = static_cast<int*>(std::malloc(sizeof(int)));
+  *output = static_cast<int*>(std::malloc(sizeof(int)));
+  if (*input == nullptr || *output == nullptr) return 0;
+  **input = kInput;
+  **output = kOutput;
+  return 1;
+}
+
+void ReleaseMayInplace(int* input, int* output) {
+  std::free(input);
+  std::free(output);
+}
+
+using MayInplaceFunction = std::size_t (*)(int**, int**);
+constexpr MayInplaceFunction kMayInplace[4][2] = {{MayInplace<0, 0>, MayInplace<0, 1>},
+                                                  {MayInplace<1, 0>, MayInplace<1, 1>},
+                                                  {MayInplace<2, 0>, MayInplace<2, 1>},
+                                                  {MayInplace<3, 0>, MayInplace<3, 1>}};
+
+// The first pair that the record allows; ORT reuses one buffer per output, and one is what an op has to offer.
+MayInplaceFunction FindMayInplace(const Record& record) {
+  for (std::size_t output = 0; output < record.schema.output_count && output < 2; ++output) {
+    int input = record.InPlaceInput(output);
+    if (input >= 0 && input < 4) return kMayInplace[input][output];
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+ONNXTensorElementDataType OnnxType(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    case DType::kFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+    case DType::kBFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+    case DType::kFloat64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE;
+    case DType::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+    case DType::kInt64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+    case DType::kBool: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+    case DType::kNone: break;
+  }
+  return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+}
+
+Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const OrtApi* api, const OrtApi* api24,
+          int runtime_minor) {
+  Op op{};
+  const Schema& schema = record.schema;
+  op.record = &record;
+  op.on_cuda = on_cuda;
+  op.api = api;
+  op.api24 = api24;
+  for (std::size_t i = 0; i < schema.input_count; ++i)
+    op.input_types[i] = record.TypeOf(combination, schema.input(i).name.view());
+  for (std::size_t i = 0; i < schema.output_count; ++i)
+    op.output_types[i] = record.TypeOf(combination, schema.outputs[i].view());
+
+  op.version = kApiVersion;
+  op.GetName = [](const OrtCustomOp* op) { return Self(op).record->schema.onnx_name.text; };
+  op.GetExecutionProviderType = [](const OrtCustomOp* op) {
+    return Self(op).on_cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
+  };
+  op.GetInputType = [](const OrtCustomOp* op, std::size_t i) { return OnnxType(Self(op).input_types[i]); };
+  op.GetInputTypeCount = [](const OrtCustomOp* op) { return Self(op).record->schema.input_count; };
+  op.GetOutputType = [](const OrtCustomOp* op, std::size_t i) { return OnnxType(Self(op).output_types[i]); };
+  op.GetOutputTypeCount = [](const OrtCustomOp* op) { return Self(op).record->schema.output_count; };
+  op.GetInputCharacteristic = [](const OrtCustomOp* op, std::size_t i) {
+    return Self(op).record->schema.input(i).kind == Kind::kOptionalTensor ? INPUT_OUTPUT_OPTIONAL
+                                                                          : INPUT_OUTPUT_REQUIRED;
+  };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, std::size_t) { return INPUT_OUTPUT_REQUIRED; };
+  op.GetInputMemoryType = [](const OrtCustomOp*, std::size_t) { return OrtMemTypeDefault; };
+  op.GetStartVersion = [](const OrtCustomOp*) { return kDomainVersion; };
+  op.GetEndVersion = [](const OrtCustomOp*) { return kDomainVersion; };
+  op.CreateKernelV2 = CreateKernel;
+  op.KernelComputeV2 = ComputeKernel;
+  op.KernelDestroy = DestroyKernel;
+  // An absent input in the middle of the list together with this callback crashes ORT before 1.24.
+  if (!schema.HasOptionalInput() || runtime_minor >= 24) op.InferOutputShapeFn = InferShapes;
+  op.GetMayInplace = FindMayInplace(record);
+  if (op.GetMayInplace != nullptr) op.ReleaseMayInplace = ReleaseMayInplace;
+  return op;
+}
+
+}  // namespace twinop::ort

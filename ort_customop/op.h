@@ -1,0 +1,42 @@
+// One OrtCustomOp per (record, dtype combination, execution provider): the raw C struct, which serves the
+// widest range of runtimes and costs the least per call, with the record behind it.
+#pragma once
+
+#define ORT_API_MANUAL_INIT
+#include <onnxruntime_c_api.h>
+
+#include <string>
+
+#include "kernels/record.h"
+
+namespace twinop::ort {
+
+// The oldest API that has every function used here, apart from the one in tensor_info.h.
+inline constexpr std::uint32_t kApiVersion = 18;
+
+struct Op : OrtCustomOp {
+  const Record* record;
+  bool on_cuda;
+  DType input_types[kMaxArguments];
+  DType output_types[kMaxOutputs];
+  const OrtApi* api;
+  const OrtApi* api24;  // null on runtimes before 1.24
+};
+
+// `runtime_minor` is 23 for ORT 1.23.2.
+Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const OrtApi* api, const OrtApi* api24,
+          int runtime_minor);
+
+// Callbacks that live in files of their own.
+OrtStatusPtr CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** kernel);
+OrtStatusPtr ComputeKernel(void* kernel, OrtKernelContext* context);
+void DestroyKernel(void* kernel);
+OrtStatusPtr InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context);
+
+ONNXTensorElementDataType OnnxType(DType dtype);
+
+// Reads the node's attributes (attributes.cpp); `strings` keeps the text of str attributes alive.
+Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info, Attribute* values,
+                      std::string* strings);
+
+}  // namespace twinop::ort

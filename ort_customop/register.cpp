@@ -1,0 +1,71 @@
+// RegisterCustomOps: the one symbol that the library exports.
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "kernels/registry.h"
+#include "ort_customop/api.h"
+
+namespace twinop::ort {
+namespace {
+
+// 23 for "1.23.2".
+int RuntimeMinor(const OrtApiBase* base) {
+  const std::string version = base->GetVersionString();
+  return std::atoi(version.substr(version.find('.') + 1).c_str());
+}
+
+// The ops and their domain. Sessions keep pointers to them, so they live until the process ends.
+class Library {
+ public:
+  Status Build(const OrtApiBase* base, const OrtApi* api) {
+    const OrtApi* api24 = RuntimeMinor(base) >= 24 ? base->GetApi(24) : nullptr;
+    for (const Record* record : Registry()) {
+      if (record->schema.IsBackward()) continue;
+      for (std::size_t c = 0; c < record->CombinationCount(); ++c) {
+        for (bool on_cuda : {false, true}) {
+          if ((on_cuda ? record->cuda_launcher : record->cpu_launcher) == nullptr) continue;
+          ops_.push_back(MakeOp(*record, c, on_cuda, api, api24, RuntimeMinor(base)));
+        }
+      }
+    }
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateCustomOpDomain(kDomain, &domain_));
+    for (Op& op : ops_) TWINOP_RETURN_IF_ORT_ERROR(api, api->CustomOpDomain_Add(domain_, &op));
+    return {};
+  }
+  OrtCustomOpDomain* domain() const { return domain_; }
+
+ private:
+  std::deque<Op> ops_;
+  OrtCustomOpDomain* domain_ = nullptr;
+};
+
+OrtStatusPtr Register(OrtSessionOptions* options, const OrtApiBase* base) {
+  const OrtApi* api = base->GetApi(kApiVersion);
+  if (api == nullptr) {
+    const std::string message = std::string("twinop ") + TWINOP_VERSION +
+                                " needs ONNX Runtime 1.18 or newer; this is " + base->GetVersionString() +
+                                ". Upgrade with: pip install 'onnxruntime>=1.18'";
+    return base->GetApi(1)->CreateStatus(ORT_FAIL, message.c_str());
+  }
+  return Guard(api, [&] {
+    static std::mutex mutex;
+    static Library* library = nullptr;  // never deleted: sessions may outlive static destructors
+    std::lock_guard<std::mutex> lock(mutex);
+    if (library == nullptr) {
+      auto fresh = std::make_unique<Library>();
+      if (Status status = fresh->Build(base, api); !status.ok()) return ToOrt(api, status);
+      library = fresh.release();
+    }
+    return api->AddCustomOpDomain(options, library->domain());
+  });
+}
+
+}  // namespace
+}  // namespace twinop::ort
+
+extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL
+RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  return twinop::ort::Register(options, base);
+}

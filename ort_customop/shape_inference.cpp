@@ -1,0 +1,118 @@
+// Output shapes at session creation, from the record's shape expressions.
+#include <memory>
+
+#include "kernels/check.h"
+#include "ort_customop/api.h"
+
+namespace twinop::ort {
+namespace {
+
+struct InfoDeleter {
+  const OrtApi* api;
+  void operator()(OrtTensorTypeAndShapeInfo* info) const { api->ReleaseTensorTypeAndShapeInfo(info); }
+};
+using OwnedInfo = std::unique_ptr<OrtTensorTypeAndShapeInfo, InfoDeleter>;
+
+Status ReadShape(const OrtApi* api, OrtShapeInferContext* context, std::size_t input, Shape* shape) {
+  OrtTensorTypeAndShapeInfo* info = nullptr;  // belongs to the context
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->ShapeInferContext_GetInputTypeShape(context, input, &info));
+  std::size_t rank = 0;
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensionsCount(info, &rank));
+  // ORT shows an unknown rank as rank 0, so a scalar cannot be told from it.
+  if (rank == 0 || rank > kMaxRank) {
+    shape->known_rank = false;
+    return {};
+  }
+  std::int64_t sizes[kMaxRank];
+  const char* symbols[kMaxRank] = {};
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensions(info, sizes, rank));
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetSymbolicDimensions(info, symbols, rank));
+  for (std::size_t i = 0; i < rank; ++i) {
+    bool named = sizes[i] < 0 && symbols[i] != nullptr && symbols[i][0] != '\0';
+    shape->Push(Dim{sizes[i], named ? symbols[i] : nullptr});
+  }
+  return {};
+}
+
+Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Record& record, std::size_t index,
+                     Attribute* value) {
+  const Argument& argument = record.schema.attribute(index);
+  const OrtOpAttr* attribute = nullptr;
+  OwnedStatus found(api, api->ShapeInferContext_GetAttribute(context, argument.name.text, &attribute));
+  if (!found.ok() || attribute == nullptr)
+    return argument.has_default ? ParseDefault(record, index, value) : Status();
+  // Sizes depend on ints only.
+  std::size_t bytes = 0;
+  if (argument.kind == Kind::kInt || argument.kind == Kind::kBool) {
+    TWINOP_RETURN_IF_ORT_ERROR(
+        api, api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value->i, sizeof(value->i), &bytes));
+  } else if (argument.kind == Kind::kIntList) {
+    TWINOP_RETURN_IF_ORT_ERROR(
+        api, api->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, value->ints, sizeof(value->ints), &bytes));
+    value->count = bytes / sizeof(std::int64_t);
+  }
+  return {};
+}
+
+// Sets the output's type, and its shape where every dimension has a size or a name. A nameless unknown
+// dimension would make ORT's buffer planner compare -1 with -1 and fail with a re-use mismatch.
+Status SetOutput(const OrtApi* api, OrtShapeInferContext* context, std::size_t output, DType dtype,
+                 const Shape& shape) {
+  std::int64_t sizes[kMaxRank];
+  const char* symbols[kMaxRank];
+  for (std::size_t i = 0; i < shape.rank; ++i) {
+    const Dim& dim = shape.dims[i];
+    if (!dim.known() && dim.symbol == nullptr) return {};
+    sizes[i] = dim.known() ? dim.value : -1;
+    symbols[i] = dim.known() ? "" : dim.symbol;
+  }
+  if (!shape.known_rank || shape.rank == 0) return {};
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateTensorTypeAndShapeInfo(&info));
+  OwnedInfo owned(info, InfoDeleter{api});
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->SetTensorElementType(info, OnnxType(dtype)));
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->SetDimensions(info, sizes, shape.rank));
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->SetSymbolicDimensions(info, symbols, shape.rank));
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->ShapeInferContext_SetOutputTypeShape(context, output, info));
+  return {};
+}
+
+Status Infer(const Op& op, OrtShapeInferContext* context) {
+  const OrtApi* api = op.api;
+  const Record& record = *op.record;
+  const Schema& schema = record.schema;
+  std::size_t given = 0;
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->ShapeInferContext_GetInputCount(context, &given));
+  Shape shapes[kMaxArguments];
+  const Shape* inputs[kMaxArguments] = {};
+  for (std::size_t i = 0; i < given && i < schema.input_count; ++i) {
+    // An absent input has no type, and asking for it fails; no shape depends on an optional input.
+    if (schema.input(i).kind == Kind::kOptionalTensor) continue;
+    TWINOP_RETURN_IF_ERROR(ReadShape(api, context, i, &shapes[i]));
+    inputs[i] = &shapes[i];
+  }
+  Attribute attributes[kMaxArguments];
+  for (std::size_t i = 0; i < schema.attribute_count; ++i)
+    TWINOP_RETURN_IF_ERROR(ReadAttribute(api, context, record, i, &attributes[i]));
+  ShapeScope scope{&schema, inputs, attributes};
+  for (std::size_t i = 0; i < schema.output_count; ++i) {
+    Shape shape = ShapeExpression(record.ShapeText(i), scope).EvaluateShape();
+    TWINOP_RETURN_IF_ERROR(SetOutput(api, context, i, op.output_types[i], shape));
+  }
+  return {};
+}
+
+}  // namespace
+
+OrtStatusPtr InferShapes(const OrtCustomOp* ort_op, OrtShapeInferContext* context) {
+  const Op& op = *static_cast<const Op*>(ort_op);
+  return Guard(op.api, [&] {
+    Status status = Infer(op, context);
+    if (status.ok()) return static_cast<OrtStatusPtr>(nullptr);
+    return ToOrt(op.api, Status::Error(std::string(op.record->schema.onnx_name.view()) +
+                                       ": shape inference: " + status.message()),
+                 ORT_INVALID_GRAPH);
+  });
+}
+
+}  // namespace twinop::ort

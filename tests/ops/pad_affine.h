@@ -1,0 +1,111 @@
+// A test op with optional inputs (also absent in the middle) and an attribute of each kind.
+//
+//   y[..., pads[0] + j] = scale * x[..., j] * weight[j] + bias[j]     ("-" instead of "+" if sign is "minus")
+//
+// and zeros in the pads[0] columns before and the pads[1] columns behind.
+#pragma once
+
+#include "kernels/numeric.h"
+#include "kernels/registry.h"
+#if defined(__CUDACC__)
+#include "kernels/cuda_launch.cuh"
+#endif
+
+namespace twinop {
+
+template <class T, class W>
+struct PadAffine {
+  using C = Compute<T>;
+  const T* x;
+  const W* weight;
+  const W* bias;
+  T* y;
+  std::int64_t columns, before, width;
+  C scale;
+  bool minus;
+
+  // One output element, by its flat index.
+  TWINOP_INLINE void operator()(std::int64_t i) const {
+    std::int64_t row = i / width;
+    std::int64_t j = i % width - before;
+    C value = C(0);
+    if (j >= 0 && j < columns) {
+      value = scale * ToCompute(x[row * columns + j]);
+      if (weight != nullptr) value = value * C(ToCompute(weight[j]));
+      C shift = bias != nullptr ? C(ToCompute(bias[j])) : C(0);
+      value = minus ? value - shift : value + shift;
+    }
+    Round(value, &y[i]);
+  }
+};
+
+// Calls body(functor) with the functor for the call's dtypes, after the checks that the record cannot make.
+template <class Body>
+Status WithPadAffine(const Call& call, Body&& body) {
+  const Tensor& x = call.inputs[0];
+  const Attribute& pads = call.attributes[2];
+  if (pads.count != 2 || pads.ints[0] < 0 || pads.ints[1] < 0)
+    return Status::Error("pads must be two numbers >= 0: columns before and behind");
+  const std::int64_t columns = x.sizes[x.rank - 1];
+  DType weights = x.dtype;
+  for (int i : {1, 2}) {
+    const Tensor& w = call.inputs[i];
+    if (!w.present) continue;
+    weights = w.dtype;
+    if (w.rank != 1 || w.sizes[0] != columns)
+      return Status::Error("weight and bias must have one dimension, as long as the last one of x");
+  }
+  return DispatchFloat(x.dtype, [&](auto x_tag) {
+    return DispatchFloat(weights, [&](auto w_tag) {
+      using T = typename decltype(x_tag)::Type;
+      using W = typename decltype(w_tag)::Type;
+      return body(PadAffine<T, W>{x.as<const T>(), call.inputs[1].as<const W>(), call.inputs[2].as<const W>(),
+                                  call.outputs[0].as<T>(), columns, pads.ints[0],
+                                  call.outputs[0].sizes[call.outputs[0].rank - 1],
+                                  static_cast<Compute<T>>(call.attributes[0].f), call.attributes[1].s == "minus"});
+    });
+  });
+}
+
+#if defined(__CUDACC__)
+template <class F>
+__global__ void PadAffineKernel(F functor, std::int64_t count) {
+  std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) functor(i);
+}
+inline Status PadAffineCuda(const Call& call) {
+  return WithPadAffine(call, [&](auto functor) {
+    constexpr int kThreads = 256;
+    std::int64_t count = call.outputs[0].numel;
+    return LaunchKernel(PadAffineKernel<decltype(functor)>, (count + kThreads - 1) / kThreads, kThreads, call,
+                        functor, count);
+  });
+}
+#else
+inline Status PadAffineCpu(const Call& call) {
+  return WithPadAffine(call, [&](auto functor) {
+    call.context->ParallelFor(call.outputs[0].numel, 1024, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) functor(i);
+    });
+    return Status();
+  });
+}
+#endif
+
+// clang-format off
+TWINOP_OP(pad_affine,
+          Record("pad_affine(Tensor x, Tensor? weight=None, Tensor? bias=None, float scale=0.1, "
+                 "str sign=\"plus\", int[] pads=[0, 1]) -> Tensor")
+              .dtypes("float32; float16; bfloat16; float64; "
+                      "float16 weight=float32 bias=float32; bfloat16 weight=float32 bias=float32")
+              .shapes("y = x[:-1] + [x[-1] + pads[0] + pads[1]]")
+              .choices("sign = plus | minus")
+              .autocast("widest")
+              .gradient("x = grad.narrow(-1, pads[0], x.shape[-1]) * scale * (1 if weight is None else weight);"
+                        "weight = (grad.narrow(-1, pads[0], x.shape[-1]) * scale * x).sum_to_size(weight.shape);"
+                        "bias = (grad.narrow(-1, pads[0], x.shape[-1]) * (1 if sign == 'plus' else -1))"
+                        ".sum_to_size(bias.shape)"),
+          PadAffineCpu, PadAffineCuda)
+// clang-format on
+
+}  // namespace twinop

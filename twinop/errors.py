@@ -1,0 +1,13 @@
+"""The errors that twinop raises on purpose. Each message says what was wrong, what was expected, what to do."""
+
+
+class TwinopError(Exception):
+    """Base of all twinop errors."""
+
+
+class RecordError(TwinopError):
+    """An op record, or one of its small texts, does not parse or does not fit the call."""
+
+
+class LibraryError(TwinopError):
+    """A custom-op library is missing, damaged, for another machine, or not one of ours."""

@@ -1,0 +1,123 @@
+"""Custom-op libraries as files: finding them, and reading their records without loading them."""
+
+import json
+import os
+import platform
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+
+from twinop.errors import LibraryError
+from twinop.record import Record
+
+_SECTION = ".twinop"
+_EXPORT = b"RegisterCustomOps"
+_MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm", 243: "riscv64"}  # e_machine of the ELF spec
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library's own description. `cuda_archs` is what its kernels were compiled for, "none" without CUDA."""
+
+    path: Path
+    version: str
+    cuda_archs: str
+    cuda_version: str
+    records: dict[str, Record]
+    exports_ort: bool
+
+    @cached_property
+    def by_onnx_name(self) -> dict[str, Record]:
+        """The records that ONNX models can name (no backward ops), by node type."""
+        return {record.onnx_name: record for record in self.records.values() if not record.is_backward}
+
+
+def read_library(path: str | os.PathLike[str]) -> Library:
+    """Reads the records and the build description from a library's ELF section `.twinop`.
+
+    Raises:
+        LibraryError: no such file, not an ELF file, damaged, for another machine, or without twinop records.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise LibraryError(f"{path}: no such file. ./build.sh builds the libraries into build/")
+    data = path.read_bytes()
+    section = _read_section(path, data, _SECTION)
+    build: dict[str, str] = {}
+    records: dict[str, Record] = {}
+    for text in section.split(b"\0"):
+        if not text:
+            continue
+        fields = json.loads(text)
+        if "twinop" in fields:
+            build = fields
+        else:
+            records[fields["name"]] = Record.from_json(fields)
+    return Library(
+        path=path,
+        version=build.get("twinop", "unknown"),
+        cuda_archs=build.get("cuda_archs", "none"),
+        cuda_version=build.get("cuda_version", ""),
+        records=dict(sorted(records.items())),
+        exports_ort=_EXPORT + b"\0" in _read_section(path, data, ".dynstr"),
+    )
+
+
+def _read_section(path: Path, data: bytes, wanted: str) -> bytes:
+    """One section of a 64-bit little-endian ELF file (System V ABI, chapter 4)."""
+    if data[:4] != b"\x7fELF":
+        raise LibraryError(
+            f"{path}: not a shared library (ELF file). Expected a file such as libcustom_relu.so"
+        )
+    machine = platform.machine()
+    try:
+        (number,) = struct.unpack_from("<H", data, 18)
+        built_for = _MACHINES.get(number, f"machine {number}")
+        if data[4:6] != b"\x02\x01" or built_for != machine:
+            raise LibraryError(
+                f"{path}: built for {built_for}, this machine is {machine}. Build it here with ./build.sh"
+            )
+        (table,) = struct.unpack_from("<Q", data, 40)
+        entry_size, count, names_index = struct.unpack_from("<HHH", data, 58)
+        headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_size) for i in range(count)]
+        names = headers[names_index][4]
+        for name_offset, _, _, _, offset, size in headers:
+            start = names + name_offset
+            if data[start : data.index(b"\0", start)] == wanted.encode():
+                if offset + size > len(data):
+                    raise LibraryError(f"{path}: the file is cut short. Copy or build it again")
+                return data[offset : offset + size]
+    except (struct.error, ValueError, IndexError) as error:
+        raise LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again") from error
+    raise LibraryError(
+        f"{path}: a shared library, but without twinop records (section {wanted}). "
+        "Expected one built by twinop, such as build/libcustom_relu.so"
+    )
+
+
+def library_folders() -> list[Path]:
+    """Where libraries are looked for, in order: TWINOP_LIBRARY_DIR, the installed package, the build tree."""
+    folders = [Path(os.environ["TWINOP_LIBRARY_DIR"])] if "TWINOP_LIBRARY_DIR" in os.environ else []
+    package = resources.files("twinop")
+    folders.append(Path(str(package / "lib")))
+    folders.append(Path(__file__).resolve().parent.parent / "build")
+    return folders
+
+
+def find_library(stem: str) -> Path:
+    """The path of `lib<stem>.so`.
+
+    Raises:
+        LibraryError: it is in none of the folders.
+    """
+    folders = library_folders()
+    for folder in folders:
+        path = folder / f"lib{stem}.so"
+        if path.is_file():
+            return path
+    searched = ", ".join(str(folder) for folder in folders)
+    raise LibraryError(
+        f"lib{stem}.so not found; searched {searched}. ./build.sh builds it; TWINOP_LIBRARY_DIR names another folder"
+    )
