@@ -19,7 +19,22 @@ inline constexpr int kDomainVersion = 1;
 
 // ---------------------------------------------------------------------------------- element types
 
-enum class DType : std::uint8_t { kNone, kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt64, kBool };
+// Kernels exist for some of these; the others have a name so that an error can say what was given.
+enum class DType : std::uint8_t {
+  kNone,
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kFloat64,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kUInt8,
+  kBool,
+  kComplex64,
+  kComplex128,
+};
 
 struct DTypeInfo {
   DType dtype;
@@ -27,9 +42,14 @@ struct DTypeInfo {
   std::size_t size;       // bytes
 };
 inline constexpr DTypeInfo kDTypes[] = {
-    {DType::kNone, "unsupported", 0}, {DType::kFloat32, "float32", 4}, {DType::kFloat16, "float16", 2},
-    {DType::kBFloat16, "bfloat16", 2}, {DType::kFloat64, "float64", 8}, {DType::kInt32, "int32", 4},
-    {DType::kInt64, "int64", 8}, {DType::kBool, "bool", 1}};
+    {DType::kNone, "unsupported", 0},     {DType::kFloat32, "float32", 4},
+    {DType::kFloat16, "float16", 2},      {DType::kBFloat16, "bfloat16", 2},
+    {DType::kFloat64, "float64", 8},      {DType::kInt8, "int8", 1},
+    {DType::kInt16, "int16", 2},          {DType::kInt32, "int32", 4},
+    {DType::kInt64, "int64", 8},          {DType::kUInt8, "uint8", 1},
+    {DType::kBool, "bool", 1},            {DType::kComplex64, "complex64", 8},
+    {DType::kComplex128, "complex128", 16},
+};
 
 constexpr const DTypeInfo& Info(DType dtype) { return kDTypes[static_cast<std::size_t>(dtype)]; }
 

@@ -47,8 +47,13 @@ ONNXTensorElementDataType OnnxType(DType dtype) {
     case DType::kFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
     case DType::kBFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
     case DType::kFloat64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE;
+    case DType::kInt8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    case DType::kInt16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16;
     case DType::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
     case DType::kInt64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+    case DType::kUInt8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+    case DType::kComplex64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX64;
+    case DType::kComplex128: return ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX128;
     case DType::kBool: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
     case DType::kNone: break;
   }

@@ -29,31 +29,32 @@ void Check(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
-DType TypeOf(const TorchTensor& tensor) {
-  std::int32_t dtype = 0;
-  Check(aoti_torch_get_dtype(tensor.get(), &dtype), "get_dtype");
-  if (dtype == aoti_torch_dtype_float32()) return DType::kFloat32;
-  if (dtype == aoti_torch_dtype_float16()) return DType::kFloat16;
-  if (dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
-  if (dtype == aoti_torch_dtype_float64()) return DType::kFloat64;
-  if (dtype == aoti_torch_dtype_int32()) return DType::kInt32;
-  if (dtype == aoti_torch_dtype_int64()) return DType::kInt64;
-  if (dtype == aoti_torch_dtype_bool()) return DType::kBool;
-  return DType::kNone;
-}
-
+// torch's number of a dtype differs between versions, so it is asked for.
 std::int32_t TorchType(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return aoti_torch_dtype_float32();
     case DType::kFloat16: return aoti_torch_dtype_float16();
     case DType::kBFloat16: return aoti_torch_dtype_bfloat16();
     case DType::kFloat64: return aoti_torch_dtype_float64();
+    case DType::kInt8: return aoti_torch_dtype_int8();
+    case DType::kInt16: return aoti_torch_dtype_int16();
     case DType::kInt32: return aoti_torch_dtype_int32();
     case DType::kInt64: return aoti_torch_dtype_int64();
+    case DType::kUInt8: return aoti_torch_dtype_uint8();
     case DType::kBool: return aoti_torch_dtype_bool();
+    case DType::kComplex64: return aoti_torch_dtype_complex64();
+    case DType::kComplex128: return aoti_torch_dtype_complex128();
     case DType::kNone: break;
   }
-  throw std::runtime_error("twinop: a record's output has no dtype");
+  throw std::runtime_error("twinop: a tensor has no dtype");
+}
+
+DType TypeOf(const TorchTensor& tensor) {
+  std::int32_t number = 0;
+  Check(aoti_torch_get_dtype(tensor.get(), &number), "get_dtype");
+  for (const DTypeInfo& info : kDTypes)
+    if (info.dtype != DType::kNone && TorchType(info.dtype) == number) return info.dtype;
+  return DType::kNone;
 }
 
 struct Device {

@@ -1,0 +1,140 @@
+"""Rules that torch asks of an op, derived from its record: fake, vmap, autocast, refusals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from twinop.errors import RecordError
+from twinop.record import DOMAIN, Record
+from twinop.torch_op.arguments import bind, signature_of
+
+Rule = Callable[..., Any]
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def fake_rule(record: Record) -> Rule:
+    """Shapes, dtypes and strides of the outputs without data (meta tensors, torch.compile, torch.export)."""
+    signature = signature_of(record)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        arguments = bind(signature, args, kwargs)
+        tensors = {entry.name: arguments[entry.name] for entry in record.inputs}
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        first = next(iter(given.values()))
+        for name, tensor in given.items():
+            if tensor.device != first.device:
+                raise RecordError(
+                    f"{DOMAIN}::{record.name}: all tensors must be on one device; {name} is on {tensor.device}, "
+                    f"the first on {first.device}"
+                )
+        dtypes = _combination(record, given)
+        shapes = record.infer_shapes(
+            {name: None if tensor is None else tensor.shape for name, tensor in tensors.items()},
+            {entry.name: arguments[entry.name] for entry in record.attributes},
+        )
+        outputs = tuple(
+            torch.empty_like(first, dtype=getattr(torch, dtypes[name]))
+            if record.is_elementwise
+            else first.new_empty(shape, dtype=getattr(torch, dtypes[name]))
+            for name, shape in shapes.items()
+        )
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return fake
+
+
+def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, str]:
+    found = {name: dtype_name(tensor) for name, tensor in given.items()}
+    for combination in record.combinations:
+        if all(combination[name] == dtype for name, dtype in found.items()):
+            return combination
+    described = ", ".join(f"{name}: {dtype}" for name, dtype in found.items())
+    raise RecordError(
+        f"{DOMAIN}::{record.name}({described}): no kernel takes these dtypes; expected one of: {record.dtypes}"
+    )
+
+
+def vmap_rule(record: Record, op: Rule) -> Rule:
+    """One call for the whole batch where the op is elementwise, else one call per example."""
+    signature = signature_of(record)
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
+        arguments = bind(signature, args, kwargs)
+        dims = dict(zip(arguments, in_dims, strict=False))
+        batched = {
+            name: value.movedim(dims[name], 0)
+            for name, value in arguments.items()
+            if isinstance(value, torch.Tensor) and dims.get(name) is not None
+        }
+        if record.is_elementwise:
+            shape = next(iter(batched.values())).shape
+            whole = {
+                entry.name: batched.get(entry.name, arguments[entry.name]).expand(shape) for entry in record.inputs
+            }
+            outputs = op(*(arguments | whole).values())
+        elif info.batch_size == 0:
+            outputs = _empty_batch(record, arguments, batched)
+        else:
+            calls = [
+                op(*(arguments | {name: value[i] for name, value in batched.items()}).values())
+                for i in range(info.batch_size)
+            ]
+            if len(record.outputs) == 1:
+                return torch.stack(calls), 0
+            outputs = tuple(map(torch.stack, zip(*calls, strict=True)))
+        return outputs, (0 if len(record.outputs) == 1 else (0,) * len(record.outputs))
+
+    return rule
+
+
+def _empty_batch(record: Record, arguments: dict[str, Any], batched: dict[str, torch.Tensor]) -> Any:
+    examples = arguments | {name: value.new_empty(value.shape[1:]).to("meta") for name, value in batched.items()}
+    examples = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in examples.items()
+    }
+    outputs = fake_rule(record)(**examples)
+    device = next(iter(batched.values())).device
+    stack = [
+        torch.empty((0, *output.shape), dtype=output.dtype, device=device)
+        for output in (outputs if isinstance(outputs, tuple) else (outputs,))
+    ]
+    return tuple(stack) if len(stack) > 1 else stack[0]
+
+
+def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
+    """`widest`: inputs whose dtypes no kernel takes together are promoted to the widest among them.
+
+    (`keep`, the other rule, needs no code: the op runs in the dtype it is given.)
+    """
+    signature = signature_of(record)
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        arguments = bind(signature, args, kwargs)
+        given = {entry.name: arguments[entry.name] for entry in record.inputs if arguments[entry.name] is not None}
+        try:
+            _combination(record, given)
+        except RecordError:
+            floating = [tensor.dtype for tensor in given.values() if tensor.is_floating_point()]
+            if floating:
+                widest = floating[0]
+                for dtype in floating[1:]:
+                    widest = torch.promote_types(widest, dtype)
+                arguments |= {name: tensor.to(widest) for name, tensor in given.items() if tensor.is_floating_point()}
+        with torch.autocast(device, enabled=False):
+            return op(*arguments.values())
+
+    return rule
+
+
+def refuse(record: Record, kind: str) -> Rule:
+    """For tensors that no kernel reads."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        hint = "convert it with .to_dense()" if kind != "quantized" else "convert it with .dequantize()"
+        raise RecordError(f"{DOMAIN}::{record.name}: a {kind} tensor; the op takes dense tensors: {hint}")
+
+    return rule
