@@ -1,7 +1,7 @@
 # CUDA or not: sets TWINOP_CUDA, enables the language and chooses the architectures.
 #
 # TWINOP_CUDA_ARCHS (variable or environment): `native` (default; 90 where there is no GPU), `all` (what
-# wheels use), or a list like `80;90`. TWINOP_DEVICE=cpu leaves CUDA out.
+# wheels use), or a list like `80;90`.
 include(CheckLanguage)
 
 set(TWINOP_CUDA_ARCHS "native" CACHE STRING "CUDA architectures: native, all, or a list such as 80,90")

@@ -2,19 +2,20 @@
 # stable ABI. Python is the interpreter whose torch is used.
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
 
-# ---- ONNX Runtime headers: cmake/ort_sdk.py finds or fetches them and prints the include folder.
+# ---- ONNX Runtime headers: cmake/ort_sdk.py finds or fetches them and prints the include folder. Asked at
+# every configure (0.1 s): ORT_ROOT may have changed, or the cache may be gone.
 set(TWINOP_ORT_INCLUDE "" CACHE PATH "Folder of onnxruntime_c_api.h; found by cmake/ort_sdk.py when empty")
-if(NOT TWINOP_ORT_INCLUDE OR DEFINED ENV{ORT_ROOT})
+set(ort_include "${TWINOP_ORT_INCLUDE}")
+if(NOT ort_include)
   execute_process(COMMAND "${Python_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/cmake/ort_sdk.py"
-                  OUTPUT_VARIABLE include RESULT_VARIABLE failed OUTPUT_STRIP_TRAILING_WHITESPACE)
+                  OUTPUT_VARIABLE ort_include RESULT_VARIABLE failed OUTPUT_STRIP_TRAILING_WHITESPACE)
   if(failed)
     message(FATAL_ERROR "No ONNX Runtime headers: see the lines above.")
   endif()
-  set(TWINOP_ORT_INCLUDE "${include}" CACHE PATH "" FORCE)
 endif()
-message(STATUS "ONNX Runtime headers: ${TWINOP_ORT_INCLUDE}")
+message(STATUS "ONNX Runtime headers: ${ort_include}")
 add_library(twinop_ort_headers INTERFACE)
-target_include_directories(twinop_ort_headers SYSTEM INTERFACE "${TWINOP_ORT_INCLUDE}")
+target_include_directories(twinop_ort_headers SYSTEM INTERFACE "${ort_include}")
 
 # ---- LibTorch. Not find_package(Torch): a CUDA build of torch would ask for its whole toolkit, and the
 # stable ABI needs two libraries only.

@@ -1,0 +1,183 @@
+"""build.sh: what it says when something is missing, and what it does not do twice. Python, pip and cmake are
+stand-ins here (the real ones build the libraries that the other tests load)."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = """\
+#!/bin/sh
+case "$1 $2" in
+  "-V "*) echo "Python 3.11.7" ;;
+  "-m venv") [ -e "$FAIL_VENV" ] && exit 1
+    mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$FAKES/cmake" "$3/bin/cmake" ;;
+  "-m pip") echo "pip $*" >>"$LOG"; [ ! -e "$FAIL_PIP" ] ;;
+  "-m pytest") shift 2; for word in "$@"; do echo "pytest [$word]" >>"$LOG"; done ;;
+  "-c "*) exit 0 ;;
+esac
+"""
+OLD_PYTHON = '#!/bin/sh\n[ "$1" = -V ] && echo "Python 3.9.2"\n[ "$1" = -V ]\n'
+CMAKE = '#!/bin/sh\necho "cmake $* ORT_ROOT=$ORT_ROOT" >>"$LOG"\nmkdir -p build; echo >>build/libx.so\n'
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a copy of build.sh in a folder with a space in its name, with few programs on PATH."""
+    tree, programs = tmp_path / "a tree", tmp_path / "programs"
+    (tree / "twinop").mkdir(parents=True)
+    programs.mkdir()
+    shutil.copytree(ROOT / "requirements", tree / "requirements")
+    for name in ("build.sh", "pyproject.toml", "CMakeLists.txt"):
+        shutil.copy(ROOT / name, tree / name)
+    for name, text in {
+        "python3": PYTHON,
+        "python-old": OLD_PYTHON,
+        "cmake": CMAKE,
+        "c++": "#!/bin/sh\n",
+    }.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    for name in ("bash", "cat", "cp", "dirname", "find", "mkdir", "rm", "sh", "sha256sum", "sort"):
+        os.symlink(str(shutil.which(name)), programs / name)
+
+    def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        paths = {"LOG": "log", "FAIL_PIP": "fail pip", "FAIL_VENV": "fail venv", "FAKES": "programs"}
+        return subprocess.run(
+            [tree / "build.sh", *arguments],
+            env={"PATH": str(programs)} | {name: str(tmp_path / path) for name, path in paths.items()} | env,
+            check=False,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def log(tmp_path: Path) -> list[str]:
+    """What the stand-ins were called with since the last look."""
+    lines = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
+    (tmp_path / "log").unlink(missing_ok=True)
+    return lines
+
+
+def test_the_second_run_needs_no_network(tmp_path, build):
+    assert build().returncode == 0
+    first = log(tmp_path)
+    assert len(first) == 4
+    assert "-r requirements/base.txt -r requirements/cpu.txt -r requirements/dev.txt" in first[0]
+    assert first[1:3] == ["cmake --preset default ORT_ROOT=", "cmake --build --preset default ORT_ROOT="]
+    assert "--no-index --no-build-isolation --no-deps --editable ." in first[3]
+    (tmp_path / "programs/cmake").write_text("")  # only .venv's own is ever used
+    (tmp_path / "a tree/.venv/bin/cmake").write_text('#!/bin/sh\necho cmake >>"$LOG"\n')
+    assert build().returncode == 0
+    assert log(tmp_path) == ["cmake", "cmake"]
+
+
+def test_what_changed_is_done_again(tmp_path, build):
+    build()
+    log(tmp_path)
+    keep = tmp_path / "a tree/.venv/keep"
+    keep.touch()
+    with (tmp_path / "a tree/requirements/dev.txt").open("a") as file:
+        file.write("# changed\n")
+    build()
+    assert "requirements/base.txt" in log(tmp_path)[0] and keep.exists()
+    build(TWINOP_DEVICE="cuda")
+    assert "requirements/cuda.txt" in log(tmp_path)[0] and not keep.exists()
+
+
+def test_an_interrupted_setup_starts_again(tmp_path, build):
+    (tmp_path / "fail pip").touch()
+    done = build()
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "error: the packages in requirements/ could not be installed; see pip's message above.\n"
+    )
+    (tmp_path / "fail pip").unlink()
+    log(tmp_path)
+    assert build().returncode == 0
+    assert "requirements/base.txt" in log(tmp_path)[0]
+
+
+def test_paths_are_relative_to_the_caller(tmp_path, build):
+    build(ORT_ROOT="an ort")
+    assert f"cmake --preset default ORT_ROOT={tmp_path}/an ort" in log(tmp_path)
+
+
+def test_torch_index(tmp_path, build):
+    build(TWINOP_TORCH_INDEX="https://index.example/cpu")
+    assert "--extra-index-url https://index.example/cpu " in log(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), []),
+        (("--all", "-k", "a or b"), ["-m", "", "-k", "a or b"]),
+        (("tests/x y.py",), ["tests/x y.py"]),
+    ],
+)
+def test_arguments_go_to_pytest(tmp_path, build, arguments, expected):
+    assert build("test", *arguments).returncode == 0
+    assert [line for line in log(tmp_path) if line.startswith("pytest")] == [
+        f"pytest [{word}]" for word in expected
+    ]
+
+
+def test_help(build):
+    for word in ("--help", "-h", "help"):
+        done = build(word)
+        assert (
+            done.returncode == 0
+            and done.stdout.startswith("usage: ./build.sh")
+            and "TWINOP_DEVICE" in done.stdout
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        (["frob"], {}, "unknown command: frob"),
+        (["bench"], {}, "bench : expected the name of a file in bench/ without .py"),
+        (["bench", "none"], {}, "bench none: expected the name of a file in bench/ without .py"),
+        ([], {"TWINOP_DEVICE": "tpu"}, "TWINOP_DEVICE=tpu: expected cpu or cuda"),
+        (
+            [],
+            {"TWINOP_PYTHON": "python9"},
+            "no python9 found. Install Python 3.11 or later, or set TWINOP_PYTHON",
+        ),
+        (
+            [],
+            {"TWINOP_PYTHON": "python-old"},
+            "is Python 3.9.2; twinop needs 3.11 or later. Set TWINOP_PYTHON",
+        ),
+    ],
+)
+def test_mistakes(tmp_path, build, arguments, env, message):
+    done = build(*arguments, **env)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("twinop: error: ") and message in last
+    assert log(tmp_path) == []
+
+
+def test_no_compiler(tmp_path, build):
+    (tmp_path / "programs/c++").unlink()
+    done = build()
+    assert done.returncode == 1
+    assert (
+        "error: no C++ compiler found (c++, g++, clang++). Install one (Debian, Ubuntu: g++)" in done.stderr
+    )
+
+
+def test_no_venv_module(tmp_path, build):
+    (tmp_path / "fail venv").touch()
+    done = build()
+    assert done.returncode == 1
+    assert "cannot make a virtual environment (Debian, Ubuntu: install python3-venv)." in done.stderr
