@@ -1,4 +1,4 @@
-// Elementwise ops on CUDA: 16-byte vectors, several independent loads in flight per thread, 64-bit
+// Elementwise ops on CUDA: 16-byte vectors, as many loads in flight as the machine takes, 64-bit
 // counts, a scalar kernel for misaligned tensors. Every element is computed alone, so the result does
 // not depend on the path.
 #pragma once
@@ -88,8 +88,9 @@ Status Cuda(const Call& call) {
     if (!aligned) {
       return LaunchElementwise<Functor, T, 1, kThreads, kScalarLoads>(call, functor, out, in);
     }
-    if (call.outputs[0].bytes() <= kSmallBytes) {
-      return LaunchElementwise<Functor, T, kWidth, kSmallThreads, 1>(call, functor, out, in);
+    const std::int64_t bytes = call.outputs[0].bytes();
+    if (bytes >= kResidentMinBytes && bytes <= kResidentMaxBytes) {
+      return LaunchElementwise<Functor, T, kWidth, kThreads, kResidentLoads>(call, functor, out, in);
     }
     return LaunchElementwise<Functor, T, kWidth, kThreads, kLoads>(call, functor, out, in);
   });

@@ -13,9 +13,11 @@ struct InfoDeleter {
 };
 using OwnedInfo = std::unique_ptr<OrtTensorTypeAndShapeInfo, InfoDeleter>;
 
-Status ReadShape(const OrtApi* api, OrtShapeInferContext* context, std::size_t input, Shape* shape) {
+Status ReadInput(const OrtApi* api, OrtShapeInferContext* context, std::size_t input,
+                 ONNXTensorElementDataType* type, Shape* shape) {
   OrtTensorTypeAndShapeInfo* info = nullptr;  // belongs to the context
   TWINOP_RETURN_IF_ORT_ERROR(api, api->ShapeInferContext_GetInputTypeShape(context, input, &info));
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorElementType(info, type));
   std::size_t rank = 0;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensionsCount(info, &rank));
   // ORT shows an unknown rank as rank 0, so a scalar cannot be told from it.
@@ -58,6 +60,7 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Rec
 // dimension would make ORT's buffer planner compare -1 with -1 and fail with a re-use mismatch.
 Status SetOutput(const OrtApi* api, OrtShapeInferContext* context, std::size_t output, DType dtype,
                  const Shape& shape) {
+  if (dtype == DType::kNone) return {};
   std::int64_t sizes[kMaxRank];
   const char* symbols[kMaxRank];
   for (std::size_t i = 0; i < shape.rank; ++i) {
@@ -77,6 +80,21 @@ Status SetOutput(const OrtApi* api, OrtShapeInferContext* context, std::size_t o
   return {};
 }
 
+// The output's type for these input types (UNDEFINED ones are not known), or kNone.
+DType OutputType(const Record& record, const ONNXTensorElementDataType* inputs, std::size_t output) {
+  const Schema& schema = record.schema;
+  for (std::size_t c = 0; c < record.CombinationCount(); ++c) {
+    bool matches = true;
+    for (std::size_t i = 0; i < schema.input_count; ++i)
+      matches = matches && (inputs[i] == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED ||
+                            inputs[i] == OnnxType(record.TypeOf(c, schema.input(i).name.view())));
+    if (matches) return record.TypeOf(c, schema.outputs[output].view());
+  }
+  return DType::kNone;
+}
+
+// ORT keeps one inference function for all ops of a name, the first one's: what depends on the dtype comes
+// from the node's inputs, not from `op`.
 Status Infer(const Op& op, OrtShapeInferContext* context) {
   const OrtApi* api = op.api;
   const Record& record = *op.record;
@@ -85,10 +103,11 @@ Status Infer(const Op& op, OrtShapeInferContext* context) {
   TWINOP_RETURN_IF_ORT_ERROR(api, api->ShapeInferContext_GetInputCount(context, &given));
   Shape shapes[kMaxArguments];
   const Shape* inputs[kMaxArguments] = {};
+  ONNXTensorElementDataType types[kMaxArguments] = {};
   for (std::size_t i = 0; i < given && i < schema.input_count; ++i) {
     // An absent input has no type, and asking for it fails; no shape depends on an optional input.
     if (schema.input(i).kind == Kind::kOptionalTensor) continue;
-    TWINOP_RETURN_IF_ERROR(ReadShape(api, context, i, &shapes[i]));
+    TWINOP_RETURN_IF_ERROR(ReadInput(api, context, i, &types[i], &shapes[i]));
     inputs[i] = &shapes[i];
   }
   Attribute attributes[kMaxArguments];
@@ -97,7 +116,7 @@ Status Infer(const Op& op, OrtShapeInferContext* context) {
   ShapeScope scope{&schema, inputs, attributes};
   for (std::size_t i = 0; i < schema.output_count; ++i) {
     Shape shape = ShapeExpression(record.ShapeText(i), scope).EvaluateShape();
-    TWINOP_RETURN_IF_ERROR(SetOutput(api, context, i, op.output_types[i], shape));
+    TWINOP_RETURN_IF_ERROR(SetOutput(api, context, i, OutputType(record, types, i), shape));
   }
   return {};
 }

@@ -5,9 +5,9 @@
     y = torch_op.relu(x)                 # = torch.ops.custom_domain.relu(x); works under torch.func as well
     model = torch_op.replace_modules(model)   # nn.ReLU -> CustomReLU
 
-Importing this package loads `libtwinop_torch.so`. `load_library(path)` adds the ops of another library; each op
-of a loaded library is a function here (`torch_op.<name>`), with autograd, a fake for torch.compile and export, a
-vmap rule and clear errors, all derived from the op's record (`kernels/ops/<name>.h`).
+Importing this package loads `libtwinop_torch.so`. `load_library(path)` adds the ops of another library; each
+op of a loaded library is a function here (`torch_op.<name>`), with autograd, a fake for torch.compile and
+export, a vmap rule and clear errors, all derived from the op's record (`kernels/ops/<name>.h`).
 """
 
 if __name__ != "twinop.torch_op":

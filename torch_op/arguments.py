@@ -12,7 +12,8 @@ def signature_of(record: Record) -> inspect.Signature:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     empty = inspect.Parameter.empty
     tensors = [
-        inspect.Parameter(entry.name, kind, default=None if entry.optional else empty) for entry in record.inputs
+        inspect.Parameter(entry.name, kind, default=None if entry.optional else empty)
+        for entry in record.inputs
     ]
     attributes = [
         inspect.Parameter(entry.name, kind, default=empty if entry.required else entry.default)

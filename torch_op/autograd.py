@@ -1,7 +1,7 @@
 """Autograd from a record's derivative formulas.
 
-A formula is Python over the op's inputs, outputs and attributes, the incoming `grad` (`grad_<output>` where there
-are several outputs), torch, and the other ops by name: `x = relu_backward(grad, y)`, as in torch's own
+A formula is Python over the op's inputs, outputs and attributes, the incoming `grad` (`grad_<output>` where
+there are several outputs), torch, and the other ops by name: `x = relu_backward(grad, y)`, as in torch's own
 derivatives.yaml. Backward ops are ordinary ops with formulas of their own, which gives second derivatives.
 """
 
@@ -29,7 +29,9 @@ class _Formulas:
     def __init__(self, record: Record, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.record = record
         self.functions = functions
-        self.code = {name: compile(text, f"<{record.name}>", "eval") for name, text in record.gradients.items()}
+        self.code = {
+            name: compile(text, f"<{record.name}>", "eval") for name, text in record.gradients.items()
+        }
         used = {
             node.id
             for text in record.gradients.values()
@@ -39,8 +41,9 @@ class _Formulas:
         self.inputs = [entry.name for entry in record.inputs if entry.name in used]
         self.outputs = [name for name in record.outputs if name in used]
 
+    # The text is the record's own, from a library whose native code runs anyway.
     def evaluate(self, name: str, scope: dict[str, Any]) -> Any:
-        return eval(self.code[name], {"torch": torch, **self.functions}, scope)  # noqa: S307: the record's own text
+        return eval(self.code[name], {"torch": torch, **self.functions}, scope)
 
 
 def make_function(
@@ -48,8 +51,8 @@ def make_function(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the op's Python function and its kernel for torch's Autograd dispatch key.
 
-    The function goes through `torch.autograd.Function` itself when a torch.func transform is active: transforms do
-    not see through the Autograd kernel of a dispatcher op.
+    The function goes through `torch.autograd.Function` itself when a torch.func transform is active:
+    transforms do not see through the Autograd kernel of a dispatcher op.
     """
     signature = signature_of(record)
     formulas = _Formulas(record, functions)
@@ -97,6 +100,11 @@ def make_function(
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         _refuse_forward_mode(record, tensors)
         if formulas.code and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            if torch._C._are_functorch_transforms_active():
+                raise RecordError(
+                    f"torch.func transforms do not see through torch.ops.{DOMAIN}.{record.name}: "
+                    f"call twinop.torch_op.{record.name} instead"
+                )
             return OpFunction.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*arguments)
@@ -108,7 +116,9 @@ def make_function(
 
     function.__name__ = function.__qualname__ = record.name
     function.__module__ = "twinop.torch_op"
-    function.__doc__ = f"{DOMAIN}::{record.schema}\n\nDtypes: {record.dtypes}. See kernels/ops/{record.name}.h."
+    function.__doc__ = (
+        f"{DOMAIN}::{record.schema}\n\nDtypes: {record.dtypes}. See kernels/ops/{record.name}.h."
+    )
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from twinop.torch_op.registry import functions
+
 
 class CustomReLU(nn.Module):
     """ReLU through `custom_domain::relu`: y = max(x, 0), NaN stays NaN.
@@ -20,23 +22,23 @@ class CustomReLU(nn.Module):
         self.variant = variant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from twinop import torch_op
-
-        return torch_op.relu(x, self.variant)
+        return functions["relu"](x, self.variant)
 
     def extra_repr(self) -> str:
         return "" if self.variant == "auto" else f"variant={self.variant!r}"
 
 
-_REPLACEMENTS: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {nn.ReLU: lambda module: CustomReLU()}
+_REPLACEMENTS: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
+    nn.ReLU: lambda module: CustomReLU()
+}
 """torch's module type (subclasses are left alone: they may compute something else) -> its twin."""
 
 
 def replace_modules(model: nn.Module) -> nn.Module:
     """Swaps torch's modules for twinop's, in place, and returns the model (a new module if it is itself one).
 
-    Replaced: `nn.ReLU`. A module that is used in several places stays one module. `nn.ReLU(inplace=True)` becomes
-    out of place. Functional calls (`F.relu`) are not modules and stay as they are.
+    Replaced: `nn.ReLU`. A module that is used in several places stays one module. `nn.ReLU(inplace=True)`
+    becomes out of place. Functional calls (`F.relu`) are not modules and stay as they are.
     """
     replaced: dict[nn.Module, nn.Module] = {}
 

@@ -41,8 +41,8 @@ def load_library(path: str | os.PathLike[str]) -> Library:
     """Registers a library's ops with torch; loading the same file again does nothing.
 
     Raises:
-        LibraryError: the file is missing, damaged or not a twinop torch library, or one of its ops is registered
-            already, by another library.
+        LibraryError: the file is missing, damaged or not a twinop torch library, or one of its ops is
+            registered already, by another library.
     """
     path = Path(path).resolve()
     if path in _libraries:
@@ -54,7 +54,9 @@ def load_library(path: str | os.PathLike[str]) -> Library:
         register = ctypes.CDLL(str(path)).twinop_register_torch_ops
     except AttributeError:
         hint = "; it is an ONNX Runtime library: register it with a session" if library.exports_ort else ""
-        raise LibraryError(f"{path}: not a twinop torch library (no twinop_register_torch_ops){hint}") from None
+        raise LibraryError(
+            f"{path}: not a twinop torch library (no twinop_register_torch_ops){hint}"
+        ) from None
     except OSError as error:
         raise LibraryError(f"{path}: cannot be loaded into torch {torch.__version__}: {error}") from error
     register.restype = ctypes.c_char_p

@@ -28,8 +28,8 @@ def fake_rule(record: Record) -> Rule:
         for name, tensor in given.items():
             if tensor.device != first.device:
                 raise RecordError(
-                    f"{DOMAIN}::{record.name}: all tensors must be on one device; {name} is on {tensor.device}, "
-                    f"the first on {first.device}"
+                    f"{DOMAIN}::{record.name}: all tensors must be on one device; {name} is on "
+                    f"{tensor.device}, the first on {first.device}"
                 )
         dtypes = _combination(record, given)
         shapes = record.infer_shapes(
@@ -54,7 +54,8 @@ def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, st
             return combination
     described = ", ".join(f"{name}: {dtype}" for name, dtype in found.items())
     raise RecordError(
-        f"{DOMAIN}::{record.name}({described}): no kernel takes these dtypes; expected one of: {record.dtypes}"
+        f"{DOMAIN}::{record.name}({described}): no kernel takes these dtypes; "
+        f"expected one of: {record.dtypes}"
     )
 
 
@@ -66,14 +67,15 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
         arguments = bind(signature, args, kwargs)
         dims = dict(zip(arguments, in_dims, strict=False))
         batched = {
-            name: value.movedim(dims[name], 0)
+            name: value.movedim(dim, 0)
             for name, value in arguments.items()
-            if isinstance(value, torch.Tensor) and dims.get(name) is not None
+            if isinstance(value, torch.Tensor) and (dim := dims.get(name)) is not None
         }
         if record.is_elementwise:
             shape = next(iter(batched.values())).shape
             whole = {
-                entry.name: batched.get(entry.name, arguments[entry.name]).expand(shape) for entry in record.inputs
+                entry.name: batched.get(entry.name, arguments[entry.name]).expand(shape)
+                for entry in record.inputs
             }
             outputs = op(*(arguments | whole).values())
         elif info.batch_size == 0:
@@ -92,9 +94,12 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
 
 
 def _empty_batch(record: Record, arguments: dict[str, Any], batched: dict[str, torch.Tensor]) -> Any:
-    examples = arguments | {name: value.new_empty(value.shape[1:]).to("meta") for name, value in batched.items()}
+    examples = arguments | {
+        name: value.new_empty(value.shape[1:]).to("meta") for name, value in batched.items()
+    }
     examples = {
-        name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in examples.items()
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in examples.items()
     }
     outputs = fake_rule(record)(**examples)
     device = next(iter(batched.values())).device
@@ -114,7 +119,9 @@ def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(signature, args, kwargs)
-        given = {entry.name: arguments[entry.name] for entry in record.inputs if arguments[entry.name] is not None}
+        given = {
+            entry.name: arguments[entry.name] for entry in record.inputs if arguments[entry.name] is not None
+        }
         try:
             _combination(record, given)
         except RecordError:
@@ -123,7 +130,9 @@ def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
                 widest = floating[0]
                 for dtype in floating[1:]:
                     widest = torch.promote_types(widest, dtype)
-                arguments |= {name: tensor.to(widest) for name, tensor in given.items() if tensor.is_floating_point()}
+                arguments |= {
+                    name: tensor.to(widest) for name, tensor in given.items() if tensor.is_floating_point()
+                }
         with torch.autocast(device, enabled=False):
             return op(*arguments.values())
 

@@ -1,4 +1,4 @@
-"""The errors that twinop raises on purpose. Each message says what was wrong, what was expected, what to do."""
+"""The errors that twinop raises on purpose: what was wrong, what was expected, what to do."""
 
 
 class TwinopError(Exception):
@@ -11,3 +11,7 @@ class RecordError(TwinopError):
 
 class LibraryError(TwinopError):
     """A custom-op library is missing, damaged, for another machine, or not one of ours."""
+
+
+class ExportError(TwinopError):
+    """A model cannot be exported to ONNX, or what was exported is not what was asked for."""

@@ -1,6 +1,7 @@
 """Custom-op libraries as files: finding them, and reading their records without loading them."""
 
 import json
+import mmap
 import os
 import platform
 import struct
@@ -19,7 +20,7 @@ _MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm", 243: "riscv64"}
 
 @dataclass(frozen=True)
 class Library:
-    """A library's own description. `cuda_archs` is what its kernels were compiled for, "none" without CUDA."""
+    """A library's own description. `cuda_archs`: what its kernels were compiled for, or "none"."""
 
     path: Path
     version: str
@@ -43,18 +44,22 @@ def read_library(path: str | os.PathLike[str]) -> Library:
     path = Path(path)
     if not path.is_file():
         raise LibraryError(f"{path}: no such file. ./build.sh builds the libraries into build/")
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Mend its permissions") from error
     section = _read_section(path, data, _SECTION)
     build: dict[str, str] = {}
     records: dict[str, Record] = {}
-    for text in section.split(b"\0"):
-        if not text:
-            continue
-        fields = json.loads(text)
-        if "twinop" in fields:
-            build = fields
-        else:
-            records[fields["name"]] = Record.from_json(fields)
+    try:
+        for text in filter(None, section.split(b"\0")):
+            fields = json.loads(text)
+            if "twinop" in fields:
+                build = fields
+            else:
+                records[fields["name"]] = Record.from_json(fields)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LibraryError(f"{path}: its op records do not parse: {error}. Copy or build it again") from error
     return Library(
         path=path,
         version=build.get("twinop", "unknown"),
@@ -65,7 +70,7 @@ def read_library(path: str | os.PathLike[str]) -> Library:
     )
 
 
-def _read_section(path: Path, data: bytes, wanted: str) -> bytes:
+def _read_section(path: Path, data: bytes | mmap.mmap, wanted: str) -> bytes:
     """One section of a 64-bit little-endian ELF file (System V ABI, chapter 4)."""
     if data[:4] != b"\x7fELF":
         raise LibraryError(
@@ -85,16 +90,33 @@ def _read_section(path: Path, data: bytes, wanted: str) -> bytes:
         names = headers[names_index][4]
         for name_offset, _, _, _, offset, size in headers:
             start = names + name_offset
-            if data[start : data.index(b"\0", start)] == wanted.encode():
+            if data[start : start + len(wanted) + 1] == wanted.encode() + b"\0":
                 if offset + size > len(data):
                     raise LibraryError(f"{path}: the file is cut short. Copy or build it again")
                 return data[offset : offset + size]
-    except (struct.error, ValueError, IndexError) as error:
+    except (struct.error, ValueError, IndexError, OverflowError) as error:
         raise LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again") from error
     raise LibraryError(
         f"{path}: a shared library, but without twinop records (section {wanted}). "
         "Expected one built by twinop, such as build/libcustom_relu.so"
     )
+
+
+def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
+    """The names of the shared libraries that a library links (DT_NEEDED).
+
+    Raises:
+        LibraryError: not an ELF file, damaged, or for another machine.
+    """
+    path = Path(path)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):  # some have 500 MB
+        names = _read_section(path, data, ".dynstr")
+        dynamic = _read_section(path, data, ".dynamic")
+    entries = struct.iter_unpack("<qQ", dynamic)
+    return [names[value : names.index(b"\0", value)].decode() for tag, value in entries if tag == 1]
 
 
 def library_folders() -> list[Path]:
@@ -119,5 +141,6 @@ def find_library(stem: str) -> Path:
             return path
     searched = ", ".join(str(folder) for folder in folders)
     raise LibraryError(
-        f"lib{stem}.so not found; searched {searched}. ./build.sh builds it; TWINOP_LIBRARY_DIR names another folder"
+        f"lib{stem}.so not found; searched {searched}. "
+        "./build.sh builds it; TWINOP_LIBRARY_DIR names another folder"
     )

@@ -5,8 +5,10 @@ checks) is derived from it.
 """
 
 import ast
+import functools
 import hashlib
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +28,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute of the schema: `kind` is int, float, bool, str or int[]; `default_text` a Python literal."""
+    """An attribute of the schema. `kind`: int, float, bool, str or int[]. `default_text`: a literal."""
 
     name: str
     kind: str
@@ -41,7 +43,8 @@ class Attribute:
         """The default as a Python value, or None for a required attribute."""
         if self.default_text is None:
             return None
-        return ast.literal_eval({"true": "True", "false": "False"}.get(self.default_text, self.default_text))
+        value = ast.literal_eval(self.default_text)
+        return float(value) if self.kind == "float" else value
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,8 @@ class Record:
         names = [entry.name for entry in self.inputs] + list(self.outputs)
         result = []
         for text in self.dtypes.split(";"):
-            first, *overrides = text.split()
-            result.append(dict.fromkeys(names, first) | dict(entry.split("=") for entry in overrides))
+            first, _, rest = text.strip().partition(" ")
+            result.append(dict.fromkeys(names, first) | dict(re.findall(r"(\w+) *= *(\w+)", rest)))
         return tuple(result)
 
     @cached_property
@@ -121,29 +124,34 @@ class Record:
         """Output shapes by name.
 
         Args:
-            shapes: the shape of every input by name, None where it is absent; sizes are ints or torch SymInts.
+            shapes: the shape of every input by name, None where absent; sizes are ints or torch SymInts.
             attributes: the value of every attribute by name.
 
         Raises:
             RecordError: the shapes do not fit the record's expressions.
         """
         texts = entries(self.shapes)
-        scope: dict[str, Any] = {
-            name: tuple(shape) for name, shape in shapes.items() if shape is not None
-        } | dict(attributes)
+        expression = _ShapeExpression(self, shapes, attributes)
         return {
-            output: tuple(_evaluate(self, texts.get(output, self.inputs[0].name), scope))
-            for output in self.outputs
+            output: expression.evaluate(texts.get(output, self.inputs[0].name)) for output in self.outputs
         }
 
 
 def entries(text: str) -> dict[str, str]:
-    """`"y = x; s = x[:-1]"` as a dict. A value may hold "=" and, in quotes or brackets, ";"."""
+    """`"y = x; s = x[:-1]"` as a dict. A value may hold "=" and, in quotes or brackets, ";".
+
+    Raises:
+        RecordError: an entry is not `name = value`, or a name stands there twice.
+    """
     result: dict[str, str] = {}
-    for part in _split(text, ";"):
-        if part.strip():
-            name, _, value = part.partition("=")
-            result[name.strip()] = value.strip()
+    *parts, last = _split(text, ";")
+    for part in [*parts, last] if last.strip() else parts:
+        name, _, value = map(str.strip, part.partition("="))
+        if not name.isidentifier() or not value or name in result:
+            raise RecordError(
+                f"{part.strip()!r} in {text!r}: expected entries `name = value`, each name once"
+            )
+        result[name] = value
     return result
 
 
@@ -167,11 +175,83 @@ def _split(text: str, separator: str) -> list[str]:
 # ---------------------------------------------------------------------------- shape expressions (shape.h)
 
 
-def _numel(shape: Sequence[Any]) -> Any:
-    result: Any = 1
-    for size in shape:
-        result = result * size
-    return result
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+_SHAPE_TEXT = re.compile(r"[\[\](),:+*/ -]|[A-Za-z_]\w*|(?:0|[1-9]\d{0,17})(?!\w)", re.ASCII)
+
+
+class _ShapeExpression:
+    """The closed language of `kernels/shape.h`; nothing else of Python is accepted."""
+
+    def __init__(
+        self, record: Record, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
+    ):
+        self.record, self.shapes, self.attributes = record, shapes, attributes
+
+    def evaluate(self, text: str) -> tuple[Any, ...]:
+        try:
+            if _SHAPE_TEXT.sub("", text):
+                raise SyntaxError("not in the language of shapes")
+            return self._shape(ast.parse(text, mode="eval").body)
+        except (IndexError, TypeError, ValueError, ZeroDivisionError, SyntaxError) as error:
+            values = {name: value and tuple(value) for name, value in self.shapes.items()} | dict(
+                self.attributes
+            )
+            given = ", ".join(f"{name}={value}" for name, value in values.items())
+            raise RecordError(f"op {self.record.name}: {text!r} does not fit {given}: {error}") from error
+
+    def _shape(self, node: ast.AST) -> tuple[Any, ...]:
+        match node:
+            case ast.Name(id=name):
+                return self._input(name)
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Slice(lower=lower, upper=upper, step=None)):
+                return self._input(name)[lower and self._size(lower) : upper and self._size(upper)]
+            case ast.List(elts=elements):
+                sizes = tuple(map(self._size, elements))
+                if any(isinstance(size, int) and size < 0 for size in sizes):
+                    raise ValueError("a size would be negative")
+                return sizes
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self._shape(left) + self._shape(right)
+            case ast.Call(func=ast.Name(id="broadcast"), args=[left, right], keywords=[]):
+                return _broadcast(self._shape(left), self._shape(right))
+        raise SyntaxError(f"{ast.unparse(node)} is not a shape")
+
+    def _size(self, node: ast.AST) -> Any:
+        match node:
+            case ast.Constant(value=int(number)) if not isinstance(number, bool):
+                return number
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._size(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](self._size(left), self._size(right))
+            case ast.Name(id=name) if self._kind(name) in ("int", "bool"):
+                return int(self.attributes[name])
+            case ast.Subscript(value=ast.Name(id=name), slice=index) if not isinstance(index, ast.Slice):
+                return (self.attributes[name] if self._kind(name) == "int[]" else self._input(name))[
+                    self._size(index)
+                ]
+            case ast.Call(func=ast.Name(id="len"), args=[shape], keywords=[]):
+                return len(self._shape(shape))
+            case ast.Call(func=ast.Name(id="numel"), args=[shape], keywords=[]):
+                return functools.reduce(operator.mul, self._shape(shape), 1)
+        raise SyntaxError(f"{ast.unparse(node)} is not a size")
+
+    def _kind(self, name: str) -> str | None:
+        attribute = self.record.attribute(name)
+        return attribute and attribute.kind
+
+    def _input(self, name: str) -> tuple[Any, ...]:
+        if name not in self.shapes:
+            raise SyntaxError(f"{name} is not an input")
+        shape = self.shapes[name]
+        if shape is None:
+            raise ValueError(f"{name} is absent")
+        return tuple(shape)
 
 
 def _broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
@@ -182,48 +262,5 @@ def _broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
         if result[offset + i] == 1:
             result[offset + i] = size
         elif size != 1 and result[offset + i] != size:
-            raise RecordError(f"the inputs' shapes {tuple(a)} and {tuple(b)} do not broadcast")
+            raise ValueError(f"the shapes {tuple(a)} and {tuple(b)} do not broadcast")
     return tuple(result)
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"len": len, "numel": _numel, "broadcast": _broadcast}
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-
-
-def _evaluate(record: Record, text: str, scope: Mapping[str, Any]) -> Any:
-    """Evaluates the closed language of `kernels/shape.h`: nothing else of Python is accepted."""
-
-    def value(node: ast.AST) -> Any:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -value(operand)
-            case ast.Name(id=name) if name in scope:
-                return scope[name]
-            case ast.List(elts=elements):
-                return tuple(value(element) for element in elements)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(left), value(right))
-            case ast.Call(func=ast.Name(id=name), args=arguments) if name in _FUNCTIONS:
-                return _FUNCTIONS[name](*map(value, arguments))
-            case ast.Subscript(
-                value=ast.Name() as base, slice=ast.Slice(lower=lower, upper=upper, step=None)
-            ):
-                return value(base)[lower and value(lower) : upper and value(upper)]
-            case ast.Subscript(value=ast.Name() as base, slice=index):
-                return value(base)[value(index)]
-        raise RecordError(
-            f"op {record.name}: {ast.unparse(node)!r} in {text!r} is not in the language of shapes"
-        )
-
-    try:
-        return value(ast.parse(text, mode="eval").body)
-    except (IndexError, ZeroDivisionError, SyntaxError) as error:
-        shapes = ", ".join(f"{name}={scope[name]}" for name in scope)
-        raise RecordError(f"op {record.name}: {text!r} does not fit {shapes}: {error}") from error

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Runs the `cuda` tests and, on a small subset, compute-sanitizer; writes what happened as JSON.
+
+    python tests/gpu_report.py --output bench/results/gpu-tests-h200.json --commit $(git rev-parse HEAD)
+
+Exit code 0 means no failed test and no sanitizer report. The sanitizers watch twinop's own kernels only.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+def run_pytest(marker: str, prefix: list[str], log: Path, extra: list[str]) -> dict[str, Any]:
+    """One pytest run: the counts, the names of what failed or was skipped, and the exit code."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            marker,
+            "-q",
+            f"--junitxml={report}",
+            *extra,
+        ]
+        start = time.monotonic()
+        with log.open("w") as stream:
+            code = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT).returncode
+        suite = next(ElementTree.parse(report).iter("testsuite")) if report.exists() else None
+    counts: dict[str, Any] = {"exit_code": code, "seconds": round(time.monotonic() - start, 1)}
+    if suite is None:
+        return counts | {"tests": 0, "failed": ["pytest itself: see the log"], "skipped": {}}
+    cases = list(suite.iter("testcase"))
+
+    def name(case: ElementTree.Element) -> str:
+        return f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
+
+    failed = [
+        name(case) for case in cases if case.find("failure") is not None or case.find("error") is not None
+    ]
+    skipped = {
+        name(case): skip.get("message", "") for case in cases if (skip := case.find("skipped")) is not None
+    }
+    passed = len(cases) - len(failed) - len(skipped)
+    return counts | {"tests": len(cases), "passed": passed, "failed": failed, "skipped": skipped}
+
+
+def sanitize(tool: str, log: Path) -> dict[str, Any]:
+    prefix = ["compute-sanitizer", f"--tool={tool}", "--kernel-name=kns=twinop", "--error-exitcode=9"]
+    result = run_pytest("cuda and sanitizer", prefix, log, ["--timeout=600"])
+    text = log.read_text(errors="replace")
+    found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", text)
+    result["reports"] = sum(int(a or b) for a, b in found) if found else None
+    return result
+
+
+def versions() -> dict[str, Any]:
+    import torch
+
+    import onnxruntime  # isort: skip  (after torch: one set of CUDA libraries)
+
+    from twinop.library import find_library, read_library
+
+    library = read_library(find_library("custom_ops"))
+    query = "--query-gpu=name,driver_version"
+    gpu = subprocess.run(
+        ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout
+    name, driver = gpu.splitlines()[0].split(", ")
+    return {
+        "gpu": name,
+        "gpus": torch.cuda.device_count(),
+        "driver": driver,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "twinop": library.version,
+        "cuda_archs": library.cuda_archs,
+        "nvcc": library.cuda_version,
+    }
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="The JSON file to write.")],
+    commit: Annotated[str, typer.Option(help="The commit under test.")] = "",
+    logs: Annotated[Path, typer.Option(help="Folder for the full logs.")] = Path("/tmp/twinop-gpu-logs"),
+    marker: Annotated[str, typer.Option(help="Which tests.")] = "cuda",
+    sanitizers: Annotated[bool, typer.Option(help="Run compute-sanitizer too.")] = True,
+) -> None:
+    """Run the CUDA tests and the sanitizers on this machine's GPU."""
+    console = Console(width=120)
+    logs.mkdir(parents=True, exist_ok=True)
+    path = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
+    sys.path.insert(0, str(ROOT))
+    runs = {"tests": run_pytest(marker, [], logs / "tests.log", [])}
+    for tool in TOOLS if sanitizers else ():
+        console.print(f"compute-sanitizer {tool} ...")
+        runs[tool] = sanitize(tool, logs / f"{tool}.log")
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    output.write_text(
+        json.dumps({**versions(), "commit": commit, "date": date, "runs": runs}, indent=1) + "\n"
+    )
+
+    table = Table("run", "tests", "passed", "failed", "skipped", "reports", "seconds")
+    good = True
+    for name, run in runs.items():
+        reports = run.get("reports", 0)
+        good = good and run["exit_code"] == 0 and not run["failed"] and reports == 0 and run["tests"] > 0
+        cells = (run["tests"], run.get("passed", 0), len(run["failed"]), len(run["skipped"]))
+        table.add_row(name, *map(str, cells), str(reports) if name in TOOLS else "", str(run["seconds"]))
+    console.print(table)
+    for name, run in runs.items():
+        for failure in run["failed"]:
+            console.print(f"{name}: FAILED {failure}", markup=False)
+    raise typer.Exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,56 @@
+"""Every CUDA kernel at a few small sizes: what compute-sanitizer runs (it is some hundred times slower).
+
+Data comes from the CPU and results go back to it, so that torch's own kernels take no part.
+"""
+
+import pytest
+import torch
+from one_node import assert_same_bits, library_of, make_session, one_node_model, run_bound
+from samples import RECORDS, Sample, samples, values
+
+from twinop.record import Record
+
+ops = torch.ops.custom_domain
+pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]
+
+VARIANTS = ("auto", "scalar", "vec4")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relu_kernels(dtype: torch.dtype) -> None:
+    for size, shift in ((1, 0), (33, 1), (1025, 0), (4099, 3)):
+        cpu = values((size + shift,), dtype, size)
+        x = cpu.cuda()[shift:]
+        for variant in VARIANTS:
+            assert_same_bits(ops.relu(x, variant).cpu(), ops.relu(cpu[shift:]), f"{size}+{shift} {variant}")
+        grad = ops.relu_backward(x, x).cpu()
+        assert_same_bits(grad, ops.relu_backward(cpu[shift:], cpu[shift:]), f"backward {size}+{shift}")
+
+
+def test_the_kernel_of_middle_sizes() -> None:
+    """8 MiB: four vectors a thread, and a tail."""
+    cpu = torch.arange(-(1 << 20), (1 << 20) + 3, dtype=torch.float32)
+    assert_same_bits(ops.relu(cpu.cuda()).cpu(), ops.relu(cpu), "8 MiB")
+
+
+@pytest.mark.parametrize("record", list(RECORDS.values()), ids=list(RECORDS))
+def test_through_ort(record: Record) -> None:
+    dtypes = record.combinations[0]
+    chosen = list(samples(record, dtypes))[4:6]
+    session = None
+    for sample in chosen:
+        sample = Sample(sample.inputs)  # default attributes: one session serves them all
+        if session is None:
+            present = [tensor is not None for tensor in sample.inputs.values()]
+            session = make_session(one_node_model(record, dtypes, present, {}), library_of(record), "cuda")
+        if [tensor is not None for tensor in sample.inputs.values()] != present:
+            continue
+        device = sample.to("cuda")
+        expected = getattr(ops, record.name)(*device.inputs.values())
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        actual = tuple(torch.zeros(t.shape, dtype=t.dtype).cuda() for t in expected)
+        inputs = {name: tensor for name, tensor in device.inputs.items() if tensor is not None}
+        run_bound(session, inputs, dict(zip(record.outputs, actual, strict=True)))
+        for a, e in zip(actual, expected, strict=True):
+            assert_same_bits(a.cpu(), e.cpu(), record.name)

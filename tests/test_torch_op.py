@@ -1,0 +1,429 @@
+"""twinop.torch_op: autograd, transforms, compile, autocast, modules, every error that a user can cause."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samples import RECORDS, samples
+from torch import func, nn
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.library import opcheck
+
+from twinop import torch_op
+from twinop.errors import LibraryError, RecordError
+from twinop.library import find_library
+
+ops = torch.ops.custom_domain
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+RELU = [pytest.param(ops.relu, id="torch.ops"), pytest.param(torch_op.relu, id="function")]
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def away_from_zero(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Random values that a finite difference does not carry over ReLU's kink."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return (x + 0.1 * x.sign()).to(device, dtype).requires_grad_()
+
+
+# ----------------------------------------------------------------------------- autograd
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("relu", RELU)
+def test_relu_gradients(relu: Callable[..., Any], device: str) -> None:
+    x = away_from_zero(4, 5, device=device)
+    assert gradcheck(relu, (x,)) and gradgradcheck(relu, (x,))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
+def test_gradients_with_optional_inputs(given: tuple[bool, bool], device: str) -> None:
+    x, weight, bias = (
+        away_from_zero(3, 5, device=device),
+        away_from_zero(5, device=device),
+        away_from_zero(5, device=device),
+    )
+    inputs: Any = (x, weight if given[0] else None, bias if given[1] else None)
+
+    def call(*tensors: Any) -> torch.Tensor:
+        return ops.pad_affine(*tensors, scale=0.3, sign="minus", pads=[2, 1])
+
+    # Forward sees scale as fp32(0.3); so does the formula, or this would fail at fp64's tolerance.
+    assert gradcheck(call, inputs, atol=1e-9, rtol=1e-7) and gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_two_outputs(device: str) -> None:
+    x = away_from_zero(3, 5, device=device)
+    assert gradcheck(ops.double_and_sum, (x,)) and gradgradcheck(ops.double_and_sum, (x,))
+    (grad,) = torch.autograd.grad(ops.double_and_sum(x)[1].sum(), x)  # the other output unused
+    assert torch.equal(grad, torch.ones_like(x))
+
+
+def test_gradient_keeps_the_layout() -> None:
+    x = away_from_zero(4, 6).t().detach().requires_grad_()
+    torch_op.relu(x).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, (x > 0).double())
+
+
+# ----------------------------------------------------------------------------- transforms
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_func_transforms(device: str) -> None:
+    x = away_from_zero(3, 4, device=device).detach()
+    assert torch.equal(func.grad(lambda x: torch_op.relu(x).pow(2).sum())(x), 2 * x.relu())
+    expected = func.jacrev(torch.relu)(x)
+    assert torch.equal(func.jacrev(torch_op.relu)(x), expected)
+    per_sample = func.vmap(func.grad(lambda row: torch_op.relu(row).pow(3).sum()))(x)
+    assert torch.allclose(per_sample, 3 * x.relu() ** 2)
+    second = func.grad(lambda x: func.grad(lambda x: torch_op.relu(x).pow(3).sum())(x).sum())(x)
+    assert torch.allclose(second, 6 * x.relu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_vmap(device: str) -> None:
+    x = torch.randn(2, 3, 5, device=device)
+    for relu in (ops.relu, torch_op.relu):
+        for dim in range(3):
+            assert torch.equal(func.vmap(relu, in_dims=dim, out_dims=dim)(x), x.relu())
+    weight = torch.randn(2, 5, device=device)
+    mapped = func.vmap(lambda x, w: ops.pad_affine(x, w, pads=[1, 1]), in_dims=(0, 0))(x, weight)
+    assert torch.equal(
+        mapped, torch.stack([ops.pad_affine(a, b, pads=[1, 1]) for a, b in zip(x, weight, strict=True)])
+    )
+    doubled, total = func.vmap(ops.double_and_sum, in_dims=1)(x)
+    assert torch.equal(doubled, 2 * x.movedim(1, 0)) and total.shape == (3, 2)
+    empty = func.vmap(ops.double_and_sum)(x[:0])
+    assert [tuple(t.shape) for t in empty] == [(0, 3, 5), (0, 3)]
+
+
+def test_vmap_where_only_the_gradient_is_batched() -> None:
+    x = away_from_zero(5).detach()
+    y, pullback = func.vjp(torch_op.relu, x)[:2]
+    grads = torch.randn(7, 5, dtype=torch.float64)
+    assert torch.equal(func.vmap(pullback)(grads)[0], grads * (y > 0))
+
+
+@pytest.mark.parametrize("relu", RELU)
+def test_forward_mode_is_refused(relu: Callable[..., Any]) -> None:
+    x = torch.randn(3)
+    calls: list[Callable[[], Any]] = [
+        lambda: func.jvp(relu, (x,), (x,)),
+        lambda: func.jacfwd(relu)(x),
+        lambda: func.hessian(lambda x: torch_op.relu(x).sum())(x),
+    ]
+    for call in calls:
+        with pytest.raises((RecordError, RuntimeError), match=r"no forward-mode derivative.*reverse mode"):
+            call()
+    with forward_ad.dual_level(), pytest.raises(RecordError, match="no forward-mode derivative"):
+        relu(forward_ad.make_dual(x, x))
+    with forward_ad.dual_level():
+        assert relu(x).shape == x.shape  # no tangent: nothing to refuse
+
+
+def test_func_grad_of_the_dispatcher_op_names_the_function() -> None:
+    with pytest.raises(
+        RecordError, match=r"do not see through torch.ops.custom_domain.relu: call twinop.torch_op.relu"
+    ):
+        func.grad(lambda x: ops.relu(x).sum())(torch.randn(3))
+    x = torch.randn(2, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(func.vmap(ops.relu)(x).sum(), x)  # vmap alone needs no such detour
+    assert torch.equal(grad, (x > 0).float())
+
+
+# ----------------------------------------------------------------------------- torch.compile and friends
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", list(torch_op.records()))
+def test_opcheck(name: str, device: str) -> None:
+    record = torch_op.records()[name]
+    op = getattr(ops, name).default
+    if record.is_backward:
+        x = away_from_zero(3, 5, device=device)
+        opcheck(op, (x, x.detach()))
+        return
+    for combination in (record.combinations[0], record.combinations[-1]):
+        for sample in list(samples(record, combination))[4:7]:
+            inputs = [
+                None if t is None else t.nan_to_num(1.0, 2.0, 3.0).to(device).requires_grad_()
+                for t in sample.inputs.values()
+            ]
+            opcheck(op, tuple(inputs), sample.attributes)
+    strided = torch.randn(4, 6, 2, device=device).permute(2, 0, 1)[:, ::2].requires_grad_()
+    opcheck(op, (strided,))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compile_without_graph_break(device: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return (torch_op.relu(x) * 2 + ops.relu(-x) + torch_op.CustomReLU()(x)).sum()
+
+    compiled = torch.compile(model, fullgraph=True)
+    for shape in ((7, 3), (9, 3)):
+        x = torch.randn(shape, device=device, requires_grad=True)
+        torch.testing.assert_close(compiled(x), model(x))
+        (grad,) = torch.autograd.grad(compiled(x), x)
+        torch.testing.assert_close(grad, torch.autograd.grad(model(x), x)[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
+def test_aot_inductor(device: str, tmp_path: Path) -> None:
+    """Compiled ahead of time, run in a new process that loads our library first."""
+    x = torch.randn(8, 5, device=device)
+    program = torch.export.export(
+        nn.Sequential(nn.Linear(5, 5), torch_op.CustomReLU()).to(device).eval(), (x,)
+    )
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    torch.save((x, program.module()(x)), tmp_path / "data.pt")
+    code = (
+        "import torch; from twinop import torch_op\n"
+        f"x, y = torch.load({str(tmp_path / 'data.pt')!r})\n"
+        f"torch.testing.assert_close(torch._inductor.aoti_load_package({str(package)!r})(x), y)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_fake_tensors_have_strides_and_dtypes() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        assert ops.relu(x).stride() == x.stride()
+        doubled, total = ops.double_and_sum(x.half())
+        assert doubled.is_contiguous() and total.shape == (2, 3, 4) and total.dtype == torch.float16
+        assert ops.pad_affine(x, pads=[2, 3]).shape == (2, 3, 4, 10)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    assert torch_op.relu(torch.empty(2, 3, device="meta")).device.type == "meta"
+
+
+# ----------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_rules(device: str) -> None:
+    with torch.autocast(device, dtype=torch.bfloat16):
+        # keep: the op runs in the dtype it is given, as torch.relu does.
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            assert torch_op.relu(torch.randn(3, device=device, dtype=dtype)).dtype == dtype
+        # widest: a combination that has a kernel stays, any other is promoted to the widest dtype.
+        x = torch.randn(3, 4, device=device).bfloat16()
+        wide, narrow = torch.randn(4, device=device), torch.randn(4, device=device).bfloat16()
+        assert ops.pad_affine(x, wide, wide).dtype == torch.bfloat16
+        assert ops.pad_affine(x, wide, narrow).dtype == torch.float32
+        assert torch.equal(ops.pad_affine(x, wide, narrow), ops.pad_affine(x.float(), wide, narrow.float()))
+    with pytest.raises(RuntimeError, match="no kernel takes these dtypes"):
+        ops.pad_affine(x, wide, narrow)
+
+
+# ----------------------------------------------------------------------------- modules
+
+
+def test_replace_modules() -> None:
+    shared = nn.ReLU(inplace=True)
+
+    class Subclass(nn.ReLU):
+        pass
+
+    model: Any = nn.Sequential(nn.Linear(3, 3), shared, nn.Sequential(shared, Subclass(), nn.GELU()))
+    model.eval()
+    x = torch.randn(2, 3)
+    expected = model(x)
+    same: Any = torch_op.replace_modules(model)
+    assert same is model
+    kinds = [type(module) for module in (model[1], model[2][0], model[2][1], model[2][2])]
+    assert kinds == [torch_op.CustomReLU, torch_op.CustomReLU, Subclass, nn.GELU]
+    assert model[1] is model[2][0] and not model[1].training
+    torch.testing.assert_close(model(x), expected)
+    assert isinstance(torch_op.replace_modules(nn.ReLU()), torch_op.CustomReLU)
+
+
+def test_module_prints_its_variant() -> None:
+    assert repr(torch_op.CustomReLU()) == "CustomReLU()"
+    assert repr(torch_op.CustomReLU("vec4")) == "CustomReLU(variant='vec4')"
+
+
+def test_function_documents_itself() -> None:
+    import inspect
+
+    assert str(inspect.signature(torch_op.relu)) == "(x, variant='auto')"
+    assert RECORDS["relu"].schema in (torch_op.relu.__doc__ or "")
+    with pytest.raises(AttributeError, match="has no op 'gleu'; loaded ops: .*relu"):
+        torch_op.gleu  # noqa: B018
+
+
+# ----------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda d: torch.ones(3, dtype=torch.int64, device=d),
+            r"x: int64\[3\].*no kernel takes these dtypes",
+        ),
+        (lambda d: torch.ones(3, dtype=torch.bool, device=d), r"x: bool\[3\].*no kernel takes these dtypes"),
+        (lambda d: torch.ones(2, 3, dtype=torch.complex64, device=d), r"x: complex64\[2, 3\].*no kernel"),
+        (lambda d: torch.eye(3, device=d).to_sparse(), r"a sparse tensor.*\.to_dense\(\)"),
+        (lambda d: torch.eye(3, device=d).to_sparse_csr(), r"a sparse compressed tensor.*\.to_dense\(\)"),
+        (lambda d: torch.ones((1,) * 33, device=d), r"33 dimensions, at most 32 are supported"),
+    ],
+    ids=["int", "bool", "complex", "sparse", "csr", "rank"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_wrong_tensors(make: Callable[[str], torch.Tensor], message: str, device: str) -> None:
+    for relu in (ops.relu, torch_op.relu):
+        with pytest.raises((RuntimeError, RecordError), match=message):
+            relu(make(device))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_tensor() -> None:
+    with pytest.raises(RecordError, match=r"a quantized tensor.*\.dequantize\(\)"):
+        ops.relu(torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8))
+
+
+def test_wrong_attributes() -> None:
+    x = torch.randn(3)
+    with pytest.raises(RuntimeError, match=r"variant is 'fast', expected one of auto \| scalar \| vec4"):
+        torch_op.relu(x, "fast")
+    with pytest.raises(RuntimeError, match="pads has 9 entries, at most 8"):
+        ops.pad_affine(x, pads=list(range(9)))
+    with pytest.raises(RuntimeError, match=r"pad_affine\(x: float32\[3\].*too short"):
+        ops.pad_affine(x, pads=[1])
+
+
+def test_wrong_shapes() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"relu_backward\(grad_y: float32\[3\], y: float32\[4\]\).*one shape"
+    ):
+        ops.relu_backward(torch.randn(3), torch.randn(4))
+    with pytest.raises(RuntimeError, match=r"bias: float32\[4\]\).*as long as the last one of x"):
+        ops.pad_affine(torch.randn(2, 3), None, torch.randn(4))
+    for op in (ops.pad_affine, ops.double_and_sum):
+        with pytest.raises(RuntimeError, match="dimension"):
+            op(torch.tensor(1.0))
+
+
+def test_mixed_devices() -> None:
+    with pytest.raises(
+        RecordError, match="all tensors must be on one device; weight is on meta, the first on cpu"
+    ):
+        ops.pad_affine(torch.randn(2, 3), torch.randn(3, device="meta"))
+
+
+@pytest.mark.cuda
+def test_mixed_devices_cuda() -> None:
+    with pytest.raises(
+        RuntimeError, match="all tensors must be on one device; weight is on cpu, the first on cuda:0"
+    ):
+        ops.pad_affine(torch.randn(2, 3, device="cuda"), torch.randn(3))
+
+
+def test_an_op_name_in_two_libraries(tmp_path: Path) -> None:
+    copy = tmp_path / "libsecond.so"
+    copy.write_bytes(find_library("test_ops_torch").read_bytes())
+    with pytest.raises(
+        LibraryError, match=r"libsecond.so: op custom_domain::double_and_sum is registered already, by .*"
+    ):
+        torch_op.load_library(copy)
+    assert torch_op.load_library(
+        find_library("test_ops_torch")
+    ).records  # the same file again: nothing happens
+
+
+def test_an_op_name_defined_elsewhere() -> None:
+    code = (
+        "import torch\n"
+        "library = torch.library.Library('custom_domain', 'FRAGMENT')\n"
+        "library.define('relu(Tensor x) -> Tensor')\n"
+        "from twinop.errors import LibraryError\n"
+        "try:\n    from twinop import torch_op\n"
+        "except LibraryError as error:\n    print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert "custom_domain::relu is registered already, by code outside twinop" in result.stdout
+
+
+def test_an_ort_library_is_no_torch_library() -> None:
+    with pytest.raises(LibraryError, match="is registered already"):  # relu is
+        torch_op.load_library(find_library("custom_relu"))
+
+
+def test_a_second_copy_of_the_package_is_refused() -> None:
+    code = "import sys; sys.path.insert(0, '.'); import torch_op"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode != 0 and "import twinop.torch_op, not torch_op" in result.stderr
+
+
+# ----------------------------------------------------------------------------- streams, graphs, devices
+
+
+@pytest.mark.cuda
+def test_side_stream() -> None:
+    """The kernel follows the work queued before it on torch's current stream, with no synchronize between."""
+    stream = torch.cuda.Stream()
+    x = torch.ones(1 << 22, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        x.neg_()
+        y = torch_op.relu(x)
+    stream.synchronize()
+    assert not y.any()
+
+
+@pytest.mark.cuda
+def test_torch_cuda_graph() -> None:
+    x = torch.randn(1025, device="cuda")
+    torch_op.relu(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch_op.relu(x)
+        doubled, total = ops.double_and_sum(x.view(25, 41))
+    for seed in range(3):
+        x.copy_(torch.randn(1025, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, x.relu()) and torch.equal(doubled, 2 * x.view(25, 41))
+        torch.testing.assert_close(total, x.view(25, 41).sum(-1))
+
+
+@pytest.mark.cuda
+def test_compile_with_cuda_graphs() -> None:
+    compiled = torch.compile(lambda x: torch_op.relu(x) * 3, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        x = torch.randn(64, 3, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+        assert torch.equal(compiled(x).clone(), x.relu() * 3)
+
+
+@pytest.mark.cuda
+def test_second_device() -> None:
+    """Device 1 while device 0 is current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(100_003, device="cuda:1", requires_grad=True)
+    assert torch.cuda.current_device() == 0
+    y = torch_op.relu(x)
+    y.sum().backward()
+    assert (
+        y.device == x.device
+        and torch.equal(y, x.relu())
+        and x.grad is not None
+        and torch.equal(x.grad, (x > 0).float())
+    )
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(RuntimeError, match="weight is on cuda:0, the first on cuda:1"):
+        ops.pad_affine(x.view(1, -1), torch.randn(100_003, device="cuda:0"))

@@ -1,0 +1,44 @@
+"""The command `twinop`. Its parts import torch and ONNX Runtime when they need them, not before."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from twinop.console import clear_errors, out
+from twinop.export import to_onnx
+from twinop.library import find_library, read_library
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="One kernel, two runtimes: custom ops for PyTorch and ONNX Runtime from the same code.",
+)
+app.command("export")(to_onnx.main)
+
+
+@app.command("ops")
+def ops(
+    library: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A .so file of twinop's or your own. Default: libcustom_ops.so.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """List the ops that a library holds, without loading it."""
+    with clear_errors():
+        found = read_library(library or find_library("custom_ops"))
+    table = Table(
+        title=f"{found.path} (twinop {found.version}, CUDA: {found.cuda_archs})", title_justify="left"
+    )
+    for column in ("op", "ONNX", "schema", "dtypes", "devices"):
+        table.add_column(column, overflow="fold")
+    for record in found.records.values():
+        onnx_name = "torch only" if record.is_backward else record.onnx_name
+        dtypes = "\n".join(part.strip() for part in record.dtypes.split(";"))
+        table.add_row(record.name, onnx_name, record.schema, dtypes, ", ".join(record.devices))
+    out.print(table)
