@@ -35,8 +35,10 @@ endfunction()
 
 function(twinop_finish_library name exports)
   set(map "${PROJECT_SOURCE_DIR}/${exports}")
+  # nodelete: a runtime may unload the library with its last session and load it again for the next one, and what
+  # the library set up for the life of the process (the ops, the CUDA runtime) would be lost every time.
   target_link_options(${name} PRIVATE "LINKER:--version-script=${map}" "LINKER:--no-undefined"
-                                      "LINKER:-z,nostart-stop-gc")
+                                      "LINKER:-z,nostart-stop-gc" "LINKER:-z,nodelete")
   set_target_properties(${name} PROPERTIES LINK_DEPENDS "${map}" LINKER_LANGUAGE CXX
                                            LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}")
 endfunction()

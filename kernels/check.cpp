@@ -21,8 +21,8 @@ void ToShape(const Tensor& tensor, Shape* shape) {
 
 // Runs `evaluate(ShapeExpression&)` on the sizes of `inputs`.
 template <class Evaluate>
-Status WithExpression(const Record& record, std::string_view text, const Tensor* inputs, const Attribute* attributes,
-                      Evaluate&& evaluate) {
+Status WithExpression(const Record& record, std::string_view text, const Tensor* inputs,
+                      const Attribute* attributes, Evaluate&& evaluate) {
   const Schema& schema = record.schema;
   Shape shapes[kMaxArguments];
   const Shape* present[kMaxArguments] = {};
@@ -65,14 +65,20 @@ Status ParseDefault(const Record& record, std::size_t index, Attribute* value) {
   };
   bool ok = true;
   switch (argument.kind) {
-    case Kind::kInt: ok = number(text, &value->i); break;
-    case Kind::kBool: value->i = text == "True" || text == "true"; break;
+    case Kind::kInt:
+      ok = number(text, &value->i);
+      break;
+    case Kind::kBool:
+      value->i = text == "True";
+      break;
     case Kind::kFloat: {
       ok = number(text, &value->f);
       value->f = static_cast<float>(value->f);
       break;
     }
-    case Kind::kString: value->s = text.substr(1, text.size() - 2); break;
+    case Kind::kString:
+      value->s = text.substr(1, text.size() - 2);
+      break;
     default: {  // int[]: "[1, 2]"
       Scanner scan(text);
       scan.Expect("[");
@@ -91,18 +97,19 @@ Status ParseDefault(const Record& record, std::size_t index, Attribute* value) {
 Status CheckAttribute(const Record& record, std::size_t index, const Attribute& value) {
   const Argument& argument = record.schema.attribute(index);
   if (value.count > kMaxList)
-    return Status::Error(std::string(kDomain) + "::" + std::string(record.schema.name.view()) + ": attribute " +
-                         std::string(argument.name.view()) + " has " + std::to_string(value.count) +
-                         " entries, at most " + std::to_string(kMaxList) + " are taken");
+    return Status::Error(std::string(kDomain) + "::" + std::string(record.schema.name.view()) +
+                         ": attribute " + std::string(argument.name.view()) + " has " +
+                         std::to_string(value.count) + " entries, at most " +
+                         std::to_string(kMaxList) + " are taken");
   std::string_view choices = Entry(record.choices_text, argument.name.view());
   if (argument.kind != Kind::kString || choices.empty()) return {};
   Scanner scan(choices);
   do {
     if (scan.Word() == value.s) return {};
   } while (scan.Accept("|"));
-  return Status::Error(std::string(kDomain) + "::" + std::string(record.schema.name.view()) + ": attribute " +
-                       std::string(argument.name.view()) + " is " + Quote(value.s) + ", expected one of " +
-                       std::string(choices));
+  return Status::Error(std::string(kDomain) + "::" + std::string(record.schema.name.view()) +
+                       ": attribute " + std::string(argument.name.view()) + " is " +
+                       Quote(value.s) + ", expected one of " + std::string(choices));
 }
 
 Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* combination) {
@@ -110,14 +117,16 @@ Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* 
   for (std::size_t c = 0; c < record.CombinationCount(); ++c) {
     bool matches = true;
     for (std::size_t i = 0; i < schema.input_count && matches; ++i)
-      matches = !inputs[i].present || inputs[i].dtype == record.TypeOf(c, schema.input(i).name.view());
+      matches =
+          !inputs[i].present || inputs[i].dtype == record.TypeOf(c, schema.input(i).name.view());
     if (matches) {
       *combination = c;
       return {};
     }
   }
   return Failure(record, inputs,
-                 "no kernel takes these dtypes; the inputs must have one of: " + std::string(record.dtypes_text) +
+                 "no kernel takes these dtypes; the inputs must have one of: " +
+                     std::string(record.dtypes_text) +
                      " (all inputs the same but where one is named)");
 }
 
@@ -125,36 +134,39 @@ Status CheckShapes(const Record& record, const Tensor* inputs) {
   if (!record.is_elementwise) return {};
   for (std::size_t i = 1; i < record.schema.input_count; ++i) {
     bool same = inputs[i].rank == inputs[0].rank;
-    for (std::size_t k = 0; k < inputs[0].rank && same; ++k) same = inputs[i].sizes[k] == inputs[0].sizes[k];
+    for (std::size_t k = 0; k < inputs[0].rank && same; ++k)
+      same = inputs[i].sizes[k] == inputs[0].sizes[k];
     if (!same) return Failure(record, inputs, "the inputs must have one shape");
   }
   return {};
 }
 
-Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs, const Attribute* attributes,
-                   std::int64_t* sizes, std::size_t* rank) {
+Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs,
+                   const Attribute* attributes, std::int64_t* sizes, std::size_t* rank) {
   // Nearly every output has the shape of an input: no evaluation then.
-  std::string_view text = record.ShapeText(output);
-  if (int same = record.schema.FindInput(text); same != Schema::kNotFound && inputs[same].present) {
+  if (int same = record.same_shape_inputs[output]; same != Schema::kNotFound && inputs[same].present) {
     *rank = inputs[same].rank;
     for (std::size_t i = 0; i < *rank; ++i) sizes[i] = inputs[same].sizes[i];
     return {};
   }
-  return WithExpression(record, text, inputs, attributes, [&](ShapeExpression& expression) {
-    Shape shape = expression.EvaluateShape();
-    *rank = shape.rank;
-    for (std::size_t i = 0; i < shape.rank; ++i) {
-      if (!shape.dims[i].known()) throw "an output would have a negative size";
-      sizes[i] = shape.dims[i].value;
-    }
-  });
+  return WithExpression(record, record.ShapeText(output), inputs, attributes,
+                        [&](ShapeExpression& expression) {
+                          Shape shape = expression.EvaluateShape();
+                          *rank = shape.rank;
+                          for (std::size_t i = 0; i < shape.rank; ++i)
+                            sizes[i] = shape.dims[i].value;
+                        });
 }
 
-Status ScratchBytes(const Record& record, const Tensor* inputs, const Attribute* attributes, std::int64_t* bytes) {
+Status ScratchBytes(const Record& record, const Tensor* inputs, const Attribute* attributes,
+                    std::int64_t* bytes) {
   *bytes = 0;
   if (record.scratch_text == "0") return {};
   return WithExpression(record, record.scratch_text, inputs, attributes,
-                        [&](ShapeExpression& expression) { *bytes = expression.EvaluateInt(); });
+                        [&](ShapeExpression& expression) {
+                          *bytes = expression.EvaluateInt();
+                          if (*bytes < 0) throw "the scratch size would be negative";
+                        });
 }
 
 Status CheckAliases(const Record& record, const Tensor* inputs, const Tensor* outputs) {

@@ -23,11 +23,12 @@ Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* 
 Status CheckShapes(const Record& record, const Tensor* inputs);
 
 // The output's shape for these inputs.
-Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs, const Attribute* attributes,
-                   std::int64_t* sizes, std::size_t* rank);
+Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs,
+                   const Attribute* attributes, std::int64_t* sizes, std::size_t* rank);
 
 // Bytes of scratch memory.
-Status ScratchBytes(const Record& record, const Tensor* inputs, const Attribute* attributes, std::int64_t* bytes);
+Status ScratchBytes(const Record& record, const Tensor* inputs, const Attribute* attributes,
+                    std::int64_t* bytes);
 
 // No output overlaps an input, but where the record allows it to be the very same memory.
 Status CheckAliases(const Record& record, const Tensor* inputs, const Tensor* outputs);

@@ -1,5 +1,5 @@
-// Elementwise ops on the CPU: one loop that the compiler vectorises for each instruction set, chosen at
-// run time, on the framework's own threads.
+// Elementwise ops on the CPU: one loop that the compiler vectorises for each instruction set,
+// chosen at run time, on the framework's own threads.
 #pragma once
 
 #include <algorithm>
@@ -11,77 +11,90 @@
 
 namespace twinop::elementwise {
 
-// Elements of one fixed-size block. The tail runs the very same code on a padded copy, so that a result
-// does not depend on where the thread pool cuts.
+// Elements that one pass of the main loop takes, a whole number of registers for every type. (Of 16
+// elements GCC makes straight-line code before it reads `ivdep`: outputs that overwrite their input
+// then take a scalar copy of it, 8 to 15 times slower.)
 inline constexpr std::int64_t kBlock = 64;
 
-// Elements below which a second thread costs more than it brings. A pool's wake-up is 2 to 5 us, in which
-// one core moves about 64 KiB (measured here with 2 threads: equal at 2^15 fp32 elements).
-inline constexpr std::int64_t kGrain = 1 << 15;
+// Blocks below which a second thread costs more than it brings. A pool's wake-up is 2 to 5 us, in
+// which one core moves about 64 KiB (measured here with 2 threads: equal at 2^15 fp32 elements).
+inline constexpr std::int64_t kGrain = (1 << 15) / kBlock;
 
+// Each element is read and written once, by one pass: an output may be its input's very memory.
 template <class F, class T, int kInputs, std::size_t... I>
-TWINOP_INLINE void Block(const F& functor, T* out, const Inputs<T, kInputs>& in,
-                         std::index_sequence<I...>) {
-#pragma GCC ivdep  // an output that overwrites its input has no dependence from one element to the next
-  for (std::int64_t i = 0; i < kBlock; ++i) Round(functor(ToCompute(in[I][i])...), &out[i]);
+TWINOP_INLINE void Elements(const F& functor, T* out, const Inputs<T, kInputs>& in, std::int64_t begin,
+                            std::int64_t end, std::index_sequence<I...>) {
+#pragma GCC ivdep
+  for (std::int64_t i = begin; i < end; ++i) Round(functor(ToCompute(in[I][i])...), &out[i]);
 }
 
 template <class F, class T, int kInputs>
-TWINOP_INLINE void Range(const F& functor, T* out, Inputs<T, kInputs> in, std::int64_t begin,
-                         std::int64_t end) {
+TWINOP_INLINE void Range(const F& functor, T* out, const Inputs<T, kInputs>& in, std::int64_t count) {
   constexpr auto kIndices = std::make_index_sequence<kInputs>{};
-  Inputs<T, kInputs> block;
-  std::int64_t i = begin;
-  for (; i + kBlock <= end; i += kBlock) {
-    for (int k = 0; k < kInputs; ++k) block.pointers[k] = in[k] + i;
-    Block(functor, out + i, block, kIndices);
-  }
-  if (i == end) return;
-  T padded[kInputs + 1][kBlock] = {};
-  for (int k = 0; k < kInputs; ++k) {
-    std::copy(in[k] + i, in[k] + end, padded[k]);
-    block.pointers[k] = padded[k];
-  }
-  Block(functor, padded[kInputs], block, kIndices);
-  std::copy(padded[kInputs], padded[kInputs] + (end - i), out + i);
+  std::int64_t i = 0;
+  for (; i + kBlock <= count; i += kBlock) Elements(functor, out, in, i, i + kBlock, kIndices);
+  Elements(functor, out, in, i, count, kIndices);
 }
 
-// The same loop, compiled once per instruction set.
+// The same loops, compiled once per instruction set.
 template <class F, class T, int kInputs>
-void RangeBaseline(const F& functor, T* out, Inputs<T, kInputs> in, std::int64_t begin,
-                   std::int64_t end) {
-  Range(functor, out, in, begin, end);
+using RangeFunction = void (*)(const F& functor, T* out, Inputs<T, kInputs> in, std::int64_t count);
+
+template <class F, class T, int kInputs>
+void RangeBaseline(const F& functor, T* out, Inputs<T, kInputs> in, std::int64_t count) {
+  Range(functor, out, in, count);
 }
 #if defined(__x86_64__)
 template <class F, class T, int kInputs>
-TWINOP_TARGET_AVX2 void RangeAvx2(const F& functor, T* out, Inputs<T, kInputs> in,
-                                  std::int64_t begin, std::int64_t end) {
-  Range(functor, out, in, begin, end);
+TWINOP_TARGET_AVX2 void RangeAvx2(const F& functor, T* out, Inputs<T, kInputs> in, std::int64_t count) {
+  Range(functor, out, in, count);
 }
 template <class F, class T, int kInputs>
-TWINOP_TARGET_AVX512 void RangeAvx512(const F& functor, T* out, Inputs<T, kInputs> in,
-                                      std::int64_t begin, std::int64_t end) {
-  Range(functor, out, in, begin, end);
+TWINOP_TARGET_AVX512 void RangeAvx512(const F& functor, T* out, Inputs<T, kInputs> in, std::int64_t count) {
+  Range(functor, out, in, count);
 }
 #endif
+
+template <class F, class T, int kInputs>
+RangeFunction<F, T, kInputs> ChooseRange() {
+#if defined(__x86_64__)
+  if (CpuLevel() == Level::kAvx512) return RangeAvx512<F, T, kInputs>;
+  if (CpuLevel() == Level::kAvx2) return RangeAvx2<F, T, kInputs>;
+#endif
+  return RangeBaseline<F, T, kInputs>;
+}
+
+// For this processor; chosen when the library is loaded, so that a call only reads it.
+template <class F, class T, int kInputs>
+inline const RangeFunction<F, T, kInputs> kRange = ChooseRange<F, T, kInputs>();
+
+// The frameworks' pools cut in different places. Cut between blocks, they give every element the same code:
+// whether it is in a block or behind the last one depends on the tensor's size alone.
+template <class F, class T, int kInputs>
+[[gnu::noinline]] void OnPool(const Call& call, const F& functor) {
+  const std::int64_t count = call.outputs[0].numel;
+  call.context->ParallelFor((count + kBlock - 1) / kBlock, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t first = begin * kBlock;
+    auto in = InputPointers<T, kInputs>(call);
+    for (const T*& pointer : in.pointers) pointer += first;
+    T* const out = call.outputs[0].as<T>() + first;
+    kRange<F, T, kInputs>(functor, out, in, std::min(end * kBlock, count) - first);
+  });
+}
 
 template <template <class> class F>
 Status Cpu(const Call& call) {
-  return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
+  return DispatchFloat(call.outputs[0].dtype, [&call](auto tag) {
     using T = typename decltype(tag)::Type;
+    using Functor = F<Compute<T>>;
     constexpr int kInputs = kArity<F>;
-    auto functor = MakeFunctor<F<Compute<T>>>(call.attributes);
-    using Functor = decltype(functor);
-    auto in = InputPointers<T, kInputs>(call);
-    T* out = call.outputs[0].as<T>();
-    auto range = &RangeBaseline<Functor, T, kInputs>;
-#if defined(__x86_64__)
-    if (CpuLevel() == Level::kAvx512) range = &RangeAvx512<Functor, T, kInputs>;
-    if (CpuLevel() == Level::kAvx2) range = &RangeAvx2<Functor, T, kInputs>;
-#endif
-    call.context->ParallelFor(
-        call.outputs[0].numel, kGrain,
-        [&](std::int64_t begin, std::int64_t end) { range(functor, out, in, begin, end); });
+    const auto functor = MakeFunctor<Functor>(call.attributes);
+    const std::int64_t count = call.outputs[0].numel;
+    if (count <= kGrain * kBlock) {
+      kRange<Functor, T, kInputs>(functor, call.outputs[0].as<T>(), InputPointers<T, kInputs>(call), count);
+    } else {
+      OnPool<Functor, T, kInputs>(call, functor);
+    }
     return Status();
   });
 }

@@ -99,7 +99,7 @@ struct Tag {
 
 // Calls body(Tag<T>{}) with the storage type of a floating dtype.
 template <class Body>
-Status DispatchFloat(DType dtype, Body&& body) {
+[[gnu::always_inline]] inline Status DispatchFloat(DType dtype, Body&& body) {
   switch (dtype) {
     case DType::kFloat32: return body(Tag<float>{});
     case DType::kFloat16: return body(Tag<Half>{});

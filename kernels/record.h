@@ -103,7 +103,7 @@ struct Call {
   const Tensor* inputs = nullptr;         // in schema order, absent ones not `present`
   Tensor* outputs = nullptr;              // allocated by the binding
   const Attribute* attributes = nullptr;  // in schema order
-  void* scratch = nullptr;                // Record::scratch bytes, 256-byte aligned
+  void* scratch = nullptr;                // Record::scratch bytes; aligned to 64 bytes, on CUDA to 256
   const Context* context = nullptr;
 };
 
@@ -146,8 +146,12 @@ struct Record {
   bool is_elementwise = false;
   Launcher cpu_launcher = nullptr;
   Launcher cuda_launcher = nullptr;
+  // What shapes_text and in_place_text say of each output, read once: calls ask for it. The input whose shape
+  // it has, and the one that it may overwrite, or Schema::kNotFound.
+  std::int8_t same_shape_inputs[kMaxOutputs] = {};
+  std::int8_t in_place_inputs[kMaxOutputs] = {};
 
-  constexpr explicit Record(std::string_view schema_text) : schema(ParseSchema(schema_text)) {}
+  constexpr explicit Record(std::string_view schema_text) : schema(ParseSchema(schema_text)) { ReadTexts(); }
 
   constexpr Record dtypes(std::string_view text) const { return With(&Record::dtypes_text, text); }
   constexpr Record shapes(std::string_view text) const { return With(&Record::shapes_text, text); }
@@ -191,17 +195,23 @@ struct Record {
   }
 
   // Index of the input that the output may overwrite, or Schema::kNotFound.
-  constexpr int InPlaceInput(std::size_t output) const {
-    std::string_view text = Entry(in_place_text, schema.outputs[output].view());
-    return text.empty() ? Schema::kNotFound : schema.FindInput(text);
-  }
+  constexpr int InPlaceInput(std::size_t output) const { return in_place_inputs[output]; }
 
  private:
   template <class T>
   constexpr Record With(T Record::* member, T value) const {
     Record copy = *this;
     copy.*member = value;
+    copy.ReadTexts();
     return copy;
+  }
+
+  constexpr void ReadTexts() {
+    for (std::size_t i = 0; i < schema.output_count; ++i) {
+      same_shape_inputs[i] = static_cast<std::int8_t>(schema.FindInput(ShapeText(i)));
+      std::string_view text = Entry(in_place_text, schema.outputs[i].view());
+      in_place_inputs[i] = static_cast<std::int8_t>(text.empty() ? Schema::kNotFound : schema.FindInput(text));
+    }
   }
 };
 
@@ -209,13 +219,27 @@ struct Record {
 constexpr bool Validate(const Record& record) {
   const Schema& schema = record.schema;
   for (std::size_t c = 0; c < record.CombinationCount(); ++c) record.TypeOf(c, schema.input(0).name.view());
+  for (Scanner scan(record.dtypes_text); !scan.AtEnd();) {
+    std::string_view name = scan.Word();
+    if (!scan.Accept("=")) {
+      scan.Accept(";");
+      continue;
+    }
+    scan.Word();
+    scan.Accept(";");
+    if (schema.FindInput(name) < 0 && schema.FindOutput(name) < 0) throw "a record's dtypes name no tensor of its op";
+  }
 
   Shape unknown;
   unknown.known_rank = false;
   const Shape* inputs[kMaxArguments] = {};
   for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i] = &unknown;
   Attribute attributes[kMaxArguments] = {};
-  for (Attribute& attribute : attributes) attribute.count = kMaxList;
+  for (Attribute& attribute : attributes) {
+    attribute.i = kUnknownSize;
+    attribute.count = kMaxList;
+    for (std::int64_t& entry : attribute.ints) entry = kUnknownSize;
+  }
   ShapeScope scope{&schema, inputs, attributes};
   for (std::size_t i = 0; i < schema.output_count; ++i)
     ShapeExpression(record.ShapeText(i), scope).EvaluateShape();
@@ -224,9 +248,12 @@ constexpr bool Validate(const Record& record) {
   auto check = [](std::string_view entries, auto&& known) {
     Scanner scan(entries);
     while (!scan.AtEnd()) {
-      if (!known(scan.Word())) throw "a record's entry names no argument or output of its op";
+      std::string_view name = scan.Word();
+      if (!known(name)) throw "a record's entry names no argument or output of its op";
       scan.Expect("=");
-      if (scan.Until(";").empty()) throw "a record's entry is empty";
+      std::string_view value = scan.Until(";");
+      if (value.empty()) throw "a record's entry is empty";
+      if (Entry(entries, name).data() != value.data()) throw "a record has two entries of one name";
       if (!scan.AtEnd()) scan.Expect(";");
     }
   };

@@ -28,6 +28,7 @@ struct Name {
   constexpr Name(std::string_view source) {  // NOLINT(google-explicit-constructor): a name is its text
     if (source.empty()) throw "an empty name in a schema";
     if (source.size() >= kMaxName) throw "a name in a schema is too long";
+    if (source[0] >= '0' && source[0] <= '9') throw "a name in a schema starts with a digit";
     for (char c : source) text[size++] = c;
   }
   constexpr std::string_view view() const { return {text, size}; }
@@ -142,11 +143,19 @@ class Scanner {
     bool negative = Accept("-");
     std::int64_t value = 0;
     std::string_view digits = Word();
+    if (digits.size() > 18 || (digits.size() > 1 && digits[0] == '0'))
+      throw "a record's text does not parse: a number is too long or starts with 0";
     for (char c : digits) {
       if (!IsDigit(c)) throw "a record's text does not parse: a number is wanted";
       value = value * 10 + (c - '0');
     }
     return negative ? -value : value;
+  }
+  // Skips digits, if there are any here.
+  constexpr bool Digits() {
+    std::size_t begin = position_;
+    while (position_ < text_.size() && IsDigit(text_[position_])) ++position_;
+    return position_ > begin;
   }
   // The text up to one of `stops`, quotes and brackets kept whole, trailing spaces cut.
   constexpr std::string_view Until(std::string_view stops) {
@@ -201,6 +210,42 @@ constexpr Kind ParseKind(Scanner& scan) {
   throw "a schema's argument is not Tensor, Tensor?, int, float, bool, str or int[]";
 }
 
+constexpr bool IsFloat(Scanner& scan) {
+  scan.Accept("-");
+  bool digits = scan.Digits();
+  if (scan.Accept(".")) digits = scan.Digits() || digits;
+  if (!digits || !(scan.Accept("e") || scan.Accept("E"))) return digits;
+  if (!scan.Accept("-")) scan.Accept("+");
+  return scan.Digits();
+}
+
+// Whether a default, as written, is a literal of its kind.
+constexpr bool IsLiteral(Kind kind, std::string_view text) {
+  Scanner scan(text);
+  switch (kind) {
+    case Kind::kTensor: return false;
+    case Kind::kOptionalTensor: return text == "None";
+    case Kind::kBool: return text == "True" || text == "False";
+    case Kind::kInt: scan.Integer(); return scan.AtEnd();
+    case Kind::kFloat: return IsFloat(scan) && scan.AtEnd();
+    case Kind::kString: {
+      if (text.size() < 2 || (text[0] != '"' && text[0] != '\'')) return false;
+      std::string_view inside = text.substr(1, text.size() - 2);
+      return text.back() == text[0] && inside.find(text[0]) == inside.npos && inside.find('\\') == inside.npos;
+    }
+    case Kind::kIntList: {
+      scan.Expect("[");
+      for (std::size_t count = 0; !scan.Accept("]"); ++count) {
+        if (count == kMaxList) return false;
+        if (count > 0) scan.Expect(",");
+        scan.Integer();
+      }
+      return scan.AtEnd();
+    }
+  }
+  return false;
+}
+
 constexpr Schema ParseSchema(std::string_view text) {
   Schema schema;
   schema.text = text;
@@ -217,6 +262,9 @@ constexpr Schema ParseSchema(std::string_view text) {
     if (scan.Accept("=")) {
       argument.has_default = true;
       argument.default_text = scan.Until(",)");
+      if (!IsLiteral(argument.kind, argument.default_text)) throw "a schema's default is no value of its kind";
+    } else if (schema.argument_count > 0 && schema.arguments[schema.argument_count - 1].has_default) {
+      throw "a schema's arguments without a default come before those with one";
     }
     auto index = static_cast<std::uint8_t>(schema.argument_count++);
     if (IsTensor(argument.kind)) {
@@ -239,6 +287,14 @@ constexpr Schema ParseSchema(std::string_view text) {
   } while (parenthesised && scan.Accept(","));
   if (parenthesised) scan.Expect(")");
   if (!scan.AtEnd()) throw "a schema goes on after its outputs";
+
+  std::string_view names[kMaxArguments + kMaxOutputs] = {};
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < schema.argument_count; ++i) names[count++] = schema.arguments[i].name.view();
+  for (std::size_t i = 0; i < schema.output_count; ++i) names[count++] = schema.outputs[i].view();
+  for (std::size_t i = 0; i < count; ++i)
+    for (std::size_t j = 0; j < i; ++j)
+      if (names[i] == names[j]) throw "a schema has one name twice (an output without a name is called y)";
   return schema;
 }
 

@@ -3,9 +3,12 @@
 //
 //   shape   := term ('+' term)*
 //   term    := input | input '[' int? ':' int? ']' | '[' int, ... ']' | broadcast(shape, shape)
+//            | '(' shape ')'
 //   int     := product (('+' | '-') product)*       product := atom (('*' | '//') atom)*
-//   atom    := number | attribute | input '[' int ']' | len(shape) | numel(shape) | '(' int ')'
+//   atom    := '-' atom | number | attribute | attribute '[' int ']' | input '[' int ']'
+//            | len(shape) | numel(shape) | '(' int ')'
 //
+// `attribute` is one of kind int or bool; with an index it is one of kind int[].
 // Evaluated on every call, without allocation; unknown dimensions (graph-time inference) stay unknown.
 #pragma once
 
@@ -14,6 +17,9 @@
 namespace twinop {
 
 inline constexpr std::size_t kMaxRank = 32;
+
+// The value of an expression over unknown sizes. Others may be negative on the way (x[:-1]).
+inline constexpr std::int64_t kUnknownSize = INT64_MIN;
 
 struct Dim {
   std::int64_t value = -1;       // < 0: not known
@@ -77,11 +83,18 @@ class ShapeExpression {
 
   constexpr Shape ParseTerm() {
     Shape result;
+    if (scan_.Accept("(")) {
+      result = ParseShape();
+      scan_.Expect(")");
+      return result;
+    }
     if (scan_.Accept("[")) {
-      do {
-        result.Push(ParseSum());
-      } while (scan_.Accept(","));
-      scan_.Expect("]");
+      while (!scan_.Accept("]")) {
+        Dim size = ParseSum();
+        if (size.value < 0 && size.value != kUnknownSize) throw "a size would be negative";
+        result.Push(size);
+        if (scan_.Peek() != ']') scan_.Expect(",");
+      }
       return result;
     }
     std::string_view name = scan_.Word();
@@ -96,12 +109,13 @@ class ShapeExpression {
     const Shape& input = Input(name);
     if (!scan_.Accept("[")) return input;
     auto rank = static_cast<std::int64_t>(input.rank);
-    std::int64_t begin = scan_.Peek() == ':' ? 0 : Position(ParseSum(), rank);
+    Dim begin = scan_.Peek() == ':' ? Dim{0, nullptr} : ParseSum();
     scan_.Expect(":");
-    std::int64_t end = scan_.Peek() == ']' ? rank : Position(ParseSum(), rank);
+    Dim end = scan_.Peek() == ']' ? Dim{rank, nullptr} : ParseSum();
     scan_.Expect("]");
-    result.known_rank = input.known_rank;
-    for (std::int64_t i = begin; i < end && input.known_rank; ++i) result.Push(input.dims[i]);
+    result.known_rank = input.known_rank && begin.value != kUnknownSize && end.value != kUnknownSize;
+    if (!result.known_rank) return result;
+    for (std::int64_t i = Position(begin, rank); i < Position(end, rank); ++i) result.Push(input.dims[i]);
     return result;
   }
 
@@ -163,9 +177,8 @@ class ShapeExpression {
       scan_.Expect(")");
       return result;
     }
-    if (scan_.Peek() == '-' || Scanner::IsDigit(scan_.Peek())) {
-      return Dim{scan_.Integer(), nullptr};
-    }
+    if (scan_.Accept("-")) return Combine(Dim{0, nullptr}, ParseAtom(), '-');
+    if (Scanner::IsDigit(scan_.Peek())) return Dim{scan_.Integer(), nullptr};
     std::string_view name = scan_.Word();
     if (name == "len" || name == "numel") {
       scan_.Expect("(");
@@ -178,24 +191,32 @@ class ShapeExpression {
       return product;
     }
     if (int index = scope_.schema->FindAttribute(name); index != Schema::kNotFound) {
-      if (scope_.schema->attribute(index).kind != Kind::kIntList) {
-        return Dim{scope_.attributes[index].i, nullptr};
-      }
-      scan_.Expect("[");
-      std::int64_t entry = ParseSum().value;
-      scan_.Expect("]");
+      Kind kind = scope_.schema->attribute(index).kind;
+      if (kind == Kind::kInt || kind == Kind::kBool) return Dim{scope_.attributes[index].i, nullptr};
+      if (kind != Kind::kIntList) throw "a shape expression names an attribute that is no int, bool or int[]";
       const Attribute& list = scope_.attributes[index];
-      if (entry < 0 || entry >= static_cast<std::int64_t>(list.count)) throw "an int[] attribute is too short";
-      return Dim{list.ints[entry], nullptr};
+      Dim entry = ParseIndex(static_cast<std::int64_t>(list.count));
+      if (entry.value == kUnknownSize) return entry;
+      if (entry.value < 0) throw "an int[] attribute is too short";
+      return Dim{list.ints[entry.value], nullptr};
     }
     const Shape& input = Input(name);
+    Dim axis = ParseIndex(static_cast<std::int64_t>(input.rank));
+    if (!input.known_rank || axis.value == kUnknownSize) return Unknown();
+    if (axis.value < 0) throw "an input has too few dimensions";
+    const Dim& dim = input.dims[axis.value];
+    return dim.known() ? dim : Unknown(dim.symbol);
+  }
+
+  // "[i]", counted from the end where i < 0: 0 to count - 1, unknown, or -1 where it lies outside.
+  constexpr Dim ParseIndex(std::int64_t count) {
     scan_.Expect("[");
-    std::int64_t axis = ParseSum().value;
+    Dim index = ParseSum();
     scan_.Expect("]");
-    if (!input.known_rank) return Unknown();
-    if (axis < 0) axis += static_cast<std::int64_t>(input.rank);
-    if (axis < 0 || axis >= static_cast<std::int64_t>(input.rank)) throw "an input has too few dimensions";
-    return input.dims[axis].known() ? input.dims[axis] : Unknown(input.dims[axis].symbol);
+    if (index.value == kUnknownSize) return index;
+    if (index.value < 0) index.value += count;
+    if (index.value < 0 || index.value >= count) index.value = -1;
+    return index;
   }
 
   constexpr const Shape& Input(std::string_view name) {
@@ -205,12 +226,10 @@ class ShapeExpression {
     return *scope_.inputs[index];
   }
 
-  // Sizes that depend on an unknown one are unknown. A literal may be negative (x[:-1]), so the mark
-  // for unknown is a value that no literal has.
-  static constexpr std::int64_t kUnknown = INT64_MIN;
-  static constexpr Dim Unknown(const char* symbol = nullptr) { return Dim{kUnknown, symbol}; }
+  // Sizes that depend on an unknown one are unknown.
+  static constexpr Dim Unknown(const char* symbol = nullptr) { return Dim{kUnknownSize, symbol}; }
   static constexpr Dim Combine(Dim a, Dim b, char op, bool dims = false) {
-    if (a.value == kUnknown || b.value == kUnknown || (dims && !b.known())) return Unknown();
+    if (a.value == kUnknownSize || b.value == kUnknownSize || (dims && !b.known())) return Unknown();
     switch (op) {
       case '+': return Dim{a.value + b.value, nullptr};
       case '-': return Dim{a.value - b.value, nullptr};

@@ -5,6 +5,7 @@
 #include <new>
 #include <string>
 
+#include "kernels/numeric.h"
 #include "ort_customop/op.h"
 
 namespace twinop::ort {
@@ -19,7 +20,6 @@ class OwnedStatus {
     if (status_ != nullptr) api_->ReleaseStatus(status_);
   }
   bool ok() const { return status_ == nullptr; }
-  Status ToStatus() const { return ok() ? Status() : Status::Error(api_->GetErrorMessage(status_)); }
 
  private:
   const OrtApi* api_;
@@ -44,20 +44,30 @@ OrtStatusPtr Guard(const OrtApi* api, Body&& body) {
   }
 }
 
-#define TWINOP_RETURN_IF_ORT_ERROR(api, expression)                 \
-  do {                                                              \
-    ::twinop::ort::OwnedStatus owned_((api), (expression));         \
-    if (!owned_.ok()) return owned_.ToStatus();                     \
+// An error of ORT's API as a Status.
+[[gnu::cold]] inline Status TakeError(const OrtApi* api, OrtStatus* error) {
+  OwnedStatus owned(api, error);
+  return Status::Error(api->GetErrorMessage(error));
+}
+
+#define TWINOP_RETURN_IF_ORT_ERROR(api, expression)   \
+  do {                                                \
+    OrtStatus* error_ = (expression);                 \
+    if (__builtin_expect(error_ != nullptr, false))   \
+      return ::twinop::ort::TakeError((api), error_); \
   } while (false)
 
-// GetTensorElementTypeAndShapeDataReference, API 24: type and dimensions without a copy (155 instead of
-// 223 ns per node). Older headers do not declare it, so its place in OrtApi is written here.
-using TypeAndShapeReference = OrtStatusPtr(ORT_API_CALL*)(const OrtValue*, ONNXTensorElementDataType*,
+// GetTensorElementTypeAndShapeDataReference, API 24: type and dimensions without a copy (155
+// instead of 223 ns per node). Older headers do not declare it, so its place in OrtApi is written
+// here.
+using TypeAndShapeReference = OrtStatusPtr(ORT_API_CALL*)(const OrtValue*,
+                                                          ONNXTensorElementDataType*,
                                                           const std::int64_t**, std::size_t*);
 inline TypeAndShapeReference GetTypeAndShapeReference(const OrtApi* api24) {
   constexpr std::size_t kOffset = 3312;
   if (api24 == nullptr) return nullptr;
-  return *reinterpret_cast<const TypeAndShapeReference*>(reinterpret_cast<const char*>(api24) + kOffset);
+  return *reinterpret_cast<const TypeAndShapeReference*>(reinterpret_cast<const char*>(api24) +
+                                                         kOffset);
 }
 
 }  // namespace twinop::ort

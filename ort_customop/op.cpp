@@ -66,6 +66,7 @@ Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const Ort
   const Schema& schema = record.schema;
   op.record = &record;
   op.on_cuda = on_cuda;
+  op.launcher = on_cuda ? record.cuda_launcher : record.cpu_launcher;
   op.api = api;
   op.api24 = api24;
   for (std::size_t i = 0; i < schema.input_count; ++i)
@@ -91,7 +92,7 @@ Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const Ort
   op.GetStartVersion = [](const OrtCustomOp*) { return kDomainVersion; };
   op.GetEndVersion = [](const OrtCustomOp*) { return kDomainVersion; };
   op.CreateKernelV2 = CreateKernel;
-  op.KernelComputeV2 = ComputeKernel;
+  op.KernelComputeV2 = FindCompute(record, api24);
   op.KernelDestroy = DestroyKernel;
   // An absent input in the middle of the list together with this callback crashes ORT before 1.24.
   if (!schema.HasOptionalInput() || runtime_minor >= 24) op.InferOutputShapeFn = InferShapes;

@@ -17,6 +17,7 @@ inline constexpr std::uint32_t kApiVersion = 18;
 struct Op : OrtCustomOp {
   const Record* record;
   bool on_cuda;
+  Launcher launcher;
   DType input_types[kMaxArguments];
   DType output_types[kMaxOutputs];
   const OrtApi* api;
@@ -29,7 +30,8 @@ Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const Ort
 
 // Callbacks that live in files of their own.
 OrtStatusPtr CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** kernel);
-OrtStatusPtr ComputeKernel(void* kernel, OrtKernelContext* context);
+using ComputeFunction = OrtStatusPtr(ORT_API_CALL*)(void* kernel, OrtKernelContext* context);
+ComputeFunction FindCompute(const Record& record, const OrtApi* api24);
 void DestroyKernel(void* kernel);
 OrtStatusPtr InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context);
 

@@ -97,6 +97,21 @@ const std::int64_t* Strides(const TorchTensor& tensor) {
   return strides;
 }
 
+// No gaps and no overlap: torch.empty_like gives such a tensor's strides again.
+bool IsDense(const Tensor& view, const std::int64_t* strides) {
+  bool used[kMaxRank] = {};
+  std::int64_t expected = 1;
+  for (std::size_t step = 0; step < view.rank; ++step) {
+    std::size_t next = view.rank;
+    for (std::size_t i = 0; i < view.rank; ++i)
+      if (!used[i] && (view.sizes[i] <= 1 || strides[i] == expected)) next = i;
+    if (next == view.rank) return false;
+    used[next] = true;
+    if (view.sizes[next] > 1) expected *= view.sizes[next];
+  }
+  return true;
+}
+
 // The tensor itself where its memory already has these strides, else a copy that has them.
 TorchTensor WithStrides(const TorchTensor& tensor, const std::int64_t* strides, const Tensor& view) {
   const std::int64_t* own = Strides(tensor);
@@ -200,7 +215,7 @@ void MakeDense(const Record& record, Arguments* arguments) {
     std::vector<std::int64_t> contiguous;
     const std::int64_t* strides = nullptr;
     if (record.is_elementwise) {
-      if (!pattern) pattern = torch::stable::empty_like(tensor);
+      if (!pattern) pattern = IsDense(view, Strides(tensor)) ? tensor : torch::stable::empty_like(tensor);
       strides = Strides(*pattern);
     } else {
       contiguous = ContiguousStrides(view.sizes, view.rank);

@@ -86,6 +86,8 @@ def _read_section(path: Path, data: bytes | mmap.mmap, wanted: str) -> bytes:
             )
         (table,) = struct.unpack_from("<Q", data, 40)
         entry_size, count, names_index = struct.unpack_from("<HHH", data, 58)
+        if table + count * entry_size > len(data):
+            raise IndexError("section headers")
         headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_size) for i in range(count)]
         names = headers[names_index][4]
         for name_offset, _, _, _, offset, size in headers:

@@ -1,0 +1,229 @@
+"""Why CUDA can or cannot be used here; ONNX Runtime only falls back to the CPU. Each probe asks one thing."""
+
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import io
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from twinop.library import Library, needed_libraries
+
+CUDA = "CUDAExecutionProvider"
+
+# Stem of a library -> the pip package that has it, from CUDA 13 on (before, "-cu12" is added).
+_PACKAGES = {
+    "libcublas": "nvidia-cublas",
+    "libcublasLt": "nvidia-cublas",
+    "libcudart": "nvidia-cuda-runtime",
+    "libcurand": "nvidia-curand",
+    "libcufft": "nvidia-cufft",
+    "libnvrtc": "nvidia-cuda-nvrtc",
+    "libnvJitLink": "nvidia-nvjitlink",
+    "libcudnn": "nvidia-cudnn",
+}
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+
+
+# ------------------------------------------------------------------------------------------------ probes
+
+
+def driver() -> Any:
+    """The CUDA driver (libcuda.so.1) as a ctypes library, or None where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def driver_version() -> int | None:
+    """The newest CUDA version that the driver serves, 13000 for 13.0; None without a driver."""
+    library = driver()
+    if library is None:
+        return None
+    version = ctypes.c_int()
+    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+
+
+def device_count() -> tuple[int, str]:
+    """How many GPUs this process sees and, where the driver fails to start, its error's name."""
+    library = driver()
+    if library is None:
+        return 0, ""
+    count = ctypes.c_int()
+    code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
+    if code in (0, _NO_DEVICE):
+        return count.value, ""
+    name = ctypes.c_char_p()
+    library.cuGetErrorName(code, ctypes.byref(name))
+    return 0, (name.value or b"").decode() or f"error {code}"
+
+
+def compute_capability(device: int) -> int:
+    """90 for an H100 or H200."""
+    library = driver()
+    handle = ctypes.c_int()
+    library.cuDeviceGet(ctypes.byref(handle), device)
+    numbers = []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        value = ctypes.c_int()
+        library.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
+        numbers.append(value.value)
+    return 10 * numbers[0] + numbers[1]
+
+
+def runtime_cuda_version() -> str:
+    """The CUDA version that the installed ONNX Runtime was built with, such as "13.0"; "" for a CPU build."""
+    import onnxruntime
+
+    return getattr(onnxruntime, "cuda_version", "") or ""
+
+
+def runtime_has_cuda() -> bool:
+    import onnxruntime
+
+    return CUDA in onnxruntime.get_available_providers()
+
+
+def installed_wheels() -> list[str]:
+    """The ONNX Runtime wheels installed here; two of them overwrite each other's files."""
+    names = {(dist.metadata["Name"] or "").lower() for dist in importlib.metadata.distributions()}
+    return sorted(names & {"onnxruntime", "onnxruntime-gpu"})
+
+
+def missing_libraries() -> list[str]:
+    """The shared libraries that the CUDA provider needs and the loader does not find."""
+    import onnxruntime
+
+    # Not by loading the provider itself: loaded before ONNX Runtime does it, it would stay without its host.
+    provider = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    missing = []
+    for name in needed_libraries(provider) if provider.is_file() else []:
+        if name.startswith("libonnxruntime"):
+            continue
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            missing.append(name)
+    return missing
+
+
+def import_torch() -> None:
+    """Torch, where it is installed, must load its CUDA libraries before ONNX Runtime looks for some."""
+    if importlib.util.find_spec("torch") is not None:
+        import torch  # noqa: F401
+
+
+def preload() -> None:
+    """Loads the CUDA libraries from pip's nvidia packages."""
+    import onnxruntime
+
+    if hasattr(onnxruntime, "preload_dlls"):
+        with contextlib.redirect_stdout(
+            io.StringIO()
+        ):  # it prints what is missing; missing_libraries says it
+            onnxruntime.preload_dlls()
+
+
+# ------------------------------------------------------------------------------------------------ diagnosis
+
+
+def has_gpu() -> bool:
+    return device_count()[0] > 0
+
+
+def obstacles(device: int, library: Library | None) -> list[str]:
+    """Everything that keeps CUDA from being used on a device, each with what to do; empty if it works."""
+    found = _driver_obstacles(device)
+    if not runtime_has_cuda():
+        found.append(_wheel_obstacle())
+    elif not found:
+        preload()
+        found += [_missing_library(name) for name in missing_libraries()]
+    if library is not None and library.by_onnx_name:
+        found += _library_obstacles(library, device if not found else None)
+    return found
+
+
+def _driver_obstacles(device: int) -> list[str]:
+    version = driver_version()
+    if version is None:
+        return ["no NVIDIA driver: libcuda.so.1 cannot be loaded. In a container, start it with --gpus all"]
+    built_for = runtime_cuda_version()
+    if built_for and version // 1000 < int(built_for.split(".")[0]):
+        return [
+            f"the NVIDIA driver is too old: it serves CUDA {version // 1000}.{version % 1000 // 10}, this "
+            f"ONNX Runtime needs CUDA {built_for}. Update the driver (nvidia-smi shows it), or install an "
+            f"onnxruntime-gpu built for CUDA {version // 1000}"
+        ]
+    count, error = device_count()
+    if error:
+        return [f"the NVIDIA driver does not start: {error}. Check with nvidia-smi"]
+    if count == 0:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return ["no NVIDIA GPU" + (f" (CUDA_VISIBLE_DEVICES is '{hidden}')" if hidden is not None else "")]
+    if device >= count:
+        return [f"no CUDA device {device}: this process sees {count}, numbered from 0"]
+    return []
+
+
+def _wheel_obstacle() -> str:
+    wheels = installed_wheels()
+    if len(wheels) > 1:
+        return (
+            "both onnxruntime and onnxruntime-gpu are installed, and the CPU files lie over the others. "
+            "pip uninstall onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
+        )
+    if wheels == ["onnxruntime-gpu"]:
+        return "this onnxruntime-gpu has no CUDA provider. pip install --force-reinstall onnxruntime-gpu"
+    return (
+        "the installed wheel is onnxruntime, which has no CUDA provider, not onnxruntime-gpu. "
+        "pip uninstall onnxruntime, then pip install onnxruntime-gpu"
+    )
+
+
+def _missing_library(name: str) -> str:
+    cuda = runtime_cuda_version().split(".")[0] or "13"
+    package = _PACKAGES.get(name.split(".so")[0])
+    if package is None:
+        return f"the shared library {name} is missing, which ONNX Runtime's CUDA provider needs"
+    if package == "nvidia-cudnn" or int(cuda) < 13:
+        package += f"-cu{cuda}"
+    elif package in ("nvidia-cublas", "nvidia-cuda-runtime", "nvidia-cuda-nvrtc", "nvidia-nvjitlink"):
+        package = f"'{package}=={cuda}.*'"  # the others count their versions differently
+    return f"the CUDA library {name} is missing. pip install {package}"
+
+
+def _library_obstacles(library: Library, device: int | None) -> list[str]:
+    archs = library.cuda_archs
+    if archs in ("", "none"):
+        return [
+            f"{library.path} was built without CUDA: its nodes would run on the CPU. Build it with "
+            "./build.sh where nvcc is on PATH"
+        ]
+    if device is None:
+        return []
+    capability = compute_capability(device)
+    if _serves(archs, capability):
+        return []
+    return [
+        f"{library.path} has GPU code for {archs}, and device {device} has compute capability {capability}. "
+        f"Build it with TWINOP_CUDA_ARCHS={capability} ./build.sh"
+    ]
+
+
+def _serves(archs: str, capability: int) -> bool:
+    """90-real is for its major version, from its minor version on; 90-virtual for all newer; 90 is both."""
+    for number, suffix, kind in re.findall(r"(\d+)([af]?)(-real|-virtual)?", archs):
+        arch = int(number)
+        same_major = capability // 10 == arch // 10 and capability >= arch
+        if suffix:  # 90a: that GPU alone; 100f: its family
+            matches = same_major if suffix == "f" else capability == arch
+        else:
+            matches = same_major if kind == "-real" else capability >= arch
+        if matches:
+            return True
+    return False

@@ -1,0 +1,19 @@
+"""What can go wrong between a model file and its outputs; LibraryError is in twinop.errors."""
+
+from twinop.errors import TwinopError
+
+
+class ModelError(TwinopError):
+    """The model file is missing or damaged, or does not fit the library."""
+
+
+class ProviderError(TwinopError):
+    """ONNX Runtime is missing or too old, or an execution provider that was asked for cannot be used."""
+
+
+class FeedError(TwinopError):
+    """The inputs of a run do not fit the model."""
+
+
+class RunError(TwinopError):
+    """ONNX Runtime or a kernel refused a model or a run; the message is theirs."""

@@ -1,0 +1,89 @@
+"""What a session's inputs and outputs must be, and the messages for what they are not."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from twinop.deploy.dtypes import dtype_name, element_type, numpy_dtype
+from twinop.deploy.errors import FeedError
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One input or output. `shape` has ints, names of dynamic dimensions and None; it is None if unknown."""
+
+    name: str
+    type: str  # ONNX Runtime's, such as "tensor(float)"
+    element: int | None  # TensorProto's number; None for what is not a tensor (sequences, maps)
+    shape: tuple[int | str | None, ...] | None
+    fixed: tuple[tuple[int, int], ...] = ()  # (axis, size) of the dimensions that are not dynamic
+    numpy_dtype: np.dtype | None = None
+
+    @classmethod
+    def of(cls, argument: Any, is_scalar: bool) -> "Spec":
+        """From a NodeArg, which has [] both for a scalar and for an unknown rank."""
+        element = element_type(argument.type)
+        shape = tuple(argument.shape) if argument.shape or is_scalar else None
+        fixed = tuple((axis, size) for axis, size in enumerate(shape or ()) if isinstance(size, int))
+        dtype = numpy_dtype(element) if element is not None else None
+        return cls(argument.name, argument.type, element, shape, fixed, dtype)
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.element) if self.element is not None else self.type
+
+    def accepts(self, shape: Sequence[int]) -> bool:
+        if self.shape is None:
+            return True
+        if len(shape) != len(self.shape):
+            return False
+        for axis, size in self.fixed:  # noqa: SIM110  (a generator would double the time)
+            if shape[axis] != size:
+                return False
+        return True
+
+    def __str__(self) -> str:
+        if self.shape is None:
+            return f"{self.dtype} of any shape"
+        return f"{self.dtype}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
+
+    def mismatch(self, dtype: str, shape: Sequence[int]) -> FeedError:
+        """The error for a tensor of another dtype or shape."""
+        given = f"{dtype}[{', '.join(map(str, shape))}]"
+        if dtype != self.dtype:
+            what = f"convert it to {self.dtype}"
+        elif self.shape is not None and len(shape) != len(self.shape):
+            what = f"it must have {len(self.shape)} dimensions, not {len(shape)}"
+        else:
+            what = "; ".join(
+                f"dimension {axis} must be {size}, not {shape[axis]}"
+                for axis, size in self.fixed
+                if shape[axis] != size
+            )
+        return FeedError(f"input {self.name} is {given}, the model takes {self}: {what}")
+
+
+def unknown_name(kind: str, name: Any, known: Mapping[str, Any]) -> FeedError:
+    return FeedError(f"the model has no {kind} {name!r}; its {kind}s: {', '.join(known)}")
+
+
+def require_all(feeds: Mapping[str, Any], required: Sequence[Spec]) -> None:
+    """Raises FeedError if a required input is missing."""
+    missing = [str_of(spec) for spec in required if spec.name not in feeds]
+    if missing:
+        raise FeedError(f"input missing: {', '.join(missing)}; given: {', '.join(map(str, feeds)) or 'none'}")
+
+
+def str_of(spec: Spec) -> str:
+    return f"{spec.name} ({spec})"
+
+
+def kind_of(value: Any) -> str:
+    """For messages: "a torch tensor", "a numpy array", "an OrtValue", or the type's name."""
+    module, name = type(value).__module__.split(".")[0], type(value).__qualname__
+    if isinstance(value, np.ndarray):
+        return "a numpy array"
+    known = {"torch": "a torch tensor", "onnxruntime": "an OrtValue"}
+    return known.get(module, f"a {name}")

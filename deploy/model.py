@@ -1,0 +1,141 @@
+"""Reads a model for checking: its custom nodes wherever they stand, with the element types known there."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import external_data_helper
+
+from twinop.deploy.errors import ModelError
+from twinop.record import DOMAIN
+
+_LARGE = 1024  # bytes; only small initializers (shapes, axes) matter to type inference
+ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
+
+
+@dataclass(frozen=True)
+class CustomNode:
+    """A node of the custom domain. `types` are the element types of the values that it can see."""
+
+    proto: onnx.NodeProto
+    label: str
+    types: Mapping[str, int]
+
+    @property
+    def op_type(self) -> str:
+        return self.proto.op_type
+
+
+@dataclass
+class Model:
+    """A model as it was given, for ONNX Runtime, and a copy without weights, to look into."""
+
+    name: str
+    proto: onnx.ModelProto
+    path: Path | None = None
+    data: bytes = b""
+    folder: Path | None = None  # of external data, where the model itself is not a file
+    nodes: list[CustomNode] = field(default_factory=list)
+
+    @property
+    def bodies(self) -> set[str]:
+        """The custom ops that have a function body in the model: they run without a library as well."""
+        return {function.name for function in self.proto.functions if function.domain == DOMAIN}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {entry.key: entry.value for entry in self.proto.metadata_props}
+
+
+def load_model(source: ModelSource, folder: Path | None = None) -> Model:
+    """Reads a model from a path, its bytes or a ModelProto; `folder` holds the external data of the last two.
+
+    Raises:
+        ModelError: no such file, or not a complete ONNX model.
+    """
+    if isinstance(source, onnx.ModelProto):
+        try:
+            return load_model(source.SerializeToString(), folder)
+        except ValueError as error:  # protobuf's limit
+            raise ModelError(
+                "the model is over 2 GB: save it with external data and pass its path"
+            ) from error
+    if isinstance(source, bytes):
+        return _parsed(Model("the model", onnx.ModelProto(), data=source, folder=folder), source)
+    path = Path(source)
+    if not path.is_file():
+        what = "a folder, not an .onnx file" if path.is_dir() else "no such file"
+        raise ModelError(f"{path}: {what}. Expected a model such as export/to_onnx.py writes")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    return _parsed(Model(str(path), onnx.ModelProto(), path=path, folder=path.parent), data)
+
+
+def _parsed(model: Model, data: bytes) -> Model:
+    damaged = f"{model.name}: not a complete ONNX model"
+    try:
+        model.proto.ParseFromString(data)
+    except DecodeError as error:
+        raise ModelError(f"{damaged} ({error}). Copy or export it again") from error
+    if not model.proto.HasField("graph") or not model.proto.opset_import:
+        raise ModelError(f"{damaged}: it has no graph or no opset. Copy or export it again")
+    for tensor in model.proto.graph.initializer:
+        if external_data_helper.uses_external_data(tensor):
+            _check_external(model, tensor)
+        elif tensor.ByteSize() > _LARGE:
+            for content in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
+                tensor.ClearField(content)
+    model.nodes = list(custom_nodes(model.proto))
+    return model
+
+
+def _check_external(model: Model, tensor: onnx.TensorProto) -> None:
+    info = external_data_helper.ExternalDataInfo(tensor)
+    if model.folder is None:
+        raise ModelError(
+            f"{model.name} keeps {tensor.name} in the file {info.location}: pass the model's path"
+        )
+    path = model.folder / info.location
+    size = path.stat().st_size if path.is_file() else -1
+    if size < (info.offset or 0) + (info.length or 0):
+        what = "is missing" if size < 0 else "is cut short"
+        raise ModelError(
+            f"{model.name}: its data file {path} {what} (initializer {tensor.name}). Copy it again"
+        )
+
+
+def custom_nodes(proto: onnx.ModelProto, domains: tuple[str, ...] = (DOMAIN,)) -> Iterator[CustomNode]:
+    """The nodes of the custom domain: in the graph, in subgraphs (If, Loop, Scan) and in functions."""
+    yield from _in_graph(proto.graph, {}, "", domains)
+    for function in proto.functions:
+        types = {value.name: value.type.tensor_type.elem_type for value in function.value_info}
+        place = f" in function {function.domain}::{function.name}"
+        yield from _in_nodes(function.node, types, place, domains)
+
+
+def _in_graph(
+    graph: onnx.GraphProto, outer: Mapping[str, int], place: str, domains: tuple[str, ...]
+) -> Iterator[CustomNode]:
+    values = [*graph.input, *graph.value_info, *graph.output]
+    types = dict(outer) | {value.name: value.type.tensor_type.elem_type for value in values}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    yield from _in_nodes(graph.node, types, place, domains)
+
+
+def _in_nodes(
+    nodes: Iterable[onnx.NodeProto], types: Mapping[str, int], place: str, domains: tuple[str, ...]
+) -> Iterator[CustomNode]:
+    for index, node in enumerate(nodes):
+        name = f"node '{node.name}'" if node.name else f"node {index}"
+        if node.domain in domains:
+            yield CustomNode(node, f"{name} ({node.op_type}){place}", types)
+        for attribute in node.attribute:
+            graphs = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs
+            for graph in graphs:
+                inside = f" in {attribute.name} of {name} ({node.op_type}){place}"
+                yield from _in_graph(graph, types, inside, domains)

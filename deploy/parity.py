@@ -1,0 +1,123 @@
+"""Compares a model's custom nodes with the torch ops of the same records, bit for bit."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from twinop.deploy.model import ModelSource
+from twinop.record import DOMAIN, Record
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output of one custom node. `equal` is None if not compared; `detail` says why, or how far off."""
+
+    node: str
+    op_type: str
+    output: str
+    tensor: str
+    equal: bool | None
+    detail: str = ""
+
+
+def observed_model(source: ModelSource) -> onnx.ModelProto:
+    """A copy that gives out what goes into and out of the custom nodes of the main graph.
+
+    Unnamed ones get the name that ONNX Runtime gives them, so that they are found in its profile.
+    """
+    proto = onnx.ModelProto()
+    if isinstance(source, onnx.ModelProto):
+        proto.CopyFrom(source)
+    else:
+        proto.ParseFromString(source if isinstance(source, bytes) else Path(source).read_bytes())
+    shown = {value.name for value in proto.graph.output}
+    for index, node in enumerate(proto.graph.node):
+        if node.domain != DOMAIN:
+            continue
+        if not node.name:
+            node.name = f"{node.op_type}_{index}"
+        for value in (*node.input, *node.output):
+            if value and value not in shown:
+                shown.add(value)
+                proto.graph.output.append(onnx.ValueInfoProto(name=value))
+    return proto
+
+
+def compare(
+    proto: onnx.ModelProto, values: Mapping[str, Any], records: Mapping[str, Record]
+) -> list[Comparison]:
+    """Runs each custom node of the main graph in torch on the inputs that it had in ONNX Runtime.
+
+    Args:
+        proto: an `observed_model`.
+        values: its outputs as torch tensors.
+        records: the library's records by node type.
+    """
+    return [
+        comparison
+        for node in proto.graph.node
+        if node.domain == DOMAIN
+        for comparison in _compare_node(node, values, records.get(node.op_type))
+    ]
+
+
+def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: Record | None) -> list[Comparison]:
+    import torch
+
+    def skipped(why: str) -> list[Comparison]:
+        return [
+            Comparison(node.name, node.op_type, name, _text(values[name]), None, why) for name in node.output
+        ]
+
+    if record is None:
+        return skipped("ran as its function body: no library was registered")
+    op = getattr(getattr(torch.ops, DOMAIN), record.name, None)
+    if op is None:
+        return skipped(f"torch has no {DOMAIN}::{record.name}: its torch library is not loaded")
+    given = [values[name] if name else None for name in node.input]
+    given += [None] * (len(record.inputs) - len(given))
+    attributes = {entry.name: entry.default for entry in record.attributes}
+    attributes |= {each.name: _value(each, record) for each in node.attribute}
+    try:
+        results = op(*given, *attributes.values())
+    except RuntimeError as error:
+        return [
+            Comparison(node.name, node.op_type, name, _text(values[name]), False, f"torch refuses: {error}")
+            for name in node.output
+        ]
+    if isinstance(results, torch.Tensor):
+        results = (results,)
+    return [
+        Comparison(node.name, node.op_type, name, _text(values[name]), *_difference(values[name], expected))
+        for name, expected in zip(node.output, results, strict=True)
+    ]
+
+
+def _value(attribute: onnx.AttributeProto, record: Record) -> Any:
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode()
+    declared = record.attribute(attribute.name)
+    return bool(value) if declared is not None and declared.kind == "bool" else value
+
+
+def _difference(value: Any, expected: Any) -> tuple[bool, str]:
+    """Whether two tensors have the same bits, NaN payloads and signs of zero too; else how far off."""
+    import torch
+
+    if value.dtype != expected.dtype or value.shape != expected.shape:
+        return False, f"torch gives {_text(expected)}"
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
+    differs = value.contiguous().view(bits) != expected.contiguous().view(bits)
+    count = int(differs.sum())
+    if count == 0:
+        return True, ""
+    distance = (value.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max().item()
+    return False, f"{count} of {value.numel()} elements differ, by up to {distance:.3g}"
+
+
+def _text(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

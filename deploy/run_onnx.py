@@ -1,0 +1,229 @@
+"""python deploy/run_onnx.py model.onnx: runs a model on random inputs, compares its custom ops with torch."""
+
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+if __name__ == "__main__":  # a script: the root comes first, and this folder is not a place to import from
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+import onnx
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from twinop.console import clear_errors, out
+from twinop.deploy.create import session
+from twinop.deploy.cuda import CUDA
+from twinop.deploy.errors import FeedError
+from twinop.deploy.feeds import Spec
+from twinop.deploy.model import custom_nodes
+from twinop.deploy.parity import Comparison, compare, observed_model
+from twinop.deploy.profiling import NodeRun
+from twinop.deploy.runner import Session
+from twinop.record import DOMAIN
+
+_PROVIDERS = {"auto": None, "cpu": ["CPUExecutionProvider"], "cuda": [CUDA, "CPUExecutionProvider"]}
+_MANY = 40  # above this, built-in nodes are counted instead of listed
+_DYNAMIC_SIZE = 4
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="The .onnx file.", show_default=False)],
+    provider: Annotated[
+        str, typer.Option(help="auto (CUDA where it works), cpu, or cuda (CUDA or an error).")
+    ] = "auto",
+    library: Annotated[
+        Path | None,
+        typer.Option(
+            help="The custom-op library; else beside the model, then the built one.", show_default=False
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Sizes of an input, as x=2,3; else dynamic sizes are 4.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+) -> None:
+    """Run an exported model on random inputs.
+
+    Lists its nodes, registers the custom-op library that it needs, runs it, says which execution provider ran
+    each node (from ONNX Runtime's profile), and, where torch is installed, compares each custom node bit for
+    bit with the torch op on the same input. Exits with 1 if anything fails or differs.
+
+    Examples:
+
+        python deploy/run_onnx.py custom_relu.onnx
+
+        python deploy/run_onnx.py model.onnx --provider cuda --shape x=8,1024
+    """
+    with clear_errors():
+        same = _run(model, provider, library, shape or [], seed)
+    if not same:
+        raise typer.Exit(1)
+
+
+def _run(path: Path, provider: str, library: Path | None, shapes: list[str], seed: int) -> bool:
+    if provider not in _PROVIDERS:
+        raise FeedError(f"--provider {provider}: expected {', '.join(_PROVIDERS)}")
+    opened = session(path, _PROVIDERS[provider], library, profile=True)
+    out.print(f"{path}: {_library_text(opened)}", markup=False, highlight=False)
+    out.print(f"runs on {opened.device} ({opened.reason})", markup=False, highlight=False)
+    feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)
+    outputs = opened.run(feeds)
+    ran = opened.executed_on(custom_only=False)
+    observed = observed_model(path)
+    out.print(_node_table(observed, ran))
+    for name, value in outputs.items():
+        out.print(f"output {name}: {value.dtype}{list(value.shape)}", markup=False, highlight=False)
+    if importlib.util.find_spec("torch") is None:
+        out.print("torch is not installed: nothing to compare with")
+        return True
+    comparisons = _compare_with_torch(opened, observed, feeds, _PROVIDERS[provider], path.parent)
+    out.print(_parity_table(comparisons, ran))
+    return all(each.equal is not False for each in comparisons)
+
+
+def _compare_with_torch(
+    opened: Session,
+    observed: onnx.ModelProto,
+    feeds: dict[str, np.ndarray],
+    providers: list[str] | None,
+    folder: Path,
+) -> list[Comparison]:
+    import torch
+
+    _load_torch_ops(opened)
+    library = opened.library.path if opened.library is not None else False
+    watched = session(observed, providers, library, folder=folder)
+    tensors = {
+        name: torch.from_numpy(_as_bits(array)).view(getattr(torch, array.dtype.name)).to(watched.device)
+        for name, array in feeds.items()
+    }
+    records = opened.library.by_onnx_name if opened.library is not None else {}
+    return compare(observed, watched.run(tensors), records)
+
+
+def _library_text(opened: Session) -> str:
+    if opened.library is None:
+        return "no custom-op library registered"
+    library = opened.library
+    return f"registered {library.path} (twinop {library.version}, GPU code: {library.cuda_archs})"
+
+
+def _parse_shapes(texts: list[str], opened: Session) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for text in texts:
+        name, _, sizes = text.partition("=")
+        try:
+            shapes[name] = tuple(int(size) for size in sizes.split(",") if size)
+        except ValueError:
+            raise FeedError(f"--shape {text}: expected NAME=SIZE,SIZE such as x=2,3") from None
+        if name not in opened.inputs:
+            raise FeedError(
+                f"--shape {text}: the model has no input {name!r}; it has: {', '.join(opened.inputs)}"
+            )
+        if any(size < 0 for size in shapes[name]):
+            raise FeedError(f"--shape {text}: a size is negative")
+    return shapes
+
+
+def _random_feeds(opened: Session, shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    """Normal floats and ints in {0, 1}, which do as indices; dynamic dimensions of one name get one size."""
+    random = np.random.default_rng(seed)
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        declared = opened.inputs[name].shape or ()
+        sizes |= {size: given for size, given in zip(declared, shape, strict=False) if isinstance(size, str)}
+    return {
+        spec.name: _random(spec, shapes[spec.name] if spec.name in shapes else _shape(spec, sizes), random)
+        for spec in opened.inputs.values()
+        if spec.name in shapes or spec in opened.required
+    }
+
+
+def _shape(spec: Spec, sizes: dict[str, int]) -> tuple[int, ...]:
+    if spec.shape is None:
+        raise FeedError(
+            f"input {spec.name} has no declared rank: give its sizes with --shape {spec.name}=2,3"
+        )
+    return tuple(
+        size if isinstance(size, int) else sizes.get(size or "", _DYNAMIC_SIZE) for size in spec.shape
+    )
+
+
+def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    if spec.numpy_dtype is None or spec.dtype == "str":
+        raise FeedError(f"input {spec.name} is {spec.type}: there are random inputs for numbers only")
+    if not spec.accepts(shape):
+        raise spec.mismatch(spec.dtype, shape)
+    if spec.numpy_dtype.kind in "biu":
+        return random.integers(0, 2, shape).astype(spec.numpy_dtype)
+    return random.standard_normal(shape).astype(spec.numpy_dtype)
+
+
+def _load_torch_ops(opened: Session) -> None:
+    """twinop's own ops and, beside lib<name>.so, those of lib<name>_torch.so."""
+    from twinop import torch_op
+
+    if opened.library is not None:
+        path = opened.library.path
+        beside = path.with_name(f"{path.stem}_torch.so")
+        if beside.is_file() and not opened.library.records.keys() <= torch_op.records().keys():
+            torch_op.load_library(beside)
+
+
+def _as_bits(array: np.ndarray) -> np.ndarray:
+    """The array's bytes in a type that torch.from_numpy knows (it knows no bfloat16)."""
+    return array.view({1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize])
+
+
+def _node_table(proto: onnx.ModelProto, ran: list[NodeRun]) -> Table:
+    opsets = ", ".join(f"{opset.domain or 'ai.onnx'} {opset.version}" for opset in proto.opset_import)
+    table = _table(f"Nodes ({opsets})", "node", "op", "domain", "ran on")
+    ran_on = _providers(ran)
+    nodes = list(proto.graph.node)
+    if len(nodes) > _MANY:
+        counts = Counter((node.domain, node.op_type) for node in nodes if node.domain != DOMAIN)
+        for (domain, op), count in sorted(counts.items()):
+            table.add_row(f"({count} nodes)", op, domain or "ai.onnx", "")
+        nodes = [node for node in nodes if node.domain == DOMAIN]
+    for index, node in enumerate(nodes):
+        name = node.name or f"{node.op_type}_{index}"
+        table.add_row(
+            name, node.op_type, node.domain or "ai.onnx", ran_on.pop(name, "- (fused, folded or inlined)")
+        )
+    custom = {node.op_type for node in custom_nodes(proto)}
+    for run in ran:  # what is left is in subgraphs and functions
+        if run.node in ran_on and run.op_type in custom:
+            table.add_row(run.node, run.op_type, DOMAIN, ran_on[run.node])
+    return table
+
+
+def _parity_table(comparisons: list[Comparison], ran: list[NodeRun]) -> Table:
+    ran_on = _providers(ran)
+    table = _table("Custom nodes against torch", "node", "output", "tensor", "ran on", "same bits as torch")
+    for each in comparisons:
+        verdict = {True: "[green]yes[/]", False: f"[red]NO[/], {each.detail}", None: f"- ({each.detail})"}
+        row = (each.node, each.output, escape(each.tensor), ran_on.get(each.node, "-"), verdict[each.equal])
+        table.add_row(*row)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _providers(ran: list[NodeRun]) -> dict[str, str]:
+    """By node, short: "CUDA" for "CUDAExecutionProvider"."""
+    return {run.node: run.provider.removesuffix("ExecutionProvider") for run in ran}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,252 @@
+"""Runs a session: numpy arrays, torch tensors or OrtValues in, the same out."""
+
+import ctypes
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from twinop.deploy.dtypes import dtype_name, element_type, is_foreign_to_numpy
+from twinop.deploy.errors import FeedError, RunError
+from twinop.deploy.feeds import Spec, kind_of, require_all, unknown_name
+from twinop.deploy.model import Model
+from twinop.deploy.profiling import NodeRun, Profile
+from twinop.library import Library
+
+
+class Session:
+    """A model ready to run, made by `twinop.deploy.session`. Any number of threads may run it at once.
+
+    Attributes:
+        device: "cpu" or "cuda:<index>".
+        reason: why this provider was chosen, or the other one not.
+        providers: ONNX Runtime's own list for this session.
+        library: the registered custom-op library, or None.
+        inputs, outputs: a `Spec` by name; inputs that have a default in the model may be left out of a run.
+        stream: the `torch.cuda.Stream` that the session works on, or None.
+        ort: the `onnxruntime.InferenceSession` underneath.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        model: Model,
+        *,
+        library: Library | None,
+        device: int | None,
+        reason: str,
+        stream: Any = None,
+        cuda_graph: bool = False,
+        profile: Profile | None = None,
+    ) -> None:
+        import onnxruntime  # not with this module: torch must come first where CUDA is used
+
+        self.ort = inner
+        self.library = library
+        self.device = "cpu" if device is None else f"cuda:{device}"
+        self.reason = reason
+        self.stream = stream
+        self.providers: list[str] = list(inner.get_providers())
+        scalars = _scalars(model)
+        required = [Spec.of(each, each.name in scalars) for each in inner.get_inputs()]
+        optional = [Spec.of(each, each.name in scalars) for each in inner.get_overridable_initializers()]
+        self.inputs = {spec.name: spec for spec in (*required, *optional)}
+        self.outputs = {each.name: Spec.of(each, each.name in scalars) for each in inner.get_outputs()}
+        self.required = [spec for spec in required if not spec.type.startswith("optional")]
+        self._names = list(self.outputs)
+        self._profile = profile
+        self._module = onnxruntime
+        self._inner = inner._sess  # below the Python class: 2 us less per run
+        self._cpu = onnxruntime.OrtDevice.make("cpu", 0)._get_c_device()
+        self.foreign = any(
+            spec.element is not None and is_foreign_to_numpy(spec.element)
+            for spec in (*self.inputs.values(), *self.outputs.values())
+        )
+        self._cuda_graph = cuda_graph
+        self._options = None
+        if cuda_graph:  # feeds that are not at a captured graph's addresses run without it
+            self._options = onnxruntime.RunOptions()
+            self._options.add_run_config_entry("gpu_graph_id", "-1")
+        self._tensors: Any = None  # a TensorRunner, once there are torch tensors
+        if stream is not None:
+            self._tensor_runner()
+
+    def run(self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None) -> dict[str, Any]:
+        """Runs the model once.
+
+        Args:
+            feeds: the inputs by name, of one kind: numpy arrays (bfloat16 and 8-bit floats as ml_dtypes),
+                torch tensors, or OrtValues. Torch tensors are read in place, on the CPU or on the session's
+                GPU; ones that are not contiguous are copied first.
+            outputs: the names wanted; all if left out.
+
+        Returns:
+            The outputs by name, of the kind of the feeds. Torch outputs lie where the inputs do. On a GPU
+            the work is queued, as any torch op's: after what the current stream holds, before what follows.
+
+        Raises:
+            FeedError: a name, kind, dtype, shape or device does not fit.
+            RunError: ONNX Runtime or a kernel refused the run.
+        """
+        names = self._names if outputs is None else list(dict.fromkeys(outputs))
+        if outputs is not None:
+            for name in names:
+                if name not in self.outputs:
+                    raise unknown_name("output", name, self.outputs)
+        for spec in self.required:
+            if spec.name not in feeds:
+                require_all(feeds, self.required)
+        first = next(iter(feeds.values()), None)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(first, torch.Tensor):
+            runner = self._tensors or self._tensor_runner()
+            return runner.run(feeds, names)
+        if isinstance(first, self._module.OrtValue):
+            return self._run_values(feeds, names)
+        return self._run_arrays(feeds, names)
+
+    def executed_on(self, custom_only: bool = True) -> list[NodeRun]:
+        """The nodes that ran so far and their provider, from ONNX Runtime's profile; the first call ends it.
+
+        Args:
+            custom_only: only custom nodes; one that its function body replaced is not among them.
+
+        Raises:
+            RunError: the session was made without profile=True.
+        """
+        if self._profile is None:
+            raise RunError("nothing was recorded: make the session with profile=True, run it, then ask again")
+        return self._profile.read(self.ort, custom_only)
+
+    def _spec(self, name: str) -> Spec:
+        spec = self.inputs.get(name)
+        if spec is None:
+            raise unknown_name("input", name, self.inputs)
+        return spec
+
+    def _tensor_runner(self) -> Any:
+        from twinop.deploy.tensors import TensorRunner
+
+        self._tensors = TensorRunner(self, self._inner, self._cuda_graph)
+        return self._tensors
+
+    # -------------------------------------------------------------------------------- numpy
+
+    def _run_arrays(self, feeds: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+        arrays = {}
+        for name, value in feeds.items():
+            spec = self._spec(name)
+            if not isinstance(value, np.ndarray) and spec.element is not None:
+                value = _as_array(name, value)
+            dtype = spec.numpy_dtype
+            if dtype is not None and not (_same(value.dtype, dtype) and spec.accepts(value.shape)):
+                raise spec.mismatch(value.dtype.name, value.shape)
+            arrays[name] = value
+        if self.foreign:
+            return self._run_foreign(arrays, names)
+        return dict(zip(names, guarded(self._inner.run, names, arrays, self._options), strict=True))
+
+    def _run_foreign(self, arrays: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+        """With dtypes that ONNX Runtime's numpy conversion does not know: as OrtValues on the same memory."""
+        require_numbers(self._module)
+        make = self._module.OrtValue
+        values = {}
+        for name, array in arrays.items():
+            spec = self.inputs[name]
+            if spec.element is None or spec.dtype == "str":
+                raise FeedError(
+                    f"input {name} is {spec.type}, which ONNX Runtime takes from numpy only in models "
+                    "without bfloat16 and 8-bit floats"
+                )
+            if not array.flags.c_contiguous:
+                array = array.copy(order="C")
+            if is_foreign_to_numpy(spec.element):
+                bits = array.view(f"u{array.itemsize}")
+                values[name] = make.ortvalue_from_numpy_with_onnx_type(bits, spec.element)
+            else:
+                values[name] = make.ortvalue_from_numpy(array)
+        found = self._run_ort_values(values, names)
+        return {name: to_numpy(value, self.outputs[name]) for name, value in found.items()}
+
+    # -------------------------------------------------------------------------------- OrtValue
+
+    def _run_values(self, feeds: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+        values = {}
+        for name, value in feeds.items():
+            spec = self._spec(name)
+            if not isinstance(value, self._module.OrtValue):
+                raise FeedError(f"input {name} is {kind_of(value)} and others are OrtValues: give one kind")
+            if spec.element is not None and (
+                value.data_type() != spec.type or not spec.accepts(value.shape())
+            ):
+                element = element_type(value.data_type())
+                raise spec.mismatch(dtype_name(element) if element else value.data_type(), value.shape())
+            values[name] = value
+        return {
+            name: self._module.OrtValue(value) for name, value in self._run_ort_values(values, names).items()
+        }
+
+    def _run_ort_values(self, values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+        inner = {name: value._ortvalue for name, value in values.items()}
+        found = guarded(self._inner.run_with_ort_values, inner, names, self._options)
+        return dict(zip(names, found, strict=True))
+
+
+# ONNX Runtime takes no null pointer, which is what empty tensors have; nothing is read or written there.
+_nothing = (ctypes.c_char * 16)()
+NOWHERE = ctypes.addressof(_nothing)
+
+
+def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls into ONNX Runtime; its errors become a RunError without the wrapping."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        text = str(error)
+        _, found, status = text.partition("Status Message: ")
+        raise RunError(status if found else text) from error
+
+
+def takes_numbers(module: Any) -> bool:
+    """Whether buffers are bound with ONNX's type numbers; before, with numpy's types, which lack some."""
+    return tuple(int(part) for part in module.__version__.split(".")[:2]) >= (1, 20)
+
+
+def require_numbers(module: Any) -> None:
+    if not takes_numbers(module):
+        raise RunError(
+            f"onnxruntime {module.__version__} takes no bfloat16 or 8-bit float feeds from Python: use 1.20 "
+            "or newer"
+        )
+
+
+def to_numpy(value: Any, spec: Spec) -> np.ndarray:
+    """A copy of a bound output in CPU memory, in dtypes that ONNX Runtime does not convert too."""
+    if spec.element is None or not is_foreign_to_numpy(spec.element) or spec.numpy_dtype is None:
+        return value.numpy()
+    shape = tuple(value.shape())
+    size = int(np.prod(shape)) * spec.numpy_dtype.itemsize
+    memory = ctypes.string_at(value.data_ptr(), size) if size else b""  # a copy
+    return np.frombuffer(bytearray(memory), spec.numpy_dtype).reshape(shape)
+
+
+def _same(given: np.dtype, wanted: np.dtype) -> bool:
+    return given == wanted or (wanted.kind == "O" and given.kind in "US")
+
+
+def _as_array(name: str, value: Any) -> np.ndarray:
+    module = type(value).__module__.split(".")[0]
+    if module in ("torch", "onnxruntime"):
+        raise FeedError(f"input {name} is {kind_of(value)} and others are numpy arrays: give one kind")
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise FeedError(f"input {name} is {kind_of(value)}, not an array: {error}") from error
+
+
+def _scalars(model: Model) -> set[str]:
+    """Inputs and outputs that are declared with rank 0, which NodeArg does not tell from unknown rank."""
+    values = [*model.proto.graph.input, *model.proto.graph.output]
+    tensors = {value.name: value.type.tensor_type for value in values}
+    return {name for name, each in tensors.items() if each.HasField("shape") and not each.shape.dim}

@@ -1,0 +1,312 @@
+"""Torch tensors in a session: bound by address, on the CPU and on the session's GPU."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import onnxruntime
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from twinop.deploy.errors import FeedError, RunError
+from twinop.deploy.feeds import Spec, kind_of, unknown_name
+from twinop.deploy.runner import NOWHERE, Session, guarded, require_numbers, takes_numbers, to_numpy
+
+# ONNX Runtime's own CUDA kernels load 16 bytes at a time, without asking how its memory is aligned.
+_ALIGNMENT = 16
+_MAX_GRAPHS = 16  # a captured graph holds memory; further combinations of shapes run without one
+
+
+class TensorRunner:
+    """The torch side of one Session."""
+
+    def __init__(self, session: Session, inner: Any, cuda_graph: bool) -> None:
+        if session.foreign:
+            require_numbers(onnxruntime)
+        self._inner = inner
+        self._inputs = session.inputs
+        self._outputs = session.outputs
+        self._stream = session.stream
+        index = int(session.device[5:]) if session.device != "cpu" else 0
+        self._session_device = session.device
+        self._reason = session.reason
+        self._cpu = torch.device("cpu")
+        self._cuda = torch.device("cuda", index) if self._stream is not None else None
+        self._devices = {"cpu": onnxruntime.OrtDevice.make("cpu", 0)._get_c_device()}
+        if self._cuda is not None:
+            self._devices["cuda"] = onnxruntime.OrtDevice.make("cuda", index)._get_c_device()
+        self._dtypes = {
+            name: getattr(torch, spec.dtype, None) for name, spec in (self._inputs | self._outputs).items()
+        }
+        self._elements = {
+            name: spec.element if takes_numbers(onnxruntime) else spec.numpy_dtype
+            for name, spec in (self._inputs | self._outputs).items()
+        }
+        self._shapes: dict[str, Any] = {
+            name: _sources(spec, self._inputs) for name, spec in self._outputs.items()
+        }
+        self._options = onnxruntime.RunOptions()
+        if cuda_graph:
+            self._options.add_run_config_entry("gpu_graph_id", "-1")
+        self._queued = onnxruntime.RunOptions()  # without a synchronize at the end
+        self._queued.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._local = threading.local()
+        self._guard = self._cuda is not None and torch.cuda.device_count() > 1
+        self._graphs: dict[tuple[Any, ...], _Graph] | None = {} if cuda_graph else None
+        self._lock = threading.Lock()
+        if cuda_graph:
+            self._queued.add_run_config_entry("gpu_graph_id", "-1")
+
+    def run(self, feeds: Mapping[str, Any], names: list[str]) -> dict[str, torch.Tensor]:
+        """See Session.run; the names are known to exist."""
+        device = self._device(feeds)
+        if device.type == "cpu":
+            return self._run_bound(feeds, names, device)
+        if not self._guard:
+            return self._run_cuda(feeds, names, device)
+        # ONNX Runtime leaves its device current in this thread.
+        with torch.cuda.device(device):
+            return self._run_cuda(feeds, names, device)
+
+    def _run_cuda(
+        self, feeds: Mapping[str, Any], names: list[str], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        if self._graphs is None:
+            return self._run_bound(feeds, names, device)
+        checked = {name: self._checked(name, value, device) for name, value in feeds.items()}
+        with self._lock:  # a graph has one set of buffers
+            key = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(checked.items()))
+            graph = self._graphs.get(key)
+            if graph is None and len(self._graphs) < _MAX_GRAPHS:
+                graph = self._graphs[key] = self._new_graph(checked, device, len(self._graphs))
+            if graph is not None:
+                return self._replay(graph, checked, names)
+        return self._run_bound(checked, names, device)
+
+    # -------------------------------------------------------------------------------- checks
+
+    def _device(self, feeds: Mapping[str, Any]) -> torch.device:
+        """The device of all feeds; FeedError if there are several, or if the session cannot read it."""
+        device = next(iter(feeds.values())).device
+        for name, value in feeds.items():
+            if not isinstance(value, torch.Tensor):
+                raise FeedError(
+                    f"input {name} is {kind_of(value)} and others are torch tensors: give one kind"
+                )
+            if value.device != device:
+                places = ", ".join(f"{name} on {each.device}" for name, each in feeds.items())
+                raise FeedError(f"the inputs are on several devices: {places}. Move them to one")
+        if device == self._cpu or device == self._cuda:
+            return device
+        name = next(iter(feeds))
+        if device.type == "meta":
+            raise FeedError(f"input {name} is a meta tensor: it has no data to run on")
+        where = f"this session runs on {self._session_device} ({self._reason})"
+        raise FeedError(f"input {name} is on {device}, {where}: move it there")
+
+    def _checked(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor, or a copy that ONNX Runtime can read: contiguous and, on the GPU, aligned."""
+        spec = self._inputs.get(name)
+        if spec is None:
+            raise unknown_name("input", name, self._inputs)
+        if tensor.layout is not torch.strided:
+            raise FeedError(f"input {name} is sparse ({tensor.layout}): pass {name}.to_dense()")
+        if tensor.dtype is not self._dtypes[name] or not spec.accepts(tensor.shape):
+            raise spec.mismatch(str(tensor.dtype).removeprefix("torch."), tensor.shape)
+        if type(tensor) is not torch.Tensor and _is_hollow(tensor):
+            raise FeedError(f"input {name} has no memory of its own to read: it is a {type(tensor).__name__}")
+        try:
+            if tensor.is_neg():
+                tensor = tensor.resolve_neg()
+            if not tensor.is_contiguous():
+                return tensor.contiguous()
+            if tensor.data_ptr() % _ALIGNMENT and device.type == "cuda":
+                return tensor.clone()
+        except RuntimeError as error:  # torch.func's wrappers
+            raise FeedError(f"input {name} has no memory of its own to read: {error}") from error
+        return tensor
+
+    # -------------------------------------------------------------------------------- a run
+
+    def _run_bound(
+        self, feeds: Mapping[str, torch.Tensor], names: list[str], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        binding = onnxruntime.SessionIOBinding(self._inner)
+        place = self._devices[device.type]
+        kept = {}  # alive until the run has been queued
+        for name, tensor in feeds.items():
+            kept[name] = tensor = self._checked(name, tensor, device)
+            binding.bind_input(name, place, self._elements[name], tensor.shape, tensor.data_ptr())
+        results: dict[str, Any] = {}  # None where ONNX Runtime allocates
+        bound = []
+        for name in names:
+            if (
+                name in kept
+            ):  # an input that is an output too: ONNX Runtime would hand back the input's memory
+                results[name] = kept[name].clone()
+                continue
+            bound.append(name)
+            shape = self._output_shape(name, kept)
+            if shape is None:
+                binding.bind_output(name, place)
+                results[name] = None
+                continue
+            # Torch's own memory where the shape is known: its allocator knows which stream may reuse it when.
+            results[name] = output = torch.empty(shape, dtype=self._dtypes[name], device=device)
+            binding.bind_output(name, place, self._elements[name], shape, output.data_ptr() or NOWHERE)
+        if not bound:
+            return results
+        try:
+            if device.type == "cpu":
+                guarded(self._inner.run_with_iobinding, binding, self._options)
+                self._take(binding, results, bound)
+            else:
+                self._queue(binding, results, bound)
+        except RunError as error:
+            if not any(text in str(error) for text in _MISMATCHES) or not any(self._shapes.values()):
+                raise
+            # The model declares another shape for an output than its nodes make. For numpy ONNX Runtime only
+            # warns of that; so let it allocate the outputs, from now on.
+            self._shapes = dict.fromkeys(self._shapes)
+            return self._run_bound(kept, names, device)
+        return results
+
+    def _queue(self, binding: Any, results: dict[str, Any], bound: list[str]) -> None:
+        """Runs on the session's stream, after what the current stream holds and before what comes there next.
+
+        So no memory can be reused too early: to torch it is as if the current stream had done the work.
+        """
+        current = torch.cuda.current_stream(self._cuda)
+        self._fork(current)
+        try:
+            guarded(self._inner.run_with_iobinding, binding, self._queued)
+            if any(output is None for output in results.values()):
+                # These lie in ONNX Runtime's memory, which the next run may reuse while other streams read.
+                with torch.cuda.stream(self._stream):
+                    self._take(binding, results, bound)
+                for output in results.values():
+                    output.record_stream(current)
+        finally:
+            self._join(current)
+
+    def _fork(self, current: torch.cuda.Stream) -> None:
+        if current == self._stream:
+            return
+        events = getattr(self._local, "events", None)
+        if events is None:
+            events = self._local.events = (torch.cuda.Event(), torch.cuda.Event())
+        events[0].record(current)
+        self._stream.wait_event(events[0])
+
+    def _join(self, current: torch.cuda.Stream) -> None:
+        if current == self._stream:
+            return
+        events = self._local.events
+        events[1].record(self._stream)
+        current.wait_event(events[1])
+
+    def _take(self, binding: Any, results: dict[str, Any], bound: list[str]) -> None:
+        """Fills in the outputs that ONNX Runtime allocated."""
+        if all(results[name] is not None for name in bound):
+            return
+        for name, value in zip(bound, binding.get_outputs(), strict=True):
+            if results[name] is None:
+                output = self._to_torch(value, self._outputs[name])
+                results[name] = output.clone() if output.is_cuda else output
+
+    def _to_torch(self, value: Any, spec: Spec) -> torch.Tensor:
+        dtype = self._dtypes[spec.name]
+        if dtype is None:
+            raise RunError(
+                f"output {spec.name} is {spec.type}, which torch has no tensor for: run with numpy arrays"
+            )
+        if not hasattr(value, "to_dlpack"):  # CPU builds of ONNX Runtime before 1.23
+            array = to_numpy(value, spec)
+            return torch.from_numpy(array.view(f"u{array.itemsize}")).view(dtype)
+        return torch.utils.dlpack.from_dlpack(value.to_dlpack()).view(dtype)
+
+    def _output_shape(self, name: str, feeds: Mapping[str, torch.Tensor]) -> tuple[int, ...] | None:
+        sources = self._shapes[name]
+        if sources is None or self._dtypes[name] is None:
+            return None
+        return tuple(
+            source if isinstance(source, int) else feeds[source[0]].shape[source[1]] for source in sources
+        )
+
+    # -------------------------------------------------------------------------------- CUDA graphs
+
+    def _new_graph(self, feeds: Mapping[str, torch.Tensor], device: torch.device, number: int) -> "_Graph":
+        """Buffers at fixed addresses; ONNX Runtime captures at the first run with them."""
+        binding = onnxruntime.SessionIOBinding(self._inner)
+        place = self._devices["cuda"]
+        inputs = {name: torch.empty_like(tensor, device=device) for name, tensor in feeds.items()}
+        outputs = {}
+        for name, tensor in inputs.items():
+            binding.bind_input(name, place, self._elements[name], tensor.shape, tensor.data_ptr())
+        for name in self._outputs.keys() - feeds.keys():
+            shape = self._output_shape(name, feeds)
+            if shape is None:
+                raise RunError(f"enable_cuda_graph: the shape of output {name} is not known before the run")
+            outputs[name] = output = torch.empty(shape, dtype=self._dtypes[name], device=device)
+            binding.bind_output(name, place, self._elements[name], shape, output.data_ptr() or NOWHERE)
+        options = onnxruntime.RunOptions()
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        options.add_run_config_entry("gpu_graph_id", str(number))
+        return _Graph(binding, options, inputs, outputs)
+
+    def _replay(
+        self, graph: "_Graph", feeds: Mapping[str, torch.Tensor], names: list[str]
+    ) -> dict[str, torch.Tensor]:
+        sources = {
+            name: graph.outputs[name] if name in graph.outputs else graph.inputs[name] for name in names
+        }
+        results = {name: torch.empty_like(source) for name, source in sources.items()}
+        current = torch.cuda.current_stream(self._cuda)
+        self._fork(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                for name, tensor in feeds.items():
+                    graph.inputs[name].copy_(tensor)
+                guarded(self._inner.run_with_iobinding, graph.binding, graph.options)
+                for name, output in results.items():
+                    output.copy_(sources[name])
+        finally:
+            self._join(current)
+        return results
+
+
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    """Tensors whose data_ptr() means nothing: fakes, and subclasses that wrap other tensors."""
+    return isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+
+
+class _Graph:
+    def __init__(self, binding: Any, options: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        self.binding = binding
+        self.options = options
+        self.inputs = inputs
+        self.outputs = outputs
+
+
+def _sources(spec: Spec, inputs: Mapping[str, Spec]) -> tuple[int | tuple[str, int], ...] | None:
+    """Where each of an output's sizes comes from: itself, or (input, axis); None if one is not known."""
+    if spec.shape is None or spec.element is None:
+        return None
+    places = {
+        size: (each.name, axis)
+        for each in inputs.values()
+        for axis, size in enumerate(each.shape or ())
+        if isinstance(size, str)
+    }
+    found = [size if isinstance(size, int) else places.get(size or "") for size in spec.shape]
+    return None if None in found else tuple(source for source in found if source is not None)
+
+
+# What ONNX Runtime says of an output buffer of the wrong shape, in the versions from 1.18 to 1.31.
+_MISMATCHES = (
+    "shape verification failed",
+    "invalid dimensions for output",
+    "Invalid rank for output",
+    "the computed output shape",
+)

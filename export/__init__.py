@@ -1,0 +1,58 @@
+"""torch -> ONNX: models with twinop's ops, and with function bodies for runtimes without the library.
+
+    from twinop.export import export
+
+    report = export(model, (x,), "model.onnx", dynamic={"x": [0]})    # checked and compared before it is kept
+
+For a `torch.onnx.export` of your own: `translation_table()` (dynamo=True) or `register_symbolics()`
+(dynamo=False), then `attach_bodies(model)`. An op of your own gets its function body with `@body`, see
+`bodies.py`.
+
+Nothing is imported before it is used: `op_schema` and `attach_bodies` need no torch.
+"""
+
+if __name__ != "twinop.export":
+    raise ImportError(
+        f"import twinop.export, not {__name__}: a second copy would have function bodies of its own. "
+        "Put the repository root (not its parent folders) on PYTHONPATH"
+    )
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from twinop.export.attach import attach_bodies
+    from twinop.export.bodies import Neutral, body
+    from twinop.export.dynamo import translation_table
+    from twinop.export.exporter import export
+    from twinop.export.report import ExportReport
+    from twinop.export.schema import op_schema
+    from twinop.export.torchscript import register_symbolics
+
+__all__ = [
+    "ExportReport",
+    "Neutral",
+    "attach_bodies",
+    "body",
+    "export",
+    "op_schema",
+    "register_symbolics",
+    "translation_table",
+]
+
+_HOMES = {
+    "ExportReport": "report",
+    "Neutral": "bodies",
+    "attach_bodies": "attach",
+    "body": "bodies",
+    "export": "exporter",
+    "op_schema": "schema",
+    "register_symbolics": "torchscript",
+    "translation_table": "dynamo",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"twinop.export has no attribute {name!r}")
+    return getattr(importlib.import_module(f"twinop.export.{_HOMES[name]}"), name)

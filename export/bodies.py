@@ -1,0 +1,121 @@
+# mypy: allow-untyped-defs
+"""Function bodies: each op once more, in standard ONNX operators.
+
+A body is what an exported model runs where the custom-op library is missing, what ONNX's shape inference
+sees, and the specification that tests compare the kernels with. It is a Python function named as the op, over
+the inputs (positional) and the attributes (keyword-only) of the op's record:
+
+    @body
+    def silu(op, x):
+        return op.Mul(x, op.Sigmoid(x))
+
+* `op.Mul(...)` adds a node of the model's opset: tensors positionally, ONNX attributes by name. A Python
+  number beside a tensor becomes a constant of its type, a float alone (`op.Expand(1.0, shape)`) one of the
+  compute type.
+* Floating inputs arrive in the compute type (fp32 for 16-bit inputs, which ORT's CPU kernels rarely take,
+  fp64 for fp64), and outputs are cast back: a body has no casts of its own.
+* An optional input is None where the model leaves it out: use an ordinary `if weight is not None`.
+* An attribute is a reference to the node's own value. Give it to an operator as an attribute (`axis=axis`) or
+  in place of a tensor (`op.Mul(x, scale)`). `axis.value` is the value itself, for Python's `if` and `for`:
+  then a model whose nodes differ in it is refused, because ONNX holds one body per op.
+* Several outputs are returned as a tuple, in the record's order.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from twinop.errors import ExportError
+from twinop.record import Record
+
+Builder = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """What an absent optional input stands for: `value` everywhere, in the shape of the first input's last
+    `dims` dimensions. It is supplied where only some nodes of a model leave the input out."""
+
+    value: float
+    dims: int = 1
+
+
+@dataclass(frozen=True)
+class Body:
+    build: Builder
+    neutral: Mapping[str, Neutral] = field(default_factory=dict)
+
+    def check(self, record: Record) -> None:
+        """Compares the body's arguments with the record's.
+
+        Raises:
+            ExportError: they differ.
+        """
+        _, *parameters = inspect.signature(self.build).parameters.values()  # without `op`
+        keyword_only = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        positional = [p.name for p in parameters if p.name not in keyword_only]
+        inputs = [entry.name for entry in record.inputs]
+        optional = [entry.name for entry in record.inputs if entry.optional]
+        attributes = [entry.name for entry in record.attributes]
+        wanted = ", ".join(["op", *inputs, *(["*", *attributes] if attributes else [])])
+        if positional != inputs or sorted(keyword_only) != sorted(attributes):
+            raise ExportError(
+                f"body {record.name}{inspect.signature(self.build)} does not fit the op {record.schema}; "
+                f"expected def {record.name}({wanted})"
+            )
+        if unknown := sorted(set(self.neutral) - set(optional)):
+            raise ExportError(
+                f"body {record.name}: neutral names {', '.join(unknown)}; the optional inputs of "
+                f"{record.schema} are: {', '.join(optional) or 'none'}"
+            )
+
+
+_bodies: dict[str, Body] = {}
+
+
+@overload
+def body(function: Builder) -> Builder: ...
+@overload
+def body(*, neutral: Mapping[str, Neutral]) -> Callable[[Builder], Builder]: ...
+def body(function: Builder | None = None, *, neutral: Mapping[str, Neutral] | None = None) -> Any:
+    """Registers the function body of the op of the same name (the module docstring tells how to write one).
+
+    Args:
+        neutral: what an absent optional input stands for, by name. Without it, a model in which only some
+            nodes have that input is refused.
+
+    Raises:
+        ExportError: the op has a body from another place.
+    """
+
+    def register(function: Builder) -> Builder:
+        name = function.__name__
+        if name in _bodies and _place(_bodies[name].build) != _place(function):
+            raise ExportError(
+                f"op {name} has a body already, from {_place(_bodies[name].build)}; the second is from "
+                f"{_place(function)}. A model holds one body per op: remove one of them"
+            )
+        _bodies[name] = Body(function, dict(neutral or {}))
+        return function
+
+    return register if function is None else register(function)
+
+
+def _place(function: Builder) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def find_body(name: str) -> Body | None:
+    """The body of an op, by the op's name."""
+    return _bodies.get(name)
+
+
+# ----------------------------------------------------------------------------------------- twinop's ops
+
+
+@body
+def relu(op, x, *, variant):
+    # Not op.Relu: ONNX does not say what it does with NaN, and runtimes differ. x stands in the second branch
+    # because ONNX Runtime's Where makes a -0 of the first +0.
+    return op.Where(op.Less(x, 0), 0, x)

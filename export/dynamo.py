@@ -1,0 +1,43 @@
+"""The route through `torch.onnx.export(dynamo=True)`: a translation of each op, derived from its record."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from onnxscript.values import Op, Opset
+
+from twinop import torch_op
+from twinop.export.schema import onnx_value, op_schema
+from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+from twinop.torch_op.arguments import bind, signature_of
+
+
+def translation_table(
+    records: Mapping[str, Record] | None = None,
+) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """For `torch.onnx.export(..., dynamo=True, custom_translation_table=translation_table())`.
+
+    Args:
+        records: the ops by name; by default those that `twinop.torch_op` has loaded.
+    """
+    records = torch_op.records() if records is None else records
+    return {
+        getattr(getattr(torch.ops, DOMAIN), record.name).default: _translation(record)
+        for record in records.values()
+        if not record.is_backward
+    }
+
+
+def _translation(record: Record) -> Callable[..., Any]:
+    # A bare `Op` in the table takes positional attributes for one another (mode=0.001, eps="m"): bind first.
+    op = Op(Opset(DOMAIN, DOMAIN_VERSION), record.onnx_name, op_schema(record))
+    signature = signature_of(record)
+
+    def translate(*args: Any, **kwargs: Any) -> Any:
+        arguments = bind(signature, args, kwargs)
+        tensors = [arguments[entry.name] for entry in record.inputs]
+        attributes = {entry.name: onnx_value(entry, arguments[entry.name]) for entry in record.attributes}
+        return op(*tensors, **attributes)
+
+    translate.__name__ = record.name
+    return translate

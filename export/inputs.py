@@ -1,0 +1,191 @@
+"""What the user gives: example inputs, their names, dynamic axes, dtype, opset."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from twinop.errors import ExportError
+from twinop.export.attach import OPSETS
+
+Dynamic = Mapping[str, Sequence[int] | Mapping[int, str]]
+
+FLOATING = {
+    str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+}
+
+
+@dataclass
+class Inputs:
+    """A model's example inputs: tensors, also in lists, tuples and dicts. Other values become constants."""
+
+    bound: inspect.BoundArguments
+    tensors: dict[str, torch.Tensor]  # by the names they get in the graph
+
+    @property
+    def _catch_all(self) -> str:
+        """The name of forward's `**kwargs`, or ""."""
+        kinds = {name: parameter.kind for name, parameter in self.bound.signature.parameters.items()}
+        return next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), "")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By the names of forward's parameters; those caught by `**kwargs` by their own."""
+        named = dict(self.bound.arguments)
+        return named | named.pop(self._catch_all, {})
+
+    @property
+    def plain(self) -> bool:
+        """Every parameter is a tensor and is passed by position."""
+        values = self.bound.arguments.values()
+        return not self.bound.kwargs and all(isinstance(value, torch.Tensor) for value in values)
+
+    def call(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """The model's result with other tensors in the places of these."""
+        arguments = replace_leaves(self.arguments, tensors)
+        names = self.bound.signature.parameters.keys() - {self._catch_all}
+        bound = self.bound.signature.bind_partial(**{k: v for k, v in arguments.items() if k not in names})
+        bound.arguments.update({name: value for name, value in arguments.items() if name in names})
+        return model(*bound.args, **bound.kwargs)
+
+
+def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Inputs:
+    """Names the example inputs after the parameters of the model's forward.
+
+    Raises:
+        ExportError: they do not fit forward, or hold no tensor.
+    """
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        raise ExportError(
+            f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}"
+        ) from error
+    inputs = Inputs(bound, {})
+    inputs.tensors.update(leaves(inputs.arguments))
+    if not inputs.tensors:
+        raise ExportError(
+            "the example inputs hold no tensor; expected at least one, such as torch.randn(4, 8)"
+        )
+    return inputs
+
+
+def leaves(value: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors inside lists, tuples and mappings, with names such as `states_0`."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    else:
+        for key, entry in _entries(value):
+            yield from leaves(entry, _join(name, key))
+
+
+def replace_leaves(value: Any, tensors: Mapping[str, torch.Tensor], name: str = "") -> Any:
+    """The same structure with other tensors, by the names that `leaves` gives."""
+    if isinstance(value, torch.Tensor):
+        return tensors[name]
+    entries = {key: replace_leaves(e, tensors, _join(name, key)) for key, e in _entries(value)}
+    if isinstance(value, Mapping):
+        return entries
+    if isinstance(value, (list, tuple)):
+        if hasattr(value, "_fields"):
+            return type(value)(*entries.values())
+        return type(value)(entries.values())
+    return value
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}_{key}" if name else str(key)
+
+
+def check_dynamic(dynamic: Dynamic | None, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[int, str]]:
+    """Dynamic axes by input, each with a name; axes of one name have one size.
+
+    Raises:
+        ExportError: an unknown input, an axis that it does not have, or an example size of 0 or 1.
+    """
+    result: dict[str, dict[int, str]] = {}
+    for name, axes in (dynamic or {}).items():
+        if name not in tensors:
+            raise ExportError(f"dynamic: the model has no input {name}; its inputs are: {', '.join(tensors)}")
+        shape = tensors[name].shape
+        named = axes if isinstance(axes, Mapping) else dict.fromkeys(axes)
+        result[name] = {}
+        for axis, label in named.items():
+            if not -len(shape) <= axis < len(shape):
+                raise ExportError(
+                    f"dynamic: input {name} has no axis {axis}; its example has shape {tuple(shape)}"
+                )
+            axis %= len(shape)
+            if shape[axis] < 2:
+                raise ExportError(
+                    f"dynamic: axis {axis} of {name} has size {shape[axis]} in the example input, which the "
+                    "exporter takes for a constant; give an example with at least 2 there"
+                )
+            result[name][axis] = label or f"{name}_dim{axis}"
+    return result
+
+
+def parse_dynamic(specs: Iterable[str]) -> dict[str, dict[int, str]]:
+    """`["x:0,1", "mask:0=batch"]` as `{"x": {0: "", 1: ""}, "mask": {0: "batch"}}`.
+
+    Raises:
+        ExportError: a text is not of that form.
+    """
+    result: dict[str, dict[int, str]] = {}
+    for spec in specs:
+        name, separator, axes = spec.partition(":")
+        try:
+            for part in axes.split(","):
+                axis, _, label = part.partition("=")
+                result.setdefault(name.strip(), {})[int(axis)] = label.strip()
+        except ValueError:
+            separator = ""
+        if not separator or not name.strip():
+            raise ExportError(
+                f"dynamic {spec!r}: expected INPUT:AXIS,AXIS... such as x:0 or x:0,2, or with names "
+                "x:0=batch,2=time"
+            )
+    return result
+
+
+def check_opset(opset: int) -> None:
+    if opset not in OPSETS:
+        raise ExportError(
+            f"opset {opset} is not supported; expected {OPSETS[0]} to {OPSETS[-1]}. Bodies compare strings, "
+            f"which needs {OPSETS[0]}; torch's exporter ends at {OPSETS[-1]}"
+        )
+
+
+def floating_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name such as float16.
+
+    Raises:
+        ExportError: no dtype that the ops compute in.
+    """
+    if name not in FLOATING:
+        known = isinstance(getattr(torch, name, None), torch.dtype)
+        kind = "is not a floating type" if known else "is not known"
+        raise ExportError(f"dtype {name} {kind}; expected one of: {', '.join(FLOATING)}")
+    return FLOATING[name]
+
+
+def resized(
+    tensors: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]
+) -> dict[str, torch.Tensor]:
+    """The inputs with one more entry on every dynamic axis: the data begins again, so indices stay valid."""
+    result = dict(tensors)
+    for name, axes in dynamic.items():
+        for axis in axes:
+            tensor = result[name]
+            result[name] = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
+    return result

@@ -1,0 +1,268 @@
+"""The command `twinop export`, also `python export/to_onnx.py`.
+
+Heavy imports wait until the options have been read.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+if (
+    __name__ == "__main__"
+):  # as a script: import from the repository, and nothing from this folder by accident
+    _here = Path(__file__).resolve().parent
+    sys.path[:] = [str(_here.parent), *(entry for entry in sys.path if Path(entry).resolve() != _here)]
+
+import typer
+from rich.box import ROUNDED
+from rich.table import Table
+from rich.text import Text
+
+from twinop.console import clear_errors, err, out
+from twinop.errors import ExportError
+
+if TYPE_CHECKING:
+    import torch
+
+    from twinop.export.report import ExportReport
+
+_EXAMPLE_SHAPE = (8, 1024)
+
+
+def main(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path(
+        "custom_relu.onnx"
+    ),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own model, as [bold]package.module:factory[/]: a function without arguments that "
+            "returns (module, example inputs), the inputs as a tensor, a tuple, or a dict by name. The "
+            "current folder is searched too. Without it: one CustomReLU.",
+            show_default=False,
+        ),
+    ] = None,
+    exporter: Annotated[
+        str, typer.Option(help="[bold]dynamo[/] (torch.export) or [bold]torchscript[/] (tracing).")
+    ] = "dynamo",
+    dynamic: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Axes whose size stays open: [bold]x:0[/], [bold]x:0,2[/], or with names "
+            "[bold]x:0=batch[/]; repeat it for further inputs; [bold]none[/] fixes all. Default: "
+            "x:0=batch for CustomReLU, none for --model.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, float16, bfloat16 or float64: the model and its floating inputs are converted. "
+            "Default: float32 for CustomReLU, as it is for --model.",
+            show_default=False,
+        ),
+    ] = None,
+    opset: Annotated[int, typer.Option(help="Version of the standard operators, 20 to 23.")] = 20,
+    variant: Annotated[
+        str | None,
+        typer.Option(
+            help="CustomReLU's CUDA kernel: auto, scalar or vec4. Not with --model.", show_default=False
+        ),
+    ] = None,
+    library: Annotated[
+        Path | None,
+        typer.Option(
+            help="The ONNX Runtime library for the comparison. Default: the smallest one found with the "
+            "model's ops.",
+            show_default=False,
+        ),
+    ] = None,
+    bodies: Annotated[
+        bool, typer.Option(help="Attach function bodies, for runtimes without the library.")
+    ] = True,
+    verify: Annotated[bool, typer.Option(help="Run the file and compare it with torch.")] = True,
+) -> None:
+    """Export a torch model with twinop's ops to ONNX.
+
+    The file is checked, run in ONNX Runtime and compared with torch before it is
+    kept; the table at the end says what was found.
+
+    Examples:
+
+      twinop export
+
+      twinop export --dtype float16 --dynamic x:0,1 -o relu16.onnx
+
+      twinop export --model my_package.models:resnet --dynamic x:0 -o resnet.onnx
+    """
+    with clear_errors(), err.status("loading torch") as status:
+        from twinop.export import export
+        from twinop.export.inputs import check_opset, floating_dtype, parse_dynamic
+
+        check_opset(opset)
+        converted = floating_dtype(dtype) if dtype is not None else None
+        axes = {} if dynamic == ["none"] else parse_dynamic(dynamic or ([] if model else ["x:0=batch"]))
+        if model is None:
+            module, args = _example(variant or "auto")
+        elif variant is not None:
+            raise ExportError(
+                "--variant belongs to the built-in CustomReLU; with --model, set it in your factory"
+            )
+        else:
+            status.update(f"loading {model}")
+            module, args = load_factory(model)
+        if converted is not None:
+            module, args = _convert(module, args, converted)
+        kwargs = args if isinstance(args, dict) else None
+        report = export(
+            module,
+            () if kwargs is not None else args,
+            output,
+            kwargs=kwargs,
+            exporter=exporter,
+            dynamic=axes,
+            opset=opset,
+            bodies=bodies,
+            verify=verify,
+            library=library,
+            progress=status.update,
+        )
+    out.print(_table(report))
+
+
+def _example(variant: str) -> "tuple[torch.nn.Module, Any]":
+    import torch
+
+    from twinop import torch_op
+
+    torch.manual_seed(0)
+    return torch_op.CustomReLU(variant), (torch.randn(_EXAMPLE_SHAPE),)
+
+
+def load_factory(spec: str) -> "tuple[torch.nn.Module, Any]":
+    """Calls the factory that `package.module:factory` names.
+
+    Raises:
+        ExportError: it is not there, fails, or returns something else than (module, example inputs).
+    """
+    import importlib
+
+    import torch
+
+    name, _, function = spec.partition(":")
+    if not name or not function:
+        raise ExportError(
+            f"--model {spec}: expected package.module:factory, such as my_package.models:resnet"
+        )
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ExportError(f"--model {spec}: {_place(error)}") from error
+        raise ExportError(
+            f"--model {spec}: no module {error.name}; searched the current folder, PYTHONPATH and the "
+            f"environment of {sys.executable}"
+        ) from error
+    except Exception as error:
+        raise ExportError(f"--model {spec}: importing {name} failed: {_place(error)}") from error
+    factory = getattr(module, function, None)
+    if not callable(factory):
+        available = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == name]
+        raise ExportError(
+            f"--model {spec}: {name} has no function {function}; it has: {', '.join(available) or 'none'}"
+        )
+    try:
+        result = factory()
+    except Exception as error:
+        raise ExportError(f"--model {spec}: {function}() failed: {_place(error)}") from error
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)):
+        described = (
+            f"({', '.join(type(r).__name__ for r in result)})"
+            if isinstance(result, tuple)
+            else type(result).__name__
+        )
+        raise ExportError(
+            f"--model {spec}: {function}() returned {described}; expected (torch.nn.Module, example "
+            "inputs), such as return model, (torch.randn(4, 8),)"
+        )
+    return result
+
+
+def _place(error: Exception) -> str:
+    """The error and the line that raised it, in place of a traceback."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    place = f" ({traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno})" if traceback else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _convert(module: "torch.nn.Module", args: Any, dtype: "torch.dtype") -> "tuple[torch.nn.Module, Any]":
+    from twinop.export.inputs import leaves, replace_leaves
+
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in leaves(args, "x")}
+    return module.to(dtype), replace_leaves(args, tensors, "x")
+
+
+def _table(report: "ExportReport") -> Table:
+    table = Table(title=str(report.path), title_style="bold", show_header=False, box=ROUNDED)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+
+    def row(name: str, text: str, style: str = "") -> None:
+        table.add_row(name, Text(text, style))
+
+    for name, values in (("inputs", report.inputs), ("outputs", report.outputs)):
+        row(name, "\n".join(f"{key}: {value}" for key, value in values.items()))
+    row("nodes", ", ".join(f"{name} x {count}" for name, count in report.nodes.items()))
+    row("opsets", ", ".join(f"{domain} {version}" for domain, version in report.opsets.items()))
+    row("exporter", f"{report.exporter}; onnx.checker passed")
+    row("size", _bytes(report.size) + (f", weights in {report.data_path.name}" if report.data_path else ""))
+    if report.parity is not None:
+        sizes = ", also at other sizes" if report.resized else ""
+        row("torch = ONNX Runtime", f"{report.parity}{sizes} ({_name(report.library)})", "green")
+    else:
+        row("torch = ONNX Runtime", f"not compared: {report.parity_reason or '--no-verify'}", "yellow")
+    if not report.custom_ops:
+        row(
+            "custom ops",
+            "none: the model needs no library. torch_op.replace_modules(model) puts them in",
+            "yellow",
+        )
+    elif report.without_library is not None:
+        row("without the library", f"yes, {report.without_library}", "green")
+    else:
+        reasons = report.unsupported or [report.without_reason or "not tried (--no-verify)"]
+        row(
+            "without the library",
+            "\n".join(["no", *reasons]) if report.without_reason else reasons[0],
+            "yellow",
+        )
+    for note in report.notes:
+        row("note", note, "yellow")
+    return table
+
+
+def _name(library: Path | None) -> str:
+    return "no library needed" if library is None else library.name
+
+
+def _bytes(size: float) -> str:
+    unit = "bytes"
+    for larger in ("KB", "MB", "GB"):
+        if size >= 1000:
+            size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def _run(function: Callable[..., None]) -> None:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    app.command()(function)
+    app()
+
+
+if __name__ == "__main__":
+    _run(main)

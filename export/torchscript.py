@@ -1,0 +1,85 @@
+"""The route through `torch.onnx.export(dynamo=False)`: symbolic functions derived from the records."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from twinop import torch_op
+from twinop.export.schema import Dims, Unknown, infer, onnx_value
+from twinop.record import DOMAIN, Record
+from twinop.torch_op.arguments import signature_of
+
+# Of a symbolic's arguments (`parse_args`) and, after an underscore, of `g.op`'s attributes.
+_READ = {"int": "i", "float": "f", "bool": "b", "str": "s", "int[]": "is"}
+_WRITE = {"int": "i", "float": "f", "bool": "i", "str": "s", "int[]": "i"}
+
+_FIRST_OPSET = 9  # the exporter takes the newest symbolic that is not newer than the model's opset
+
+
+def register_symbolics(records: Mapping[str, Record] | None = None) -> None:
+    """Makes `torch.onnx.export(..., dynamo=False)` know the ops. Doing it again does no harm.
+
+    Args:
+        records: the ops by name; by default those that `twinop.torch_op` has loaded.
+    """
+    for record in (torch_op.records() if records is None else records).values():
+        if not record.is_backward:
+            torch.onnx.register_custom_op_symbolic(
+                f"{DOMAIN}::{record.name}", _symbolic(record), _FIRST_OPSET
+            )
+
+
+def _symbolic(record: Record) -> Callable[..., Any]:
+    inputs = [entry.name for entry in record.inputs]
+    kinds = {entry.name: entry.kind for entry in record.attributes}
+    signature = signature_of(record)
+
+    def symbolic(g: Any, *values: Any) -> Any:
+        arguments = signature.bind(*values).arguments  # the tracer passes all of them, in schema order
+        tensors = [arguments[name] for name in inputs]
+        tensors = [None if value is None or value.node().mustBeNone() else value for value in tensors]
+        attributes = {entry.name: onnx_value(entry, arguments[entry.name]) for entry in record.attributes}
+        written = {
+            f"{name}_{_WRITE[kinds[name]]}": list(value) if isinstance(value, tuple) else value
+            for name, value in attributes.items()
+        }
+        outputs = g.op(
+            f"{DOMAIN}::{record.onnx_name}",
+            *(torch.onnx.symbolic_opset9.unused(g) if value is None else value for value in tensors),
+            **written,
+            outputs=len(record.outputs),
+        )
+        _set_types(record, dict(zip(inputs, tensors, strict=True)), attributes, outputs)
+        return outputs
+
+    # `parse_args` goes by the signature: it converts as many values as there are names.
+    g = inspect.Parameter("g", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    symbolic.__name__ = record.name
+    parameters = [g, *signature.parameters.values()]
+    symbolic.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    readers: list[Any] = [_READ[kinds[name]] if name in kinds else "v" for name in signature.parameters]
+    return torch.onnx.symbolic_helper.parse_args(*readers)(symbolic)
+
+
+def _set_types(
+    record: Record, tensors: Mapping[str, Any], attributes: Mapping[str, Any], outputs: Any
+) -> None:
+    """Types and sizes of the outputs: the exporter cannot infer them for ops that it does not know."""
+    inputs: dict[str, tuple[str, Dims]] = {}
+    for name, value in tensors.items():
+        if value is not None:
+            dtype = value.type().dtype() if isinstance(value.type(), torch._C.TensorType) else None
+            if dtype is None:
+                return
+            sizes: Sequence[int | None] | None = value.type().varyingSizes()
+            dims: Dims = None if sizes is None else [Unknown() if size is None else size for size in sizes]
+            inputs[name] = (str(dtype).removeprefix("torch."), dims)
+    inferred = infer(record, inputs, attributes, f"{DOMAIN}::{record.name}")
+    values = [outputs] if len(record.outputs) == 1 else outputs
+    for value, (dtype_name, shape) in zip(values, inferred.values(), strict=True):
+        kind = torch._C.TensorType.get().with_dtype(getattr(torch, dtype_name))
+        if shape is not None:
+            kind = kind.with_sizes([None if isinstance(size, Unknown) else int(size) for size in shape])
+        value.setType(kind)

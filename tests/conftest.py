@@ -1,0 +1,48 @@
+"""What tests share: where the libraries are, torch with the test ops, no CUDA tests without a GPU."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinop.library import find_library
+
+
+@cache
+def _cuda_devices() -> int:
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is not None and _cuda_devices() == 0:
+        pytest.skip("needs an NVIDIA GPU and a torch built for it")
+
+
+@pytest.fixture(scope="session")
+def libraries() -> dict[str, Path]:
+    """The built libraries by name, such as "custom_relu"; from TWINOP_LIBRARY_DIR or build/."""
+    stems = ("custom_relu", "custom_ops", "test_ops", "twinop_torch", "test_ops_torch")
+    return {stem: find_library(stem) for stem in stems}
+
+
+@pytest.fixture(scope="session")
+def torch_ops(libraries: dict[str, Path]) -> Any:
+    """torch.ops.custom_domain, with the test ops."""
+    import torch
+
+    from twinop import torch_op
+
+    torch_op.load_library(libraries["test_ops_torch"])
+    return torch.ops.custom_domain
+
+
+@pytest.fixture
+def two_gpus() -> None:
+    if _cuda_devices() < 2:
+        pytest.skip("needs two NVIDIA GPUs")

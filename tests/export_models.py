@@ -1,0 +1,39 @@
+"""Small ONNX models of twinop's nodes without types or bodies, and their runs without the library."""
+
+import onnx
+import onnxruntime as ort
+import op_bodies  # noqa: F401 (the test ops)
+import torch
+from one_node import onnxruntime
+from onnx import helper
+
+from twinop.record import DOMAIN
+
+
+def model_of(nodes: list[str], inputs: str, opset: int = 20) -> onnx.ModelProto:
+    """A model from ONNX's text form; intermediate types stay unknown."""
+    text = f'''<ir_version: 10, opset_import: ["": {opset}, "{DOMAIN}": 1]>
+        g ({inputs}) => () {{ {chr(10).join(nodes)} }}'''
+    model = onnx.parser.parse_model(text)
+    for node in list(model.graph.node):
+        if node.domain == DOMAIN:
+            model.graph.output.extend(
+                helper.make_empty_tensor_value_info(name) for name in node.output if name
+            )
+    return model
+
+
+def body_session(model: onnx.ModelProto) -> ort.InferenceSession:
+    onnxruntime()
+    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def run_body(session: ort.InferenceSession, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Runs on CPU tensors of any dtype, empty ones included."""
+    feeds = {
+        name: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
+        if tensor.dtype is torch.bool
+        else ort.OrtValue.from_dlpack(tensor.contiguous())
+        for name, tensor in inputs.items()
+    }
+    return [torch.from_dlpack(value) for value in session.run_with_ort_values(None, feeds)]

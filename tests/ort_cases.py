@@ -1,0 +1,271 @@
+"""The cases that every supported onnxruntime release runs: models, inputs, and torch's results for them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from one_node import ONNX_TYPES
+from onnx import TensorProto, helper
+from samples import Sample, samples, torch_dtype, values
+
+from twinop import torch_op
+from twinop.library import find_library
+from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+
+Dims = Sequence[int | str | None] | None
+DIMS: dict[str, Dims] = {
+    "fixed": (3, 5),
+    "named": ("rows", "columns"),
+    "nameless": (None, None),
+    "mixed": (3, None),
+    "rank unknown": None,
+}
+
+
+class Cases:
+    """Collects cases and writes them as a folder for ort_matrix.py."""
+
+    def __init__(self) -> None:
+        self.cases: list[dict[str, Any]] = []
+        self.models: dict[str, onnx.ModelProto] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def add(self, name: str, model: onnx.ModelProto, runs: Sequence[Any] = (), **fields: Any) -> None:
+        """`runs`: pairs of feeds and expected outputs, tensors by name."""
+        file = f"{len(self.models)}.onnx"
+        self.models[file] = model
+        keyed = [[self._keep(feeds), self._keep(expected)] for feeds, expected in runs]
+        library = str(find_library("test_probe"))
+        self.cases.append({"name": name, "model": file, "library": library, "runs": keyed} | fields)
+
+    def _keep(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        keys = {}
+        for name, tensor in tensors.items():
+            keys[name] = f"a{len(self.arrays)}"
+            # numpy has no bf16; such models cast from and to fp32
+            self.arrays[keys[name]] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        return keys
+
+    def write(self, folder: Path) -> None:
+        for file, model in self.models.items():
+            onnx.save(model, folder / file)
+        np.savez(folder / "arrays.npz", **self.arrays)  # type: ignore[arg-type]
+        (folder / "cases.json").write_text(json.dumps(self.cases))
+
+
+def graph(
+    nodes: Sequence[Any], inputs: Mapping[str, tuple[str, Dims]], outputs: Mapping[str, tuple[str, Dims]]
+) -> onnx.ModelProto:
+    """Inputs and outputs by name: dtype and dimensions. bf16 ones are fp32 outside, and cast."""
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]  # copies: names may change
+    outside = {"bfloat16": "float32"}
+    for name, (dtype, _) in inputs.items():
+        if dtype in outside:
+            nodes.insert(0, helper.make_node("Cast", [f"{name}"], [f"{name}_cast"], to=ONNX_TYPES[dtype]))
+    casts = {name: f"{name}_cast" for name, (dtype, _) in (*inputs.items(), *outputs.items()) if dtype in outside}
+    for node in nodes:
+        if node.op_type != "Cast":
+            for names in (node.input, node.output):
+                names[:] = [casts.get(name, name) for name in names]
+    for name, (dtype, _) in outputs.items():
+        if dtype in outside:
+            nodes.append(helper.make_node("Cast", [f"{name}_cast"], [name], to=ONNX_TYPES[outside[dtype]]))
+    return helper.make_model(
+        helper.make_graph(
+            nodes,
+            "case",
+            *(
+                [
+                    helper.make_tensor_value_info(name, ONNX_TYPES[outside.get(dtype, dtype)], dims)
+                    for name, (dtype, dims) in values.items()
+                ]
+                for values in (inputs, outputs)
+            ),
+        ),
+        opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)],
+        ir_version=10,
+    )
+
+
+def custom(record: Record, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> onnx.NodeProto:
+    while inputs and not inputs[-1]:
+        inputs = inputs[:-1]
+    name = f"the_{record.name}_of_{inputs[0]}"
+    return helper.make_node(record.onnx_name, inputs, outputs, name=name, domain=DOMAIN, **attributes)
+
+
+def one_node(
+    record: Record, dtypes: Mapping[str, str], sample: Sample, fixed: bool = False, **attributes: Any
+) -> onnx.ModelProto:
+    """The op alone, as the sample gives it; sizes fixed to the sample's, or no dimensions at all."""
+    given = {name: tensor for name, tensor in sample.inputs.items() if tensor is not None}
+    node = custom(
+        record,
+        [name if name in given else "" for name in sample.inputs],
+        record.outputs,
+        **sample.attributes | attributes,
+    )
+    inputs = {name: (dtypes[name], tuple(tensor.shape) if fixed else None) for name, tensor in given.items()}
+    return graph([node], inputs, {name: (dtypes[name], None) for name in record.outputs})
+
+
+def result(record: Record, sample: Sample, **attributes: Any) -> tuple[Any, Any]:
+    """Feeds and what torch makes of them."""
+    outputs = getattr(torch_op, record.name)(*sample.inputs.values(), **sample.attributes, **attributes)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    feeds = {name: tensor for name, tensor in sample.inputs.items() if tensor is not None}
+    return feeds, dict(zip(record.outputs, outputs, strict=True))
+
+
+def op_cases(cases: Cases, record: Record) -> None:
+    """Every dtype combination and presence pattern, at all of the op's sample sizes."""
+    variants = record.attribute_choices.get("variant", (None,))
+    for dtypes in record.combinations:
+        groups: dict[str, list[Sample]] = {}
+        for sample in samples(record, dict(dtypes)):
+            present = "".join("x" if tensor is not None else "-" for tensor in sample.inputs.values())
+            groups.setdefault(f"{present} {sample.attributes or ''}", []).append(sample)
+        for group, members in groups.items():
+            for variant in variants:
+                attributes = {} if variant is None else {"variant": variant}
+                name = " ".join([record.name, *dict.fromkeys(dtypes.values()), group, variant or ""]).strip()
+                runs = [result(record, sample, **attributes) for sample in members]
+                cast = "bfloat16" in dtypes.values()
+                cases.add(name, one_node(record, dtypes, members[0], **attributes), runs, cast=cast)
+            fixed = one_node(record, dtypes, members[-1], fixed=True)
+            cases.add(f"{name} fixed sizes", fixed, [result(record, members[-1])], cast=cast)
+
+
+def chain_cases(cases: Cases, relu: Record) -> None:
+    """Dimensions of every sort, through a chain in which ORT plans to reuse buffers."""
+    for dtype in ("float32", "float16", "bfloat16", "float64"):
+        for sort, dims in DIMS.items():
+            nodes = [custom(relu, [a], [b]) for a, b in zip("xabc", "abcy", strict=True)]
+            model = graph(nodes, {"x": (dtype, dims)}, {"y": (dtype, dims)})
+            shapes = {"fixed": [(3, 5)], "mixed": [(3, 5), (3, 0), (3, 700)]}.get(sort, [(3, 5), (0, 2), (70, 31)])
+            feeds = [values(shape, torch_dtype(dtype), 3) for shape in shapes]
+            runs = [({"x": x}, {"y": torch_op.relu(x)}) for x in feeds]
+            cases.add(f"chain {dtype} {sort}", model, runs, cast=dtype == "bfloat16")
+    for fields in (
+        {"options": {"enable_mem_pattern": False}},
+        {"options": {"enable_cpu_mem_arena": False}},
+        {"options": {"intra_op_num_threads": 1}},
+        {"options": {"intra_op_num_threads": 3}},
+        {"execution_mode": "ORT_PARALLEL"},
+    ):
+        x = values((300, 301), torch.float32, 4)
+        cases.add(f"chain {fields}", models_chain(relu), [({"x": x}, {"y": torch_op.relu(x)})], **fields)
+
+
+def models_chain(relu: Record) -> onnx.ModelProto:
+    nodes = [custom(relu, [a], [b]) for a, b in zip("xabc", "abcy", strict=True)]
+    dims = ("rows", "columns")
+    return graph(nodes, {"x": ("float32", dims)}, {"y": ("float32", dims)})
+
+
+def in_place_cases(cases: Cases, records: Mapping[str, Record]) -> None:
+    """Probes before and after an op say whether it wrote over its input."""
+    probe = records["probe"]
+    last = custom(probe, ["b"], ["y", "after"])
+
+    def add(name: str, nodes: Sequence[Any], in_place: bool, dtype: str = "float32", dims: Dims = (3, 5)) -> None:
+        first = custom(probe, ["x"], ["a", "before"], tag=5, mark=False)
+        outputs: dict[str, tuple[str, Dims]] = {
+            "y": (dtype, dims),
+            "before": ("float64", (4,)),
+            "after": ("float64", (4,)),
+        }
+        for node in nodes:
+            outputs |= {name: (dtype, None) for name in node.output if name.startswith("out")}
+        model = graph([first, *nodes, last], {"x": (dtype, dims)}, outputs)
+        feeds = {"x": values((3, 5), torch_dtype(dtype), 1)}
+        reports = {"reports": ["before", "after"], "in_place": [in_place]}
+        cases.add(f"in place: {name}", model, [(feeds, {})] * 2, **reports)
+
+    relu = custom(records["relu"], ["a"], ["b"])
+    for dtype in ("float32", "float16", "bfloat16", "float64"):
+        add(f"relu {dtype}", [relu], True, dtype)
+    add("relu, named dimensions", [relu], True, dims=("rows", "columns"))
+    add("relu, nameless dimensions", [relu], False, dims=(None, None))
+    add("double_and_sum, first of two outputs", [custom(records["double_and_sum"], ["a"], ["b", "out"])], True)
+    add("pad_affine declares none", [custom(records["pad_affine"], ["a"], ["b"], pads=[0, 0])], False)
+    add("input with a second reader", [relu, helper.make_node("Neg", ["a"], ["out"])], False)
+
+
+def attribute_cases(cases: Cases, records: Mapping[str, Record]) -> None:
+    """Attributes that are not what the schema says, and values of each kind that are."""
+    x = values((3, 5), torch.float32, 1)
+    wrong: list[tuple[str, str, Any, str]] = [
+        ("relu", "variant", 1, "attribute variant is an int, expected a string"),
+        ("relu", "variant", 1.5, "attribute variant is a float, expected a string"),
+        ("relu", "variant", [1, 2], "attribute variant is a list of ints, expected a string"),
+        ("relu", "variant", "fast", r"attribute variant is 'fast', expected one of auto \| scalar \| vec4"),
+        ("pad_affine", "scale", 2, "attribute scale is an int, expected a float"),
+        ("pad_affine", "scale", "x", "attribute scale is a string, expected a float"),
+        ("pad_affine", "pads", 1, "attribute pads is an int, expected a list of ints"),
+        ("pad_affine", "pads", [1] * 9, "attribute pads has 9 entries, at most 8 are taken"),
+        ("pad_affine", "sign", "times", r"attribute sign is 'times', expected one of plus \| minus"),
+        ("probe", "tag", 1.5, "attribute tag is a float, expected an int"),
+        ("probe", "mark", "yes", "attribute mark is a string, expected an int"),
+    ]
+    for op, name, value, message in wrong:
+        record = records[op]
+        dtypes = record.combinations[0]
+        model = one_node(record, dtypes, Sample(dict.fromkeys([e.name for e in record.inputs]) | {"x": x}, {name: value}))
+        cases.add(f"{op} {name}={value}", model, [({"x": x}, {})], error=f"{record.onnx_name}.*the_{op}.*{message}")
+    for attributes, report in (({}, [-7, 1]), ({"tag": -(2**40), "mark": 0}, [-(2**40), 0])):
+        probe = records["probe"]
+        cut = helper.make_node("Slice", ["report", "from", "to"], ["kinds"])
+        model = graph([custom(probe, ["x"], ["y", "report"], **attributes), cut], {"x": ("float32", None)}, {})
+        for name, number in (("from", 2), ("to", 4)):
+            model.graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], [number]))
+        for name, kind in (("y", TensorProto.FLOAT), ("kinds", TensorProto.DOUBLE)):
+            model.graph.output.append(helper.make_tensor_value_info(name, kind, None))
+        kinds = torch.tensor(report, dtype=torch.float64)
+        cases.add(f"int and bool attributes {attributes}", model, [({"x": x}, {"y": x, "kinds": kinds})])
+
+
+def error_cases(cases: Cases, records: Mapping[str, Record]) -> None:
+    """Failures while a model runs: the op, its inputs with dtype and shape, and the reason."""
+    number = torch.tensor(1.0)
+    record = records["double_and_sum"]
+    cases.add(
+        "double_and_sum of a scalar",
+        one_node(record, record.combinations[0], Sample({"x": number})),
+        [({"x": number}, {})],
+        error=r"CustomDoubleAndSum node 'the_double_and_sum_of_x' \(CPU\): .*\(x: float32\[\]\): .*at least one dimension",
+    )
+    x = torch.ones(100_000, 1)
+    cases.add("scratch memory is given back", one_node(record, record.combinations[0], Sample({"x": x})),
+              [({"x": x}, {})], repeat=True)
+    record = records["pad_affine"]
+    x, weight = values((2, 3), torch.float32, 1), values((4,), torch.float32, 1)
+    cases.add(
+        "pad_affine with a weight too long",
+        one_node(record, record.combinations[0], Sample({"x": x, "weight": weight, "bias": None})),
+        [({"x": x, "weight": weight}, {})],
+        error=r"\(x: float32\[2, 3\], weight: float32\[4\], bias: absent\): weight and bias must have one dimension",
+    )
+
+
+def all_cases() -> Cases:
+    """Everything; needs the torch ops loaded (torch gives the expected bits)."""
+    records = dict(torch_op.records()) | dict(_probe())
+    cases = Cases()
+    for name in ("relu", "pad_affine", "double_and_sum"):
+        op_cases(cases, records[name])
+    chain_cases(cases, records["relu"])
+    in_place_cases(cases, records)
+    attribute_cases(cases, records)
+    error_cases(cases, records)
+    return cases
+
+
+def _probe() -> Iterator[tuple[str, Record]]:
+    from twinop.library import read_library
+
+    yield "probe", read_library(find_library("test_probe")).records["probe"]

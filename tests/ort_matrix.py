@@ -1,0 +1,86 @@
+"""Runs prepared cases on the onnxruntime of this environment: `python ort_matrix.py <folder>`.
+
+The folder holds cases.json, models and arrays.npz, made by test_ort_versions.py. Needs onnxruntime and numpy only,
+and answers one JSON line a case: its name, and what was wrong (or null).
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+
+def same_bits(actual, expected):
+    return actual.dtype == expected.dtype and actual.shape == expected.shape and actual.tobytes() == expected.tobytes()
+
+
+def same_values(actual, expected):
+    """For values that ORT's own Cast has carried: a NaN may lose its payload."""
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    nan = np.isnan(expected)
+    return bool((np.isnan(actual) == nan).all()) and same_bits(np.where(nan, 0, actual), np.where(nan, 0, expected))
+
+
+def run(case, folder, arrays):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    for name, value in case.get("options", {}).items():
+        setattr(options, name, value)
+    options.execution_mode = getattr(ort.ExecutionMode, case.get("execution_mode", "ORT_SEQUENTIAL"))
+    options.register_custom_ops_library(case["library"])
+    session = ort.InferenceSession(str(folder / case["model"]), options, providers=["CPUExecutionProvider"])
+    same = same_values if case.get("cast") else same_bits
+    for feeds, expected in case["runs"]:
+        inputs = {name: arrays[key] for name, key in feeds.items()}
+        names = [output.name for output in session.get_outputs()]
+        results = dict(zip(names, session.run(None, inputs)))
+        for name, key in expected.items():
+            if not same(results[name], arrays[key]):
+                return f"{name}{results[name].shape} of {inputs}: {results[name]} instead of {arrays[key]}"
+        reports = [results[name] for name in case.get("reports", [])]  # of probes: [read at, wrote at, tag, mark]
+        for before, after, in_place in zip(reports, reports[1:], case.get("in_place", [])):
+            if (before[1] == after[0]) != in_place:
+                return f"in place: {before[1] == after[0]} instead of {in_place}: {before}, {after}"
+    return grown(session, inputs) if case.get("repeat") else None
+
+
+def grown(session, inputs):
+    """Runs that lose memory: 200 calls, each of which takes 800 KB of scratch."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+    for count in (20, 200):
+        before = resident()
+        for _ in range(count):
+            session.run(None, inputs)
+    growth = resident() - before
+    return None if growth < 40 else f"200 runs grew the process by {growth:.0f} MB"
+
+
+def run_case(case, folder, arrays):
+    """Null, or what was wrong."""
+    try:
+        wrong = run(case, folder, arrays)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if "error" in case:
+            return None if re.search(case["error"], text, re.DOTALL) else f"another error: {text}"
+        return text
+    return f"no error, expected {case['error']}" if "error" in case else wrong
+
+
+def main(folder):
+    arrays = np.load(folder / "arrays.npz")
+    print(json.dumps({"onnxruntime": ort.__version__}), flush=True)
+    for case in json.loads((folder / "cases.json").read_text()):
+        print(json.dumps({"case": case["name"]}), flush=True)  # which one it was if the process dies
+        print(json.dumps({"case": case["name"], "wrong": run_case(case, folder, arrays)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

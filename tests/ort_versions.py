@@ -1,0 +1,75 @@
+"""Environments with the onnxruntime releases that one .so file must serve: build/compat/<version>, one each.
+
+    python tests/ort_versions.py     # makes what is missing (about 3 s and 120 MB each), else does nothing
+
+tests/test_ort_versions.py runs ort_matrix.py in each of them.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "build/compat"
+SUPPORTED = ("1.18.1", "1.20.1", "1.23.2", "1.31.1")
+TOO_OLD = "1.17.3"
+PACKAGES = {  # no further dependency is imported for running a model
+    "1.17.3": ("onnxruntime==1.17.3", "numpy==1.26.4"),
+    "1.18.1": ("onnxruntime==1.18.1", "numpy==1.26.4"),  # the first to take numpy 2 is 1.19
+    "1.20.1": ("onnxruntime==1.20.1", "numpy==2.4.6"),
+    "1.23.2": ("onnxruntime==1.23.2", "numpy==2.4.6"),
+    "1.31.1": ("onnxruntime==1.31.1", "numpy==2.4.6"),
+}
+
+
+def python_of(version: str) -> Path:
+    return FOLDER / version / "bin/python"
+
+
+def is_ready(version: str) -> bool:
+    stamp = FOLDER / version / "twinop-stamp"
+    return python_of(version).exists() and stamp.exists() and stamp.read_text() == _wanted(version)
+
+
+def _wanted(version: str) -> str:
+    return " ".join([FOLDER.as_posix(), sys.version, *PACKAGES[version]])
+
+
+def make(version: str) -> str | None:
+    """Makes one environment; returns what went wrong."""
+    folder = FOLDER / version
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python_of(version)), "install", "--quiet", "--no-deps"]
+    for command in (
+        [sys.executable, "-m", "venv", "--without-pip", str(folder)],
+        [*pip, "--disable-pip-version-check", "--only-binary=:all:", *PACKAGES[version]],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            return f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
+    (folder / "twinop-stamp").write_text(_wanted(version))
+    return None
+
+
+def main() -> int:
+    missing = [version for version in PACKAGES if not is_ready(version)]
+    if not missing:
+        return 0
+    if os.environ.get("TWINOP_OFFLINE") == "1":
+        print(f"twinop: offline: no environments for onnxruntime {', '.join(missing)}", file=sys.stderr)
+        return 0
+    print(f"twinop: installing onnxruntime {', '.join(missing)} into {FOLDER}", file=sys.stderr)
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(filter(None, pool.map(make, missing)))
+    for error in errors:
+        print(f"twinop: error: {error}", file=sys.stderr)
+    if errors:
+        hint = "Without a network set TWINOP_OFFLINE=1: the tests that need these environments are then skipped"
+        print(f"twinop: error: {len(errors)} environments could not be made. {hint}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

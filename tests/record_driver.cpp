@@ -1,0 +1,141 @@
+// The C++ side of a record as a filter, so that tests can compare it with torch's parser and with Python's
+// evaluator on texts that no op of ours has. One request a line, fields separated by tabs:
+//
+//   schema <text>                                -> the record's JSON
+//   validate <text> <field> <value> ...          -> "valid" (fields: dtypes shapes scratch in_place choices ...)
+//   shape <text> <expression> <shapes> <values>  -> the shape, "2,3,?"; "?" alone where the rank is not known
+//   entry <entries> <name>                       -> the value
+//   defaults <text>                              -> the attributes' defaults, separated by "|"
+//   level                                        -> the instruction set that kernels would choose
+//
+// Shapes of the inputs are separated by ";", an absent one is "-", an unknown rank "*", an unknown size "?".
+// Values of the attributes are separated by ";" too. Whatever the record code throws is answered "error <text>".
+#include <cstdio>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "kernels/check.h"
+#include "kernels/cpu_features.h"
+#include "kernels/json.h"
+
+namespace twinop {
+namespace {
+
+std::vector<std::string> Split(const std::string& text, char separator) {
+  std::vector<std::string> parts(1);
+  for (char c : text) {
+    if (c == separator) {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+std::vector<std::string> SplitList(const std::string& text, char separator) {
+  return text.empty() ? std::vector<std::string>() : Split(text, separator);
+}
+
+std::string Json(const Record& record) {
+  JsonWriter json = WriteJson(record);
+  std::string text;
+  for (std::size_t i = 0; i < json.size(); ++i) text += json[i];
+  return text;
+}
+
+std::string ValidateFields(const std::vector<std::string>& request) {
+  Record record(request.at(1));
+  for (std::size_t i = 2; i + 1 < request.size(); i += 2) {
+    const std::string& field = request[i];
+    if (field == "dtypes") record = record.dtypes(request[i + 1]);
+    if (field == "shapes") record = record.shapes(request[i + 1]);
+    if (field == "scratch") record = record.scratch(request[i + 1]);
+    if (field == "in_place") record = record.in_place(request[i + 1]);
+    if (field == "choices") record = record.choices(request[i + 1]);
+    if (field == "gradient") record = record.gradient(request[i + 1]);
+    if (field == "autocast") record = record.autocast(request[i + 1]);
+  }
+  return Validate(record) ? "valid" : "not valid";
+}
+
+std::string EvaluateShape(const std::vector<std::string>& request) {
+  Schema schema = ParseSchema(request.at(1));
+  Shape shapes[kMaxArguments];
+  const Shape* inputs[kMaxArguments] = {};
+  std::vector<std::string> texts = Split(request.at(3), ';');
+  for (std::size_t i = 0; i < schema.input_count; ++i) {
+    if (texts.at(i) == "-") continue;
+    inputs[i] = &shapes[i];
+    shapes[i].known_rank = texts[i] != "*";
+    if (!shapes[i].known_rank) continue;
+    for (const std::string& size : SplitList(texts[i], ','))
+      shapes[i].Push(Dim{size == "?" ? -1 : std::stoll(size), nullptr});
+  }
+  Attribute attributes[kMaxArguments] = {};
+  std::vector<std::string> values = Split(request.at(4), ';');
+  for (std::size_t i = 0; i < schema.attribute_count; ++i) {
+    Kind kind = schema.attribute(i).kind;
+    if (kind == Kind::kInt || kind == Kind::kBool) attributes[i].i = std::stoll(values.at(i));
+    if (kind != Kind::kIntList) continue;
+    for (const std::string& value : SplitList(values.at(i), ','))
+      attributes[i].ints[attributes[i].count++] = std::stoll(value);
+  }
+  Shape result = ShapeExpression(request.at(2), ShapeScope{&schema, inputs, attributes}).EvaluateShape();
+  if (!result.known_rank) return "*";
+  std::string text;
+  for (std::size_t i = 0; i < result.rank; ++i) {
+    text += i > 0 ? "," : "";
+    text += result.dims[i].known() ? std::to_string(result.dims[i].value) : "?";
+  }
+  return text;
+}
+
+std::string Defaults(const Record& record) {
+  std::string text;
+  for (std::size_t i = 0; i < record.schema.attribute_count; ++i) {
+    text += i > 0 ? "|" : "";
+    if (!record.schema.attribute(i).has_default) continue;
+    Attribute value;
+    Status status = ParseDefault(record, i, &value);
+    if (!status.ok()) return "error " + status.message();
+    switch (record.schema.attribute(i).kind) {
+      case Kind::kString: text += value.s; break;
+      case Kind::kFloat: {
+        char digits[64];
+        std::snprintf(digits, sizeof(digits), "%.17g", value.f);
+        text += digits;
+        break;
+      }
+      case Kind::kIntList:
+        for (std::size_t k = 0; k < value.count; ++k) text += (k > 0 ? "," : "") + std::to_string(value.ints[k]);
+        break;
+      default: text += std::to_string(value.i);
+    }
+  }
+  return text;
+}
+
+std::string Answer(const std::vector<std::string>& request) {
+  if (request[0] == "schema") return Json(Record(request.at(1)));
+  if (request[0] == "validate") return ValidateFields(request);
+  if (request[0] == "shape") return EvaluateShape(request);
+  if (request[0] == "entry") return std::string(Entry(request.at(1), request.at(2)));
+  if (request[0] == "defaults") return Defaults(Record(request.at(1)));
+  if (request[0] == "level") return CpuLevel() == Level::kBaseline ? "baseline" : CpuLevel() == Level::kAvx2 ? "avx2" : "avx512";
+  return "unknown request";
+}
+
+}  // namespace
+}  // namespace twinop
+
+int main() {
+  for (std::string line; std::getline(std::cin, line);) {
+    try {
+      std::cout << twinop::Answer(twinop::Split(line, '\t')) << std::endl;
+    } catch (const char* reason) {
+      std::cout << "error " << reason << std::endl;
+    }
+  }
+}

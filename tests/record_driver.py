@@ -1,0 +1,53 @@
+"""The C++ record code as a process (record_driver.cpp), for tests that compare it with torch's and Python's."""
+
+import atexit
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def compiler() -> str:
+    """The C++ compiler that builds twinop."""
+    names = [os.environ.get("CXX", "c++"), "g++", "clang++"]
+    found = next((path for path in map(shutil.which, names) if path), None)
+    assert found, f"no C++ compiler found ({', '.join(names)})"
+    return found
+
+
+@cache
+def _program() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="twinop-driver-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    sources = [str(ROOT / "tests/record_driver.cpp"), str(ROOT / "kernels/check.cpp")]
+    flags = ["-std=c++17", f"-I{ROOT}", *os.environ.get("CXXFLAGS", "").split()]
+    subprocess.run([compiler(), *flags, *sources, "-o", str(folder / "driver")], check=True)
+    return folder / "driver"
+
+
+class Driver:
+    """Asks the process; every question is one line, every answer too."""
+
+    def __init__(self, **env: str) -> None:
+        self.process = subprocess.Popen(
+            [_program()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=os.environ | env
+        )
+        atexit.register(self.process.kill)
+
+    def ask(self, *fields: str) -> str:
+        assert self.process.stdin and self.process.stdout
+        assert not any(character in field for field in fields for character in "\t\n"), fields
+        self.process.stdin.write("\t".join(fields) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer.endswith("\n"), f"the driver died of {fields}"
+        return answer[:-1]
+
+
+@cache
+def driver() -> Driver:
+    return Driver()

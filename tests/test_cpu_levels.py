@@ -1,0 +1,122 @@
+"""The instruction set and the number of threads change the speed, never a bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_node import assert_same_bits, library_of, one_node_model, onnxruntime, run_bound
+from record_driver import Driver
+from samples import RECORDS, Sample, samples, torch_dtype, values
+
+from twinop import torch_op
+from twinop.record import DOMAIN, Record
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+LEVELS = ("baseline", "avx2", "best")
+# Writes the results of every op, for every dtype, to a file: the level is chosen once in a process.
+SCRIPT = """
+import sys
+import torch
+from test_cpu_levels import all_results
+torch.save(all_results(), sys.argv[1])
+"""
+
+
+def run(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
+    found = getattr(getattr(torch.ops, DOMAIN), record.name)(*sample.inputs.values(), **sample.attributes)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def all_results() -> dict[str, torch.Tensor]:
+    found = {}
+    for record in RECORDS.values():
+        for dtypes in record.combinations:
+            for i, sample in enumerate(samples(record, dtypes)):
+                for name, tensor in zip(record.outputs, run(record, sample), strict=True):
+                    found[f"{record.name}.{name} {'-'.join(dtypes.values())} {i}"] = tensor
+    for dtype in map(torch_dtype, DTYPES):
+        y, grad = values((10007,), dtype, 1), values((10007,), dtype, 2)
+        found[f"relu_backward {dtype}"] = torch_op.relu_backward(grad, y)
+        # Every 16-bit number, so every branch of the conversions.
+        bits = torch.arange(65536).to(torch.int32).to(torch.int16)
+        x = bits.view(dtype) if dtype.itemsize == 2 else bits.to(dtype)
+        found[f"relu, all of {dtype}"] = torch_op.relu(x)
+    return found
+
+
+def test_every_level_gives_the_same_bits(tmp_path: Path) -> None:
+    expected = all_results()  # at this process's level, the processor's best
+    assert len(expected) > 100
+    processes = {}
+    for level in LEVELS:
+        env = os.environ | {"TWINOP_CPU_LEVEL": level, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / level)]
+        processes[level] = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    for level, process in processes.items():
+        _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr
+        found = torch.load(tmp_path / level)
+        assert list(found) == list(expected)
+        for name, tensor in expected.items():
+            assert_same_bits(found[name], tensor, f"{level}: {name}")
+
+
+def test_the_variable_lowers_the_level() -> None:
+    names = ["baseline", "avx2", "avx512"]
+    best = names.index(Driver().ask("level"))
+    for level in ("baseline", "avx2", "avx512", "unheard of"):
+        wanted = min(best, names.index(level)) if level in names else best
+        assert Driver(TWINOP_CPU_LEVEL=level).ask("level") == names[wanted]
+
+
+def large(record: Record, dtypes: dict[str, str]) -> Sample:
+    """More elements than one thread takes, in pieces that no count of threads divides."""
+    if record.is_elementwise:
+        return Sample({entry.name: values((300_017,), torch_dtype(dtypes[entry.name]), 5) for entry in record.inputs})
+    shapes = {"x": (1009, 113)}
+    inputs = {e.name: values(shapes.get(e.name, (113,)), torch_dtype(dtypes[e.name]), 5) for e in record.inputs}
+    return Sample(dict(inputs))
+
+
+CELLS = [
+    pytest.param(record, dtypes, id=f"{record.name}-{'-'.join(dict.fromkeys(dtypes.values()))}")
+    for record in RECORDS.values()
+    for dtypes in record.combinations
+]
+
+
+@pytest.fixture
+def threads() -> Any:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("record", "dtypes"), CELLS)
+def test_any_number_of_threads_gives_the_same_bits(record: Record, dtypes: dict[str, str], threads: Any) -> None:
+    sample = large(record, dtypes)
+    threads(1)
+    expected = run(record, sample)
+    for count in (2, 3):
+        threads(count)
+        for a, b in zip(run(record, sample), expected, strict=True):
+            assert_same_bits(a, b, f"torch, {count} threads")
+    for count in (1, 2, 3):
+        for a, b in zip(run_ort(record, dtypes, sample, count), expected, strict=True):
+            assert_same_bits(a, b, f"onnxruntime, {count} threads")
+
+
+def run_ort(record: Record, dtypes: dict[str, str], sample: Sample, threads: int) -> list[torch.Tensor]:
+    ort = onnxruntime()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.register_custom_ops_library(str(library_of(record)))
+    model = one_node_model(record, dtypes, [True] * len(record.inputs), sample.attributes).SerializeToString()
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    outputs = {name: torch.full_like(t, 123) for name, t in zip(record.outputs, run(record, sample), strict=True)}
+    run_bound(session, {name: t for name, t in sample.inputs.items() if t is not None}, outputs)
+    return list(outputs.values())

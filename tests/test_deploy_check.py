@@ -1,0 +1,290 @@
+"""What a model's custom nodes may get wrong: found before ONNX Runtime sees them, and said clearly."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from models import ORT_VERSION, ROWS, chain, exported_by, function, make_model, model, node, relu_body, value
+from onnx import helper
+
+from twinop.deploy import ModelError, RunError, check_model, session
+from twinop.library import find_library, read_library
+
+RELU = {"op_type": "CustomRelu"}
+PAD = {"op_type": "CustomPadAffine"}
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "attribute name": (RELU | {"varient": "auto"}, "unknown attribute varient; did you mean variant?"),
+    "attribute name, not close": (RELU | {"mode": "auto"}, "unknown attribute mode; it has: variant"),
+    "attribute type": (RELU | {"variant": 3}, "attribute variant is INT, expected STRING (str)"),
+    "int for a float": (PAD | {"scale": 2}, "attribute scale is INT, expected FLOAT (float)"),
+    "int for ints": (PAD | {"pads": 2}, "attribute pads is INT, expected INTS (int[])"),
+    "attribute value": (
+        RELU | {"variant": "fast"},
+        "attribute variant is 'fast', expected one of: auto, scalar, vec4",
+    ),
+    "too many inputs": (RELU | {"inputs": ["x", "x"]}, "2 inputs; it takes 1 (x)"),
+    "no input": (RELU | {"inputs": []}, "input x is absent; it takes x"),
+    "required input empty": (
+        PAD | {"inputs": ["", "w"]},
+        "input x is absent; it takes x, weight?, bias?",
+    ),
+    "dtype": (
+        RELU | {"dtype": "int32"},
+        "no kernel for these dtypes: x is int32. It takes: float32; float16; bfloat16; float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_node_that_does_not_fit_is_refused_with_its_name(case: str) -> None:
+    arguments, message = WRONG[case]
+    with pytest.raises(ModelError) as error:
+        session(make_model(**arguments))
+    assert f"node 'node' ({arguments['op_type']}): {message}" in str(error.value)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    nodes = [
+        node("CustomRelu", ["x"], ["a"], "first", variant=1),
+        node("CustomRelu", ["a"], ["y"], "", depth=1),
+    ]
+    with pytest.raises(ModelError) as error:
+        session(model(nodes, [value("x")], [value("y")]))
+    assert "node 'first' (CustomRelu): attribute variant" in str(error.value)
+    assert "node 1 (CustomRelu): unknown attribute depth" in str(error.value)
+
+
+def test_outputs_must_all_be_named() -> None:
+    for outputs in (["y"], ["", "y"], ["y", "b", "c"]):
+        graph = model([node("CustomDoubleAndSum", ["x"], outputs)], [value("x")], [value("y", shape=None)])
+        with pytest.raises(ModelError, match="the node must name all of: doubled, total"):
+            session(graph)
+
+
+def test_mixed_dtypes_are_checked_together() -> None:
+    def pad(x: str, weight: str) -> onnx.ModelProto:
+        values = [value("x", x), value("w", weight, (4,))]
+        return model([node("CustomPadAffine", ["x", "w"])], values, [value("y", x, None)])
+
+    check_model(pad("float16", "float32"))
+    with pytest.raises(ModelError, match="x is float32, weight is float16"):
+        check_model(pad("float32", "float16"))
+
+
+def test_dtypes_are_inferred_through_other_nodes_and_custom_ones() -> None:
+    """x -> Cast to int32 and back -> CustomRelu -> CustomRelu -> Cast to int64 -> CustomRelu."""
+    nodes = [
+        node("Cast", ["x"], ["a"], "cast", "", to=onnx.TensorProto.FLOAT16),
+        node("CustomRelu", ["a"], ["b"], "good"),
+        node("Neg", ["b"], ["c"], "neg", ""),
+        node("CustomRelu", ["c"], ["d"], "good too"),
+        node("Cast", ["d"], ["e"], "cast2", "", to=onnx.TensorProto.INT64),
+        node("CustomRelu", ["e"], ["y"], "bad"),
+    ]
+    with pytest.raises(ModelError) as error:
+        session(model(nodes, [value("x")], [value("y", "int64")]))
+    assert "'bad' (CustomRelu): no kernel for these dtypes: x is int64" in str(error.value)
+    assert "good" not in str(error.value)
+
+
+def test_types_are_inferred_behind_custom_nodes() -> None:
+    """x -> CustomRelu -> Neg -> CustomPadAffine with a weight of another type."""
+    nodes = [
+        node("CustomRelu", ["x"], ["a"], "relu"),
+        node("Neg", ["a"], ["b"], "neg", ""),
+        node("CustomPadAffine", ["b", "w"], ["y"], "pad"),
+    ]
+    inputs = [value("x", "bfloat16"), value("w", "float16", (4,))]
+    with pytest.raises(ModelError, match="'pad' .*: x is bfloat16, weight is float16"):
+        session(model(nodes, inputs, [value("y", "bfloat16", None)]), library=find_library("test_probe"))
+
+
+def test_weights_count_as_typed_values() -> None:
+    nodes = [node("CustomRelu", ["w"], ["y"])]
+    with pytest.raises(ModelError, match="x is int64"):
+        session(model(nodes, [], [value("y", "int64", (2,))], initializers={"w": np.array([1, 2])}))
+
+
+def branches(inner: onnx.NodeProto) -> onnx.ModelProto:
+    """If(c): relu of x, of the outer scope; else: the node given, inside another If."""
+    other = helper.make_graph([node("CustomRelu", ["x"], ["t"])], "then", [], [value("t")])
+    nested = helper.make_graph([inner], "nested", [], [value("u")])
+    same = helper.make_graph([node("CustomRelu", ["x"], ["v"])], "same", [], [value("v")])
+    choice = node("If", ["c"], ["e"], "inner if", "", then_branch=nested, else_branch=same)
+    wrong = helper.make_graph([choice], "else", [], [value("e")])
+    top = node("If", ["c"], ["y"], "outer if", "", then_branch=other, else_branch=wrong)
+    return model([top], [value("x"), value("c", "bool", ())], [value("y")])
+
+
+def test_nodes_in_subgraphs_are_checked() -> None:
+    with pytest.raises(ModelError) as error:
+        session(branches(node("CustomRelu", ["x"], ["u"], "deep", wariant="auto")))
+    assert (
+        "node 'deep' (CustomRelu) in then_branch of node 'inner if' (If) in else_branch of node 'outer if' "
+        "(If): unknown attribute wariant" in str(error.value)
+    )
+
+
+def test_nodes_in_subgraphs_see_the_outer_types() -> None:
+    fine = branches(node("CustomRelu", ["x"], ["u"], "deep"))
+    x, off = -np.ones((2, 4), np.float32), np.array(False)
+    np.testing.assert_array_equal(session(fine).run({"x": x, "c": off})["y"], 0 * x)
+    fine.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.INT32
+    with pytest.raises(ModelError, match="'deep' .*: no kernel for these dtypes: x is int32"):
+        session(fine)
+
+
+def test_nodes_in_functions_are_checked() -> None:
+    def calling(inner: onnx.NodeProto) -> onnx.ModelProto:
+        call = node("Twice", ["x"], ["y"], "call", "mine")
+        body = function("Twice", [node("CustomRelu", ["x"], ["a"], "first"), inner], domain="mine")
+        body.value_info.append(value("a"))
+        return model([call], [value("x")], [value("y")], functions=[body], domains=["mine"])
+
+    with pytest.raises(ModelError) as error:
+        session(calling(node("CustomRelu", ["a"], ["y"], "second", variant="no")))
+    assert "node 'second' (CustomRelu) in function mine::Twice: attribute variant is 'no'" in str(error.value)
+    x = np.array([[-1, 2, -3, 4]], np.float32)
+    opened = session(calling(node("CustomRelu", ["a"], ["y"], "second")), profile=True)
+    np.testing.assert_array_equal(opened.run({"x": x})["y"], np.maximum(x, 0))
+    assert len(opened.executed_on()) == 2
+
+
+def test_an_attribute_that_a_function_passes_on_is_checked_by_type() -> None:
+    def passing(kind: Any) -> onnx.ModelProto:
+        inner = node("CustomRelu", ["x"], ["y"], "inner")
+        inner.attribute.append(onnx.AttributeProto(name="variant", ref_attr_name="how", type=kind))
+        body = function("Any", [inner], domain="mine", attributes=["how"])
+        call = node("Any", ["x"], ["y"], "call", "mine", how="scalar")
+        return model([call], [value("x")], [value("y")], functions=[body], domains=["mine"])
+
+    check_model(passing(onnx.AttributeProto.STRING))
+    with pytest.raises(ModelError, match="attribute variant is INT, expected STRING"):
+        check_model(passing(onnx.AttributeProto.INT))
+
+
+def test_schema_hash(libraries: dict[str, Path]) -> None:
+    record = read_library(libraries["custom_relu"]).records["relu"]
+    check_model(make_model("CustomRelu", metadata=exported_by(record)))
+    stale = exported_by(record, "0.0.9") | {"twinop.schema.CustomRelu": "0123456789abcdef"}
+    with pytest.raises(ModelError) as error:
+        session(make_model("CustomRelu", metadata=stale))
+    text = str(error.value)
+    assert "CustomRelu was exported by twinop 0.0.9 with schema 0123456789abcdef" in text
+    assert f"has schema {record.schema_hash}: {record.schema}" in text and "Export the model again" in text
+
+
+def test_the_domain_version_must_be_the_librarys() -> None:
+    graph = chain("CustomRelu", 1)
+    graph.opset_import[1].version = 2
+    with pytest.raises(ModelError, match="imports custom_domain version 2; the library has version 1"):
+        session(graph)
+
+
+def test_an_op_that_a_given_library_lacks(libraries: dict[str, Path]) -> None:
+    with pytest.raises(
+        ModelError, match=r"'node' \(CustomRelo\): the library has no such op; did you mean CustomRelu"
+    ):
+        session(make_model("CustomRelo"), library=libraries["custom_relu"])
+    with pytest.raises(ModelError, match="the library has no such op; it has: CustomRelu"):
+        session(make_model("CustomPadAffine"), library=libraries["custom_relu"])
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def saved(folder: Path, graph: onnx.ModelProto) -> Path:
+    path = folder / "model.onnx"
+    path.write_bytes(graph.SerializeToString())
+    return path
+
+
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"none.onnx: no such file. Expected a model such as"):
+        session(tmp_path / "none.onnx")
+    with pytest.raises(ModelError, match="a folder, not an .onnx file"):
+        session(tmp_path)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    whole = saved(tmp_path, make_model("CustomRelu")).read_bytes()
+    broken = bytearray(whole)
+    broken[10:40] = b"\xff" * 30
+    pieces = {
+        "empty": b"",
+        "garbage": b"not a model" * 9,
+        "corrupted": bytes(broken),
+        "header only": whole[:2],
+    }
+    pieces |= {f"cut at {size}": whole[:size] for size in range(3, len(whole) - 1, 7)}
+    path = tmp_path / "damaged.onnx"
+    for what, data in pieces.items():
+        path.write_bytes(data)
+        with pytest.raises(
+            (ModelError, RunError)
+        ) as error:  # a cut between two fields is left to ONNX Runtime
+            session(path)
+        assert "damaged.onnx" in str(error.value), what
+        if not what.startswith("cut"):
+            assert "not a complete ONNX model" in str(error.value) and "export it again" in str(
+                error.value
+            ), what
+
+
+def test_external_data(tmp_path: Path) -> None:
+    big = np.arange(1024, dtype=np.float32).reshape(256, 4)
+    nodes = [node("Add", ["x", "w"], ["a"], "add", ""), node("CustomRelu", ["a"], ["y"])]
+    graph = model(nodes, [value("x", shape=(256, 4))], [value("y", shape=(256, 4))], initializers={"w": big})
+    path = tmp_path / "model.onnx"
+    onnx.save(graph, path, save_as_external_data=True, location="model.data", size_threshold=0)
+    x = np.zeros((256, 4), np.float32)
+    np.testing.assert_array_equal(session(path).run({"x": x})["y"], big)
+    if ORT_VERSION >= (1, 23):
+        np.testing.assert_array_equal(session(path.read_bytes(), folder=tmp_path).run({"x": x})["y"], big)
+    with pytest.raises(ModelError, match=r"keeps w in the file model.data: pass the model's path"):
+        session(path.read_bytes())
+    data = tmp_path / "model.data"
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(ModelError, match=r"model.data is cut short \(initializer w\)"):
+        session(path)
+    data.unlink()
+    with pytest.raises(ModelError, match="model.data is missing"):
+        session(path)
+
+
+def test_a_model_that_onnx_runtime_refuses_for_its_own_reasons() -> None:
+    with pytest.raises(RunError, match="ONNX Runtime refuses it: .*NoSuchOp"):
+        session(model([node("NoSuchOp", domain="")], [value("x")], [value("y")]))
+
+
+def test_a_model_without_custom_nodes_needs_no_library() -> None:
+    graph = model([node("Relu", domain="")], [value("x")], [value("y")])
+    opened = session(graph)
+    assert opened.library is None and check_model(graph) is None
+    assert opened.run({"x": np.full((1, 4), -1, np.float32)})["y"].sum() == 0
+
+
+def test_a_body_alone_runs_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = model([node("CustomRelu")], [value("x")], [value("y")], functions=[relu_body()])
+    x = np.array([[-1, 2, -3, 4]], np.float32)
+    assert session(graph).library is not None  # the library wins over the body
+    monkeypatch.setattr("twinop.deploy.libraries.library_folders", lambda: [tmp_path])
+    with pytest.warns(RuntimeWarning, match="no custom-op library found, so its function bodies run instead"):
+        opened = session(graph, profile=True)
+    np.testing.assert_array_equal(opened.run({"x": x})["y"], np.maximum(x, 0))
+    assert opened.library is None and not opened.executed_on()
+
+
+def test_a_body_covers_what_the_library_lacks() -> None:
+    nodes = [node("CustomRelu", ["x"], ["a"]), node("CustomOther", ["a"], ["y"], "other")]
+    other = function("CustomOther", [node("Neg", domain="")])
+    opened = session(model(nodes, [value("x")], [value("y")], functions=[other]))
+    assert opened.library is not None
+    np.testing.assert_array_equal(opened.run({"x": np.ones((1, 4), np.float32)})["y"], -np.ones((1, 4)))
+
+
+def test_rows_are_what_models_default_to() -> None:
+    assert session(make_model("CustomRelu")).inputs["x"].shape == ROWS

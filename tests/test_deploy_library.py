@@ -1,0 +1,185 @@
+"""The library that a model needs: found, refused when it cannot be used, and one per session."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from models import make_model, model, node, value
+
+from twinop.deploy import ModelError, check_model, session
+from twinop.errors import LibraryError
+
+X = np.array([[-1, 2, -3, 4]], np.float32)
+
+
+def two_library_model() -> onnx.ModelProto:
+    nodes = [node("CustomRelu", ["x"], ["a"]), node("CustomPadAffine", ["a"], ["y"], "pad")]
+    return model(nodes, [value("x")], [value("y", shape=None)])
+
+
+def only_these(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    monkeypatch.setattr("twinop.deploy.libraries.library_folders", lambda: list(folders))
+
+
+def test_the_smallest_library_that_has_all_ops_is_taken(libraries: dict[str, Path]) -> None:
+    def chosen(graph: onnx.ModelProto) -> str:
+        library = check_model(graph)
+        assert library is not None
+        return library.path.name
+
+    assert chosen(make_model("CustomRelu")) == "libcustom_relu.so"
+    assert chosen(make_model("CustomPadAffine")) == "libtest_ops.so"
+
+
+def test_a_library_beside_the_model_comes_first(libraries: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(make_model("CustomRelu").SerializeToString())
+    (tmp_path / "libsomething.so").write_bytes(b"of somebody else")  # passed over
+    beside = tmp_path / "libmine.so"
+    shutil.copy(libraries["custom_relu"], beside)
+    opened = session(path)
+    assert opened.library is not None and opened.library.path == beside.resolve()
+    np.testing.assert_array_equal(opened.run({"x": X})["y"], np.maximum(X, 0))
+
+
+def test_a_given_library_is_taken(libraries: dict[str, Path]) -> None:
+    opened = session(make_model("CustomRelu"), library=str(libraries["custom_ops"]))
+    assert opened.library is not None and opened.library.path == libraries["custom_ops"]
+
+
+def test_two_sessions_with_two_libraries(libraries: dict[str, Path]) -> None:
+    relu = session(make_model("CustomRelu"))
+    pad = session(make_model("CustomPadAffine", pads=[0, 0], scale=2.0))
+    np.testing.assert_array_equal(relu.run({"x": X})["y"], np.maximum(X, 0))
+    np.testing.assert_array_equal(pad.run({"x": X})["y"], 2 * X)
+
+
+def test_no_library_has_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError) as error:
+        session(make_model("CustomNothing"))
+    assert "no library has custom_domain::CustomNothing, and the model has no function body" in str(
+        error.value
+    )
+    assert "libcustom_relu.so (CustomRelu)" in str(error.value) and "pass library=<path>" in str(error.value)
+    only_these(monkeypatch, tmp_path)
+    with pytest.raises(
+        ModelError, match=f"Found: no library. Searched: {tmp_path}. Build it with ./build.sh"
+    ):
+        session(make_model("CustomRelu"))
+
+
+def test_a_library_that_was_passed_over_is_named(
+    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "libcustom_relu.so").write_bytes(libraries["custom_relu"].read_bytes()[:5000])
+    only_these(monkeypatch, tmp_path)
+    with pytest.raises(
+        ModelError, match="Passed over: .*libcustom_relu.so: the file is damaged or cut short"
+    ):
+        session(make_model("CustomRelu"))
+
+
+def test_a_model_that_needs_two_libraries(
+    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stem in ("custom_relu", "test_ops"):
+        shutil.copy(libraries[stem], tmp_path)
+    only_these(monkeypatch, tmp_path)
+    with pytest.raises(LibraryError) as error:
+        session(two_library_model())
+    text = str(error.value)
+    assert "CustomPadAffine is in libtest_ops.so; CustomRelu is in libcustom_relu.so" in text
+    assert "takes one library per domain" in text
+    assert "twinop_add_ort_library(my_ops OPS twinop_op_pad_affine twinop_op_relu)" in text
+    with pytest.raises(ModelError, match="'pad' .*the library has no such op"):
+        session(two_library_model(), library=libraries["custom_relu"])
+
+
+# ------------------------------------------------------------------------------------------- unusable ones
+
+
+def bad_library(kind: str, good: Path, folder: Path) -> Path:
+    path = folder / "libbad.so"
+    data = bytearray(good.read_bytes())
+    if kind == "not ELF":
+        path.write_text("#!/bin/sh\n")
+    elif kind == "another architecture":
+        data[18:20] = (183 if data[18] == 62 else 62).to_bytes(2, "little")  # e_machine: aarch64, x86-64
+        path.write_bytes(data)
+    elif kind == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif kind == "no records":
+        spec = importlib.util.find_spec("onnxruntime.capi.onnxruntime_pybind11_state")
+        assert spec is not None and spec.origin is not None
+        return Path(spec.origin)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("missing", "no such file. ./build.sh builds the libraries"),
+        ("not ELF", "not a shared library (ELF file)"),
+        ("another architecture", "Build it here with ./build.sh"),
+        ("truncated", "the file is damaged or cut short. Copy or build it again"),
+        ("no records", "a shared library, but without twinop records"),
+    ],
+)
+def test_a_library_that_cannot_be_used(
+    kind: str, message: str, libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    path = bad_library(kind, libraries["custom_relu"], tmp_path)
+    with pytest.raises(LibraryError) as error:
+        session(make_model("CustomRelu"), library=path)
+    assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
+
+
+def test_the_torch_library_is_not_the_one(libraries: dict[str, Path]) -> None:
+    with pytest.raises(LibraryError, match="does not export RegisterCustomOps.*the one for PyTorch"):
+        session(make_model("CustomRelu"), library=libraries["twinop_torch"])
+
+
+def test_a_library_that_the_loader_refuses(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """Records and symbol name in place, but a library that it links is not there."""
+    path = tmp_path / "libcustom_relu.so"
+    path.write_bytes(
+        libraries["custom_relu"].read_bytes().replace(b"libstdc++.so.6\0", b"libmissing.so.6"[:14] + b"\0")
+    )
+    with pytest.raises(LibraryError, match="libcustom_relu.so: ONNX Runtime cannot load it: .*libmissing.so"):
+        session(make_model("CustomRelu"), library=path)
+
+
+def test_true_is_no_library() -> None:
+    with pytest.raises(LibraryError, match="library=True: pass a path, None to look"):
+        session(make_model("CustomRelu"), library=True)
+
+
+# ------------------------------------------------------------------------------------------- twice
+
+
+def test_session_options_that_have_a_library_already(libraries: dict[str, Path]) -> None:
+    for first in ("custom_relu", "test_ops"):
+        options = onnxruntime.SessionOptions()
+        options.register_custom_ops_library(str(libraries[first]))
+        with pytest.raises(LibraryError) as error:
+            session(make_model("CustomRelu"), session_options=options)
+        assert "these session options have a custom-op library already" in str(error.value)
+        assert "Pass fresh options each time, or library=False to use what they have" in str(error.value)
+
+
+def test_session_options_are_used_once(libraries: dict[str, Path]) -> None:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    opened = session(make_model("CustomRelu"), session_options=options)
+    assert opened.ort.get_session_options().intra_op_num_threads == 1
+    with pytest.raises(LibraryError, match="have a custom-op library already"):
+        session(make_model("CustomRelu"), session_options=options)
+
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(libraries["custom_relu"]))
+    again = session(make_model("CustomRelu"), library=False, session_options=options)
+    np.testing.assert_array_equal(again.run({"x": X})["y"], np.maximum(X, 0))

@@ -1,0 +1,290 @@
+"""Which provider a session gets, and what is said when CUDA cannot be used; the probes are faked."""
+
+import importlib.metadata
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from models import make_model
+
+from twinop.deploy import ProviderError, cuda, session
+from twinop.errors import LibraryError
+from twinop.library import Library, needed_libraries, read_library
+
+MODEL = make_model("CustomRelu")
+X = np.array([[-1, 2, -3, 4]], np.float32)
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Pretends to be a machine: by default one where CUDA works, with ONNX Runtime built for CUDA 13.0."""
+
+    def pretend(
+        driver: int | None = 13010,
+        gpus: tuple[int, str] = (1, ""),
+        wheel: bool = True,
+        wheels: tuple[str, ...] = ("onnxruntime-gpu",),
+        missing: tuple[str, ...] = (),
+        built_for: str = "13.0",
+        capability: int = 90,
+        archs: str = "90",
+    ) -> None:
+        fakes: dict[str, Any] = {
+            "driver_version": driver,
+            "device_count": gpus if driver is not None else (0, ""),
+            "runtime_has_cuda": wheel,
+            "installed_wheels": list(wheels),
+            "missing_libraries": list(missing),
+            "runtime_cuda_version": built_for,
+            "compute_capability": capability,
+            "import_torch": None,
+            "preload": None,
+        }
+        for name, answer in fakes.items():
+            monkeypatch.setattr(cuda, name, lambda *_, answer=answer: answer)
+
+        def with_archs(path: Any) -> Library:
+            library = read_library(path)
+            return Library(path, library.version, archs, "13.0", library.records, library.exports_ort)
+
+        monkeypatch.setattr("twinop.deploy.libraries.read_library", with_archs)
+
+    return pretend
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no driver": (
+        {"driver": None},
+        ["no NVIDIA driver: libcuda.so.1 cannot be loaded. In a container, start it with --gpus all"],
+    ),
+    "no GPU": ({"gpus": (0, "")}, ["no NVIDIA GPU"]),
+    "driver too old": (
+        {"driver": 12040},
+        ["the NVIDIA driver is too old: it serves CUDA 12.4, this ONNX Runtime needs CUDA 13.0"],
+    ),
+    "driver broken": (
+        {"gpus": (0, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")},
+        ["the NVIDIA driver does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH. Check with nvidia-smi"],
+    ),
+    "CPU wheel": (
+        {"wheel": False, "wheels": ("onnxruntime",)},
+        ["onnxruntime-gpu. pip uninstall onnxruntime, then pip install onnxruntime-gpu"],
+    ),
+    "both wheels": (
+        {"wheel": False, "wheels": ("onnxruntime", "onnxruntime-gpu")},
+        ["both onnxruntime and onnxruntime-gpu are installed, and the CPU files lie over the others"],
+    ),
+    "GPU wheel without CUDA": (
+        {"wheel": False},
+        ["this onnxruntime-gpu has no CUDA provider. pip install --force-reinstall"],
+    ),
+    "missing libraries": (
+        {"missing": ("libcublasLt.so.13", "libcurand.so.10", "libcudnn.so.9", "libodd.so.1")},
+        [
+            "the CUDA library libcublasLt.so.13 is missing. pip install 'nvidia-cublas==13.*'",
+            "the CUDA library libcurand.so.10 is missing. pip install nvidia-curand",
+            "the CUDA library libcudnn.so.9 is missing. pip install nvidia-cudnn-cu13",
+            "the shared library libodd.so.1 is missing, which ONNX Runtime's CUDA provider needs",
+        ],
+    ),
+    "missing library, CUDA 12": (
+        {"missing": ("libcublasLt.so.12",), "built_for": "12.8"},
+        ["the CUDA library libcublasLt.so.12 is missing. pip install nvidia-cublas-cu12"],
+    ),
+    "library without CUDA": (
+        {"archs": "none"},
+        ["libcustom_relu.so was built without CUDA: its nodes would run on the CPU"],
+    ),
+    "library for another GPU": (
+        {"archs": "100", "capability": 90},
+        ["has GPU code for 100, and device 0 has compute capability 90. Build it with TWINOP_CUDA_ARCHS=90"],
+    ),
+    "everything": (
+        {"driver": None, "wheel": False, "wheels": ("onnxruntime",), "archs": "none"},
+        ["no NVIDIA driver", "wheel is onnxruntime", "was built without CUDA"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cuda_asked_for_and_not_usable(case: str, machine: Machine) -> None:
+    facts, messages = CASES[case]
+    machine(**facts)
+    with pytest.raises(ProviderError) as error:
+        session(MODEL, providers=["CUDAExecutionProvider"])
+    assert "cannot be used here (the CPU was not used instead)" in str(error.value)
+    for message in messages:
+        assert message in str(error.value)
+    assert str(error.value).count("\n  - ") == len(messages)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_auto_takes_the_cpu_and_says_why(case: str, machine: Machine) -> None:
+    facts, messages = CASES[case]
+    machine(**facts)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opened = session(MODEL)
+    assert opened.device == "cpu" and messages[0] in opened.reason
+    np.testing.assert_array_equal(opened.run({"x": X})["y"], np.maximum(X, 0))
+    has_gpu = facts.get("driver", 1) is not None and facts.get("gpus", (1, ""))[0] > 0
+    said = [str(each.message) for each in caught if "the CPU is used, not the GPU" in str(each.message)]
+    assert len(said) == has_gpu, "a warning exactly where a GPU stays unused"
+
+
+def test_cuda_that_onnx_runtime_drops_silently_is_an_error(machine: Machine) -> None:
+    """This wheel has no CUDA: ONNX Runtime warns, runs on the CPU and says nothing more."""
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this ONNX Runtime has CUDA")
+    machine()
+    for providers in (["CUDAExecutionProvider"], [("CUDAExecutionProvider", {"device_id": 0})]):
+        with pytest.raises(ProviderError) as error, pytest.warns(UserWarning):
+            session(MODEL, providers=providers)
+        assert "could not start it" in str(error.value)
+        assert "would use CPUExecutionProvider instead. Nothing was run" in str(error.value)
+    with pytest.warns(
+        RuntimeWarning, match="the CPU is used, not the GPU: ONNX Runtime could not start CUDA"
+    ):
+        opened = session(MODEL)
+    assert opened.device == "cpu" and opened.stream is None and "could not start CUDA" in opened.reason
+
+
+def test_device_numbers(machine: Machine) -> None:
+    machine(gpus=(2, ""))
+    with pytest.raises(ProviderError, match="no CUDA device 5: this process sees 2, numbered from 0"):
+        session(MODEL, providers=[("CUDAExecutionProvider", {"device_id": "5"})])
+
+
+def test_hidden_gpus_are_mentioned(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(gpus=(0, ""))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(ProviderError, match=r"no NVIDIA GPU \(CUDA_VISIBLE_DEVICES is '-1'\)"):
+        session(MODEL, providers=["CUDAExecutionProvider"])
+
+
+@pytest.mark.parametrize(
+    "archs, capability, served",
+    [
+        ("90", 90, True),
+        ("90", 100, True),  # a plain number has PTX too
+        ("90", 89, False),
+        ("80-real", 86, True),
+        ("86-real", 80, False),
+        ("80-real", 90, False),
+        ("75-virtual", 90, True),
+        ("75-real;80-real;90-real;90-virtual", 120, True),
+        ("75-real, 80-real", 90, False),
+        ("90a", 90, True),
+        ("90a", 100, False),
+        ("100f", 103, True),
+    ],
+)
+def test_which_gpu_a_library_has_code_for(archs: str, capability: int, served: bool) -> None:
+    assert cuda._serves(archs, capability) == served
+
+
+def test_cuda_graphs_need_cuda(machine: Machine) -> None:
+    machine(driver=None)
+    with pytest.raises(
+        ProviderError, match="enable_cuda_graph needs CUDA, which is not used here: no NVIDIA driver"
+    ):
+        session(MODEL, enable_cuda_graph=True)
+
+
+def test_other_providers() -> None:
+    opened = session(MODEL, providers=["CPUExecutionProvider"])
+    assert opened.reason == "asked for" and opened.providers == ["CPUExecutionProvider"]
+    with pytest.raises(ProviderError, match="NoSuchProvider is not in this ONNX Runtime; it has: .*CPU"):
+        session(MODEL, providers=["NoSuchProvider"])
+
+
+def test_onnx_runtime_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime, "__version__", "1.17.3")
+    with pytest.raises(ProviderError, match="onnxruntime 1.17.3 is too old, custom ops need 1.18 or newer"):
+        session(MODEL)
+
+
+def test_onnx_runtime_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    for providers in (None, ["CPUExecutionProvider"]):
+        with pytest.raises(ProviderError, match="ONNX Runtime cannot be imported.*pip install onnxruntime"):
+            session(MODEL, providers=providers)
+
+
+# ------------------------------------------------------------------------------------------- the probes
+
+
+def test_probes_agree_with_this_machine() -> None:
+    version, (count, error) = cuda.driver_version(), cuda.device_count()
+    assert (version is None) == (cuda.driver() is None) and (version is None or version >= 10000)
+    assert count >= 0 and (version is not None or (count, error) == (0, ""))
+    assert cuda.runtime_has_cuda() == ("CUDAExecutionProvider" in onnxruntime.get_available_providers())
+    assert set(cuda.installed_wheels()) <= {"onnxruntime", "onnxruntime-gpu"}
+    for name in cuda.installed_wheels():
+        assert importlib.metadata.version(name)
+
+
+def test_missing_libraries_are_found_by_name(
+    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for libonnxruntime_providers_cuda.so, which needs a library that is nowhere."""
+    provider = tmp_path / "capi" / "libonnxruntime_providers_cuda.so"
+    provider.parent.mkdir()
+    data = libraries["custom_relu"].read_bytes()
+    assert b"libstdc++.so.6\0" in data
+    provider.write_bytes(data.replace(b"libstdc++.so.6\0", b"libcublas.so.9\0"))
+    monkeypatch.setattr(onnxruntime, "__file__", str(tmp_path / "__init__.py"))
+    assert cuda.missing_libraries() == ["libcublas.so.9"]
+    provider.unlink()
+    assert cuda.missing_libraries() == []
+
+
+def test_needed_libraries(libraries: dict[str, Path], tmp_path: Path) -> None:
+    assert "libc.so.6" in needed_libraries(libraries["custom_relu"])
+    other = tmp_path / "x"
+    other.write_bytes(b"text, not ELF")
+    with pytest.raises(LibraryError, match="not a shared library"):
+        needed_libraries(other)
+
+
+# ------------------------------------------------------------------------------------------- without torch
+
+
+def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    """Blocked, torch is not missed; installed, it is not imported for work on the CPU."""
+    (tmp_path / "model.onnx").write_bytes(MODEL.SerializeToString())
+    work = """
+import numpy as np
+from twinop import deploy
+opened = deploy.session("model.onnx", providers=["CPUExecutionProvider"], profile=True)
+assert opened.run({"x": np.full((2, 4), -1, np.float32)})["y"].sum() == 0
+assert [run.provider for run in opened.executed_on()] == ["CPUExecutionProvider"]
+"""
+    blocked = python("import sys\nsys.modules['torch'] = None\n" + work, tmp_path)
+    assert blocked.returncode == 0, blocked.stderr
+    free = python(work + "import sys\nassert 'torch' not in sys.modules", tmp_path)
+    assert free.returncode == 0, free.stderr
+
+
+def test_importing_the_folder_is_refused() -> None:
+    root = Path(__file__).parent.parent
+    for code in ("import deploy", "from deploy import session", "import deploy.check"):
+        result = python(f"import sys\nsys.path.insert(0, {str(root)!r})\n{code}", root)
+        assert result.returncode == 1
+        assert (
+            "ImportError: import twinop.deploy, not deploy: put the repository root on PYTHONPATH"
+            in result.stderr
+        )

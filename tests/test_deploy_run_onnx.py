@@ -1,0 +1,220 @@
+"""deploy/run_onnx.py: lists, runs, compares with torch; one message and exit code 1 where it cannot."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import typer
+from models import ORT_VERSION, chain, make_model, model, node, relu_body, value
+from onnx import helper
+from typer.testing import CliRunner, Result
+
+from twinop.deploy import parity, run_onnx
+
+ROOT = Path(__file__).parent.parent
+APP = typer.Typer()
+APP.command()(run_onnx.main)
+
+
+def run(graph: onnx.ModelProto | Path, folder: Path, *arguments: str) -> Result:
+    path = graph
+    if isinstance(graph, onnx.ModelProto):
+        path = folder / "model.onnx"
+        path.write_bytes(graph.SerializeToString())
+    result = CliRunner().invoke(APP, [str(path), *arguments], env={"COLUMNS": "160", "TERM": "dumb"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def several() -> onnx.ModelProto:
+    """Neg -> pad_affine (weight a constant, bias an input) -> double_and_sum, without names."""
+    nodes = [
+        node("Neg", ["x"], ["n"], "", ""),
+        node("CustomPadAffine", ["n", "w", "b"], ["p"], "", scale=0.3, sign="minus", pads=[1, 2]),
+        node("CustomDoubleAndSum", ["p"], ["d", "s"], ""),
+    ]
+    inputs = [value("x", "float16"), value("b", "float32", (4,))]
+    outputs = [value("d", "float16", ("N", 7)), value("s", "float16", ("N",))]
+    return model(nodes, inputs, outputs, initializers={"w": np.arange(4, dtype=np.float32)})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_relu(dtype: str, libraries: dict[str, Path], tmp_path: Path) -> None:
+    if dtype == "bfloat16" and ORT_VERSION < (1, 20):
+        pytest.skip("this ONNX Runtime takes no bfloat16 feeds from Python")
+    result = run(make_model("CustomRelu", dtype), tmp_path, "--provider", "cpu")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert f"registered {libraries['custom_relu']}" in " ".join(lines)
+    assert any(
+        "node" in line and "CustomRelu" in line and "custom_domain" in line and "CPU" in line
+        for line in lines
+    )
+    assert any("y" in line and f"{dtype}[4, 4]" in line and "CPU" in line and "yes" in line for line in lines)
+
+
+def test_several_ops_and_outputs(torch_ops: Any, tmp_path: Path) -> None:
+    result = run(several(), tmp_path, "--shape", "x=3,4")
+    assert result.exit_code == 0, result.output
+    verdicts = [line.split() for line in result.output.splitlines() if "yes" in line]
+    assert [words[1] for words in verdicts] == ["CustomPadAffine_1"] + 2 * ["CustomDoubleAndSum_2"]
+    assert "float16[3, 7]" in result.output and "Neg" in result.output
+
+
+def test_a_difference_is_shown_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = parity.compare
+
+    def tampered(proto: onnx.ModelProto, values: Any, records: Any) -> Any:
+        values["y"][0, 0] += 1
+        return compare(proto, values, records)
+
+    monkeypatch.setattr(run_onnx, "compare", tampered)
+    result = run(make_model("CustomRelu"), tmp_path)
+    assert result.exit_code == 1 and "NO, 1 of 16 elements differ, by up to 1" in result.output
+
+
+def test_bits_are_compared_not_values() -> None:
+    import torch
+
+    zero, nan = torch.zeros(3), torch.full((3,), float("nan"))
+    assert parity._difference(zero, zero.clone()) == (True, "") == parity._difference(nan, nan.clone())
+    assert parity._difference(zero, -zero) == (False, "3 of 3 elements differ, by up to 0")
+    other = (nan.view(torch.int32) ^ 1).view(torch.float32)
+    assert parity._difference(nan, other)[0] is False
+    assert parity._difference(zero, zero.double()) == (False, "torch gives float64[3]")
+    assert parity._difference(zero, zero[:2]) == (False, "torch gives float32[2]")
+
+
+def test_a_torch_op_that_is_not_loaded(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """A library elsewhere, without its torch counterpart, in a fresh process."""
+    shutil.copy(libraries["test_ops"], tmp_path)
+    (tmp_path / "model.onnx").write_bytes(several().SerializeToString())
+    result = script(tmp_path / "model.onnx", "--library", str(tmp_path / "libtest_ops.so"))
+    assert result.returncode == 0, result.stderr
+    assert "torch has no custom_domain::pad_affine" in " ".join(result.stdout.split())
+
+
+def test_nodes_in_subgraphs_and_bodies(tmp_path: Path) -> None:
+    then = helper.make_graph([node("CustomRelu", ["x"], ["t"], "inside")], "then", [], [value("t")])
+    other = helper.make_graph([node("CustomRelu", ["x"], ["e"], "inside")], "else", [], [value("e")])
+    choice = node("If", ["c"], ["y"], "if", "", then_branch=then, else_branch=other)
+    result = run(model([choice], [value("x"), value("c", "bool", ())], [value("y")]), tmp_path)
+    assert result.exit_code == 0 and any(
+        "inside" in line and "CPU" in line for line in result.output.splitlines()
+    )
+
+
+def test_a_large_model_is_summed_up(tmp_path: Path) -> None:
+    graph = chain("CustomRelu", 2)
+    names = ["x", *(f"n{i}" for i in range(50))]
+    graph.graph.node[0].input[0] = "n49"
+    for i in reversed(range(50)):
+        graph.graph.node.insert(0, node("Neg", [names[i]], [names[i + 1]], f"neg{i}", ""))
+    result = run(graph, tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "(50 nodes)" in result.output and "neg7" not in result.output and "node1" in result.output
+
+
+def test_without_torch_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run(make_model("CustomRelu", "float16"), tmp_path)
+    assert result.exit_code == 0 and "torch is not installed: nothing to compare with" in result.output
+
+
+def test_a_body_instead_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinop.deploy.libraries.library_folders", list)
+    graph = model([node("CustomRelu")], [value("x")], [value("y")], functions=[relu_body()])
+    with pytest.warns(RuntimeWarning, match="its function bodies run instead"):
+        result = run(graph, tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "no custom-op library registered" in result.output and "ran as its function body" in result.output
+
+
+def test_inputs_of_all_kinds(tmp_path: Path) -> None:
+    kinds = {"a": "int64", "b": "bool", "c": "float64"}
+    nodes = [node("Identity", [name], [f"{name}_"], name, "") for name in kinds]
+    inputs = [value(name, dtype, ("N", None)) for name, dtype in kinds.items()]
+    outputs = [value(f"{name}_", dtype, ("N", None)) for name, dtype in kinds.items()]
+    result = run(model(nodes, inputs, outputs), tmp_path, "--shape", "a=2,5")
+    assert result.exit_code == 0, result.output
+    assert "a_: int64[2, 5]" in result.output and "b_: bool[2, 4]" in result.output, "N has one size"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--provider", "gpu"], "--provider gpu: expected auto, cpu, cuda"),
+        (["--shape", "x=a"], "--shape x=a: expected NAME=SIZE,SIZE such as x=2,3"),
+        (["--shape", "z=1"], "--shape z=1: the model has no input 'z'; it has: x"),
+        (["--shape", "x=-1,4"], "--shape x=-1,4: a size is negative"),
+        (["--shape", "x=2,5"], "dimension 1 must be 4, not 5"),
+        (["--library", "none.so"], "none.so: no such file"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = run(make_model("CustomRelu"), tmp_path, *arguments)
+    assert result.exit_code == 1 and result.output.count("error:") == 1
+    assert message in " ".join(result.output.split())
+
+
+def test_unknown_rank_needs_a_shape(tmp_path: Path) -> None:
+    graph = make_model("CustomRelu", shape=None)
+    result = run(graph, tmp_path)
+    assert (
+        result.exit_code == 1 and "x has no declared rank: give its sizes with --shape x=2,3" in result.output
+    )
+    assert run(graph, tmp_path, "--shape", "x=2,3,1").exit_code == 0
+    assert run(graph, tmp_path, "--shape", "x=").exit_code == 0, "a scalar"
+
+
+def test_no_random_strings(tmp_path: Path) -> None:
+    copy = node("Identity", domain="")
+    result = run(model([copy], [value("x", "str", (2,))], [value("y", "str", (2,))]), tmp_path)
+    assert result.exit_code == 1 and "there are random inputs for numbers only" in result.output
+
+
+def test_a_bad_model_is_one_message(tmp_path: Path) -> None:
+    result = run(tmp_path / "none.onnx", tmp_path)
+    assert result.exit_code == 1 and "no such file" in result.output
+    result = run(make_model("CustomRelu", varient="auto"), tmp_path)
+    assert result.exit_code == 1 and "did you mean variant?" in result.output
+
+
+# ------------------------------------------------------------------------------------------- as a script
+
+
+def script(*arguments: object, cwd: Path = Path("/")) -> subprocess.CompletedProcess[str]:
+    environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"} | {"COLUMNS": "200"}
+    command = [sys.executable, str(ROOT / "deploy/run_onnx.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_as_a_script_from_anywhere(tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / "my model.onnx").write_bytes(make_model("CustomRelu").SerializeToString())
+    result = script("my model.onnx", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "same bits as torch" in result.stdout and "yes" in result.stdout
+    assert [each.name for each in folder.iterdir()] == ["my model.onnx"]
+
+
+def test_the_script_fails_without_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"damaged")
+    result = script(path)
+    assert result.returncode == 1 and "Traceback" not in result.stderr and "Traceback" not in result.stdout
+    assert result.stderr.startswith("error: ") and "not a complete ONNX model" in result.stderr
+
+
+def test_help_teaches() -> None:
+    result = script("--help")
+    assert result.returncode == 0
+    for word in ("--provider", "--library", "--shape", "custom_relu.onnx", "bit for bit"):
+        assert word in " ".join(result.stdout.split()), word

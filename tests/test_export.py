@@ -1,0 +1,280 @@
+"""Exported models do what torch does: through both exporters, with the library and without, at any size."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import op_bodies  # noqa: F401 (the test ops)
+import pytest
+import torch
+from samples import RECORDS, torch_dtype, values
+
+import twinop
+from twinop import deploy, torch_op
+from twinop.export import export
+from twinop.export.parity import same_bits
+from twinop.record import DOMAIN
+
+EXPORTERS = ("dynamo", "torchscript")
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+CPU = ["CPUExecutionProvider"]
+
+
+class Relus(torch.nn.Module):
+    """The op by module, by function and by torch.ops, with its attribute given, and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch_op.CustomReLU()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.first(x)
+        return y, torch_op.relu(x, "scalar"), torch.ops.custom_domain.relu(y, variant="vec4")
+
+
+class Affines(torch.nn.Module):
+    """Every presence of the optional inputs but none at all, arguments by name and by position, both
+    outputs."""
+
+    def __init__(self, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weight = torch.nn.Parameter(torch.randn(columns, generator=generator).to(dtype))
+        self.bias = torch.nn.Parameter(torch.randn(columns, generator=generator).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        op = torch_op.pad_affine
+        y = op(x, None, self.bias, 1.7, pads=[2, 0], sign="minus")  # absent in the middle
+        doubled, total = torch_op.double_and_sum(y)
+        last = torch_op.double_and_sum(op(x, self.weight))[
+            1
+        ]  # absent at the end, defaults; one output unused
+        return doubled, total, last, op(x, self.weight, self.bias, 0.3, "minus", [0, 3])
+
+
+def outputs(result: Any) -> list[torch.Tensor]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def run(path: Path, library: bool | None, **feeds: torch.Tensor) -> list[torch.Tensor]:
+    session = deploy.session(path, CPU, library)
+    assert (session.library is None) == (library is False)
+    return list(session.run(feeds).values())
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(
+        found, expected, rtol=2e-2 if found.element_size() == 2 else 1e-5, atol=1e-5, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_relu(exporter: str, dtype: str, tmp_path: Path) -> None:
+    path = tmp_path / "relu.onnx"
+    model = Relus()
+    x = values((3, 17), torch_dtype(dtype), 1)
+    report = export(model, x, path, exporter=exporter, dynamic={"x": [0, 1]})
+    assert report.parity is not None and report.parity.equal and report.parity.outputs == 3
+    assert report.without_library is not None and report.without_library.equal
+    assert report.nodes[f"{DOMAIN}.CustomRelu"] == 3 and report.custom_ops == ["CustomRelu"]
+    # Two sessions of one process, at sizes never seen: 0, 1, more than one vector, more than one thread.
+    with_library, without = deploy.session(path, CPU), deploy.session(path, CPU, library=False)
+    for shape in ((0, 5), (1, 1), (2, 1025), (7, 10007)):
+        x = values(shape, torch_dtype(dtype), 2)
+        for session in (with_library, without):
+            for found, expected in zip(session.run({"x": x}).values(), model(x), strict=True):
+                assert same_bits(found, expected), f"{shape}, library: {session.library}"
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_optional_inputs_attributes_and_several_outputs(exporter: str, dtype: str, tmp_path: Path) -> None:
+    path = tmp_path / "affine.onnx"
+    model = Affines(9, torch_dtype(dtype))
+    x = torch.randn(4, 9).to(torch_dtype(dtype))
+    report = export(model, (x,), path, exporter=exporter, dynamic={"x": {0: "rows"}})
+    assert report.parity is not None and report.parity.equal and report.without_library is not None
+    assert report.outputs["y_0"].endswith("[rows,11]") and report.outputs["y_1"].endswith("[rows]")
+    for rows in (0, 1, 1000):
+        x = torch.randn(rows, 9).to(torch_dtype(dtype))
+        expected = outputs(model(x))
+        for found, wanted in zip(run(path, None, x=x), expected, strict=True):
+            assert same_bits(found, wanted.detach())
+        for found, wanted in zip(run(path, False, x=x), expected, strict=True):
+            check_close(found, wanted.detach())
+    nodes = [node for node in onnx.load(path).graph.node if node.domain == DOMAIN]
+    attributes = [{a.name: onnx.helper.get_attribute_value(a) for a in node.attribute} for node in nodes]
+    written = [a for a in attributes if a]
+    assert attributes.count({}) == 3  # defaults are not written
+    assert sorted(sorted(a) for a in written) == [["pads", "scale", "sign"]] * 2
+    assert {(a["sign"], tuple(a["pads"]), round(a["scale"], 3)) for a in written} == {
+        (b"minus", (2, 0), 1.7),
+        (b"minus", (0, 3), 0.3),
+    }
+
+
+@pytest.mark.parametrize("opset", [20, 21, 22, 23])
+def test_both_exporters_agree_at_every_opset(opset: int, tmp_path: Path) -> None:
+    """Weights and operators of torch's own are in the model as well."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 9), torch_op.CustomReLU(), torch.nn.LayerNorm(9), torch.nn.GELU()
+    )
+    test_ops = Affines(6, torch.float32)
+    x, larger = torch.randn(4, 6), torch.randn(31, 6)
+    found: dict[str, list[torch.Tensor]] = {}
+    for exporter in EXPORTERS:
+        results = []
+        for name, module in (("mlp", model), ("ops", test_ops)):
+            path = tmp_path / f"{name}_{exporter}.onnx"
+            report = export(
+                module, x, path, exporter=exporter, opset=opset, dynamic={next(iter(_names(module))): [0]}
+            )
+            proto = onnx.load(path)
+            versions = {entry.domain: entry.version for entry in proto.opset_import}
+            assert report.opset == opset and versions == {"": opset, DOMAIN: 1}
+            assert {f.opset_import[0].version for f in proto.functions} == {opset}
+            for library in (None, False):
+                results += run(path, library, **{next(iter(report.inputs)): larger})
+        found[exporter] = results
+    assert all(map(same_bits, found["dynamo"], found["torchscript"])) and len(found["dynamo"]) == 10
+
+
+def _names(module: torch.nn.Module) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(module.forward).parameters)
+
+
+def test_metadata_and_checks(tmp_path: Path) -> None:
+    path = tmp_path / "relu.onnx"
+    report = export(torch_op.CustomReLU(), torch.randn(2, 3), path, dynamic={"x": {0: "batch"}})
+    proto = onnx.load(path)
+    metadata = {entry.key: entry.value for entry in proto.metadata_props}
+    assert metadata == {
+        "twinop.version": twinop.__version__,
+        "twinop.schema.CustomRelu": RECORDS["relu"].schema_hash,
+    }
+    onnx.checker.check_model(proto, full_check=True)
+    assert report.size == path.stat().st_size and report.opset == 20 and report.path == path
+    assert report.inputs == {"x": "float [batch,3]"} and report.outputs == {"y": "float [batch,3]"}
+    assert str(Path(__file__).parent).encode() not in path.read_bytes()  # no traces of this machine
+    assert [file.name for file in tmp_path.iterdir()] == ["relu.onnx"]
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_external_data(exporter: str, tmp_path: Path) -> None:
+    """The mechanism for weights over 2 GB, with the limit lowered; moving both files together keeps them
+    whole."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch_op.CustomReLU())
+    x = torch.randn(2, 64)
+    path = tmp_path / "a" / "big.onnx"
+    path.parent.mkdir()
+    report = export(model, x, path, exporter=exporter, external_data_bytes=1000)
+    assert (
+        report.data_path == path.with_name("big.onnx.data") and report.data_path.stat().st_size >= 64 * 64 * 4
+    )
+    assert path.stat().st_size < 4000 and report.size > 64 * 64 * 4
+    moved = path.parent.rename(tmp_path / "b") / "big.onnx"
+    onnx.checker.check_model(str(moved), full_check=True)
+    (found,) = run(moved, None, **{next(iter(report.inputs)): x})
+    check_close(found, model(x).detach())
+    assert sorted(file.name for file in moved.parent.iterdir()) == ["big.onnx", "big.onnx.data"]
+
+
+class Nested(torch.nn.Module):
+    def forward(
+        self, pair: tuple[torch.Tensor, torch.Tensor], times: int, *, extra: dict[str, torch.Tensor]
+    ) -> Any:
+        first, second = pair
+        return {"sum": torch_op.relu(first + second) * times, "extra": torch_op.relu(extra["bias"])}
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_nested_inputs_constants_and_dicts(exporter: str, tmp_path: Path) -> None:
+    path = tmp_path / "nested.onnx"
+    a, b, c = torch.randn(4, 3), torch.randn(4, 3), torch.randn(3)
+    dynamic = {"pair_0": {0: "rows"}, "pair_1": {0: "rows"}}
+    report = export(
+        Nested(), ((a, b), 3), path, kwargs={"extra": {"bias": c}}, exporter=exporter, dynamic=dynamic
+    )
+    assert list(report.inputs) == ["pair_0", "pair_1", "extra_bias"] and list(report.outputs) == [
+        "sum",
+        "extra",
+    ]
+    a, b = torch.randn(6, 3), torch.randn(6, 3)
+    found = run(path, None, pair_0=a, pair_1=b, extra_bias=c)
+    assert same_bits(found[0], torch_op.relu(a + b) * 3) and same_bits(found[1], torch_op.relu(c))
+
+
+class CatchAll(torch.nn.Module):
+    def forward(self, *xs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return torch_op.relu(xs[0] + xs[1] + named["z"])
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_inputs_without_names_of_their_own(exporter: str, tmp_path: Path) -> None:
+    a, b, z = (torch.randn(4, 3) for _ in range(3))
+    dynamic = {name: {0: "rows"} for name in ("xs_0", "xs_1", "z")}
+    path = tmp_path / "m.onnx"
+    report = export(CatchAll(), (a, b), path, kwargs={"z": z}, exporter=exporter, dynamic=dynamic)
+    assert report.inputs == dict.fromkeys(("xs_0", "xs_1", "z"), "float [rows,3]") and report.resized
+
+
+class SizeDependent(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_op.relu(x + 1 if x.shape[0] > 1 else x)
+
+
+def test_warnings_about_tracing_reach_the_user(tmp_path: Path) -> None:
+    report = export(SizeDependent(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript")
+    assert any("Converting a tensor to a Python boolean" in note for note in report.notes)
+
+
+class Both(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch_op.relu(x), torch_op.relu(x.half())
+
+
+def test_float64_beside_narrower_types_is_said(tmp_path: Path) -> None:
+    report = export(Both(), torch.randn(3, 5, dtype=torch.float64), tmp_path / "both.onnx")
+    assert report.without_library is not None and report.without_library.equal
+    assert any("float16, float64" in note and "compute in float64" in note for note in report.notes)
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch_op.CustomReLU()).train()
+    x = torch.randn(2, 3)
+    kept = x.clone()
+    report = export(model, x, tmp_path / "m.onnx")  # parity holds: the dropout is not exported
+    assert model.training and model[0].training and torch.equal(x, kept) and not x.requires_grad
+    assert "Dropout" not in report.nodes
+
+
+def test_a_model_without_custom_ops(tmp_path: Path) -> None:
+    report = export(torch.nn.ReLU(), torch.randn(3), tmp_path / "plain.onnx")
+    assert (
+        report.custom_ops == []
+        and report.library is None
+        and report.parity is not None
+        and report.parity.equal
+    )
+    assert not onnx.load(tmp_path / "plain.onnx").functions
+
+
+def test_without_bodies_and_without_verification(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    report = export(torch_op.CustomReLU(), torch.randn(3), path, bodies=False)
+    assert not onnx.load(path).functions and report.parity is not None
+    assert report.without_library is None and "no function body: CustomRelu" in report.without_reason
+    report = export(torch_op.CustomReLU(), torch.randn(3), path, verify=False)
+    assert report.parity is None and report.without_library is None and onnx.load(path).functions
+
+
+def test_an_op_without_body_needs_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinop.export import bodies
+
+    monkeypatch.delitem(bodies._bodies, "relu")
+    report = export(torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx")
+    assert report.parity is not None and "no function body: CustomRelu" in report.without_reason

@@ -1,0 +1,163 @@
+"""What bodies and the models that get them may not do: each refusal with its message."""
+
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from export_models import body_session, model_of, run_body
+from onnx import helper
+from samples import RECORDS
+
+from twinop.errors import ExportError
+from twinop.export import Neutral, attach_bodies, body
+from twinop.export.bodies import Body
+from twinop.record import DOMAIN, Record
+
+
+def make_record(schema: str, **fields: Any) -> Record:
+    """An op by hand, as a Python author would give it."""
+    name = schema.partition("(")[0]
+    base = {
+        "name": name,
+        "onnx_name": "Custom" + name.title(),
+        "schema": schema,
+        "outputs": ["y"],
+        "devices": ["cpu"],
+    }
+    return Record.from_json(base | {"inputs": [{"name": "x"}], "attributes": []} | fields)
+
+
+def with_body(monkeypatch: pytest.MonkeyPatch, name: str, build: Any, **neutral: Neutral) -> None:
+    from twinop.export import bodies
+
+    monkeypatch.setitem(bodies._bodies, name, Body(build, neutral))
+
+
+def int_attribute(name: str, default: str | None = None) -> dict[str, str]:
+    return {"name": name, "kind": "int"} | ({"default": default} if default else {})
+
+
+def attach(
+    *nodes: str, inputs: str = "float[N, 3] x", records: Any = None, **options: Any
+) -> onnx.ModelProto:
+    return attach_bodies(model_of(list(nodes), inputs, **options), records or RECORDS)
+
+
+def test_a_value_needed_in_python_must_be_one_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record("twice(Tensor x, int times=2) -> Tensor", attributes=[int_attribute("times", "2")])
+
+    def twice(op: Any, x: Any, *, times: Any) -> Any:
+        for _ in range(times.value):
+            x = op.Add(x, x)
+        return x
+
+    with_body(monkeypatch, "twice", twice)
+    node = f"p = {DOMAIN}.CustomTwice<times = 3>(x)"
+    attached = attach(node, f"q = {DOMAIN}.CustomTwice<times = 3>(p)", records={"twice": record})
+    assert run_body(body_session(attached), {"x": torch.ones(1, 3)})[0][0, 0] == 8
+    with pytest.raises(
+        ExportError, match=r"needs one value of times .* 3 in node p, 2 in node q.*--no-bodies"
+    ):
+        attach(node, f"q = {DOMAIN}.CustomTwice(x)", records={"twice": record})
+
+
+def test_an_attribute_used_as_a_python_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record("twice(Tensor x, int times=2) -> Tensor", attributes=[int_attribute("times", "2")])
+    with_body(monkeypatch, "twice", lambda op, x, *, times: op.Mul(x, x) if times == 2 else x)
+    with pytest.raises(ExportError, match=r"times is used as a Python value.*Write times\.value"):
+        attach(f"p = {DOMAIN}.CustomTwice(x)", records={"twice": record})
+
+
+def test_mixed_presence_without_a_neutral_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record(
+        "maybe(Tensor x, Tensor? w=None) -> Tensor", inputs=[{"name": "x"}, {"name": "w", "optional": True}]
+    )
+    with_body(monkeypatch, "maybe", lambda op, x, w: op.Identity(x) if w is None else op.Mul(x, w))
+    nodes = [f"p = {DOMAIN}.CustomMaybe(x)", f"q = {DOMAIN}.CustomMaybe(x, x)"]
+    with pytest.raises(ExportError, match=r"node q gives CustomMaybe the input w, node p does not.*neutral"):
+        attach(*nodes, records={"maybe": record})
+    attach(nodes[0], records={"maybe": record})
+    attach(nodes[1], records={"maybe": record})
+
+
+def test_a_body_that_does_not_fit_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record(
+        "scale(Tensor x, float by=1.0) -> Tensor",
+        attributes=[{"name": "by", "kind": "float", "default": "1.0"}],
+    )
+    call = f"p = {DOMAIN}.CustomScale(x)"
+    for build, message in (
+        (lambda op, x: x, r"does not fit the op scale.*expected def scale\(op, x, \*, by\)"),
+        (lambda op, x, *, factor: x, r"does not fit the op"),
+        (lambda op, y, *, by: y, r"does not fit the op"),
+        (lambda op, x, *, by: op.Frobnicate(x), r"opset 20 has no operator Frobnicate"),
+        (lambda op, x, *, by: op.Upsample(x, x), r"opset 20 has no operator Upsample"),  # deprecated
+        (lambda op, x, *, by: (x, x), r"expected 1 tensors: y"),
+        (lambda op, x, *, by: None, r"expected 1 tensors: y"),
+    ):
+        with_body(monkeypatch, "scale", build)
+        with pytest.raises(ExportError, match=message):
+            attach(call, records={"scale": record})
+    with_body(monkeypatch, "scale", lambda op, x, *, by: op.Mul(x, by), weight=Neutral(1))
+    with pytest.raises(ExportError, match=r"neutral names weight; the optional inputs .* are: none"):
+        attach(call, records={"scale": record})
+
+
+def test_an_op_has_one_body() -> None:
+    def relu(op: Any, x: Any, *, variant: Any) -> Any:
+        return x
+
+    with pytest.raises(ExportError, match=r"op relu has a body already, from twinop\.export\.bodies\.relu"):
+        body(relu)
+
+
+def test_an_op_without_body() -> None:
+    record = make_record("plain(Tensor x) -> Tensor")
+    with pytest.raises(ExportError, match=r"op plain has no function body.*bodies\.py.*--no-bodies"):
+        attach(f"p = {DOMAIN}.CustomPlain(x)", records={"plain": record})
+    model = model_of([f"p = {DOMAIN}.CustomPlain(x)"], "float[N] x")
+    assert not attach_bodies(model, {"plain": record}, allow_missing=True).functions
+
+
+@pytest.mark.parametrize(
+    ("node", "inputs", "message"),
+    [
+        ("CustomNothing(x)", "float[2] x", r"CustomNothing, which no loaded library has"),
+        ("CustomRelu(x)", "int64[2] x", r"does not take x: int64; expected one of: float32"),
+        ("CustomRelu(x)", "int8[2] x", r"does not take x: int8"),
+        (
+            'CustomRelu<varaint = "auto">(x)',
+            "float[2] x",
+            r"CustomRelu has no attribute varaint; it has: variant",
+        ),
+        ("CustomRelu<variant = 1>(x)", "float[2] x", r"variant of CustomRelu is a INT, expected str"),
+        ("CustomRelu(x, x)", "float[2] x", r"has 2 inputs; CustomRelu takes 1"),
+        ('CustomPadAffine("", x)', "float[2] x", r"CustomPadAffine needs input x"),
+        ("CustomPadAffine(x, w)", "float[2] x, double[2] w", r"does not take x: float32, weight: float64"),
+        ("CustomRelu(h) h = Foo.Bar(x)", "float[2] x", r"type of input x \(h\) is not known"),
+    ],
+)
+def test_nodes_that_do_not_fit_their_record(node: str, inputs: str, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        attach(f"p = {DOMAIN}.{node}", inputs=inputs)
+
+
+def test_empty_list_and_missing_attribute() -> None:
+    model = model_of([f"p = {DOMAIN}.CustomPadAffine(x)"], "float[2] x")
+    model.graph.node[0].attribute.append(
+        helper.make_attribute("pads", [], attr_type=onnx.AttributeProto.INTS)
+    )
+    with pytest.raises(
+        ExportError, match=r"pads is an empty list, which ONNX Runtime cannot tell from a missing"
+    ):
+        attach_bodies(model, RECORDS)
+    record = make_record("need(Tensor x, int n) -> Tensor", attributes=[int_attribute("n")])
+    with pytest.raises(ExportError, match=r"CustomNeed needs attribute n"):
+        attach(f"p = {DOMAIN}.CustomNeed(x)", records={"need": record})
+
+
+@pytest.mark.parametrize("opset", [18, 19, 24])
+def test_opsets_without_bodies(opset: int) -> None:
+    with pytest.raises(ExportError, match=rf"opset {opset}; function bodies need 20 to 23"):
+        attach(f"p = {DOMAIN}.CustomRelu(x)", opset=opset)

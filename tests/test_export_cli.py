@@ -1,0 +1,219 @@
+"""`python export/to_onnx.py` and `twinop export`: the default, every option, and errors as one message."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import op_bodies  # noqa: F401 (the test ops)
+import pytest
+from onnx import TensorProto
+from typer.testing import CliRunner, Result
+
+from twinop.cli import app
+from twinop.library import find_library
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FACTORIES = """
+import torch
+from twinop import torch_op
+import helper_of_mine
+
+def mlp():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch_op.CustomReLU()), (torch.randn(2, 4),)
+
+class Two(torch.nn.Module):
+    def forward(self, images, mask):
+        return torch_op.relu(images) * mask
+
+def by_name():
+    return Two(), {"mask": torch.ones(2, 5), "images": torch.randn(2, 5)}
+
+def replaced():
+    return torch_op.replace_modules(torch.nn.Sequential(torch.nn.ReLU())), torch.randn(3, 4)
+
+def affine():
+    class Affine(torch.nn.Module):
+        def forward(self, x):
+            return torch_op.pad_affine(x, sign="minus", pads=[1, 1])
+    return Affine(), (torch.randn(2, 3),)
+
+def integers():
+    return torch_op.CustomReLU(), (torch.arange(3),)
+
+def only_module():
+    return torch_op.CustomReLU()
+
+def swapped():
+    return (torch.randn(3),), torch_op.CustomReLU()
+
+def broken():
+    raise RuntimeError("no weights here")
+
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder with a package of factories."""
+    package = tmp_path / "my_factories"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "models.py").write_text(FACTORIES)
+    (package / "wrong_import.py").write_text("import package_that_is_not_there")
+    (package / "wrong_code.py").write_text("1 / 0")
+    (tmp_path / "helper_of_mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("my_factories", "helper_of_mine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["export", *arguments], env={"COLUMNS": "200"})
+
+
+def succeed(*arguments: str) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def node_types(path: str) -> list[str]:
+    return [node.op_type for node in onnx.load(path).graph.node]
+
+
+def python(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | environment
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, check=False)
+
+
+def test_the_script_runs_from_anywhere(folder: Path) -> None:
+    """Without PYTHONPATH, from another folder; nothing but the table is printed."""
+    done = python(str(ROOT / "export" / "to_onnx.py"), PYTHONPATH="")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert len(done.stdout.splitlines()) < 15
+    for text in (
+        "custom_relu.onnx",
+        "CustomRelu x 1",
+        "ai.onnx 20, custom_domain 1",
+        "bytes",
+        "bit for bit",
+        "yes",
+    ):
+        assert text in done.stdout
+    model = onnx.load("custom_relu.onnx")
+    assert [node.op_type for node in model.graph.node] == ["CustomRelu"]
+    (x,) = model.graph.input
+    assert x.type.tensor_type.elem_type == TensorProto.FLOAT
+    assert x.type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_options_for_the_example(folder: Path) -> None:
+    output = succeed(
+        *("--dtype", "float16", "--dynamic", "x:0=rows,1=columns", "--opset", "22", "--variant", "vec4"),
+        *("--exporter", "torchscript", "-o", "half.onnx"),
+    )
+    assert "half.onnx" in output and "ai.onnx 22" in output and "float16 [rows,columns]" in output
+    model = onnx.load("half.onnx")
+    assert model.graph.node[0].attribute[0].s == b"vec4"
+    succeed("--dynamic", "none", "-o", "fixed.onnx", "--no-bodies")
+    model = onnx.load("fixed.onnx")
+    assert [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim] == [8, 1024]
+    assert not model.functions
+
+
+def test_models_of_ones_own(folder: Path) -> None:
+    output = succeed("--model", "my_factories.models:mlp", "-o", "mlp.onnx", "--dynamic", "input:0")
+    assert "libcustom" in output and node_types("mlp.onnx") == ["Gemm", "CustomRelu"]
+    output = succeed(
+        *("--model", "my_factories.models:by_name", "-o", "two.onnx"),
+        *("--dynamic", "images:0=rows", "--dynamic", "mask:0=rows"),
+    )
+    assert "images: float [rows,5]" in output and "mask: float [rows,5]" in output
+    output = succeed("--model", "my_factories.models:mlp", "--dtype", "float64", "-o", "double.onnx")
+    assert "double [2,4]" in output
+    succeed("--model", "my_factories.models:replaced", "-o", "replaced.onnx")
+    assert node_types("replaced.onnx") == ["CustomRelu"]
+    assert "libtest_ops.so" in succeed("--model", "my_factories.models:affine", "-o", "affine.onnx")
+
+
+def test_what_needs_saying_is_in_the_table(folder: Path) -> None:
+    assert "not compared: --no-verify" in succeed("--no-verify")
+    output = succeed("--no-bodies")
+    assert "without the library" in output
+    assert "no function body: CustomRelu" in output
+    (folder / "plain.py").write_text("import torch\ndef f(): return torch.nn.ReLU(), torch.randn(3)")
+    assert "none: the model needs no library" in succeed("--model", "plain:f", "-o", "plain.onnx")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "none/m.onnx"], "none/m.onnx: cannot be written"),
+        (["--opset", "19"], "opset 19 is not supported; expected 20 to 23"),
+        (["--dtype", "float8"], "dtype float8 is not known; expected one of: float32, float16"),
+        (["--dtype", "int64"], "dtype int64 is not a floating type; expected one of: float32"),
+        (["--exporter", "onnx"], "exporter 'onnx' is not known; expected one of: dynamo, torchscript"),
+        (["--dynamic", "y:0"], "dynamic: the model has no input y; its inputs are: x"),
+        (["--dynamic", "x:7"], "dynamic: input x has no axis 7; its example has shape (8, 1024)"),
+        (["--dynamic", "x"], "dynamic 'x': expected INPUT:AXIS,AXIS"),
+        (["--dynamic", "x:first"], "dynamic 'x:first': expected INPUT:AXIS,AXIS"),
+        (["--dynamic", ":0"], "dynamic ':0': expected INPUT:AXIS,AXIS"),
+        (["--variant", "vec5"], "fails on its example inputs, in torch:"),
+        (["--library", "none.so"], "none.so: no such file"),
+        (["--model", "my_factories"], "--model my_factories: expected package.module:factory"),
+        (["--model", "my_factories.none:f"], "no module my_factories.none; searched the current folder"),
+        (["--model", "none_at_all:f"], "no module none_at_all; searched the current folder"),
+        (["--model", "my_factories.wrong_import:f"], "No module named 'package_that_is_not_there' ("),
+        (["--model", "my_factories.wrong_code:f"], "importing my_factories.wrong_code failed: Zero"),
+        (["--model", "my_factories.models:f"], "has no function f; it has: mlp, Two, by_name"),
+        (["--model", "my_factories.models:not_callable"], "has no function not_callable"),
+        (["--model", "my_factories.models:broken"], "broken() failed: RuntimeError: no weights here ("),
+        (["--model", "my_factories.models:only_module"], "returned CustomReLU; expected (torch.nn.Module"),
+        (["--model", "my_factories.models:swapped"], "swapped() returned (tuple, CustomReLU); expected"),
+        (["--model", "my_factories.models:integers"], "fails on its example inputs, in torch:"),
+        (["--model", "my_factories.models:mlp", "--variant", "vec4"], "--variant belongs to the built-in"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_message(arguments: list[str], message: str, folder: Path) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert "Traceback" not in result.output and len(result.stderr.splitlines()) <= 2
+    assert not list(folder.glob("*.onnx"))
+
+
+def test_importing_a_second_copy_is_refused() -> None:
+    for name in ("export", "export.bodies"):
+        done = python("-c", f"import {name}")
+        assert done.returncode == 1
+        assert "ImportError: import twinop.export, not export: a second copy" in done.stderr
+
+
+def test_the_command_line_starts_light() -> None:
+    heavy = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy")
+    code = f"import sys, twinop.cli; print([name for name in {heavy} if name in sys.modules])"
+    assert python("-c", code).stdout.strip() == "[]"
+
+
+def test_help_and_list_of_ops() -> None:
+    done = python("-m", "twinop", "export", "--help")
+    assert done.returncode == 0
+    for text in ("package.module:factory", "x:0=batch", "torchscript", "twinop export --dtype float16"):
+        assert text in done.stdout
+    result = CliRunner().invoke(app, ["ops"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    for text in ("CustomRelu", "torch only", 'relu(Tensor x, str variant="auto") -> Tensor', "bfloat16"):
+        assert text in result.output
+    result = CliRunner().invoke(app, ["ops", "none.so"])
+    assert result.exit_code == 1 and "none.so: no such file" in result.stderr
+
+
+def test_the_ops_of_a_users_library() -> None:
+    result = CliRunner().invoke(app, ["ops", str(find_library("test_ops"))], env={"COLUMNS": "200"})
+    assert "CustomPadAffine" in result.output and 'str sign="plus"' in result.output

@@ -1,0 +1,167 @@
+"""The exporters are derived from the records: nothing repeats an op's arguments, and attributes are bound by
+name."""
+
+import ast
+import warnings
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from export_models import model_of
+from onnx import TensorProto, helper
+from samples import RECORDS
+from torch.onnx._internal.torchscript_exporter import registration
+
+import twinop.export
+from twinop.errors import ExportError
+from twinop.export import attach_bodies, op_schema, register_symbolics, translation_table
+from twinop.export.schema import Unknown, default_of, infer, onnx_value, registered_schemas
+from twinop.record import DOMAIN, Attribute, Record
+
+FOLDER = Path(twinop.export.__file__).resolve().parent
+# The bodies are checked against the records by name; the command line has CustomReLU's own option.
+MAY_NAME = {"bodies.py": {"relu", "x", "variant"}, "to_onnx.py": {"variant"}}
+
+
+def words(path: Path) -> set[str]:
+    """Everything in a file that could name an argument: identifiers, parameters, keywords, whole strings."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                found.add(name)
+            case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)):
+                found.add(name)
+    return found
+
+
+def test_no_op_and_no_argument_is_named_twice() -> None:
+    files = sorted(FOLDER.glob("*.py"))
+    assert len(files) > 8
+    for record in RECORDS.values():
+        arguments = {entry.name for entry in record.inputs} | {entry.name for entry in record.attributes}
+        for file in files:
+            repeated = ({record.name, record.onnx_name} | arguments - {"x"}) & words(file) - MAY_NAME.get(
+                file.name, set()
+            )
+            assert not repeated, f"{file.name} names {repeated} of {record.schema}"
+
+
+def test_every_op_has_a_translation_and_a_symbolic() -> None:
+    table: dict[Any, Any] = translation_table()
+    register_symbolics()
+    assert {op.name() for op in table} == {f"{DOMAIN}::{name}" for name in RECORDS}
+    for name in RECORDS:
+        assert registration.registry.is_registered_op(f"{DOMAIN}::{name}", 20)
+
+
+class Calls(torch.nn.Module):
+    """Attributes by position, by name and in another order."""
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        op = torch.ops.custom_domain.pad_affine
+        return (
+            op(x, None, w, 2.5, "minus", [1, 2]),
+            op(x, None, w, pads=[3, 4], scale=0.5),
+            op(x, bias=w, sign="minus"),
+        )
+
+
+WANTED = [
+    (["x", None, "w"], {"scale": 2.5, "sign": "minus", "pads": (1, 2)}),
+    (["x", None, "w"], {"scale": 0.5, "pads": (3, 4)}),
+    (["x", None, "w"], {"sign": "minus"}),
+]
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_torchs_own_export_with_our_tables(exporter: str, tmp_path: Path) -> None:
+    """What a user of torch.onnx.export does; a bare op in the table would take 2.5 for an input or a
+    string."""
+    inputs = (torch.randn(2, 3), torch.randn(3))
+    model = Calls().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if exporter == "dynamo":
+            program = torch.onnx.export(
+                model, inputs, dynamo=True, custom_translation_table=translation_table(), verbose=False
+            )
+            assert program is not None
+            exported = program.model
+        else:
+            register_symbolics()
+            path = str(tmp_path / "m.onnx")
+            torch.onnx.export(model, inputs, path, dynamo=False, opset_version=20, input_names=["x", "w"])
+            exported = ir.load(path)
+    attach_bodies(exported)
+    nodes = [node for node in exported.graph if node.domain == DOMAIN]
+    found = [
+        ([v and v.name for v in node.inputs], {k: _plain(a.value) for k, a in node.attributes.items()})
+        for node in nodes
+    ]
+    assert found == WANTED
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def test_values_that_are_not_constants() -> None:
+    for kind in ("int", "float", "int[]"):
+        value = [ir.val("size")] if kind == "int[]" else ir.val("size")
+        with pytest.raises(
+            ExportError, match=r"attribute n depends on the input.*ONNX attributes are constants"
+        ):
+            onnx_value(Attribute("n", kind), value)
+
+
+def test_sizes_that_are_not_known() -> None:
+    record = RECORDS["pad_affine"]
+    attributes = {"scale": 1.0, "sign": "plus", "pads": (1, 2)}
+    batch = Unknown("batch")
+    found = infer(record, {"x": ("float16", [batch, Unknown("n")])}, attributes, "here")
+    assert found == {"y": ("float16", (batch, Unknown()))}
+    assert infer(record, {"x": ("float16", None)}, attributes, "here") == {"y": ("float16", None)}
+    with pytest.raises(ExportError, match=r"here: CustomPadAffine does not take x: int32"):
+        infer(record, {"x": ("int32", [3])}, attributes, "here")
+    with pytest.raises(ExportError, match=r"here: op pad_affine: .* does not fit"):
+        infer(record, {"x": ("float32", [])}, attributes, "here")
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
+def test_op_schema_says_what_the_record_says(record: Record) -> None:
+    schema = op_schema(record)
+    assert (schema.name, schema.domain, schema.since_version) == (record.onnx_name, DOMAIN, 1)
+    optional = type(schema.inputs[0].option).Optional
+    assert [(i.name, i.option == optional) for i in schema.inputs] == [
+        (i.name, i.optional) for i in record.inputs
+    ]
+    assert [o.name for o in schema.outputs] == list(record.outputs)
+    for entry in record.attributes:
+        attribute = schema.attributes[entry.name]
+        assert attribute.required == entry.required
+        value = helper.get_attribute_value(attribute.default_value)
+        value = (
+            value.decode() if isinstance(value, bytes) else tuple(value) if entry.kind == "int[]" else value
+        )
+        assert value == default_of(entry)
+
+
+def test_the_registered_schema_checks_and_infers() -> None:
+    model = model_of([f"d, t = {DOMAIN}.CustomDoubleAndSum(x)"], "bfloat16[2, M] x")
+    with registered_schemas(RECORDS.values()):
+        inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True)
+        bad = model_of([f"d, t = {DOMAIN}.CustomDoubleAndSum(x)"], "int64[2] x")
+        with pytest.raises(onnx.shape_inference.InferenceError, match="does not take x: int64"):
+            onnx.shape_inference.infer_shapes(bad, strict_mode=True)
+        bad = model_of([f"p = {DOMAIN}.CustomPadAffine<pads = [-9, 0]>(x)"], "float[2] x")
+        with pytest.raises(onnx.shape_inference.InferenceError, match="would be negative"):
+            onnx.shape_inference.infer_shapes(bad, strict_mode=True)
+    types = {v.name: v.type.tensor_type for v in inferred.graph.output}
+    assert all(t.elem_type == TensorProto.BFLOAT16 for t in types.values())
+    dims = {name: [d.dim_value or d.dim_param for d in t.shape.dim] for name, t in types.items()}
+    assert dims == {"d": [2, "M"], "t": [2]}
+    assert not onnx.defs.has("CustomRelu", DOMAIN)  # taken back

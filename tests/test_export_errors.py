@@ -1,0 +1,129 @@
+"""Exports that must not succeed, or not without a word: one message each, and nothing half done is left."""
+
+from pathlib import Path
+from typing import Any
+
+import op_bodies  # noqa: F401 (the test ops)
+import pytest
+import torch
+
+from twinop import torch_op
+from twinop.errors import ExportError, TwinopError
+from twinop.export import export
+
+
+def relu_args(**changes: Any) -> dict[str, Any]:
+    return {"model": torch_op.CustomReLU(), "args": torch.randn(4, 3)} | changes
+
+
+class Branching(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_op.relu(x) if x.sum() > 0 else x
+
+
+class ShapeAttribute(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_op.pad_affine(x, pads=[0, x.shape[0]])
+
+
+class Fixed(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_op.relu(x.reshape(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"exporter": "onnx"}, r"exporter 'onnx' is not known; expected one of: dynamo, torchscript"),
+        ({"opset": 19}, r"opset 19 is not supported; expected 20 to 23"),
+        ({"opset": 24}, r"opset 24 is not supported"),
+        ({"dynamic": {"z": [0]}}, r"no input z; its inputs are: x"),
+        ({"dynamic": {"x": [2]}}, r"input x has no axis 2; its example has shape \(4, 3\)"),
+        ({"dynamic": {"x": [0]}, "args": torch.randn(1, 3)}, r"axis 0 of x has size 1 .* at least 2"),
+        ({"args": torch.ones(3, dtype=torch.int64)}, r"fails on its example inputs.*no kernel.*float32"),
+        ({"args": torch.ones(3, dtype=torch.complex64)}, r"fails on its example inputs"),
+        ({"args": ()}, r"do not fit CustomReLU\.forward.*missing a required argument: 'x'"),
+        ({"args": (torch.ones(3), torch.ones(3))}, r"do not fit CustomReLU\.forward.*too many"),
+        ({"args": (None,)}, r"example inputs hold no tensor"),
+        ({"model": Branching()}, r"torch's dynamo exporter cannot export the model"),
+        ({"model": ShapeAttribute(), "dynamic": {"x": [0]}}, r"axis 0 of x was .*fixes it to 4.*attribute"),
+        ({"model": Fixed(), "dynamic": {"x": [0]}}, r"axis 0 of x was to stay dynamic.*fixes it to 4"),
+        ({"library": "/nowhere/libcustom_relu.so"}, r"/nowhere/libcustom_relu.so: no such file"),
+    ],
+)  # fmt: skip
+def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    with pytest.raises(TwinopError, match=message):
+        export(**relu_args(**changes), path=path)
+    assert list(tmp_path.iterdir()) == []  # nothing half done
+
+
+def test_a_model_that_runs_at_one_size_only(tmp_path: Path) -> None:
+    """Tracing cannot tell; torch itself fails at another size, which is said."""
+    report = export(
+        Fixed(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", dynamic={"x": [0]}
+    )
+    assert not report.resized and any("not compared at other sizes" in note for note in report.notes)
+
+
+class TracedSize(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_op.relu(x) + torch.arange(int(x.shape[0])).unsqueeze(1)
+
+
+def test_a_size_that_tracing_burnt_in(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"fails in ONNX Runtime for x \(5, 3\)"):
+        export(
+            TracedSize(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", dynamic={"x": [0]}
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    blocked = tmp_path / "blocked"
+    (blocked / "m.onnx.data").mkdir(parents=True)
+    for path, message in (
+        (tmp_path / "none" / "m.onnx", r"none/m\.onnx: cannot be written.*No such file"),
+        (occupied / "m.onnx", r"cannot be written.*Not a directory"),
+        (tmp_path, r"is a folder; expected a file name"),
+        (Path("/proc/m.onnx"), r"/proc/m\.onnx: cannot be written"),
+        (blocked / "m.onnx", r"m\.onnx\.data: cannot be written"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript", external_data_bytes=0)
+
+
+def test_a_wrong_result_is_refused_and_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twinop.export import bodies
+
+    path = tmp_path / "m.onnx"
+    path.write_text("the file of before")
+    wrong = bodies.Body(lambda op, x, *, variant: op.Neg(x))
+    monkeypatch.setitem(bodies._bodies, "relu", wrong)
+    with pytest.raises(ExportError, match=r"without the library, differs from torch in output 0"):
+        export(torch_op.CustomReLU(), torch.randn(3), path)
+    assert path.read_text() == "the file of before" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library runs it, the body does not: Erf has no fp64 kernel in ONNX Runtime's CPU provider."""
+    from twinop.export import bodies
+
+    # Exact all the same: 0 * erf(x) changes nothing.
+    body = bodies.Body(lambda op, x, *, variant: op.Where(op.Less(x, op.Mul(op.Erf(x), 0.0)), 0, x))
+    monkeypatch.setitem(bodies._bodies, "relu", body)
+    x = torch.randn(3, dtype=torch.float64)
+    report = export(torch_op.CustomReLU(), x, tmp_path / "m.onnx")
+    assert report.parity is not None and report.parity.equal and report.without_library is None
+    (cell,) = report.unsupported
+    assert cell.startswith("CustomRelu float64: ONNX Runtime") and cell.endswith("has no CPU kernel for Erf")
+
+
+def test_another_operator_without_a_kernel_stops_the_comparison_only(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch_op.CustomReLU()).bfloat16()
+    report = export(model, torch.randn(2, 3, dtype=torch.bfloat16), tmp_path / "m.onnx")
+    assert report.parity is None and "has no CPU kernel for" in report.parity_reason

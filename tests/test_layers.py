@@ -1,0 +1,211 @@
+"""An op is declared once, and that is enough: every layer has it, and no layer repeats its arguments."""
+
+import inspect
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import op_bodies  # noqa: F401 (registers the test ops' bodies)
+import pytest
+import torch
+from one_node import make_session, one_node_model
+from record_driver import ROOT
+from samples import RECORDS, Sample, samples
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from twinop import deploy, torch_op
+from twinop.export import export, op_schema, translation_table
+from twinop.export.bodies import find_body
+from twinop.library import find_library, read_library
+from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+
+ALL = torch_op.records()  # with the backward ops
+CPU = ["CPUExecutionProvider"]
+each_op = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
+
+
+def a_sample(record: Record) -> Sample:
+    """One with every input, in the first dtypes."""
+    given = [s for s in samples(record, record.combinations[0]) if None not in s.inputs.values()]
+    return next(s for s in given if all(t.numel() > 1 and t.dim() > 0 for t in s.inputs.values()))
+
+
+def results(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
+    found = getattr(getattr(torch.ops, DOMAIN), record.name)(*sample.inputs.values(), **sample.attributes)
+    return found if isinstance(found, tuple) else (found,)
+
+
+class OneOp(torch.nn.Module):
+    def __init__(self, record: Record, sample: Sample) -> None:
+        super().__init__()
+        self.name, self.attributes = record.name, sample.attributes
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        return getattr(torch_op, self.name)(*tensors, **self.attributes)
+
+
+@pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
+def test_torch_has_the_op(record: Record) -> None:
+    name = f"{DOMAIN}::{record.name}"
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = ["CPU", "CUDA", "Autograd", "Meta", "FuncTorchBatched", "SparseCPU", "QuantizedCPU", "MkldnnCPU"]
+    assert {key: has_kernel(name, key) for key in keys} == dict.fromkeys(keys, True)
+    parameters = inspect.signature(getattr(torch_op, record.name)).parameters.values()
+    arguments = [entry.name for entry in record.inputs] + [entry.name for entry in record.attributes]
+    assert [parameter.name for parameter in parameters] == arguments
+    assert record.gradients and record.devices[0] == "cpu"
+
+
+@each_op
+def test_the_fake_does_what_the_kernel_does(record: Record) -> None:
+    sample = a_sample(record)
+    real = results(record, sample)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in sample.inputs.items() if tensor is not None}
+        fake = results(record, Sample(dict(fakes), sample.attributes))
+    for a, b in zip(fake, real, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@each_op
+def test_onnxruntime_runs_the_node(record: Record) -> None:
+    sample = a_sample(record)
+    model = one_node_model(record, record.combinations[0], [True] * len(record.inputs), sample.attributes)
+    stem = "custom_ops" if record.name in read_library(find_library("custom_ops")).records else "test_ops"
+    feeds = {name: tensor.numpy() for name, tensor in sample.inputs.items() if tensor is not None}
+    found = make_session(model, find_library(stem), "cpu").run(None, feeds)
+    for a, b in zip(found, results(record, sample), strict=True):
+        assert np.asarray(a).tobytes() == b.numpy().tobytes()
+
+
+def test_backward_ops_are_torchs_only() -> None:
+    backward = {name: record for name, record in ALL.items() if record.is_backward}
+    assert backward and set(backward) | set(RECORDS) == set(ALL)
+    model = one_node_model(backward["relu_backward"], {"grad_y": "float32", "y": "float32", "grad_x": "float32"}, [True] * 2, {})
+    with pytest.raises(Exception, match="CustomReluBackward"):
+        make_session(model, find_library("custom_ops"), "cpu")
+    assert not {op.name().partition("::")[2] for op in translation_table()} & set(backward)
+
+
+@each_op
+def test_onnx_declares_the_op_like_the_record(record: Record) -> None:
+    schema = op_schema(record)
+    assert (schema.name, schema.domain, schema.since_version) == (record.onnx_name, DOMAIN, DOMAIN_VERSION)
+    assert [(entry.name, entry.option.name == "Optional") for entry in schema.inputs] == [
+        (entry.name, entry.optional) for entry in record.inputs
+    ]
+    assert [entry.name for entry in schema.outputs] == list(record.outputs)
+    kinds = {"int": "INT", "bool": "INT", "float": "FLOAT", "str": "STRING", "int[]": "INTS"}
+    assert {name: (attribute.type.name, attribute.required) for name, attribute in schema.attributes.items()} == {
+        entry.name: (kinds[entry.kind], entry.required) for entry in record.attributes
+    }
+    body = find_body(record.name)
+    assert body is not None
+    body.check(record)
+
+
+@each_op
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_both_exporters_carry_the_op(record: Record, exporter: str, tmp_path: Path) -> None:
+    """The exported file, its body attached, runs with the library and without, and does what torch does."""
+    sample = a_sample(record)
+    path = tmp_path / "op.onnx"
+    export(OneOp(record, sample).eval(), tuple(sample.inputs.values()), path, exporter=exporter)
+    expected = results(record, sample)
+    for library, tolerance in ((None, 0.0), (False, 1e-5)):
+        session = deploy.session(path, CPU, library)
+        names = list(session.inputs)
+        found = session.run(dict(zip(names, sample.inputs.values(), strict=True)))
+        for a, b in zip(found.values(), expected, strict=True):
+            torch.testing.assert_close(torch.as_tensor(a), b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+# ---------------------------------------------------------------------------- declared once
+
+FOLDERS = ("kernels", "torch_op", "ort_customop", "export", "deploy", "twinop", "cmake")
+
+
+def sources() -> Iterator[Path]:
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):  # does not follow the links in twinop/
+            if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh", ".cmake"} and path.is_file():
+                yield path
+
+
+def may_name(record: Record) -> set[Path]:
+    """Where an op's arguments may stand together: its record and kernel, its body (compared with the record by
+    name), and modules over it (see test_modules_have_the_ops_defaults)."""
+    own = set((ROOT / "kernels/ops").glob(f"{record.name.removesuffix('_backward')}*"))
+    return own | {ROOT / "export/bodies.py", ROOT / "torch_op/modules.py"}
+
+
+def words(path: Path) -> list[str]:
+    """Identifiers and the words in strings, in order, without comments and docstrings."""
+    text = path.read_text()
+    if path.suffix == ".cmake":
+        return re.findall(r"\w+", re.sub(r"#.*", "", text))
+    if path.suffix != ".py":
+        return re.findall(r"\w+", re.sub(r"//.*|/\*.*?\*/", "", text, flags=re.DOTALL if "/*" in text else 0))
+    found: list[str] = []
+    before = tokenize.NEWLINE
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        docstring = token.type == tokenize.STRING and before in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        if token.type not in (tokenize.COMMENT, tokenize.NL) and not docstring:
+            found += re.findall(r"\w+", token.string)
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            before = token.type
+    return found
+
+
+def repeats(text: list[str], names: set[str]) -> bool:
+    """Whether all the names stand within a few words of each other, as in a list of arguments."""
+    reach = 3 * len(names) + 4  # a kind and a default to each name
+    where = [(i, word) for i, word in enumerate(text) if word in names]
+    return any(
+        names == {word for j, word in where[at:] if j - i < reach} for at, (i, _) in enumerate(where)
+    )
+
+
+def test_no_second_place_repeats_an_argument_list() -> None:
+    files = {path: words(path) for path in sources()}
+    assert len(files) > 40
+    for record in ALL.values():
+        names = {entry.name for entry in record.inputs} | {entry.name for entry in record.attributes}
+        for path, text in files.items():
+            if path not in may_name(record):
+                if len(names) > 1:
+                    assert not repeats(text, names), f"{path} repeats the arguments of {record.schema}"
+                assert record.onnx_name not in text, f"{path} names {record.onnx_name}"
+
+
+def test_the_search_finds_repeated_arguments(tmp_path: Path) -> None:
+    names = {"x", "weight", "scale", "pads"}
+    found = {
+        "a.py": 'def f(x, weight=None, scale: float = 0.1, pads=(0, 1)):\n    """Does."""\n',
+        "b.py": 'node = make("N", ["x", "weight"], scale=scale, pads=pads)\n',
+        "c.cpp": 'Def("f(Tensor x, Tensor? weight=None, float scale=0.1, int[] pads=[0, 1])");\n',
+        "d.h": "Launch(const float* x, const float* weight, float scale, std::vector<long> pads);\n",
+    }
+    not_found = {
+        "e.py": 'def f():\n    """x weight scale pads"""\n    # x weight scale pads\n    return x + weight\n',
+        "f.cpp": "// x weight scale pads\nreturn x * scale;  // weight, pads\n",
+        "g.py": "x = weight\n" + "other = thing\n" * 30 + "scale = pads\n",
+    }
+    for name, text in (found | not_found).items():
+        (tmp_path / name).write_text(text)
+        assert repeats(words(tmp_path / name), names) == (name in found), name
+    relu = RECORDS["relu"]
+    assert all(repeats(words(path), {"x", "variant"}) for path in may_name(relu) if path.suffix == ".py")
+
+
+def test_modules_have_the_ops_defaults() -> None:
+    """The one signature beside the record's: the attributes are a subset of the op's, with its defaults."""
+    for module, op in ((torch_op.CustomReLU, "relu"),):
+        parameters = list(inspect.signature(module.__init__).parameters.values())[1:]
+        assert parameters
+        for parameter in parameters:
+            attribute = RECORDS[op].attribute(parameter.name)
+            assert attribute and parameter.default == attribute.default

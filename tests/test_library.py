@@ -1,0 +1,149 @@
+"""Reading a library's records from its file: whatever the file is, the answer is a Library or one clear error."""
+
+import platform
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twinop.errors import LibraryError
+from twinop.library import find_library, read_library
+
+LIBRARY = find_library("custom_relu")
+DATA = LIBRARY.read_bytes()
+_SCRATCH = tempfile.TemporaryDirectory()
+(HEADERS,) = struct.unpack_from("<Q", DATA, 40)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Callable[[bytes], Path]:
+    def write(data: bytes) -> Path:
+        path = tmp_path / "libdamaged.so"
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+def test_a_good_library() -> None:
+    library = read_library(LIBRARY)
+    assert library.exports_ort and library.version[0].isdigit()
+    assert set(library.by_onnx_name) == {"CustomRelu"}  # backward ops have no ONNX side
+    assert library.records["relu"].devices == (("cpu",) if library.cuda_archs == "none" else ("cpu", "cuda"))
+
+
+def test_a_torch_library_is_no_ort_library() -> None:
+    assert not read_library(find_library("twinop_torch")).exports_ort
+
+
+def test_missing(tmp_path: Path) -> None:
+    for path in (tmp_path / "libcustom_relu.so", tmp_path):
+        with pytest.raises(LibraryError, match=r"no such file\. \./build\.sh builds the libraries"):
+            read_library(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x7fEL", b"hello\n", b"#!/bin/sh\n" * 100, b"PK\x03\x04" + bytes(2000)])
+def test_not_elf(damaged: Callable[[bytes], Path], data: bytes) -> None:
+    with pytest.raises(LibraryError, match=r"not a shared library \(ELF file\)\. Expected .*libcustom_relu\.so"):
+        read_library(damaged(data))
+
+
+def test_truncated(damaged: Callable[[bytes], Path]) -> None:
+    sizes = {*range(4, 80), *range(100, len(DATA), 60_000), *range(HEADERS - 2, len(DATA), 97), len(DATA) - 1}
+    assert len(sizes) > 100
+    for size in sizes:
+        with pytest.raises(LibraryError, match="cut short"):
+            read_library(damaged(DATA[:size]))
+
+
+def test_cut_inside_the_records(damaged: Callable[[bytes], Path]) -> None:
+    """The headers moved to the front of the records: a file whose sections reach behind its end."""
+    start = DATA.index(b'{"name":"relu"')
+    count, size = struct.unpack_from("<H", DATA, 60)[0], struct.unpack_from("<H", DATA, 58)[0]
+    names = DATA[-(len(DATA) - HEADERS) - 0x200 : HEADERS]
+    moved = bytearray(DATA[: start - count * size - len(names)] + names + DATA[HEADERS:])
+    struct.pack_into("<Q", moved, 40, len(moved) - count * size)
+    index = struct.unpack_from("<H", DATA, 62)[0]
+    offset = struct.unpack_from("<Q", DATA, HEADERS + index * size + 24)[0]
+    struct.pack_into("<Q", moved, len(moved) - count * size + index * size + 24, offset - HEADERS + len(moved) - count * size)
+    with pytest.raises(LibraryError, match=r"cut short\. Copy or build it again"):
+        read_library(damaged(bytes(moved)))
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "built_for"),
+    [
+        (18, b"\x3e\x00", "x86_64") if platform.machine() == "aarch64" else (18, b"\xb7\x00", "aarch64"),
+        (18, b"\x03\x00", "i386"),
+        (18, b"\x99\x09", "machine 2457"),
+        (4, b"\x01", ""),  # 32 bit
+        (5, b"\x02", ""),  # big-endian
+    ],
+)
+def test_another_machine(damaged: Callable[[bytes], Path], offset: int, value: bytes, built_for: str) -> None:
+    data = DATA[:offset] + value + DATA[offset + len(value) :]
+    with pytest.raises(LibraryError, match=f"built for {built_for}.*, this machine is {platform.machine()}"):
+        read_library(damaged(data))
+
+
+def test_a_foreign_library() -> None:
+    with pytest.raises(LibraryError, match=r"without twinop records .*Expected one built by twinop"):
+        read_library(np.random.mtrand.__file__)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'{"name":"relu"', b'["name","relu"'),
+        (b'"name":"relu"', b'"nome":"relu"'),
+        (b'"devices"', b'"gadgets"'),
+        (b'"inputs":[{', b'"inputs":[ '),
+        (b'"schema":"relu', b'"schema":"\xff\xfe\xfd\xfc'),
+        (b'"attributes":[', b'"attributes":7,'),
+    ],
+)
+def test_damaged_records(damaged: Callable[[bytes], Path], before: bytes, after: bytes) -> None:
+    assert DATA.count(before) and len(before) <= len(after)
+    at = DATA.index(before)
+    with pytest.raises(LibraryError, match=r"its op records do not parse: .*Copy or build it again"):
+        read_library(damaged(DATA[:at] + after + DATA[at + len(after) :]))
+
+
+def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root reads every file
+    with pytest.raises(LibraryError, match=r"cannot be read: Permission denied"):
+        read_library(LIBRARY)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_damage_to_the_tables(data: st.DataObject) -> None:
+    """Random bytes in the ELF header, the section headers, their names and the records."""
+    parts = [(0, 64), (HEADERS, len(DATA)), (HEADERS - 0x160, HEADERS), (DATA.index(b'{"name":"relu"'), None)]
+    begin, end = data.draw(st.sampled_from(parts))
+    changed = bytearray(DATA)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(begin, (end or begin + 900) - 1))
+        changed[at] = data.draw(st.integers(0, 255))
+    path = Path(f"{_SCRATCH.name}/libdamaged.so")
+    path.write_bytes(changed)
+    try:
+        read_library(path)
+    except LibraryError as error:
+        assert str(path) in str(error) and len(str(error)) < 400
+
+
+def test_find_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINOP_LIBRARY_DIR", str(tmp_path))
+    (tmp_path / "libmine.so").write_bytes(DATA)
+    assert find_library("mine") == tmp_path / "libmine.so"
+    with pytest.raises(LibraryError, match=rf"libnone\.so not found; searched {tmp_path}, .*TWINOP_LIBRARY_DIR"):
+        find_library("none")

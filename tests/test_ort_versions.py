@@ -1,0 +1,69 @@
+"""One .so file on every supported onnxruntime release, each in an environment of its own (ort_versions.py)."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from ort_cases import all_cases
+from ort_versions import SUPPORTED, TOO_OLD, is_ready, python_of
+
+from twinop.library import find_library
+
+
+def environment(version: str) -> Path:
+    if not is_ready(version):
+        if os.environ.get("TWINOP_OFFLINE") == "1":
+            pytest.skip(f"TWINOP_OFFLINE=1, and no environment with onnxruntime {version} in build/compat")
+        pytest.fail(
+            f"no environment with onnxruntime {version}; make it with: python tests/ort_versions.py "
+            "(./build.sh test does). Without a network set TWINOP_OFFLINE=1 to skip these tests",
+            pytrace=False,
+        )
+    return python_of(version)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cases")
+    cases = all_cases()
+    names = [case["name"] for case in cases.cases]
+    assert len(names) == len(set(names)) > 100
+    cases.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_every_case(version: str, folder: Path) -> None:
+    script = Path(__file__).with_name("ort_matrix.py")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [environment(version), script, folder]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    first, *lines = map(json.loads, done.stdout.splitlines())
+    assert first == {"onnxruntime": version}
+    assert done.returncode == 0, f"ended with {done.returncode} in {lines[-1]}: {done.stderr[-2000:]}"
+    results = {line["case"]: line["wrong"] for line in lines if "wrong" in line}
+    assert list(results) == [case["name"] for case in json.loads((folder / "cases.json").read_text())]
+    wrong = [f"{name}: {text}" for name, text in results.items() if text is not None]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(results)} cases:", *wrong])
+
+
+REFUSAL = """
+import sys
+import onnxruntime
+options = onnxruntime.SessionOptions()
+try:
+    options.register_custom_ops_library(sys.argv[1])
+except Exception as error:
+    print(onnxruntime.__version__, error)
+"""
+
+
+@pytest.mark.parametrize("stem", ["custom_relu", "custom_ops"])
+def test_an_older_onnxruntime_is_refused(stem: str) -> None:
+    command = [environment(TOO_OLD), "-c", REFUSAL, find_library(stem)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(TOO_OLD)
+    assert f"needs ONNX Runtime 1.18 or newer; this is {TOO_OLD}. Upgrade with: pip install" in done.stdout

@@ -1,0 +1,116 @@
+"""The CPU tests once more with libraries built by the presets `asan` and `ubsan`, and a search for leaks."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+from elf import Elf
+from one_node import one_node_model
+from record_driver import ROOT, compiler
+
+from twinop.library import find_library, read_library
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TESTS = ("parity", "torch_op", "cpu_levels", "ort_versions", "record", "shapes", "layers", "deploy_session")
+FOUND = 77  # the exit code of a process in which AddressSanitizer found something
+RUNTIMES = {"asan": "libasan.so", "ubsan": "libubsan.so"}
+SANITIZERS = {"asan": "address", "ubsan": "undefined"}
+
+
+def cache_entry(folder: Path, name: str) -> str | None:
+    """A variable of a CMake build tree."""
+    cache = folder / "CMakeCache.txt"
+    found = re.search(rf"^{name}:\w+=(.+)$", cache.read_text(), re.MULTILINE) if cache.exists() else None
+    return found and found[1]
+
+
+@pytest.fixture(scope="module")
+def build() -> Callable[[str], Path]:
+    def make(preset: str) -> Path:
+        known = cache_entry(find_library("custom_relu").parent, "TWINOP_ORT_INCLUDE")
+        definitions = {"TWINOP_WITH_CUDA": "OFF", "Python_EXECUTABLE": sys.executable}
+        definitions |= {"TWINOP_ORT_INCLUDE": known} if known else {}
+        options = [f"-D{name}={value}" for name, value in definitions.items()]
+        for command in (["cmake", "--preset", preset, *options], ["cmake", "--build", "--preset", preset]):
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+        return ROOT / f"build-{preset}"
+
+    return make
+
+
+def environment(preset: str, folder: Path, logs: Path) -> dict[str, str]:
+    """For a process that loads sanitized libraries: the runtime comes first, and every report goes to a file."""
+    libraries = [RUNTIMES[preset], "libstdc++.so.6"]
+    commands = [[compiler(), f"-print-file-name={name}"] for name in libraries]
+    paths = [subprocess.run(c, capture_output=True, text=True, check=True).stdout.strip() for c in commands]
+    if not Path(paths[0]).is_absolute():
+        pytest.skip(f"{compiler()} has no {libraries[0]}; GCC's is needed")
+    options = f"log_path={logs / 'report'}:exitcode={FOUND}:print_stacktrace=1"
+    return os.environ | {
+        "LD_PRELOAD": " ".join(paths),
+        "ASAN_OPTIONS": f"{options}:detect_leaks=0",  # Python itself frees little at its end
+        "UBSAN_OPTIONS": options,
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(ROOT),
+        "TWINOP_LIBRARY_DIR": str(folder),
+        "CXXFLAGS": f"-g -fsanitize={SANITIZERS[preset]} -fno-sanitize-recover=all",  # of record_driver.py
+    }
+
+
+def reports(logs: Path) -> str:
+    return "\n".join(path.read_text()[:5000] for path in sorted(logs.glob("report*")))
+
+
+@pytest.mark.parametrize("preset", RUNTIMES)
+def test_cpu_tests_under(preset: str, build: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = build(preset)
+    calls = {symbol.name for symbol in Elf(folder / "libcustom_relu.so").dynamic_symbols}
+    assert any(name.startswith({"asan": "__asan_report", "ubsan": "__ubsan_handle"}[preset]) for name in calls)
+    env = environment(preset, folder, tmp_path)
+    files = [f"tests/test_{name}.py" for name in TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300", *files]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert not reports(tmp_path), reports(tmp_path)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+def test_address_sanitizer_watches_such_a_process(tmp_path: Path) -> None:
+    script = (
+        "import ctypes; malloc = ctypes.pythonapi.PyMem_RawMalloc; malloc.restype = ctypes.c_void_p; "
+        "ctypes.memset(malloc(8), 0, 64)"
+    )
+    env = environment("asan", ROOT / "build-asan", tmp_path)
+    assert subprocess.run([sys.executable, "-c", script], env=env).returncode == FOUND
+    assert "heap-buffer-overflow" in reports(tmp_path)
+
+
+def test_nothing_leaks(build: Callable[[str], Path], tmp_path: Path) -> None:
+    """Load, run, fail, let go, three times over; the runtime is the newest one's C library."""
+    (runtime,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
+    folder = build("asan")
+    include = cache_entry(folder, "TWINOP_ORT_INCLUDE")
+    program = tmp_path / "leak_driver"
+    source = ROOT / "tests/leak_driver.cpp"
+    flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address", f"-isystem{include}"]
+    subprocess.run([compiler(), *flags, str(source), "-o", str(program), "-ldl"], check=True)
+    library = folder / "libtest_probe.so"
+    models = []
+    for record in read_library(library).by_onnx_name.values():
+        calls = [{}, *({entry.name: "no such value"} for entry in record.attributes if entry.kind == "str")]
+        for attributes in calls:
+            present = [not entry.optional for entry in record.inputs]
+            models.append(tmp_path / f"{len(models)}.onnx")
+            onnx.save(one_node_model(record, record.combinations[0], present, attributes), models[-1])
+    assert len(models) > 5
+    command = [program, runtime, library, *models]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"ASAN_OPTIONS": ""})
+    assert "expected one of auto | scalar | vec4" in done.stdout and "done" in done.stdout
+    assert done.returncode == 0, done.stderr[-5000:]

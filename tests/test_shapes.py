@@ -1,0 +1,206 @@
+"""Shape expressions: C++ and Python evaluate one language, and the runtimes show what both say."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_driver import driver
+from samples import RECORDS, samples
+
+from twinop import torch_op
+from twinop.errors import RecordError
+from twinop.record import DOMAIN, Record
+
+SCHEMA = 'f(Tensor a, Tensor b, Tensor? c=None, int n=1, bool t=True, int[] p=[1, 2], float e=1, str s="x") -> Tensor'
+BASE = Record.from_json(json.loads(driver().ask("schema", SCHEMA)))
+UNKNOWN = "?"
+
+
+def ask_cpp(text: str, shapes: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...] | str:
+    """The shape, UNKNOWN for its unknown sizes; "*" for an unknown rank; "error ..."."""
+    fields = ["-" if s is None else s if s == "*" else ",".join(map(str, s)) for s in shapes.values()]
+    values = [",".join(map(str, v)) if isinstance(v, list) else str(int(v)) for v in attributes.values()]
+    answer = driver().ask("shape", SCHEMA, text, ";".join(fields), ";".join([*values, "", ""]))
+    if answer.startswith("error") or answer == "*":
+        return answer
+    return tuple(size if size == UNKNOWN else int(size) for size in answer.split(",") if size)
+
+
+def ask_python(text: str, shapes: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The shape, None where it is refused. Any other exception than RecordError fails the test."""
+    try:
+        return replace(BASE, shapes=f"y = {text}").infer_shapes(shapes, attributes | {"e": 1.0, "s": "x"})[
+            "y"
+        ]
+    except RecordError:
+        return None
+
+
+SHAPES = st.lists(st.sampled_from([2, 3, 1, 4, 0, 5]), min_size=1, max_size=3) | st.just([])
+VALUES = st.tuples(st.integers(-3, 3), st.booleans(), st.lists(st.integers(-2, 4), max_size=3))
+SCOPES = st.tuples(SHAPES, SHAPES, SHAPES | st.none(), VALUES).map(
+    lambda t: (dict(zip("abc", t[:3], strict=True)), dict(zip("ntp", t[3], strict=True)))
+)
+
+
+def expressions() -> st.SearchStrategy[str]:
+    sizes, shapes = st.deferred(lambda: size), st.deferred(lambda: shape)
+    inputs = st.sampled_from("aabbc")
+    size = st.one_of(
+        st.integers(0, 4).map(str),
+        st.sampled_from("nt"),
+        st.tuples(st.sampled_from("abp"), st.integers(-2, 1)).map("{0[0]}[{0[1]}]".format),
+        st.tuples(st.sampled_from("abcp"), sizes).map("{0[0]}[{0[1]}]".format),
+        st.tuples(sizes, st.sampled_from(["+", " - ", "*", " // ", "//"]), sizes).map("".join),
+        sizes.map("({})".format),
+        sizes.map("-{}".format),
+        st.tuples(st.sampled_from(["len", "numel"]), shapes).map("{0[0]}({0[1]})".format),
+    )
+    shape = st.one_of(
+        inputs,
+        st.tuples(inputs, st.just("") | sizes, st.just("") | sizes).map("{0[0]}[{0[1]}:{0[2]}]".format),
+        (st.lists(sizes, min_size=1, max_size=3) | st.just([])).map(", ".join).map("[{}]".format),
+        st.tuples(shapes, shapes).map(" + ".join),
+        st.tuples(shapes, shapes).map(", ".join).map("broadcast({})".format),
+        shapes.map("({})".format),
+    )
+    return shape.filter(lambda text: len(text) < 80)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(expressions(), SCOPES)
+def test_cpp_and_python_agree(text: str, scope: Any) -> None:
+    cpp, python = ask_cpp(text, *scope), ask_python(text, *scope)
+    assert python == (None if isinstance(cpp, str) else cpp), cpp
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(expressions(), SCOPES, st.data())
+def test_cpp_and_python_refuse_the_same_texts(text: str, scope: Any, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(text) - 1))
+    text = text[:at] + data.draw(st.sampled_from(["", text[at] * 2, *" ()[],:+-*/_.x09e;'"])) + text[at + 1 :]
+    cpp, python = ask_cpp(text, *scope), ask_python(text, *scope)
+    assert python == (None if isinstance(cpp, str) else cpp), cpp
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(expressions(), SCOPES, st.data())
+def test_unknown_sizes_never_become_wrong_ones(text: str, scope: Any, data: st.DataObject) -> None:
+    """Graph-time inference: hiding sizes of the inputs may hide sizes of the output, and changes none."""
+    shapes, attributes = scope
+    exact = ask_cpp(text, shapes, attributes)
+    hidden = {
+        name: shape
+        if shape is None
+        else data.draw(st.just("*") | st.tuples(*(st.sampled_from([size, UNKNOWN]) for size in shape)))
+        for name, shape in shapes.items()
+    }
+    inferred = ask_cpp(text, hidden, attributes)
+    if isinstance(exact, str):
+        return
+    assert inferred == "*" or not isinstance(inferred, str), inferred
+    if inferred != "*":
+        assert len(inferred) == len(exact)
+        assert all(size in (UNKNOWN, truth) for size, truth in zip(inferred, exact, strict=True))
+
+
+REFUSED = [
+    "",
+    "1",
+    "n",
+    "p",
+    "[a]",
+    "a[0]",
+    "a[::2]",
+    "a * 2",
+    "a - b",
+    "a[0:1][0:1]",
+    "[a[0]][0:1]",
+    "[e]",
+    "[s]",
+    "s",
+    "[True]",
+    "[1.5]",
+    "[1_0]",
+    "[0x1]",
+    "[01]",
+    "[n ** 2]",
+    "[n / 2]",
+    "[n % 2]",
+    "[+n]",
+    "[n if t else 1]",
+    "[n, *p]",
+    "(a, b)",
+    "[i for i in p]",
+    "broadcast(a)",
+    "broadcast(a, b, c)",
+    "broadcast(a, b=b)",
+    "[len(n)]",
+    "[len(a, b)]",
+    "[max(n, 2)]",
+    "a.shape",
+    "(a +\nb)",
+    "a # all of it",
+    "__import__('os')",
+    "[a[0]; 1]",
+    "lambda: a",
+]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_nothing_else_of_python(text: str) -> None:
+    scope = ({"a": [2], "b": [2], "c": [2]}, {"n": 1, "t": True, "p": [1, 2]})
+    record = replace(BASE, shapes=f"y = {text}") if text else replace(BASE, shapes="y = ()")
+    with pytest.raises(RecordError):
+        record.infer_shapes(scope[0], scope[1] | {"e": 1.0, "s": "x"})
+    if "\n" not in text:
+        assert str(ask_cpp(text, *scope)).startswith("error ")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a[3:] + [a[3]]", "index out of range"),
+        ("[p[2]]", "index out of range"),
+        ("[n // (n - 1)]", "zero"),
+        ("[n - 2]", "a size would be negative"),
+        ("broadcast(a, b)", r"\(2,\) and \(3,\) do not broadcast"),
+        ("c", "c is absent"),
+        ("z", "z is not an input"),
+    ],
+)
+def test_errors_say_what_does_not_fit(text: str, reason: str) -> None:
+    shapes = {"a": [2], "b": [3], "c": None}
+    with pytest.raises(RecordError, match=reason) as error:
+        replace(BASE, shapes=f"y = {text}").infer_shapes(shapes, {"n": 1, "t": True, "p": [1, 2]})
+    assert text in str(error.value) and "a=(2,), b=(3,), c=None, n=1" in str(error.value)
+
+
+# ---------------------------------------------------------------------------- what torch gives
+
+CELLS = [
+    pytest.param(record, dtypes, id=f"{record.name}-{'-'.join(dict.fromkeys(dtypes.values()))}")
+    for record in RECORDS.values()
+    for dtypes in (record.combinations[0], record.combinations[-1])
+]
+
+
+@pytest.mark.parametrize(("record", "dtypes"), CELLS)
+def test_outputs_have_the_inferred_shapes(record: Record, dtypes: dict[str, str]) -> None:
+    """The real kernel's outputs (C++), the fake's (Python) and infer_shapes agree; ORT's are held to the same
+    bits and shapes by test_parity.py."""
+    assert torch_op.records()[record.name] == record
+    op = getattr(getattr(torch.ops, DOMAIN), record.name)
+    defaults = {entry.name: entry.default for entry in record.attributes}
+    for sample in samples(record, dtypes):
+        shapes = {name: None if tensor is None else tensor.shape for name, tensor in sample.inputs.items()}
+        expected = record.infer_shapes(shapes, defaults | sample.attributes)
+        meta = {name: None if tensor is None else tensor.to("meta") for name, tensor in sample.inputs.items()}
+        for inputs in (sample.inputs, meta):
+            results = op(*inputs.values(), **sample.attributes)
+            results = results if isinstance(results, tuple) else (results,)
+            assert [tuple(result.shape) for result in results] == [expected[name] for name in record.outputs]
