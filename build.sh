@@ -101,6 +101,7 @@ run_tests() {
   for argument in "$@"; do # `-m ''` takes back pyproject.toml's -m 'not slow'
     if [[ $argument == --all ]]; then arguments+=(-m ""); else arguments+=("$argument"); fi
   done
+  python tests/ort_versions.py # the ONNX Runtime releases that one .so file must serve
   python -m pytest "${arguments[@]}"
 }
 

@@ -50,9 +50,10 @@ def main(
 ) -> None:
     """Run an exported model on random inputs.
 
-    Lists its nodes, registers the custom-op library that it needs, runs it, says which execution provider ran
-    each node (from ONNX Runtime's profile), and, where torch is installed, compares each custom node bit for
-    bit with the torch op on the same input. Exits with 1 if anything fails or differs.
+    Lists its nodes, registers the custom-op library that it needs, runs it,
+    says which execution provider ran each node (from ONNX Runtime's profile),
+    and, where torch is installed, compares each custom node bit for bit with
+    the torch op on the same input. Exits with 1 if anything fails or differs.
 
     Examples:
 

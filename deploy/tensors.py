@@ -1,7 +1,8 @@
 """Torch tensors in a session: bound by address, on the CPU and on the session's GPU."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import onnxruntime
@@ -44,7 +45,7 @@ class TensorRunner:
             for name, spec in (self._inputs | self._outputs).items()
         }
         self._shapes: dict[str, Any] = {
-            name: _sources(spec, self._inputs) for name, spec in self._outputs.items()
+            name: _sources(spec, session.required) for name, spec in self._outputs.items()
         }
         self._options = onnxruntime.RunOptions()
         if cuda_graph:
@@ -281,21 +282,21 @@ def _is_hollow(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
 
 
+@dataclass(frozen=True)
 class _Graph:
-    def __init__(self, binding: Any, options: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        self.binding = binding
-        self.options = options
-        self.inputs = inputs
-        self.outputs = outputs
+    binding: Any
+    options: Any
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
 
 
-def _sources(spec: Spec, inputs: Mapping[str, Spec]) -> tuple[int | tuple[str, int], ...] | None:
+def _sources(spec: Spec, inputs: Iterable[Spec]) -> tuple[int | tuple[str, int], ...] | None:
     """Where each of an output's sizes comes from: itself, or (input, axis); None if one is not known."""
     if spec.shape is None or spec.element is None:
         return None
     places = {
         size: (each.name, axis)
-        for each in inputs.values()
+        for each in inputs
         for axis, size in enumerate(each.shape or ())
         if isinstance(size, str)
     }

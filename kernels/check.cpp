@@ -144,7 +144,8 @@ Status CheckShapes(const Record& record, const Tensor* inputs) {
 Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs,
                    const Attribute* attributes, std::int64_t* sizes, std::size_t* rank) {
   // Nearly every output has the shape of an input: no evaluation then.
-  if (int same = record.same_shape_inputs[output]; same != Schema::kNotFound && inputs[same].present) {
+  if (int same = record.same_shape_inputs[output];
+      same != Schema::kNotFound && inputs[same].present) {
     *rank = inputs[same].rank;
     for (std::size_t i = 0; i < *rank; ++i) sizes[i] = inputs[same].sizes[i];
     return {};
@@ -182,9 +183,10 @@ Status CheckAliases(const Record& record, const Tensor* inputs, const Tensor* ou
       if (!inputs[i].present || !overlap(inputs[i], outputs[o])) continue;
       bool same = inputs[i].data == outputs[o].data && inputs[i].bytes() == outputs[o].bytes();
       if (same && record.InPlaceInput(o) == static_cast<int>(i)) continue;
-      return Failure(record, inputs,
-                     "output " + std::string(schema.outputs[o].view()) + " overlaps the memory of input " +
-                         std::string(schema.input(i).name.view()) + "; give the output memory of its own");
+      return Failure(
+          record, inputs,
+          "output " + std::string(schema.outputs[o].view()) + " overlaps the memory of input " +
+              std::string(schema.input(i).name.view()) + "; give the output memory of its own");
     }
   }
   return {};

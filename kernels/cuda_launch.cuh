@@ -25,10 +25,11 @@ inline Status CudaStatus(cudaError_t error, const char* what) {
 }
 
 template <class... Parameters, class... Arguments>
-Status LaunchKernel(void (*kernel)(Parameters...), std::int64_t blocks, int threads, const Call& call,
-                    const Arguments&... arguments) {
+Status LaunchKernel(void (*kernel)(Parameters...), std::int64_t blocks, int threads,
+                    const Call& call, const Arguments&... arguments) {
   if (blocks > INT32_MAX) return Status::Error("the tensor is too large for one kernel launch");
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, static_cast<cudaStream_t>(call.context->stream)>>>(arguments...);
+  kernel<<<static_cast<unsigned>(blocks), threads, 0,
+           static_cast<cudaStream_t>(call.context->stream)>>>(arguments...);
   return CudaStatus(cudaGetLastError(), "a kernel launch");
 }
 

@@ -5,8 +5,8 @@
 //     TWINOP_INLINE T operator()(T x) const { return x < T(0) ? T(0) : x; }
 //   };
 //
-// elementwise::Cpu<Relu> and elementwise::Cuda<Relu> are its launchers for fp32, fp16, bf16 and fp64.
-// A functor with attributes has a constructor that takes `const Attribute*`.
+// elementwise::Cpu<Relu> and elementwise::Cuda<Relu> are its launchers for fp32, fp16, bf16 and
+// fp64. A functor with attributes has a constructor that takes `const Attribute*`.
 #pragma once
 
 #include <type_traits>

@@ -22,14 +22,15 @@ inline constexpr std::int64_t kGrain = (1 << 15) / kBlock;
 
 // Each element is read and written once, by one pass: an output may be its input's very memory.
 template <class F, class T, int kInputs, std::size_t... I>
-TWINOP_INLINE void Elements(const F& functor, T* out, const Inputs<T, kInputs>& in, std::int64_t begin,
-                            std::int64_t end, std::index_sequence<I...>) {
+TWINOP_INLINE void Elements(const F& functor, T* out, const Inputs<T, kInputs>& in,
+                            std::int64_t begin, std::int64_t end, std::index_sequence<I...>) {
 #pragma GCC ivdep
   for (std::int64_t i = begin; i < end; ++i) Round(functor(ToCompute(in[I][i])...), &out[i]);
 }
 
 template <class F, class T, int kInputs>
-TWINOP_INLINE void Range(const F& functor, T* out, const Inputs<T, kInputs>& in, std::int64_t count) {
+TWINOP_INLINE void Range(const F& functor, T* out, const Inputs<T, kInputs>& in,
+                         std::int64_t count) {
   constexpr auto kIndices = std::make_index_sequence<kInputs>{};
   std::int64_t i = 0;
   for (; i + kBlock <= count; i += kBlock) Elements(functor, out, in, i, i + kBlock, kIndices);
@@ -46,11 +47,13 @@ void RangeBaseline(const F& functor, T* out, Inputs<T, kInputs> in, std::int64_t
 }
 #if defined(__x86_64__)
 template <class F, class T, int kInputs>
-TWINOP_TARGET_AVX2 void RangeAvx2(const F& functor, T* out, Inputs<T, kInputs> in, std::int64_t count) {
+TWINOP_TARGET_AVX2 void RangeAvx2(const F& functor, T* out, Inputs<T, kInputs> in,
+                                  std::int64_t count) {
   Range(functor, out, in, count);
 }
 template <class F, class T, int kInputs>
-TWINOP_TARGET_AVX512 void RangeAvx512(const F& functor, T* out, Inputs<T, kInputs> in, std::int64_t count) {
+TWINOP_TARGET_AVX512 void RangeAvx512(const F& functor, T* out, Inputs<T, kInputs> in,
+                                      std::int64_t count) {
   Range(functor, out, in, count);
 }
 #endif
@@ -68,18 +71,19 @@ RangeFunction<F, T, kInputs> ChooseRange() {
 template <class F, class T, int kInputs>
 inline const RangeFunction<F, T, kInputs> kRange = ChooseRange<F, T, kInputs>();
 
-// The frameworks' pools cut in different places. Cut between blocks, they give every element the same code:
-// whether it is in a block or behind the last one depends on the tensor's size alone.
+// The frameworks' pools cut in different places. Cut between blocks, they give every element the
+// same code: whether it is in a block or behind the last one depends on the tensor's size alone.
 template <class F, class T, int kInputs>
 [[gnu::noinline]] void OnPool(const Call& call, const F& functor) {
   const std::int64_t count = call.outputs[0].numel;
-  call.context->ParallelFor((count + kBlock - 1) / kBlock, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    const std::int64_t first = begin * kBlock;
-    auto in = InputPointers<T, kInputs>(call);
-    for (const T*& pointer : in.pointers) pointer += first;
-    T* const out = call.outputs[0].as<T>() + first;
-    kRange<F, T, kInputs>(functor, out, in, std::min(end * kBlock, count) - first);
-  });
+  call.context->ParallelFor(
+      (count + kBlock - 1) / kBlock, kGrain, [&](std::int64_t begin, std::int64_t end) {
+        const std::int64_t first = begin * kBlock;
+        auto in = InputPointers<T, kInputs>(call);
+        for (const T*& pointer : in.pointers) pointer += first;
+        T* const out = call.outputs[0].as<T>() + first;
+        kRange<F, T, kInputs>(functor, out, in, std::min(end * kBlock, count) - first);
+      });
 }
 
 template <template <class> class F>
@@ -91,7 +95,8 @@ Status Cpu(const Call& call) {
     const auto functor = MakeFunctor<Functor>(call.attributes);
     const std::int64_t count = call.outputs[0].numel;
     if (count <= kGrain * kBlock) {
-      kRange<Functor, T, kInputs>(functor, call.outputs[0].as<T>(), InputPointers<T, kInputs>(call), count);
+      kRange<Functor, T, kInputs>(functor, call.outputs[0].as<T>(), InputPointers<T, kInputs>(call),
+                                  count);
     } else {
       OnPool<Functor, T, kInputs>(call, functor);
     }

@@ -1,6 +1,6 @@
 // Elementwise ops on CUDA: 16-byte vectors, as many loads in flight as the machine takes, 64-bit
-// counts, a scalar kernel for misaligned tensors. Every element is computed alone, so the result does
-// not depend on the path.
+// counts, a scalar kernel for misaligned tensors. Every element is computed alone, so the result
+// does not depend on the path.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@ struct alignas(sizeof(T) * kWidth) Vector {
 };
 
 template <class F, class T, int kWidth, int kInputs, std::size_t... I>
-__device__ __forceinline__ Vector<T, kWidth> Apply(const F& functor, const Vector<T, kWidth> (&in)[kInputs],
+__device__ __forceinline__ Vector<T, kWidth> Apply(const F& functor,
+                                                   const Vector<T, kWidth> (&in)[kInputs],
                                                    std::index_sequence<I...>) {
   Vector<T, kWidth> out;
 #pragma unroll
@@ -26,9 +27,9 @@ __device__ __forceinline__ Vector<T, kWidth> Apply(const F& functor, const Vecto
   return out;
 }
 
-// A block owns kThreads * kLoads consecutive vectors; a thread's loads are kThreads vectors apart, so that
-// each is coalesced across the warp, and all are issued before the first use. The elements behind the
-// last whole vector go to the first threads of the grid.
+// A block owns kThreads * kLoads consecutive vectors; a thread's loads are kThreads vectors apart,
+// so that each is coalesced across the warp, and all are issued before the first use. The elements
+// behind the last whole vector go to the first threads of the grid.
 template <class F, class T, int kWidth, int kThreads, int kLoads, int kInputs>
 __global__ void __launch_bounds__(kThreads)
     ElementwiseKernel(F functor, std::int64_t count, T* out, Inputs<T, kInputs> in) {
@@ -69,8 +70,8 @@ Status LaunchElementwise(const Call& call, const F& functor, T* out, Inputs<T, k
   const std::int64_t count = call.outputs[0].numel;
   const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
   const std::int64_t blocks = (count + per_block - 1) / per_block;
-  return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kInputs>, blocks, kThreads, call, functor,
-                      count, out, in);
+  return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kInputs>, blocks, kThreads,
+                      call, functor, count, out, in);
 }
 
 template <template <class> class F>
@@ -90,7 +91,8 @@ Status Cuda(const Call& call) {
     }
     const std::int64_t bytes = call.outputs[0].bytes();
     if (bytes >= kResidentMinBytes && bytes <= kResidentMaxBytes) {
-      return LaunchElementwise<Functor, T, kWidth, kThreads, kResidentLoads>(call, functor, out, in);
+      return LaunchElementwise<Functor, T, kWidth, kThreads, kResidentLoads>(call, functor, out,
+                                                                             in);
     }
     return LaunchElementwise<Functor, T, kWidth, kThreads, kLoads>(call, functor, out, in);
   });

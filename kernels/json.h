@@ -1,5 +1,6 @@
-// A record as JSON, built at compile time and placed in the library's ELF section `.twinop`, so that
-// tools read ops, dtypes and architectures from the file without loading it (twinop/record.py).
+// A record as JSON, built at compile time and placed in the library's ELF section `.twinop`, so
+// that tools read ops, dtypes and architectures from the file without loading it
+// (twinop/record.py).
 #pragma once
 
 #include <array>
@@ -31,7 +32,9 @@ class JsonWriter {
     if (text_[size_ - 1] != '{') Put(',');
     return String(name).Raw(":");
   }
-  constexpr JsonWriter& Field(std::string_view name, std::string_view value) { return Key(name).String(value); }
+  constexpr JsonWriter& Field(std::string_view name, std::string_view value) {
+    return Key(name).String(value);
+  }
   // Separates the entries of a list.
   constexpr JsonWriter& Next() {
     if (text_[size_ - 1] != '[') Put(',');
@@ -62,17 +65,23 @@ constexpr JsonWriter WriteJson(const Record& record) {
   json.Raw("]").Key("attributes").Raw("[");
   for (std::size_t i = 0; i < schema.attribute_count; ++i) {
     const Argument& attribute = schema.attribute(i);
-    json.Next().Raw("{").Field("name", attribute.name.view()).Field("kind", KindName(attribute.kind));
+    json.Next()
+        .Raw("{")
+        .Field("name", attribute.name.view())
+        .Field("kind", KindName(attribute.kind));
     if (attribute.has_default) json.Field("default", attribute.default_text);
     json.Raw("}");
   }
   json.Raw("]").Key("outputs").Raw("[");
-  for (std::size_t i = 0; i < schema.output_count; ++i) json.Next().String(schema.outputs[i].view());
+  for (std::size_t i = 0; i < schema.output_count; ++i)
+    json.Next().String(schema.outputs[i].view());
   json.Raw("]").Field("dtypes", record.dtypes_text).Field("shapes", record.shapes_text);
   json.Field("scratch", record.scratch_text).Field("in_place", record.in_place_text);
   json.Field("choices", record.choices_text).Field("gradient", record.gradient_text);
   json.Field("autocast", record.autocast_text);
-  json.Field("layout", record.is_elementwise ? "elementwise" : "contiguous").Key("devices").Raw("[");
+  json.Field("layout", record.is_elementwise ? "elementwise" : "contiguous")
+      .Key("devices")
+      .Raw("[");
   if (record.cpu_launcher != nullptr) json.Next().String("cpu");
   if (record.cuda_launcher != nullptr) json.Next().String("cuda");
   json.Raw("]}");

@@ -30,8 +30,8 @@ TWINOP_INLINE void Round(float value, BFloat16* result) { *result = __float2bflo
 
 #else
 
-// Integer arithmetic only where it can be, and no branches: the compiler vectorises the loops over them,
-// and the result does not depend on F16C or on the instruction set chosen at run time.
+// Integer arithmetic only where it can be, and no branches: the compiler vectorises the loops over
+// them, and the result does not depend on F16C or on the instruction set chosen at run time.
 struct Half {
   std::uint16_t bits;
 };
@@ -50,7 +50,9 @@ TWINOP_INLINE std::uint32_t BitsOf(float value) {
   return bits;
 }
 
-TWINOP_INLINE float ToCompute(BFloat16 value) { return FloatOf(static_cast<std::uint32_t>(value.bits) << 16); }
+TWINOP_INLINE float ToCompute(BFloat16 value) {
+  return FloatOf(static_cast<std::uint32_t>(value.bits) << 16);
+}
 
 TWINOP_INLINE void Round(float value, BFloat16* result) {
   std::uint32_t bits = BitsOf(value);
@@ -59,8 +61,8 @@ TWINOP_INLINE void Round(float value, BFloat16* result) {
   result->bits = static_cast<std::uint16_t>(nan ? 0x7FC0u : rounded);
 }
 
-// Both directions after M. Dukhan's FP16 library: the exponent is moved by a multiplication, which also
-// rounds subnormals correctly.
+// Both directions after M. Dukhan's FP16 library: the exponent is moved by a multiplication, which
+// also rounds subnormals correctly.
 TWINOP_INLINE float ToCompute(Half value) {
   std::uint32_t word = static_cast<std::uint32_t>(value.bits) << 16;
   std::uint32_t sign = word & 0x80000000u;
@@ -74,12 +76,14 @@ TWINOP_INLINE void Round(float value, Half* result) {
   std::uint32_t word = BitsOf(value);
   std::uint32_t twice = word + word;
   std::uint32_t sign = word & 0x80000000u;
-  float base = (FloatOf(word & 0x7FFFFFFFu) * 0x1.0p+112f) * 0x1.0p-110f;  // overflow becomes infinity
+  float base =
+      (FloatOf(word & 0x7FFFFFFFu) * 0x1.0p+112f) * 0x1.0p-110f;  // overflow becomes infinity
   std::uint32_t bias = twice & 0xFF000000u;
   bias = bias < 0x71000000u ? 0x71000000u : bias;
   std::uint32_t bits = BitsOf(FloatOf((bias >> 1) + 0x07800000u) + base);
   std::uint32_t magnitude = ((bits >> 13) & 0x7C00u) + (bits & 0x0FFFu);
-  result->bits = static_cast<std::uint16_t>((sign >> 16) | (twice > 0xFF000000u ? 0x7E00u : magnitude));
+  result->bits =
+      static_cast<std::uint16_t>((sign >> 16) | (twice > 0xFF000000u ? 0x7E00u : magnitude));
 }
 
 #endif
@@ -101,11 +105,16 @@ struct Tag {
 template <class Body>
 [[gnu::always_inline]] inline Status DispatchFloat(DType dtype, Body&& body) {
   switch (dtype) {
-    case DType::kFloat32: return body(Tag<float>{});
-    case DType::kFloat16: return body(Tag<Half>{});
-    case DType::kBFloat16: return body(Tag<BFloat16>{});
-    case DType::kFloat64: return body(Tag<double>{});
-    default: return Status::Error("the op's kernels take floating types only");
+    case DType::kFloat32:
+      return body(Tag<float>{});
+    case DType::kFloat16:
+      return body(Tag<Half>{});
+    case DType::kBFloat16:
+      return body(Tag<BFloat16>{});
+    case DType::kFloat64:
+      return body(Tag<double>{});
+    default:
+      return Status::Error("the op's kernels take floating types only");
   }
 }
 

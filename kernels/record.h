@@ -1,5 +1,5 @@
-// The op record: the one place that says what an op is. The torch registration, fakes, autograd, the
-// ORT custom op, both exporters and the JSON in the library are all derived from it.
+// The op record: the one place that says what an op is. The torch registration, fakes, autograd,
+// the ORT custom op, both exporters and the JSON in the library are all derived from it.
 //
 // The record is text plus two launchers, so that Python can give one as well (twinop/record.py).
 #pragma once
@@ -42,12 +42,18 @@ struct DTypeInfo {
   std::size_t size;       // bytes
 };
 inline constexpr DTypeInfo kDTypes[] = {
-    {DType::kNone, "unsupported", 0},     {DType::kFloat32, "float32", 4},
-    {DType::kFloat16, "float16", 2},      {DType::kBFloat16, "bfloat16", 2},
-    {DType::kFloat64, "float64", 8},      {DType::kInt8, "int8", 1},
-    {DType::kInt16, "int16", 2},          {DType::kInt32, "int32", 4},
-    {DType::kInt64, "int64", 8},          {DType::kUInt8, "uint8", 1},
-    {DType::kBool, "bool", 1},            {DType::kComplex64, "complex64", 8},
+    {DType::kNone, "unsupported", 0},
+    {DType::kFloat32, "float32", 4},
+    {DType::kFloat16, "float16", 2},
+    {DType::kBFloat16, "bfloat16", 2},
+    {DType::kFloat64, "float64", 8},
+    {DType::kInt8, "int8", 1},
+    {DType::kInt16, "int16", 2},
+    {DType::kInt32, "int32", 4},
+    {DType::kInt64, "int64", 8},
+    {DType::kUInt8, "uint8", 1},
+    {DType::kBool, "bool", 1},
+    {DType::kComplex64, "complex64", 8},
     {DType::kComplex128, "complex128", 16},
 };
 
@@ -61,8 +67,9 @@ constexpr DType DTypeNamed(std::string_view name) {
 
 // ---------------------------------------------------------------------------------- a call
 
-// A view of a framework's tensor: nothing is owned. Data is dense in the order of `sizes` unless the
-// op's layout is elementwise, where any one dense order is the same for all tensors of the call.
+// A view of a framework's tensor: nothing is owned. Data is dense in the order of `sizes` unless
+// the op's layout is elementwise, where any one dense order is the same for all tensors of the
+// call.
 struct Tensor {
   void* data = nullptr;  // null where an optional input is absent
   DType dtype = DType::kNone;
@@ -83,10 +90,12 @@ struct Context {
   using Range = void (*)(std::int64_t begin, std::int64_t end, void* argument);
 
   void* stream = nullptr;  // cudaStream_t; null on the CPU
-  void (*parallel_for)(void* pool, std::int64_t count, std::int64_t grain, Range range, void* argument) = nullptr;
+  void (*parallel_for)(void* pool, std::int64_t count, std::int64_t grain, Range range,
+                       void* argument) = nullptr;
   void* pool = nullptr;
 
-  // Calls body(begin, end) over [0, count) in pieces of at least `grain`, on this thread if one is enough.
+  // Calls body(begin, end) over [0, count) in pieces of at least `grain`, on this thread if one is
+  // enough.
   template <class Body>
   void ParallelFor(std::int64_t count, std::int64_t grain, const Body& body) const {
     if (count <= grain) return body(0, count);
@@ -103,7 +112,7 @@ struct Call {
   const Tensor* inputs = nullptr;         // in schema order, absent ones not `present`
   Tensor* outputs = nullptr;              // allocated by the binding
   const Attribute* attributes = nullptr;  // in schema order
-  void* scratch = nullptr;                // Record::scratch bytes; aligned to 64 bytes, on CUDA to 256
+  void* scratch = nullptr;  // Record::scratch bytes; aligned to 64 bytes, on CUDA to 256
   const Context* context = nullptr;
 };
 
@@ -127,9 +136,11 @@ constexpr std::string_view Entry(std::string_view entries, std::string_view name
 
 struct Record {
   Schema schema;
-  // Allowed combinations, "float16; float16 weight=float32": every tensor has the first type but those named.
+  // Allowed combinations, "float16; float16 weight=float32": every tensor has the first type but
+  // those named.
   std::string_view dtypes_text = "float32; float16; bfloat16; float64";
-  // Output shapes, "y = x; s = x[:-1]" (shape.h). An output left out has the shape of the first input.
+  // Output shapes, "y = x; s = x[:-1]" (shape.h). An output left out has the shape of the first
+  // input.
   std::string_view shapes_text = "";
   // Bytes of scratch memory that a launch needs: a size expression (shape.h).
   std::string_view scratch_text = "0";
@@ -137,8 +148,8 @@ struct Record {
   std::string_view in_place_text = "";
   // Allowed values of str attributes, "variant = auto | scalar | vec4".
   std::string_view choices_text = "";
-  // Derivative formulas, "x = relu_backward(grad, y)", as in torch's derivatives.yaml: Python over the
-  // op's inputs, outputs, attributes and `grad` (`grad_<output>` where there are several).
+  // Derivative formulas, "x = relu_backward(grad, y)", as in torch's derivatives.yaml: Python over
+  // the op's inputs, outputs, attributes and `grad` (`grad_<output>` where there are several).
   std::string_view gradient_text = "";
   // Under torch.autocast: "keep" runs in the dtype given, "widest" promotes mixed float inputs.
   std::string_view autocast_text = "keep";
@@ -146,20 +157,32 @@ struct Record {
   bool is_elementwise = false;
   Launcher cpu_launcher = nullptr;
   Launcher cuda_launcher = nullptr;
-  // What shapes_text and in_place_text say of each output, read once: calls ask for it. The input whose shape
-  // it has, and the one that it may overwrite, or Schema::kNotFound.
+  // What shapes_text and in_place_text say of each output, read once: calls ask for it. The input
+  // whose shape it has, and the one that it may overwrite, or Schema::kNotFound.
   std::int8_t same_shape_inputs[kMaxOutputs] = {};
   std::int8_t in_place_inputs[kMaxOutputs] = {};
 
-  constexpr explicit Record(std::string_view schema_text) : schema(ParseSchema(schema_text)) { ReadTexts(); }
+  constexpr explicit Record(std::string_view schema_text) : schema(ParseSchema(schema_text)) {
+    ReadTexts();
+  }
 
   constexpr Record dtypes(std::string_view text) const { return With(&Record::dtypes_text, text); }
   constexpr Record shapes(std::string_view text) const { return With(&Record::shapes_text, text); }
-  constexpr Record scratch(std::string_view text) const { return With(&Record::scratch_text, text); }
-  constexpr Record in_place(std::string_view text) const { return With(&Record::in_place_text, text); }
-  constexpr Record choices(std::string_view text) const { return With(&Record::choices_text, text); }
-  constexpr Record gradient(std::string_view text) const { return With(&Record::gradient_text, text); }
-  constexpr Record autocast(std::string_view text) const { return With(&Record::autocast_text, text); }
+  constexpr Record scratch(std::string_view text) const {
+    return With(&Record::scratch_text, text);
+  }
+  constexpr Record in_place(std::string_view text) const {
+    return With(&Record::in_place_text, text);
+  }
+  constexpr Record choices(std::string_view text) const {
+    return With(&Record::choices_text, text);
+  }
+  constexpr Record gradient(std::string_view text) const {
+    return With(&Record::gradient_text, text);
+  }
+  constexpr Record autocast(std::string_view text) const {
+    return With(&Record::autocast_text, text);
+  }
   constexpr Record elementwise() const { return With(&Record::is_elementwise, true); }
   constexpr Record cpu(Launcher launcher) const { return With(&Record::cpu_launcher, launcher); }
   constexpr Record cuda(Launcher launcher) const { return With(&Record::cuda_launcher, launcher); }
@@ -210,7 +233,8 @@ struct Record {
     for (std::size_t i = 0; i < schema.output_count; ++i) {
       same_shape_inputs[i] = static_cast<std::int8_t>(schema.FindInput(ShapeText(i)));
       std::string_view text = Entry(in_place_text, schema.outputs[i].view());
-      in_place_inputs[i] = static_cast<std::int8_t>(text.empty() ? Schema::kNotFound : schema.FindInput(text));
+      in_place_inputs[i] =
+          static_cast<std::int8_t>(text.empty() ? Schema::kNotFound : schema.FindInput(text));
     }
   }
 };
@@ -218,7 +242,8 @@ struct Record {
 // Compile-time proof that a record is well formed; called by TWINOP_OP (registry.h).
 constexpr bool Validate(const Record& record) {
   const Schema& schema = record.schema;
-  for (std::size_t c = 0; c < record.CombinationCount(); ++c) record.TypeOf(c, schema.input(0).name.view());
+  for (std::size_t c = 0; c < record.CombinationCount(); ++c)
+    record.TypeOf(c, schema.input(0).name.view());
   for (Scanner scan(record.dtypes_text); !scan.AtEnd();) {
     std::string_view name = scan.Word();
     if (!scan.Accept("=")) {
@@ -227,7 +252,8 @@ constexpr bool Validate(const Record& record) {
     }
     scan.Word();
     scan.Accept(";");
-    if (schema.FindInput(name) < 0 && schema.FindOutput(name) < 0) throw "a record's dtypes name no tensor of its op";
+    if (schema.FindInput(name) < 0 && schema.FindOutput(name) < 0)
+      throw "a record's dtypes name no tensor of its op";
   }
 
   Shape unknown;
@@ -259,12 +285,15 @@ constexpr bool Validate(const Record& record) {
   };
   check(record.shapes_text, [&](std::string_view name) { return schema.FindOutput(name) >= 0; });
   check(record.in_place_text, [&](std::string_view name) { return schema.FindOutput(name) >= 0; });
-  check(record.choices_text, [&](std::string_view name) { return schema.FindAttribute(name) >= 0; });
+  check(record.choices_text,
+        [&](std::string_view name) { return schema.FindAttribute(name) >= 0; });
   check(record.gradient_text, [&](std::string_view name) { return schema.FindInput(name) >= 0; });
   for (std::size_t i = 0; i < schema.output_count; ++i)
-    if (!Entry(record.in_place_text, schema.outputs[i].view()).empty() && record.InPlaceInput(i) < 0)
+    if (!Entry(record.in_place_text, schema.outputs[i].view()).empty() &&
+        record.InPlaceInput(i) < 0)
       throw "a record's in_place names no input";
-  if (record.autocast_text != "keep" && record.autocast_text != "widest") throw "autocast is keep or widest";
+  if (record.autocast_text != "keep" && record.autocast_text != "widest")
+    throw "autocast is keep or widest";
   return true;
 }
 

@@ -1,8 +1,8 @@
-// How a record joins a library: linking its object file is all. The linker gathers the records of the
-// objects at hand into the section `twinop_records`, and their JSON into `.twinop`.
+// How a record joins a library: linking its object file is all. The linker gathers the records of
+// the objects at hand into the section `twinop_records`, and their JSON into `.twinop`.
 //
-// An op's header (kernels/ops/relu.h) is compiled twice (cmake/TwinopOp.cmake): by the C++ compiler for
-// the record and the CPU launcher, and by nvcc for the CUDA launcher.
+// An op's header (kernels/ops/relu.h) is compiled twice (cmake/TwinopOp.cmake): by the C++ compiler
+// for the record and the CPU launcher, and by nvcc for the CUDA launcher.
 #pragma once
 
 #include "kernels/json.h"
@@ -19,14 +19,14 @@
 #define TWINOP_OP(id, record, cpu_launcher, ...) \
   Status id##_cuda(const Call& call) { return __VA_ARGS__(call); }
 #else
-#define TWINOP_OP(id, record, cpu_launcher, ...)                                             \
-  Status id##_cuda(const Call& call);                                                        \
-  namespace id##_op {                                                                        \
-  constexpr Record kRecord = (record).cpu(cpu_launcher).cuda(TWINOP_CUDA_LAUNCHER(id));      \
-  static_assert(kRecord.schema.name.view() == #id && Validate(kRecord));                     \
-  constexpr JsonWriter kJson = WriteJson(kRecord);                                           \
-  [[gnu::section(".twinop"), gnu::used]] constexpr auto kText = CutJson<kJson.size()>(kJson); \
-  [[gnu::section("twinop_records"), gnu::used]] const Record* const kEntry = &kRecord;       \
+#define TWINOP_OP(id, record, cpu_launcher, ...)                                                \
+  Status id##_cuda(const Call& call);                                                           \
+  namespace id##_op {                                                                           \
+    constexpr Record kRecord = (record).cpu(cpu_launcher).cuda(TWINOP_CUDA_LAUNCHER(id));       \
+    static_assert(kRecord.schema.name.view() == #id && Validate(kRecord));                      \
+    constexpr JsonWriter kJson = WriteJson(kRecord);                                            \
+    [[gnu::section(".twinop"), gnu::used]] constexpr auto kText = CutJson<kJson.size()>(kJson); \
+    [[gnu::section("twinop_records"), gnu::used]] const Record* const kEntry = &kRecord;        \
   }
 #endif
 

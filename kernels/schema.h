@@ -3,8 +3,9 @@
 //   rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6) -> Tensor
 //   add_rms_norm(Tensor x, Tensor residual, ...) -> (Tensor y, Tensor sum)
 //
-// Arguments are tensors (`Tensor`, `Tensor?`) or attributes (`int`, `float`, `bool`, `str`, `int[]`).
-// It runs at compile time, so a malformed schema does not compile: the error names the throw below.
+// Arguments are tensors (`Tensor`, `Tensor?`) or attributes (`int`, `float`, `bool`, `str`,
+// `int[]`). It runs at compile time, so a malformed schema does not compile: the error names the
+// throw below.
 #pragma once
 
 #include <array>
@@ -25,7 +26,8 @@ struct Name {
   std::size_t size = 0;
 
   constexpr Name() = default;
-  constexpr Name(std::string_view source) {  // NOLINT(google-explicit-constructor): a name is its text
+  constexpr Name(
+      std::string_view source) {  // NOLINT(google-explicit-constructor): a name is its text
     if (source.empty()) throw "an empty name in a schema";
     if (source.size() >= kMaxName) throw "a name in a schema is too long";
     if (source[0] >= '0' && source[0] <= '9') throw "a name in a schema starts with a digit";
@@ -36,17 +38,26 @@ struct Name {
 
 enum class Kind : std::uint8_t { kTensor, kOptionalTensor, kInt, kFloat, kBool, kString, kIntList };
 
-constexpr bool IsTensor(Kind kind) { return kind == Kind::kTensor || kind == Kind::kOptionalTensor; }
+constexpr bool IsTensor(Kind kind) {
+  return kind == Kind::kTensor || kind == Kind::kOptionalTensor;
+}
 
 constexpr std::string_view KindName(Kind kind) {
   switch (kind) {
-    case Kind::kTensor: return "Tensor";
-    case Kind::kOptionalTensor: return "Tensor?";
-    case Kind::kInt: return "int";
-    case Kind::kFloat: return "float";
-    case Kind::kBool: return "bool";
-    case Kind::kString: return "str";
-    case Kind::kIntList: return "int[]";
+    case Kind::kTensor:
+      return "Tensor";
+    case Kind::kOptionalTensor:
+      return "Tensor?";
+    case Kind::kInt:
+      return "int";
+    case Kind::kFloat:
+      return "float";
+    case Kind::kBool:
+      return "bool";
+    case Kind::kString:
+      return "str";
+    case Kind::kIntList:
+      return "int[]";
   }
   return "";
 }
@@ -74,7 +85,9 @@ struct Schema {
   std::uint8_t attribute_arguments[kMaxArguments] = {};
 
   constexpr const Argument& input(std::size_t i) const { return arguments[input_arguments[i]]; }
-  constexpr const Argument& attribute(std::size_t i) const { return arguments[attribute_arguments[i]]; }
+  constexpr const Argument& attribute(std::size_t i) const {
+    return arguments[attribute_arguments[i]];
+  }
 
   static constexpr int kNotFound = -1;
   constexpr int FindInput(std::string_view wanted) const {
@@ -194,7 +207,8 @@ constexpr Name OnnxName(std::string_view name) {
       continue;
     }
     if (result.size + 1 >= kMaxName) throw "a name in a schema is too long";
-    result.text[result.size++] = upper && c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
+    result.text[result.size++] =
+        upper && c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
     upper = false;
   }
   return result;
@@ -223,15 +237,22 @@ constexpr bool IsFloat(Scanner& scan) {
 constexpr bool IsLiteral(Kind kind, std::string_view text) {
   Scanner scan(text);
   switch (kind) {
-    case Kind::kTensor: return false;
-    case Kind::kOptionalTensor: return text == "None";
-    case Kind::kBool: return text == "True" || text == "False";
-    case Kind::kInt: scan.Integer(); return scan.AtEnd();
-    case Kind::kFloat: return IsFloat(scan) && scan.AtEnd();
+    case Kind::kTensor:
+      return false;
+    case Kind::kOptionalTensor:
+      return text == "None";
+    case Kind::kBool:
+      return text == "True" || text == "False";
+    case Kind::kInt:
+      scan.Integer();
+      return scan.AtEnd();
+    case Kind::kFloat:
+      return IsFloat(scan) && scan.AtEnd();
     case Kind::kString: {
       if (text.size() < 2 || (text[0] != '"' && text[0] != '\'')) return false;
       std::string_view inside = text.substr(1, text.size() - 2);
-      return text.back() == text[0] && inside.find(text[0]) == inside.npos && inside.find('\\') == inside.npos;
+      return text.back() == text[0] && inside.find(text[0]) == inside.npos &&
+             inside.find('\\') == inside.npos;
     }
     case Kind::kIntList: {
       scan.Expect("[");
@@ -262,8 +283,10 @@ constexpr Schema ParseSchema(std::string_view text) {
     if (scan.Accept("=")) {
       argument.has_default = true;
       argument.default_text = scan.Until(",)");
-      if (!IsLiteral(argument.kind, argument.default_text)) throw "a schema's default is no value of its kind";
-    } else if (schema.argument_count > 0 && schema.arguments[schema.argument_count - 1].has_default) {
+      if (!IsLiteral(argument.kind, argument.default_text))
+        throw "a schema's default is no value of its kind";
+    } else if (schema.argument_count > 0 &&
+               schema.arguments[schema.argument_count - 1].has_default) {
       throw "a schema's arguments without a default come before those with one";
     }
     auto index = static_cast<std::uint8_t>(schema.argument_count++);
@@ -290,11 +313,13 @@ constexpr Schema ParseSchema(std::string_view text) {
 
   std::string_view names[kMaxArguments + kMaxOutputs] = {};
   std::size_t count = 0;
-  for (std::size_t i = 0; i < schema.argument_count; ++i) names[count++] = schema.arguments[i].name.view();
+  for (std::size_t i = 0; i < schema.argument_count; ++i)
+    names[count++] = schema.arguments[i].name.view();
   for (std::size_t i = 0; i < schema.output_count; ++i) names[count++] = schema.outputs[i].view();
   for (std::size_t i = 0; i < count; ++i)
     for (std::size_t j = 0; j < i; ++j)
-      if (names[i] == names[j]) throw "a schema has one name twice (an output without a name is called y)";
+      if (names[i] == names[j])
+        throw "a schema has one name twice (an output without a name is called y)";
   return schema;
 }
 

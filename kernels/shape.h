@@ -1,5 +1,6 @@
 // Output shapes and scratch sizes, as the record writes them: a small closed language, a subset of
-// Python's expressions, so that Python evaluates the same text on symbolic sizes (twinop/record.py).
+// Python's expressions, so that Python evaluates the same text on symbolic sizes
+// (twinop/record.py).
 //
 //   shape   := term ('+' term)*
 //   term    := input | input '[' int? ':' int? ']' | '[' int, ... ']' | broadcast(shape, shape)
@@ -9,7 +10,8 @@
 //            | len(shape) | numel(shape) | '(' int ')'
 //
 // `attribute` is one of kind int or bool; with an index it is one of kind int[].
-// Evaluated on every call, without allocation; unknown dimensions (graph-time inference) stay unknown.
+// Evaluated on every call, without allocation; unknown dimensions (graph-time inference) stay
+// unknown.
 #pragma once
 
 #include "kernels/schema.h"
@@ -56,7 +58,8 @@ struct ShapeScope {
 
 class ShapeExpression {
  public:
-  constexpr ShapeExpression(std::string_view text, const ShapeScope& scope) : scan_(text), scope_(scope) {}
+  constexpr ShapeExpression(std::string_view text, const ShapeScope& scope)
+      : scan_(text), scope_(scope) {}
 
   // Throws (const char*) where the text does not parse or the sizes do not fit.
   constexpr Shape EvaluateShape() {
@@ -113,9 +116,11 @@ class ShapeExpression {
     scan_.Expect(":");
     Dim end = scan_.Peek() == ']' ? Dim{rank, nullptr} : ParseSum();
     scan_.Expect("]");
-    result.known_rank = input.known_rank && begin.value != kUnknownSize && end.value != kUnknownSize;
+    result.known_rank =
+        input.known_rank && begin.value != kUnknownSize && end.value != kUnknownSize;
     if (!result.known_rank) return result;
-    for (std::int64_t i = Position(begin, rank); i < Position(end, rank); ++i) result.Push(input.dims[i]);
+    for (std::int64_t i = Position(begin, rank); i < Position(end, rank); ++i)
+      result.Push(input.dims[i]);
     return result;
   }
 
@@ -187,13 +192,16 @@ class ShapeExpression {
       if (!shape.known_rank) return Unknown();
       if (name == "len") return Dim{static_cast<std::int64_t>(shape.rank), nullptr};
       Dim product{1, nullptr};
-      for (std::size_t i = 0; i < shape.rank; ++i) product = Combine(product, shape.dims[i], '*', true);
+      for (std::size_t i = 0; i < shape.rank; ++i)
+        product = Combine(product, shape.dims[i], '*', true);
       return product;
     }
     if (int index = scope_.schema->FindAttribute(name); index != Schema::kNotFound) {
       Kind kind = scope_.schema->attribute(index).kind;
-      if (kind == Kind::kInt || kind == Kind::kBool) return Dim{scope_.attributes[index].i, nullptr};
-      if (kind != Kind::kIntList) throw "a shape expression names an attribute that is no int, bool or int[]";
+      if (kind == Kind::kInt || kind == Kind::kBool)
+        return Dim{scope_.attributes[index].i, nullptr};
+      if (kind != Kind::kIntList)
+        throw "a shape expression names an attribute that is no int, bool or int[]";
       const Attribute& list = scope_.attributes[index];
       Dim entry = ParseIndex(static_cast<std::int64_t>(list.count));
       if (entry.value == kUnknownSize) return entry;
@@ -221,7 +229,8 @@ class ShapeExpression {
 
   constexpr const Shape& Input(std::string_view name) {
     int index = scope_.schema->FindInput(name);
-    if (index == Schema::kNotFound) throw "a shape expression names no input or attribute of its op";
+    if (index == Schema::kNotFound)
+      throw "a shape expression names no input or attribute of its op";
     if (scope_.inputs[index] == nullptr) throw "a shape expression names an input that is absent";
     return *scope_.inputs[index];
   }
@@ -229,15 +238,20 @@ class ShapeExpression {
   // Sizes that depend on an unknown one are unknown.
   static constexpr Dim Unknown(const char* symbol = nullptr) { return Dim{kUnknownSize, symbol}; }
   static constexpr Dim Combine(Dim a, Dim b, char op, bool dims = false) {
-    if (a.value == kUnknownSize || b.value == kUnknownSize || (dims && !b.known())) return Unknown();
+    if (a.value == kUnknownSize || b.value == kUnknownSize || (dims && !b.known()))
+      return Unknown();
     switch (op) {
-      case '+': return Dim{a.value + b.value, nullptr};
-      case '-': return Dim{a.value - b.value, nullptr};
-      case '*': return Dim{a.value * b.value, nullptr};
+      case '+':
+        return Dim{a.value + b.value, nullptr};
+      case '-':
+        return Dim{a.value - b.value, nullptr};
+      case '*':
+        return Dim{a.value * b.value, nullptr};
       default:
         if (b.value == 0) throw "a size expression divides by zero";
         // Python's //: rounds towards minus infinity.
-        return Dim{a.value / b.value - ((a.value % b.value != 0) && ((a.value < 0) != (b.value < 0)) ? 1 : 0),
+        return Dim{a.value / b.value -
+                       ((a.value % b.value != 0) && ((a.value < 0) != (b.value < 0)) ? 1 : 0),
                    nullptr};
     }
   }

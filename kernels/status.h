@@ -10,8 +10,8 @@ namespace twinop {
 class [[nodiscard]] Status {
  public:
   Status() = default;  // success
-  [[gnu::cold]] static Status Error(
-      std::string message) {  // cold: what leads to it is kept out of the way
+  // Cold: the compiler moves what leads here out of the way of the calls that succeed.
+  [[gnu::cold]] static Status Error(std::string message) {
     Status status;
     status.message_ = std::make_unique<const std::string>(std::move(message));
     return status;
@@ -20,14 +20,14 @@ class [[nodiscard]] Status {
   const std::string& message() const { return *message_; }  // of an error
 
  private:
-  std::unique_ptr<const std::string>
-      message_;  // one word: success costs nothing on the way of every call
+  // One word, null on success: every call of an op returns several of these.
+  std::unique_ptr<const std::string> message_;
 };
 
 }  // namespace twinop
 
-#define TWINOP_RETURN_IF_ERROR(expression)                      \
-  do {                                                          \
-    ::twinop::Status status_ = (expression);                    \
-    if (!status_.ok()) return status_;                          \
+#define TWINOP_RETURN_IF_ERROR(expression)   \
+  do {                                       \
+    ::twinop::Status status_ = (expression); \
+    if (!status_.ok()) return status_;       \
   } while (false)

@@ -5,22 +5,26 @@
 namespace twinop::ort {
 namespace {
 
-using Getter = bool (*)(const OrtApi*, const OrtKernelInfo*, const char* name, Attribute*, std::string*);
+using Getter = bool (*)(const OrtApi*, const OrtKernelInfo*, const char* name, Attribute*,
+                        std::string*);
 
 bool Ok(const OrtApi* api, OrtStatus* status) { return OwnedStatus(api, status).ok(); }
 
-bool GetInt(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value, std::string*) {
+bool GetInt(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
+            std::string*) {
   return Ok(api, api->KernelInfoGetAttribute_int64(info, name, &value->i));
 }
 
-bool GetFloat(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value, std::string*) {
+bool GetFloat(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
+              std::string*) {
   float narrow = 0;
   if (!Ok(api, api->KernelInfoGetAttribute_float(info, name, &narrow))) return false;
   value->f = narrow;
   return true;
 }
 
-bool GetString(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value, std::string* text) {
+bool GetString(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
+               std::string* text) {
   std::size_t size = 0;
   // The first call only asks for the size, and says so with a failure on some versions.
   Ok(api, api->KernelInfoGetAttribute_string(info, name, nullptr, &size));
@@ -32,7 +36,8 @@ bool GetString(const OrtApi* api, const OrtKernelInfo* info, const char* name, A
   return true;
 }
 
-bool GetIntList(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value, std::string*) {
+bool GetIntList(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
+                std::string*) {
   std::size_t count = 0;
   Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &count));
   if (count == 0) return false;
@@ -59,20 +64,22 @@ const Reader& ReaderOf(Kind kind) {
 
 }  // namespace
 
-Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info, Attribute* values,
-                      std::string* strings) {
+Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info,
+                      Attribute* values, std::string* strings) {
   const Schema& schema = record.schema;
   for (std::size_t i = 0; i < schema.attribute_count; ++i) {
     const Argument& argument = schema.attribute(i);
     const std::string name(argument.name.view());
     const Reader& wanted = ReaderOf(argument.kind);
     if (!wanted.get(api, info, name.c_str(), &values[i], &strings[i])) {
-      // ORT gives one code for an attribute that is missing and for one of another type: try the others.
+      // ORT gives one code for an attribute that is missing and for one of another type: try the
+      // others.
       for (const Reader& reader : kReaders) {
         Attribute other;
         std::string text;
         if (reader.get(api, info, name.c_str(), &other, &text))
-          return Status::Error("attribute " + name + " is " + reader.onnx_kind + ", expected " + wanted.onnx_kind);
+          return Status::Error("attribute " + name + " is " + reader.onnx_kind + ", expected " +
+                               wanted.onnx_kind);
       }
       if (!argument.has_default)
         return Status::Error("attribute " + name + " (" + std::string(KindName(argument.kind)) +

@@ -7,8 +7,8 @@ namespace {
 
 const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
 
-// ORT's GetMayInplace gets no op pointer, so the answer is in the function's type: one function for each
-// (input, output) pair.
+// ORT's GetMayInplace gets no op pointer, so the answer is in the function's type: one function for
+// each (input, output) pair.
 template <int kInput, int kOutput>
 std::size_t MayInplace(int** input, int** output) {
   *input = static_cast<int*>(std::malloc(sizeof(int)));
@@ -30,7 +30,8 @@ constexpr MayInplaceFunction kMayInplace[4][2] = {{MayInplace<0, 0>, MayInplace<
                                                   {MayInplace<2, 0>, MayInplace<2, 1>},
                                                   {MayInplace<3, 0>, MayInplace<3, 1>}};
 
-// The first pair that the record allows; ORT reuses one buffer per output, and one is what an op has to offer.
+// The first pair that the record allows; ORT reuses one buffer per output, and one is what an op
+// has to offer.
 MayInplaceFunction FindMayInplace(const Record& record) {
   for (std::size_t output = 0; output < record.schema.output_count && output < 2; ++output) {
     int input = record.InPlaceInput(output);
@@ -43,25 +44,38 @@ MayInplaceFunction FindMayInplace(const Record& record) {
 
 ONNXTensorElementDataType OnnxType(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    case DType::kFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-    case DType::kBFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
-    case DType::kFloat64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE;
-    case DType::kInt8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-    case DType::kInt16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16;
-    case DType::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-    case DType::kInt64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-    case DType::kUInt8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-    case DType::kComplex64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX64;
-    case DType::kComplex128: return ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX128;
-    case DType::kBool: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
-    case DType::kNone: break;
+    case DType::kFloat32:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    case DType::kFloat16:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+    case DType::kBFloat16:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+    case DType::kFloat64:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE;
+    case DType::kInt8:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    case DType::kInt16:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16;
+    case DType::kInt32:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+    case DType::kInt64:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+    case DType::kUInt8:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+    case DType::kComplex64:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX64;
+    case DType::kComplex128:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX128;
+    case DType::kBool:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+    case DType::kNone:
+      break;
   }
   return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 }
 
-Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const OrtApi* api, const OrtApi* api24,
-          int runtime_minor) {
+Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const OrtApi* api,
+          const OrtApi* api24, int runtime_minor) {
   Op op{};
   const Schema& schema = record.schema;
   op.record = &record;
@@ -79,15 +93,23 @@ Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const Ort
   op.GetExecutionProviderType = [](const OrtCustomOp* op) {
     return Self(op).on_cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
   };
-  op.GetInputType = [](const OrtCustomOp* op, std::size_t i) { return OnnxType(Self(op).input_types[i]); };
+  op.GetInputType = [](const OrtCustomOp* op, std::size_t i) {
+    return OnnxType(Self(op).input_types[i]);
+  };
   op.GetInputTypeCount = [](const OrtCustomOp* op) { return Self(op).record->schema.input_count; };
-  op.GetOutputType = [](const OrtCustomOp* op, std::size_t i) { return OnnxType(Self(op).output_types[i]); };
-  op.GetOutputTypeCount = [](const OrtCustomOp* op) { return Self(op).record->schema.output_count; };
+  op.GetOutputType = [](const OrtCustomOp* op, std::size_t i) {
+    return OnnxType(Self(op).output_types[i]);
+  };
+  op.GetOutputTypeCount = [](const OrtCustomOp* op) {
+    return Self(op).record->schema.output_count;
+  };
   op.GetInputCharacteristic = [](const OrtCustomOp* op, std::size_t i) {
     return Self(op).record->schema.input(i).kind == Kind::kOptionalTensor ? INPUT_OUTPUT_OPTIONAL
                                                                           : INPUT_OUTPUT_REQUIRED;
   };
-  op.GetOutputCharacteristic = [](const OrtCustomOp*, std::size_t) { return INPUT_OUTPUT_REQUIRED; };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, std::size_t) {
+    return INPUT_OUTPUT_REQUIRED;
+  };
   op.GetInputMemoryType = [](const OrtCustomOp*, std::size_t) { return OrtMemTypeDefault; };
   op.GetStartVersion = [](const OrtCustomOp*) { return kDomainVersion; };
   op.GetEndVersion = [](const OrtCustomOp*) { return kDomainVersion; };

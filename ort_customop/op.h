@@ -1,5 +1,5 @@
-// One OrtCustomOp per (record, dtype combination, execution provider): the raw C struct, which serves the
-// widest range of runtimes and costs the least per call, with the record behind it.
+// One OrtCustomOp per (record, dtype combination, execution provider): the raw C struct, which
+// serves the widest range of runtimes and costs the least per call, with the record behind it.
 #pragma once
 
 #define ORT_API_MANUAL_INIT
@@ -25,11 +25,12 @@ struct Op : OrtCustomOp {
 };
 
 // `runtime_minor` is 23 for ORT 1.23.2.
-Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const OrtApi* api, const OrtApi* api24,
-          int runtime_minor);
+Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const OrtApi* api,
+          const OrtApi* api24, int runtime_minor);
 
 // Callbacks that live in files of their own.
-OrtStatusPtr CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** kernel);
+OrtStatusPtr CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
+                          void** kernel);
 using ComputeFunction = OrtStatusPtr(ORT_API_CALL*)(void* kernel, OrtKernelContext* context);
 ComputeFunction FindCompute(const Record& record, const OrtApi* api24);
 void DestroyKernel(void* kernel);
@@ -38,7 +39,7 @@ OrtStatusPtr InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context);
 ONNXTensorElementDataType OnnxType(DType dtype);
 
 // Reads the node's attributes (attributes.cpp); `strings` keeps the text of str attributes alive.
-Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info, Attribute* values,
-                      std::string* strings);
+Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info,
+                      Attribute* values, std::string* strings);
 
 }  // namespace twinop::ort

@@ -44,9 +44,9 @@ class Library {
 OrtStatusPtr Register(OrtSessionOptions* options, const OrtApiBase* base) {
   const OrtApi* api = base->GetApi(kApiVersion);
   if (api == nullptr) {
-    const std::string message = std::string("twinop ") + TWINOP_VERSION +
-                                " needs ONNX Runtime 1.18 or newer; this is " + base->GetVersionString() +
-                                ". Upgrade with: pip install 'onnxruntime>=1.18'";
+    const std::string message =
+        std::string("twinop ") + TWINOP_VERSION + " needs ONNX Runtime 1.18 or newer; this is " +
+        base->GetVersionString() + ". Upgrade with: pip install 'onnxruntime>=1.18'";
     return base->GetApi(1)->CreateStatus(ORT_FAIL, message.c_str());
   }
   return Guard(api, [&] {

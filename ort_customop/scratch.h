@@ -7,8 +7,8 @@
 
 namespace twinop::ort {
 
-// Given back when it leaves the scope. On CUDA the kernel is only queued then: the memory was taken for the run's
-// stream, and the arena makes other streams wait for that one before they get it.
+// Given back when it leaves the scope. On CUDA the kernel is only queued then: the memory was taken
+// for the run's stream, and the arena makes other streams wait for that one before they get it.
 class Scratch {
  public:
   // `allocator` is the execution provider's, of the kernel; null if the op needs no scratch.
@@ -25,11 +25,15 @@ class Scratch {
     if (on_cuda) {
       const OrtMemoryInfo* memory = nullptr;
       TWINOP_RETURN_IF_ORT_ERROR(api, api->AllocatorGetInfo(allocator_, &memory));
-      TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetScratchBuffer(context, memory, bytes, &data_));
+      TWINOP_RETURN_IF_ORT_ERROR(
+          api, api->KernelContext_GetScratchBuffer(context, memory, bytes, &data_));
     } else {
-      data_ = allocator_->Alloc(allocator_, bytes);  // GetScratchBuffer crashes without a stream (1.18, 1.20)
+      data_ = allocator_->Alloc(allocator_,
+                                bytes);  // GetScratchBuffer crashes without a stream (1.18, 1.20)
     }
-    return data_ != nullptr ? Status() : Status::Error("no memory for " + std::to_string(bytes) + " bytes of scratch");
+    return data_ != nullptr
+               ? Status()
+               : Status::Error("no memory for " + std::to_string(bytes) + " bytes of scratch");
   }
 
  private:

@@ -9,7 +9,9 @@ namespace {
 
 struct InfoDeleter {
   const OrtApi* api;
-  void operator()(OrtTensorTypeAndShapeInfo* info) const { api->ReleaseTensorTypeAndShapeInfo(info); }
+  void operator()(OrtTensorTypeAndShapeInfo* info) const {
+    api->ReleaseTensorTypeAndShapeInfo(info);
+  }
 };
 using OwnedInfo = std::unique_ptr<OrtTensorTypeAndShapeInfo, InfoDeleter>;
 
@@ -36,11 +38,12 @@ Status ReadInput(const OrtApi* api, OrtShapeInferContext* context, std::size_t i
   return {};
 }
 
-Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Record& record, std::size_t index,
-                     Attribute* value) {
+Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Record& record,
+                     std::size_t index, Attribute* value) {
   const Argument& argument = record.schema.attribute(index);
   const OrtOpAttr* attribute = nullptr;
-  OwnedStatus found(api, api->ShapeInferContext_GetAttribute(context, argument.name.text, &attribute));
+  OwnedStatus found(api,
+                    api->ShapeInferContext_GetAttribute(context, argument.name.text, &attribute));
   if (!found.ok() || attribute == nullptr)
     return argument.has_default ? ParseDefault(record, index, value) : Status();
   // Sizes depend on ints only.
@@ -49,15 +52,16 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Rec
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value->i, sizeof(value->i), &bytes));
   } else if (argument.kind == Kind::kIntList) {
-    TWINOP_RETURN_IF_ORT_ERROR(
-        api, api->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, value->ints, sizeof(value->ints), &bytes));
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, value->ints,
+                                                    sizeof(value->ints), &bytes));
     value->count = bytes / sizeof(std::int64_t);
   }
   return {};
 }
 
-// Sets the output's type, and its shape where every dimension has a size or a name. A nameless unknown
-// dimension would make ORT's buffer planner compare -1 with -1 and fail with a re-use mismatch.
+// Sets the output's type, and its shape where every dimension has a size or a name. A nameless
+// unknown dimension would make ORT's buffer planner compare -1 with -1 and fail with a re-use
+// mismatch.
 Status SetOutput(const OrtApi* api, OrtShapeInferContext* context, std::size_t output, DType dtype,
                  const Shape& shape) {
   if (dtype == DType::kNone) return {};
@@ -81,7 +85,8 @@ Status SetOutput(const OrtApi* api, OrtShapeInferContext* context, std::size_t o
 }
 
 // The output's type for these input types (UNDEFINED ones are not known), or kNone.
-DType OutputType(const Record& record, const ONNXTensorElementDataType* inputs, std::size_t output) {
+DType OutputType(const Record& record, const ONNXTensorElementDataType* inputs,
+                 std::size_t output) {
   const Schema& schema = record.schema;
   for (std::size_t c = 0; c < record.CombinationCount(); ++c) {
     bool matches = true;
@@ -93,8 +98,8 @@ DType OutputType(const Record& record, const ONNXTensorElementDataType* inputs, 
   return DType::kNone;
 }
 
-// ORT keeps one inference function for all ops of a name, the first one's: what depends on the dtype comes
-// from the node's inputs, not from `op`.
+// ORT keeps one inference function for all ops of a name, the first one's: what depends on the
+// dtype comes from the node's inputs, not from `op`.
 Status Infer(const Op& op, OrtShapeInferContext* context) {
   const OrtApi* api = op.api;
   const Record& record = *op.record;
@@ -128,8 +133,9 @@ OrtStatusPtr InferShapes(const OrtCustomOp* ort_op, OrtShapeInferContext* contex
   return Guard(op.api, [&] {
     Status status = Infer(op, context);
     if (status.ok()) return static_cast<OrtStatusPtr>(nullptr);
-    return ToOrt(op.api, Status::Error(std::string(op.record->schema.onnx_name.view()) +
-                                       ": shape inference: " + status.message()),
+    return ToOrt(op.api,
+                 Status::Error(std::string(op.record->schema.onnx_name.view()) +
+                               ": shape inference: " + status.message()),
                  ORT_INVALID_GRAPH);
   });
 }

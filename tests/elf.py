@@ -1,4 +1,4 @@
-"""What the tests read of ELF files: sections, symbols, needed libraries, relocations (System V ABI, 64 bit)."""
+"""What the tests read of 64-bit ELF files: sections, symbols, needed libraries, relocations."""
 
 import struct
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Runs prepared cases on the onnxruntime of this environment: `python ort_matrix.py <folder>`.
 
-The folder holds cases.json, models and arrays.npz, made by test_ort_versions.py. Needs onnxruntime and numpy only,
-and answers one JSON line a case: its name, and what was wrong (or null).
+The folder holds cases.json, models and arrays.npz, made by test_ort_versions.py. Needs onnxruntime and numpy
+only, and answers one JSON line a case: its name, and what was wrong (or null).
 """
 
 import json
@@ -14,7 +14,8 @@ import onnxruntime as ort
 
 
 def same_bits(actual, expected):
-    return actual.dtype == expected.dtype and actual.shape == expected.shape and actual.tobytes() == expected.tobytes()
+    same_kind = actual.dtype == expected.dtype and actual.shape == expected.shape
+    return same_kind and actual.tobytes() == expected.tobytes()
 
 
 def same_values(actual, expected):
@@ -22,7 +23,9 @@ def same_values(actual, expected):
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
     nan = np.isnan(expected)
-    return bool((np.isnan(actual) == nan).all()) and same_bits(np.where(nan, 0, actual), np.where(nan, 0, expected))
+    if (np.isnan(actual) != nan).any():
+        return False
+    return same_bits(np.where(nan, 0, actual), np.where(nan, 0, expected))
 
 
 def run(case, folder, arrays):
@@ -37,14 +40,14 @@ def run(case, folder, arrays):
     for feeds, expected in case["runs"]:
         inputs = {name: arrays[key] for name, key in feeds.items()}
         names = [output.name for output in session.get_outputs()]
-        results = dict(zip(names, session.run(None, inputs)))
+        results = dict(zip(names, session.run(None, inputs), strict=True))
         for name, key in expected.items():
             if not same(results[name], arrays[key]):
                 return f"{name}{results[name].shape} of {inputs}: {results[name]} instead of {arrays[key]}"
-        reports = [results[name] for name in case.get("reports", [])]  # of probes: [read at, wrote at, tag, mark]
-        for before, after, in_place in zip(reports, reports[1:], case.get("in_place", [])):
-            if (before[1] == after[0]) != in_place:
-                return f"in place: {before[1] == after[0]} instead of {in_place}: {before}, {after}"
+        if "in_place" in case:  # what two probes report: [read at, wrote at, tag, mark]
+            before, after = results["before"], results["after"]
+            if (before[1] == after[0]) != case["in_place"]:
+                return f"in place: {before[1] == after[0]} instead of {case['in_place']}: {before}, {after}"
     return grown(session, inputs) if case.get("repeat") else None
 
 

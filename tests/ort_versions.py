@@ -41,10 +41,10 @@ def make(version: str) -> str | None:
     """Makes one environment; returns what went wrong."""
     folder = FOLDER / version
     shutil.rmtree(folder, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(python_of(version)), "install", "--quiet", "--no-deps"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python_of(version))]
     for command in (
         [sys.executable, "-m", "venv", "--without-pip", str(folder)],
-        [*pip, "--disable-pip-version-check", "--only-binary=:all:", *PACKAGES[version]],
+        [*pip, "install", "--quiet", "--no-deps", "--only-binary=:all:", *PACKAGES[version]],
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
@@ -66,7 +66,7 @@ def main() -> int:
     for error in errors:
         print(f"twinop: error: {error}", file=sys.stderr)
     if errors:
-        hint = "Without a network set TWINOP_OFFLINE=1: the tests that need these environments are then skipped"
+        hint = "Without a network set TWINOP_OFFLINE=1: the tests that need them are then skipped"
         print(f"twinop: error: {len(errors)} environments could not be made. {hint}", file=sys.stderr)
     return 1 if errors else 0
 

@@ -1,15 +1,16 @@
-// The C++ side of a record as a filter, so that tests can compare it with torch's parser and with Python's
-// evaluator on texts that no op of ours has. One request a line, fields separated by tabs:
+// The C++ side of a record as a filter, so that tests can compare it with torch's parser and with
+// Python's evaluator on texts that no op of ours has. One request a line, fields separated by tabs:
 //
 //   schema <text>                                -> the record's JSON
-//   validate <text> <field> <value> ...          -> "valid" (fields: dtypes shapes scratch in_place choices ...)
-//   shape <text> <expression> <shapes> <values>  -> the shape, "2,3,?"; "?" alone where the rank is not known
-//   entry <entries> <name>                       -> the value
-//   defaults <text>                              -> the attributes' defaults, separated by "|"
-//   level                                        -> the instruction set that kernels would choose
+//   validate <text> <field> <value> ...          -> "valid" (fields: dtypes shapes scratch in_place
+//   choices ...) shape <text> <expression> <shapes> <values>  -> the shape, "2,3,?"; "?" alone
+//   where the rank is not known entry <entries> <name>                       -> the value defaults
+//   <text>                              -> the attributes' defaults, separated by "|" level -> the
+//   instruction set that kernels would choose
 //
-// Shapes of the inputs are separated by ";", an absent one is "-", an unknown rank "*", an unknown size "?".
-// Values of the attributes are separated by ";" too. Whatever the record code throws is answered "error <text>".
+// Shapes of the inputs are separated by ";", an absent one is "-", an unknown rank "*", an unknown
+// size "?". Values of the attributes are separated by ";" too. Whatever the record code throws is
+// answered "error <text>".
 #include <cstdio>
 #include <iostream>
 #include <string>
@@ -82,7 +83,8 @@ std::string EvaluateShape(const std::vector<std::string>& request) {
     for (const std::string& value : SplitList(values.at(i), ','))
       attributes[i].ints[attributes[i].count++] = std::stoll(value);
   }
-  Shape result = ShapeExpression(request.at(2), ShapeScope{&schema, inputs, attributes}).EvaluateShape();
+  Shape result =
+      ShapeExpression(request.at(2), ShapeScope{&schema, inputs, attributes}).EvaluateShape();
   if (!result.known_rank) return "*";
   std::string text;
   for (std::size_t i = 0; i < result.rank; ++i) {
@@ -101,7 +103,9 @@ std::string Defaults(const Record& record) {
     Status status = ParseDefault(record, i, &value);
     if (!status.ok()) return "error " + status.message();
     switch (record.schema.attribute(i).kind) {
-      case Kind::kString: text += value.s; break;
+      case Kind::kString:
+        text += value.s;
+        break;
       case Kind::kFloat: {
         char digits[64];
         std::snprintf(digits, sizeof(digits), "%.17g", value.f);
@@ -109,9 +113,11 @@ std::string Defaults(const Record& record) {
         break;
       }
       case Kind::kIntList:
-        for (std::size_t k = 0; k < value.count; ++k) text += (k > 0 ? "," : "") + std::to_string(value.ints[k]);
+        for (std::size_t k = 0; k < value.count; ++k)
+          text += (k > 0 ? "," : "") + std::to_string(value.ints[k]);
         break;
-      default: text += std::to_string(value.i);
+      default:
+        text += std::to_string(value.i);
     }
   }
   return text;
@@ -123,7 +129,10 @@ std::string Answer(const std::vector<std::string>& request) {
   if (request[0] == "shape") return EvaluateShape(request);
   if (request[0] == "entry") return std::string(Entry(request.at(1), request.at(2)));
   if (request[0] == "defaults") return Defaults(Record(request.at(1)));
-  if (request[0] == "level") return CpuLevel() == Level::kBaseline ? "baseline" : CpuLevel() == Level::kAvx2 ? "avx2" : "avx512";
+  if (request[0] == "level")
+    return CpuLevel() == Level::kBaseline ? "baseline"
+           : CpuLevel() == Level::kAvx2   ? "avx2"
+                                          : "avx512";
   return "unknown request";
 }
 

@@ -1,4 +1,4 @@
-"""The C++ record code as a process (record_driver.cpp), for tests that compare it with torch's and Python's."""
+"""The C++ record code as a process (record_driver.cpp), to compare it with torch's and Python's."""
 
 import atexit
 import os
@@ -34,7 +34,12 @@ class Driver:
 
     def __init__(self, **env: str) -> None:
         self.process = subprocess.Popen(
-            [_program()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=os.environ | env
+            [_program()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=os.environ | env,
         )
         atexit.register(self.process.kill)
 

@@ -1,4 +1,4 @@
-"""The built libraries as files: what they export and need, their size, and that both runtimes run one machine code."""
+"""The built libraries as files: exports, needs, size; and that both runtimes run one machine code."""
 
 import subprocess
 import sys
@@ -60,17 +60,21 @@ def test_the_device_code_is_the_same(ort_stem: str, torch_stem: str) -> None:
 
 @pytest.mark.parametrize(("ort_stem", "torch_stem"), PAIRS)
 def test_the_cpu_code_is_the_same(ort_stem: str, torch_stem: str) -> None:
-    """Every function of an op's object file stands in both libraries, byte for byte but for what the linker fills
-    in (addresses): the op was compiled once."""
+    """Every function of an op's object file stands in both libraries, byte for byte but for what the linker
+    fills in (addresses): the op was compiled once."""
     for record in read_library(find_library(ort_stem)).by_onnx_name.values():
-        objects = list(find_library(ort_stem).parent.glob(f"**/twinop_op_{record.name}.dir/**/{record.name}.cpp.o"))
+        objects = list(
+            find_library(ort_stem).parent.glob(f"**/twinop_op_{record.name}.dir/**/{record.name}.cpp.o")
+        )
         if not objects:
             pytest.skip(f"no object files beside {find_library(ort_stem)}: not a build tree")
         (compiled,) = map(Elf, objects)
         functions = [symbol for symbol in compiled.symbols if symbol.kind == STT_FUNC and symbol.size]
         assert len(functions) > 4
         for stem in (ort_stem, torch_stem):
-            assert not (other := functions_with_other_code(elf(stem), compiled, functions)), f"lib{stem}.so: {other}"
+            assert not (other := functions_with_other_code(elf(stem), compiled, functions)), (
+                f"lib{stem}.so: {other}"
+            )
 
 
 def functions_with_other_code(library: Elf, compiled: Elf, functions: list[Symbol]) -> list[str]:

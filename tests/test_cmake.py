@@ -54,7 +54,21 @@ def test_nonsense_architectures(tmp_path: Path) -> None:
 def test_without_nvcc_the_cpu_part_is_built_and_said(tmp_path: Path) -> None:
     tools = tmp_path / "tools"  # a PATH with a compiler and cmake, but no nvcc
     tools.mkdir()
-    for name in ("cmake", "c++", "g++", "cc", "gcc", "as", "ld", "ar", "ranlib", "ninja", "make", "sh", "uname"):
+    for name in [
+        "cmake",
+        "c++",
+        "g++",
+        "cc",
+        "gcc",
+        "as",
+        "ld",
+        "ar",
+        "ranlib",
+        "ninja",
+        "make",
+        "sh",
+        "uname",
+    ]:
         if found := shutil.which(name):
             (tools / name).symlink_to(found)
     result = configure(tmp_path, PATH=str(tools), CUDACXX="", CUDA_PATH="/nowhere")

@@ -76,9 +76,13 @@ def test_the_variable_lowers_the_level() -> None:
 def large(record: Record, dtypes: dict[str, str]) -> Sample:
     """More elements than one thread takes, in pieces that no count of threads divides."""
     if record.is_elementwise:
-        return Sample({entry.name: values((300_017,), torch_dtype(dtypes[entry.name]), 5) for entry in record.inputs})
+        return Sample(
+            {entry.name: values((300_017,), torch_dtype(dtypes[entry.name]), 5) for entry in record.inputs}
+        )
     shapes = {"x": (1009, 113)}
-    inputs = {e.name: values(shapes.get(e.name, (113,)), torch_dtype(dtypes[e.name]), 5) for e in record.inputs}
+    inputs = {
+        e.name: values(shapes.get(e.name, (113,)), torch_dtype(dtypes[e.name]), 5) for e in record.inputs
+    }
     return Sample(dict(inputs))
 
 
@@ -97,7 +101,9 @@ def threads() -> Any:
 
 
 @pytest.mark.parametrize(("record", "dtypes"), CELLS)
-def test_any_number_of_threads_gives_the_same_bits(record: Record, dtypes: dict[str, str], threads: Any) -> None:
+def test_any_number_of_threads_gives_the_same_bits(
+    record: Record, dtypes: dict[str, str], threads: Any
+) -> None:
     sample = large(record, dtypes)
     threads(1)
     expected = run(record, sample)
@@ -117,6 +123,8 @@ def run_ort(record: Record, dtypes: dict[str, str], sample: Sample, threads: int
     options.register_custom_ops_library(str(library_of(record)))
     model = one_node_model(record, dtypes, [True] * len(record.inputs), sample.attributes).SerializeToString()
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    outputs = {name: torch.full_like(t, 123) for name, t in zip(record.outputs, run(record, sample), strict=True)}
+    outputs = {
+        name: torch.full_like(t, 123) for name, t in zip(record.outputs, run(record, sample), strict=True)
+    }
     run_bound(session, {name: t for name, t in sample.inputs.items() if t is not None}, outputs)
     return list(outputs.values())

@@ -136,7 +136,8 @@ def test_a_long_run_is_waited_for() -> None:
         y = opened.run({"x": x})["y"]
         address = x.data_ptr()
         del x
-        assert torch.full((BIG,), -9.0, device="cuda").data_ptr() == address, "the freed input's memory"
+        over = [torch.full((BIG,), -9.0, device="cuda") for _ in range(8)]  # all that is free
+        assert address in {tensor.data_ptr() for tensor in over}, "the session holds the input's memory"
         assert y.double().sum().item() == (i + 1) * BIG
 
 

@@ -100,6 +100,17 @@ def test_a_torch_op_that_is_not_loaded(libraries: dict[str, Path], tmp_path: Pat
     assert "torch has no custom_domain::pad_affine" in " ".join(result.stdout.split())
 
 
+def test_the_torch_library_beside_is_loaded(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """libx.so and libx_torch.so in one folder, in a fresh process."""
+    for stem in ("test_ops", "test_ops_torch"):
+        shutil.copy(libraries[stem], tmp_path)
+    (tmp_path / "model.onnx").write_bytes(several().SerializeToString())
+    result = script(tmp_path / "model.onnx")
+    assert result.returncode == 0, result.stderr
+    assert f"registered {tmp_path / 'libtest_ops.so'}" in " ".join(result.stdout.split())
+    assert result.stdout.count(" yes ") == 3 and "not loaded" not in result.stdout
+
+
 def test_nodes_in_subgraphs_and_bodies(tmp_path: Path) -> None:
     then = helper.make_graph([node("CustomRelu", ["x"], ["t"], "inside")], "then", [], [value("t")])
     other = helper.make_graph([node("CustomRelu", ["x"], ["e"], "inside")], "else", [], [value("e")])

@@ -1,4 +1,4 @@
-"""Reading a library's records from its file: whatever the file is, the answer is a Library or one clear error."""
+"""Reading records from a library's file: whatever the file is, the answer is a Library or one clear error."""
 
 import platform
 import struct
@@ -47,9 +47,13 @@ def test_missing(tmp_path: Path) -> None:
             read_library(path)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x7fEL", b"hello\n", b"#!/bin/sh\n" * 100, b"PK\x03\x04" + bytes(2000)])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x7fEL", b"hello\n", b"#!/bin/sh\n" * 100, b"PK\x03\x04" + bytes(2000)]
+)
 def test_not_elf(damaged: Callable[[bytes], Path], data: bytes) -> None:
-    with pytest.raises(LibraryError, match=r"not a shared library \(ELF file\)\. Expected .*libcustom_relu\.so"):
+    with pytest.raises(
+        LibraryError, match=r"not a shared library \(ELF file\)\. Expected .*libcustom_relu\.so"
+    ):
         read_library(damaged(data))
 
 
@@ -70,7 +74,12 @@ def test_cut_inside_the_records(damaged: Callable[[bytes], Path]) -> None:
     struct.pack_into("<Q", moved, 40, len(moved) - count * size)
     index = struct.unpack_from("<H", DATA, 62)[0]
     offset = struct.unpack_from("<Q", DATA, HEADERS + index * size + 24)[0]
-    struct.pack_into("<Q", moved, len(moved) - count * size + index * size + 24, offset - HEADERS + len(moved) - count * size)
+    struct.pack_into(
+        "<Q",
+        moved,
+        len(moved) - count * size + index * size + 24,
+        offset - HEADERS + len(moved) - count * size,
+    )
     with pytest.raises(LibraryError, match=r"cut short\. Copy or build it again"):
         read_library(damaged(bytes(moved)))
 
@@ -145,5 +154,7 @@ def test_find_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWINOP_LIBRARY_DIR", str(tmp_path))
     (tmp_path / "libmine.so").write_bytes(DATA)
     assert find_library("mine") == tmp_path / "libmine.so"
-    with pytest.raises(LibraryError, match=rf"libnone\.so not found; searched {tmp_path}, .*TWINOP_LIBRARY_DIR"):
+    with pytest.raises(
+        LibraryError, match=rf"libnone\.so not found; searched {tmp_path}, .*TWINOP_LIBRARY_DIR"
+    ):
         find_library("none")

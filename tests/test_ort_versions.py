@@ -1,4 +1,4 @@
-"""One .so file on every supported onnxruntime release, each in an environment of its own (ort_versions.py)."""
+"""One .so file on every supported onnxruntime release, each in an environment of its own."""
 
 import json
 import os
@@ -62,7 +62,7 @@ except Exception as error:
 
 @pytest.mark.parametrize("stem", ["custom_relu", "custom_ops"])
 def test_an_older_onnxruntime_is_refused(stem: str) -> None:
-    command = [environment(TOO_OLD), "-c", REFUSAL, find_library(stem)]
+    command = [str(environment(TOO_OLD)), "-c", REFUSAL, str(find_library(stem))]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(TOO_OLD)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from record_driver import ROOT, compiler, driver
 
@@ -130,7 +130,8 @@ def _as_cpp(kind: str, default: Any) -> str:
     if default is None:
         return ""
     if kind == "float":
-        return "%.17g" % struct.unpack("f", struct.pack("f", default))
+        (narrow,) = struct.unpack("f", struct.pack("f", default))
+        return f"{narrow:.17g}"
     return (
         ",".join(map(str, default)) if kind == "int[]" else str(int(default) if kind == "bool" else default)
     )
@@ -139,12 +140,16 @@ def _as_cpp(kind: str, default: Any) -> str:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(schemas(), st.data())
 def test_what_our_parser_takes_torch_reads_the_same(text: str, data: st.DataObject) -> None:
-    """Texts with one character lost, doubled or replaced: most are wrong, and some are other right schemas."""
+    """Texts with one character lost, doubled or replaced: most are wrong, some another schema."""
     at = data.draw(st.integers(0, len(text) - 1))
     text = text[:at] + data.draw(st.sampled_from(["", text[at] * 2, *" ()[],=?x0.\"'-"])) + text[at + 1 :]
     record = parse(text)
     if record is not None:
-        assert_same_schema(record, torch._C.parse_schema(text))
+        try:
+            expected = torch._C.parse_schema(text)
+        except IndexError:  # torch reads numbers with stod, which refuses subnormal ones
+            assume(False)
+        assert_same_schema(record, expected)
 
 
 MALFORMED_SCHEMAS = {
@@ -285,7 +290,7 @@ import torch
 from twinop import torch_op
 from twinop.library import find_library
 
-torch_op.load_library(find_library("test_probe_torch"))  # not in the other tests' process: it has no function body
+torch_op.load_library(find_library("test_probe_torch"))  # not in the other tests' process: it has no body
 x = torch.tensor([1.0, float("nan")])
 for arguments, expected in (((), [-7, 1]), ((-(2**40), False), [-(2**40), 0]), ((3, True), [3, 1])):
     same, report = torch_op.probe(x, *arguments)

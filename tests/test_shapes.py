@@ -15,7 +15,8 @@ from twinop import torch_op
 from twinop.errors import RecordError
 from twinop.record import DOMAIN, Record
 
-SCHEMA = 'f(Tensor a, Tensor b, Tensor? c=None, int n=1, bool t=True, int[] p=[1, 2], float e=1, str s="x") -> Tensor'
+TENSORS = "Tensor a, Tensor b, Tensor? c=None"
+SCHEMA = f'f({TENSORS}, int n=1, bool t=True, int[] p=[1, 2], float e=1, str s="x") -> Tensor'
 BASE = Record.from_json(json.loads(driver().ask("schema", SCHEMA)))
 UNKNOWN = "?"
 
@@ -40,7 +41,9 @@ def ask_python(text: str, shapes: dict[str, Any], attributes: dict[str, Any]) ->
         return None
 
 
-SHAPES = st.lists(st.sampled_from([2, 3, 1, 4, 0, 5]), min_size=1, max_size=3) | st.just([])
+SHAPES: st.SearchStrategy[list[int]] = st.lists(
+    st.sampled_from([2, 3, 1, 4, 0, 5]), min_size=1, max_size=3
+) | st.just([])
 VALUES = st.tuples(st.integers(-3, 3), st.booleans(), st.lists(st.integers(-2, 4), max_size=3))
 SCOPES = st.tuples(SHAPES, SHAPES, SHAPES | st.none(), VALUES).map(
     lambda t: (dict(zip("abc", t[:3], strict=True)), dict(zip("ntp", t[3], strict=True)))

@@ -23,7 +23,8 @@ using torch::stable::detail::from;
 using torch::stable::detail::to;
 
 void Check(AOTITorchError error, const char* what) {
-  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("twinop: torch failed in ") + what);
+  if (error != AOTI_TORCH_SUCCESS)
+    throw std::runtime_error(std::string("twinop: torch failed in ") + what);
 }
 void Check(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
@@ -32,19 +33,32 @@ void Check(const Status& status) {
 // torch's number of a dtype differs between versions, so it is asked for.
 std::int32_t TorchType(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return aoti_torch_dtype_float32();
-    case DType::kFloat16: return aoti_torch_dtype_float16();
-    case DType::kBFloat16: return aoti_torch_dtype_bfloat16();
-    case DType::kFloat64: return aoti_torch_dtype_float64();
-    case DType::kInt8: return aoti_torch_dtype_int8();
-    case DType::kInt16: return aoti_torch_dtype_int16();
-    case DType::kInt32: return aoti_torch_dtype_int32();
-    case DType::kInt64: return aoti_torch_dtype_int64();
-    case DType::kUInt8: return aoti_torch_dtype_uint8();
-    case DType::kBool: return aoti_torch_dtype_bool();
-    case DType::kComplex64: return aoti_torch_dtype_complex64();
-    case DType::kComplex128: return aoti_torch_dtype_complex128();
-    case DType::kNone: break;
+    case DType::kFloat32:
+      return aoti_torch_dtype_float32();
+    case DType::kFloat16:
+      return aoti_torch_dtype_float16();
+    case DType::kBFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case DType::kFloat64:
+      return aoti_torch_dtype_float64();
+    case DType::kInt8:
+      return aoti_torch_dtype_int8();
+    case DType::kInt16:
+      return aoti_torch_dtype_int16();
+    case DType::kInt32:
+      return aoti_torch_dtype_int32();
+    case DType::kInt64:
+      return aoti_torch_dtype_int64();
+    case DType::kUInt8:
+      return aoti_torch_dtype_uint8();
+    case DType::kBool:
+      return aoti_torch_dtype_bool();
+    case DType::kComplex64:
+      return aoti_torch_dtype_complex64();
+    case DType::kComplex128:
+      return aoti_torch_dtype_complex128();
+    case DType::kNone:
+      break;
   }
   throw std::runtime_error("twinop: a tensor has no dtype");
 }
@@ -73,14 +87,15 @@ Device DeviceOf(const TorchTensor& tensor) {
 std::string DeviceName(const Device& device) {
   if (device.type == aoti_torch_device_type_cpu()) return "cpu";
   if (device.type == aoti_torch_device_type_meta()) return "meta";
-  return (device.type == aoti_torch_device_type_cuda() ? "cuda:" : "device:") + std::to_string(device.index);
+  return (device.type == aoti_torch_device_type_cuda() ? "cuda:" : "device:") +
+         std::to_string(device.index);
 }
 
-TorchTensor EmptyStrided(const std::int64_t* sizes, const std::int64_t* strides, std::size_t rank, DType dtype,
-                         const Device& device) {
+TorchTensor EmptyStrided(const std::int64_t* sizes, const std::int64_t* strides, std::size_t rank,
+                         DType dtype, const Device& device) {
   AtenTensorHandle handle = nullptr;
-  Check(aoti_torch_empty_strided(static_cast<std::int64_t>(rank), sizes, strides, TorchType(dtype), device.type,
-                                 device.index, &handle),
+  Check(aoti_torch_empty_strided(static_cast<std::int64_t>(rank), sizes, strides, TorchType(dtype),
+                                 device.type, device.index, &handle),
         "empty_strided");
   return TorchTensor(handle);
 }
@@ -113,10 +128,12 @@ bool IsDense(const Tensor& view, const std::int64_t* strides) {
 }
 
 // The tensor itself where its memory already has these strides, else a copy that has them.
-TorchTensor WithStrides(const TorchTensor& tensor, const std::int64_t* strides, const Tensor& view) {
+TorchTensor WithStrides(const TorchTensor& tensor, const std::int64_t* strides,
+                        const Tensor& view) {
   const std::int64_t* own = Strides(tensor);
   bool same = true;
-  for (std::size_t i = 0; i < view.rank; ++i) same = same && (view.sizes[i] <= 1 || own[i] == strides[i]);
+  for (std::size_t i = 0; i < view.rank; ++i)
+    same = same && (view.sizes[i] <= 1 || own[i] == strides[i]);
   if (same || view.numel == 0) return tensor;
   TorchTensor copy = EmptyStrided(view.sizes, strides, view.rank, view.dtype, DeviceOf(tensor));
   Check(aoti_torch_copy_(copy.get(), tensor.get(), 0), "copy_");
@@ -150,10 +167,16 @@ struct Arguments {
 
 void ReadAttribute(Kind kind, StableIValue value, Attribute* attribute, std::string* text) {
   switch (kind) {
-    case Kind::kInt: attribute->i = to<std::int64_t>(value); break;
-    case Kind::kBool: attribute->i = to<bool>(value); break;
+    case Kind::kInt:
+      attribute->i = to<std::int64_t>(value);
+      break;
+    case Kind::kBool:
+      attribute->i = to<bool>(value);
+      break;
     // fp32, as in ONNX: what the two runtimes see is then the same number.
-    case Kind::kFloat: attribute->f = static_cast<float>(to<double>(value)); break;
+    case Kind::kFloat:
+      attribute->f = static_cast<float>(to<double>(value));
+      break;
     case Kind::kString:
       *text = to<std::string>(value);
       attribute->s = *text;
@@ -164,7 +187,8 @@ void ReadAttribute(Kind kind, StableIValue value, Attribute* attribute, std::str
       for (std::size_t i = 0; i < list.size() && i < kMaxList; ++i) attribute->ints[i] = list[i];
       break;
     }
-    default: break;
+    default:
+      break;
   }
 }
 
@@ -179,12 +203,14 @@ void Unbox(const Schema& schema, const StableIValue* stack, Arguments* arguments
     } else if (kind == Kind::kOptionalTensor) {
       arguments->tensors[input++] = to<std::optional<TorchTensor>>(stack[i]);
     } else {
-      ReadAttribute(kind, stack[i], &arguments->attributes[attribute], &arguments->strings[attribute]);
+      ReadAttribute(kind, stack[i], &arguments->attributes[attribute],
+                    &arguments->strings[attribute]);
       ++attribute;
     }
   }
   for (std::size_t i = 0; i < schema.input_count; ++i)
-    if (arguments->tensors[i]) arguments->views[i] = ViewOf(*arguments->tensors[i], schema.input(i).name.text);
+    if (arguments->tensors[i])
+      arguments->views[i] = ViewOf(*arguments->tensors[i], schema.input(i).name.text);
 }
 
 void CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda) {
@@ -196,16 +222,18 @@ void CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda
     if (!first) first = device;
     if (device == *first) continue;
     Check(Failure(record, arguments.views,
-                  "all tensors must be on one device; " + std::string(schema.input(i).name.view()) + " is on " +
-                      DeviceName(device) + ", the first on " + DeviceName(*first)));
+                  "all tensors must be on one device; " + std::string(schema.input(i).name.view()) +
+                      " is on " + DeviceName(device) + ", the first on " + DeviceName(*first)));
   }
   if ((on_cuda ? record.cuda_launcher : record.cpu_launcher) == nullptr)
     Check(Failure(record, arguments.views,
-                  "this library was built without CUDA; rebuild it with nvcc on the PATH, or move the tensors to "
+                  "this library was built without CUDA; rebuild it with nvcc on the PATH, or move "
+                  "the tensors to "
                   "the CPU"));
 }
 
-// Elementwise ops keep the order of the first input's memory (as torch.empty_like), others are contiguous.
+// Elementwise ops keep the order of the first input's memory (as torch.empty_like), others are
+// contiguous.
 void MakeDense(const Record& record, Arguments* arguments) {
   std::optional<TorchTensor> pattern;
   for (std::size_t i = 0; i < record.schema.input_count; ++i) {
@@ -215,7 +243,8 @@ void MakeDense(const Record& record, Arguments* arguments) {
     std::vector<std::int64_t> contiguous;
     const std::int64_t* strides = nullptr;
     if (record.is_elementwise) {
-      if (!pattern) pattern = IsDense(view, Strides(tensor)) ? tensor : torch::stable::empty_like(tensor);
+      if (!pattern)
+        pattern = IsDense(view, Strides(tensor)) ? tensor : torch::stable::empty_like(tensor);
       strides = Strides(*pattern);
     } else {
       contiguous = ContiguousStrides(view.sizes, view.rank);
@@ -231,8 +260,9 @@ void MakeDense(const Record& record, Arguments* arguments) {
   }
 }
 
-std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& arguments, std::size_t combination,
-                                         const Device& device, Tensor* views) {
+std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& arguments,
+                                         std::size_t combination, const Device& device,
+                                         Tensor* views) {
   std::vector<TorchTensor> outputs;
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
     std::int64_t sizes[kMaxRank];
@@ -264,17 +294,20 @@ class DeviceGuard {
   DeviceGuardHandle guard_ = nullptr;
 };
 
-void ParallelFor(void*, std::int64_t count, std::int64_t grain, Context::Range range, void* argument) {
+void ParallelFor(void*, std::int64_t count, std::int64_t grain, Context::Range range,
+                 void* argument) {
   Check(torch_parallel_for(0, count, grain, range, argument), "parallel_for");
 }
 
-void Launch(const Record& record, bool on_cuda, const Arguments& arguments, const Device& device, Tensor* outputs) {
+void Launch(const Record& record, bool on_cuda, const Arguments& arguments, const Device& device,
+            Tensor* outputs) {
   Context context;
   context.parallel_for = ParallelFor;
   std::optional<DeviceGuard> guard;
   if (on_cuda) {
     guard.emplace(device.index);
-    Check(aoti_torch_get_current_cuda_stream(device.index, &context.stream), "get_current_cuda_stream");
+    Check(aoti_torch_get_current_cuda_stream(device.index, &context.stream),
+          "get_current_cuda_stream");
   }
   Call call;
   call.inputs = arguments.views;

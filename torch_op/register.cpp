@@ -1,5 +1,6 @@
-// Registers this library's records with torch. Not a static initializer: a second TORCH_LIBRARY of the
-// domain, or an op defined twice, ends the process; Python checks first and gets errors back as text.
+// Registers this library's records with torch. Not a static initializer: a second TORCH_LIBRARY of
+// the domain, or an op defined twice, ends the process; Python checks first and gets errors back as
+// text.
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,8 +13,8 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// The dispatcher passes no context to a boxed function, so the record's place in the registry is part of
-// the function's type.
+// The dispatcher passes no context to a boxed function, so the record's place in the registry is
+// part of the function's type.
 template <std::size_t kIndex, bool kCuda>
 void Boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
   CallBoxed(*Registry().begin()[kIndex], kCuda, stack);
@@ -35,7 +36,8 @@ StableLibrary* MakeLibrary(StableLibrary::Kind kind, const char* key) {
 
 void RegisterAll() {
   Registry records;
-  if (records.size() > kMaxRecords) throw std::runtime_error("a torch library holds at most 64 ops; split it");
+  if (records.size() > kMaxRecords)
+    throw std::runtime_error("a torch library holds at most 64 ops; split it");
   constexpr auto kIndices = std::make_index_sequence<kMaxRecords>{};
   StableLibrary* definitions = MakeLibrary(StableLibrary::Kind::FRAGMENT, "");
   StableLibrary* cpu = MakeLibrary(StableLibrary::Kind::IMPL, "CPU");

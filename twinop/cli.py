@@ -11,8 +11,12 @@ from typer.core import TyperGroup
 from twinop.console import clear_errors, out
 from twinop.library import find_library, read_library
 
-_COMMANDS = {"export": "twinop.export.to_onnx", "run": "twinop.deploy.run_onnx"}
-"""Commands that are the `main` of a module."""
+_COMMANDS = {
+    "export": "twinop.export.to_onnx",
+    "run": "twinop.deploy.run_onnx",
+    "bench": "twinop.bench.__main__",
+}
+"""Commands that are the `main` of a module, or its `app`."""
 
 
 class _Lazy(TyperGroup):
@@ -22,8 +26,13 @@ class _Lazy(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(_COMMANDS[cmd_name])
+        if hasattr(module, "app"):
+            group = typer.main.get_command(module.app)
+            group.name = cmd_name
+            return group
         part = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-        part.command(cmd_name)(importlib.import_module(_COMMANDS[cmd_name]).main)
+        part.command(cmd_name)(module.main)
         return typer.main.get_command(part)
 
 

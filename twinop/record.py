@@ -209,7 +209,8 @@ class _ShapeExpression:
             case ast.Name(id=name):
                 return self._input(name)
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Slice(lower=lower, upper=upper, step=None)):
-                return self._input(name)[lower and self._size(lower) : upper and self._size(upper)]
+                begin, end = (None if bound is None else self._size(bound) for bound in (lower, upper))
+                return self._input(name)[begin:end]
             case ast.List(elts=elements):
                 sizes = tuple(map(self._size, elements))
                 if any(isinstance(size, int) and size < 0 for size in sizes):
@@ -230,7 +231,8 @@ class _ShapeExpression:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](self._size(left), self._size(right))
             case ast.Name(id=name) if self._kind(name) in ("int", "bool"):
-                return int(self.attributes[name])
+                value = self.attributes[name]
+                return int(value) if isinstance(value, bool) else value  # a SymInt stays one
             case ast.Subscript(value=ast.Name(id=name), slice=index) if not isinstance(index, ast.Slice):
                 return (self.attributes[name] if self._kind(name) == "int[]" else self._input(name))[
                     self._size(index)
@@ -243,7 +245,7 @@ class _ShapeExpression:
 
     def _kind(self, name: str) -> str | None:
         attribute = self.record.attribute(name)
-        return attribute and attribute.kind
+        return attribute.kind if attribute else None
 
     def _input(self, name: str) -> tuple[Any, ...]:
         if name not in self.shapes:

@@ -6,13 +6,15 @@
 
 namespace twinop {
 
-// y = max(x, 0) as torch has it: NaN in, NaN out (`x > 0 ? x : 0` and fmax would give 0), -0 stays -0.
+// y = max(x, 0) as torch has it: NaN in, NaN out (`x > 0 ? x : 0` and fmax would give 0), -0 stays
+// -0.
 template <class T>
 struct Relu {
   TWINOP_INLINE T operator()(T x) const { return x < T(0) ? T(0) : x; }
 };
 
-// dL/dx = dL/dy where y > 0, else 0; a NaN in y lets the gradient through, as torch's threshold_backward.
+// dL/dx = dL/dy where y > 0, else 0; a NaN in y lets the gradient through, as torch's
+// threshold_backward.
 template <class T>
 struct ReluBackward {
   TWINOP_INLINE T operator()(T grad_y, T y) const { return y <= T(0) ? T(0) : grad_y; }

@@ -1,6 +1,6 @@
-// The teaching pair behind relu's attribute `variant`: what one writes first (a thread an element) and
-// second (a thread a 16-byte vector). `auto` is the elementwise skeleton. All give the same bits; the
-// benchmark shows the difference (bench/relu.py).
+// The teaching pair behind relu's attribute `variant`: what one writes first (a thread an element)
+// and second (a thread a 16-byte vector). `auto` is the elementwise skeleton. All give the same
+// bits; the benchmark shows the difference (bench/relu.py).
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -31,7 +31,8 @@ Status ReluVariants(const Call& call) {
           call, Functor{}, out, {{in}});
     }
     std::int64_t blocks = (call.outputs[0].numel + kThreads - 1) / kThreads;
-    return LaunchKernel(ScalarKernel<Functor, T>, blocks, kThreads, call, Functor{}, call.outputs[0].numel, out, in);
+    return LaunchKernel(ScalarKernel<Functor, T>, blocks, kThreads, call, Functor{},
+                        call.outputs[0].numel, out, in);
   });
 }
 

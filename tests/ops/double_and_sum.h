@@ -1,6 +1,7 @@
 // A test op with two outputs, one of which may overwrite its input, and with scratch memory.
 //
-//   doubled = 2 * x,  total[i] = sum of x[i, :] over the last dimension, in the compute type, in order
+//   doubled = 2 * x,  total[i] = sum of x[i, :] over the last dimension, in the compute type, in
+//   order
 #pragma once
 
 #include "kernels/numeric.h"
@@ -51,8 +52,8 @@ inline Status DoubleAndSumCuda(const Call& call) {
   return WithDoubleAndSum(call, [&](auto functor) {
     constexpr int kThreads = 128;
     std::int64_t rows = call.outputs[1].numel;
-    return LaunchKernel(DoubleAndSumKernel<decltype(functor)>, (rows + kThreads - 1) / kThreads, kThreads, call,
-                        functor, rows);
+    return LaunchKernel(DoubleAndSumKernel<decltype(functor)>, (rows + kThreads - 1) / kThreads,
+                        kThreads, call, functor, rows);
   });
 }
 #else

@@ -1,6 +1,7 @@
 // A test op with optional inputs (also absent in the middle) and an attribute of each kind.
 //
-//   y[..., pads[0] + j] = scale * x[..., j] * weight[j] + bias[j]     ("-" instead of "+" if sign is "minus")
+//   y[..., pads[0] + j] = scale * x[..., j] * weight[j] + bias[j]     ("-" instead of "+" if sign
+//   is "minus")
 //
 // and zeros in the pads[0] columns before and the pads[1] columns behind.
 #pragma once
@@ -39,7 +40,8 @@ struct PadAffine {
   }
 };
 
-// Calls body(functor) with the functor for the call's dtypes, after the checks that the record cannot make.
+// Calls body(functor) with the functor for the call's dtypes, after the checks that the record
+// cannot make.
 template <class Body>
 Status WithPadAffine(const Call& call, Body&& body) {
   const Tensor& x = call.inputs[0];
@@ -59,10 +61,11 @@ Status WithPadAffine(const Call& call, Body&& body) {
     return DispatchFloat(weights, [&](auto w_tag) {
       using T = typename decltype(x_tag)::Type;
       using W = typename decltype(w_tag)::Type;
-      return body(PadAffine<T, W>{x.as<const T>(), call.inputs[1].as<const W>(), call.inputs[2].as<const W>(),
-                                  call.outputs[0].as<T>(), columns, pads.ints[0],
-                                  call.outputs[0].sizes[call.outputs[0].rank - 1],
-                                  static_cast<Compute<T>>(call.attributes[0].f), call.attributes[1].s == "minus"});
+      return body(PadAffine<T, W>{x.as<const T>(), call.inputs[1].as<const W>(),
+                                  call.inputs[2].as<const W>(), call.outputs[0].as<T>(), columns,
+                                  pads.ints[0], call.outputs[0].sizes[call.outputs[0].rank - 1],
+                                  static_cast<Compute<T>>(call.attributes[0].f),
+                                  call.attributes[1].s == "minus"});
     });
   });
 }
@@ -77,16 +80,17 @@ inline Status PadAffineCuda(const Call& call) {
   return WithPadAffine(call, [&](auto functor) {
     constexpr int kThreads = 256;
     std::int64_t count = call.outputs[0].numel;
-    return LaunchKernel(PadAffineKernel<decltype(functor)>, (count + kThreads - 1) / kThreads, kThreads, call,
-                        functor, count);
+    return LaunchKernel(PadAffineKernel<decltype(functor)>, (count + kThreads - 1) / kThreads,
+                        kThreads, call, functor, count);
   });
 }
 #else
 inline Status PadAffineCpu(const Call& call) {
   return WithPadAffine(call, [&](auto functor) {
-    call.context->ParallelFor(call.outputs[0].numel, 1024, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) functor(i);
-    });
+    call.context->ParallelFor(call.outputs[0].numel, 1024,
+                              [&](std::int64_t begin, std::int64_t end) {
+                                for (std::int64_t i = begin; i < end; ++i) functor(i);
+                              });
     return Status();
   });
 }

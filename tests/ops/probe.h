@@ -1,9 +1,11 @@
-// A test op that shows what happens inside a graph: it passes x on, and reports where its data lies.
+// A test op that shows what happens inside a graph: it passes x on, and reports where its data
+// lies.
 //
-//   same = x,  report = [address of x's data, address of same's, tag, mark]  (fp64, all exact below 2^53)
+//   same = x,  report = [address of x's data, address of same's, tag, mark]  (fp64, all exact below
+//   2^53)
 //
-// Between two probes an op worked in place if the second one reads where the first one wrote. Its attributes are
-// of the kinds that no other test op has.
+// Between two probes an op worked in place if the second one reads where the first one wrote. Its
+// attributes are of the kinds that no other test op has.
 #pragma once
 
 #include "kernels/numeric.h"
@@ -44,7 +46,8 @@ __global__ void ProbeKernel(Probe probe, std::int64_t bytes) {
 inline Status ProbeCuda(const Call& call) {
   constexpr int kThreads = 128;
   std::int64_t bytes = call.outputs[0].bytes();
-  return LaunchKernel(ProbeKernel, (bytes + kThreads - 1) / kThreads, kThreads, call, MakeProbe(call), bytes);
+  return LaunchKernel(ProbeKernel, (bytes + kThreads - 1) / kThreads, kThreads, call,
+                      MakeProbe(call), bytes);
 }
 #else
 inline Status ProbeCpu(const Call& call) {

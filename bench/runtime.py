@@ -1,0 +1,133 @@
+"""ONNX Runtime's side of the reports: models of one op, sessions, bindings to torch's memory."""
+
+import tempfile
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch  # before onnxruntime: both then use one set of CUDA libraries
+from onnx import TensorProto, helper
+
+from twinop.bench.report import BenchError
+from twinop.bench.timing import Run
+from twinop.library import find_library
+from twinop.record import DOMAIN, DOMAIN_VERSION
+
+ONNX_TYPES = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.float64: TensorProto.DOUBLE,
+}
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+@cache
+def onnxruntime(cpu_threads: int) -> Any:
+    """The module. All sessions of this process share one pool of `cpu_threads` threads.
+
+    With a pool each, the threads of the session that ran last would go on spinning for a while, on the cores
+    that the next one needs. (Sessions with a pool of their own cannot be opened in this process any more.)
+    """
+    import onnxruntime as ort
+
+    if torch.cuda.is_available():
+        ort.preload_dlls()
+    ort.set_default_logger_severity(3)
+    ort.set_global_thread_pool_sizes(cpu_threads, 1)
+    return ort
+
+
+def chain(
+    op_type: str, nodes: int, dtype: torch.dtype, size: int | str, **attributes: Any
+) -> onnx.ModelProto:
+    """x -> op -> op -> ... -> y on tensors of one dimension; `size` is a number or a dimension's name."""
+    domain = DOMAIN if op_type.startswith("Custom") else ""
+    names = ["x", *(f"t{i}" for i in range(1, nodes)), "y"]
+    graph = helper.make_graph(
+        [
+            helper.make_node(op_type, [names[i]], [names[i + 1]], f"node{i}", domain=domain, **attributes)
+            for i in range(nodes)
+        ],
+        "chain",
+        [helper.make_tensor_value_info("x", ONNX_TYPES[dtype], [size])],
+        [helper.make_tensor_value_info("y", ONNX_TYPES[dtype], [size])],
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def open_session(
+    model: onnx.ModelProto,
+    device: torch.device,
+    *,
+    cpu_threads: int,
+    stream: torch.cuda.Stream | None = None,
+    cuda_graph: bool = False,
+) -> Any:
+    """A session that runs the model as it stands: no graph optimisation, no other provider.
+
+    Raises:
+        BenchError: the provider is missing, refuses a node, or the graph that will run has other nodes.
+    """
+    ort = onnxruntime(cpu_threads)
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.register_custom_ops_library(str(find_library("custom_relu")))
+    provider = _PROVIDERS[device.type]
+    provider_options = {}
+    if device.type == "cuda":
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        provider_options = {"device_id": str(device.index or 0), "enable_cuda_graph": str(int(cuda_graph))}
+        if stream is not None:
+            provider_options["user_compute_stream"] = str(stream.cuda_stream)
+    with tempfile.TemporaryDirectory() as folder:
+        planned = Path(folder) / "planned.onnx"
+        options.optimized_model_filepath = str(planned)
+        try:
+            session = ort.InferenceSession(
+                model.SerializeToString(), options, providers=[(provider, provider_options)]
+            )
+        except Exception as error:  # onnxruntime has no common base class of its errors
+            raise BenchError(f"ONNX Runtime's {provider} does not run this model: {error}") from error
+        if session.get_providers()[0] != provider:
+            raise BenchError(
+                f"{provider} was asked for and not taken; `twinop run model.onnx --provider cuda` says why"
+            )
+        wanted = [node.op_type for node in model.graph.node]
+        found = [node.op_type for node in onnx.load(planned).graph.node]
+    if found != wanted:
+        raise BenchError(
+            f"a chain of {len(wanted)} {wanted[0]} would run as {len(found)} nodes: {set(found)}"
+        )
+    return session
+
+
+def bound_run(session: Any, x: torch.Tensor, y: torch.Tensor, *, synchronize: bool = True) -> Run:
+    """A run of the session on these tensors' own memory. The tensors must outlive it.
+
+    Args:
+        synchronize: wait for the device before returning.
+    """
+    import onnxruntime as ort
+
+    binding = session.io_binding()
+    for bind, name, tensor in ((binding.bind_input, "x", x), (binding.bind_output, "y", y)):
+        device = tensor.device
+        bind(
+            name,
+            device.type,
+            device.index or 0,
+            ONNX_TYPES[tensor.dtype],
+            list(tensor.shape),
+            tensor.data_ptr(),
+        )
+    if synchronize:
+        return partial(session.run_with_iobinding, binding)
+    run_options = (
+        ort.RunOptions()
+    )  # costs the host 30 us: the Python side looks for an entry that is not there
+    run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return partial(session.run_with_iobinding, binding, run_options)

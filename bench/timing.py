@@ -1,0 +1,88 @@
+"""Timing several runs against each other: in turn, so that all see the same clocks and neighbours."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Run = Callable[[], object]
+
+_FLUSH_BYTES = (
+    1 << 30
+)  # a memset of 0.3 ms: longer than any host needs to queue a run, and larger than any L2
+
+
+@dataclass(frozen=True)
+class Time:
+    """Of one run, in seconds. Nine of ten runs took longer than `low`."""
+
+    median: float
+    low: float
+    runs: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Time":
+        ordered = sorted(samples)
+        return cls(statistics.median(ordered), ordered[len(ordered) // 10], len(ordered))
+
+
+def host_times(
+    runs: Mapping[str, Run], *, rounds: int, seconds: float, warmup: int = 5, after: Run | None = None
+) -> dict[str, Time]:
+    """Wall time of runs that are over when they return.
+
+    Args:
+        runs: by name. Every round runs each once, in turn another one first.
+        rounds: at most this many.
+        seconds: stop after this time, once there are 15 rounds.
+        after: called after each run, within its time (a synchronize).
+    """
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs.items())
+    clock = time.perf_counter
+    deadline = clock() + seconds
+    for i in range(-warmup, rounds):
+        for name, run in order:
+            start = clock()
+            run()
+            if after is not None:
+                after()
+            elapsed = clock() - start
+            if i >= 0:
+                samples[name].append(elapsed)
+        order.append(order.pop(0))
+        if i >= 15 and clock() > deadline:
+            break
+    return {name: Time.of(times) for name, times in samples.items()}
+
+
+class DeviceTimer:
+    """Device time on one CUDA stream: a memset before each run hides the host and empties the L2."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=stream.device)
+
+    def times(self, runs: Mapping[str, Run], *, rounds: int, warmup: int = 3) -> dict[str, Time]:
+        """Device time of what each run queues on the stream, which is also torch's current one meanwhile."""
+        events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runs}
+        order = list(runs.items())
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            for i in range(-warmup, rounds):
+                for name, run in order:
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    self.flush.zero_()
+                    start.record(self.stream)
+                    run()
+                    end.record(self.stream)
+                    if i >= 0:
+                        events[name].append((start, end))
+                order.append(order.pop(0))
+        torch.cuda.synchronize(self.stream.device)
+        return {
+            name: Time.of([start.elapsed_time(end) * 1e-3 for start, end in pairs])
+            for name, pairs in events.items()
+        }
