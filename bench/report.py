@@ -83,8 +83,11 @@ def clocks(device: torch.device) -> dict[str, str] | None:
 
 
 def _nvidia_smi(device: torch.device, query: str) -> str:
-    identifier = str(torch.cuda.get_device_properties(device).uuid)  # CUDA_VISIBLE_DEVICES changes numbers
-    command = ["nvidia-smi", f"--id=GPU-{identifier}", f"--query-gpu={query}", "--format=csv,noheader"]
+    uuid = getattr(
+        torch.cuda.get_device_properties(device), "uuid", None
+    )  # as CUDA_VISIBLE_DEVICES renumbers
+    identifier = f"GPU-{uuid}" if uuid is not None else str(device.index or 0)
+    command = ["nvidia-smi", f"--id={identifier}", f"--query-gpu={query}", "--format=csv,noheader"]
     return _output(command) or "unknown"
 
 

@@ -23,7 +23,8 @@ ON_GPU = {"gpu", "driver", "cuda_torch", "cuda_archs"}
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != str(ROOT)]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(path)}  # bench finds the root by itself
     return subprocess.run(
         [sys.executable, *command],
         capture_output=True,

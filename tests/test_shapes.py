@@ -74,6 +74,68 @@ def expressions() -> st.SearchStrategy[str]:
     return shape.filter(lambda text: len(text) < 80)
 
 
+VALUED = {  # a = (2, 3, 4), b = (3, 1), c absent, n = -7, t = True, p = [5, 6]
+    "a": (2, 3, 4),
+    "a[:-1] + [a[-1] * 2]": (2, 3, 8),
+    "a[1:] + a[:1]": (3, 4, 2),
+    "a[2:1] + a[-9:1] + a[:9]": (2, 2, 3, 4),
+    "a[:len(b)]": (2, 3),
+    "a[-n // 4:]": (3, 4),
+    "[]": (),
+    "[p[0], p[-1], p[t],]": (5, 6, 6),
+    "[-n // 2, -(n // 2), 0 - n // -2 + 9]": (3, 4, 6),
+    "[2 + 3 * 4 - 5, (2 + 3) * 4, 20 // 3 * 3, -n - 1 - 1]": (9, 20, 18, 5),
+    "[len(a + b), numel(a), numel([]), numel(b + [0])]": (5, 24, 1, 0),
+    "broadcast(a, b + [4])": None,
+    "broadcast(a, [3, 1])": (2, 3, 4),
+    "broadcast([1, 4], (b))": (3, 4),
+    "broadcast(b, [])": (3, 1),
+    "c": None,
+    "a[3:] + [a[3]]": None,
+    "[p[2]]": None,
+    "[n // (n + 7)]": None,
+    "[n]": None,
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), VALUED.items())
+def test_values(text: str, expected: tuple[int, ...] | None) -> None:
+    scope = ({"a": [2, 3, 4], "b": [3, 1], "c": None}, {"n": -7, "t": True, "p": [5, 6]})
+    assert ask_python(text, *scope) == expected
+    cpp = ask_cpp(text, *scope)
+    assert (None if isinstance(cpp, str) else cpp) == expected, cpp
+
+
+INFERRED = {  # a = (?, 3, 4), b of unknown rank
+    "a": (UNKNOWN, 3, 4),
+    "a[1:] + [a[0] * 0]": (3, 4, UNKNOWN),
+    "b": "*",
+    "a + b": "*",
+    "b[:1]": "*",
+    "a[:b[0]]": "*",  # not an empty shape
+    "a[a[0]:]": "*",
+    "a[:len(b)]": "*",
+    "[len(b), numel(b), numel(a), len(a), p[a[0]], a[a[0]]]": (
+        UNKNOWN,
+        UNKNOWN,
+        UNKNOWN,
+        3,
+        UNKNOWN,
+        UNKNOWN,
+    ),
+    "[8 // a[0], a[0] - a[0]]": (UNKNOWN, UNKNOWN),
+    "broadcast(a, [1, 1])": (UNKNOWN, 3, 4),
+    "broadcast(a[:1], [5])": (5,),
+    "broadcast(a[:1], [1])": (UNKNOWN,),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), INFERRED.items())
+def test_inferred_values(text: str, expected: tuple[int | str, ...] | str) -> None:
+    shapes = {"a": (UNKNOWN, 3, 4), "b": "*", "c": None}
+    assert ask_cpp(text, shapes, {"n": -7, "t": True, "p": [5, 6]}) == expected
+
+
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(expressions(), SCOPES)
 def test_cpp_and_python_agree(text: str, scope: Any) -> None:

@@ -395,6 +395,7 @@ def test_side_stream() -> None:
     """The kernel follows the work queued before it on torch's current stream, with no synchronize between."""
     stream = torch.cuda.Stream()
     x = torch.ones(1 << 22, device="cuda")
+    torch_op.relu(x)  # loads the kernel: that synchronizes, and would hide a launch on the wrong stream
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)

@@ -96,7 +96,7 @@ def _read_section(path: Path, data: bytes | mmap.mmap, wanted: str) -> bytes:
                 if offset + size > len(data):
                     raise LibraryError(f"{path}: the file is cut short. Copy or build it again")
                 return data[offset : offset + size]
-    except (struct.error, ValueError, IndexError, OverflowError) as error:
+    except (struct.error, ValueError, IndexError) as error:
         raise LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again") from error
     raise LibraryError(
         f"{path}: a shared library, but without twinop records (section {wanted}). "
