@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def session(
     stream = _torch_stream(device) if device is not None else None
     requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in requested]
 
-    inner = _create(ort, loaded, options, requested)
+    with _current_device_kept(stream):
+        inner = _create(ort, loaded, options, requested)
     if providers is None and device is not None and cuda.CUDA not in inner.get_providers():
         reason = "ONNX Runtime could not start CUDA (its log above says why)"
         warnings.warn(f"the CPU is used, not the GPU: {reason}", RuntimeWarning, stacklevel=2)
@@ -168,6 +170,15 @@ def _torch_stream(device: int) -> Any:
     except ImportError:
         return None
     return torch.cuda.Stream(device) if torch.cuda.is_available() else None
+
+
+def _current_device_kept(stream: Any) -> AbstractContextManager[Any]:
+    """ONNX Runtime leaves its own GPU current in this thread; the caller's comes back."""
+    if stream is None:
+        return nullcontext()
+    import torch
+
+    return torch.cuda.device(torch.cuda.current_device())
 
 
 def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Provider:

@@ -5,6 +5,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import ort_versions
 import pytest
 from ort_cases import all_cases
 from ort_versions import SUPPORTED, TOO_OLD, is_ready, python_of
@@ -67,3 +68,20 @@ def test_an_older_onnxruntime_is_refused(stem: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(TOO_OLD)
     assert f"needs ONNX Runtime 1.18 or newer; this is {TOO_OLD}. Upgrade with: pip install" in done.stdout
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_environments_that_cannot_be_made(
+    offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ort_versions, "FOLDER", tmp_path)
+    monkeypatch.setattr(ort_versions, "make", lambda version: f"no route to {version}")
+    monkeypatch.setenv("TWINOP_OFFLINE", "1" if offline else "")
+    assert not any(map(is_ready, ort_versions.PACKAGES))
+    assert ort_versions.main() == (0 if offline else 1)
+    said = capsys.readouterr().err
+    if offline:
+        assert f"offline: no environments for onnxruntime {TOO_OLD}, " in said and "error" not in said
+    else:
+        assert "error: no route to 1.18.1" in said and "error: 5 environments could not be made" in said
+        assert "set TWINOP_OFFLINE=1" in said
