@@ -10,7 +10,7 @@ import onnx
 
 from twinop.deploy.dtypes import dtype_name
 from twinop.deploy.errors import ModelError
-from twinop.deploy.inference import fitting, typed_nodes
+from twinop.deploy.inference import typed_nodes
 from twinop.deploy.libraries import choose_library
 from twinop.deploy.model import CustomNode, Model, ModelSource, load_model
 from twinop.library import Library
@@ -105,7 +105,7 @@ def _input_problems(node: CustomNode, record: Record) -> Iterator[str]:
             yield f"input {entry.name} is absent; it takes {takes}"
         elif name and (element := node.types.get(name)):
             given[entry.name] = dtype_name(element)
-    if given and fitting(record, given) is None:
+    if given and record.combination_of(given) is None:
         have = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
         yield (
             f"no kernel for these dtypes: {have}. It takes: {record.dtypes} (all inputs alike but where one "

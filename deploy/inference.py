@@ -71,7 +71,7 @@ def _schema(name: str, record: Record) -> Any:
             value = context.get_input_type(i)
             if value is not None and value.tensor_type.elem_type:
                 given[record.inputs[i].name] = dtype_name(value.tensor_type.elem_type)
-        combination = fitting(record, given) if given else None
+        combination = record.combination_of(given) if given else None
         if combination is None:
             return
         for i in range(min(context.get_num_outputs(), len(record.outputs))):
@@ -85,11 +85,3 @@ def _schema(name: str, record: Record) -> Any:
 
 def _element(name: str) -> int:
     return next(value for value in onnx.TensorProto.DataType.values() if value and dtype_name(value) == name)
-
-
-def fitting(record: Record, given: Mapping[str, str]) -> dict[str, str] | None:
-    """The first of the record's dtype combinations that takes these inputs (dtype names), or None."""
-    for combination in record.combinations:
-        if all(combination[name] == dtype for name, dtype in given.items()):
-            return combination
-    return None

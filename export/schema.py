@@ -71,9 +71,8 @@ def combination_of(record: Record, given: Mapping[str, str], where: str) -> dict
     Raises:
         ExportError: there is none.
     """
-    for combination in record.combinations:
-        if all(combination[name] == dtype for name, dtype in given.items()):
-            return combination
+    if combination := record.combination_of(given):
+        return combination
     described = ", ".join(f"{name}: {dtype}" for name, dtype in given.items())
     raise ExportError(
         f"{where}: {record.onnx_name} does not take {described}; expected one of: {record.dtypes}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the `cuda` tests and, on a small subset, compute-sanitizer; writes what happened as JSON.
 
-    python tests/gpu_report.py --output bench/results/gpu-tests-h200.json --commit $(git rev-parse HEAD)
+    python tests/gpu_report.py --output tests/results/gpu-tests.json --commit $(git rev-parse HEAD)
 
 Exit code 0 means no failed test and no sanitizer report. The sanitizers watch twinop's own kernels only.
 """

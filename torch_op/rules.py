@@ -49,9 +49,8 @@ def fake_rule(record: Record) -> Rule:
 
 def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, str]:
     found = {name: dtype_name(tensor) for name, tensor in given.items()}
-    for combination in record.combinations:
-        if all(combination[name] == dtype for name, dtype in found.items()):
-            return combination
+    if combination := record.combination_of(found):
+        return combination
     described = ", ".join(f"{name}: {dtype}" for name, dtype in found.items())
     raise RecordError(
         f"{DOMAIN}::{record.name}({described}): no kernel takes these dtypes; "

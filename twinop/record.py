@@ -105,6 +105,13 @@ class Record:
             result.append(dict.fromkeys(names, first) | dict(re.findall(r"(\w+) *= *(\w+)", rest)))
         return tuple(result)
 
+    def combination_of(self, given: Mapping[str, str]) -> dict[str, str] | None:
+        """The first dtype combination that takes these dtypes (by tensor name), or None."""
+        for combination in self.combinations:
+            if all(combination[name] == dtype for name, dtype in given.items()):
+                return combination
+        return None
+
     @cached_property
     def gradients(self) -> dict[str, str]:
         """Derivative formula by input name."""
