@@ -1,7 +1,6 @@
 """The CPU tests once more with libraries built by the presets `asan` and `ubsan`, and a search for leaks."""
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from elf import Elf
 from one_node import one_node_model
 from record_driver import ROOT, compiler
 
-from twinop.library import find_library, read_library
+from twinop.library import read_library
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,19 +23,10 @@ RUNTIMES = {"asan": "libasan.so", "ubsan": "libubsan.so"}
 SANITIZERS = {"asan": "address", "ubsan": "undefined"}
 
 
-def cache_entry(folder: Path, name: str) -> str | None:
-    """A variable of a CMake build tree."""
-    cache = folder / "CMakeCache.txt"
-    found = re.search(rf"^{name}:\w+=(.+)$", cache.read_text(), re.MULTILINE) if cache.exists() else None
-    return found and found[1]
-
-
 @pytest.fixture(scope="module")
 def build() -> Callable[[str], Path]:
     def make(preset: str) -> Path:
-        known = cache_entry(find_library("custom_relu").parent, "TWINOP_ORT_INCLUDE")
         definitions = {"TWINOP_WITH_CUDA": "OFF", "Python_EXECUTABLE": sys.executable}
-        definitions |= {"TWINOP_ORT_INCLUDE": known} if known else {}
         options = [f"-D{name}={value}" for name, value in definitions.items()]
         for command in (["cmake", "--preset", preset, *options], ["cmake", "--build", "--preset", preset]):
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -97,7 +87,8 @@ def test_nothing_leaks(build: Callable[[str], Path], tmp_path: Path) -> None:
     """Load, run, fail, let go, three times over; the runtime is the newest one's C library."""
     (runtime,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
     folder = build("asan")
-    include = cache_entry(folder, "TWINOP_ORT_INCLUDE")
+    find_headers = [sys.executable, str(ROOT / "cmake/ort_sdk.py")]
+    include = subprocess.run(find_headers, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     program = tmp_path / "leak_driver"
     source = ROOT / "tests/leak_driver.cpp"
     flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address", f"-isystem{include}"]
