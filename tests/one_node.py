@@ -80,26 +80,11 @@ def make_session(model: onnx.ModelProto, library: Path, device: str, **provider_
 def run_bound(session: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
     """Runs on the tensors' own memory (contiguous, any alignment); ORT writes into `outputs`."""
     binding = session.io_binding()
-    for name, tensor in inputs.items():
-        bind = binding.bind_input
-        bind(
-            name,
-            tensor.device.type,
-            tensor.device.index or 0,
-            onnx_type(tensor),
-            list(tensor.shape),
-            pointer(tensor),
-        )
-    for name, tensor in outputs.items():
-        bind = binding.bind_output
-        bind(
-            name,
-            tensor.device.type,
-            tensor.device.index or 0,
-            onnx_type(tensor),
-            list(tensor.shape),
-            pointer(tensor),
-        )
+    for bind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+        for name, tensor in tensors.items():
+            device = tensor.device
+            place = (device.type, device.index or 0, onnx_type(tensor), list(tensor.shape))
+            bind(name, *place, pointer(tensor))
     if any(tensor.is_cuda for tensor in inputs.values()):
         torch.cuda.synchronize()
     session.run_with_iobinding(binding)
