@@ -17,7 +17,10 @@ from twinop.library import read_library
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TESTS = ("parity", "torch_op", "cpu_levels", "ort_versions", "record", "shapes", "layers", "deploy_session")
+TESTS = (
+    *("parity", "torch_op", "torch_op_errors", "cpu_levels", "ort_versions"),
+    *("record", "shapes", "layers", "deploy_session"),
+)
 FOUND = 77  # the exit code of a process in which AddressSanitizer found something
 RUNTIMES = {"asan": "libasan.so", "ubsan": "libubsan.so"}
 SANITIZERS = {"asan": "address", "ubsan": "undefined"}
