@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/elementwise.h"
-#include "kernels/ops/relu_variants.h"
+#include "kernels/relu_variants.cuh"
 
 namespace twinop {
 
