@@ -8,11 +8,13 @@ from typing import Any
 
 import onnx
 
+from twinop.checks import check_attributes
 from twinop.deploy.dtypes import dtype_name
 from twinop.deploy.errors import ModelError
 from twinop.deploy.inference import typed_nodes
 from twinop.deploy.libraries import choose_library
 from twinop.deploy.model import CustomNode, Model, ModelSource, load_model
+from twinop.errors import RecordError
 from twinop.library import Library
 from twinop.record import DOMAIN, DOMAIN_VERSION, Attribute, Record
 
@@ -132,6 +134,11 @@ def _attribute_problems(given: Any, declared: Attribute, record: Record) -> Iter
         value = given.s.decode(errors="replace")
         if value not in choices:
             yield f"attribute {given.name} is '{value}', expected one of: {', '.join(choices)}"
+    elif declared.kind in ("int", "float"):
+        try:
+            check_attributes(record, {given.name: given.i if declared.kind == "int" else given.f})
+        except RecordError as error:
+            yield str(error)
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,10 @@ import onnx
 import onnx_ir as ir
 from onnx.defs import OpSchema
 
+from twinop.checks import check_attributes, check_shapes
 from twinop.errors import ExportError, RecordError
 from twinop.record import DOMAIN, DOMAIN_VERSION, Attribute, Record
+from twinop.shapes import Unknown
 
 ONNX_TYPES = {
     "float32": ir.DataType.FLOAT,
@@ -142,19 +143,6 @@ def registered_schemas(records: Iterable[Record]) -> Iterator[None]:
 # ------------------------------------------------------------------------------------ types and shapes
 
 
-@dataclass(frozen=True)
-class Unknown:
-    """A dimension without a number, perhaps with a name; what is computed from it has neither."""
-
-    name: str | None = None
-
-    def _computed(self, other: Any = None) -> "Unknown":
-        return Unknown()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
-    __floordiv__ = __rfloordiv__ = __neg__ = _computed
-
-
 Dims = Sequence[int | Unknown] | None
 
 
@@ -167,15 +155,19 @@ def infer(
         ExportError: the dtypes or sizes do not fit the op.
     """
     combination = combination_of(record, {name: dtype for name, (dtype, _) in inputs.items()}, where)
-    known = {name: dims for name, (_, dims) in inputs.items() if dims is not None}
+    given = {entry.name: inputs[entry.name][1] if entry.name in inputs else None for entry in record.inputs}
+    known = {name: dims for name, dims in given.items() if dims is not None or name not in inputs}
+    try:
+        check_attributes(record, attributes)
+        check_shapes(record, known, attributes)
+    except RecordError as error:
+        raise ExportError(f"{where}: {record.onnx_name}: {error}") from error
     shapes: Mapping[str, Dims] = dict.fromkeys(record.outputs)
     try:
-        shapes = record.infer_shapes(
-            {entry.name: known.get(entry.name) for entry in record.inputs}, attributes
-        )
+        shapes = record.infer_shapes(known, attributes)
     except RecordError as error:
-        if len(known) == len(inputs) and not any(
-            isinstance(d, Unknown) for dims in known.values() for d in dims
+        if len(known) == len(given) and not any(
+            isinstance(d, Unknown) for dims in known.values() if dims is not None for d in dims
         ):
             raise ExportError(f"{where}: {error}") from error
     return {name: (combination[name], shapes[name]) for name in record.outputs}

@@ -1,17 +1,47 @@
 #include "kernels/check.h"
 
 #include <charconv>
+#include <cmath>
+#include <cstdio>
 
 namespace twinop {
 namespace {
 
 std::string Quote(std::string_view text) { return "'" + std::string(text) + "'"; }
 
-std::string Sizes(const Tensor& tensor) {
+std::string Sizes(const std::int64_t* sizes, std::size_t rank) {
   std::string text = "[";
-  for (std::size_t i = 0; i < tensor.rank; ++i)
-    text += (i > 0 ? ", " : "") + std::to_string(tensor.sizes[i]);
+  for (std::size_t i = 0; i < rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(sizes[i]);
   return text + "]";
+}
+
+// "a has [2, 3], b has [4]": every input that is present.
+std::string AllSizes(const Record& record, const Tensor* inputs) {
+  std::string text;
+  for (std::size_t i = 0; i < record.schema.input_count; ++i)
+    if (inputs[i].present)
+      text += (text.empty() ? "" : ", ") + std::string(record.schema.input(i).name.view()) +
+              " has " + Sizes(inputs[i].sizes, inputs[i].rank);
+  return text;
+}
+
+// An attribute that is wrong whatever the inputs are.
+Status WrongAttribute(const Record& record, const Argument& argument, const std::string& message) {
+  return Status::Error(std::string(kDomain) + "::" + std::string(record.schema.name.view()) +
+                       ": attribute " + std::string(argument.name.view()) + " " + message);
+}
+
+std::string Number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", value);
+  return text;
+}
+
+bool SameSizes(const Tensor& tensor, const std::int64_t* sizes, std::size_t rank) {
+  if (tensor.rank != rank) return false;
+  for (std::size_t i = 0; i < rank; ++i)
+    if (tensor.sizes[i] != sizes[i]) return false;
+  return true;
 }
 
 // Fills `shape` from a tensor view.
@@ -36,16 +66,26 @@ Status WithExpression(const Record& record, std::string_view text, const Tensor*
     ShapeExpression expression(text, scope);
     evaluate(expression);
   } catch (const char* reason) {
-    return Failure(record, inputs, reason);
+    return Failure(record, inputs, std::string(reason) + ": " + std::string(text));
   }
   return {};
+}
+
+Status EvaluateShape(const Record& record, std::string_view text, const Tensor* inputs,
+                     const Attribute* attributes, std::int64_t* sizes, std::size_t* rank) {
+  return WithExpression(record, text, inputs, attributes, [&](ShapeExpression& expression) {
+    Shape shape = expression.EvaluateShape();
+    *rank = shape.rank;
+    for (std::size_t i = 0; i < shape.rank; ++i) sizes[i] = shape.dims[i].value;
+  });
 }
 
 }  // namespace
 
 std::string Describe(std::string_view name, const Tensor& tensor) {
   if (!tensor.present) return std::string(name) + ": absent";
-  return std::string(name) + ": " + std::string(Info(tensor.dtype).name) + Sizes(tensor);
+  return std::string(name) + ": " + std::string(Info(tensor.dtype).name) +
+         Sizes(tensor.sizes, tensor.rank);
 }
 
 Status Failure(const Record& record, const Tensor* inputs, std::string_view message) {
@@ -97,19 +137,37 @@ Status ParseDefault(const Record& record, std::size_t index, Attribute* value) {
 Status CheckAttribute(const Record& record, std::size_t index, const Attribute& value) {
   const Argument& argument = record.schema.attribute(index);
   if (value.count > kMaxList)
-    return Status::Error(std::string(kDomain) + "::" + std::string(record.schema.name.view()) +
-                         ": attribute " + std::string(argument.name.view()) + " has " +
-                         std::to_string(value.count) + " entries, at most " +
-                         std::to_string(kMaxList) + " are taken");
+    return WrongAttribute(record, argument,
+                          "has " + std::to_string(value.count) + " entries, at most " +
+                              std::to_string(kMaxList) + " are taken");
+  const Limit& limit = record.limit_table[index];
+  if (limit.kind == Limit::Kind::kAtLeast) {
+    const bool whole = argument.kind == Kind::kInt;
+    if (whole ? value.i < limit.minimum
+              : !(std::isfinite(value.f) && value.f >= static_cast<double>(limit.minimum)))
+      return WrongAttribute(record, argument,
+                            "is " + (whole ? std::to_string(value.i) : Number(value.f)) +
+                                ", expected a " + (whole ? "" : "finite ") +
+                                "number >= " + std::to_string(limit.minimum));
+  }
+  if (limit.kind == Limit::Kind::kOneOf) {
+    Scanner scan(limit.choices);
+    do {
+      if (scan.Integer() == value.i) return {};
+    } while (scan.Accept("|"));
+    return WrongAttribute(
+        record, argument,
+        "is " + std::to_string(value.i) + ", expected one of " + std::string(limit.choices));
+  }
+  if (argument.kind != Kind::kString) return {};
   std::string_view choices = Entry(record.choices_text, argument.name.view());
-  if (argument.kind != Kind::kString || choices.empty()) return {};
+  if (choices.empty()) return {};
   Scanner scan(choices);
   do {
     if (scan.Word() == value.s) return {};
   } while (scan.Accept("|"));
-  return Status::Error(std::string(kDomain) + "::" + std::string(record.schema.name.view()) +
-                       ": attribute " + std::string(argument.name.view()) + " is " +
-                       Quote(value.s) + ", expected one of " + std::string(choices));
+  return WrongAttribute(record, argument,
+                        "is " + Quote(value.s) + ", expected one of " + std::string(choices));
 }
 
 Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* combination) {
@@ -117,8 +175,7 @@ Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* 
   for (std::size_t c = 0; c < record.CombinationCount(); ++c) {
     bool matches = true;
     for (std::size_t i = 0; i < schema.input_count && matches; ++i)
-      matches =
-          !inputs[i].present || inputs[i].dtype == record.TypeOf(c, schema.input(i).name.view());
+      matches = !inputs[i].present || inputs[i].dtype == record.input_types[c][i];
     if (matches) {
       *combination = c;
       return {};
@@ -130,13 +187,86 @@ Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* 
                      " (all inputs the same but where one is named)");
 }
 
-Status CheckShapes(const Record& record, const Tensor* inputs) {
-  if (!record.is_elementwise) return {};
-  for (std::size_t i = 1; i < record.schema.input_count; ++i) {
-    bool same = inputs[i].rank == inputs[0].rank;
-    for (std::size_t k = 0; k < inputs[0].rank && same; ++k)
-      same = inputs[i].sizes[k] == inputs[0].sizes[k];
-    if (!same) return Failure(record, inputs, "the inputs must have one shape");
+namespace {
+
+// "dim of x"
+Status CheckDimensions(const Record& record, const Tensor* inputs, const Attribute* attributes) {
+  for (std::size_t i = 0; i < record.schema.attribute_count; ++i) {
+    const Limit& limit = record.limit_table[i];
+    if (limit.kind != Limit::Kind::kDimension || !inputs[limit.input].present) continue;
+    auto rank = static_cast<std::int64_t>(inputs[limit.input].rank);
+    if (rank == 0) rank = 1;  // as torch: a scalar's one element lies along dimension 0 or -1
+    const std::int64_t value = attributes[i].i;
+    if (value >= -rank && value < rank) continue;
+    const std::string name(record.schema.attribute(i).name.view());
+    return Failure(record, inputs,
+                   "attribute " + name + " is " + std::to_string(value) +
+                       ", expected a dimension of " +
+                       std::string(record.schema.input(limit.input).name.view()) + ": " +
+                       std::to_string(-rank) + " to " + std::to_string(rank - 1));
+  }
+  return {};
+}
+
+Status CheckInputShape(const Record& record, std::size_t input, const Tensor* inputs,
+                       const Attribute* attributes) {
+  const Tensor& tensor = inputs[input];
+  std::string_view text = record.input_shape_texts[input];
+  std::int64_t expected[kMaxRank];
+  std::size_t rank = 0;
+  const ShapeSlice& slice = record.input_slices[input];
+  if (slice.input >= 0 && inputs[slice.input].present) {
+    const Tensor& whole = inputs[slice.input];
+    const std::size_t begin = slice.Begin(attributes, whole.rank);
+    rank = whole.rank - begin;
+    if (SameSizes(tensor, whole.sizes + begin, rank)) return {};
+    for (std::size_t i = 0; i < rank; ++i) expected[i] = whole.sizes[begin + i];
+  } else {
+    TWINOP_RETURN_IF_ERROR(EvaluateShape(record, text, inputs, attributes, expected, &rank));
+    if (SameSizes(tensor, expected, rank)) return {};
+  }
+  return Failure(record, inputs,
+                 std::string(record.schema.input(input).name.view()) + " has shape " +
+                     Sizes(tensor.sizes, tensor.rank) + ", expected " + std::string(text) + " = " +
+                     Sizes(expected, rank));
+}
+
+// numpy's rule, for any number of inputs.
+Status Broadcast(const Record& record, const Tensor* inputs, std::int64_t* sizes,
+                 std::size_t* rank) {
+  *rank = 0;
+  for (std::size_t i = 0; i < record.schema.input_count; ++i)
+    if (inputs[i].rank > *rank) *rank = inputs[i].rank;
+  for (std::size_t k = 0; k < *rank; ++k) sizes[k] = 1;
+  for (std::size_t i = 0; i < record.schema.input_count; ++i) {
+    std::int64_t* last = sizes + (*rank - inputs[i].rank);
+    for (std::size_t k = 0; k < inputs[i].rank; ++k) {
+      const std::int64_t size = inputs[i].sizes[k];
+      if (size == 1 || size == last[k]) continue;
+      if (last[k] != 1)
+        return Failure(record, inputs,
+                       "the inputs' shapes do not broadcast: " + AllSizes(record, inputs) +
+                           "; from the last dimension on, sizes must be equal or 1");
+      last[k] = size;
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Status CheckShapes(const Record& record, const Tensor* inputs, const Attribute* attributes) {
+  if (record.is_elementwise && !record.broadcasts) {
+    for (std::size_t i = 1; i < record.schema.input_count; ++i)
+      if (inputs[i].present && !SameSizes(inputs[i], inputs[0].sizes, inputs[0].rank))
+        return Failure(record, inputs,
+                       "the inputs must have one shape: " + AllSizes(record, inputs));
+  }
+  if (record.has_limits) TWINOP_RETURN_IF_ERROR(CheckDimensions(record, inputs, attributes));
+  if (record.has_input_shapes) {
+    for (std::size_t i = 0; i < record.schema.input_count; ++i)
+      if (inputs[i].present && !record.input_shape_texts[i].empty())
+        TWINOP_RETURN_IF_ERROR(CheckInputShape(record, i, inputs, attributes));
   }
   return {};
 }
@@ -150,13 +280,8 @@ Status OutputShape(const Record& record, std::size_t output, const Tensor* input
     for (std::size_t i = 0; i < *rank; ++i) sizes[i] = inputs[same].sizes[i];
     return {};
   }
-  return WithExpression(record, record.ShapeText(output), inputs, attributes,
-                        [&](ShapeExpression& expression) {
-                          Shape shape = expression.EvaluateShape();
-                          *rank = shape.rank;
-                          for (std::size_t i = 0; i < shape.rank; ++i)
-                            sizes[i] = shape.dims[i].value;
-                        });
+  if (record.broadcasts) return Broadcast(record, inputs, sizes, rank);
+  return EvaluateShape(record, record.ShapeText(output), inputs, attributes, sizes, rank);
 }
 
 Status ScratchBytes(const Record& record, const Tensor* inputs, const Attribute* attributes,

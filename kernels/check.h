@@ -13,14 +13,16 @@ std::string Describe(std::string_view name, const Tensor& tensor);
 // The attributes' defaults as written in the schema. Required attributes stay zero.
 Status ParseDefault(const Record& record, std::size_t attribute, Attribute* value);
 
-// A str attribute is one of its choices, an int[] no longer than kMaxList.
+// What is wrong with an attribute whatever the inputs are: it is none of its choices, or outside
+// its limits, or an int[] longer than kMaxList.
 Status CheckAttribute(const Record& record, std::size_t attribute, const Attribute& value);
 
 // Index of the dtype combination that the inputs have, or an error that lists the combinations.
 Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* combination);
 
-// The inputs of an elementwise op have one shape.
-Status CheckShapes(const Record& record, const Tensor* inputs);
+// The inputs have the shapes that the record requires, and attributes that are dimensions are some
+// of them. (Whether inputs broadcast, OutputShape says.)
+Status CheckShapes(const Record& record, const Tensor* inputs, const Attribute* attributes);
 
 // The output's shape for these inputs.
 Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs,

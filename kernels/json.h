@@ -76,9 +76,10 @@ constexpr JsonWriter WriteJson(const Record& record) {
   for (std::size_t i = 0; i < schema.output_count; ++i)
     json.Next().String(schema.outputs[i].view());
   json.Raw("]").Field("dtypes", record.dtypes_text).Field("shapes", record.shapes_text);
+  json.Field("input_shapes", record.input_shapes_text).Field("limits", record.limits_text);
   json.Field("scratch", record.scratch_text).Field("in_place", record.in_place_text);
   json.Field("choices", record.choices_text).Field("gradient", record.gradient_text);
-  json.Field("autocast", record.autocast_text);
+  json.Field("autocast", record.autocast_text).Field("rows", record.rows_text);
   json.Field("layout", record.is_elementwise ? "elementwise" : "contiguous")
       .Key("devices")
       .Raw("[");

@@ -8,118 +8,13 @@
 #include <cstdint>
 #include <string_view>
 
+#include "kernels/call.h"
 #include "kernels/schema.h"
-#include "kernels/shape.h"
-#include "kernels/status.h"
 
 namespace twinop {
 
 inline constexpr const char* kDomain = "custom_domain";
 inline constexpr int kDomainVersion = 1;
-
-// ---------------------------------------------------------------------------------- element types
-
-// Kernels exist for some of these; the others have a name so that an error can say what was given.
-enum class DType : std::uint8_t {
-  kNone,
-  kFloat32,
-  kFloat16,
-  kBFloat16,
-  kFloat64,
-  kInt8,
-  kInt16,
-  kInt32,
-  kInt64,
-  kUInt8,
-  kBool,
-  kComplex64,
-  kComplex128,
-};
-
-struct DTypeInfo {
-  DType dtype;
-  std::string_view name;  // numpy's and torch's
-  std::size_t size;       // bytes
-};
-inline constexpr DTypeInfo kDTypes[] = {
-    {DType::kNone, "unsupported", 0},
-    {DType::kFloat32, "float32", 4},
-    {DType::kFloat16, "float16", 2},
-    {DType::kBFloat16, "bfloat16", 2},
-    {DType::kFloat64, "float64", 8},
-    {DType::kInt8, "int8", 1},
-    {DType::kInt16, "int16", 2},
-    {DType::kInt32, "int32", 4},
-    {DType::kInt64, "int64", 8},
-    {DType::kUInt8, "uint8", 1},
-    {DType::kBool, "bool", 1},
-    {DType::kComplex64, "complex64", 8},
-    {DType::kComplex128, "complex128", 16},
-};
-
-constexpr const DTypeInfo& Info(DType dtype) { return kDTypes[static_cast<std::size_t>(dtype)]; }
-
-constexpr DType DTypeNamed(std::string_view name) {
-  for (const DTypeInfo& info : kDTypes)
-    if (info.name == name && info.dtype != DType::kNone) return info.dtype;
-  throw "a record names a dtype that does not exist";
-}
-
-// ---------------------------------------------------------------------------------- a call
-
-// A view of a framework's tensor: nothing is owned. Data is dense in the order of `sizes` unless
-// the op's layout is elementwise, where any one dense order is the same for all tensors of the
-// call.
-struct Tensor {
-  void* data = nullptr;  // null where an optional input is absent
-  DType dtype = DType::kNone;
-  std::size_t rank = 0;
-  const std::int64_t* sizes = nullptr;
-  std::int64_t numel = 0;
-  bool present = false;
-
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data);
-  }
-  std::int64_t bytes() const { return numel * static_cast<std::int64_t>(Info(dtype).size); }
-};
-
-// Where a launch runs. `parallel_for` is the framework's own thread pool.
-struct Context {
-  using Range = void (*)(std::int64_t begin, std::int64_t end, void* argument);
-
-  void* stream = nullptr;  // cudaStream_t; null on the CPU
-  void (*parallel_for)(void* pool, std::int64_t count, std::int64_t grain, Range range,
-                       void* argument) = nullptr;
-  void* pool = nullptr;
-
-  // Calls body(begin, end) over [0, count) in pieces of at least `grain`, on this thread if one is
-  // enough.
-  template <class Body>
-  void ParallelFor(std::int64_t count, std::int64_t grain, const Body& body) const {
-    if (count <= grain) return body(0, count);
-    parallel_for(
-        pool, count, grain,
-        [](std::int64_t begin, std::int64_t end, void* argument) {
-          (*static_cast<const Body*>(argument))(begin, end);
-        },
-        const_cast<void*>(static_cast<const void*>(&body)));
-  }
-};
-
-struct Call {
-  const Tensor* inputs = nullptr;         // in schema order, absent ones not `present`
-  Tensor* outputs = nullptr;              // allocated by the binding
-  const Attribute* attributes = nullptr;  // in schema order
-  void* scratch = nullptr;  // Record::scratch bytes; aligned to 64 bytes, on CUDA to 256
-  const Context* context = nullptr;
-};
-
-// Queues the work and returns: no allocation, no synchronize, no exception.
-using Launcher = Status (*)(const Call& call);
-
-// ---------------------------------------------------------------------------------- the record
 
 // "y = x; s = x[:-1]": the text behind `name`, empty where there is none.
 constexpr std::string_view Entry(std::string_view entries, std::string_view name) {
@@ -134,6 +29,43 @@ constexpr std::string_view Entry(std::string_view entries, std::string_view name
   return {};
 }
 
+// What `limits` says of one attribute.
+struct Limit {
+  enum class Kind : std::uint8_t { kNone, kDimension, kAtLeast, kOneOf };
+  Kind kind = Kind::kNone;
+  std::int8_t input = 0;     // kDimension: whose rank counts
+  std::int64_t minimum = 0;  // kAtLeast
+  std::string_view choices;  // kOneOf: "0 | 1"
+};
+
+// What `rows` says.
+struct RowDimension {
+  bool given = false;
+  bool to_the_end = false;     // "axis:"
+  std::int8_t attribute = -1;  // "dim", or
+  std::int64_t value = 0;      // "-1"
+
+  constexpr std::int64_t Of(const Attribute* attributes) const {
+    return attribute >= 0 ? attributes[attribute].i : value;
+  }
+};
+
+// "x", "x[axis:]" or "x[-1:]": what nearly every required shape is, found without the evaluator.
+struct ShapeSlice {
+  std::int8_t input = -1;  // -1: the text is something else
+  std::int8_t attribute = -1;
+  std::int64_t value = 0;
+
+  constexpr std::size_t Begin(const Attribute* attributes, std::size_t rank) const {
+    std::int64_t begin = attribute >= 0 ? attributes[attribute].i : value;
+    const auto end = static_cast<std::int64_t>(rank);
+    if (begin < 0) begin += end;
+    return static_cast<std::size_t>(begin < 0 ? 0 : (begin > end ? end : begin));
+  }
+};
+
+inline constexpr std::size_t kMaxCombinations = 16;
+
 struct Record {
   Schema schema;
   // Allowed combinations, "float16; float16 weight=float32": every tensor has the first type but
@@ -142,32 +74,66 @@ struct Record {
   // Output shapes, "y = x; s = x[:-1]" (shape.h). An output left out has the shape of the first
   // input.
   std::string_view shapes_text = "";
+  // Shapes that inputs must have, "weight = x[axis:]" (shape.h). An absent one is not checked.
+  std::string_view input_shapes_text = "";
   // Bytes of scratch memory that a launch needs: a size expression (shape.h).
   std::string_view scratch_text = "0";
   // Outputs that may overwrite an input of the same shape and type, "y = x".
   std::string_view in_place_text = "";
   // Allowed values of str attributes, "variant = auto | scalar | vec4".
   std::string_view choices_text = "";
+  // What numbers may be: "dim of x" a dimension of x, from the end where it is negative; "eps >= 0"
+  // finite and no less; "offset in 0 | 1".
+  std::string_view limits_text = "";
   // Derivative formulas, "x = relu_backward(grad, y)", as in torch's derivatives.yaml: Python over
-  // the op's inputs, outputs, attributes and `grad` (`grad_<output>` where there are several).
+  // the op's inputs, outputs, attributes and `grad` (`grad_<output>` where there are several). One
+  // formula may give several, "x, weight, _ = f(grad)" (`_`: not wanted), and is evaluated once;
+  // the formulas behind it may use them: "residual = grad_x". An input without a formula has
+  // derivative zero; an op without any refuses to be differentiated.
   std::string_view gradient_text = "";
   // Under torch.autocast: "keep" runs in the dtype given, "widest" promotes mixed float inputs.
   std::string_view autocast_text = "keep";
-  // Every tensor of the call has one shape, and the order of the elements does not matter.
+  // All inputs have one shape or, where `shapes` says broadcast(...), broadcast to the outputs';
+  // the order of the elements in memory does not matter.
   bool is_elementwise = false;
+  // The launcher reads rows, and inputs that are rows may have any distance from row to row.
+  // "axis:": a row is x[axis:]; "dim" or "-1": a row lies along that dimension. The dimensions
+  // before it collapse to one stride, those from it on are contiguous; along a dimension that is
+  // not the last, all of x is. Holds for inputs of as many dimensions as the first; the others, as
+  // all inputs of an op without `rows`, are contiguous.
+  std::string_view rows_text = "";
   Launcher cpu_launcher = nullptr;
   Launcher cuda_launcher = nullptr;
-  // What shapes_text and in_place_text say of each output, read once: calls ask for it. The input
-  // whose shape it has, and the one that it may overwrite, or Schema::kNotFound.
-  std::int8_t same_shape_inputs[kMaxOutputs] = {};
-  std::int8_t in_place_inputs[kMaxOutputs] = {};
+
+  // What the texts say, read once: every call asks. An input's index, or Schema::kNotFound.
+  std::int8_t same_shape_inputs[kMaxOutputs] = {};         // whose shape the output has
+  std::int8_t in_place_inputs[kMaxOutputs] = {};           // whose memory the output may have
+  std::string_view input_shape_texts[kMaxArguments] = {};  // empty: any
+  ShapeSlice input_slices[kMaxArguments] = {};
+  RowDimension row_dimension;
+  Limit limit_table[kMaxArguments] = {};  // by attribute
+  bool has_input_shapes = false;
+  bool has_limits = false;
+  bool broadcasts = false;
+  std::uint8_t combination_count = 0;
+  DType input_types[kMaxCombinations][kMaxArguments] = {};
+  DType output_types[kMaxCombinations][kMaxOutputs] = {};
 
   constexpr explicit Record(std::string_view schema_text) : schema(ParseSchema(schema_text)) {
+    ReadDTypes();
     ReadTexts();
   }
 
-  constexpr Record dtypes(std::string_view text) const { return With(&Record::dtypes_text, text); }
+  constexpr Record dtypes(std::string_view text) const {
+    Record copy = With(&Record::dtypes_text, text);
+    copy.ReadDTypes();
+    return copy;
+  }
   constexpr Record shapes(std::string_view text) const { return With(&Record::shapes_text, text); }
+  constexpr Record input_shapes(std::string_view text) const {
+    return With(&Record::input_shapes_text, text);
+  }
+  constexpr Record limits(std::string_view text) const { return With(&Record::limits_text, text); }
   constexpr Record scratch(std::string_view text) const {
     return With(&Record::scratch_text, text);
   }
@@ -183,34 +149,14 @@ struct Record {
   constexpr Record autocast(std::string_view text) const {
     return With(&Record::autocast_text, text);
   }
+  constexpr Record rows(std::string_view text) const { return With(&Record::rows_text, text); }
   constexpr Record elementwise() const { return With(&Record::is_elementwise, true); }
   constexpr Record cpu(Launcher launcher) const { return With(&Record::cpu_launcher, launcher); }
   constexpr Record cuda(Launcher launcher) const { return With(&Record::cuda_launcher, launcher); }
 
   // ------------------------------------------------------------------------------ questions
 
-  constexpr std::size_t CombinationCount() const {
-    std::size_t count = 1;
-    for (char c : dtypes_text) count += c == ';';
-    return count;
-  }
-
-  // The element type of a tensor, by its argument's or output's name, in one combination.
-  constexpr DType TypeOf(std::size_t combination, std::string_view name) const {
-    Scanner scan(dtypes_text);
-    for (std::size_t i = 0; i < combination; ++i) {
-      scan.Until(";");
-      scan.Expect(";");
-    }
-    DType result = DTypeNamed(scan.Word());
-    while (!scan.AtEnd() && scan.Peek() != ';') {
-      std::string_view argument = scan.Word();
-      scan.Expect("=");
-      DType dtype = DTypeNamed(scan.Word());
-      if (argument == name) result = dtype;
-    }
-    return result;
-  }
+  constexpr std::size_t CombinationCount() const { return combination_count; }
 
   constexpr std::string_view ShapeText(std::size_t output) const {
     std::string_view text = Entry(shapes_text, schema.outputs[output].view());
@@ -229,6 +175,30 @@ struct Record {
     return copy;
   }
 
+  // The element type of every tensor in every combination.
+  constexpr void ReadDTypes() {
+    combination_count = 0;
+    Scanner scan(dtypes_text);
+    do {
+      if (combination_count == kMaxCombinations) throw "a record has too many dtype combinations";
+      DType* inputs = input_types[combination_count];
+      DType* outputs = output_types[combination_count++];
+      const DType first = DTypeNamed(scan.Word());
+      for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i] = first;
+      for (std::size_t i = 0; i < schema.output_count; ++i) outputs[i] = first;
+      while (!scan.AtEnd() && scan.Peek() != ';') {
+        std::string_view name = scan.Word();
+        scan.Expect("=");
+        const DType dtype = DTypeNamed(scan.Word());
+        const int input = schema.FindInput(name);
+        const int output = schema.FindOutput(name);
+        if (input < 0 && output < 0) throw "a record's dtypes name no tensor of its op";
+        (input >= 0 ? inputs[input] : outputs[output]) = dtype;
+      }
+    } while (scan.Accept(";"));
+    if (!scan.AtEnd()) throw "a record's dtypes do not parse";
+  }
+
   constexpr void ReadTexts() {
     for (std::size_t i = 0; i < schema.output_count; ++i) {
       same_shape_inputs[i] = static_cast<std::int8_t>(schema.FindInput(ShapeText(i)));
@@ -236,65 +206,85 @@ struct Record {
       in_place_inputs[i] =
           static_cast<std::int8_t>(text.empty() ? Schema::kNotFound : schema.FindInput(text));
     }
-  }
-};
-
-// Compile-time proof that a record is well formed; called by TWINOP_OP (registry.h).
-constexpr bool Validate(const Record& record) {
-  const Schema& schema = record.schema;
-  for (std::size_t c = 0; c < record.CombinationCount(); ++c)
-    record.TypeOf(c, schema.input(0).name.view());
-  for (Scanner scan(record.dtypes_text); !scan.AtEnd();) {
-    std::string_view name = scan.Word();
-    if (!scan.Accept("=")) {
-      scan.Accept(";");
-      continue;
+    for (std::size_t i = 0; i < schema.input_count; ++i) {
+      input_shape_texts[i] = Entry(input_shapes_text, schema.input(i).name.view());
+      if (!input_shape_texts[i].empty()) input_slices[i] = ReadSlice(input_shape_texts[i]);
     }
-    scan.Word();
-    scan.Accept(";");
-    if (schema.FindInput(name) < 0 && schema.FindOutput(name) < 0)
-      throw "a record's dtypes name no tensor of its op";
+    has_input_shapes = !input_shapes_text.empty();
+    has_limits = !limits_text.empty();
+    broadcasts = is_elementwise && Scanner(ShapeText(0)).Accept("broadcast");
+    ReadLimits();
+    ReadRows();
   }
 
-  Shape unknown;
-  unknown.known_rank = false;
-  const Shape* inputs[kMaxArguments] = {};
-  for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i] = &unknown;
-  Attribute attributes[kMaxArguments] = {};
-  for (Attribute& attribute : attributes) {
-    attribute.i = kUnknownSize;
-    attribute.count = kMaxList;
-    for (std::int64_t& entry : attribute.ints) entry = kUnknownSize;
+  constexpr ShapeSlice ReadSlice(std::string_view text) const {
+    Scanner scan(text);
+    const ShapeSlice other;
+    ShapeSlice slice;
+    if (!Scanner::IsWord(scan.Peek())) return other;
+    slice.input = static_cast<std::int8_t>(schema.FindInput(scan.Word()));
+    if (slice.input < 0 || scan.AtEnd()) return slice;
+    if (!scan.Accept("[")) return other;
+    if (scan.Peek() == '-' || Scanner::IsDigit(scan.Peek())) {
+      slice.value = scan.Integer();
+    } else {
+      if (!Scanner::IsWord(scan.Peek())) return other;
+      slice.attribute = static_cast<std::int8_t>(schema.FindAttribute(scan.Word()));
+      if (slice.attribute < 0 || schema.attribute(slice.attribute).kind != Kind::kInt) return other;
+    }
+    return scan.Accept(":") && scan.Accept("]") && scan.AtEnd() ? slice : other;
   }
-  ShapeScope scope{&schema, inputs, attributes};
-  for (std::size_t i = 0; i < schema.output_count; ++i)
-    ShapeExpression(record.ShapeText(i), scope).EvaluateShape();
-  ShapeExpression(record.scratch_text, scope).EvaluateInt();
 
-  auto check = [](std::string_view entries, auto&& known) {
-    Scanner scan(entries);
+  constexpr void ReadRows() {
+    row_dimension = RowDimension();
+    Scanner scan(rows_text);
+    if (scan.AtEnd()) return;
+    row_dimension.given = true;
+    if (scan.Peek() == '-' || Scanner::IsDigit(scan.Peek())) {
+      row_dimension.value = scan.Integer();
+    } else {
+      const int attribute = schema.FindAttribute(scan.Word());
+      if (attribute < 0 || schema.attribute(attribute).kind != Kind::kInt)
+        throw "a record's rows name no int attribute of its op";
+      row_dimension.attribute = static_cast<std::int8_t>(attribute);
+    }
+    row_dimension.to_the_end = scan.Accept(":");
+    if (!scan.AtEnd()) throw "a record's rows are \"dim\", \"axis:\" or \"-1\"";
+  }
+
+  constexpr void ReadLimits() {
+    for (Limit& limit : limit_table) limit = Limit();
+    Scanner scan(limits_text);
     while (!scan.AtEnd()) {
-      std::string_view name = scan.Word();
-      if (!known(name)) throw "a record's entry names no argument or output of its op";
-      scan.Expect("=");
-      std::string_view value = scan.Until(";");
-      if (value.empty()) throw "a record's entry is empty";
-      if (Entry(entries, name).data() != value.data()) throw "a record has two entries of one name";
+      const int attribute = schema.FindAttribute(scan.Word());
+      if (attribute < 0) throw "a record's limits name no attribute of its op";
+      if (limit_table[attribute].kind != Limit::Kind::kNone)
+        throw "a record's limits name an attribute twice";
+      const Kind kind = schema.attribute(attribute).kind;
+      Limit limit;
+      if (scan.Accept(">=")) {
+        if (kind != Kind::kInt && kind != Kind::kFloat) throw "a limit >= is for an int or a float";
+        limit.kind = Limit::Kind::kAtLeast;
+        limit.minimum = scan.Integer();
+      } else if (scan.Accept("of")) {
+        limit.kind = Limit::Kind::kDimension;
+        limit.input = static_cast<std::int8_t>(schema.FindInput(scan.Word()));
+        if (kind != Kind::kInt || limit.input < 0)
+          throw "a limit `a of x` is for an int and an input";
+      } else {
+        scan.Expect("in");
+        if (kind != Kind::kInt) throw "a limit `in` is for an int; choices are for a str";
+        limit.kind = Limit::Kind::kOneOf;
+        limit.choices = scan.Until(";");
+        Scanner choices(limit.choices);
+        do choices.Integer();
+        while (choices.Accept("|"));
+        if (!choices.AtEnd()) throw "a limit `in` lists ints: 0 | 1";
+      }
+      limit_table[attribute] = limit;
       if (!scan.AtEnd()) scan.Expect(";");
     }
-  };
-  check(record.shapes_text, [&](std::string_view name) { return schema.FindOutput(name) >= 0; });
-  check(record.in_place_text, [&](std::string_view name) { return schema.FindOutput(name) >= 0; });
-  check(record.choices_text,
-        [&](std::string_view name) { return schema.FindAttribute(name) >= 0; });
-  check(record.gradient_text, [&](std::string_view name) { return schema.FindInput(name) >= 0; });
-  for (std::size_t i = 0; i < schema.output_count; ++i)
-    if (!Entry(record.in_place_text, schema.outputs[i].view()).empty() &&
-        record.InPlaceInput(i) < 0)
-      throw "a record's in_place names no input";
-  if (record.autocast_text != "keep" && record.autocast_text != "widest")
-    throw "autocast is keep or widest";
-  return true;
-}
+  }
+};
 
 }  // namespace twinop

@@ -7,6 +7,7 @@
 
 #include "kernels/json.h"
 #include "kernels/record.h"
+#include "kernels/validate.h"
 
 #if defined(TWINOP_WITH_CUDA)
 #define TWINOP_CUDA_LAUNCHER(id) id##_cuda

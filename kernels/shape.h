@@ -7,7 +7,7 @@
 //            | '(' shape ')'
 //   int     := product (('+' | '-') product)*       product := atom (('*' | '//') atom)*
 //   atom    := '-' atom | number | attribute | attribute '[' int ']' | input '[' int ']'
-//            | len(shape) | numel(shape) | '(' int ')'
+//            | len(shape) | numel(shape) | min(int, int) | '(' int ')'
 //
 // `attribute` is one of kind int or bool; with an index it is one of kind int[].
 // Evaluated on every call, without allocation; unknown dimensions (graph-time inference) stay
@@ -48,6 +48,13 @@ struct Attribute {
   std::int64_t ints[kMaxList] = {};
   std::size_t count = 0;  // of ints
 };
+
+// The shape of an optional input that is absent: it has no elements (and so has its gradient).
+inline constexpr Shape kAbsentShape = [] {
+  Shape shape;
+  shape.Push(Dim{0, nullptr});
+  return shape;
+}();
 
 // What an expression can name. A null input is absent.
 struct ShapeScope {
@@ -144,7 +151,10 @@ class ShapeExpression {
         if (x.known() && x.value != y.value) throw "the inputs' shapes do not broadcast";
         x = y;
       } else if (!y.known() && !x.known()) {
-        x = Dim{};  // either could be the 1
+        // Two sizes of one name are one; of others, either could be the 1.
+        if (x.symbol == nullptr || y.symbol == nullptr ||
+            std::string_view(x.symbol) != std::string_view(y.symbol))
+          x = Dim{};
       }
     }
     return result;
@@ -196,6 +206,14 @@ class ShapeExpression {
         product = Combine(product, shape.dims[i], '*', true);
       return product;
     }
+    if (name == "min") {
+      scan_.Expect("(");
+      Dim a = ParseSum();
+      scan_.Expect(",");
+      Dim b = ParseSum();
+      scan_.Expect(")");
+      return Dim{a.value < b.value ? a.value : b.value, nullptr};  // kUnknownSize is the least
+    }
     if (int index = scope_.schema->FindAttribute(name); index != Schema::kNotFound) {
       Kind kind = scope_.schema->attribute(index).kind;
       if (kind == Kind::kInt || kind == Kind::kBool)
@@ -231,8 +249,7 @@ class ShapeExpression {
     int index = scope_.schema->FindInput(name);
     if (index == Schema::kNotFound)
       throw "a shape expression names no input or attribute of its op";
-    if (scope_.inputs[index] == nullptr) throw "a shape expression names an input that is absent";
-    return *scope_.inputs[index];
+    return scope_.inputs[index] == nullptr ? kAbsentShape : *scope_.inputs[index];
   }
 
   // Sizes that depend on an unknown one are unknown.

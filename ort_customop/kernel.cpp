@@ -166,7 +166,7 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   std::int64_t input_sizes[kMaxArguments][kMaxRank];
   std::int64_t output_sizes[kMaxOutputs][kMaxRank];
   TWINOP_RETURN_IF_ERROR(ReadInputs(kernel, context, inputs, input_sizes));
-  TWINOP_RETURN_IF_ERROR(CheckShapes(record, inputs));
+  TWINOP_RETURN_IF_ERROR(CheckShapes(record, inputs, kernel.attributes.get()));
   TWINOP_RETURN_IF_ERROR(AllocateOutputs(kernel, context, inputs, outputs, output_sizes));
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, inputs, outputs));
 
@@ -208,9 +208,7 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
   auto ok = [api](OrtStatus* status) { return OwnedStatus(api, status).ok(); };
   if (!ok(api->KernelContext_GetInput(context, 0, &x)) ||
       !ok(kernel.type_and_shape(x, &type, &sizes, &rank)) ||
-      !ok(api->KernelContext_GetOutput(context, 0, sizes, rank, &y)) ||
-      !ok(api->GetTensorMutableData(const_cast<OrtValue*>(x), &x_data)) ||
-      !ok(api->GetTensorMutableData(y, &y_data)))
+      !ok(api->GetTensorMutableData(const_cast<OrtValue*>(x), &x_data)))
     return ComputeKernel(data, context);
 
   const std::int64_t numel = Numel(sizes, rank);
@@ -225,11 +223,15 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
     return tensor;
   };
   Tensor input = view(x_data, op.input_types[0]);
+  if (numel == 0 || rank > kMaxRank ||
+      !CheckShapes(*op.record, &input, kernel.attributes.get()).ok() ||
+      !ok(api->KernelContext_GetOutput(context, 0, sizes, rank, &y)) ||
+      !ok(api->GetTensorMutableData(y, &y_data)))
+    return ComputeKernel(data, context);
   Tensor output = view(y_data, op.output_types[0]);
   const bool in_place =
       y_data == x_data && input.dtype == output.dtype && op.record->InPlaceInput(0) == 0;
-  if (numel == 0 || rank > kMaxRank ||
-      (!in_place && !CheckAliases(*op.record, &input, &output).ok()))
+  if (!in_place && !CheckAliases(*op.record, &input, &output).ok())
     return ComputeKernel(data, context);
   return Guard(api, [&] {
     Status status = Launch(kernel, context, &input, &output, nullptr);

@@ -84,9 +84,9 @@ Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const Ort
   op.api = api;
   op.api24 = api24;
   for (std::size_t i = 0; i < schema.input_count; ++i)
-    op.input_types[i] = record.TypeOf(combination, schema.input(i).name.view());
+    op.input_types[i] = record.input_types[combination][i];
   for (std::size_t i = 0; i < schema.output_count; ++i)
-    op.output_types[i] = record.TypeOf(combination, schema.outputs[i].view());
+    op.output_types[i] = record.output_types[combination][i];
 
   op.version = kApiVersion;
   op.GetName = [](const OrtCustomOp* op) { return Self(op).record->schema.onnx_name.text; };

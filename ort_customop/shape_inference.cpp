@@ -92,8 +92,8 @@ DType OutputType(const Record& record, const ONNXTensorElementDataType* inputs,
     bool matches = true;
     for (std::size_t i = 0; i < schema.input_count; ++i)
       matches = matches && (inputs[i] == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED ||
-                            inputs[i] == OnnxType(record.TypeOf(c, schema.input(i).name.view())));
-    if (matches) return record.TypeOf(c, schema.outputs[output].view());
+                            inputs[i] == OnnxType(record.input_types[c][i]));
+    if (matches) return record.output_types[c][output];
   }
   return DType::kNone;
 }
@@ -109,11 +109,14 @@ Status Infer(const Op& op, OrtShapeInferContext* context) {
   Shape shapes[kMaxArguments];
   const Shape* inputs[kMaxArguments] = {};
   ONNXTensorElementDataType types[kMaxArguments] = {};
+  // Nothing is known of an optional input: one that is absent has no type, and asking for it fails.
+  for (std::size_t i = 0; i < schema.input_count; ++i) {
+    inputs[i] = &shapes[i];
+    shapes[i].known_rank = schema.input(i).kind != Kind::kOptionalTensor;
+  }
   for (std::size_t i = 0; i < given && i < schema.input_count; ++i) {
-    // An absent input has no type, and asking for it fails; no shape depends on an optional input.
     if (schema.input(i).kind == Kind::kOptionalTensor) continue;
     TWINOP_RETURN_IF_ERROR(ReadInput(api, context, i, &types[i], &shapes[i]));
-    inputs[i] = &shapes[i];
   }
   Attribute attributes[kMaxArguments];
   for (std::size_t i = 0; i < schema.attribute_count; ++i)

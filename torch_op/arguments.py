@@ -4,7 +4,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twinop.record import Record
+import torch
+
+from twinop.errors import RecordError
+from twinop.record import DOMAIN, Record
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def signature_of(record: Record) -> inspect.Signature:
@@ -27,3 +32,27 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def numbers_as_tensors(
+    record: Record, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sequence[Any]:
+    """All arguments, tensors in place of Python numbers: 0-d ones of the first tensor's dtype and device.
+
+    The number is rounded to that dtype, so that torch and ONNX, which knows tensors only, compute the same.
+
+    Raises:
+        RecordError: no operand is a tensor.
+    """
+    arguments = list(bind(signature, args, kwargs).values() if kwargs else args)
+    count = len(record.inputs)  # the tensors come first
+    for i, number in enumerate(arguments[:count]):
+        if not isinstance(number, _NUMBERS):
+            continue
+        like = next((value for value in arguments[:count] if isinstance(value, torch.Tensor)), None)
+        if like is None:
+            names = ", ".join(entry.name for entry in record.inputs)
+            raise RecordError(f"{DOMAIN}::{record.name}: none of {names} is a tensor; one must be")
+        value: Any = number
+        arguments[i] = torch.full((), value, dtype=like.dtype, device=like.device)
+    return arguments

@@ -2,12 +2,16 @@
 
 A formula is Python over the op's inputs, outputs and attributes, the incoming `grad` (`grad_<output>` where
 there are several outputs), torch, and the other ops by name: `x = relu_backward(grad, y)`, as in torch's own
-derivatives.yaml. Backward ops are ordinary ops with formulas of their own, which gives second derivatives.
+derivatives.yaml. One that gives several gradients, `x, weight = f(grad)`, is evaluated once; the formulas
+behind it may use them: `residual = grad_x`. An input without a formula has derivative zero; an op without any
+refuses to be differentiated. Backward ops are ordinary ops with formulas of their own, which gives second
+derivatives.
 """
 
 import ast
-import struct
+import ctypes
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,35 +19,62 @@ from torch.autograd import forward_ad
 
 from twinop.errors import RecordError
 from twinop.record import DOMAIN, Record
-from twinop.torch_op.arguments import bind, signature_of
+from twinop.torch_op.arguments import bind, numbers_as_tensors, signature_of
 
 
 def _narrow(value: Any) -> Any:
     """Float attributes as the kernels see them: fp32, as in ONNX."""
-    return struct.unpack("f", struct.pack("f", value))[0] if isinstance(value, float) else value
+    return ctypes.c_float(value).value if isinstance(value, float) else value
 
 
 class _Formulas:
-    """The compiled formulas of one record, and the tensors they need."""
+    """The compiled formulas of one record, and what they need of a call."""
 
     def __init__(self, record: Record, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.record = record
         self.functions = functions
-        self.code = {
-            name: compile(text, f"<{record.name}>", "eval") for name, text in record.gradients.items()
-        }
-        used = {
-            node.id
-            for text in record.gradients.values()
-            for node in ast.walk(ast.parse(text, mode="eval"))
-            if isinstance(node, ast.Name)
-        }
-        self.inputs = [entry.name for entry in record.inputs if entry.name in used]
+        self.code = [compile(gradient.text, f"<{record.name}>", "eval") for gradient in record.gradients]
+        trees = [ast.parse(gradient.text, mode="eval") for gradient in record.gradients]
+        self.used = [_names(tree) for tree in trees]
+        # `a.shape` alone needs no more of `a` than that: broadcasting ops would keep all their inputs alive.
+        values = set().union(*(_names(tree, but_shapes=True) for tree in trees))
+        used = set().union(*self.used)
+        self.inputs = [entry.name for entry in record.inputs if entry.name in values]
+        self.shapes = [entry.name for entry in record.inputs if entry.name in used - values]
         self.outputs = [name for name in record.outputs if name in used]
 
-    # The text is the record's own, from a library whose native code runs anyway.
-    def evaluate(self, name: str, scope: dict[str, Any]) -> Any:
-        return eval(self.code[name], {"torch": torch, **self.functions}, scope)
+    def evaluate(self, scope: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
+        """The gradients of the inputs wanted, by name."""
+        if not self.code:
+            once = (
+                "it can be differentiated once, not twice" if self.record.is_backward else "detach its inputs"
+            )
+            raise RecordError(f"{DOMAIN}::{self.record.name} has no derivative; {once}")
+        needed, selected = set(wanted), []
+        for i in reversed(range(len(self.code))):
+            if needed & set(self.record.gradients[i].inputs):
+                # `grad_x` is an earlier gradient unless the op has an argument of that name.
+                needed |= {name.removeprefix("grad_") for name in self.used[i] - set(scope)}
+                selected.append(i)
+        result: dict[str, Any] = {}
+        for i in reversed(selected):
+            # The text is the record's own, from a library whose native code runs anyway.
+            value = eval(self.code[i], {"torch": torch, **self.functions, **scope})
+            names = self.record.gradients[i].names
+            values = value if len(names) > 1 else (value,)
+            result |= zip(names, values, strict=True)
+            scope = {f"grad_{name}": value for name, value in zip(names, values, strict=True)} | scope
+        return result
+
+
+def _names(tree: ast.AST, but_shapes: bool = False) -> set[str]:
+    """The names that an expression uses; `but_shapes`: other than as `name.shape`."""
+    shapes = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "shape" and but_shapes
+    }
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in shapes}
 
 
 def make_function(
@@ -73,6 +104,10 @@ def make_function(
             outputs = output if isinstance(output, tuple) else (output,)
             results = dict(zip(record.outputs, outputs, strict=True))
             ctx.attributes = {entry.name: _narrow(arguments[entry.name]) for entry in record.attributes}
+            ctx.shapes = {
+                name: None if arguments[name] is None else SimpleNamespace(shape=arguments[name].shape)
+                for name in formulas.shapes
+            }
             ctx.save_for_backward(
                 *(arguments[name] for name in formulas.inputs), *(results[name] for name in formulas.outputs)
             )
@@ -84,11 +119,10 @@ def make_function(
                 incoming = {"grad": grads[0]}
             else:
                 incoming = {f"grad_{name}": grad for name, grad in zip(record.outputs, grads, strict=True)}
-            scope = ctx.attributes | saved | incoming
-            return tuple(
-                formulas.evaluate(name, scope) if name in formulas.code and wanted else None
-                for name, wanted in zip(names, ctx.needs_input_grad, strict=True)
-            )
+            needs = dict(zip(names, ctx.needs_input_grad, strict=True))
+            wanted = {name for name, needed in needs.items() if needed}
+            gradients = formulas.evaluate(ctx.attributes | ctx.shapes | saved | incoming, wanted)
+            return tuple(gradients.get(name) if needed else None for name, needed in needs.items())
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -102,7 +136,7 @@ def make_function(
         arguments = bind(signature, args, kwargs).values() if kwargs else args + defaults[len(args) :]
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         _refuse_forward_mode(record, tensors)
-        if formulas.code and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             if torch._C._are_functorch_transforms_active():
                 raise RecordError(
                     f"torch.func transforms do not see through torch.ops.{DOMAIN}.{record.name}: "
@@ -113,6 +147,11 @@ def make_function(
             return op(*arguments)
 
     def function(*args: Any, **kwargs: Any) -> Any:
+        if record.broadcasts:
+            return call(*numbers_as_tensors(record, signature, args, kwargs))
+        return call(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return OpFunction.apply(*bind(signature, args, kwargs).values())
         return op(*args, **kwargs)
@@ -120,10 +159,22 @@ def make_function(
     function.__name__ = function.__qualname__ = record.name
     function.__module__ = "twinop.torch_op"
     function.__doc__ = (
-        f"{DOMAIN}::{record.schema}\n\nDtypes: {record.dtypes}. See kernels/ops/{record.name}.h."
+        f"{DOMAIN}::{record.schema}\n\nDtypes: {record.dtypes}."
+        + (f" Limits: {record.limits}." if record.limits else "")
+        + _views(record)
+        + (" The inputs broadcast; one may be a Python number." if record.broadcasts else "")
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel
+
+
+def _views(record: Record) -> str:
+    """What becomes of non-contiguous inputs (call.cpp)."""
+    if record.is_elementwise:
+        return " Views with any strides are read where they are."
+    if record.rows:
+        return " Rows at one distance from each other are read where they are; other views are copied."
+    return " Views that are not contiguous are copied."
 
 
 def _refuse_forward_mode(record: Record, tensors: list[torch.Tensor]) -> None:

@@ -1,14 +1,12 @@
 #include "torch_op/call.h"
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "kernels/check.h"
+#include "torch_op/layout.h"
+#include "torch_op/tensor.h"
 
 // CUDA builds of torch have these; on a CPU build they stay null and no CUDA tensor exists.
 #pragma weak aoti_torch_get_current_cuda_stream
@@ -18,144 +16,8 @@
 namespace twinop::torch_op {
 namespace {
 
-using TorchTensor = torch::stable::Tensor;
 using torch::stable::detail::from;
 using torch::stable::detail::to;
-
-void Check(AOTITorchError error, const char* what) {
-  if (error != AOTI_TORCH_SUCCESS)
-    throw std::runtime_error(std::string("twinop: torch failed in ") + what);
-}
-void Check(const Status& status) {
-  if (!status.ok()) throw std::runtime_error(status.message());
-}
-
-// torch's number of a dtype differs between versions, so it is asked for.
-std::int32_t TorchType(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return aoti_torch_dtype_float32();
-    case DType::kFloat16:
-      return aoti_torch_dtype_float16();
-    case DType::kBFloat16:
-      return aoti_torch_dtype_bfloat16();
-    case DType::kFloat64:
-      return aoti_torch_dtype_float64();
-    case DType::kInt8:
-      return aoti_torch_dtype_int8();
-    case DType::kInt16:
-      return aoti_torch_dtype_int16();
-    case DType::kInt32:
-      return aoti_torch_dtype_int32();
-    case DType::kInt64:
-      return aoti_torch_dtype_int64();
-    case DType::kUInt8:
-      return aoti_torch_dtype_uint8();
-    case DType::kBool:
-      return aoti_torch_dtype_bool();
-    case DType::kComplex64:
-      return aoti_torch_dtype_complex64();
-    case DType::kComplex128:
-      return aoti_torch_dtype_complex128();
-    case DType::kNone:
-      break;
-  }
-  throw std::runtime_error("twinop: a tensor has no dtype");
-}
-
-DType TypeOf(const TorchTensor& tensor) {
-  std::int32_t number = 0;
-  Check(aoti_torch_get_dtype(tensor.get(), &number), "get_dtype");
-  for (const DTypeInfo& info : kDTypes)
-    if (info.dtype != DType::kNone && TorchType(info.dtype) == number) return info.dtype;
-  return DType::kNone;
-}
-
-struct Device {
-  std::int32_t type = 0;
-  std::int32_t index = 0;
-  bool operator==(const Device& other) const { return type == other.type && index == other.index; }
-};
-
-Device DeviceOf(const TorchTensor& tensor) {
-  Device device;
-  Check(aoti_torch_get_device_type(tensor.get(), &device.type), "get_device_type");
-  Check(aoti_torch_get_device_index(tensor.get(), &device.index), "get_device_index");
-  return device;
-}
-
-std::string DeviceName(const Device& device) {
-  if (device.type == aoti_torch_device_type_cpu()) return "cpu";
-  if (device.type == aoti_torch_device_type_meta()) return "meta";
-  return (device.type == aoti_torch_device_type_cuda() ? "cuda:" : "device:") +
-         std::to_string(device.index);
-}
-
-TorchTensor EmptyStrided(const std::int64_t* sizes, const std::int64_t* strides, std::size_t rank,
-                         DType dtype, const Device& device) {
-  AtenTensorHandle handle = nullptr;
-  Check(aoti_torch_empty_strided(static_cast<std::int64_t>(rank), sizes, strides, TorchType(dtype),
-                                 device.type, device.index, &handle),
-        "empty_strided");
-  return TorchTensor(handle);
-}
-
-std::vector<std::int64_t> ContiguousStrides(const std::int64_t* sizes, std::size_t rank) {
-  std::vector<std::int64_t> strides(rank, 1);
-  for (std::size_t i = rank; i-- > 1;) strides[i - 1] = strides[i] * (sizes[i] > 0 ? sizes[i] : 1);
-  return strides;
-}
-
-const std::int64_t* Strides(const TorchTensor& tensor) {
-  std::int64_t* strides = nullptr;
-  Check(aoti_torch_get_strides(tensor.get(), &strides), "get_strides");
-  return strides;
-}
-
-// No gaps and no overlap: torch.empty_like gives such a tensor's strides again.
-bool IsDense(const Tensor& view, const std::int64_t* strides) {
-  bool used[kMaxRank] = {};
-  std::int64_t expected = 1;
-  for (std::size_t step = 0; step < view.rank; ++step) {
-    std::size_t next = view.rank;
-    for (std::size_t i = 0; i < view.rank; ++i)
-      if (!used[i] && (view.sizes[i] <= 1 || strides[i] == expected)) next = i;
-    if (next == view.rank) return false;
-    used[next] = true;
-    if (view.sizes[next] > 1) expected *= view.sizes[next];
-  }
-  return true;
-}
-
-// The tensor itself where its memory already has these strides, else a copy that has them.
-TorchTensor WithStrides(const TorchTensor& tensor, const std::int64_t* strides,
-                        const Tensor& view) {
-  const std::int64_t* own = Strides(tensor);
-  bool same = true;
-  for (std::size_t i = 0; i < view.rank; ++i)
-    same = same && (view.sizes[i] <= 1 || own[i] == strides[i]);
-  if (same || view.numel == 0) return tensor;
-  TorchTensor copy = EmptyStrided(view.sizes, strides, view.rank, view.dtype, DeviceOf(tensor));
-  Check(aoti_torch_copy_(copy.get(), tensor.get(), 0), "copy_");
-  return copy;
-}
-
-Tensor ViewOf(const TorchTensor& tensor, const char* name) {
-  Tensor view;
-  std::int64_t rank = 0;
-  std::int64_t* sizes = nullptr;
-  Check(aoti_torch_get_dim(tensor.get(), &rank), "get_dim");
-  if (rank > static_cast<std::int64_t>(kMaxRank))
-    throw std::runtime_error(std::string("tensor ") + name + " has " + std::to_string(rank) +
-                             " dimensions, at most " + std::to_string(kMaxRank) + " are supported");
-  Check(aoti_torch_get_sizes(tensor.get(), &sizes), "get_sizes");
-  Check(aoti_torch_get_numel(tensor.get(), &view.numel), "get_numel");
-  view.rank = static_cast<std::size_t>(rank);
-  view.sizes = sizes;
-  view.dtype = TypeOf(tensor);
-  view.present = true;
-  return view;
-}
 
 // The arguments of one call, owned.
 struct Arguments {
@@ -208,9 +70,13 @@ void Unbox(const Schema& schema, const StableIValue* stack, Arguments* arguments
       ++attribute;
     }
   }
-  for (std::size_t i = 0; i < schema.input_count; ++i)
-    if (arguments->tensors[i])
-      arguments->views[i] = ViewOf(*arguments->tensors[i], schema.input(i).name.text);
+  for (std::size_t i = 0; i < schema.input_count; ++i) {
+    if (!arguments->tensors[i]) continue;
+    if (!arguments->tensors[i]->defined())
+      throw std::runtime_error(std::string(kDomain) + "::" + schema.name.text + ": " +
+                               schema.input(i).name.text + " is None; it must be a tensor");
+    arguments->views[i] = ViewOf(*arguments->tensors[i], schema.input(i).name.text);
+  }
 }
 
 void CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda) {
@@ -232,53 +98,95 @@ void CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda
                   "the CPU"));
 }
 
-// Elementwise ops keep the order of the first input's memory (as torch.empty_like), others are
-// contiguous.
-void MakeDense(const Record& record, Arguments* arguments) {
-  std::optional<TorchTensor> pattern;
+// The inputs as the launcher takes them: an elementwise op takes any strides, an op with rows those
+// of its rows, and all others are contiguous; whatever is not, is copied. Strides are left out
+// where they are contiguous.
+void LayOut(const Record& record, Arguments* arguments) {
+  const std::size_t rank = arguments->views[0].rank;
   for (std::size_t i = 0; i < record.schema.input_count; ++i) {
     if (!arguments->tensors[i]) continue;
     TorchTensor& tensor = *arguments->tensors[i];
     Tensor& view = arguments->views[i];
-    std::vector<std::int64_t> contiguous;
-    const std::int64_t* strides = nullptr;
+    const std::int64_t* strides = StridesOf(tensor);
     if (record.is_elementwise) {
-      if (!pattern)
-        pattern = IsDense(view, Strides(tensor)) ? tensor : torch::stable::empty_like(tensor);
-      strides = Strides(*pattern);
-    } else {
-      contiguous = ContiguousStrides(view.sizes, view.rank);
-      strides = contiguous.data();
+      view.strides = strides;
+    } else if (!IsContiguous(view, strides) && view.numel > 0) {
+      if (record.row_dimension.given && view.rank == rank &&
+          AreRows(record.row_dimension, arguments->attributes, view, strides)) {
+        view.strides = strides;
+      } else {
+        std::int64_t contiguous[kMaxRank];
+        ContiguousStrides(view.sizes, view.rank, contiguous);
+        TorchTensor copy =
+            EmptyStrided(view.sizes, contiguous, view.rank, view.dtype, DeviceOf(tensor));
+        Check(aoti_torch_copy_(copy.get(), tensor.get(), 0), "copy_");
+        tensor = copy;
+        view.sizes = ViewOf(tensor, record.schema.input(i).name.text).sizes;
+      }
     }
-    tensor = WithStrides(tensor, strides, view);
-    std::int64_t* sizes = nullptr;
-    Check(aoti_torch_get_sizes(tensor.get(), &sizes), "get_sizes");
-    view.sizes = sizes;
     const void* data = nullptr;
     Check(torch_get_const_data_ptr(tensor.get(), &data), "get_const_data_ptr");
     view.data = const_cast<void*>(data);
   }
 }
 
+// The strides of an elementwise op's output: those of the first input that has its shape and is
+// dense, else torch.empty_like of the first one that has its shape, else contiguous. The fake says
+// the same (rules.py).
+void ElementwiseStrides(const Record& record, const Arguments& arguments, const std::int64_t* sizes,
+                        std::size_t rank, std::int64_t* strides) {
+  const Tensor* like = nullptr;
+  for (std::size_t i = 0; i < record.schema.input_count; ++i) {
+    const Tensor& view = arguments.views[i];
+    if (!view.present || !SameShape(view, sizes, rank)) continue;
+    if (IsDense(view, view.strides)) {
+      for (std::size_t k = 0; k < rank; ++k) strides[k] = view.strides[k];
+      return;
+    }
+    if (like == nullptr) like = &view;
+  }
+  if (like == nullptr) return ContiguousStrides(sizes, rank, strides);
+  DenseStrides(*like, like->strides, strides);
+}
+
 std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& arguments,
                                          std::size_t combination, const Device& device,
                                          Tensor* views) {
   std::vector<TorchTensor> outputs;
+  outputs.reserve(record.schema.output_count);
   for (std::size_t i = 0; i < record.schema.output_count; ++i) {
     std::int64_t sizes[kMaxRank];
+    std::int64_t strides[kMaxRank];
     std::size_t rank = 0;
     Check(OutputShape(record, i, arguments.views, arguments.attributes, sizes, &rank));
-    DType dtype = record.TypeOf(combination, record.schema.outputs[i].view());
-    std::vector<std::int64_t> strides = ContiguousStrides(sizes, rank);
     if (record.is_elementwise) {
-      const std::int64_t* dense = Strides(*arguments.tensors[0]);
-      for (std::size_t k = 0; k < rank; ++k) strides[k] = dense[k];
+      ElementwiseStrides(record, arguments, sizes, rank, strides);
+    } else {
+      ContiguousStrides(sizes, rank, strides);
     }
-    outputs.push_back(EmptyStrided(sizes, strides.data(), rank, dtype, device));
+    outputs.push_back(
+        EmptyStrided(sizes, strides, rank, record.output_types[combination][i], device));
     views[i] = ViewOf(outputs.back(), record.schema.outputs[i].text);
+    if (record.is_elementwise) views[i].strides = StridesOf(outputs.back());
     Check(aoti_torch_get_data_ptr(outputs.back().get(), &views[i].data), "get_data_ptr");
   }
   return outputs;
+}
+
+// One shape and one dense order for all tensors of an elementwise call: one flat sequence, without
+// strides.
+void Flatten(const Schema& schema, Tensor* inputs, Tensor* outputs) {
+  const Tensor& first = outputs[0];
+  bool flat = IsDense(first, first.strides);
+  for (std::size_t i = 0; i < schema.output_count && flat; ++i)
+    flat = SameShape(outputs[i], first.sizes, first.rank) &&
+           SameOrder(first, first.strides, outputs[i].strides);
+  for (std::size_t i = 0; i < schema.input_count && flat; ++i)
+    flat = !inputs[i].present || (SameShape(inputs[i], first.sizes, first.rank) &&
+                                  SameOrder(first, first.strides, inputs[i].strides));
+  if (!flat) return;
+  for (std::size_t i = 0; i < schema.output_count; ++i) outputs[i].strides = nullptr;
+  for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i].strides = nullptr;
 }
 
 class DeviceGuard {
@@ -339,14 +247,15 @@ void CallBoxed(const Record& record, bool on_cuda, StableIValue* stack) {
   Check(FindCombination(record, arguments.views, &combination));
   for (std::size_t i = 0; i < schema.attribute_count; ++i)
     Check(CheckAttribute(record, i, arguments.attributes[i]));
-  Check(CheckShapes(record, arguments.views));
+  Check(CheckShapes(record, arguments.views, arguments.attributes));
   Device device = DeviceOf(*arguments.tensors[0]);
 
-  MakeDense(record, &arguments);
+  LayOut(record, &arguments);
   Tensor views[kMaxOutputs];
   std::vector<TorchTensor> outputs = AllocateOutputs(record, arguments, combination, device, views);
   bool empty = true;
   for (std::size_t i = 0; i < schema.output_count; ++i) empty = empty && views[i].numel == 0;
+  if (record.is_elementwise) Flatten(schema, arguments.views, views);
   if (!empty) Launch(record, on_cuda, arguments, device, views);
   for (std::size_t i = 0; i < schema.output_count; ++i) stack[i] = from(outputs[i]);
 }

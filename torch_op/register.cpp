@@ -21,7 +21,7 @@ void Boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 }
 
 using BoxedFunction = void (*)(StableIValue*, std::uint64_t, std::uint64_t);
-constexpr std::size_t kMaxRecords = 64;
+constexpr std::size_t kMaxRecords = 128;
 
 template <bool kCuda, std::size_t... kIndices>
 BoxedFunction BoxedAt(std::size_t index, std::index_sequence<kIndices...>) {
@@ -37,7 +37,8 @@ StableLibrary* MakeLibrary(StableLibrary::Kind kind, const char* key) {
 void RegisterAll() {
   Registry records;
   if (records.size() > kMaxRecords)
-    throw std::runtime_error("a torch library holds at most 64 ops; split it");
+    throw std::runtime_error("a torch library holds at most " + std::to_string(kMaxRecords) +
+                             " ops; split it");
   constexpr auto kIndices = std::make_index_sequence<kMaxRecords>{};
   StableLibrary* definitions = MakeLibrary(StableLibrary::Kind::FRAGMENT, "");
   StableLibrary* cpu = MakeLibrary(StableLibrary::Kind::IMPL, "CPU");

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from twinop.checks import check_attributes, check_shapes, describe
 from twinop.errors import RecordError
 from twinop.record import DOMAIN, Record
 from twinop.torch_op.arguments import bind, signature_of
@@ -23,38 +24,56 @@ def fake_rule(record: Record) -> Rule:
     def fake(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(signature, args, kwargs)
         tensors = {entry.name: arguments[entry.name] for entry in record.inputs}
+        for entry in record.inputs:
+            if tensors[entry.name] is None and not entry.optional:
+                raise RecordError(f"{DOMAIN}::{record.name}: {entry.name} is None; it must be a tensor")
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         first = next(iter(given.values()))
-        for name, tensor in given.items():
-            if tensor.device != first.device:
-                raise RecordError(
-                    f"{DOMAIN}::{record.name}: all tensors must be on one device; {name} is on "
-                    f"{tensor.device}, the first on {first.device}"
-                )
-        dtypes = _combination(record, given)
-        shapes = record.infer_shapes(
-            {name: None if tensor is None else tensor.shape for name, tensor in tensors.items()},
-            {entry.name: arguments[entry.name] for entry in record.attributes},
-        )
+        shapes = {name: None if tensor is None else tensor.shape for name, tensor in tensors.items()}
+        try:
+            for name, tensor in given.items():
+                if tensor.device != first.device:
+                    raise RecordError(
+                        f"all tensors must be on one device; {name} is on {tensor.device}, the first on "
+                        f"{first.device}"
+                    )
+            dtypes = _combination(record, given)
+            attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
+            check_attributes(record, attributes)
+            check_shapes(record, shapes, attributes)
+        except RecordError as error:
+            call = describe(record, {name: dtype_name(tensor) for name, tensor in given.items()}, shapes)
+            raise RecordError(f"{call}: {error}") from error
         outputs = tuple(
-            torch.empty_like(first, dtype=getattr(torch, dtypes[name]))
+            _elementwise_output(record, shape, list(given.values()), getattr(torch, dtypes[name]))
             if record.is_elementwise
             else first.new_empty(shape, dtype=getattr(torch, dtypes[name]))
-            for name, shape in shapes.items()
+            for name, shape in record.infer_shapes(shapes, attributes).items()
         )
         return outputs if len(outputs) > 1 else outputs[0]
 
     return fake
 
 
+def _elementwise_output(
+    record: Record, shape: Any, inputs: list[torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """The strides of the first input that has the shape and is dense, else `empty_like` of the first one that
+    has the shape, else contiguous: what `ElementwiseStrides` in call.cpp does."""
+    alike = [tensor for tensor in inputs if not record.broadcasts or tuple(tensor.shape) == tuple(shape)]
+    if not alike:
+        return inputs[0].new_empty(shape, dtype=dtype)
+    outputs = [torch.empty_like(tensor, dtype=dtype) for tensor in alike]
+    pairs = zip(outputs, alike, strict=True)
+    return next((output for output, tensor in pairs if output.stride() == tensor.stride()), outputs[0])
+
+
 def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, str]:
-    found = {name: dtype_name(tensor) for name, tensor in given.items()}
-    if combination := record.combination_of(found):
+    if combination := record.combination_of({name: dtype_name(tensor) for name, tensor in given.items()}):
         return combination
-    described = ", ".join(f"{name}: {dtype}" for name, dtype in found.items())
     raise RecordError(
-        f"{DOMAIN}::{record.name}({described}): no kernel takes these dtypes; "
-        f"expected one of: {record.dtypes}"
+        f"no kernel takes these dtypes; the inputs must have one of: {record.dtypes} "
+        "(all inputs the same but where one is named)"
     )
 
 
@@ -70,11 +89,15 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
             for name, value in arguments.items()
             if isinstance(value, torch.Tensor) and (dim := dims.get(name)) is not None
         }
-        if record.is_elementwise:
+        if record.broadcasts:
+            ranks = [arguments[name].dim() - (name in batched) for name in _tensor_names(record, arguments)]
+            aligned = {name: _with_rank(value, max(ranks)) for name, value in batched.items()}
+            outputs = op(*(arguments | aligned).values())
+        elif record.is_elementwise:
             shape = next(iter(batched.values())).shape
             whole = {
-                entry.name: batched.get(entry.name, arguments[entry.name]).expand(shape)
-                for entry in record.inputs
+                name: batched.get(name, arguments[name]).expand(shape)
+                for name in _tensor_names(record, arguments)
             }
             outputs = op(*(arguments | whole).values())
         elif info.batch_size == 0:
@@ -90,6 +113,15 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
         return outputs, (0 if len(record.outputs) == 1 else (0,) * len(record.outputs))
 
     return rule
+
+
+def _tensor_names(record: Record, arguments: dict[str, Any]) -> list[str]:
+    return [entry.name for entry in record.inputs if arguments[entry.name] is not None]
+
+
+def _with_rank(batch: torch.Tensor, rank: int) -> torch.Tensor:
+    """Each example with dimensions of size 1 before its own, as broadcasting would add them."""
+    return batch[(slice(None), *(None,) * (rank + 1 - batch.dim()))]
 
 
 def _empty_batch(record: Record, arguments: dict[str, Any], batched: dict[str, torch.Tensor]) -> Any:

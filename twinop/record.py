@@ -5,16 +5,15 @@ checks) is derived from it.
 """
 
 import ast
-import functools
 import hashlib
-import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from twinop.errors import RecordError
+from twinop.shapes import ShapeExpression
 
 DOMAIN = "custom_domain"
 DOMAIN_VERSION = 1
@@ -48,6 +47,18 @@ class Attribute:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """A derivative formula: Python over the op's arguments that gives one gradient, or a tuple of them."""
+
+    names: tuple[str, ...]  # of the inputs; "_": not wanted
+    text: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name != "_")
+
+
+@dataclass(frozen=True)
 class Record:
     """One op. The texts are those of `kernels/record.h`, which explains each of them."""
 
@@ -59,12 +70,15 @@ class Record:
     outputs: tuple[str, ...]
     dtypes: str = "float32; float16; bfloat16; float64"
     shapes: str = ""
+    input_shapes: str = ""
+    limits: str = ""
     scratch: str = "0"
     in_place: str = ""
     choices: str = ""
     gradient: str = ""
     autocast: str = "keep"
     layout: str = "contiguous"
+    rows: str = ""
     devices: tuple[str, ...] = ()
 
     @classmethod
@@ -113,14 +127,29 @@ class Record:
         return None
 
     @cached_property
-    def gradients(self) -> dict[str, str]:
-        """Derivative formula by input name."""
-        return entries(self.gradient)
+    def gradients(self) -> tuple[Gradient, ...]:
+        """Derivative formulas, in the order in which they are evaluated."""
+        result = []
+        for part in filter(str.strip, _split(self.gradient, ";")):
+            names, _, text = part.partition("=")
+            result.append(Gradient(tuple(map(str.strip, names.split(","))), text.strip()))
+        return tuple(result)
 
     @cached_property
     def attribute_choices(self) -> dict[str, tuple[str, ...]]:
         """Allowed values by str attribute."""
         return {name: tuple(map(str.strip, text.split("|"))) for name, text in entries(self.choices).items()}
+
+    @cached_property
+    def attribute_limits(self) -> dict[str, tuple[str, str]]:
+        """What `limits` says of an attribute: ("of", input), (">=", number) or ("in", "0 | 1")."""
+        parts = (part.split(None, 2) for part in self.limits.split(";") if part.strip())
+        return {name: (word, value.strip()) for name, word, value in parts}
+
+    @property
+    def broadcasts(self) -> bool:
+        """An elementwise op whose inputs broadcast."""
+        return self.is_elementwise and "broadcast(" in self.shapes
 
     def attribute(self, name: str) -> Attribute | None:
         return next((entry for entry in self.attributes if entry.name == name), None)
@@ -131,14 +160,15 @@ class Record:
         """Output shapes by name.
 
         Args:
-            shapes: the shape of every input by name, None where absent; sizes are ints or torch SymInts.
+            shapes: the shape of every input by name, None where absent; one left out is not known. Sizes are
+                ints, torch SymInts or `Unknown`.
             attributes: the value of every attribute by name.
 
         Raises:
             RecordError: the shapes do not fit the record's expressions.
         """
         texts = entries(self.shapes)
-        expression = _ShapeExpression(self, shapes, attributes)
+        expression = ShapeExpression(self, shapes, attributes)
         return {
             output: expression.evaluate(texts.get(output, self.inputs[0].name)) for output in self.outputs
         }
@@ -177,99 +207,3 @@ def _split(text: str, separator: str) -> list[str]:
             depth += (character in "[(") - (character in "])")
         parts[-1] += character
     return parts
-
-
-# ---------------------------------------------------------------------------- shape expressions (shape.h)
-
-
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-_SHAPE_TEXT = re.compile(r"[\[\](),:+*/ -]|[A-Za-z_]\w*|(?:0|[1-9]\d{0,17})(?!\w)", re.ASCII)
-
-
-class _ShapeExpression:
-    """The closed language of `kernels/shape.h`; nothing else of Python is accepted."""
-
-    def __init__(
-        self, record: Record, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
-    ):
-        self.record, self.shapes, self.attributes = record, shapes, attributes
-
-    def evaluate(self, text: str) -> tuple[Any, ...]:
-        try:
-            if _SHAPE_TEXT.sub("", text):
-                raise SyntaxError("not in the language of shapes")
-            return self._shape(ast.parse(text, mode="eval").body)
-        except (IndexError, TypeError, ValueError, ZeroDivisionError, SyntaxError) as error:
-            values = {name: value and tuple(value) for name, value in self.shapes.items()} | dict(
-                self.attributes
-            )
-            given = ", ".join(f"{name}={value}" for name, value in values.items())
-            raise RecordError(f"op {self.record.name}: {text!r} does not fit {given}: {error}") from error
-
-    def _shape(self, node: ast.AST) -> tuple[Any, ...]:
-        match node:
-            case ast.Name(id=name):
-                return self._input(name)
-            case ast.Subscript(value=ast.Name(id=name), slice=ast.Slice(lower=lower, upper=upper, step=None)):
-                begin, end = (None if bound is None else self._size(bound) for bound in (lower, upper))
-                return self._input(name)[begin:end]
-            case ast.List(elts=elements):
-                sizes = tuple(map(self._size, elements))
-                if any(isinstance(size, int) and size < 0 for size in sizes):
-                    raise ValueError("a size would be negative")
-                return sizes
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return self._shape(left) + self._shape(right)
-            case ast.Call(func=ast.Name(id="broadcast"), args=[left, right], keywords=[]):
-                return _broadcast(self._shape(left), self._shape(right))
-        raise SyntaxError(f"{ast.unparse(node)} is not a shape")
-
-    def _size(self, node: ast.AST) -> Any:
-        match node:
-            case ast.Constant(value=int(number)) if not isinstance(number, bool):
-                return number
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._size(operand)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](self._size(left), self._size(right))
-            case ast.Name(id=name) if self._kind(name) in ("int", "bool"):
-                value = self.attributes[name]
-                return int(value) if isinstance(value, bool) else value  # a SymInt stays one
-            case ast.Subscript(value=ast.Name(id=name), slice=index) if not isinstance(index, ast.Slice):
-                return (self.attributes[name] if self._kind(name) == "int[]" else self._input(name))[
-                    self._size(index)
-                ]
-            case ast.Call(func=ast.Name(id="len"), args=[shape], keywords=[]):
-                return len(self._shape(shape))
-            case ast.Call(func=ast.Name(id="numel"), args=[shape], keywords=[]):
-                return functools.reduce(operator.mul, self._shape(shape), 1)
-        raise SyntaxError(f"{ast.unparse(node)} is not a size")
-
-    def _kind(self, name: str) -> str | None:
-        attribute = self.record.attribute(name)
-        return attribute.kind if attribute else None
-
-    def _input(self, name: str) -> tuple[Any, ...]:
-        if name not in self.shapes:
-            raise SyntaxError(f"{name} is not an input")
-        shape = self.shapes[name]
-        if shape is None:
-            raise ValueError(f"{name} is absent")
-        return tuple(shape)
-
-
-def _broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
-    wide, narrow = (a, b) if len(a) >= len(b) else (b, a)
-    result = list(wide)
-    offset = len(wide) - len(narrow)
-    for i, size in enumerate(narrow):
-        if result[offset + i] == 1:
-            result[offset + i] = size
-        elif size != 1 and result[offset + i] != size:
-            raise ValueError(f"the shapes {tuple(a)} and {tuple(b)} do not broadcast")
-    return tuple(result)

@@ -1,0 +1,102 @@
+// Which strides a launcher gets as they are, and which ones an output has.
+#pragma once
+
+#include <utility>
+
+#include "kernels/record.h"
+
+namespace twinop::torch_op {
+
+inline void ContiguousStrides(const std::int64_t* sizes, std::size_t rank, std::int64_t* strides) {
+  std::int64_t next = 1;
+  for (std::size_t i = rank; i-- > 0;) {
+    strides[i] = next;
+    if (sizes[i] > 0) next *= sizes[i];
+  }
+}
+
+// The dimensions from `begin` on lie in memory as those of a contiguous tensor.
+inline bool IsContiguous(const Tensor& view, const std::int64_t* strides, std::size_t begin = 0) {
+  std::int64_t expected = 1;
+  for (std::size_t i = view.rank; i-- > begin; expected *= view.sizes[i])
+    if (view.sizes[i] > 1 && strides[i] != expected) return false;
+  return true;
+}
+
+// No gaps and no overlap: torch.empty_like gives such a tensor's strides again.
+inline bool IsDense(const Tensor& view, const std::int64_t* strides) {
+  if (IsContiguous(view, strides)) return true;
+  bool used[kMaxRank] = {};
+  std::int64_t expected = 1;
+  for (std::size_t step = 0; step < view.rank; ++step) {
+    std::size_t next = view.rank;
+    for (std::size_t i = 0; i < view.rank; ++i)
+      if (!used[i] && (view.sizes[i] <= 1 || strides[i] == expected)) next = i;
+    if (next == view.rank) return false;
+    used[next] = true;
+    if (view.sizes[next] > 1) expected *= view.sizes[next];
+  }
+  return true;
+}
+
+// The strides that torch.empty_like gives a tensor that is not dense: its dimensions in the order
+// of their strides, without gaps (at::infer_dense_strides, whose rules for ties these are).
+inline void DenseStrides(const Tensor& view, const std::int64_t* from, std::int64_t* strides) {
+  std::size_t order[kMaxRank];  // the innermost dimension first
+  for (std::size_t i = 0; i < view.rank; ++i) order[i] = view.rank - 1 - i;
+  auto compare = [&](std::size_t a, std::size_t b) {
+    if (from[a] == 0 || from[b] == 0) return 0;  // expanded: it could be anywhere
+    if (from[a] != from[b]) return from[a] < from[b] ? -1 : 1;
+    return view.sizes[a] > view.sizes[b] ? 1 : 0;
+  };
+  for (std::size_t i = 1; i < view.rank; ++i) {
+    std::size_t place = i;
+    for (std::size_t other = i; other-- > 0;) {
+      const int order_of_both = compare(order[other], order[place]);
+      if (order_of_both < 0) break;
+      if (order_of_both == 0) continue;
+      std::swap(order[other], order[place]);
+      place = other;
+    }
+  }
+  std::int64_t next = 1;
+  for (std::size_t i = 0; i < view.rank; ++i) {
+    strides[order[i]] = next;
+    if (view.sizes[order[i]] > 1) next *= view.sizes[order[i]];
+  }
+}
+
+// Two tensors of one shape with one order of elements.
+inline bool SameOrder(const Tensor& view, const std::int64_t* a, const std::int64_t* b) {
+  for (std::size_t i = 0; i < view.rank; ++i)
+    if (view.sizes[i] > 1 && a[i] != b[i]) return false;
+  return true;
+}
+
+inline bool SameShape(const Tensor& view, const std::int64_t* sizes, std::size_t rank) {
+  bool same = view.rank == rank;
+  for (std::size_t i = 0; i < rank && same; ++i) same = view.sizes[i] == sizes[i];
+  return same;
+}
+
+// Rows at one distance from each other, each of them contiguous (Record::rows_text).
+inline bool AreRows(const RowDimension& rows, const Attribute* attributes, const Tensor& view,
+                    const std::int64_t* strides) {
+  if (IsContiguous(view, strides)) return true;
+  const auto rank = static_cast<std::int64_t>(view.rank);
+  std::int64_t axis = rows.Of(attributes);
+  if (axis < 0) axis += rank;
+  if (axis < 0 || axis >= rank || !IsContiguous(view, strides, static_cast<std::size_t>(axis)))
+    return false;
+  for (std::int64_t i = axis + 1; i < rank && !rows.to_the_end; ++i)
+    if (view.sizes[i] > 1) return false;
+  std::int64_t expected = -1;  // of the next leading dimension
+  for (std::int64_t i = axis; i-- > 0;) {
+    if (view.sizes[i] == 1) continue;
+    if (expected >= 0 && strides[i] != expected) return false;
+    expected = strides[i] * view.sizes[i];
+  }
+  return true;
+}
+
+}  // namespace twinop::torch_op

@@ -1,0 +1,110 @@
+"""The checks of `kernels/check.cpp`, for calls that reach no kernel: fakes, export, models."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+from twinop.errors import RecordError
+from twinop.record import DOMAIN, Record, entries
+from twinop.shapes import ShapeExpression, broadcast
+
+Shapes = Mapping[str, Sequence[Any] | None]
+
+
+def describe(record: Record, dtypes: Mapping[str, str], shapes: Shapes) -> str:
+    """The call as error messages show it: `custom_domain::relu(x: float32[2, 3])`."""
+
+    def tensor(name: str) -> str:
+        shape = shapes.get(name)
+        return "absent" if shape is None else f"{dtypes[name]}{_sizes(shape)}"
+
+    arguments = ", ".join(f"{entry.name}: {tensor(entry.name)}" for entry in record.inputs)
+    return f"{DOMAIN}::{record.name}({arguments})"
+
+
+def check_attributes(record: Record, attributes: Mapping[str, Any]) -> None:
+    """Choices and limits that need no shape.
+
+    Raises:
+        RecordError: "attribute eps is -1.0, expected a finite number >= 0". The op is for the caller to add.
+    """
+    for name, choices in record.attribute_choices.items():
+        if name in attributes and attributes[name] not in choices:
+            raise RecordError(
+                f"attribute {name} is {attributes[name]!r}, expected one of {' | '.join(choices)}"
+            )
+    for name, (word, limit) in record.attribute_limits.items():
+        value = attributes.get(name)
+        if not isinstance(value, int | float):  # left out, or symbolic
+            continue
+        if word == ">=" and not (math.isfinite(value) and value >= int(limit)):
+            finite = "finite " if isinstance(value, float) else ""
+            raise RecordError(f"attribute {name} is {value:g}, expected a {finite}number >= {limit}")
+        if word == "in" and value not in [int(choice) for choice in limit.split("|")]:
+            raise RecordError(f"attribute {name} is {value}, expected one of {limit}")
+
+
+def check_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) -> None:
+    """The shapes that the record requires, and attributes that are dimensions of an input.
+
+    Sizes that are not numbers are not compared: the kernel does that when it is called.
+
+    Args:
+        shapes: of every input by name, None where it is absent; one left out is not known.
+        attributes: the value of every attribute by name.
+
+    Raises:
+        RecordError: "weight has shape [5], expected x[axis:] = [8]". The op is for the caller to add.
+    """
+    _check_elementwise(record, shapes)
+    for name, (word, source) in record.attribute_limits.items():
+        shape, value = shapes.get(source), attributes[name]
+        if word != "of" or shape is None or not isinstance(value, int):
+            continue
+        rank = max(len(shape), 1)  # as torch: a scalar has the dimensions 0 and -1
+        if not -rank <= value < rank:
+            raise RecordError(
+                f"attribute {name} is {value}, expected a dimension of {source}: {-rank} to {rank - 1}"
+            )
+    for name, text in entries(record.input_shapes).items():
+        if (shape := shapes.get(name)) is None:
+            continue
+        try:
+            expected = ShapeExpression(record, shapes, attributes).evaluate(text)
+        except RecordError:
+            if set(shapes) != {entry.name for entry in record.inputs}:
+                continue  # it depends on a shape that is not known
+            raise
+        if not _may_be_equal(shape, expected):
+            raise RecordError(f"{name} has shape {_sizes(shape)}, expected {text} = {_sizes(expected)}")
+
+
+def _check_elementwise(record: Record, shapes: Shapes) -> None:
+    given = {name: shape for name, shape in shapes.items() if shape is not None}
+    if not record.is_elementwise or not given:
+        return
+    described = ", ".join(f"{name} has {_sizes(shape)}" for name, shape in given.items())
+    if record.broadcasts:
+        try:
+            reduce(broadcast, given.values())
+        except ValueError as error:
+            raise RecordError(
+                f"the inputs' shapes do not broadcast: {described}; from the last dimension on, sizes must "
+                "be equal or 1"
+            ) from error
+        return
+    first, *others = given.values()
+    if not all(_may_be_equal(first, other) for other in others):
+        raise RecordError(f"the inputs must have one shape: {described}")
+
+
+def _may_be_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Sizes of one rank, equal where both are numbers."""
+    return len(a) == len(b) and not any(
+        isinstance(x, int) and isinstance(y, int) and x != y for x, y in zip(a, b, strict=True)
+    )
+
+
+def _sizes(shape: Sequence[Any]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,137 @@
+"""Shape expressions: the closed language of `kernels/shape.h`; nothing else of Python is accepted.
+
+Sizes are numbers, torch SymInts or `Unknown`.
+"""
+
+import ast
+import functools
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from twinop.errors import RecordError
+
+if TYPE_CHECKING:
+    from twinop.record import Record
+
+ABSENT = (0,)
+"""The shape of an optional input that is absent: it has no elements (and so has its gradient)."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A dimension without a number, perhaps with a name; what is computed from it has neither."""
+
+    name: str | None = None
+
+    def _computed(self, other: Any = None) -> "Unknown":
+        return Unknown()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
+    __floordiv__ = __rfloordiv__ = __neg__ = _computed
+
+
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+_SHAPE_TEXT = re.compile(r"[\[\](),:+*/ -]|[A-Za-z_]\w*|(?:0|[1-9]\d{0,17})(?!\w)", re.ASCII)
+
+
+class ShapeExpression:
+    """Evaluates texts for one call: the shape of every input by name (None: absent), every attribute."""
+
+    def __init__(
+        self, record: "Record", shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
+    ):
+        self.record, self.shapes, self.attributes = record, shapes, attributes
+
+    def evaluate(self, text: str) -> tuple[Any, ...]:
+        try:
+            if _SHAPE_TEXT.sub("", text):
+                raise SyntaxError("not in the language of shapes")
+            return self._shape(ast.parse(text, mode="eval").body)
+        except (IndexError, TypeError, ValueError, ZeroDivisionError, SyntaxError) as error:
+            values = {name: value and tuple(value) for name, value in self.shapes.items()} | dict(
+                self.attributes
+            )
+            given = ", ".join(f"{name}={value}" for name, value in values.items())
+            raise RecordError(f"op {self.record.name}: {text!r} does not fit {given}: {error}") from error
+
+    def _shape(self, node: ast.AST) -> tuple[Any, ...]:
+        match node:
+            case ast.Name(id=name):
+                return self._input(name)
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Slice(lower=lower, upper=upper, step=None)):
+                begin, end = (None if bound is None else self._size(bound) for bound in (lower, upper))
+                return self._input(name)[begin:end]
+            case ast.List(elts=elements):
+                sizes = tuple(map(self._size, elements))
+                if any(isinstance(size, int) and size < 0 for size in sizes):
+                    raise ValueError("a size would be negative")
+                return sizes
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self._shape(left) + self._shape(right)
+            case ast.Call(func=ast.Name(id="broadcast"), args=[left, right], keywords=[]):
+                return broadcast(self._shape(left), self._shape(right))
+        raise SyntaxError(f"{ast.unparse(node)} is not a shape")
+
+    def _size(self, node: ast.AST) -> Any:
+        match node:
+            case ast.Constant(value=int(number)) if not isinstance(number, bool):
+                return number
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._size(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](self._size(left), self._size(right))
+            case ast.Name(id=name) if self._kind(name) in ("int", "bool"):
+                value = self.attributes[name]
+                return int(value) if isinstance(value, bool) else value  # a SymInt stays one
+            case ast.Subscript(value=ast.Name(id=name), slice=index) if not isinstance(index, ast.Slice):
+                return (self.attributes[name] if self._kind(name) == "int[]" else self._input(name))[
+                    self._size(index)
+                ]
+            case ast.Call(func=ast.Name(id="len"), args=[shape], keywords=[]):
+                return len(self._shape(shape))
+            case ast.Call(func=ast.Name(id="numel"), args=[shape], keywords=[]):
+                return functools.reduce(operator.mul, self._shape(shape), 1)
+        raise SyntaxError(f"{ast.unparse(node)} is not a size")
+
+    def _kind(self, name: str) -> str | None:
+        attribute = self.record.attribute(name)
+        return attribute.kind if attribute else None
+
+    def _input(self, name: str) -> tuple[Any, ...]:
+        if name in self.shapes:
+            shape = self.shapes[name]
+            return ABSENT if shape is None else tuple(shape)
+        if any(entry.name == name for entry in self.record.inputs):
+            raise ValueError(f"the shape of {name} is not known")
+        raise SyntaxError(f"{name} is not an input")
+
+
+def broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
+    """numpy's rule. Of two different sizes that are not known, either could be the 1.
+
+    Raises:
+        ValueError: the shapes do not broadcast.
+    """
+    wide, narrow = (a, b) if len(a) >= len(b) else (b, a)
+    result = list(wide)
+    for i, size in enumerate(narrow, len(wide) - len(narrow)):
+        other = result[i]
+        if isinstance(size, Unknown) and isinstance(other, Unknown):
+            result[i] = size if size == other and size.name else Unknown()
+        elif isinstance(other, Unknown):
+            result[i] = other if size == 1 else size
+        elif isinstance(size, Unknown):
+            result[i] = size if other == 1 else other
+        elif other == 1:
+            result[i] = size
+        elif size != 1 and other != size:
+            raise ValueError(f"the shapes {tuple(a)} and {tuple(b)} do not broadcast")
+    return tuple(result)
