@@ -1,6 +1,7 @@
 // Elementwise ops on CUDA: 16-byte vectors, as many loads in flight as the machine takes, 64-bit
-// counts, a scalar kernel for misaligned tensors. Every element is computed alone, so the result
-// does not depend on the path.
+// counts, a scalar kernel for misaligned outputs, another kernel for tensors that are no flat
+// sequence of vectors (strided_cuda.cuh). Every element is computed alone, so the result does not
+// depend on the path.
 #pragma once
 
 #include <cstdint>
@@ -17,22 +18,30 @@ struct alignas(sizeof(T) * kWidth) Vector {
   T values[kWidth];
 };
 
-template <class F, class T, int kWidth, int kInputs, std::size_t... I>
-__device__ __forceinline__ Vector<T, kWidth> Apply(const F& functor,
-                                                   const Vector<T, kWidth> (&in)[kInputs],
-                                                   std::index_sequence<I...>) {
-  Vector<T, kWidth> out;
+// The results of a functor over vectors, one for each output.
+template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
+__device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)[kOutputs],
+                                      const Vector<T, kWidth> (&in)[kInputs],
+                                      std::index_sequence<I...>) {
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) Round(functor(ToCompute(in[I].values[i])...), &out.values[i]);
-  return out;
+  for (int i = 0; i < kWidth; ++i) {
+    auto results = functor(ToCompute(in[I].values[i])...);
+    if constexpr (kResultCount<decltype(results)> == 1) {
+      Round(results, &out[0].values[i]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kOutputs; ++k) Round(results.values[k], &out[k].values[i]);
+    }
+  }
 }
 
 // A block owns kThreads * kLoads consecutive vectors; a thread's loads are kThreads vectors apart,
 // so that each is coalesced across the warp, and all are issued before the first use. The elements
 // behind the last whole vector go to the first threads of the grid.
-template <class F, class T, int kWidth, int kThreads, int kLoads, int kInputs>
+template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
 __global__ void __launch_bounds__(kThreads)
-    ElementwiseKernel(F functor, std::int64_t count, T* out, Inputs<T, kInputs> in) {
+    ElementwiseKernel(F functor, std::int64_t count, Outputs<T, kOutputs> out,
+                      Inputs<T, kInputs> in) {
   using V = Vector<T, kWidth>;
   constexpr auto kIndices = std::make_index_sequence<kInputs>{};
   const std::int64_t vectors = count / kWidth;
@@ -51,27 +60,61 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int j = 0; j < kLoads; ++j) {
     const std::int64_t v = first + j * kThreads;
-    if (v < vectors) reinterpret_cast<V*>(out)[v] = Apply(functor, loaded[j], kIndices);
+    if (v < vectors) {
+      V results[kOutputs];
+      Apply(functor, results, loaded[j], kIndices);
+#pragma unroll
+      for (int k = 0; k < kOutputs; ++k) reinterpret_cast<V*>(out[k])[v] = results[k];
+    }
   }
 
   if constexpr (kWidth > 1) {
     const std::int64_t tail = vectors * kWidth + first;
     if (blockIdx.x == 0 && tail < count) {
       Vector<T, 1> last[kInputs];
+      Vector<T, 1> results[kOutputs];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) last[k].values[0] = in[k][tail];
-      out[tail] = Apply(functor, last, kIndices).values[0];
+      Apply(functor, results, last, kIndices);
+#pragma unroll
+      for (int k = 0; k < kOutputs; ++k) out[k][tail] = results[k].values[0];
     }
   }
 }
 
-template <class F, class T, int kWidth, int kThreads, int kLoads, int kInputs>
-Status LaunchElementwise(const Call& call, const F& functor, T* out, Inputs<T, kInputs> in) {
+template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
+Status LaunchElementwise(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
+                         const Inputs<T, kInputs>& in) {
   const std::int64_t count = call.outputs[0].numel;
   const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
   const std::int64_t blocks = (count + per_block - 1) / per_block;
-  return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kInputs>, blocks, kThreads,
-                      call, functor, count, out, in);
+  return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kOutputs, kInputs>, blocks,
+                      kThreads, call, functor, count, out, in);
+}
+
+// Tensors that are not one flat sequence of aligned vectors (strided_cuda.cuh).
+template <class F, class T, int kOutputs, int kInputs>
+Status LaunchStrided(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
+                     const Inputs<T, kInputs>& in);
+
+template <class T, int kCount>
+bool AreAligned(const Pointers<T, kCount>& tensors) {
+  bool aligned = true;
+  for (T* pointer : tensors.pointers) aligned = aligned && IsAligned(pointer, kVectorBytes);
+  return aligned;
+}
+
+template <class F, class T, int kOutputs, int kInputs>
+Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
+                  const Inputs<T, kInputs>& in) {
+  constexpr int kWidth = kVectorBytes / sizeof(T);
+  if (!AreAligned(out))
+    return LaunchElementwise<F, T, 1, kThreads, kScalarLoads>(call, functor, out, in);
+  if (!AreAligned(in)) return LaunchStrided(call, functor, out, in);
+  const std::int64_t bytes = call.outputs[0].bytes();
+  if (bytes >= kResidentMinBytes && bytes <= kResidentMaxBytes)
+    return LaunchElementwise<F, T, kWidth, kThreads, kResidentLoads>(call, functor, out, in);
+  return LaunchElementwise<F, T, kWidth, kThreads, kFunctorLoads<F>>(call, functor, out, in);
 }
 
 template <template <class> class F>
@@ -79,22 +122,12 @@ Status Cuda(const Call& call) {
   return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     constexpr int kInputs = kArity<F>;
-    constexpr int kWidth = kVectorBytes / sizeof(T);
-    auto functor = MakeFunctor<F<Compute<T>>>(call.attributes);
-    auto in = InputPointers<T, kInputs>(call);
-    T* out = call.outputs[0].as<T>();
-    bool aligned = IsAligned(out, kVectorBytes);
-    for (const T* pointer : in.pointers) aligned = aligned && IsAligned(pointer, kVectorBytes);
-    using Functor = decltype(functor);
-    if (!aligned) {
-      return LaunchElementwise<Functor, T, 1, kThreads, kScalarLoads>(call, functor, out, in);
-    }
-    const std::int64_t bytes = call.outputs[0].bytes();
-    if (bytes >= kResidentMinBytes && bytes <= kResidentMaxBytes) {
-      return LaunchElementwise<Functor, T, kWidth, kThreads, kResidentLoads>(call, functor, out,
-                                                                             in);
-    }
-    return LaunchElementwise<Functor, T, kWidth, kThreads, kLoads>(call, functor, out, in);
+    constexpr int kOutputs = kResults<F>;
+    const auto functor = MakeFunctor<F<ElementCompute<T>>>(call.attributes);
+    const auto out = OutputPointers<T, kOutputs>(call);
+    const auto in = InputPointers<T, kInputs>(call);
+    return IsFlat(call, kOutputs, kInputs) ? LaunchFlat(call, functor, out, in)
+                                           : LaunchStrided(call, functor, out, in);
   });
 }
 

@@ -13,9 +13,21 @@
 // One vector per thread fills the machine: 2048 threads x 16 bytes = 32 KiB in flight per
 // multiprocessor. More vectors per thread only help where the output stays in L2. Cache hints
 // (ld.cs, st.cs) cost 1 to 5 %.
+//
+// Two inputs and one output, bf16 and fp32, 2^28 elements (the bytes of all three):
+//
+//   add               64 x 1: 1.025, 1.027   128 x 1: 1.025, 1.028   128 x 4: 1.017, 1.019
+//   swiglu            64 x 1: 1.023, 1.029   128 x 1: 1.023, 1.029   128 x 4: 1.012, 1.019
+//   gelu_backward     64 x 1: 1.030, 1.029   128 x 1: 1.030, 1.029   128 x 4: 1.014, 1.017
+//   swiglu_backward   64 x 1: 1.014, 1.017   128 x 1: 1.014, 1.018   128 x 4: 1.001, 1.002
 #pragma once
 
 #include <cstdint>
+
+namespace twinop {
+template <class T>
+struct Gelu;  // kernels/ops/gelu.h
+}
 
 namespace twinop::elementwise {
 
@@ -28,5 +40,37 @@ inline constexpr int kScalarLoads = 8;  // elements per thread where the tensors
 inline constexpr std::int64_t kResidentMinBytes = 6 << 20;
 inline constexpr std::int64_t kResidentMaxBytes = 24 << 20;
 inline constexpr int kResidentLoads = 4;
+
+// Functors whose arithmetic takes so long that one vector per thread leaves the memory waiting:
+// two.
+//
+//   Gelu, share of the copy's speed     bf16 2^28   fp32 2^28   fp32 2^26
+//   128 x 1                             0.920       0.991       0.973
+//   128 x 2                             1.000       0.998       0.993
+//   128 x 4                             0.975       0.967       0.966
+template <class F>
+inline constexpr int kFunctorLoads = kLoads;
+template <class T>
+inline constexpr int kFunctorLoads<Gelu<T>> = 2;
+
+// Tensors that are not one flat sequence (strided_cuda.cuh). Rows of 4096 elements, and of 4095
+// (misaligned in every other row or more), 2^28 elements of the output:
+//
+//   threads x vectors    row bias      column        scalar        packed        packed, 4095
+//                        bf16   fp32   bf16   fp32   bf16   fp32   bf16   fp32   bf16   fp32
+//   64 x 1               0.793  0.794  0.782  0.791  0.796  0.795  1.029  1.029  0.882  0.911
+//   128 x 1              0.984  1.008  0.915  0.984  1.008  1.006  1.029  1.029  0.885  0.912
+//   256 x 1              0.963  1.002  0.906  0.982  0.996  1.008  1.027  1.029  0.870  0.894
+//   128 x 2              0.891  0.995  0.868  0.993  0.914  0.996  0.983  1.026  0.671  0.708
+//   128 x 4              0.654  0.985  0.635  1.000  0.706  0.985  0.773  1.032  0.472  0.582
+//
+// Element by element (packed backward, 4095: its outputs are misaligned): 128 x 1 0.407 and 0.753,
+// x 2 0.464 and 0.838, x 4 0.479 and 0.785, x 8 0.413 and 0.696.
+inline constexpr int kStridedThreads = 128;
+inline constexpr int kStridedLoads = 1;        // vectors per thread
+inline constexpr int kStridedScalarLoads = 2;  // elements per thread where there are no vectors
+// Elements of one launch, counted in 32 bits; half of what a Divider takes, as the last block may
+// reach behind the end.
+inline constexpr std::int64_t kMaxStridedElements = 1 << 30;
 
 }  // namespace twinop::elementwise

@@ -18,21 +18,21 @@ __global__ void ScalarKernel(F functor, std::int64_t count, T* out, const T* in)
 template <template <class> class F>
 Status ReluVariants(const Call& call) {
   std::string_view variant = call.attributes[0].s;
-  if (variant == "auto") return elementwise::Cuda<F>(call);
+  if (variant == "auto" || !elementwise::IsFlat(call, 1, 1)) return elementwise::Cuda<F>(call);
   return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     using Functor = F<Compute<T>>;
     constexpr int kThreads = 256;
-    const T* in = call.inputs[0].as<const T>();
-    T* out = call.outputs[0].as<T>();
+    const auto in = elementwise::InputPointers<T, 1>(call);
+    const auto out = elementwise::OutputPointers<T, 1>(call);
     constexpr std::size_t kBytes = 16;
-    if (variant == "vec4" && IsAligned(in, kBytes) && IsAligned(out, kBytes)) {
-      return elementwise::LaunchElementwise<Functor, T, kBytes / sizeof(T), kThreads, 1, 1>(
-          call, Functor{}, out, {{in}});
+    if (variant == "vec4" && IsAligned(in[0], kBytes) && IsAligned(out[0], kBytes)) {
+      return elementwise::LaunchElementwise<Functor, T, kBytes / sizeof(T), kThreads, 1>(
+          call, Functor{}, out, in);
     }
     std::int64_t blocks = (call.outputs[0].numel + kThreads - 1) / kThreads;
     return LaunchKernel(ScalarKernel<Functor, T>, blocks, kThreads, call, Functor{},
-                        call.outputs[0].numel, out, in);
+                        call.outputs[0].numel, out[0], in[0]);
   });
 }
 

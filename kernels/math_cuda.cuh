@@ -1,0 +1,125 @@
+// CUDA's part of math.h, and its functions of Narrow.
+#pragma once
+
+#include <cmath>
+
+#include "kernels/math_float.h"
+
+namespace twinop {
+
+// ---------------------------------------------------------------------------------- the hardware's
+
+// Approximations of 2^x, log2(x) and 1 / x, relative error about 2^-22 (log2: absolute in
+// (0.5, 2)). On the host, where only tests run them, exact.
+TWINOP_INLINE float HardwareExp2(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::exp2(x);
+#endif
+}
+TWINOP_INLINE float HardwareLog2(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::log2(x);
+#endif
+}
+// Subnormal numbers count as 0.
+TWINOP_INLINE float HardwareReciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1 / x;
+#endif
+}
+
+// ---------------------------------------------------------------------------------- float, double
+
+// a / b for a finite a and a b of moderate size, from 1 / b: one correction.
+template <class T>
+TWINOP_INLINE T Divide(T a, T b, T inverse) {
+  const T quotient = a * inverse;
+  return Fma(Fma(-b, quotient, a), inverse, quotient);
+}
+
+TWINOP_INLINE float Divide(float a, float b) { return Divide(a, b, HardwareReciprocal(b)); }
+TWINOP_INLINE double Divide(double a, double b) { return a / b; }
+
+// 1 / (1 + z) of z in [0, 1]: the inverse of the rounded sum, corrected against the exact one.
+TWINOP_INLINE float InverseOfOnePlus(float z) {
+  const float inverse = HardwareReciprocal(1 + z);
+  return Fma(inverse, Fma(-z, inverse, 1 - inverse), inverse);
+}
+TWINOP_INLINE double InverseOfOnePlus(double z) { return 1 / (1 + z); }
+
+template <class T>
+TWINOP_INLINE T Pow(T a, T b) {
+  return std::pow(a, b);
+}
+
+// ---------------------------------------------------------------------------------- Narrow
+
+TWINOP_INLINE Narrow Divide(Narrow a, Narrow, Narrow inverse) { return a * inverse; }
+TWINOP_INLINE Narrow Exp(Narrow x) { return HardwareExp2(x.value * 0x1.715476p+0f); }
+// 2^24 e^x for x <= 0, in two instructions instead of five: what the hardware flushes to 0 is far
+// below the least 16-bit number.
+TWINOP_INLINE Narrow RelativeExp(Narrow x) {
+  const float exponent = Fma(x.value, 0x1.715476p+0f, 24.0f);
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(exponent));
+  return y;
+#else
+  return HardwareExp2(exponent);
+#endif
+}
+TWINOP_INLINE Narrow Log(Narrow x) { return HardwareLog2(x.value) * 0x1.62e43p-1f; }
+
+TWINOP_INLINE Narrow Sigmoid(Narrow x, Narrow times = 1) {
+  const float z = HardwareExp2(std::fabs(x.value) * -0x1.715476p+0f);
+  const float inverse = HardwareReciprocal(1 + z);
+  return times.value * (x.value < 0 ? z * inverse : inverse);
+}
+
+TWINOP_INLINE Narrow Softplus(Narrow x) {
+  const float z = HardwareExp2(std::fabs(x.value) * -0x1.715476p+0f);
+  const float near = z - z * z * (0.5f - z * 0x1.555556p-2f);
+  const float far = HardwareLog2(1 + z) * 0x1.62e43p-1f;
+  return (x.value > 0 ? x.value : 0) + (z < 0x1p-6f ? near : far);
+}
+
+TWINOP_INLINE Narrow Tanh(Narrow x) {
+  const float t = std::fabs(x.value);
+  const float z = HardwareExp2(t * -0x1.715476p+1f);
+  const float far = 1 - 2 * z * HardwareReciprocal(1 + z);
+  const float square = t * t;
+  const float near = t + t * (square * Polynomial(square, -0x1.54c838p-2f, 0x1.f457b8p-4f));
+  return std::copysign(t < 0.4f ? near : far, x.value);
+}
+
+template <>
+struct Format<Narrow> {
+  static constexpr float kUnscale = 1;
+};
+TWINOP_INLINE Narrow NormalDistance(Narrow x) { return std::fabs(x.value); }
+TWINOP_INLINE Narrow ScaledBell(Narrow t) {
+  return HardwareExp2(t.value * t.value * -0x1.715476p-1f);
+}
+TWINOP_INLINE Narrow Mills(Narrow t) {
+  const float s = HardwareReciprocal(Fma(0x1.051eb8p-2f, t.value, 1.0f));
+  return s * Polynomial(s, 0x1.a39194p-4f, 0x1.77ed4ap-4f, 0x1.2e210ap-3f, -0x1.79fa74p-5f,
+                        0x1.a2aa86p-3f);
+}
+
+// As powf, but for the arguments that overflow 16 bits anyway.
+TWINOP_INLINE Narrow Pow(Narrow a, Narrow b) { return std::pow(a.value, b.value); }
+TWINOP_INLINE Narrow Sqrt(Narrow x) { return std::sqrt(x.value); }
+
+}  // namespace twinop

@@ -1,0 +1,61 @@
+// silu, sigmoid, tanh, softplus -> torch.ops.custom_domain.silu, CustomSilu ...
+#pragma once
+
+#include "kernels/elementwise.h"
+#include "kernels/math.h"
+
+namespace twinop {
+
+// y = x sigmoid(x)
+template <class T>
+struct Silu {
+  TWINOP_INLINE T operator()(T x) const { return Sigmoid(x, x); }
+};
+template <class T>
+struct SiluBackward {
+  TWINOP_INLINE T operator()(T grad_y, T x) const {
+    const T s = Sigmoid(x);
+    return grad_y * (s * (T(1) + x * (T(1) - s)));
+  }
+};
+
+// y = 1 / (1 + e^-x)
+template <class T>
+struct Logistic {
+  TWINOP_INLINE T operator()(T x) const { return Sigmoid(x); }
+};
+template <class T>
+struct LogisticBackward {
+  TWINOP_INLINE T operator()(T grad_y, T y) const { return grad_y * ((T(1) - y) * y); }
+};
+
+template <class T>
+struct HyperbolicTangent {
+  TWINOP_INLINE T operator()(T x) const { return Tanh(x); }
+};
+// dL/dx = dL/dy (1 - y^2), in factors: near |y| = 1 the square would lose the last digits.
+template <class T>
+struct HyperbolicTangentBackward {
+  TWINOP_INLINE T operator()(T grad_y, T y) const { return grad_y * ((T(1) - y) * (T(1) + y)); }
+};
+
+// y = log(1 + e^x), ONNX's definition. torch's default threshold of 20 returns x beyond it, which
+// differs by at most e^-20 = 2.1e-9: below half a unit in the last place but in float64.
+template <class T>
+struct SoftPlus {
+  TWINOP_INLINE T operator()(T x) const { return Softplus(x); }
+};
+template <class T>
+struct SoftPlusBackward {
+  TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y * Sigmoid(x); }
+};
+
+// clang-format off
+TWINOP_UNARY(silu, Silu, x,
+             "grad * grad_y * torch.sigmoid(x) * (1 - torch.sigmoid(x)) * (2 + x * (1 - 2 * torch.sigmoid(x)))")
+TWINOP_UNARY(sigmoid, Logistic, y, "grad * grad_y * (1 - 2 * y)")
+TWINOP_UNARY(tanh, HyperbolicTangent, y, "-2 * grad * grad_y * y")
+TWINOP_UNARY(softplus, SoftPlus, x, "grad * grad_y * torch.sigmoid(x) * (1 - torch.sigmoid(x))")
+// clang-format on
+
+}  // namespace twinop

@@ -1,0 +1,61 @@
+// add, mul, pow -> torch.ops.custom_domain.add, CustomAdd ... with numpy's broadcasting. Both
+// operands have one dtype, and so has the result; nothing is promoted (under autocast: to the wider
+// one).
+#pragma once
+
+#include "kernels/elementwise.h"
+#include "kernels/math.h"
+
+namespace twinop {
+
+template <class T>
+struct Add {
+  TWINOP_INLINE T operator()(T a, T b) const { return a + b; }
+};
+
+template <class T>
+struct Mul {
+  TWINOP_INLINE T operator()(T a, T b) const { return a * b; }
+};
+
+// C's pow, as torch's: pow(x, 0) = pow(1, y) = 1 even of NaN; NaN for a negative base and an
+// exponent that is no integer.
+template <class T>
+struct Power {
+  TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }
+};
+
+// The derivatives are torch's (derivatives.yaml), in torch's operators: second derivatives follow
+// from them. That of pow is 0 by the base where the exponent is 0, and by the exponent where the
+// base is 0 and the exponent is not negative.
+// clang-format off
+TWINOP_OP(add,
+          Record("add(Tensor a, Tensor b) -> Tensor")
+              .elementwise()
+              .shapes("y = broadcast(a, b)")
+              .in_place("y = a")
+              .autocast("widest")
+              .gradient("a = grad.sum_to_size(a.shape); b = grad.sum_to_size(b.shape)"),
+          elementwise::Cpu<Add>, elementwise::Cuda<Add>)
+
+TWINOP_OP(mul,
+          Record("mul(Tensor a, Tensor b) -> Tensor")
+              .elementwise()
+              .shapes("y = broadcast(a, b)")
+              .in_place("y = a")
+              .autocast("widest")
+              .gradient("a = (grad * b).sum_to_size(a.shape); b = (grad * a).sum_to_size(b.shape)"),
+          elementwise::Cpu<Mul>, elementwise::Cuda<Mul>)
+
+TWINOP_OP(pow,
+          Record("pow(Tensor a, Tensor b) -> Tensor")
+              .elementwise()
+              .shapes("y = broadcast(a, b)")
+              .in_place("y = a")
+              .autocast("widest")
+              .gradient("a = torch.where(b == 0, 0, grad * (b * torch.pow(a, b - 1))).sum_to_size(a.shape); "
+                        "b = torch.where((a == 0) & (b >= 0), 0, grad * (y * torch.log(a))).sum_to_size(b.shape)"),
+          elementwise::Cpu<Power>, elementwise::Cuda<Power>)
+// clang-format on
+
+}  // namespace twinop

@@ -1,0 +1,128 @@
+// gelu -> torch.ops.custom_domain.gelu, CustomGelu.
+#pragma once
+
+#include "kernels/elementwise.h"
+#include "kernels/math.h"
+
+namespace twinop {
+
+// y = x Phi(x) with the normal law's distribution function Phi, relatively accurate where x is
+// negative: x (1 + erf(x / sqrt(2))) / 2 would lose all digits there.
+template <class T>
+struct Gelu {
+  TWINOP_INLINE T operator()(T x) const {
+    const T t = NormalDistance(x);
+    const T tail = ScaledBell(t) * Mills(t);  // Phi(-t)
+    return x < T(0) ? x * tail * Format<T>::kUnscale : x * (T(1) - tail * Format<T>::kUnscale);
+  }
+};
+// Phi(x) + x Phi'(x)
+template <class T>
+struct GeluBackward {
+  TWINOP_INLINE T operator()(T grad_y, T x) const {
+    const T t = NormalDistance(x);
+    const T absolute = x < T(0) ? -x : x;
+    const T tail =
+        ScaledBell(t) * (Mills(t) - absolute * T(0.398942280401432677940)) * Format<T>::kUnscale;
+    return grad_y * (x < T(0) ? tail : T(1) - tail);
+  }
+};
+
+// approximate="tanh": y = x (1 + tanh(u)) / 2 = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715
+// x^3). 2 u = linear x + cubic x^3; an error in it is one of the result multiplied by up to 100
+// (float) or 700 (double), so it is computed in two parts.
+template <class T>
+struct TanhGeluFactors;
+template <>
+struct TanhGeluFactors<float> {
+  static constexpr float kMax = 11.69f;  // beyond, the sigmoid is 0 or 1
+  static constexpr Sum<float> kLinear{0x1.988p+0f, 0x1.14cf5p-14f};  // half the digits in `high`
+  static constexpr Sum<float> kCubic{0x1.2444f2p-4f, 0x1.49b16ap-29f};
+};
+template <>
+struct TanhGeluFactors<double> {
+  static constexpr double kMax = 24.3105;
+  static constexpr Sum<double> kLinear{0x1.9884530000000p+0, 0x1.ea1b284687e5ap-27};
+  static constexpr Sum<double> kCubic{0x1.2444f2a4d8b4bp-4, -0x1.6c843a29d1c7p-61};
+};
+
+template <class T>
+TWINOP_INLINE T ClampTanhGelu(T x) {
+  constexpr T kMax = TanhGeluFactors<T>::kMax;
+  x = x < -kMax ? -kMax : x;
+  return x > kMax ? kMax : x;
+}
+
+template <class T>
+TWINOP_INLINE Sum<T> TanhGeluArgument(T x) {
+  constexpr Sum<T> kLinear = TanhGeluFactors<T>::kLinear, kCubic = TanhGeluFactors<T>::kCubic;
+  x = ClampTanhGelu(x);
+  const Sum<T> square = Product(x, x);
+  const T high = Fma(kCubic.high, square.high, kLinear.high);
+  const T cut = Fma(kCubic.high, square.high, kLinear.high - high);  // by rounding; exact
+  const T low = Fma(kCubic.high, square.low, Fma(kCubic.low, square.high, cut + kLinear.low));
+  const Sum<T> argument = Product(x, high);
+  return {argument.high, Fma(x, low, argument.low)};
+}
+#if defined(__CUDACC__)
+TWINOP_INLINE Narrow TanhGeluArgument(Narrow x) {
+  return x * (Narrow(0x1.988454p+0f) + Narrow(0x1.2444f2p-4f) * x * x);
+}
+TWINOP_INLINE Narrow ClampTanhGelu(Narrow x) {
+  return x.value > 30 ? 30 : x.value < -30 ? -30 : x.value;
+}
+#endif
+
+template <class T>
+struct TanhGelu {
+  TWINOP_INLINE T operator()(T x) const { return Sigmoid(TanhGeluArgument(x), x); }
+};
+template <class T>
+struct TanhGeluBackward {
+  TWINOP_INLINE T operator()(T grad_y, T x) const {
+    const T s = Sigmoid(TanhGeluArgument(x), T(1));
+    const T clamped = ClampTanhGelu(x);
+    const T slope = T(0x1.9884533d43651p+0) + T(3 * 0x1.2444f2a4d8b4bp-4) * clamped * clamped;
+    return grad_y * (s + x * (s * (T(1) - s)) * slope);
+  }
+};
+
+template <Status (*kNone)(const Call&), Status (*kTanh)(const Call&)>
+Status Approximate(const Call& call) {
+  return call.attributes[0].s == "tanh" ? kTanh(call) : kNone(call);
+}
+
+// Second derivatives, in torch's operators: gelu''(x) = pdf(x) (2 - x^2); with s = sigmoid(2 u) and
+// v = 2 u, (x s)'' = s (1 - s) (2 v' + x v'' + x v'^2 (1 - 2 s)).
+#define TWINOP_GELU_CURVE "torch.exp(-0.5 * x * x) * 0.3989422804014327 * (2 - x * x)"
+#define TWINOP_TANH_GELU_SIGMOID "torch.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))"
+#define TWINOP_TANH_GELU_SLOPE "1.5957691216057308 * (1 + 0.134145 * x * x)"
+
+// clang-format off
+TWINOP_OP(gelu,
+          Record("gelu(Tensor x, str approximate=\"none\") -> Tensor")
+              .elementwise()
+              .choices("approximate = none | tanh")
+              .in_place("y = x")
+              .gradient("x = gelu_backward(grad, x, approximate)"),
+          (Approximate<elementwise::Cpu<Gelu>, elementwise::Cpu<TanhGelu>>),
+          Approximate<elementwise::Cuda<Gelu>, elementwise::Cuda<TanhGelu>>)
+
+TWINOP_OP(gelu_backward,
+          Record("gelu_backward(Tensor grad_y, Tensor x, str approximate=\"none\") -> Tensor grad_x")
+              .elementwise()
+              .choices("approximate = none | tanh")
+              .gradient("grad_y = gelu_backward(grad, x, approximate); "
+                        "x = grad * grad_y * (" TWINOP_GELU_CURVE " if approximate == 'none' else "
+                        TWINOP_TANH_GELU_SIGMOID " * (1 - " TWINOP_TANH_GELU_SIGMOID ") * ("
+                        "2 * " TWINOP_TANH_GELU_SLOPE " + x * (0.42812889763560153 * x"
+                        " + (" TWINOP_TANH_GELU_SLOPE ") ** 2 * (1 - 2 * " TWINOP_TANH_GELU_SIGMOID "))))"),
+          (Approximate<elementwise::Cpu<GeluBackward>, elementwise::Cpu<TanhGeluBackward>>),
+          Approximate<elementwise::Cuda<GeluBackward>, elementwise::Cuda<TanhGeluBackward>>)
+// clang-format on
+
+#undef TWINOP_GELU_CURVE
+#undef TWINOP_TANH_GELU_SIGMOID
+#undef TWINOP_TANH_GELU_SLOPE
+
+}  // namespace twinop

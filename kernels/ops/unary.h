@@ -1,0 +1,42 @@
+// exp, log, square -> torch.ops.custom_domain.exp, CustomExp ...
+#pragma once
+
+#include "kernels/elementwise.h"
+#include "kernels/math.h"
+
+namespace twinop {
+
+template <class T>
+struct Exponential {
+  TWINOP_INLINE T operator()(T x) const { return Exp(x); }
+};
+template <class T>
+struct ExponentialBackward {
+  TWINOP_INLINE T operator()(T grad_y, T y) const { return grad_y * y; }
+};
+
+template <class T>
+struct Logarithm {
+  TWINOP_INLINE T operator()(T x) const { return Log(x); }
+};
+template <class T>
+struct LogarithmBackward {
+  TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y / x; }
+};
+
+template <class T>
+struct Square {
+  TWINOP_INLINE T operator()(T x) const { return x * x; }
+};
+template <class T>
+struct SquareBackward {
+  TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y * (T(2) * x); }
+};
+
+// clang-format off
+TWINOP_UNARY(exp, Exponential, y, "grad * grad_y")
+TWINOP_UNARY(log, Logarithm, x, "-grad * grad_y / (x * x)")
+TWINOP_UNARY(square, Square, x, "2 * grad * grad_y")
+// clang-format on
+
+}  // namespace twinop
