@@ -1,0 +1,119 @@
+// PTX of sm_90 and later: barriers in shared memory that count bytes, bulk copies into shared
+// memory, values sent to another block of the cluster. Names and meanings: PTX ISA 8.0, sections
+// 9.7.9.25 (data movement) and 9.7.13.15 (mbarrier).
+//
+// Code compiled for older architectures must not reach these.
+#pragma once
+
+#include <cstdint>
+
+namespace twinop::hopper {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define TWINOP_HOPPER_ASM asm volatile
+#else
+#define TWINOP_HOPPER_ASM(...) __trap()
+#endif
+
+using Barrier = std::uint64_t;  // in shared memory
+
+__device__ __forceinline__ std::uint32_t SharedAddress(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void Init(Barrier* barrier, int arrivals) {
+  TWINOP_HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
+                    "r"(arrivals));
+}
+
+// Makes the barriers visible to the copy engine and to the cluster.
+__device__ __forceinline__ void FenceInit() {
+  TWINOP_HOPPER_ASM("fence.mbarrier_init.release.cluster;" :: : "memory");
+}
+
+__device__ __forceinline__ void Arrive(Barrier* barrier) {
+  TWINOP_HOPPER_ASM(
+      "mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+
+// One arrival, and `bytes` more to come before the barrier opens.
+__device__ __forceinline__ void ArriveExpecting(Barrier* barrier, std::uint32_t bytes) {
+  TWINOP_HOPPER_ASM(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes) : "memory");
+}
+
+// Waits for the end of the barrier's phase of this parity (0 first).
+__device__ __forceinline__ void Wait(Barrier* barrier, std::uint32_t parity) {
+  TWINOP_HOPPER_ASM(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(parity) : "memory");
+}
+
+// As Wait, where another block of the cluster wrote what is waited for. (Not used for the rest: it
+// empties the L1 cache.)
+__device__ __forceinline__ void WaitForCluster(Barrier* barrier, std::uint32_t parity) {
+  TWINOP_HOPPER_ASM(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(parity) : "memory");
+}
+
+// Global to shared memory, both and the size in units of 16 bytes; the barrier counts the bytes.
+__device__ __forceinline__ void BulkLoad(void* shared, const void* global, std::uint32_t bytes,
+                                         Barrier* barrier) {
+  TWINOP_HOPPER_ASM(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(SharedAddress(barrier)) : "memory");
+}
+
+// Stores a value at the same place in block `rank` of the cluster; that block's barrier counts its
+// bytes.
+template <class T>
+__device__ __forceinline__ void Send(const T& value, T* place, Barrier* barrier, int rank) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  std::uint32_t remote_place = 0, remote_barrier = 0;
+  TWINOP_HOPPER_ASM(
+      "mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_place) : "r"(SharedAddress(place)),
+      "r"(rank));
+  TWINOP_HOPPER_ASM(
+      "mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(SharedAddress(barrier)),
+      "r"(rank));
+  if constexpr (sizeof(T) == 4) {
+    TWINOP_HOPPER_ASM(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+            remote_place),
+        "r"(*reinterpret_cast<const std::uint32_t*>(&value)), "r"(remote_barrier) : "memory");
+  } else {
+    TWINOP_HOPPER_ASM(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
+            remote_place),
+        "l"(*reinterpret_cast<const std::uint64_t*>(&value)), "r"(remote_barrier) : "memory");
+  }
+}
+
+__device__ __forceinline__ void ClusterSync() {
+  TWINOP_HOPPER_ASM(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" :: : "memory");
+}
+
+__device__ __forceinline__ int ClusterRank() {
+  std::uint32_t rank = 0;
+  TWINOP_HOPPER_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+#undef TWINOP_HOPPER_ASM
+
+}  // namespace twinop::hopper

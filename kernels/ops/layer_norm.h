@@ -1,0 +1,186 @@
+// layer_norm -> torch.ops.custom_domain.layer_norm, CustomLayerNorm; add_layer_norm with it.
+#pragma once
+
+#include "kernels/math.h"
+#include "kernels/norm_derivative.h"
+#include "kernels/rowwise.h"
+
+namespace twinop {
+
+// y = (x - mean) / sqrt(variance + eps) * weight + bias over `axis` and all dimensions behind it
+// (Ba et al. 2016; ONNX LayerNormalization). Two passes over the held row: the mean, then the mean
+// square of what is left, which does not cancel (mean 1e4, std 1 is fine).
+template <class T>
+struct LayerNorm : rowwise::Op<1, 1> {
+  using RowInputs = rowwise::Indices<0>;
+  using ColumnInputs = rowwise::Indices<1, 2>;  // weight, bias
+  using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSum>;
+  using One = rowwise::Values<T, 1>;
+  using Columns = rowwise::Values<T, 2>;
+
+  T count, eps, mean, rstd;
+
+  LayerNorm(const Attribute* attributes, const rowwise::Rows& rows)
+      : LayerNorm(rows, attributes[1].f) {}
+  LayerNorm(const rowwise::Rows& rows, double epsilon) : count(T(rows.columns)), eps(T(epsilon)) {}
+  static rowwise::Rows RowsOf(const Call& call) {
+    return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
+  }
+  TWINOP_INLINE T Neutral(int column) const { return column == 0 ? T(1) : T(0); }
+
+  TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const Columns&) const { return x; }
+  TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) { mean = total[0] / count; }
+  TWINOP_INLINE One Term(rowwise::Phase<1>, One& x, const Columns&) const {
+    const T centred = x[0] - mean;
+    return {centred * centred};
+  }
+  TWINOP_INLINE void Finish(rowwise::Phase<1>, const One& total) {
+    rstd = Rsqrt(total[0] / count + eps);
+  }
+  TWINOP_INLINE One Result(const One& x, const Columns& column) const {
+    return {(x[0] - mean) * rstd * column[0] + column[1]};
+  }
+};
+
+// sum = x + residual, rounded to the tensors' type; y = layer_norm(sum): bit for bit what the two
+// ops give one after the other.
+template <class T>
+struct AddLayerNorm : rowwise::Op<2, 2> {
+  using RowInputs = rowwise::Indices<0, 1>;     // x, residual
+  using ColumnInputs = rowwise::Indices<2, 3>;  // weight, bias
+  using Phases = typename LayerNorm<T>::Phases;
+  using One = rowwise::Values<T, 1>;
+  using Row = rowwise::Values<T, 2>;
+  using Columns = rowwise::Values<T, 2>;
+
+  LayerNorm<T> norm;
+
+  AddLayerNorm(const Attribute* attributes, const rowwise::Rows& rows)
+      : norm(rows, attributes[0].f) {}
+  static rowwise::Rows RowsOf(const Call& call) { return rowwise::RowsAlong(call.inputs[0], -1); }
+  TWINOP_INLINE T Neutral(int column) const { return norm.Neutral(column); }
+
+  template <class S>
+  TWINOP_INLINE static void Prepare(Row& row) {
+    row[0] = rowwise::Rounded<S>(row[0] + row[1]);
+  }
+  template <class P>
+  TWINOP_INLINE One Term(P phase, Row& row, const Columns& column) const {
+    One sum{row[0]};
+    return norm.Term(phase, sum, column);
+  }
+  template <class P>
+  TWINOP_INLINE void Finish(P phase, const One& total) {
+    norm.Finish(phase, total);
+  }
+  TWINOP_INLINE Row Result(const Row& row, const Columns& column) const {
+    return {norm.Result({row[0]}, column)[0], row[0]};
+  }
+};
+
+// With xhat = (x - mean) * rstd and g = dL/dy * weight:
+//   dL/dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_sum
+//   dL/dweight = sum over rows of dL/dy * xhat,   dL/dbias = sum over rows of dL/dy
+// The statistics are computed again from x: cheaper than a tensor that forward would have to write.
+template <class T>
+struct LayerNormBackward : rowwise::Op<3, 1> {
+  using RowInputs = rowwise::Indices<0, 1, 4>;  // grad_y, x, grad_sum
+  using ColumnInputs = rowwise::Indices<2>;     // weight
+  using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSum, rowwise::kSum>;
+  static constexpr int kLateInputs = 1;
+  static constexpr int kColumnSums = 2;  // grad_weight, grad_bias
+  using One = rowwise::Values<T, 1>;
+  using Two = rowwise::Values<T, 2>;
+  using Row = rowwise::Values<T, 3>;
+
+  T count, eps, mean, rstd, mean_g, mean_g_xhat;
+
+  LayerNormBackward(const Attribute* attributes, const rowwise::Rows& rows)
+      : count(T(rows.columns)), eps(T(attributes[1].f)) {}
+  static rowwise::Rows RowsOf(const Call& call) {
+    return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
+  }
+  TWINOP_INLINE T Neutral(int) const { return T(1); }
+
+  TWINOP_INLINE One Term(rowwise::Phase<0>, Row& row, const One&) const { return {row[1]}; }
+  TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) { mean = total[0] / count; }
+  TWINOP_INLINE One Term(rowwise::Phase<1>, Row& row, const One&) const {
+    const T centred = row[1] - mean;
+    return {centred * centred};
+  }
+  TWINOP_INLINE void Finish(rowwise::Phase<1>, const One& total) {
+    rstd = Rsqrt(total[0] / count + eps);
+  }
+  TWINOP_INLINE Two Term(rowwise::Phase<2>, Row& row, const One& weight) const {
+    const T g = row[0] * weight[0];
+    return {g, g * Xhat(row)};
+  }
+  TWINOP_INLINE void Finish(rowwise::Phase<2>, const Two& total) {
+    mean_g = total[0] / count;
+    mean_g_xhat = total[1] / count;
+  }
+  TWINOP_INLINE One Result(const Row& row, const One& weight) const {
+    return {rstd * (row[0] * weight[0] - mean_g - Xhat(row) * mean_g_xhat) + row[2]};
+  }
+  TWINOP_INLINE Two ColumnTerm(const Row& row) const { return {row[0] * Xhat(row), row[0]}; }
+
+ private:
+  TWINOP_INLINE T Xhat(const Row& row) const { return (row[1] - mean) * rstd; }
+};
+
+// For the second derivative (kernels/norm_derivative.h).
+#define TWINOP_NORMED "layer_norm(x, None, None, axis, eps)"
+#define TWINOP_PULLED(v) \
+  "layer_norm_backward((" v ").to(x.dtype), x, None, None, None, axis, eps)[0]"
+#define TWINOP_FACTOR "weight"
+#define TWINOP_RSTD \
+  "torch.rsqrt(" TWINOP_ROW_MEAN("(x - " TWINOP_ROW_MEAN("x") ").square()") " + eps)"
+
+// clang-format off
+TWINOP_OP(layer_norm,
+          Record("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, int axis=-1, float eps=1e-5) -> Tensor")
+              .dtypes("float32; float16; bfloat16; float64; "
+                      "float16 weight=float32 bias=float32; bfloat16 weight=float32 bias=float32")
+              .rows("axis:")
+              .input_shapes("weight = x[axis:]; bias = x[axis:]")
+              .limits("axis of x; eps >= 0")
+              .in_place("y = x")
+              .gradient("x, weight, bias = layer_norm_backward(grad, x, weight, bias, None, axis, eps)"),
+          rowwise::Cpu<LayerNorm>, rowwise::Cuda<LayerNorm>)
+
+TWINOP_OP(add_layer_norm,
+          Record("add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, float eps=1e-5)"
+                 " -> (Tensor y, Tensor sum)")
+              .dtypes("float32; float16; bfloat16; float64; "
+                      "float16 weight=float32 bias=float32; bfloat16 weight=float32 bias=float32")
+              .rows("-1")
+              .input_shapes("residual = x; weight = x[-1:]; bias = x[-1:]")
+              .limits("eps >= 0")
+              .in_place("y = x; sum = residual")
+              .gradient("x, weight, bias = layer_norm_backward(grad_y, sum, weight, bias, grad_sum, -1, eps); "
+                        "residual = grad_x"),
+          rowwise::Cpu<AddLayerNorm>, rowwise::Cuda<AddLayerNorm>)
+
+// An absent weight or bias has an empty gradient.
+TWINOP_OP(layer_norm_backward,
+          Record("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight=None, Tensor? bias=None, "
+                 "Tensor? grad_sum=None, int axis=-1, float eps=1e-5)"
+                 " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)")
+              .dtypes("float32; float16; bfloat16; float64; "
+                      "float16 weight=float32 bias=float32 grad_weight=float32 grad_bias=float32; "
+                      "bfloat16 weight=float32 bias=float32 grad_weight=float32 grad_bias=float32")
+              .rows("axis:")
+              .input_shapes("x = grad_y; weight = grad_y[axis:]; bias = grad_y[axis:]; grad_sum = grad_y")
+              .limits("axis of grad_y; eps >= 0")
+              .shapes("grad_weight = weight; grad_bias = bias")
+              .scratch(TWINOP_COLUMN_SUMS_SCRATCH("grad_y", "axis"))
+              .gradient(TWINOP_NORM_SECOND_DERIVATIVE),
+          rowwise::Cpu<LayerNormBackward>, rowwise::Cuda<LayerNormBackward>)
+// clang-format on
+
+#undef TWINOP_NORMED
+#undef TWINOP_PULLED
+#undef TWINOP_FACTOR
+#undef TWINOP_RSTD
+
+}  // namespace twinop

@@ -1,0 +1,135 @@
+// Reductions over the threads that share a row, in an order that their number alone decides.
+#pragma once
+
+#include <cub/warp/warp_reduce.cuh>
+#include <cuda/functional>
+
+#include "kernels/rowwise.h"
+
+namespace twinop::rowwise {
+
+// The number in a compute type.
+__device__ __forceinline__ float Plain(Narrow value) { return value.value; }
+__device__ __forceinline__ float Plain(float value) { return value; }
+__device__ __forceinline__ double Plain(double value) { return value; }
+
+// Additions that the compiler does not contract with the multiplication before them: whether it can
+// depends on the code around, and every path must give the same bits.
+__device__ __forceinline__ float AddRounded(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double AddRounded(double a, double b) { return __dadd_rn(a, b); }
+
+// (A maximum may lose a NaN: the sum that follows it has it.)
+template <Reduction kOp, class T>
+__device__ __forceinline__ T Combine(T a, T b) {
+  if constexpr (kOp == kMax) return fmax(Plain(a), Plain(b));
+  return AddRounded(Plain(a), Plain(b));
+}
+
+template <Reduction kOp, class T>
+__device__ __forceinline__ T Start() {
+  if constexpr (kOp == kMax) return -T(INFINITY);
+  return T(0);
+}
+
+// What a thread adds up: a total for each place in a vector, so that additions need not wait for
+// each other, and then the totals in pairs.
+template <Reduction kOp, class Total, int kWidth>
+struct ThreadTotals {
+  using T = std::remove_reference_t<decltype(std::declval<Total>()[0])>;
+  static constexpr int kTerms = sizeof(Total) / sizeof(T);
+
+  Total totals[kWidth];
+
+  __device__ __forceinline__ ThreadTotals() {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i)
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t) totals[i][t] = Start<kOp, T>();
+  }
+
+  __device__ __forceinline__ void Add(int i, const Total& term) {
+#pragma unroll
+    for (int t = 0; t < kTerms; ++t) totals[i][t] = Combine<kOp>(totals[i][t], term[t]);
+  }
+
+  __device__ __forceinline__ Total Sum() {
+#pragma unroll
+    for (int half = kWidth / 2; half > 0; half /= 2)
+#pragma unroll
+      for (int i = 0; i < half; ++i)
+#pragma unroll
+        for (int t = 0; t < kTerms; ++t)
+          totals[i][t] = Combine<kOp>(totals[i][t], totals[i + half][t]);
+    return totals[0];
+  }
+};
+
+// Over kLanes neighbouring lanes; the first of them gets the result.
+template <int kLanes, Reduction kOp, class T, int N>
+__device__ __forceinline__ Values<T, N> ReduceToFirstLane(Values<T, N> value) {
+  using WarpReduce = cub::WarpReduce<decltype(Plain(value[0])), kLanes>;
+  typename WarpReduce::TempStorage none;  // shuffles need no memory
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (kOp == kMax) {
+      value[i] = WarpReduce(none).Reduce(Plain(value[i]), cuda::maximum<>{});
+    } else {
+      value[i] = WarpReduce(none).Sum(Plain(value[i]));
+    }
+  }
+  return value;
+}
+
+// All of them get it.
+template <int kLanes, Reduction kOp, class T, int N>
+__device__ __forceinline__ Values<T, N> ReduceLanes(Values<T, N> value) {
+  value = ReduceToFirstLane<kLanes, kOp>(value);
+#pragma unroll
+  for (int i = 0; i < N; ++i) value[i] = __shfl_sync(0xFFFFFFFFu, Plain(value[i]), 0, kLanes);
+  return value;
+}
+
+// A place for each warp's value.
+template <class T>
+struct BlockStorage {
+  alignas(16) T values[2][36];
+};
+
+// Over a group of `threads` threads of the block (a multiple of 32), which share a barrier; all of
+// them get the result. Each reads all warps' values: a broadcast, 100 cycles less than a second
+// round of shuffles.
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ Values<T, N> ReduceBlock(Values<T, N> value, int thread, int threads,
+                                                    int barrier, BlockStorage<T>* storage) {
+  constexpr int kPer = 16 / sizeof(T);
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  const int warps = threads / 32;
+  value = ReduceToFirstLane<32, kOp>(value);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (lane == 0) storage->values[i][warp] = value[i];
+    if (warp == 0 && lane >= warps && lane < warps + kPer - 1)
+      storage->values[i][lane] = Start<kOp, T>();
+  }
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  struct alignas(16) Part {
+    T values[kPer];
+  };
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const Part* const parts = reinterpret_cast<const Part*>(storage->values[i]);
+    Part sum = parts[0];
+#pragma unroll 1
+    for (int j = 1; j * kPer < warps; ++j)
+#pragma unroll
+      for (int k = 0; k < kPer; ++k)
+        sum.values[k] = Combine<kOp>(sum.values[k], parts[j].values[k]);
+    value[i] = Combine<kOp>(sum.values[0], sum.values[1]);
+    if constexpr (kPer == 4)
+      value[i] = Combine<kOp>(value[i], Combine<kOp>(sum.values[2], sum.values[3]));
+  }
+  return value;
+}
+
+}  // namespace twinop::rowwise

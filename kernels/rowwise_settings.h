@@ -1,0 +1,93 @@
+// Launch settings of the row-wise skeleton on CUDA, apart from the kernels: functions of the shape
+// and the element type only, so that torch and ONNX Runtime sum in the same order.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/rowwise.h"
+
+namespace twinop::rowwise {
+
+inline constexpr int kVectorBytes = 16;
+
+// Rows held in registers: kVectors 16-byte vectors a thread, all loaded before the first use.
+inline constexpr int kGroupThreads = 128;  // of a block that takes several rows
+
+enum class Layout {
+  kPart,   // 8 lanes a row, one vector each
+  kShort,  // a warp a row, one vector a lane
+  kWarp,   // a warp a row, several vectors a lane
+  kFew,    // a block a row, one vector a thread: few rows, where latency counts
+  kBlock,  // a block a row, several vectors a thread
+  kWide,   // a block or a cluster a row, in shared memory
+};
+
+struct HeldSettings {
+  int vectors;      // a thread, of a warp or a block that takes a row
+  int max_threads;  // of such a block
+};
+
+// Backward holds two rows and sums of the columns: half the vectors.
+constexpr HeldSettings Held(bool column_sums) { return {column_sums ? 2 : 4, 512}; }
+
+// Rows that a device takes at once anyway, and threads of such a row.
+inline constexpr std::int64_t kFewRows = 256;
+inline constexpr int kFewThreads = 1024;
+
+inline Layout ChooseLayout(const Rows& rows, int width, HeldSettings held, bool column_sums) {
+  const std::int64_t vectors = (rows.columns + width - 1) / width;
+  if (vectors <= 8) return Layout::kPart;
+  if (vectors <= 32) return Layout::kShort;
+  if (!column_sums && rows.count <= kFewRows && vectors <= kFewThreads) return Layout::kFew;
+  if (vectors <= 32 * held.vectors) return Layout::kWarp;
+  if (vectors <= std::int64_t{held.vectors} * held.max_threads) return Layout::kBlock;
+  return Layout::kWide;
+}
+
+// Threads at work on a multiprocessor: at 64 registers each, at 128 with sums of the columns, at 40
+// where rows are held packed.
+constexpr int HeldThreads(bool column_sums, bool packed) {
+  return column_sums ? 512 : packed ? 1536 : 1024;
+}
+
+// Few large blocks on a multiprocessor wait together: from so many threads a row on, rows are
+// packed and more blocks fit.
+inline constexpr int kPackedThreads = 256;
+
+// Blocks of the persistent grid that sums columns, at most: as many as an H200's 132
+// multiprocessors hold, all at once. A constant, not the device's count: scratch memory holds a row
+// of sums for each.
+constexpr int SumBlocks(int threads) { return 132 * (HeldThreads(true, false) / threads); }
+
+// Rows in shared memory.
+inline constexpr int kWideThreads = 512;
+inline constexpr int kMaxCluster = 8;
+inline constexpr std::int64_t kWideBytes = 216 << 10;  // of the 227 KiB of a multiprocessor
+
+struct WideSettings {
+  int cluster;  // blocks that share a row
+  int groups;   // of threads in a block, each with a row of its own
+  int stages;   // rows (slices of rows) in each group's ring; 0: no ring, rows from global memory
+};
+
+// Vectors of a row that each block of a cluster takes; the last may take fewer.
+TWINOP_INLINE std::int64_t SliceVectors(std::int64_t columns, int width, int cluster) {
+  const std::int64_t vectors = (columns + width - 1) / width;
+  return (vectors + cluster - 1) / cluster;
+}
+
+// `row_bytes` a column of the held inputs, `column_bytes` of the column inputs.
+inline WideSettings ChooseWide(std::int64_t columns, int width, std::int64_t row_bytes,
+                               std::int64_t column_bytes) {
+  for (int groups : {8, 4, 2, 1}) {
+    for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+      const std::int64_t slice = SliceVectors(columns, width, cluster) * width;
+      const std::int64_t stages =
+          (kWideBytes - slice * column_bytes) / (slice * row_bytes * groups);
+      if (stages >= 2) return {cluster, groups, stages < 4 ? static_cast<int>(stages) : 4};
+    }
+  }
+  return {kMaxCluster, 1, 0};
+}
+
+}  // namespace twinop::rowwise

@@ -1,0 +1,402 @@
+// Rows too wide for registers. On sm_90 a block, or a cluster of blocks that share each row, keeps
+// a ring of rows in shared memory: one warp fills it by bulk copies, rows ahead of the groups of
+// threads that reduce and write, each group a row of its own, so that memory waits for no
+// reduction. The column inputs stay in shared memory. Elsewhere, and where tensors are misaligned,
+// the elements come from global memory, once for each phase, added in the same order.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/hopper.cuh"
+#include "kernels/rowwise_access.cuh"
+#include "kernels/rowwise_reduce.cuh"
+
+namespace twinop::rowwise {
+
+enum class Source { kRing, kAligned, kShifted };
+
+inline constexpr int kMaxStages = 32;
+inline constexpr int kMaxGroups = 8;
+
+// What the blocks of a cluster send each other: two slots for each group, this row's and the
+// next's.
+template <class T, int kPhaseCount>
+struct ClusterStorage {
+  alignas(8) hopper::Barrier arrived[2][kPhaseCount];
+  T totals[2][kPhaseCount][2][kMaxCluster];
+};
+
+template <class F, class S, class W>
+struct WideStorage {
+  using T = ElementCompute<S>;
+  alignas(8) hopper::Barrier full[kMaxStages];
+  alignas(8) hopper::Barrier empty[kMaxStages];
+  ClusterStorage<T, kPhases<F>> cluster[kMaxGroups];
+  BlockStorage<T> block[kMaxGroups][2];
+};
+
+template <class F, class S, class W, Source kSource>
+class WideRows {
+ public:
+  using T = ElementCompute<S>;
+  using Storage = WideStorage<F, S, W>;
+  static constexpr int kWidth = kVectorBytes / sizeof(S);
+  static constexpr int kInputs = kRowInputs<F>;
+  static constexpr int kHeld = kInputs - F::kLateInputs;
+  static constexpr int kColumns = kColumnInputs<F>;
+  static constexpr int kPhaseCount = kPhases<F>;
+
+  __device__ WideRows(const F& functor, const Arguments<F, S, W>& arguments,
+                      const WideSettings& settings, Storage* storage, unsigned char* memory)
+      : functor_(functor),
+        arguments_(arguments),
+        settings_(settings),
+        storage_(storage),
+        rank_(settings.cluster > 1 ? hopper::ClusterRank() : 0),
+        threads_(kWideThreads / settings.groups),
+        group_(static_cast<int>(threadIdx.x) / threads_),
+        thread_(static_cast<int>(threadIdx.x) % threads_) {
+    // Slices of whole vectors.
+    const std::int64_t columns = arguments.rows.columns;
+    const std::int64_t slice = SliceVectors(columns, kWidth, settings.cluster) * kWidth;
+    begin_ = min(slice * rank_, columns);
+    length_ = min(slice, columns - begin_);
+    columns_ = reinterpret_cast<W*>(memory);
+    column_stride_ = slice;
+    ring_ = memory + slice * kColumns * sizeof(W);
+    stage_elements_ = slice;
+  }
+
+  __device__ __forceinline__ void Run(F* states) {
+    if (kSource == Source::kRing || settings_.cluster > 1) Begin();
+    if (kSource == Source::kRing && group_ == settings_.groups) {
+      if (threadIdx.x % 32 == 0) Fill();
+      __syncwarp();
+    } else {
+      std::uint32_t turn = 0;
+      for (std::int64_t n = group_; RowOf(n) < arguments_.rows.count; n += settings_.groups)
+        Row(n, turn++, states);
+    }
+    if (settings_.cluster > 1) hopper::ClusterSync();  // none leaves while another writes to it
+  }
+
+ private:
+  // The n-th row of this block or cluster.
+  __device__ __forceinline__ std::int64_t RowOf(std::int64_t n) const {
+    return blockIdx.x / settings_.cluster + n * (gridDim.x / settings_.cluster);
+  }
+
+  __device__ __forceinline__ void Begin() {
+    if (threadIdx.x == 0) {
+      if constexpr (kSource == Source::kRing) {
+        for (int i = 0; i < settings_.groups * settings_.stages; ++i) {
+          hopper::Init(&storage_->full[i], 1);
+          hopper::Init(&storage_->empty[i], threads_ / 32);
+        }
+      }
+      for (int g = 0; g < settings_.groups; ++g)
+        for (auto& slot : storage_->cluster[g].arrived)
+          for (hopper::Barrier& barrier : slot) hopper::Init(&barrier, 1);
+      hopper::FenceInit();
+    }
+    if constexpr (kSource == Source::kRing) {
+      for (int c = 0; c < kColumns; ++c) {
+        const W* const column = arguments_.columns[c];
+        if (column == nullptr) continue;
+        for (std::int64_t i = threadIdx.x; i * kWidth < length_; i += blockDim.x)
+          reinterpret_cast<Vector<W, kWidth>*>(columns_ + c * column_stride_)[i] =
+              reinterpret_cast<const Vector<W, kWidth>*>(column + begin_)[i];
+      }
+    }
+    __syncthreads();
+    if (settings_.cluster > 1) hopper::ClusterSync();
+  }
+
+  // The filling warp: as many rows ahead as the ring holds.
+  __device__ __forceinline__ void Fill() {
+    const std::uint32_t bytes = static_cast<std::uint32_t>(length_) * sizeof(S);
+    for (std::int64_t n = 0; RowOf(n) < arguments_.rows.count; ++n) {
+      const int stage = StageOf(n);
+      hopper::Wait(&storage_->empty[stage], RoundOf(n) & 1 ^ 1);  // at first, all are empty
+      hopper::ArriveExpecting(&storage_->full[stage], kHeld * bytes);
+      if (bytes == 0) continue;
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j)
+        hopper::BulkLoad(Stage(stage, j), Input(j, RowOf(n)), bytes, &storage_->full[stage]);
+    }
+  }
+
+  // Each group has stages of its own and takes its rows in order: copies end in any order, and a
+  // barrier tells only its last phase from the one before.
+  __device__ __forceinline__ int StageOf(std::int64_t n) const {
+    const int group = static_cast<int>(n % settings_.groups);
+    return group * settings_.stages + static_cast<int>(n / settings_.groups % settings_.stages);
+  }
+  __device__ __forceinline__ std::uint32_t RoundOf(std::int64_t n) const {
+    return static_cast<std::uint32_t>(n / settings_.groups / settings_.stages);
+  }
+
+  __device__ __forceinline__ S* Stage(int stage, int j) const {
+    return reinterpret_cast<S*>(ring_) + (stage * kHeld + j) * stage_elements_;
+  }
+  __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
+    return arguments_.inputs[j] + row * arguments_.strides[j] + begin_;
+  }
+
+  // ---------------------------------------------------------------------------------- vectors
+
+  // This thread's vectors of the slice, kBatch at a time, all of them loaded before the first is
+  // used.
+  static constexpr int kBatch = kHeld == 1 ? 4 : 2;
+  struct Batch {
+    Vector<S, kWidth> row[kHeld][kBatch];
+    Vector<W, kWidth> columns[kColumns + 1][kBatch];
+  };
+
+  // body(first, whole): the first of the batch's vectors, and whether all threads have all of them.
+  // Every thread of a warp takes part in every batch.
+  template <class Body>
+  __device__ __forceinline__ void ForEachBatch(const Body& body) const {
+    const std::int64_t vectors = (length_ + kWidth - 1) / kWidth;
+    const int batch = kBatch * threads_;
+    std::int64_t start = 0;
+    if (kSource != Source::kShifted)
+      for (; start + batch <= vectors; start += batch) body(start + thread_, std::true_type{});
+    for (; start < vectors; start += batch) body(start + thread_, std::false_type{});
+  }
+
+  // Elements of the slice from the batch's b-th vector on.
+  __device__ __forceinline__ std::int64_t Left(std::int64_t first, int b) const {
+    return length_ - (first + b * threads_) * kWidth;
+  }
+
+  template <bool kWhole, class U>
+  __device__ __forceinline__ void Load(const U* slice, const Span<U>& tensor, std::int64_t first,
+                                       Vector<U, kWidth> (&vectors)[kBatch]) const {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const U* const place = slice + (first + b * threads_) * kWidth;
+      const std::int64_t left = Left(first, b);
+      if constexpr (kSource == Source::kShifted) {
+        const int count = left < kWidth ? static_cast<int>(left) : kWidth;
+        ShiftedVector<U, kWidth> shifted = {};
+        shifted.Load(place, count, tensor);
+        vectors[b] = shifted.Get(place, count, tensor);
+      } else if (kWhole || left > 0) {
+        LoadAligned(place, &vectors[b]);
+      }
+    }
+  }
+
+  template <bool kWhole>
+  __device__ __forceinline__ void LoadInput(int j, std::int64_t row, std::int64_t first,
+                                            Vector<S, kWidth> (&vectors)[kBatch]) const {
+    const S* const input = arguments_.inputs[j];
+    const std::int64_t last = (arguments_.rows.count - 1) * arguments_.strides[j];
+    Load<kWhole>(Input(j, row), {input, input + last + arguments_.rows.columns}, first, vectors);
+  }
+
+  template <bool kWhole, bool kWithColumns>
+  __device__ __forceinline__ Batch LoadBatch(std::int64_t row, int stage,
+                                             std::int64_t first) const {
+    Batch batch = {};
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      if constexpr (kSource == Source::kRing) {
+        Load<kWhole>(static_cast<const S*>(Stage(stage, j)), {}, first, batch.row[j]);
+      } else {
+        LoadInput<kWhole>(j, row, first, batch.row[j]);
+      }
+    }
+    if constexpr (kWithColumns) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const W* const column = arguments_.columns[c];
+        if (column == nullptr) continue;
+        if constexpr (kSource == Source::kRing) {
+          Load<kWhole>(static_cast<const W*>(columns_ + c * column_stride_), {}, first,
+                       batch.columns[c]);
+        } else {
+          Load<kWhole>(column + begin_, {column, column + arguments_.rows.columns}, first,
+                       batch.columns[c]);
+        }
+      }
+    }
+    return batch;
+  }
+
+  // The values of the batch's b-th vector as the phases before kPhase leave them, and of the
+  // columns.
+  struct VectorValues {
+    Values<T, kInputs> row[kWidth];
+    Values<T, kColumns> columns[kWidth];
+  };
+
+  template <int kPhase>
+  __device__ __forceinline__ VectorValues Read(const F& functor, const Batch& batch, int b) const {
+    VectorValues values;
+    T unpacked[kWidth];
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      Unpack(batch.row[j][b], unpacked);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) values.row[i][j] = unpacked[i];
+    }
+#pragma unroll
+    for (int j = kHeld; j < kInputs; ++j)
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) values.row[i][j] = T(0);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      Unpack(batch.columns[c][b], unpacked);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        values.columns[i][c] =
+            arguments_.columns[c] != nullptr ? unpacked[i] : T(functor.Neutral(c));
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) Replay<kPhase, S>(functor, values.row[i], values.columns[i]);
+    return values;
+  }
+
+  // ---------------------------------------------------------------------------------- a row
+
+  __device__ __forceinline__ void Row(std::int64_t n, std::uint32_t turn, F* states) {
+    F functor = functor_;
+    const std::int64_t row = RowOf(n);
+    int stage = 0;
+    if constexpr (kSource == Source::kRing) {
+      stage = StageOf(n);
+      hopper::Wait(&storage_->full[stage], RoundOf(n) & 1);
+    }
+    Reduce(&functor, row, stage, turn, std::make_index_sequence<kPhaseCount>{});
+    if (F::kColumnSums > 0 && rank_ == 0 && thread_ == 0) states[row] = functor;
+    ForEachBatch([&](std::int64_t first, auto whole) { Write<whole>(functor, row, stage, first); });
+    if constexpr (kSource == Source::kRing) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) hopper::Arrive(&storage_->empty[stage]);
+    }
+  }
+
+  template <std::size_t... kPhase>
+  __device__ __forceinline__ void Reduce(F* functor, std::int64_t row, int stage,
+                                         std::uint32_t turn, std::index_sequence<kPhase...>) {
+    (ReducePhase<static_cast<int>(kPhase)>(functor, row, stage, turn), ...);
+  }
+
+  template <int kPhase>
+  __device__ __forceinline__ void ReducePhase(F* functor, std::int64_t row, int stage,
+                                              std::uint32_t turn) {
+    constexpr Reduction kOp = F::Phases::At(kPhase);
+    using Total = Terms<F, T, kPhase>;
+    ThreadTotals<kOp, Total, kWidth> totals;
+    ForEachBatch([&](std::int64_t first, auto whole) {
+      // Of the phases, only those of ops that sum columns look at the column inputs.
+      const Batch batch = LoadBatch<whole, (F::kColumnSums > 0)>(row, stage, first);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (!whole && Left(first, b) <= 0) continue;
+        VectorValues values = Read<kPhase>(*functor, batch, b);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          const Total term = functor->Term(Phase<kPhase>{}, values.row[i], values.columns[i]);
+          if (kSource != Source::kShifted || i < Left(first, b)) totals.Add(i, term);
+        }
+      }
+    });
+    // Two places in turn: a fast warp's next reduction must not overwrite what a slow one reads.
+    Total total = ReduceBlock<kOp>(totals.Sum(), thread_, threads_, 1 + group_,
+                                   &storage_->block[group_][(turn * kPhaseCount + kPhase) & 1]);
+    if (settings_.cluster > 1) total = ReduceCluster<kPhase, kOp>(total, turn);
+    functor->Finish(Phase<kPhase>{}, total);
+  }
+
+  // Every block sends its total to every other; all add them in the order of the ranks. A slot is
+  // used again two rows later: by then each block has had the row's totals between from all others.
+  template <int kPhase, Reduction kOp, int N>
+  __device__ __forceinline__ Values<T, N> ReduceCluster(Values<T, N> total, std::uint32_t turn) {
+    auto& storage = storage_->cluster[group_];
+    const int slot = turn & 1;
+    hopper::Barrier* const arrived = &storage.arrived[slot][kPhase];
+    auto& totals = storage.totals[slot][kPhase];
+    if (thread_ == 0) hopper::ArriveExpecting(arrived, settings_.cluster * N * sizeof(T));
+    if (thread_ < settings_.cluster) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) hopper::Send(total[i], &totals[i][rank_], arrived, thread_);
+    }
+    hopper::WaitForCluster(arrived, (turn >> 1) & 1);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      total[i] = totals[i][0];
+      for (int other = 1; other < settings_.cluster; ++other)
+        total[i] = Combine<kOp>(total[i], totals[i][other]);
+    }
+    return total;
+  }
+
+  template <bool kWhole>
+  __device__ __forceinline__ void Write(const F& functor, std::int64_t row, int stage,
+                                        std::int64_t first) {
+    const Batch batch = LoadBatch<kWhole, true>(row, stage, first);
+    Vector<S, kWidth> late[F::kLateInputs + 1][kBatch] = {};
+#pragma unroll
+    for (int j = kHeld; j < kInputs; ++j)
+      if (arguments_.inputs[j] != nullptr) LoadInput<kWhole>(j, row, first, late[j - kHeld]);
+    T out[F::kRowOutputs][kBatch][kWidth];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      VectorValues values = Read<kPhaseCount>(functor, batch, b);
+#pragma unroll
+      for (int j = kHeld; j < kInputs; ++j) {
+        T unpacked[kWidth];
+        Unpack(late[j - kHeld][b], unpacked);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) values.row[i][j] = unpacked[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const auto result = functor.Result(values.row[i], values.columns[i]);
+#pragma unroll
+        for (int o = 0; o < F::kRowOutputs; ++o) out[o][b][i] = result[o];
+      }
+    }
+#pragma unroll
+    for (int o = 0; o < F::kRowOutputs; ++o) {
+      if (arguments_.outputs[o] == nullptr) continue;
+      S* const slice = arguments_.outputs[o] + row * arguments_.rows.columns + begin_;
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        S* const place = slice + (first + b * threads_) * kWidth;
+        if constexpr (kSource == Source::kShifted) {
+          StoreShifted(Pack<S>(out[o][b]), place, Left(first, b),
+                       static_cast<int>(threadIdx.x) % 32, 32);
+        } else if (kWhole || Left(first, b) > 0) {
+          StoreAligned(Pack<S>(out[o][b]), place);
+        }
+      }
+    }
+  }
+
+  const F& functor_;
+  const Arguments<F, S, W>& arguments_;
+  const WideSettings& settings_;
+  Storage* const storage_;
+  const int rank_, threads_, group_, thread_;
+  std::int64_t begin_, length_, column_stride_, stage_elements_;
+  W* columns_;
+  unsigned char* ring_;
+};
+
+inline constexpr int WideThreads(Source source) {
+  return kWideThreads + (source == Source::kRing ? 32 : 0);
+}
+
+template <class F, class S, class W, Source kSource>
+__global__ void __launch_bounds__(WideThreads(kSource), 1)
+    WideKernel(F functor, Arguments<F, S, W> arguments, WideSettings settings, F* states) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ WideStorage<F, S, W> storage;
+  WideRows<F, S, W, kSource>(functor, arguments, settings, &storage, memory).Run(states);
+}
+
+}  // namespace twinop::rowwise
