@@ -1,0 +1,32 @@
+// matmul -> torch.ops.custom_domain.matmul, CustomMatmul.
+#pragma once
+
+#if defined(__CUDACC__)
+#include "kernels/matmul.cuh"
+#else
+#include "kernels/matmul_cpu.h"
+#endif
+#include "kernels/registry.h"
+
+namespace twinop {
+
+// The teaching kernel: how shared memory makes a matmul, in pages that can be read. Never used by
+// default, and no match for cuBLAS (bench/matmul.py shows the three side by side).
+//
+// Matrices of any M, N and K, with any batch dimensions before them, which broadcast as torch's do;
+// no vectors. `tile` is the side of CUDA's tiles, 0: chosen from the device's shared memory. The
+// CPU has blocks of its own.
+// clang-format off
+TWINOP_OP(matmul,
+          Record("matmul(Tensor a, Tensor b, str variant=\"tiled\", int tile=0) -> Tensor")
+              .dtypes("float32")
+              .shapes("y = broadcast(a[:-2], b[:-2]) + [a[-2], b[-1]]")
+              .input_shapes("b = b[:-2] + [a[-1], b[-1]]")
+              .choices("variant = naive | tiled")
+              .limits("tile in 0 | 8 | 16 | 32 | 64 | 128 | 256")
+              .gradient("a = matmul(grad, b.mT, variant, tile).sum_to_size(a.shape); "
+                        "b = matmul(a.mT, grad, variant, tile).sum_to_size(b.shape)"),
+          matmul::Cpu, matmul::Cuda)
+// clang-format on
+
+}  // namespace twinop
