@@ -16,10 +16,11 @@ if __name__ != "twinop.deploy":
 from twinop.deploy.check import check_model
 from twinop.deploy.create import session
 from twinop.deploy.errors import FeedError, ModelError, ProviderError, RunError
-from twinop.deploy.profiling import NodeRun
+from twinop.deploy.profiling import Cost, NodeRun, costs
 from twinop.deploy.runner import Session
 
 __all__ = [
+    "Cost",
     "FeedError",
     "ModelError",
     "NodeRun",
@@ -27,5 +28,6 @@ __all__ = [
     "RunError",
     "Session",
     "check_model",
+    "costs",
     "session",
 ]

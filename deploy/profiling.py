@@ -21,6 +21,18 @@ class NodeRun:
     microseconds: float
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What all nodes of one type took on one provider. `share` is of the time of all nodes given."""
+
+    op_type: str
+    provider: str
+    nodes: int
+    runs: int
+    microseconds: float
+    share: float
+
+
 class Profile:
     """Switches profiling on in session options; the files lie in a folder that goes with this object."""
 
@@ -47,3 +59,17 @@ def parse_profile(text: str) -> list[NodeRun]:
             key = (event["name"].removesuffix(_SUFFIX), arguments["op_name"], arguments["provider"])
             found.setdefault(key, []).append(event["dur"])
     return [NodeRun(*key, runs=len(times), microseconds=float(sum(times))) for key, times in found.items()]
+
+
+def costs(nodes: Iterable[NodeRun]) -> list[Cost]:
+    """The time by op type, dearest first. On CUDA it is the host's: a node's kernel runs on behind it."""
+    groups: dict[tuple[str, str], list[NodeRun]] = {}
+    for node in nodes:
+        groups.setdefault((node.op_type, node.provider), []).append(node)
+    whole = sum(node.microseconds for group in groups.values() for node in group)
+    found = []
+    for (op_type, provider), group in groups.items():
+        time = sum(node.microseconds for node in group)
+        share = time / whole if whole else 0.0
+        found.append(Cost(op_type, provider, len(group), sum(node.runs for node in group), time, share))
+    return sorted(found, key=lambda cost: -cost.microseconds)

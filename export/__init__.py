@@ -5,8 +5,8 @@
     report = export(model, (x,), "model.onnx", dynamic={"x": [0]})    # checked and compared before it is kept
 
 For a `torch.onnx.export` of your own: `translation_table()` (dynamo=True) or `register_symbolics()`
-(dynamo=False), then `attach_bodies(model)`. An op of your own gets its function body with `@body`, see
-`bodies.py`.
+(dynamo=False), then `fuse_sums(model)` and `attach_bodies(model)`. An op of your own gets its function body
+with `@body`, see `bodies.py`.
 
 Nothing is imported before it is used: `op_schema` and `attach_bodies` need no torch.
 """
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from twinop.export.bodies import Neutral, body
     from twinop.export.dynamo import translation_table
     from twinop.export.exporter import export
+    from twinop.export.fuse import fuse_sums
     from twinop.export.report import ExportReport
     from twinop.export.schema import op_schema
     from twinop.export.torchscript import register_symbolics
@@ -35,6 +36,7 @@ __all__ = [
     "attach_bodies",
     "body",
     "export",
+    "fuse_sums",
     "op_schema",
     "register_symbolics",
     "translation_table",
@@ -46,6 +48,7 @@ _HOMES = {
     "attach_bodies": "attach",
     "body": "bodies",
     "export": "exporter",
+    "fuse_sums": "fuse",
     "op_schema": "schema",
     "register_symbolics": "torchscript",
     "translation_table": "dynamo",

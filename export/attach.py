@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -224,15 +224,20 @@ def _supply_neutral_inputs(nodes: list[ir.Node], record: Record, body: Body) -> 
             if len(node.inputs) <= index:
                 node.resize_inputs(index + 1)
             dtype = ONNX_TYPES[_dtypes(node, record)[entry.name]]
-            node.replace_input_with(index, _neutral_input(node, entry.name, neutral, dtype))
+            node.replace_input_with(index, _neutral_input(node, record, entry.name, neutral, dtype))
 
 
-def _neutral_input(node: ir.Node, name: str, neutral: Neutral, dtype: ir.DataType) -> ir.Value:
-    """`value` in the shape of the first input's last dimensions, made just before the node."""
+def _neutral_input(
+    node: ir.Node, record: Record, name: str, neutral: Neutral, dtype: ir.DataType
+) -> ir.Value:
+    """`value` in the shape of the first input's dimensions from `start` on, made just before the node."""
     tape = ir.tape.Tape()
     prefix = f"{node.name or node.outputs[0].name}_{name}"
-    shape = tape.op("Shape", [node.inputs[0]], {"start": -neutral.dims}, output=ir.val(f"{prefix}_shape"))
-    value = ir.Tensor(np.array([neutral.value]).astype(dtype.numpy()), dtype=dtype)
+    attributes: dict[str, Any] = {entry.name: _attribute_value(node, entry) for entry in record.attributes}
+    start = attributes[neutral.start] if isinstance(neutral.start, str) else neutral.start
+    number = neutral.value(attributes) if callable(neutral.value) else neutral.value
+    shape = tape.op("Shape", [node.inputs[0]], {"start": start}, output=ir.val(f"{prefix}_shape"))
+    value = ir.Tensor(np.array([number]).astype(dtype.numpy()), dtype=dtype)
     result = tape.op("ConstantOfShape", [shape], {"value": value}, output=ir.val(prefix, dtype=dtype))
     assert node.graph is not None
     node.graph.insert_before(node, tape.nodes)

@@ -19,6 +19,7 @@ from twinop.errors import ExportError
 from twinop.export import parity
 from twinop.export.attach import attach_bodies, call_sites, custom_nodes
 from twinop.export.bodies import find_body
+from twinop.export.fuse import fuse_sums
 from twinop.export.inputs import (
     FLOATING,
     Dynamic,
@@ -48,6 +49,7 @@ def export(
     dynamic: Dynamic | None = None,
     opset: int = 20,
     bodies: bool = True,
+    fuse: bool = True,
     verify: bool = True,
     library: str | os.PathLike[str] | None = None,
     external_data_bytes: int = EXTERNAL_DATA_BYTES,
@@ -72,6 +74,7 @@ def export(
             `{"x": {0: "batch"}}`. The rank is fixed.
         opset: of the standard operators, 20 to 23.
         bodies: attach the function bodies.
+        fuse: make one node of a sum and a norm of twinop's behind it; the results keep every bit.
         verify: compare with torch in ONNX Runtime.
         library: the ONNX Runtime library for that; by default the smallest one found that has the model's
             ops.
@@ -99,12 +102,13 @@ def export(
             exported, notes = run_route(exporter, model, inputs, names, axes, opset, records, folder)
             progress("attaching function bodies, checking")
             with quiet():
+                fused = fuse_sums(exported, records) if fuse else {}
                 calls = _finish(exported, records, bodies)
             draft = folder / target.name
             data = _save(exported, draft, external_data_bytes)
             _check(draft, axes)
             report = _describe(exported, target, exporter, [draft] + ([data] if data else []))
-            report.bodies = bodies
+            report.bodies, report.fused = bodies, fused
             report.notes += notes + _mixed_dtypes(calls if bodies else {})
             if verify:
                 progress("comparing with torch in ONNX Runtime")

@@ -81,6 +81,9 @@ def main(
     bodies: Annotated[
         bool, typer.Option(help="Attach function bodies, for runtimes without the library.")
     ] = True,
+    fuse: Annotated[
+        bool, typer.Option(help="Make one node of a sum and a norm behind it; no bit changes.")
+    ] = True,
     verify: Annotated[bool, typer.Option(help="Run the file and compare it with torch.")] = True,
 ) -> None:
     """Export a torch model with twinop's ops to ONNX.
@@ -124,6 +127,7 @@ def main(
             dynamic=axes,
             opset=opset,
             bodies=bodies,
+            fuse=fuse,
             verify=verify,
             library=library,
             progress=status.update,
@@ -218,6 +222,8 @@ def _table(report: "ExportReport") -> Table:
     for name, values in (("inputs", report.inputs), ("outputs", report.outputs)):
         row(name, "\n".join(f"{key}: {value}" for key, value in values.items()))
     row("nodes", ", ".join(f"{name} x {count}" for name, count in report.nodes.items()))
+    if report.fused:
+        row("sum and norm in one", ", ".join(f"{name} x {count}" for name, count in report.fused.items()))
     row("opsets", ", ".join(f"{domain} {version}" for domain, version in report.opsets.items()))
     row("exporter", f"{report.exporter}; onnx.checker passed")
     row("size", _bytes(report.size) + (f", weights in {report.data_path.name}" if report.data_path else ""))

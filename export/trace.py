@@ -35,6 +35,11 @@ class AttributeArgument:
         self.type = ATTRIBUTE_TYPES[attribute.kind]
 
     @property
+    def values(self) -> set[Any]:
+        """All the values in the model."""
+        return {call.attributes[self._attribute.name] for call in self._calls}
+
+    @property
     def value(self) -> Any:
         """The value, which is then the same in all of the model.
 
@@ -89,6 +94,19 @@ class BodyOps:
         self._record = record
         self._opset = opset
         self._compute = compute
+        self._stored: dict[ir.Value, ir.Value] = {}  # an input in the compute type -> as the model holds it
+
+    def computed(self, value: ir.Value) -> ir.Value:
+        """An input in the compute type."""
+        result = self._builder.Cast(value, to=self._compute)
+        self._stored[result] = value
+        return result
+
+    def rounded(self, value: ir.Value, like: ir.Value) -> ir.Value:
+        """The value rounded to the type in which the model holds the input `like`."""
+        if like not in self._stored:
+            return value
+        return self._builder.Cast(self._builder.CastLike(value, self._stored[like]), to=self._compute)
 
     def __getattr__(self, op_type: str) -> Any:
         try:
@@ -158,15 +176,16 @@ def trace(record: Record, body: Body, calls: Sequence[CallSite], opset: int) -> 
 
     def run(builder: Any, *inputs: ir.Value) -> list[ir.Value]:
         arguments: list[ir.Value | None] = []
+        ops = BodyOps(builder, record, opset, compute)
         for value in inputs:
             if value.name not in calls[0].present:
                 arguments.append(None)
                 continue
             dtypes = {call.dtypes[value.name] for call in calls}
             if dtypes & _FLOATING and {ONNX_TYPES[dtype] for dtype in dtypes} != {compute}:
-                value = builder.Cast(value, to=compute)
+                value = ops.computed(value)
             arguments.append(value)
-        result = body.build(BodyOps(builder, record, opset, compute), *arguments, **attributes)
+        result = body.build(ops, *arguments, **attributes)
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
         if len(outputs) != len(record.outputs) or not all(isinstance(value, ir.Value) for value in outputs):
             raise ExportError(

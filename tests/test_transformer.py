@@ -1,0 +1,271 @@
+"""Whole models: BERT's and Llama's architectures with twinop's ops train, export and run as torch's do."""
+
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from twinop import deploy, torch_op
+from twinop.bench.encoder import STYLES, TINY, Encoder, batch, encoder
+from twinop.deploy import costs
+from twinop.export import ExportReport, export, parity
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+OPS = {
+    "bert": {"CustomLayerNorm": 1, "CustomAddLayerNorm": 4, "CustomGelu": 2},
+    "llama": {"CustomRmsNorm": 1, "CustomAddRmsNorm": 4, "CustomSwiglu": 2},
+}
+each_style = pytest.mark.parametrize("style", list(STYLES))
+each_exporter = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: on a busy machine a second thread makes them a hundred times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pair(style: str, dtype: torch.dtype = torch.float32) -> tuple[Encoder, Encoder]:
+    """Torch's own model, and one with twinop's ops and the same weights."""
+    models = encoder(style, TINY).to(dtype), encoder(style, TINY).to(dtype)
+    torch_op.replace_modules(models[1])
+    return models
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Within the exporter's tolerance table."""
+    parity.compare([expected], [found], what)
+
+
+# ----------------------------------------------------------------------------- replace_modules
+
+
+@each_style
+def test_replaced(style: str) -> None:
+    model = encoder(style, TINY)
+    state, parameters = model.state_dict(), dict(model.named_parameters())
+    report: list[torch_op.Replacement] = []
+    torch_op.replace_modules(model, report.append)
+    assert (
+        Counter((entry.module, entry.twin) for entry in report)
+        == {
+            "bert": {("LayerNorm", "CustomLayerNorm"): 5, ("GELUActivation", "CustomGELU"): 2},
+            "llama": {("LlamaRMSNorm", "CustomRMSNorm"): 5, ("LlamaMLP", "CustomGatedMLP"): 2},
+        }[style]
+    )
+    assert list(model.state_dict()) == list(state)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert repr(model).count("Custom") >= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each_style
+def test_outputs(style: str, dtype: torch.dtype) -> None:
+    stock, ours = pair(style, dtype)
+    ids, mask = batch(TINY, padding=5)
+    with torch.no_grad():
+        close(ours(ids, mask), stock(ids, mask), f"{style} with twinop's ops")
+
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_norms(family: str) -> None:
+    """transformers repeats these classes in every model's file: each does what its twin does."""
+    found = importlib.import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
+    norm = getattr(found, f"{family}RMSNorm")(16, eps=1e-3)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 16)
+    expected = norm(x)
+    torch_op.replace_modules(norm)
+    assert isinstance(norm, torch_op.CustomRMSNorm)
+    torch.testing.assert_close(norm(x), expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_mlps(family: str, activation: str) -> None:
+    name = f"transformers.models.{family.lower()}"
+    found = importlib.import_module(f"{name}.modeling_{family.lower()}")
+    made: Any = getattr(importlib.import_module(name), f"{family}{'Text' * (family == 'Gemma3')}Config")
+    config = made(hidden_size=16, num_attention_heads=2, intermediate_size=24)
+    config.hidden_act = config.hidden_activation = activation
+    mlp = getattr(found, f"{family}MLP")(config)
+    x = torch.randn(2, 3, 16)
+    expected, state = mlp(x), list(mlp.state_dict())
+    report: list[torch_op.Replacement] = []
+    torch_op.replace_modules(mlp, report.append)
+    if activation == "silu":
+        assert isinstance(mlp, torch_op.CustomGatedMLP) and list(mlp.state_dict()) == state
+    else:
+        assert [str(entry) for entry in report] == [
+            f"the model itself: {family}MLP stays: its act_fn is GELUTanh; swiglu has SiLU",
+            "act_fn: GELUTanh -> CustomGELU",
+        ]
+    torch.testing.assert_close(mlp(x), expected)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"])
+def test_geglu_activations(name: str) -> None:
+    from transformers.activations import ACT2FN
+
+    module = ACT2FN[name]
+    x = torch.linspace(-8, 8, 1001)
+    expected = module(x)
+    torch_op.replace_modules(module)
+    assert isinstance(module, torch_op.CustomGELU) and "approximate" in repr(module)
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["relu", "sigmoid", "silu", "swish", "tanh", "quick_gelu", "relu2", "mish"])
+def test_other_activations(name: str) -> None:
+    from transformers.activations import ACT2FN
+
+    module = ACT2FN[name]
+    x = torch.linspace(-8, 8, 1001)
+    expected = module(x)
+    torch_op.replace_modules(module)
+    assert type(module).__name__.startswith("Custom") == (name not in ("quick_gelu", "relu2", "mish"))
+    assert repr(module)
+    torch.testing.assert_close(module(x), expected)
+
+
+# ----------------------------------------------------------------------------- training
+
+
+def losses(model: Encoder, device: str) -> list[float]:
+    """Ten steps towards random targets."""
+    model.to(device).train()
+    torch.manual_seed(1)
+    target = torch.randn(TINY.batch, TINY.tokens, TINY.width).to(device)
+    ids, mask = (tensor.to(device) for tensor in batch(TINY, padding=5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    found = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(ids, mask), target)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@each_style
+def test_ten_steps(style: str, device: str) -> None:
+    stock, ours = pair(style)
+    expected, found = losses(stock, device), losses(ours, device)
+    assert expected[-1] < 0.9 * expected[0], "the model does not learn: the comparison says little"
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    for (name, a), b in zip(ours.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=f"{name} differs after ten steps")
+
+
+# ----------------------------------------------------------------------------- export
+
+
+def exported(
+    style: str, exporter: str, path: Path, dtype: torch.dtype = torch.float32, **options: Any
+) -> ExportReport:
+    return export(pair(style, dtype)[1], batch(TINY, padding=5), path, exporter=exporter, **options)
+
+
+@each_exporter
+@each_style
+def test_both_exporters(style: str, exporter: str, tmp_path: Path) -> None:
+    """At other sizes as well, with the library and without; which nodes became ours, and what each costs."""
+    path = tmp_path / "encoder.onnx"
+    axes = {0: "batch", 1: "tokens"}
+    report = exported(style, exporter, path, dynamic={"ids": axes, "mask": axes})
+    nodes = {name.removeprefix("custom_domain."): n for name, n in report.nodes.items() if "Custom" in name}
+    assert nodes == OPS[style]
+    assert report.fused == {name: n for name, n in OPS[style].items() if "Add" in name}
+    assert report.parity is not None and report.resized and report.without_library is not None
+
+    session = deploy.session(path, [CPU], profile=True)
+    for seed in range(3):
+        ids, mask = batch(TINY, seed, padding=5 * seed)
+        with torch.no_grad():
+            expected = encoder(style, TINY)(ids, mask)
+        [found] = session.run({"ids": ids, "mask": mask}).values()
+        close(found, expected, f"{style} in ONNX Runtime, against torch's own")
+    found_costs = costs(session.executed_on(custom_only=False))
+    ours = {cost.op_type: cost for cost in found_costs if cost.op_type.startswith("Custom")}
+    assert {name: cost.nodes for name, cost in ours.items()} == OPS[style]
+    assert all(cost.provider == CPU and cost.runs == 3 * cost.nodes for cost in ours.values())
+    assert all(cost.microseconds > 0 for cost in ours.values())
+    assert sum(cost.share for cost in found_costs) == pytest.approx(1)
+
+
+@each_exporter
+@each_style
+def test_float16(style: str, exporter: str, tmp_path: Path) -> None:
+    report = exported(style, exporter, tmp_path / "encoder.onnx", torch.float16)
+    assert report.parity is not None and report.without_library is not None
+
+
+@each_style
+def test_bfloat16_needs_cuda(style: str, tmp_path: Path) -> None:
+    """The file is made and checked; ONNX Runtime's CPU provider lacks torch's own bfloat16 nodes."""
+    report = exported(style, "torchscript", tmp_path / "encoder.onnx", torch.bfloat16)
+    assert report.parity is None
+    assert report.parity_reason.startswith("ONNX Runtime") and "no CPU kernel for" in report.parity_reason
+    assert set(report.custom_ops) == set(OPS[style])
+
+
+@each_style
+def test_fusing_changes_no_bit(style: str, tmp_path: Path) -> None:
+    ids, mask = batch(TINY, padding=5)
+    results: list[torch.Tensor] = []
+    for fuse in (True, False):
+        exported(style, "torchscript", tmp_path / f"{fuse}.onnx", fuse=fuse, verify=False)
+        results += deploy.session(tmp_path / f"{fuse}.onnx", [CPU]).run({"ids": ids, "mask": mask}).values()
+    assert torch.equal(*results)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("library", [None, False], ids=["library", "bodies"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each_exporter
+@each_style
+def test_cuda(style: str, exporter: str, dtype: torch.dtype, library: bool | None, tmp_path: Path) -> None:
+    path = tmp_path / "encoder.onnx"
+    exported(style, exporter, path, dtype, verify=False)
+    # TF32 has 10 bits, and would be the largest error by far.
+    session = deploy.session(path, [(CUDA, {"use_tf32": 0}), CPU], library, profile=True)
+    ids, mask = (tensor.cuda() for tensor in batch(TINY, padding=5))
+    with torch.no_grad():
+        expected = encoder(style, TINY).to(dtype).cuda()(ids, mask)
+    [found] = session.run({"ids": ids, "mask": mask}).values()
+    close(found.cpu(), expected.cpu(), f"{style} on CUDA, against torch's own")
+    ran = session.executed_on()
+    assert Counter(node.op_type for node in ran) == ({} if library is False else OPS[style])
+    assert {node.provider for node in ran} <= {CUDA}
+
+
+def test_the_torchscript_exporter_needs_the_mask(tmp_path: Path) -> None:
+    """Why the encoder has a mask among its inputs."""
+    model = encoder("llama", TINY)
+    assert "mask" in inspect.signature(model.forward).parameters
+
+    class Maskless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model.body
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.body(input_ids=ids).last_hidden_state
+
+    ids, _ = batch(TINY)
+    with pytest.raises(Exception, match="aten::diff' to ONNX opset version 20 is not supported"):
+        export(Maskless(), (ids,), tmp_path / "encoder.onnx", exporter="torchscript")
