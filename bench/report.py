@@ -79,7 +79,8 @@ def clocks(device: torch.device) -> dict[str, str] | None:
     if device.type != "cuda":
         return None
     names = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.draw", "temperature.gpu")
-    return {name: _nvidia_smi(device, name) for name in names}
+    values = _nvidia_smi(device, ",".join(names)).split(", ")
+    return dict(zip(names, values, strict=True)) if len(values) == len(names) else dict.fromkeys(names, "?")
 
 
 def _nvidia_smi(device: torch.device, query: str) -> str:
@@ -143,11 +144,26 @@ def output_folder(folder: Path | None) -> Path:
     return folder
 
 
-def write_json(path: Path, benchmark: str, facts: Mapping[str, Any], **content: Any) -> None:
+def write_json(
+    path: Path, benchmark: str, facts: Mapping[str, Any], *, quiet: bool = False, **content: Any
+) -> None:
     """One report: {"benchmark", "environment", ...content}."""
     document = {"benchmark": benchmark, "environment": dict(facts), **content}
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    path.write_text(_dumps(document))
+    if not quiet:
+        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _dumps(document: Mapping[str, Any]) -> str:
+    """JSON with a line for each entry of a list of dicts: they are many, and read and compared as lines."""
+    fields = []
+    for name, value in document.items():
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            lines = ",\n  ".join(map(json.dumps, value))
+            fields.append(f" {json.dumps(name)}: [\n  {lines}\n ]")
+        else:
+            fields.append(f" {json.dumps(name)}: " + json.dumps(value, indent=1).replace("\n", "\n "))
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def print_environment(facts: Mapping[str, Any]) -> None:

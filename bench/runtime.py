@@ -1,6 +1,7 @@
 """ONNX Runtime's side of the reports: models of one op, sessions, bindings to torch's memory."""
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ ONNX_TYPES = {
     torch.float16: TensorProto.FLOAT16,
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.float64: TensorProto.DOUBLE,
+    torch.int64: TensorProto.INT64,
 }
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -58,15 +60,53 @@ def chain(
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
+def one_op(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    opset: int = 20,
+    fixed: bool = False,
+) -> onnx.ModelProto:
+    """A model of these nodes; its inputs and outputs have these tensors' dtypes and ranks.
+
+    Args:
+        fixed: their sizes too; else any.
+    """
+
+    def values(tensors: Mapping[str, torch.Tensor]) -> list[onnx.ValueInfoProto]:
+        return [
+            helper.make_tensor_value_info(
+                name,
+                ONNX_TYPES[t.dtype],
+                list(t.shape) if fixed else [f"{name}_{axis}" for axis in range(t.dim())],
+            )
+            for name, t in tensors.items()
+        ]
+
+    graph = helper.make_graph(nodes, "graph", values(inputs), values(outputs))
+    domains = {node.domain for node in nodes if node.domain}
+    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(name, 1) for name in sorted(domains))]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
 def open_session(
     model: onnx.ModelProto,
     device: torch.device,
     *,
+    library: str = "custom_relu",
     cpu_threads: int,
     stream: torch.cuda.Stream | None = None,
     cuda_graph: bool = False,
+    optimize: bool = False,
+    fallback: bool = False,
+    planned_nodes: list[str] | None = None,
 ) -> Any:
     """A session that runs the model as it stands: no graph optimisation, no other provider.
+
+    Args:
+        optimize: let ONNX Runtime optimize the graph as far as it can; then it may have other nodes.
+        fallback: nodes may run on the CPU beside the GPU.
+        planned_nodes: gets the types of the nodes that will run.
 
     Raises:
         BenchError: the provider is missing, refuses a node, or the graph that will run has other nodes.
@@ -74,21 +114,23 @@ def open_session(
     ort = onnxruntime(cpu_threads)
     options = ort.SessionOptions()
     options.use_per_session_threads = False
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.register_custom_ops_library(str(find_library("custom_relu")))
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    options.register_custom_ops_library(str(find_library(library)))
     provider = _PROVIDERS[device.type]
     provider_options = {}
     if device.type == "cuda":
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", str(int(not fallback)))
         provider_options = {"device_id": str(device.index or 0), "enable_cuda_graph": str(int(cuda_graph))}
         if stream is not None:
             provider_options["user_compute_stream"] = str(stream.cuda_stream)
+    cpu = [_PROVIDERS["cpu"]] if fallback and device.type == "cuda" else []
     with tempfile.TemporaryDirectory() as folder:
         planned = Path(folder) / "planned.onnx"
         options.optimized_model_filepath = str(planned)
         try:
             session = ort.InferenceSession(
-                model.SerializeToString(), options, providers=[(provider, provider_options)]
+                model.SerializeToString(), options, providers=[(provider, provider_options), *cpu]
             )
         except Exception as error:  # onnxruntime has no common base class of its errors
             raise BenchError(f"ONNX Runtime's {provider} does not run this model: {error}") from error
@@ -98,7 +140,9 @@ def open_session(
             )
         wanted = [node.op_type for node in model.graph.node]
         found = [node.op_type for node in onnx.load(planned).graph.node]
-    if found != wanted:
+    if planned_nodes is not None:
+        planned_nodes += found
+    if found != wanted and not optimize:
         raise BenchError(
             f"a chain of {len(wanted)} {wanted[0]} would run as {len(found)} nodes: {set(found)}"
         )
@@ -106,7 +150,18 @@ def open_session(
 
 
 def bound_run(session: Any, x: torch.Tensor, y: torch.Tensor, *, synchronize: bool = True) -> Run:
-    """A run of the session on these tensors' own memory. The tensors must outlive it.
+    """`bind` for a model of one input and one output."""
+    return bind(session, {"x": x}, {"y": y}, synchronize=synchronize)
+
+
+def bind(
+    session: Any,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    *,
+    synchronize: bool = True,
+) -> Run:
+    """A run of the session on these tensors' own memory.
 
     Args:
         synchronize: wait for the device before returning.
@@ -114,16 +169,11 @@ def bound_run(session: Any, x: torch.Tensor, y: torch.Tensor, *, synchronize: bo
     import onnxruntime as ort
 
     binding = session.io_binding()
-    for bind, name, tensor in ((binding.bind_input, "x", x), (binding.bind_output, "y", y)):
-        device = tensor.device
-        bind(
-            name,
-            device.type,
-            device.index or 0,
-            ONNX_TYPES[tensor.dtype],
-            list(tensor.shape),
-            tensor.data_ptr(),
-        )
+    binding.tensors = (dict(inputs), dict(outputs))  # it knows addresses: keeps them alive as long as itself
+    for bind_tensor, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+        for name, tensor in tensors.items():
+            place = (tensor.device.type, tensor.device.index or 0)
+            bind_tensor(name, *place, ONNX_TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
     if synchronize:
         return partial(session.run_with_iobinding, binding)
     run_options = (

@@ -17,16 +17,37 @@ _FLUSH_BYTES = (
 
 @dataclass(frozen=True)
 class Time:
-    """Of one run, in seconds. Nine of ten runs took longer than `low`."""
+    """Of one run, in seconds. Nine of ten runs took longer than `low`.
+
+    `host`: of device times, what queueing a run took the host; as `low`, for a full queue makes it wait.
+    """
 
     median: float
     low: float
     runs: int
+    host: float | None = None
 
     @classmethod
-    def of(cls, samples: list[float]) -> "Time":
+    def of(cls, samples: list[float], host: list[float] | None = None) -> "Time":
         ordered = sorted(samples)
-        return cls(statistics.median(ordered), ordered[len(ordered) // 10], len(ordered))
+        queueing = sorted(host)[len(host) // 10] if host else None
+        return cls(statistics.median(ordered), ordered[len(ordered) // 10], len(ordered), queueing)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A run that spoils its inputs: `restore` mends them before each, outside the time."""
+
+    run: Run
+    restore: Run
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+def _restore(run: Run) -> None:
+    if isinstance(run, Restored):
+        run.restore()
 
 
 def host_times(
@@ -46,6 +67,7 @@ def host_times(
     deadline = clock() + seconds
     for i in range(-warmup, rounds):
         for name, run in order:
+            _restore(run)
             start = clock()
             run()
             if after is not None:
@@ -69,20 +91,25 @@ class DeviceTimer:
     def times(self, runs: Mapping[str, Run], *, rounds: int, warmup: int = 3) -> dict[str, Time]:
         """Device time of what each run queues on the stream, which is also torch's current one meanwhile."""
         events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runs}
+        host: dict[str, list[float]] = {name: [] for name in runs}
         order = list(runs.items())
         with torch.cuda.stream(self.stream), torch.no_grad():
             for i in range(-warmup, rounds):
                 for name, run in order:
                     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    _restore(run)
                     self.flush.zero_()
                     start.record(self.stream)
+                    before = time.perf_counter()
                     run()
+                    queued = time.perf_counter() - before
                     end.record(self.stream)
                     if i >= 0:
                         events[name].append((start, end))
+                        host[name].append(queued)
                 order.append(order.pop(0))
         torch.cuda.synchronize(self.stream.device)
         return {
-            name: Time.of([start.elapsed_time(end) * 1e-3 for start, end in pairs])
+            name: Time.of([start.elapsed_time(end) * 1e-3 for start, end in pairs], host[name])
             for name, pairs in events.items()
         }

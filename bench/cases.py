@@ -1,0 +1,180 @@
+"""What is measured of each op: shapes, dtypes, directions, bytes; derived from the op's record."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinop import torch_op
+from twinop.bench.peers import ENTRIES, Entry
+from twinop.bench.report import BenchError, size_name
+from twinop.record import Record
+
+FORWARD, BACKWARD = "forward", "backward"
+BANDWIDTH, LATENCY = "bandwidth", "latency"
+DTYPES = ("bfloat16", "float16", "float32")
+
+UNARY, BINARY, ROWS = "unary", "binary", "rows"
+
+SIZES = tuple(1 << exponent for exponent in (28, 27, 26, 25, 24))
+SHAPES = (  # rows x columns; the first is the one that the other reports quote
+    (32768, 4096),
+    (32768, 1024),
+    (8192, 16384),
+    (4096, 65536),
+    (32768, 4095),
+    (32768, 5120),
+    (16384, 11008),
+)
+WIDE = 65536
+BACKWARD_SHAPES = ((32768, 4096), (32768, 1024), (8192, 16384), (16384, 11008))
+LATENCY_ROWS = (1, 8, 64)
+LATENCY_COLUMNS = 4096
+CPU_SIZES = (1 << 16, 1 << 20, 1 << 24)
+CPU_SHAPES = ((64, 1024), (512, 4096), (256, 16384))
+
+QUICK_SIZES = (1 << 28, 1 << 24)
+QUICK_SHAPES = SHAPES[:4]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell: an op on one shape and dtype. `shape` is that of the output (of each, where two)."""
+
+    entry: str
+    family: str
+    dtype: str
+    shape: tuple[int, ...]
+    direction: str = FORWARD
+    kind: str = BANDWIDTH
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def shape_name(self) -> str:
+        return "x".join(map(str, self.shape)) if len(self.shape) > 1 else size_name(self.shape[0])
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def aligned(self) -> bool:
+        """Every row starts where a 16-byte load may."""
+        return self.family != ROWS or self.columns * self.torch_dtype.itemsize % 16 == 0
+
+    def __str__(self) -> str:
+        return f"{self.entry} {self.direction} {self.dtype} {self.shape_name}"
+
+
+def family_of(record: Record, entry: Entry) -> str:
+    """By the record: element-wise ops of one input, of two, and those that know rows.
+
+    swiglu is measured on the rows of a feed-forward layer, as its peers are written for them.
+    """
+    if not record.is_elementwise or "swiglu" in record.name:
+        return ROWS
+    return UNARY if len(entry.input_names) == 1 else BINARY
+
+
+def choose(names: str | None) -> dict[str, Entry]:
+    """The entries of these names (comma-separated; an op's name stands for all of its entries).
+
+    Raises:
+        BenchError: unknown, or not in the libraries that were built.
+    """
+    built = torch_op.records()
+    if names is None:
+        return {name: entry for name, entry in ENTRIES.items() if entry.op in built}
+    found: dict[str, Entry] = {}
+    for wanted in filter(None, map(str.strip, names.split(","))):
+        if wanted not in ENTRIES:
+            raise BenchError(f"--ops {wanted}: unknown. Known: {', '.join(ENTRIES)}")
+        if ENTRIES[wanted].op not in built:
+            raise BenchError(f"--ops {wanted}: the built libraries have no op {ENTRIES[wanted].op}")
+        found[wanted] = ENTRIES[wanted]
+    if not found:
+        raise BenchError(f"--ops {names}: names no op. Known: {', '.join(ENTRIES)}")
+    return found
+
+
+def without_entry() -> list[str]:
+    """Registered ops that the table of peers does not know: nothing is measured of them."""
+    known = {entry.op for entry in ENTRIES.values()} | {"matmul"}
+    return [
+        name for name, record in torch_op.records().items() if not record.is_backward and name not in known
+    ]
+
+
+def table(name: str, entry: Entry, device: str, quick: bool) -> list[Case]:
+    """All bandwidth cells of an op, the most telling first."""
+    family = family_of(torch_op.records()[entry.op], entry)
+    rows = family == ROWS
+    if device == "cpu":
+        shapes: Sequence[tuple[int, ...]] = CPU_SHAPES if rows else [(size,) for size in CPU_SIZES]
+        return [Case(name, family, "float32", shape) for shape in (shapes[1:2] if quick else shapes)]
+    sizes = QUICK_SIZES if quick else SIZES
+    shapes = (QUICK_SHAPES if quick else SHAPES) if rows else [(size,) for size in sizes]
+    dtypes = DTYPES[:1] if quick else DTYPES
+    cases = [Case(name, family, dtype, shape) for dtype in dtypes for shape in shapes]
+    if entry.backward:
+        shapes = BACKWARD_SHAPES if rows else [(1 << 28,), (1 << 26,)]
+        shapes = shapes[:1] if quick else shapes
+        cases += [Case(name, family, dtype, shape, BACKWARD) for dtype in dtypes for shape in shapes]
+    return cases
+
+
+def latency_table(name: str, entry: Entry, quick: bool) -> list[Case]:
+    family = family_of(torch_op.records()[entry.op], entry)
+    rows = LATENCY_ROWS[-1:] if quick else LATENCY_ROWS
+    return [
+        Case(name, family, "bfloat16", (count, LATENCY_COLUMNS), kind=LATENCY) for count in reversed(rows)
+    ]
+
+
+# ------------------------------------------------------------------------------------------- tensors
+
+
+def input_shape(name: str, case: Case) -> tuple[int, ...]:
+    if name in ("weight", "bias"):
+        return case.shape[-1:]
+    if case.entry == "swiglu_packed":
+        return (*case.shape[:-1], 2 * case.columns)
+    return case.shape
+
+
+def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
+    """Random inputs by name: normal; weights around one, as trained ones are."""
+    inputs = {}
+    for name in entry.input_names:
+        tensor = torch.randn(input_shape(name, case), dtype=case.torch_dtype, device=device)
+        if name == "weight":
+            tensor = 1 + tensor / 8
+        inputs[name] = tensor.abs() + 0.01 if name in entry.positive else tensor
+    return inputs
+
+
+def make_outputs(case: Case, entry: Entry, device: torch.device) -> tuple[Tensor, ...]:
+    """Outputs to write to, or the gradients that backward starts from: random, both."""
+    count = len(torch_op.records()[entry.op].outputs)
+    return tuple(torch.randn(case.shape, dtype=case.torch_dtype, device=device) for _ in range(count))
+
+
+def bytes_moved(inputs: Sequence[Tensor], outputs: Sequence[Tensor], case: Case) -> int:
+    """Each tensor read or written once. Backward reads inputs and gradients, and writes gradients."""
+
+    def total(tensors: Sequence[Tensor]) -> int:
+        return sum(math.prod(t.shape) for t in tensors) * case.torch_dtype.itemsize
+
+    return total(inputs) + total(outputs) + (total(inputs) if case.direction == BACKWARD else 0)
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)

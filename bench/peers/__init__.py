@@ -1,0 +1,289 @@
+"""Which op has which peers: the one table of the report.
+
+An entry says what an op is measured on, what torch itself computes there (the eager peer, the function that
+torch.compile gets, and in fp64 the reference), and who else offers the op. A peer is a function
+`"module:name"` of this package that takes the op's inputs, or nodes of ONNX Runtime's own. A module is
+imported when its peer is built: what is not installed is reported, and the others run.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SPOILS_INPUTS = ("liger:swiglu",)
+"""Peers whose backward writes the gradients over the inputs that forward saved."""
+
+MICROSOFT = "com.microsoft"  # ONNX Runtime's fused nodes
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """One or more nodes of ONNX Runtime's own: ("Mul", "x, x -> y"), attributes, domain, opset."""
+
+    nodes: tuple[tuple[str, str], ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # of the first node
+    domain: str = ""  # of the first node
+    opset: int = 20
+
+
+def ort(op_type: str, wires: str, domain: str = "", opset: int = 20, **attributes: Any) -> Nodes:
+    return Nodes(((op_type, wires),), attributes, domain, opset)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is measured of one op.
+
+    Args:
+        op: the op's name in the registry.
+        inputs: those of its inputs that are given.
+        eager: torch's own, of these inputs.
+        peers: provider -> "module:function" of this package.
+        ort: provider -> ONNX Runtime's nodes; the first is what a stock export holds.
+        backward: its gradient is measured too.
+        positive: inputs that must be positive.
+        reference: exact result, where it is not `eager` of the inputs in fp64.
+    """
+
+    op: str
+    inputs: str
+    eager: Callable[..., Any]
+    peers: Mapping[str, str] = field(default_factory=dict)
+    ort: Mapping[str, Nodes] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    backward: bool = False
+    positive: tuple[str, ...] = ()
+    reference: Callable[..., Any] | None = None
+
+    @property
+    def input_names(self) -> list[str]:
+        return self.inputs.split()
+
+
+def _gelu_exact(x: Tensor) -> Tensor:
+    """torch's formula cancels where x is negative: in fp64 it is 0 below -8.3, and should not be."""
+    x = x.double()
+    return 0.5 * x * torch.erfc(x * -(0.5**0.5))
+
+
+def _gelu_tanh_exact(x: Tensor) -> Tensor:
+    x = x.double()
+    return x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
+
+
+def _swiglu_packed(x: Tensor) -> Tensor:
+    gate, value = x.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _layer_norm(total, weight, bias), total
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _rms_norm(total, weight), total
+
+
+def _of_rounded_sum(norm: Callable[..., Tensor]) -> Callable[..., Any]:
+    """In fp64, but of the sum as the tensors hold it: what the norm of add_* sees by definition."""
+
+    def reference(x: Tensor, residual: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        total = (x + residual).double()
+        return norm(total, *(weight.double() for weight in weights)), total
+
+    return reference
+
+
+_SIGMOID_MUL = (("Sigmoid", "gate -> s"), ("Mul", "gate, s -> t"), ("Mul", "t, x -> y"))
+_SPLIT = (("Split", "x -> gate, value"), ("Sigmoid", "gate -> s"), ("Mul", "gate, s -> t"))
+_EPS: dict[str, Any] = {"epsilon": 1e-5}
+_RMS_EPS: dict[str, Any] = {"epsilon": 1e-6}
+
+ENTRIES: dict[str, Entry] = {
+    "relu": Entry(
+        "relu",
+        "x",
+        torch.relu,
+        peers={"load_inline": "inline:relu"},
+        ort={"ORT Relu": ort("Relu", "x -> y")},
+    ),
+    "gelu": Entry(
+        "gelu",
+        "x",
+        F.gelu,
+        peers={"Triton": "triton_elementwise:gelu", "load_inline": "inline:gelu"},
+        ort={
+            "ORT Gelu": ort("Gelu", "x -> y"),
+            "ORT contrib Gelu": ort("Gelu", "x -> y", MICROSOFT),
+        },
+        backward=True,
+        reference=_gelu_exact,
+    ),
+    "gelu_tanh": Entry(
+        "gelu",
+        "x",
+        lambda x: F.gelu(x, approximate="tanh"),
+        peers={"Triton": "triton_elementwise:gelu_tanh"},
+        ort={
+            "ORT Gelu": ort("Gelu", "x -> y", approximate="tanh"),
+            "ORT FastGelu": ort("FastGelu", "x -> y", MICROSOFT),
+        },
+        attributes={"approximate": "tanh"},
+        backward=True,
+        reference=_gelu_tanh_exact,
+    ),
+    "silu": Entry(
+        "silu",
+        "x",
+        F.silu,
+        ort={
+            "ORT Sigmoid, Mul": Nodes((("Sigmoid", "x -> s"), ("Mul", "x, s -> y"))),
+            "ORT QuickGelu": ort("QuickGelu", "x -> y", MICROSOFT, alpha=1.0),
+        },
+    ),
+    "sigmoid": Entry("sigmoid", "x", torch.sigmoid, ort={"ORT Sigmoid": ort("Sigmoid", "x -> y")}),
+    "tanh": Entry("tanh", "x", torch.tanh, ort={"ORT Tanh": ort("Tanh", "x -> y")}),
+    "softplus": Entry("softplus", "x", F.softplus, ort={"ORT Softplus": ort("Softplus", "x -> y")}),
+    "exp": Entry("exp", "x", torch.exp, ort={"ORT Exp": ort("Exp", "x -> y")}),
+    "log": Entry("log", "x", torch.log, ort={"ORT Log": ort("Log", "x -> y")}, positive=("x",)),
+    "square": Entry(
+        "square",
+        "x",
+        torch.square,
+        peers={
+            "Triton": "triton_elementwise:square",
+            "numba": "numba_kernels:square",
+            "load_inline": "inline:square",
+        },
+        ort={"ORT Mul": ort("Mul", "x, x -> y")},
+    ),
+    "add": Entry("add", "a b", torch.add, ort={"ORT Add": ort("Add", "a, b -> y")}),
+    "mul": Entry("mul", "a b", torch.mul, ort={"ORT Mul": ort("Mul", "a, b -> y")}),
+    "pow": Entry("pow", "a b", torch.pow, ort={"ORT Pow": ort("Pow", "a, b -> y")}, positive=("a",)),
+    "swiglu": Entry(
+        "swiglu",
+        "x gate",
+        lambda x, gate: F.silu(gate) * x,
+        peers={"Triton": "triton_elementwise:swiglu", "Liger": "liger:swiglu"},
+        ort={
+            "ORT Sigmoid, Mul, Mul": Nodes(_SIGMOID_MUL),
+            "ORT QuickGelu, Mul": Nodes(
+                (("QuickGelu", "gate -> t"), ("Mul", "t, x -> y")), {"alpha": 1.0}, MICROSOFT
+            ),
+        },
+        backward=True,
+    ),
+    "swiglu_packed": Entry(
+        "swiglu_packed",
+        "x",
+        _swiglu_packed,
+        peers={"Liger": "liger:swiglu_packed", "flashinfer": "others:flashinfer_silu_and_mul"},
+        ort={
+            "ORT Split, Sigmoid, Mul, Mul": Nodes(
+                (*_SPLIT, ("Mul", "t, value -> y")), {"axis": -1, "num_outputs": 2}
+            )
+        },
+        backward=True,
+    ),
+    "softmax": Entry(
+        "softmax",
+        "x",
+        lambda x: torch.softmax(x, -1),
+        peers={
+            "Triton": "triton_rows:softmax",
+            "Liger": "liger:softmax",
+            "quack": "others:quack_softmax",
+        },
+        ort={"ORT Softmax": ort("Softmax", "x -> y", axis=-1)},
+        backward=True,
+    ),
+    "layer_norm": Entry(
+        "layer_norm",
+        "x weight bias",
+        _layer_norm,
+        peers={
+            "Triton": "triton_rows:layer_norm",
+            "Liger": "liger:layer_norm",
+            "apex": "others:apex_layer_norm",
+        },
+        ort={
+            "ORT LayerNormalization": ort("LayerNormalization", "x, weight, bias -> y", axis=-1, **_EPS),
+        },
+        backward=True,
+    ),
+    "rms_norm": Entry(
+        "rms_norm",
+        "x weight",
+        _rms_norm,
+        peers={
+            "Triton": "triton_rows:rms_norm",
+            "Liger": "liger:rms_norm",
+            "apex": "others:apex_rms_norm",
+            "quack": "others:quack_rms_norm",
+            "flashinfer": "others:flashinfer_rms_norm",
+        },
+        ort={
+            "ORT RMSNormalization": ort("RMSNormalization", "x, weight -> y", opset=23, axis=-1, **_RMS_EPS),
+            "ORT SimplifiedLayerNormalization": ort(
+                "SimplifiedLayerNormalization", "x, weight -> y", axis=-1, **_RMS_EPS
+            ),
+        },
+        backward=True,
+    ),
+    "add_layer_norm": Entry(
+        "add_layer_norm",
+        "x residual weight bias",
+        _add_layer_norm,
+        ort={
+            "ORT SkipLayerNormalization": ort(
+                "SkipLayerNormalization", "x, residual, weight, bias -> y, , , sum", MICROSOFT, **_EPS
+            ),
+            "ORT Add, LayerNormalization": Nodes(
+                (("Add", "x, residual -> sum"), ("LayerNormalization", "sum, weight, bias -> y"))
+            ),
+        },
+        reference=_of_rounded_sum(_layer_norm),
+    ),
+    "add_rms_norm": Entry(
+        "add_rms_norm",
+        "x residual weight",
+        _add_rms_norm,
+        peers={
+            "Triton": "triton_rows:add_rms_norm",
+            "Liger": "liger:add_rms_norm",
+        },
+        ort={
+            "ORT SkipSimplifiedLayerNormalization": ort(
+                "SkipSimplifiedLayerNormalization", "x, residual, weight -> y, , , sum", MICROSOFT, **_RMS_EPS
+            ),
+        },
+        reference=_of_rounded_sum(_rms_norm),
+    ),
+}
+"""By name in the report: gelu stands there twice, once for each formula."""
+
+
+def resolve(peer: str) -> Callable[..., Any]:
+    """The function that "module:name" names.
+
+    Raises:
+        ImportError: its library is not installed.
+    """
+    import importlib
+
+    module, _, name = peer.partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

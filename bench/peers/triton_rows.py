@@ -1,0 +1,86 @@
+"""Row-wise kernels in Triton, as its tutorials (fused softmax, layer norm) write them: a program per row."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _softmax(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < n
+    x = tl.load(x_ptr + row * n + columns, mask=mask, other=-float("inf")).to(tl.float32)
+    numerator = tl.exp(x - tl.max(x, axis=0))
+    tl.store(y_ptr + row * n + columns, numerator / tl.sum(numerator, axis=0), mask=mask)
+
+
+@triton.jit
+def _layer_norm(x_ptr, weight_ptr, bias_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < n
+    x = tl.load(x_ptr + row * n + columns, mask=mask, other=0).to(tl.float32)
+    centred = tl.where(mask, x - tl.sum(x, axis=0) / n, 0)
+    rstd = 1 / tl.sqrt(tl.sum(centred * centred, axis=0) / n + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=mask).to(tl.float32)
+    tl.store(y_ptr + row * n + columns, centred * rstd * weight + bias, mask=mask)
+
+
+@triton.jit
+def _rms_norm(x_ptr, weight_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < n
+    x = tl.load(x_ptr + row * n + columns, mask=mask, other=0).to(tl.float32)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, axis=0) / n + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask).to(tl.float32)
+    tl.store(y_ptr + row * n + columns, x * rstd * weight, mask=mask)
+
+
+@triton.jit
+def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, n, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < n
+    x = tl.load(x_ptr + row * n + columns, mask=mask, other=0)
+    residual = tl.load(residual_ptr + row * n + columns, mask=mask, other=0)
+    total = x + residual
+    tl.store(sum_ptr + row * n + columns, total, mask=mask)
+    total = total.to(tl.float32)
+    rstd = 1 / tl.sqrt(tl.sum(total * total, axis=0) / n + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask).to(tl.float32)
+    tl.store(y_ptr + row * n + columns, total * rstd * weight, mask=mask)
+
+
+def _settings(columns: int) -> dict[str, int]:
+    """The row in one block, and more warps for longer rows."""
+    block = triton.next_power_of_2(columns)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 4), 32)}
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    y, (rows, columns) = torch.empty_like(x), x.shape
+    _softmax[(rows,)](x, y, columns, **_settings(columns))
+    return y
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    y, (rows, columns) = torch.empty_like(x), x.shape
+    _layer_norm[(rows,)](x, weight, bias, y, columns, 1e-5, **_settings(columns))
+    return y
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y, (rows, columns) = torch.empty_like(x), x.shape
+    _rms_norm[(rows,)](x, weight, y, columns, 1e-6, **_settings(columns))
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, total, (rows, columns) = torch.empty_like(x), torch.empty_like(x), x.shape
+    _add_rms_norm[(rows,)](x, residual, weight, y, total, columns, 1e-6, **_settings(columns))
+    return y, total
