@@ -10,7 +10,7 @@ import onnx
 import torch
 from one_node import ONNX_TYPES
 from onnx import TensorProto, helper
-from samples import Sample, samples, torch_dtype, values
+from samples import RECORDS, Sample, samples, torch_dtype, values
 
 from twinop import torch_op
 from twinop.library import find_library
@@ -124,20 +124,17 @@ def result(record: Record, sample: Sample, **attributes: Any) -> tuple[Any, Any]
 
 
 def op_cases(cases: Cases, record: Record) -> None:
-    """Every dtype combination and presence pattern, at all of the op's sample sizes."""
-    variants = record.attribute_choices.get("variant", (None,))
+    """Every dtype combination, presence pattern and attribute, at all of the op's sample sizes."""
     for dtypes in record.combinations:
         groups: dict[str, list[Sample]] = {}
         for sample in samples(record, dict(dtypes)):
             present = "".join("x" if tensor is not None else "-" for tensor in sample.inputs.values())
             groups.setdefault(f"{present} {sample.attributes or ''}", []).append(sample)
         for group, members in groups.items():
-            for variant in variants:
-                attributes: dict[str, Any] = {} if variant is None else {"variant": variant}
-                name = " ".join([record.name, *dict.fromkeys(dtypes.values()), group, variant or ""]).strip()
-                runs = [result(record, sample, **attributes) for sample in members]
-                cast = "bfloat16" in dtypes.values()
-                cases.add(name, one_node(record, dtypes, members[0], **attributes), runs, cast=cast)
+            name = " ".join([record.name, *dict.fromkeys(dtypes.values()), group]).strip()
+            cast = "bfloat16" in dtypes.values()
+            runs = [result(record, sample) for sample in members]
+            cases.add(name, one_node(record, dtypes, members[0]), runs, cast=cast)
             fixed = one_node(record, dtypes, members[-1], fixed=True)
             cases.add(f"{name} fixed sizes", fixed, [result(record, members[-1])], cast=cast)
 
@@ -169,6 +166,41 @@ def models_chain(relu: Record) -> onnx.ModelProto:
     nodes = [custom(relu, [a], [b]) for a, b in zip("xabc", "abcy", strict=True)]
     dims = ("rows", "columns")
     return graph(nodes, {"x": ("float32", dims)}, {"y": ("float32", dims)})
+
+
+def broadcast_cases(cases: Cases, records: Mapping[str, Record]) -> None:
+    """Operands of two shapes, whose dimensions the graph knows to different degrees."""
+    a, b = values((3, 1, 5), torch.float32, 1), values((4, 1), torch.float32, 2)
+    wholes = {"a": a, "b": b}
+    for name in ("add", "mul"):
+        record = records[name]
+        sorts: dict[str, tuple[Dims, Dims]] = {
+            "fixed": ((3, 1, 5), (4, 1)),
+            "named": (("i", 1, "k"), ("j", 1)),
+            "nameless": ((None, 1, None), (None, None)),
+            "rank unknown": (None, None),
+        }
+        for sort, dims in sorts.items():
+            # A node reads what the one before it wrote: the buffer may be reused where the sizes allow it.
+            nodes = [custom(record, ["a", "b"], ["c"]), custom(record, ["c", "b"], ["d"])]
+            nodes.append(custom(record, ["d", "c"], ["y"]))
+            inputs = {"a": ("float32", dims[0]), "b": ("float32", dims[1])}
+            op = getattr(torch_op, name)
+            c = op(a, b)
+            model = graph(nodes, inputs, {"y": ("float32", None)})
+            cases.add(f"{name} broadcasts, dimensions {sort}", model, [(wholes, {"y": op(op(c, b), c)})])
+    mismatched: dict[str, tuple[Dims, Dims]] = {"fixed": ((2, 3), (4,)), "named": (("i", "j"), ("k",))}
+    for sort, dims in mismatched.items():
+        model = graph(
+            [custom(records["add"], ["a", "b"], ["y"])],
+            {"a": ("float32", dims[0]), "b": ("float32", dims[1])},
+            {"y": ("float32", None)},
+        )
+        feeds = {"a": torch.ones(2, 3), "b": torch.ones(4)}
+        error = "the inputs' shapes do not broadcast"
+        if sort == "named":
+            error = rf"the_add_of_a.*{error}: a has \[2, 3\], b has \[4\]"
+        cases.add(f"add of shapes that do not broadcast, {sort}", model, [(feeds, {})], error=error)
 
 
 def in_place_cases(cases: Cases, records: Mapping[str, Record]) -> None:
@@ -218,6 +250,18 @@ def attribute_cases(cases: Cases, records: Mapping[str, Record]) -> None:
         ("pad_affine", "sign", "times", r"attribute sign is 'times', expected one of plus \| minus"),
         ("probe", "tag", 1.5, "attribute tag is a float, expected an int"),
         ("probe", "mark", "yes", "attribute mark is a string, expected an int"),
+        ("gelu", "approximate", "fast", r"attribute approximate is 'fast', expected one of none \| tanh"),
+        ("layer_norm", "eps", -1.0, "attribute eps is -1, expected a finite number >= 0"),
+        ("layer_norm", "eps", float("nan"), "attribute eps is nan, expected a finite number >= 0"),
+        ("rms_norm", "offset", 2, r"attribute offset is 2, expected one of 0 \| 1"),
+        ("rms_norm", "offset", 0.5, "attribute offset is a float, expected an int"),
+        (
+            "softmax",
+            "dim",
+            2,
+            r"\(x: float32\[3, 5\]\): attribute dim is 2, expected a dimension of x: -2 to 1",
+        ),
+        ("layer_norm", "axis", -3, "attribute axis is -3, expected a dimension of x: -2 to 1"),
     ]
     for op, name, value, message in wrong:
         record = records[op]
@@ -265,13 +309,37 @@ def error_cases(cases: Cases, records: Mapping[str, Record]) -> None:
         error=r"\(x: float32\[2, 3\], weight: float32\[4\], bias: absent\): weight and bias must have one",
     )
 
+    record = records["layer_norm"]
+    cases.add(
+        "layer_norm with a weight too short",
+        one_node(record, record.combinations[0], Sample({"x": x, "weight": weight[:2], "bias": None})),
+        [({"x": x, "weight": weight[:2]}, {})],
+        error=r"the_layer_norm_of_x.*\(x: float32\[2, 3\], weight: float32\[2\], bias: absent\): weight has "
+        r"shape \[2\], expected x\[axis:\] = \[3\]",
+    )
+    record = records["swiglu_packed"]
+    cases.add(
+        "swiglu_packed of an odd width",
+        one_node(record, record.combinations[0], Sample({"x": x})),
+        [({"x": x}, {})],
+        error=r"x has shape \[2, 3\], expected x\[:-1\] \+ \[x\[-1\] // 2 \* 2\] = \[2, 2\]",
+    )
+    record = records["swiglu"]
+    cases.add(
+        "swiglu of two shapes",
+        one_node(record, record.combinations[0], Sample({"x": x, "gate": weight})),
+        [({"x": x, "gate": weight}, {})],
+        error=r"the inputs must have one shape: x has \[2, 3\], gate has \[4\]",
+    )
+
 
 def all_cases() -> Cases:
     """Everything; needs the torch ops loaded (torch gives the expected bits)."""
     records = dict(torch_op.records()) | dict(_probe())
     cases = Cases()
-    for name in ("relu", "pad_affine", "double_and_sum"):
-        op_cases(cases, records[name])
+    for record in RECORDS.values():
+        op_cases(cases, record)
+    broadcast_cases(cases, records)
     chain_cases(cases, records["relu"])
     in_place_cases(cases, records)
     attribute_cases(cases, records)

@@ -1,12 +1,15 @@
 // The C++ side of a record as a filter, so that tests can compare it with torch's parser and with
 // Python's evaluator on texts that no op of ours has. One request a line, fields separated by tabs:
 //
-//   schema <text>                                -> the record's JSON
-//   validate <text> <field> <value> ...          -> "valid" (fields: dtypes shapes scratch in_place
-//   choices ...) shape <text> <expression> <shapes> <values>  -> the shape, "2,3,?"; "?" alone
-//   where the rank is not known entry <entries> <name>                       -> the value defaults
-//   <text>                              -> the attributes' defaults, separated by "|" level -> the
-//   instruction set that kernels would choose
+//   schema <text>                                             -> the record's JSON
+//   validate <text> <field> <value> ...                       -> "valid"; fields: dtypes shapes ...
+//   shape <text> <expression> <shapes> <values>               -> the shape, "2,3,?"; "*" where the
+//                                                                rank is not known
+//   check <text> <shapes> <values> <field> <value> ...        -> "fits", or the checks' message
+//   entry <entries> <name>                                    -> the value
+//   defaults <text>                                           -> the attributes' defaults, "|"
+//   between level                                                     -> the instruction set of the
+//   kernels
 //
 // Shapes of the inputs are separated by ";", an absent one is "-", an unknown rank "*", an unknown
 // size "?". Values of the attributes are separated by ";" too. Whatever the record code throws is
@@ -19,6 +22,7 @@
 #include "kernels/check.h"
 #include "kernels/cpu_features.h"
 #include "kernels/json.h"
+#include "kernels/validate.h"
 
 namespace twinop {
 namespace {
@@ -46,19 +50,67 @@ std::string Json(const Record& record) {
   return text;
 }
 
-std::string ValidateFields(const std::vector<std::string>& request) {
-  Record record(request.at(1));
-  for (std::size_t i = 2; i + 1 < request.size(); i += 2) {
+// The record of a schema, with the fields given in pairs from `begin` on.
+Record WithFields(const std::string& schema, const std::vector<std::string>& request,
+                  std::size_t begin) {
+  Record record(schema);
+  for (std::size_t i = begin; i + 1 < request.size(); i += 2) {
     const std::string& field = request[i];
     if (field == "dtypes") record = record.dtypes(request[i + 1]);
     if (field == "shapes") record = record.shapes(request[i + 1]);
+    if (field == "input_shapes") record = record.input_shapes(request[i + 1]);
+    if (field == "limits") record = record.limits(request[i + 1]);
+    if (field == "rows") record = record.rows(request[i + 1]);
+    if (field == "elementwise") record = record.elementwise();
     if (field == "scratch") record = record.scratch(request[i + 1]);
     if (field == "in_place") record = record.in_place(request[i + 1]);
     if (field == "choices") record = record.choices(request[i + 1]);
     if (field == "gradient") record = record.gradient(request[i + 1]);
     if (field == "autocast") record = record.autocast(request[i + 1]);
   }
-  return Validate(record) ? "valid" : "not valid";
+  return record;
+}
+
+void ReadValues(const Schema& schema, const std::string& text, Attribute* attributes) {
+  std::vector<std::string> values = Split(text, ';');
+  for (std::size_t i = 0; i < schema.attribute_count; ++i) {
+    Kind kind = schema.attribute(i).kind;
+    if (kind == Kind::kInt || kind == Kind::kBool) attributes[i].i = std::stoll(values.at(i));
+    if (kind == Kind::kFloat && !values.at(i).empty()) attributes[i].f = std::stod(values[i]);
+    if (kind != Kind::kIntList) continue;
+    for (const std::string& value : SplitList(values.at(i), ','))
+      attributes[i].ints[attributes[i].count++] = std::stoll(value);
+  }
+}
+
+// What a binding checks of the attributes and shapes, and the outputs' shapes.
+std::string CheckCall(const std::vector<std::string>& request) {
+  const Record record = WithFields(request.at(1), request, 4);
+  std::vector<std::string> texts = Split(request.at(2), ';');
+  std::int64_t sizes[kMaxArguments][kMaxRank];
+  Tensor inputs[kMaxArguments];
+  for (std::size_t i = 0; i < record.schema.input_count; ++i) {
+    if (texts.at(i) == "-") continue;
+    inputs[i].present = true;
+    inputs[i].dtype = DType::kFloat32;
+    inputs[i].sizes = sizes[i];
+    for (const std::string& size : SplitList(texts[i], ','))
+      sizes[i][inputs[i].rank++] = std::stoll(size);
+  }
+  Attribute attributes[kMaxArguments] = {};
+  ReadValues(record.schema, request.at(3), attributes);
+  for (std::size_t i = 0; i < record.schema.attribute_count; ++i)
+    if (Status status = CheckAttribute(record, i, attributes[i]); !status.ok())
+      return status.message();
+  if (Status status = CheckShapes(record, inputs, attributes); !status.ok())
+    return status.message();
+  for (std::size_t i = 0; i < record.schema.output_count; ++i) {
+    std::int64_t output[kMaxRank];
+    std::size_t rank = 0;
+    Status status = OutputShape(record, i, inputs, attributes, output, &rank);
+    if (!status.ok()) return status.message();
+  }
+  return "fits";
 }
 
 std::string EvaluateShape(const std::vector<std::string>& request) {
@@ -75,14 +127,7 @@ std::string EvaluateShape(const std::vector<std::string>& request) {
       shapes[i].Push(Dim{size == "?" ? -1 : std::stoll(size), nullptr});
   }
   Attribute attributes[kMaxArguments] = {};
-  std::vector<std::string> values = Split(request.at(4), ';');
-  for (std::size_t i = 0; i < schema.attribute_count; ++i) {
-    Kind kind = schema.attribute(i).kind;
-    if (kind == Kind::kInt || kind == Kind::kBool) attributes[i].i = std::stoll(values.at(i));
-    if (kind != Kind::kIntList) continue;
-    for (const std::string& value : SplitList(values.at(i), ','))
-      attributes[i].ints[attributes[i].count++] = std::stoll(value);
-  }
+  ReadValues(schema, request.at(4), attributes);
   Shape result =
       ShapeExpression(request.at(2), ShapeScope{&schema, inputs, attributes}).EvaluateShape();
   if (!result.known_rank) return "*";
@@ -125,7 +170,9 @@ std::string Defaults(const Record& record) {
 
 std::string Answer(const std::vector<std::string>& request) {
   if (request[0] == "schema") return Json(Record(request.at(1)));
-  if (request[0] == "validate") return ValidateFields(request);
+  if (request[0] == "validate")
+    return Validate(WithFields(request.at(1), request, 2)) ? "valid" : "not valid";
+  if (request[0] == "check") return CheckCall(request);
   if (request[0] == "shape") return EvaluateShape(request);
   if (request[0] == "entry") return std::string(Entry(request.at(1), request.at(2)));
   if (request[0] == "defaults") return Defaults(Record(request.at(1)));

@@ -1,31 +1,24 @@
-"""Inputs for every op under test, and its meaning in fp64: what the parity matrix runs over.
+"""Inputs for every op under test, derived from its record: what the parity matrix runs over.
 
-An elementwise op needs an entry in REFERENCES only; another op gives its cases as well. A new record without
-an entry fails `test_every_op_has_samples`.
+An op of the two skeletons, elementwise or row-wise, needs nothing here; another op gives its cases. What each
+op means, in fp64, stands in `references.py`.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from twinop import torch_op
 from twinop.library import find_library
-from twinop.record import Record
+from twinop.record import Record, entries
 
 torch_op.load_library(find_library("test_ops_torch"))
 
-RECORDS = {name: record for name, record in torch_op.records().items() if not record.is_backward}
-
-# Largest distance from the fp64 reference, in units of the result's last place (eps of the dtype), per op.
-# 0: the result is exact, or the reference rounded once.
-TOLERANCE_ULP = {
-    "relu": {"float32": 0, "float16": 0, "bfloat16": 0, "float64": 0},
-    # fp32 arithmetic with a contraction here and there, then one rounding; sums of up to 257 terms.
-    "pad_affine": {"float32": 4, "float16": 1, "bfloat16": 1, "float64": 4},
-    "double_and_sum": {"float32": 257, "float16": 1, "bfloat16": 1, "float64": 257},
-}
+ALL = torch_op.records()
+RECORDS = {name: record for name, record in ALL.items() if not record.is_backward}
 
 
 @dataclass
@@ -36,14 +29,29 @@ class Sample:
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: str) -> "Sample":
-        inputs = {name: None if t is None else t.to(device) for name, t in self.inputs.items()}
+        return self.map(lambda tensor: tensor.to(device))
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Sample":
+        """The same call with every tensor changed."""
+        inputs = {name: None if t is None else change(t) for name, t in self.inputs.items()}
         return Sample(inputs, self.attributes)
 
+    def __str__(self) -> str:
+        shapes = {name: None if t is None else tuple(t.shape) for name, t in self.inputs.items()}
+        return f"{shapes} {self.attributes}"
 
-def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+
+def torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+# ---------------------------------------------------------------------------- numbers
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:
     """Random numbers, and among them NaN with a payload, infinities, both zeros, subnormals."""
     generator = torch.Generator().manual_seed(seed)
-    tensor = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    tensor = (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
     info = torch.finfo(dtype)
     special = torch.tensor(
         [float("inf"), float("-inf"), 0.0, -0.0, info.tiny, -info.tiny, info.max, info.min, float("nan")],
@@ -60,23 +68,181 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
     return tensor
 
 
+def _some(row: torch.Tensor) -> torch.Tensor:
+    return row[row.numel() // 3 : row.numel() // 3 + 1]
+
+
+ROW_KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "normal": lambda row: None,
+    "all equal": lambda row: row.fill_(1.7),
+    "one huge value": lambda row: _some(row).fill_(3e4),
+    "mean 1e4, std 1": lambda row: row.add_(1e4),
+    "all -inf": lambda row: row.fill_(-torch.inf),
+    "one NaN": lambda row: _some(row).fill_(torch.nan),
+    "one inf": lambda row: _some(row).fill_(torch.inf),
+    "some -inf": lambda row: row[::2].fill_(-torch.inf),
+    "all zero": lambda row: row.fill_(-0.0),
+    "spread": lambda row: row.mul_(30),
+}
+"""What a row may hold; rows of a sample go through them in turn. None overflows when it is squared."""
+
+
+def row_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    if tensor.dim() > 0 and tensor.shape[-1] > 0:
+        for row, make in zip(tensor.view(-1, tensor.shape[-1]), itertools.cycle(ROW_KINDS.values())):
+            make(row)
+    return tensor.to(dtype)
+
+
+def plain_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+# ---------------------------------------------------------------------------- what the record says
+
+
+def limits(record: Record) -> dict[str, str]:
+    """Attribute -> its limit: "of x", ">= 0", "in 0 | 1"."""
+    parts = [part.strip().partition(" ") for part in record.limits.split(";") if part.strip()]
+    return {name: limit for name, _, limit in parts}
+
+
+# The op checks its inputs' shapes itself.
+OWN_SHAPES = {"pad_affine": "weight = x[-1:]; bias = x[-1:]"}
+
+
+def input_shapes(
+    record: Record, shape: Sequence[int], attributes: Mapping[str, Any] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """A shape for every input, given that of the first; that one too may have to bend (to an even width)."""
+    given = {entry.name: entry.default for entry in record.attributes} | dict(attributes or {})
+    texts = entries(record.input_shapes or OWN_SHAPES.get(record.name, ""))
+    shapes = {entry.name: tuple(shape) for entry in record.inputs}
+    for name in [*shapes, *shapes]:  # twice: an earlier input may be said in terms of a later one
+        probe = replace(record, outputs=(name,), shapes=f"{name} = {texts.get(name, record.inputs[0].name)}")
+        shapes[name] = probe.infer_shapes(shapes, given)[name]
+    return shapes
+
+
+def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
+    """Every attribute away from its default once, the axes at every dimension."""
+    found: list[dict[str, Any]] = [{}]
+    for name, choices in record.attribute_choices.items():
+        default = record.attribute(name)
+        found += [{name: choice} for choice in choices if default is None or choice != default.default]
+    for name, limit in limits(record).items():
+        word, _, rest = limit.partition(" ")
+        if word == "of":
+            found += [{name: axis} for axis in (*range(-rank, -1), *range(rank))]
+        elif word == "in":
+            found += [{name: int(choice)} for choice in rest.split("|")]
+        else:
+            found += [{name: float(rest) + 0.25}]
+    if len(found) > 2:  # and two at once
+        found.append(found[1] | found[-1])
+    return found
+
+
+def presence_patterns(record: Record, dtypes: Mapping[str, str]) -> list[dict[str, bool]]:
+    """Which inputs are given, all of them first; none whose dtypes would mean another combination."""
+    optional = [entry.name for entry in record.inputs if entry.optional]
+    found = []
+    for given in itertools.product((True, False), repeat=len(optional)):
+        present = {entry.name: True for entry in record.inputs} | dict(zip(optional, given, strict=True))
+        if (
+            record.combination_of({name: dtypes[name] for name, is_given in present.items() if is_given})
+            == dtypes
+        ):
+            found.append(present)
+    return found
+
+
+def make_sample(
+    record: Record,
+    dtypes: Mapping[str, str],
+    shape: Sequence[int],
+    seed: int = 0,
+    attributes: Mapping[str, Any] | None = None,
+    present: Mapping[str, bool] | None = None,
+    tame: bool = False,
+) -> Sample:
+    """A call whose first input has (about) this shape. Tame: finite numbers of everyday size."""
+    inputs: dict[str, torch.Tensor | None] = {}
+    shapes = input_shapes(record, shape, attributes)
+    for i, (name, wanted) in enumerate(shapes.items()):
+        dtype = torch_dtype(dtypes[name])
+        if present and not present[name]:
+            inputs[name] = None
+        elif tame or (not record.is_elementwise and (i > 0 and wanted != shapes[record.inputs[0].name])):
+            inputs[name] = plain_values(wanted, dtype, seed + 50 * i)
+        elif record.is_elementwise:
+            inputs[name] = values(wanted, dtype, seed + 50 * i, (1, 8, 60)[seed % 3])
+        else:
+            inputs[name] = row_values(wanted, dtype, seed + 50 * i)
+    return Sample(inputs, dict(attributes or {}))
+
+
+# ---------------------------------------------------------------------------- cases
+
 SIZES = (0, 1, 2, 3, 4, 5, 7, 31, 33, 63, 64, 65, 127, 1023, 1025, 10007, 65537)
 SHAPES = ((), (1,), (0, 3), (3, 0), (5, 7), (2, 3, 4), (1, 2, 1, 3, 1, 2, 1, 5))
+PAIRS = (((3, 1), (1, 4)), ((5, 7), (7,)), ((), (6,)), ((33, 65), (33, 1)), ((2, 0), (1,)), ((1,), (3, 0, 2)))
+WIDTHS = (1, 2, 3, 8, 31, 32, 33, 64, 127, 128, 129, 255, 257, 1023, 1024, 1025)
+WIDE = (4095, 4096, 4097, 16383, 16384, 16385, 65537)
+ROW_SHAPES = ((7,), (1, 5), (0, 4), (3, 0), (2, 0, 3), (2, 3, 65), (130, 17))
 
 
 def samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
-    """The cases of one op for one dtype combination, on the CPU, contiguous."""
-    if record.is_elementwise:
-        for seed, shape in enumerate([(size,) for size in SIZES] + list(SHAPES)):
-            yield Sample(
-                {entry.name: values(shape, torch_dtype(dtypes[entry.name]), seed) for entry in record.inputs}
-            )
-    else:
+    """The cases of one op for one dtype combination, on the CPU, contiguous: some forty small ones."""
+    if record.name in CASES:
         yield from CASES[record.name](dtypes)
+    elif record.is_elementwise:
+        yield from _elementwise(record, dtypes)
+    else:
+        yield from _rowwise(record, dtypes)
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
+def wide_samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+    """Rows up to 65537 wide; for ops of the row-wise skeleton."""
+    if record.name not in CASES and not record.is_elementwise:
+        for seed, width in enumerate(WIDE):
+            yield make_sample(record, dtypes, (4 if width < 5000 else 2, width), seed)
+
+
+def large_sample(record: Record, dtypes: dict[str, str]) -> Sample:
+    """More elements than one thread takes, in pieces that no count of threads divides."""
+    return make_sample(record, dtypes, (300_017,) if record.is_elementwise else (1009, 114), 5)
+
+
+def _elementwise(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+    for seed, shape in enumerate([(size,) for size in SIZES] + list(SHAPES)):
+        yield make_sample(record, dtypes, shape, seed)
+    for seed, attributes in enumerate(attribute_variants(record, 1)[1:]):
+        for size in (1, 5, 127, 1025):
+            yield make_sample(record, dtypes, (size,), seed, attributes)
+    if "broadcast(" in record.shapes:
+        for seed, pair in enumerate(PAIRS):
+            inputs: dict[str, torch.Tensor | None] = {
+                entry.name: values(shape, torch_dtype(dtypes[entry.name]), seed)
+                for entry, shape in zip(record.inputs, pair, strict=True)
+            }
+            yield Sample(inputs)
+
+
+def _rowwise(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+    patterns = presence_patterns(record, dtypes)
+    for seed, width in enumerate(WIDTHS):
+        yield make_sample(record, dtypes, (len(ROW_KINDS), width), seed, present=patterns[0])
+    for seed, shape in enumerate(ROW_SHAPES):
+        yield make_sample(record, dtypes, shape, seed, present=patterns[0])
+    for seed, present in enumerate(patterns[1:]):
+        for shape in ((len(ROW_KINDS), 33), (1, 1024), (3, 0)):
+            yield make_sample(record, dtypes, shape, seed, present=present)
+    for seed, attributes in enumerate(attribute_variants(record, 3)[1:]):
+        yield make_sample(record, dtypes, (4, 5, 6), seed, attributes, patterns[seed % len(patterns)])
 
 
 def _pad_affine(dtypes: dict[str, str]) -> Iterator[Sample]:
@@ -98,40 +264,29 @@ def _double_and_sum(dtypes: dict[str, str]) -> Iterator[Sample]:
         yield Sample({"x": values(shape, torch_dtype(dtypes["x"]), seed)})
 
 
+def _matmul(dtypes: dict[str, str]) -> Iterator[Sample]:
+    pairs = [
+        ((1, 1), (1, 1)),
+        ((5, 7), (7, 3)),
+        ((33, 65), (65, 31)),
+        ((128, 128), (128, 128)),
+        ((0, 3), (3, 2)),
+        ((2, 0), (0, 3)),
+        ((3, 4, 5), (3, 5, 6)),
+        ((4, 5), (2, 3, 5, 6)),
+        ((129, 257), (257, 127)),
+    ]
+    for seed, (a, b) in enumerate(pairs):
+        for attributes in ({}, {"variant": "naive"}, {"tile": 8}, {"tile": 32})[: 4 if seed % 2 else 1]:
+            inputs: dict[str, torch.Tensor | None] = {
+                "a": plain_values(a, torch_dtype(dtypes["a"]), seed),
+                "b": plain_values(b, torch_dtype(dtypes["b"]), seed + 50),
+            }
+            yield Sample(inputs, attributes)
+
+
 CASES: dict[str, Callable[[dict[str, str]], Iterator[Sample]]] = {
     "pad_affine": _pad_affine,
     "double_and_sum": _double_and_sum,
-}
-
-
-# ---------------------------------------------------------------------------- meaning, in fp64
-
-
-def _relu(x: torch.Tensor, variant: str = "auto") -> torch.Tensor:
-    return torch.where(x < 0, torch.zeros_like(x), x)
-
-
-def _pad_affine_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    scale: float = 0.1,
-    sign: str = "plus",
-    pads: tuple[int, ...] = (0, 1),
-) -> torch.Tensor:
-    scale = float(torch.tensor(scale, dtype=torch.float32))
-    y = scale * x if weight is None else scale * x * weight
-    if bias is not None:
-        y = y + bias if sign == "plus" else y - bias
-    return torch.nn.functional.pad(y, list(pads))
-
-
-def _double_and_sum_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return 2 * x, x.sum(-1)
-
-
-REFERENCES: dict[str, Callable[..., Any]] = {
-    "relu": _relu,
-    "pad_affine": _pad_affine_reference,
-    "double_and_sum": _double_and_sum_reference,
+    "matmul": _matmul,
 }

@@ -40,9 +40,9 @@ def check_document(document: dict[str, Any], benchmark: str) -> None:
     assert document["benchmark"] == benchmark
     assert environment.keys() >= ENVIRONMENT | (ON_GPU if environment["device"] == "cuda" else set())
     assert document["clocks"].keys() == {"before", "after"}
-    assert document["bars"] and document["rows"]
-    for bar in document["bars"]:
-        assert bar.keys() == {"what", "value", "bar", "passed"} and isinstance(bar["passed"], bool)
+    assert document["rows"] and (document.get("bars") or benchmark == "matmul")
+    for bar in document.get("bars", []):
+        assert bar.keys() >= {"what", "value", "bar", "passed"} and isinstance(bar["passed"], bool)
     for row in document["rows"]:
         assert 0 < row["low_us"] <= row["median_us"] and row["runs"] > 0
 

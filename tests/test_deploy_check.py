@@ -25,6 +25,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         RELU | {"variant": "fast"},
         "attribute variant is 'fast', expected one of: auto, scalar, vec4",
     ),
+    "attribute below its limit": (
+        {"op_type": "CustomLayerNorm", "eps": -1.0},
+        "attribute eps is -1, expected a finite number >= 0",
+    ),
+    "attribute that is not one of its numbers": (
+        {"op_type": "CustomRmsNorm", "offset": 2},
+        "attribute offset is 2, expected one of 0 | 1",
+    ),
     "too many inputs": (RELU | {"inputs": ["x", "x"]}, "2 inputs; it takes 1 (x)"),
     "no input": (RELU | {"inputs": []}, "input x is absent; it takes x"),
     "required input empty": (

@@ -40,6 +40,17 @@ def affine():
             return torch_op.pad_affine(x, sign="minus", pads=[1, 1])
     return Affine(), (torch.randn(2, 3),)
 
+class Residual(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch_op.CustomRMSNorm(8)
+
+    def forward(self, x):
+        return self.norm(x + x.sigmoid())
+
+def residual():
+    return Residual(), (torch.randn(2, 8),)
+
 def integers():
     return torch_op.CustomReLU(), (torch.arange(3),)
 
@@ -140,6 +151,14 @@ def test_models_of_ones_own(folder: Path) -> None:
     succeed("--model", "my_factories.models:replaced", "-o", "replaced.onnx")
     assert node_types("replaced.onnx") == ["CustomRelu"]
     assert "libtest_ops.so" in succeed("--model", "my_factories.models:affine", "-o", "affine.onnx")
+
+
+def test_a_sum_and_a_norm(folder: Path) -> None:
+    arguments = ("--model", "my_factories.models:residual", "-o", "residual.onnx")
+    assert "CustomAddRmsNorm x 1" in succeed(*arguments)
+    assert node_types("residual.onnx") == ["Sigmoid", "CustomAddRmsNorm"]
+    assert "CustomAddRmsNorm" not in succeed(*arguments, "--no-fuse")
+    assert node_types("residual.onnx") == ["Sigmoid", "Add", "CustomRmsNorm"]
 
 
 def test_what_needs_saying_is_in_the_table(folder: Path) -> None:

@@ -200,7 +200,31 @@ MALFORMED_RECORDS = [
     (("scratch", "4 // 0"), "divides by zero"),
     (("in_place", "y = n"), "in_place names no input"),
     (("choices", "mode = a | b"), "names no argument or output"),
-    (("gradient", "y = grad"), "names no argument or output"),
+    (("choices", "n = a | b"), "names no argument or output"),  # limits are for numbers
+    (("input_shapes", "y = x"), "names no argument or output"),
+    (("input_shapes", "x = z[1:]"), "names no input or attribute"),
+    (("input_shapes", "x = x[n:"), "a name is missing"),
+    (("limits", "eps >= 0"), "limits name no attribute"),
+    (("limits", "n of w"), "`a of x` is for an int and an input"),
+    (("limits", "f of x"), "`a of x` is for an int and an input"),
+    (("limits", "f >= 0.5"), "a token is missing"),
+    (("limits", "n of x; n in 0 | 1"), "limits name an attribute twice"),
+    (("limits", "f in 0 | 1"), "`in` is for an int"),
+    (("limits", "n in 0 | one"), "a number is wanted"),
+    (("limits", "n in 0, 1"), "lists ints"),
+    (("limits", "n < 3"), "a token is missing"),
+    (("rows", "f"), "rows name no int attribute"),
+    (("rows", "axis:"), "rows name no int attribute"),
+    (("rows", "-1 n"), "rows are"),
+    (("elementwise", "", "shapes", "y = x[1:]"), "has the shape of an input, or of all"),
+    (("elementwise", "", "shapes", "y = broadcast(x, [3])"), "a name is missing"),
+    (("elementwise", "", "rows", "-1"), "an elementwise op has no rows"),
+    (("gradient", "y = grad"), "gradient names no input"),
+    (("gradient", "x, y = f(grad)"), "gradient names no input"),
+    (("gradient", "x, x = f(grad)"), "an input twice"),
+    (("gradient", "x, _ = f(grad); x = grad"), "an input twice"),
+    (("gradient", "x, = f(grad)"), "a name is missing"),
+    (("gradient", "x ="), "gradient is empty"),
     (("autocast", "fp32"), "autocast is keep or widest"),
 ]
 
@@ -212,11 +236,36 @@ def test_malformed_schemas_are_refused(text: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(("field", "reason"), MALFORMED_RECORDS)
-def test_malformed_records_are_refused(field: tuple[str, str], reason: str) -> None:
+def test_malformed_records_are_refused(field: tuple[str, ...], reason: str) -> None:
     schema = "f(Tensor x, int n=1, float f=1) -> Tensor"
-    assert driver().ask("validate", schema, "shapes", "y = [n - 8, 8 // n] + x[n:]") == "valid"
     answer = driver().ask("validate", schema, *field)
     assert answer.startswith("error ") and reason in answer
+
+
+WELL_FORMED_RECORDS = [
+    ("shapes", "y = [n - 8, 8 // n] + x[n:]"),
+    ("shapes", "y = w"),  # absent, it is [0]
+    ("input_shapes", "w = x[n:]; x = x[:-1] + [x[-1] // 2 * 2]"),
+    ("limits", "n of x; f >= 0"),
+    ("limits", "n in -1 | 0 | 1 ; f >= -2;"),
+    ("rows", "n:"),
+    ("rows", "n"),
+    ("rows", "-1"),
+    ("elementwise", "", "shapes", "y = broadcast(x, w)"),
+    ("elementwise", "", "shapes", "y = broadcast(broadcast(w, x), (x))"),
+    ("elementwise", "", "shapes", "y = w"),
+    ("gradient", "x, w, _ = f(grad, (1, 2), 'a = b; c'); "),
+    ("gradient", "x, _, _ = f(grad); w = grad_x"),
+    ("gradient", "x = f(grad == 0)"),
+]
+
+
+@pytest.mark.parametrize("field", WELL_FORMED_RECORDS)
+def test_well_formed_records(field: tuple[str, ...]) -> None:
+    assert (
+        driver().ask("validate", "f(Tensor x, Tensor? w=None, int n=1, float f=1) -> Tensor", *field)
+        == "valid"
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,6 +275,8 @@ def test_malformed_records_are_refused(field: tuple[str, str], reason: str) -> N
         ('Record("g(Tensor x, int n=a) -> Tensor")', "a number is wanted"),
         ('Record("g(Tensor x) -> Tensor").shapes("y = x[0")', "a token is missing"),
         ('Record("g(Tensor x) -> Tensor").dtypes("float31")', "a dtype that does not exist"),
+        ('Record("g(Tensor x, int n=0) -> Tensor").limits("n of y")', "is for an int and an input"),
+        ('Record("g(Tensor x) -> Tensor").gradient("x, y = f(grad)")', "names no input"),
         ('Record("f(Tensor x) -> Tensor")', "static assertion failed"),  # the id is not the schema's name
     ],
 )
@@ -278,6 +329,19 @@ def test_combinations() -> None:
         {"x": "float16", "w": "float32", "y": "float16"},
         {"x": "bfloat16", "w": "float32", "y": "float64"},
     )
+
+
+def test_gradients_and_limits() -> None:
+    record = parse("f(Tensor x, Tensor? w=None, int n=1, float e=1) -> Tensor")
+    assert record
+    text = "x, w, _ = f(grad, n == 1, 'a; b = c') ; w = grad_x;"
+    record = Record(**{**vars(record), "gradient": text, "limits": "n of x; e >= 0 ;"})
+    assert [(gradient.names, gradient.text) for gradient in record.gradients] == [
+        (("x", "w", "_"), "f(grad, n == 1, 'a; b = c')"),
+        (("w",), "grad_x"),
+    ]
+    assert record.gradients[0].inputs == ("x", "w")
+    assert record.attribute_limits == {"n": ("of", "x"), "e": (">=", "0")}
 
 
 def test_the_schema_hash_follows_the_signature() -> None:

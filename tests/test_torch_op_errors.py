@@ -47,21 +47,140 @@ def test_quantized_tensor() -> None:
         ops.relu(torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8))
 
 
-def test_wrong_attributes() -> None:
+DIMENSION = r"attribute {} is {}, expected a dimension of x: {} to {}"
+WEIGHTED = r"custom_domain::{}\(x: float32\[2, 3\], .*weight: float32\[{}\]"
+CALLS: dict[str, tuple[Callable[[str], object], str]] = {
+    "choice": (
+        lambda d: torch_op.relu(torch.ones(3, device=d), "fast"),
+        r"relu.*: attribute variant is 'fast', expected one of auto \| scalar \| vec4",
+    ),
+    "approximate": (
+        lambda d: torch_op.gelu(torch.ones(3, device=d), "fast"),
+        r"gelu.*: attribute approximate is 'fast', expected one of none \| tanh",
+    ),
+    "eps negative": (
+        lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), eps=-1e-5),
+        r"layer_norm.*: attribute eps is -1e-05, expected a finite number >= 0",
+    ),
+    "eps nan": (
+        lambda d: torch_op.rms_norm(torch.ones(2, 3, device=d), eps=float("nan")),
+        r"rms_norm.*: attribute eps is nan, expected a finite number >= 0",
+    ),
+    "eps inf": (
+        lambda d: torch_op.add_rms_norm(*(torch.ones(3, device=d),) * 3, eps=float("inf")),
+        r"add_rms_norm.*: attribute eps is inf, expected a finite number >= 0",
+    ),
+    "offset": (
+        lambda d: torch_op.rms_norm(torch.ones(2, 3, device=d), offset=2),
+        r"rms_norm.*: attribute offset is 2, expected one of 0 \| 1",
+    ),
+    "dim": (
+        lambda d: torch_op.softmax(torch.ones(2, 3, device=d), 2),
+        r"softmax\(x: float32\[2, 3\]\): " + DIMENSION.format("dim", 2, -2, 1),
+    ),
+    "negative dim": (
+        lambda d: torch_op.softmax(torch.ones(2, 3, device=d), -3),
+        r"softmax\(x: float32\[2, 3\]\): " + DIMENSION.format("dim", -3, -2, 1),
+    ),
+    "dim of a scalar": (
+        lambda d: torch_op.softmax(torch.ones((), device=d), 1),
+        r"softmax\(x: float32\[\]\): " + DIMENSION.format("dim", 1, -1, 0),
+    ),
+    "axis": (
+        lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), axis=2),
+        DIMENSION.format("axis", 2, -2, 1),
+    ),
+    "weight's width": (
+        lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), torch.ones(4, device=d)),
+        WEIGHTED.format("layer_norm", 4) + r".*: weight has shape \[4\], expected x\[axis:\] = \[3\]",
+    ),
+    "weight's rank": (
+        lambda d: torch_op.rms_norm(torch.ones(2, 3, device=d), torch.ones(1, 3, device=d)),
+        WEIGHTED.format("rms_norm", "1, 3") + r".*: weight has shape \[1, 3\], expected x\[axis:\] = \[3\]",
+    ),
+    "weight of other axes": (
+        lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), torch.ones(3, device=d), axis=0),
+        r"weight has shape \[3\], expected x\[axis:\] = \[2, 3\]",
+    ),
+    "bias": (
+        lambda d: torch_op.layer_norm(torch.ones(2, 3, device=d), None, torch.ones(2, device=d)),
+        r"weight: absent, bias: float32\[2\]\): bias has shape \[2\], expected x\[axis:\] = \[3\]",
+    ),
+    "residual": (
+        lambda d: torch_op.add_rms_norm(
+            torch.ones(2, 3, device=d), torch.ones(3, device=d), torch.ones(3, device=d)
+        ),
+        r"residual has shape \[3\], expected x = \[2, 3\]",
+    ),
+    "one shape": (
+        lambda d: ops.relu_backward(torch.ones(3, device=d), torch.ones(4, device=d)),
+        r"relu_backward\(grad_y: float32\[3\], y: float32\[4\]\): the inputs must have one shape: "
+        r"grad_y has \[3\], y has \[4\]",
+    ),
+    "swiglu does not broadcast": (
+        lambda d: torch_op.swiglu(torch.ones(2, 3, device=d), torch.ones(3, device=d)),
+        r"swiglu\(.*\): the inputs must have one shape: x has \[2, 3\], gate has \[3\]",
+    ),
+    "broadcast": (
+        lambda d: torch_op.add(torch.ones(2, 3, device=d), torch.ones(4, device=d)),
+        r"add\(a: float32\[2, 3\], b: float32\[4\]\): the inputs' shapes do not broadcast: a has \[2, 3\], b "
+        r"has \[4\]; from the last dimension on, sizes must be equal or 1",
+    ),
+    "packed": (
+        lambda d: torch_op.swiglu_packed(torch.ones(2, 7, device=d)),
+        r"swiglu_packed\(.*\): x has shape \[2, 7\], expected x\[:-1\] \+ \[x\[-1\] // 2 \* 2\] = \[2, 6\]",
+    ),
+    "packed scalar": (
+        lambda d: torch_op.swiglu_packed(torch.ones((), device=d)),
+        r"swiglu_packed.*x\[:-1\] \+ \[x\[-1\] // 2 \* 2\]",
+    ),
+    "integers": (
+        lambda d: torch_op.add(torch.ones(3, dtype=torch.int64, device=d), torch.ones(3, device=d).long()),
+        r"add\(a: int64\[3\], b: int64\[3\]\): no kernel takes these dtypes; .* one of: float32; float16;",
+    ),
+    "complex": (
+        lambda d: torch_op.softmax(torch.ones(3, dtype=torch.complex64, device=d)),
+        r"softmax\(x: complex64\[3\]\): no kernel takes these dtypes",
+    ),
+    "mixed": (
+        lambda d: torch_op.layer_norm(torch.ones(3, device=d), torch.ones(3, device=d).half()),
+        r"\(x: float32\[3\], weight: float16\[3\], bias: absent\): no kernel takes these dtypes; .*"
+        r"float16 weight=float32 bias=float32; .*\(all inputs the same but where one is named\)",
+    ),
+    "None": (
+        lambda d: torch_op.swiglu(torch.ones(3, device=d), None),
+        "custom_domain::swiglu: gate is None; it must be a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_calls(name: str, device: str) -> None:
+    """The kernels and the fakes (torch.compile, torch.export, meta tensors) say the same."""
+    call, message = CALLS[name]
+    with pytest.raises((RuntimeError, RecordError), match=message):
+        call(device)
+
+
+def test_the_fakes_errors_come_out_of_torch_compile() -> None:
+    for function, message in (
+        (lambda x: torch_op.softmax(x, 2), "expected a dimension of x: -2 to 1"),
+        (lambda x: torch_op.rms_norm(x, x), r"weight has shape \[2, 3\], expected x\[axis:\] = \[3\]"),
+    ):
+        with pytest.raises(Exception, match=message):
+            torch.compile(function, fullgraph=True, backend="eager")(torch.ones(2, 3))
+
+
+def test_wrong_lists() -> None:
     x = torch.randn(3)
-    with pytest.raises(RuntimeError, match=r"variant is 'fast', expected one of auto \| scalar \| vec4"):
-        torch_op.relu(x, "fast")
-    with pytest.raises(RuntimeError, match="pads has 9 entries, at most 8"):
+    with pytest.raises(RuntimeError, match="attribute pads has 9 entries, at most 8"):
         ops.pad_affine(x, pads=list(range(9)))
     with pytest.raises(RuntimeError, match=r"pad_affine\(x: float32\[3\].*too short"):
         ops.pad_affine(x, pads=[1])
 
 
-def test_wrong_shapes() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"relu_backward\(grad_y: float32\[3\], y: float32\[4\]\).*one shape"
-    ):
-        ops.relu_backward(torch.randn(3), torch.randn(4))
+def test_what_only_the_launcher_sees() -> None:
     with pytest.raises(RuntimeError, match=r"bias: float32\[4\]\).*as long as the last one of x"):
         ops.pad_affine(torch.randn(2, 3), None, torch.randn(4))
     for op in (ops.pad_affine, ops.double_and_sum):
@@ -69,19 +188,33 @@ def test_wrong_shapes() -> None:
             op(torch.tensor(1.0))
 
 
-def test_mixed_devices() -> None:
-    with pytest.raises(
-        RecordError, match="all tensors must be on one device; weight is on meta, the first on cpu"
-    ):
-        ops.pad_affine(torch.randn(2, 3), torch.randn(3, device="meta"))
+MIXED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "pad_affine": (lambda w: ops.pad_affine(torch.randn(2, 3), w), "weight"),
+    "layer_norm": (lambda w: torch_op.layer_norm(torch.randn(2, 3), w), "weight"),
+    "layer_norm bias": (lambda b: torch_op.layer_norm(torch.randn(2, 3), None, b), "bias"),
+    "add_rms_norm": (lambda w: torch_op.add_rms_norm(*torch.randn(2, 2, 3), w), "weight"),
+    "add": (lambda b: torch_op.add(torch.randn(2, 3), b), "b"),
+}
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_devices(name: str, device: str) -> None:
+    call, argument = MIXED[name]
+    where = "cuda:0" if device == "cuda" else device
+    message = (
+        rf"custom_domain::.*all tensors must be on one device; {argument} is on {where}, the first on cpu"
+    )
+    with pytest.raises((RecordError, RuntimeError), match=message):
+        call(torch.randn(3, device=device))
 
 
 @pytest.mark.cuda
-def test_mixed_devices_cuda() -> None:
+def test_a_weight_left_on_the_cpu() -> None:
     with pytest.raises(
         RuntimeError, match="all tensors must be on one device; weight is on cpu, the first on cuda:0"
     ):
-        ops.pad_affine(torch.randn(2, 3, device="cuda"), torch.randn(3))
+        torch_op.layer_norm(torch.randn(2, 3, device="cuda"), torch.randn(3))
 
 
 def test_an_op_name_in_two_libraries(tmp_path: Path) -> None:

@@ -1,0 +1,294 @@
+"""What the report on all ops measures, and what it refuses to. Never how fast it is."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import Tensor
+
+from twinop import torch_op
+from twinop.bench import latency, numerics, peers
+from twinop.bench.cases import BACKWARD, FORWARD, Case, choose, family_of, latency_table, make_inputs, table
+from twinop.bench.cells import IN_ORT, IN_TORCH, cells_of
+from twinop.bench.measure import Machine, machine
+from twinop.bench.peers import ENTRIES, Entry
+from twinop.bench.providers import EAGER, Budget, Providers
+from twinop.bench.report import BenchError
+from twinop.bench.runs import backward_run, onnx_nodes
+from twinop.library import find_library, read_library
+
+CPU = torch.device("cpu")
+BUILT = {name: entry for name, entry in ENTRIES.items() if entry.op in torch_op.records()}
+each_entry = pytest.mark.parametrize("name", list(BUILT))
+
+
+def on_cpu(*wanted: str) -> Machine:
+    providers = Providers(CPU, None, 2, wanted or None, Budget(0, 1))
+    return machine(CPU, providers, rounds=2, seconds=0.01)
+
+
+def small(name: str, direction: str = FORWARD, dtype: str = "float32") -> Case:
+    family = family_of(torch_op.records()[ENTRIES[name].op], ENTRIES[name])
+    return Case(name, family, dtype, (6, 32) if family == "rows" else (192,), direction)
+
+
+# ------------------------------------------------------------------------------- the tables
+
+
+def test_every_op_of_the_library_has_an_entry() -> None:
+    """But matmul, which has a report of its own."""
+    ops = {
+        name
+        for name, record in read_library(find_library("custom_ops")).records.items()
+        if not record.is_backward
+    }
+    assert ops - {"matmul"} <= {entry.op for entry in ENTRIES.values()}
+
+
+@each_entry
+def test_an_entry_fits_its_record(name: str) -> None:
+    entry, record = BUILT[name], torch_op.records()[BUILT[name].op]
+    known = [each.name for each in record.inputs]
+    assert [each for each in known if each in entry.input_names] == entry.input_names
+    assert all(each.optional or each.name in entry.input_names for each in record.inputs)
+    for nodes in entry.ort.values():
+        written = {wire.strip() for _, wires in nodes.nodes for wire in wires.split("->")[1].split(",")}
+        assert set(record.outputs) <= written
+
+
+def test_the_shapes_that_are_promised() -> None:
+    cases = table("relu", ENTRIES["relu"], "cuda", quick=False)
+    assert {case.shape for case in cases} == {(1 << exponent,) for exponent in range(24, 29)}
+    assert {case.dtype for case in cases} == {"bfloat16", "float16", "float32"}
+    if "softmax" in BUILT:
+        cases = table("softmax", ENTRIES["softmax"], "cuda", quick=False)
+        forward = {case.shape_name for case in cases if case.direction == FORWARD}
+        assert forward >= {"32768x1024", "32768x4096", "8192x16384", "4096x65536", "32768x4095"}
+        assert {case.aligned for case in cases if case.columns == 4095} == {False}
+        assert any(case.direction == BACKWARD for case in cases)
+    assert [c.shape for c in latency_table("relu", ENTRIES["relu"], False)] == [
+        (64, 4096),
+        (8, 4096),
+        (1, 4096),
+    ]
+
+
+def test_ops_are_chosen_by_name() -> None:
+    assert list(choose("relu")) == ["relu"]
+    with pytest.raises(BenchError, match="--ops swish: unknown. Known: relu, gelu"):
+        choose("relu,swish")
+    with pytest.raises(BenchError, match="names no op"):
+        choose(" , ")
+
+
+# ------------------------------------------------------------------------------- a cell
+
+
+@each_entry
+def test_all_of_ours_and_torchs_are_right(name: str) -> None:
+    where = on_cpu("twinop", "eager", "ORT")
+    for direction in (FORWARD, BACKWARD) if BUILT[name].backward else (FORWARD,):
+        where.cell(small(name, direction), BUILT[name])
+    assert where.providers.problems == []
+    cells = {cell.direction: cell for cell in cells_of(where.report.rows)}
+    forward = cells[FORWARD]
+    assert {IN_TORCH, IN_ORT, EAGER, *BUILT[name].ort} <= set(forward.rows)
+    tensors = len(BUILT[name].input_names) + len(torch_op.records()[BUILT[name].op].outputs)
+    assert forward.first["bytes"] <= 4 * 192 * (tensors + (name == "swiglu_packed"))
+    if BUILT[name].backward:
+        assert {IN_TORCH, EAGER} <= set(cells[BACKWARD].rows)
+    assert all(row["median_us"] > 0 and row["gb_per_s"] >= 0 for row in where.report.rows)
+
+
+def test_compiled_too() -> None:
+    where = on_cpu("compile", "eager")
+    where.providers.budget = Budget(300, 1)
+    where.providers.budget.next_op()
+    for direction in (FORWARD, BACKWARD):
+        where.cell(small("relu", direction), BUILT["relu"])
+    assert where.providers.problems == [] and where.providers.budget.spent > 0
+    assert all("torch.compile" in cell.rows for cell in cells_of(where.report.rows))
+
+
+def test_the_time_for_compilation_ends() -> None:
+    where = on_cpu("compile", "eager")
+    where.cell(small("relu"), BUILT["relu"])
+    assert {problem.reason for problem in where.providers.problems} == {
+        "not compiled: the time for compilation is spent"
+    }
+
+
+def test_the_time_for_compilation_is_shared() -> None:
+    budget = Budget(100, 2)
+    budget.next_op()
+    budget.spent = 60
+    assert not budget.left
+    budget.next_op()
+    assert budget.left
+    budget.spent = 101
+    assert not budget.left
+
+
+def wrong(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def raising(x: Tensor) -> Tensor:
+    raise ValueError("no kernel for this\nand more")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (wrong, r"wrong result: relative error [0-9.e+]+"),
+        (raising, "ValueError: no kernel for this"),
+        (None, "ModuleNotFoundError: No module named 'nothing_like_it'"),
+    ],
+)
+def test_a_peer_that_fails_is_reported_and_not_timed(
+    function: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(peer: str) -> Any:
+        return function or __import__("nothing_like_it")
+
+    monkeypatch.setattr(peers, "resolve", resolve)
+    where = on_cpu("eager", "peer")
+    where.cell(small("relu"), replace(ENTRIES["relu"], peers={"Peer": "module:name"}))
+    [problem] = where.providers.problems
+    assert problem.row()["provider"] == "Peer"
+    assert re.fullmatch(reason, problem.reason)
+    assert {row["provider"] for row in where.report.rows} >= {EAGER} and "Peer" not in {
+        row["provider"] for row in where.report.rows
+    }
+
+
+def test_a_peer_that_spoils_its_inputs_gets_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spoiler(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return torch.relu(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            grad = grad * (x > 0)
+            x.data.fill_(-1)
+            return grad
+
+    monkeypatch.setattr(peers, "resolve", lambda peer: Spoiler.apply)
+    monkeypatch.setattr(peers, "SPOILS_INPUTS", ("module:spoiler",))
+    where = on_cpu("liger", "eager")
+    entry = replace(ENTRIES["relu"], peers={"Liger": "module:spoiler"})
+    for _ in range(2):
+        where.cell(small("relu", BACKWARD), entry)
+    assert where.providers.problems == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_peers_are_right(tmp_path: Path) -> None:
+    """In Triton's interpreter, which needs no GPU; it is chosen when Triton is imported."""
+
+    program = """
+import torch
+from twinop.bench import peers
+from twinop.bench.cases import Case, as_tuple, make_inputs
+from twinop.bench.runs import relative_error
+for name, entry in peers.ENTRIES.items():
+    if "Triton" in entry.peers:
+        case = Case(name, "rows", "float16", (5, 70))
+        inputs = make_inputs(case, entry, torch.device("cpu")).values()
+        found = as_tuple(peers.resolve(entry.peers["Triton"])(*inputs))
+        for a, b in zip(found, as_tuple(entry.eager(*(x.double() for x in inputs))), strict=True):
+            assert relative_error(a, b) < 2e-3, name
+print("all right")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "all right" in done.stdout, done.stderr
+
+
+def test_backward_runs_again_and_again() -> None:
+    x = torch.randn(5)
+    run = backward_run(torch.square, [x], [torch.ones(5)])
+    for _ in range(2):
+        torch.testing.assert_close(run()[0], 2 * x)  # type: ignore[index]
+
+
+def test_many_nodes_of_a_chain_write_one_result() -> None:
+    nodes, _ = onnx_nodes(ENTRIES["silu"], "ORT Sigmoid, Mul")
+    copies = latency.repeat(nodes, ["y"], 3)
+    assert [list(copy.output) for copy in copies] == [["s_0"], ["y_0"], ["s_1"], ["y_1"], ["s"], ["y"]]
+    assert list(copies[1].input) == ["x", "s_0"]
+    names = ["x", *(output for copy in copies for output in copy.output)]
+    assert len(set(names)) == len(names)
+    assert all(isinstance(copy, onnx.NodeProto) for copy in copies)
+
+
+# ------------------------------------------------------------------------------- numerics
+
+
+def test_ulp() -> None:
+    exact = torch.tensor([1.0, -3.0, 1e-40, 1e39], dtype=torch.float64)
+    near = torch.tensor([1.0, -3.0, 0.0, 5.0], dtype=torch.float32)
+    tiny_ulp = 2.0**-149
+    assert numerics.ulp_error(near, exact) == pytest.approx(1e-40 / tiny_ulp)  # 1e39: no float32
+    one_off = torch.tensor([1 + 2.0**-23])
+    assert numerics.ulp_error(one_off, torch.ones(1, dtype=torch.float64)) == 1
+    half = torch.tensor([0.5 + 2.0**-24])
+    assert numerics.ulp_error(half, torch.tensor([0.5], dtype=torch.float64)) == 1
+    assert numerics.ulp_error(half, torch.tensor([0.5], dtype=torch.float64), least=1.0) == 0.5
+    assert numerics.ulp_error(torch.tensor([float("nan")]), exact[:1]) == float("inf")
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+def test_gelus_reference_is_exact_where_torchs_formula_cancels(name: str) -> None:
+    """Near 0 and above, where it does not, they agree."""
+    x = torch.linspace(-1, 40, 1001, dtype=torch.float64)
+    entry = ENTRIES[name]
+    assert entry.reference is not None
+    torch.testing.assert_close(entry.reference(x), entry.eager(x), rtol=1e-13, atol=1e-16)
+    low = entry.reference(torch.tensor([-10.0]))
+    assert -1e-20 < float(low) < 0 and float(entry.eager(torch.tensor([-10.0], dtype=torch.float64))) == 0
+
+
+def test_every_finite_value_of_16_bits() -> None:
+    [x] = numerics.draw(Case("relu", "unary", "float16", (1,)), ENTRIES["relu"], CPU).values()
+    assert x.numel() == 2 * 31 * 1024 and x.isfinite().all()
+
+
+@each_entry
+def test_numerics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "ELEMENTS", 1000)
+    monkeypatch.setattr(numerics, "SHAPE", (4, 40))
+    entries = {name: BUILT[name]}
+    who = Providers(CPU, None, 2, ["twinop", "eager"], Budget(0, 0), only=numerics.providers(entries))
+    rows = numerics.measure(who, entries)
+    assert {row["dtype"] for row in rows} == set(numerics.DTYPES)
+    assert {row["provider"] for row in rows} == {IN_TORCH, IN_ORT, EAGER}
+    for row in rows:
+        if row["provider"] == IN_TORCH:
+            twin = next(r for r in rows if (r["dtype"], r["provider"]) == (row["dtype"], IN_ORT))
+            assert twin["max_ulp"] == row["max_ulp"], "torch and ONNX Runtime run the same kernel"
+    found = numerics.verdicts(rows)
+    assert {verdict["group"] for verdict in found} >= {"numerics, never the worst"}
+
+
+def test_weights_lie_around_one() -> None:
+    entry = Entry("layer_norm", "x weight", torch.relu, positive=("x",))
+    case = Case("layer_norm", "rows", "float32", (64, 128))
+    inputs = make_inputs(case, entry, CPU)
+    assert inputs["weight"].shape == (128,) and abs(float(inputs["weight"].mean()) - 1) < 0.2
+    assert float(inputs["x"].min()) > 0

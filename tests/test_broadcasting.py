@@ -1,0 +1,320 @@
+"""Elementwise ops over any shapes and strides: what numpy broadcasts, the same bits whatever the layout."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from one_node import assert_same_bits, library_of, make_session, one_node_model, run_bound
+from samples import values
+from torch.autograd import gradcheck, gradgradcheck
+
+from twinop import torch_op
+from twinop.record import DOMAIN, Record
+from twinop.torch_op import records
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+# Backward ops too: they are elementwise ops like the others, of up to three inputs and two outputs.
+ELEMENTWISE = [record for record in records().values() if record.is_elementwise]
+BROADCASTING = [record for record in ELEMENTWISE if "broadcast(" in record.shapes]
+EXACT: dict[str, Callable[..., torch.Tensor]] = {"add": torch.add, "mul": torch.mul}
+
+
+def test_the_ops_here() -> None:
+    assert {"add", "mul", "pow"} <= {record.name for record in BROADCASTING}
+    assert any(len(record.outputs) > 1 for record in ELEMENTWISE)
+    assert any(len(record.inputs) == 3 for record in ELEMENTWISE)
+
+
+def call(record: Record, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    results = getattr(getattr(torch.ops, DOMAIN), record.name)(*tensors)
+    return results if isinstance(results, tuple) else (results,)
+
+
+# ---------------------------------------------------------------------------- layouts
+
+SIZES = st.one_of(st.integers(1, 9), st.sampled_from([0, 16, 17, 32, 64, 65, 127, 256, 300]))
+MOST = 1 << 14
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, ...]:
+    shape = draw(st.lists(SIZES, max_size=5))
+    while math.prod(max(size, 1) for size in shape) > MOST:
+        shape[shape.index(max(shape))] = draw(st.integers(1, 4))
+    return tuple(shape)
+
+
+@st.composite
+def layout_of(draw: st.DrawFn, shape: tuple[int, ...]) -> dict[str, Any]:
+    """How a tensor of this shape lies in memory: order, steps, gaps and a start that is not aligned."""
+    rank = len(shape)
+    return {
+        "order": draw(st.permutations(range(rank))) if draw(st.booleans()) else list(range(rank)),
+        "steps": [draw(st.sampled_from([1, 1, 1, 2, 3])) for _ in range(rank)],
+        "gaps": [draw(st.sampled_from([0, 0, 0, 1, 5, 8])) for _ in range(rank)],
+        "expanded": [draw(st.sampled_from([False, False, False, True])) for _ in range(rank)],
+        "start": draw(st.sampled_from([0, 0, 1, 3, 8])),
+    }
+
+
+def lay_out(tensor: torch.Tensor, layout: dict[str, Any]) -> torch.Tensor:
+    """A view of other memory with this layout and the tensor's values (of the expanded ones, the first)."""
+    strides = [0] * tensor.dim()
+    extent = 1
+    for d in reversed(layout["order"]):
+        roomy = extent * tensor.shape[d] < MOST  # gaps in every dimension would fill the machine's memory
+        step, gap = (layout["steps"][d], layout["gaps"][d]) if roomy else (1, 0)
+        strides[d] = extent * step
+        extent *= max(tensor.shape[d], 1) * step + gap
+    memory = values((extent + layout["start"] + 1,), tensor.dtype, 99).to(tensor.device)
+    view = memory.as_strided(tensor.shape, strides, layout["start"])
+    if tensor.numel() > 0:
+        view.copy_(tensor)
+    for d, expanded in enumerate(layout["expanded"]):
+        if expanded and tensor.shape[d] > 0:
+            view = view.narrow(d, 0, 1).expand(tensor.shape)
+    return view
+
+
+@st.composite
+def broadcast_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    shape = draw(shapes())
+    pair = []
+    for _ in range(2):
+        part = [1 if draw(st.integers(0, 3)) == 0 else size for size in shape]
+        pair.append(tuple(part[draw(st.integers(0, len(part))) if draw(st.integers(0, 2)) == 0 else 0 :]))
+    return tuple(pair)
+
+
+def check_strides(record: Record, tensors: list[torch.Tensor], results: tuple[torch.Tensor, ...]) -> None:
+    """The fake, which torch.compile believes, says the same of the outputs."""
+    fakes = call(
+        record, *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors)
+    )
+    for result, fake in zip(results, fakes, strict=True):
+        assert result.shape == fake.shape and result.dtype == fake.dtype
+        for size, stride, expected in zip(result.shape, result.stride(), fake.stride(), strict=True):
+            same = stride == expected or size == 1 or result.numel() == 0
+            assert same, f"{record.name} {[t.stride() for t in tensors]}: {result.stride()}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("record", ELEMENTWISE, ids=lambda record: record.name)
+def test_any_layout_gives_the_same_bits(record: Record, device: str) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        shape = data.draw(shapes())
+        dtype = data.draw(st.sampled_from(DTYPES))
+        tensors = [
+            lay_out(values(shape, dtype, seed).to(device), data.draw(layout_of(shape)))
+            for seed, _ in enumerate(record.inputs)
+        ]
+        results = call(record, *tensors)
+        expected = call(record, *(tensor.contiguous() for tensor in tensors))
+        for result, exact in zip(results, expected, strict=True):
+            assert_same_bits(result, exact, f"{record.name} {shape} {[t.stride() for t in tensors]}")
+        check_strides(record, tensors, results)
+
+    check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("record", BROADCASTING, ids=lambda record: record.name)
+def test_broadcasting(record: Record, device: str) -> None:
+    @settings(max_examples=80, deadline=None)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        pair = data.draw(broadcast_pairs())
+        dtype = data.draw(st.sampled_from(DTYPES))
+        tensors = [values(shape, dtype, seed).to(device) for seed, shape in enumerate(pair)]
+        tensors = [
+            lay_out(tensor, data.draw(layout_of(tuple(tensor.shape)))) if data.draw(st.booleans()) else tensor
+            for tensor in tensors
+        ]
+        (result,) = call(record, *tensors)
+        whole = [tensor.contiguous() for tensor in torch.broadcast_tensors(*tensors)]
+        (expected,) = call(record, *whole)
+        assert_same_bits(result, expected, f"{record.name} {pair} {[t.stride() for t in tensors]}")
+        if record.name in EXACT:
+            torch.testing.assert_close(result, EXACT[record.name](*tensors), rtol=0, atol=0, equal_nan=True)
+        check_strides(record, tensors, (result,))
+
+    check()
+
+
+# Each is a path of its own in the CUDA kernels: rows and columns, aligned and not, a scalar, transposes, both
+# operands broadcast, rows shorter than a vector.
+PAIRS = [
+    ((64, 128), (128,)),
+    ((64, 127), (127,)),
+    ((64, 128), (64, 1)),
+    ((63, 127), (63, 1)),
+    ((1000, 3), (3,)),
+    ((1000, 3), (1000, 1)),
+    ((70, 1), (1, 90)),
+    ((64, 1, 32), (1, 16, 32)),
+    ((300_007,), ()),
+    ((), (300_007,)),
+    ((2, 3, 50, 70), (3, 1, 1)),
+    ((5, 1, 7, 1, 9, 1), (1, 6, 1, 8, 1, 10)),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("record", BROADCASTING, ids=lambda record: record.name)
+def test_both_runtimes_broadcast_alike(record: Record, dtype: torch.dtype, device: str) -> None:
+    names = {entry.name: str(dtype).removeprefix("torch.") for entry in record.inputs}
+    dtypes = names | dict.fromkeys(record.outputs, next(iter(names.values())))
+    session = make_session(one_node_model(record, dtypes, [True, True], {}), library_of(record), device)
+    for pair in PAIRS:
+        inputs = {
+            entry.name: values(shape, dtype, seed).to(device)
+            for seed, (entry, shape) in enumerate(zip(record.inputs, pair, strict=True))
+        }
+        (expected,) = call(record, *inputs.values())
+        actual = torch.full_like(expected, 123.0, memory_format=torch.contiguous_format)
+        run_bound(session, inputs, {record.outputs[0]: actual})
+        assert_same_bits(actual, expected.contiguous(), f"{record.name} {pair}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_of_large_tensors(dtype: torch.dtype, device: str) -> None:
+    """More elements than one thread takes; alignment of the rows, of neither or one operand."""
+    memory = values((520, 1030), dtype, 1).to(device)
+    for columns in (slice(0, 1024), slice(1, 1025), slice(3, 1030), slice(None, None, 2)):
+        for x in (memory[:, columns], memory[:, columns].t(), memory[::3, columns]):
+            y = values(tuple(x.shape), dtype, 2).to(device)
+            for a, b in ((x, y), (y, x), (x, x[:1]), (x[:, :1], y), (x.t(), y.t()), (x, x[0, 0])):
+                result = torch_op.add(a, b)
+                expected = torch_op.add(*(t.contiguous() for t in torch.broadcast_tensors(a, b)))
+                assert_same_bits(result, expected, f"{tuple(a.shape)} {a.stride()} {b.stride()}")
+
+
+# ---------------------------------------------------------------------------- the rest of torch
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["add", "mul", "pow"])
+def test_gradients_of_broadcast_inputs(name: str, device: str) -> None:
+    op = getattr(torch_op, name)
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        x = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
+        return x.to(device).requires_grad_()
+
+    for pair in (((3, 4), (4,)), ((3, 1), (1, 4)), ((2, 1, 3), ()), ((), (2, 3)), ((1, 3), (2, 3))):
+        a, b = leaf(*pair[0]), leaf(*pair[1])
+        assert gradcheck(op, (a, b)) and gradgradcheck(op, (a, b)), pair
+    assert gradcheck(lambda x: op(x.t(), x), (leaf(3, 3),))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_derivatives_of_pow_where_it_has_edges(device: str) -> None:
+    numbers = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, math.inf, -math.inf, math.nan]
+    a, b = (x.to(device) for x in torch.meshgrid([torch.tensor(numbers).double()] * 2, indexing="ij"))
+    found: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    for op, into in ((torch_op.pow, found), (torch.pow, expected)):
+        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+        result = op(x, y)
+        into += [result, *torch.autograd.grad(result.sum(), (x, y))]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 0), (1, None), (2, 0), (0, 1)])
+def test_vmap_over_broadcast_operands(in_dims: tuple[int | None, int | None], device: str) -> None:
+    a, b = torch.randn(3, 3, 3, device=device), torch.randn(3, 3, device=device)
+    if in_dims[0] is None:
+        a = a[0]
+    result = torch.vmap(torch_op.mul, in_dims=in_dims)(a, b)
+    assert torch.equal(result, torch.vmap(torch.mul, in_dims=in_dims)(a, b))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_as_operands(device: str) -> None:
+    x = torch.randn(4, 5, device=device, dtype=torch.bfloat16)
+    assert torch.equal(torch_op.add(x, 2.0), x + 2.0)
+    assert torch.equal(torch_op.mul(3, x), 3 * x)
+    torch.testing.assert_close(torch_op.pow(x, 2), x**2)
+    assert torch.equal(torch_op.add(x, torch.tensor(2.0, device=device, dtype=x.dtype)), x + 2.0)
+
+
+def test_shapes_that_do_not_broadcast() -> None:
+    for device in ("cpu", "meta"):
+        with pytest.raises(Exception, match=r"broadcast") as error:
+            torch_op.add(torch.ones(2, 3, device=device), torch.ones(4, device=device))
+        assert "2, 3" in str(error.value) and "4" in str(error.value) and "add" in str(error.value)
+
+
+# ---------------------------------------------------------------------------- swiglu of one packed tensor
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 64, 65, 255, 256, 1000])
+def test_packed_swiglu_is_swiglu_of_its_halves(columns: int, dtype: torch.dtype, device: str) -> None:
+    for rows in ((), (1,), (33,), (2, 5)):
+        wide = values((*rows, 2 * columns + 3), dtype, columns).to(device)
+        grad = values((*rows, columns), dtype, columns + 1).to(device)
+        for x in (wide[..., : 2 * columns].contiguous(), wide[..., : 2 * columns], wide[..., 1:-2]):
+            gate, value = x[..., :columns], x[..., columns:]
+            assert_same_bits(torch_op.swiglu_packed(x), torch_op.swiglu(value, gate), f"{rows} {columns}")
+            grad_x, grad_gate = torch_op.swiglu_backward(grad, value, gate)
+            assert_same_bits(
+                torch_op.swiglu_packed_backward(grad, x),
+                torch.cat((grad_gate, grad_x), -1),
+                f"backward {rows} {columns}",
+            )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_swiglu(device: str) -> None:
+    def leaf(seed: int, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double().to(device)
+
+    x, gate = leaf(0, 3, 4).requires_grad_(), leaf(1, 3, 4).requires_grad_()
+    assert gradcheck(torch_op.swiglu, (x, gate)) and gradgradcheck(torch_op.swiglu, (x, gate))
+    packed = leaf(2, 3, 8).requires_grad_()
+    assert gradcheck(torch_op.swiglu_packed, (packed,)) and gradgradcheck(torch_op.swiglu_packed, (packed,))
+
+
+def test_packed_swiglu_needs_an_even_width() -> None:
+    for device in ("cpu", "meta"):
+        with pytest.raises(Exception, match="swiglu_packed") as error:
+            torch_op.swiglu_packed(torch.ones(2, 7, device=device))
+        assert "7" in str(error.value) and "6" in str(error.value)
+
+
+# ---------------------------------------------------------------------------- more than 2^31 elements
+
+
+@pytest.mark.cuda
+def test_more_elements_than_32_bits_count() -> None:
+    rows, columns = (1 << 21) + 3, 1 << 10  # 2^31 + 3072 elements
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of GPU memory")
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
+    row = torch.arange(columns, device="cuda").to(x.dtype)
+    column = torch.arange(rows, device="cuda").to(x.dtype)[:, None]
+    ends = (slice(0, 2), slice(rows // 2 - 1, rows // 2 + 2), slice(rows - 2, rows))
+    for operand in (row, column, row[0] + 3, row.expand(rows, columns)):
+        y = torch_op.add(x, operand)
+        for part in ends:
+            expected = operand[part] if operand.dim() == 2 else operand
+            assert torch.equal(y[part], expected.expand(y[part].shape)), tuple(operand.stride())
+        del y
+    view = torch.zeros(rows, columns + 1, dtype=torch.bfloat16, device="cuda")[:, 1:]  # misaligned rows
+    y = torch_op.add(view, row)
+    for part in ends:
+        assert torch.equal(y[part], row.expand(y[part].shape))

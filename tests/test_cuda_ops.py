@@ -1,0 +1,121 @@
+"""Every op on the GPU: on side streams, in CUDA graphs, on more than 2^31 elements."""
+
+from typing import Any
+
+import pytest
+import torch
+from one_node import assert_same_bits, library_of, make_session, one_node_model, run_bound
+from samples import ALL, RECORDS, Sample, make_sample
+from ulps import as_tuple
+
+from twinop import torch_op
+from twinop.record import Record
+
+pytestmark = pytest.mark.cuda
+each_op = pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
+MANY = (1 << 31) + 9
+
+
+def call(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
+    return as_tuple(getattr(torch_op, record.name)(*sample.inputs.values(), **sample.attributes))
+
+
+def fill(sample: Sample, other: Sample) -> None:
+    for a, b in zip(sample.inputs.values(), other.inputs.values(), strict=True):
+        if a is not None and b is not None:
+            a.copy_(b)
+
+
+def same(found: Any, expected: Any, what: str) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert_same_bits(a, b, what)
+
+
+@each_op
+def test_side_stream(record: Record) -> None:
+    """The kernels follow the work queued before them on torch's current stream."""
+    dtypes = record.combinations[-1]
+    for shape in ((64, 34), (4, 65536)):
+        first, second = (make_sample(record, dtypes, shape, seed, tame=True).to("cuda") for seed in (1, 2))
+        expected = call(record, second)
+        torch.cuda.synchronize()  # nothing is left to load, which would hide a launch on another stream
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            fill(first, second)
+            found = call(record, first)
+        stream.synchronize()
+        same(found, expected, f"{record.name} {first}")
+
+
+@each_op
+def test_cuda_graph(record: Record) -> None:
+    """Captured once, replayed with other numbers; wide rows too, which may need clusters or scratch."""
+    dtypes = record.combinations[0]
+    for shape in ((64, 34), (4, 4098), (2, 65536)):
+        sample = make_sample(record, dtypes, shape, 1, tame=True).to("cuda")
+        call(record, sample)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = call(record, sample)
+        for seed in (2, 3):
+            fill(sample, make_sample(record, dtypes, shape, seed, tame=True).to("cuda"))
+            graph.replay()
+            torch.cuda.synchronize()
+            same(found, call(record, sample), f"{record.name} {sample}")
+
+
+@pytest.mark.parametrize("record", [r for r in ALL.values() if r.rows], ids=lambda record: record.name)
+def test_rows_beyond_2_to_the_31_elements(record: Record) -> None:
+    """64-bit offsets: rows at both ends and about the border are what they are alone."""
+    dtypes = next(c for c in record.combinations if set(c.values()) == {"bfloat16"})
+    columns = 4098
+    rows = MANY // columns + 3
+    shapes = {
+        name: t.shape for name, t in make_sample(record, dtypes, (1, columns)).inputs.items() if t is not None
+    }
+    present = {entry.name: not entry.optional or not record.is_backward for entry in record.inputs}
+    inputs: dict[str, torch.Tensor | None] = {}
+    for name, shape in shapes.items():
+        whole = (rows, shape[-1]) if len(shape) == 2 else tuple(shape)
+        inputs[name] = None
+        if present[name]:
+            tensor = inputs[name] = torch.empty(whole, dtype=torch.bfloat16, device="cuda")
+            for part in tensor.flatten().split(1 << 28):
+                part.normal_()
+    results = call(record, Sample(inputs))
+    for begin in (0, rows // 2, MANY // columns - 2, rows - 4):
+        few = Sample({n: t if t is None or t.dim() < 2 else t[begin : begin + 4] for n, t in inputs.items()})
+        for name, a, b in zip(record.outputs, results, call(record, few), strict=True):
+            if a.dim() == 2:  # not a sum over the rows
+                assert_same_bits(a[begin : begin + 4], b, f"{record.name}.{name} from row {begin}")
+
+
+@pytest.mark.parametrize("name", ["softmax", "rms_norm", "layer_norm"])
+def test_one_row_beyond_2_to_the_31_columns(name: str) -> None:
+    x = torch.ones(1, MANY, dtype=torch.bfloat16, device="cuda")
+    y = getattr(torch_op, name)(x)
+    expected = {"softmax": 1 / MANY, "rms_norm": 1.0, "layer_norm": 0.0}[name]
+    for part in y.flatten().split(1 << 28):
+        torch.testing.assert_close(part, torch.full_like(part, expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_than_2_to_the_31_elements(dtype: str) -> None:
+    """64-bit counts and offsets: 2^31 + 9 elements, through torch and ORT, aligned and not."""
+    size = MANY
+    record = RECORDS["relu"]
+    dtypes = next(c for c in record.combinations if c["x"] == dtype)
+    buffer = torch.empty(size + 1, dtype=getattr(torch, dtype), device="cuda")
+    for part in buffer.split(1 << 28):
+        part.normal_()
+    for x in (buffer[:size], buffer[1 : size + 1]):
+        result = torch_op.relu(x)
+        for mine, theirs in zip(result.split(1 << 28), x.split(1 << 28), strict=True):
+            assert torch.equal(mine, torch.relu(theirs))
+        actual = torch.full_like(result, 7.0)
+        session = make_session(one_node_model(record, dtypes, [True], {}), library_of(record), "cuda")
+        run_bound(session, {"x": x}, {"y": actual})
+        for mine, theirs in zip(actual.split(1 << 28), result.split(1 << 28), strict=True):
+            assert torch.equal(mine, theirs)
+        del result, actual

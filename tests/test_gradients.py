@@ -1,0 +1,183 @@
+"""Every op's derivatives: those of its fp64 reference, the same on every run, twice, compiled and batched.
+
+`test_torch_op.py` has the rest of autograd for single ops (opcheck, transforms, layouts).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from references import REFERENCES
+from samples import RECORDS, Sample, attribute_variants, make_sample, presence_patterns
+from torch.autograd import gradcheck, gradgradcheck
+from ulps import as_tuple
+
+from twinop import torch_op
+from twinop.record import Record
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+each_op = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
+# Where the derivative has a kink or the function a border, numbers keep away from it.
+POSITIVE = {"log", "pow"}
+AWAY_FROM_ZERO = {"relu"}
+
+
+def call(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
+    return as_tuple(getattr(torch_op, record.name)(*sample.inputs.values(), **sample.attributes))
+
+
+def smooth(record: Record, sample: Sample) -> Sample:
+    if record.name in POSITIVE:
+        return sample.map(lambda t: t.abs() + 0.5)
+    if record.name in AWAY_FROM_ZERO:
+        return sample.map(lambda t: t + 0.1 * t.sign())
+    return sample
+
+
+def leaves(sample: Sample) -> Sample:
+    return sample.map(lambda t: t.detach().clone().requires_grad_())
+
+
+def small(record: Record, dtypes: dict[str, str], device: str = "cpu") -> Iterator[Sample]:
+    """Every presence pattern, every attribute, two and three dimensions."""
+    patterns = presence_patterns(record, dtypes)
+    for seed, present in enumerate(patterns):
+        yield make_sample(record, dtypes, (3, 4), seed, present=present, tame=True).to(device)
+    if record.name != "matmul":
+        for seed, attributes in enumerate(attribute_variants(record, 3)[1:]):
+            present = patterns[seed % len(patterns)]
+            yield make_sample(record, dtypes, (2, 3, 4), seed, attributes, present, tame=True).to(device)
+
+
+def gradients(record: Record, sample: Sample, results: tuple[torch.Tensor, ...], seed: int = 0) -> list[Any]:
+    """Of every input that is given, for random gradients of all outputs."""
+    generator = torch.Generator().manual_seed(12345 + seed)
+    weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in results]
+    given = [t for t in sample.inputs.values() if t is not None]
+    return list(torch.autograd.grad(results, given, weights))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("record", "dtypes"),
+    [
+        pytest.param(record, dtypes, id=f"{record.name}-{'-'.join(dict.fromkeys(dtypes.values()))}")
+        for record in RECORDS.values()
+        for dtypes in record.combinations
+    ],
+)
+def test_gradients_against_fp64(record: Record, dtypes: dict[str, str], device: str) -> None:
+    """In units of the largest gradient of each input; the fp64 reference starts from the same numbers."""
+    reference = REFERENCES[record.name]
+    many = [make_sample(record, dtypes, shape, 7, tame=True) for shape in ((130, 18), (5, 1026))]
+    for sample in [*(s for s in small(record, dtypes)), *many]:
+        sample = smooth(record, sample)
+        here = leaves(sample.to(device))
+        wide = leaves(sample.map(torch.Tensor.double))
+        extra = {"stored": sample.inputs[record.inputs[0].name].dtype} if reference.stored else {}  # type: ignore[union-attr]
+        truth = as_tuple(reference.compute(*wide.inputs.values(), **sample.attributes, **extra))
+        found = call(record, here)
+        # The gradients of the outputs, rounded to the type that the op's have.
+        weights = [
+            torch.randn(y.shape, generator=torch.Generator().manual_seed(12345)).to(y.dtype) for y in found
+        ]
+        given = [t for t in here.inputs.values() if t is not None]
+        mine = torch.autograd.grad(found, given, [w.to(device) for w in weights])
+        exact = torch.autograd.grad(
+            truth, [t for t in wide.inputs.values() if t is not None], [w.double() for w in weights]
+        )
+        for tensor, a, b in zip(given, mine, exact, strict=True):
+            assert a.dtype == tensor.dtype and a.shape == b.shape
+            unit = torch.finfo(a.dtype).eps * float(b.abs().max())
+            error = float((a.cpu().double() - b).abs().max()) / unit
+            assert error <= reference.gradient_ulps, f"{record.name} {sample}: {error:.2f} ulp of the largest"
+
+
+@pytest.mark.filterwarnings("ignore:.*double precision")  # of matmul, which is fp32 only
+@pytest.mark.parametrize("device", DEVICES)
+@each_op
+def test_gradcheck(record: Record, device: str) -> None:
+    dtypes = record.combinations[-1] if record.name == "matmul" else double(record)
+    for sample in small(record, dtypes, device):
+        sample = leaves(smooth(record, sample))
+        given = {name: t for name, t in sample.inputs.items() if t is not None}
+
+        def function(*tensors: torch.Tensor, given: Any = given, sample: Sample = sample) -> Any:
+            inputs = dict.fromkeys(sample.inputs) | dict(zip(given, tensors, strict=True))
+            return call(record, Sample(inputs, sample.attributes))
+
+        if record.name == "matmul":  # fp32 only
+            options: dict[str, Any] = {"eps": 1e-2, "atol": 1e-2, "rtol": 1e-2}
+        else:
+            options = {"atol": 1e-7, "rtol": 1e-5}
+        assert gradcheck(function, tuple(given.values()), **options), str(sample)
+        assert gradgradcheck(function, tuple(given.values()), **options), str(sample)
+
+
+def double(record: Record) -> dict[str, str]:
+    return next(c for c in record.combinations if set(c.values()) == {"float64"})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_op
+def test_gradients_are_the_same_on_every_run(record: Record, device: str) -> None:
+    """Bit for bit, also from another number of threads and at other addresses."""
+    for dtypes in (record.combinations[0], record.combinations[-1]):
+        for shape in ((1000, 34), (3, 4098)):
+            sample = make_sample(record, dtypes, shape, 11, tame=True).to(device)
+            sample = leaves(smooth(record, sample))
+            first = gradients(record, sample, call(record, sample))
+            for threads in (1, 3):
+                before = torch.get_num_threads()
+                torch.set_num_threads(threads)
+                again = gradients(record, sample, call(record, sample))
+                torch.set_num_threads(before)
+                assert all(map(torch.equal, first, again)), f"{record.name} {sample}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_op
+def test_vmap(record: Record, device: str) -> None:
+    """A batch of calls is the calls one by one, wherever the batch dimension stands."""
+    dtypes = record.combinations[0]
+    names = [entry.name for entry in record.inputs]
+    for present in presence_patterns(record, dtypes):
+        one = [
+            make_sample(record, dtypes, (3, 4), seed, present=present, tame=True).to(device)
+            for seed in (1, 2)
+        ]
+        one = [smooth(record, sample) for sample in one]
+        given = [name for name, t in one[0].inputs.items() if t is not None]
+        expected = [call(record, sample) for sample in one]
+        for dim in (0, -1):
+
+            def function(*tensors: torch.Tensor, given: Any = given) -> Any:
+                inputs: Any = dict.fromkeys(names) | dict(zip(given, tensors, strict=True))
+                return call(record, Sample(inputs))
+
+            batch = [torch.stack([sample.inputs[name] for sample in one], dim) for name in given]  # type: ignore[misc]
+            found = torch.vmap(function, in_dims=dim)(*batch)
+            for i, wanted in enumerate(expected):
+                for a, b in zip(found, wanted, strict=True):
+                    torch.testing.assert_close(a[i], b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_op
+def test_compile_without_graph_break(record: Record, device: str) -> None:
+    """Forward and backward, fixed and dynamic sizes; inductor itself is in test_torch_op.py."""
+    dtypes = record.combinations[0]
+    torch._dynamo.reset()
+
+    def function(*tensors: Any) -> Any:
+        return sum(y.double().sin().sum() for y in as_tuple(getattr(torch_op, record.name)(*tensors)))
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for width in (6, 8, 10):  # the second one makes it dynamic
+        sample = leaves(smooth(record, make_sample(record, dtypes, (5, width), width, tame=True).to(device)))
+        given: Any = list(sample.inputs.values())
+        found, expected = compiled(*given), function(*given)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        for a, b in zip(torch.autograd.grad(found, given), torch.autograd.grad(expected, given), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)

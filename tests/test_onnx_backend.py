@@ -1,0 +1,146 @@
+"""ONNX's own node tests with the node replaced by ours, run by ONNX Runtime with our library.
+
+The cases come with onnx (`onnx.backend.test`): nobody here wrote their inputs or outputs.
+"""
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from one_node import library_of, make_session
+from onnx import TensorProto, helper, numpy_helper
+from onnx.backend.test.case import node as node_cases
+from samples import RECORDS
+
+from twinop.record import DOMAIN, DOMAIN_VERSION
+
+# ONNX operator -> our op, and its attributes' names in ours.
+OPS: dict[str, tuple[str, dict[str, str]]] = {
+    "Relu": ("relu", {}),
+    "Gelu": ("gelu", {"approximate": "approximate"}),
+    "Softmax": ("softmax", {"axis": "dim"}),
+    "LayerNormalization": ("layer_norm", {"axis": "axis", "epsilon": "eps"}),
+    "RMSNormalization": ("rms_norm", {"axis": "axis", "epsilon": "eps"}),
+    "Swish": ("silu", {}),
+    "Sigmoid": ("sigmoid", {}),
+    "Tanh": ("tanh", {}),
+    "Softplus": ("softplus", {}),
+    "Exp": ("exp", {}),
+    "Log": ("log", {}),
+    "Add": ("add", {}),
+    "Mul": ("mul", {}),
+    "Pow": ("pow", {}),
+    "MatMul": ("matmul", {}),
+}
+# Attributes that ours do not have, with the one value that ours compute.
+FIXED: dict[str, dict[str, Any]] = {
+    "Swish": {"alpha": 1.0},
+    "RMSNormalization": {"stash_type": 1},
+    "LayerNormalization": {"stash_type": 1},
+}
+# What ONNX's operators default to where ours default to something else.
+DEFAULTS: dict[str, dict[str, Any]] = {"RMSNormalization": {"epsilon": 1e-5}}
+
+INTEGERS = "integers: twinop's ops are for floating types"
+MIXED = "operands of two types: ours are of one"
+VECTOR = "a vector operand: ours multiplies matrices"
+EXCLUDED = (
+    {f"test_{op}_{dtype}": INTEGERS for op in ("add", "mul") for dtype in ("int8", "int16")}
+    | {f"test_{op}_uint{bits}": INTEGERS for op in ("add", "mul") for bits in (8, 16, 32, 64)}
+    | {f"test_pow_types_{dtype}_{dtype}": INTEGERS for dtype in ("int32", "int64")}
+    | {f"test_pow_types_float32_{dtype}": MIXED for dtype in ("int64", "int32", "uint64", "uint32")}
+    | {f"test_pow_types_{dtype}_float32": MIXED for dtype in ("int64", "int32")}
+    | {f"test_matmul_{shapes}": VECTOR for shapes in ("1d_3d", "4d_1d", "1d_1d")}
+)
+
+
+def of_one_node(cases: Iterable[Any]) -> dict[str, Any]:
+    """The cases whose model is one node of the operators above, by name."""
+    return {
+        case.name: case
+        for case in cases
+        if [n.op_type for n in case.model.graph.node] in [[op] for op in OPS]
+    }
+
+
+def onnx_cases() -> dict[str, Any]:
+    """Those of the operators' own files: all files take seconds (test_no_case_is_missed)."""
+    for op_type in OPS:
+        importlib.import_module(f"onnx.backend.test.case.node.{op_type.lower()}")
+    return of_one_node(node_cases._NodeTestCases)
+
+
+CASES = onnx_cases()
+
+
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    return DEFAULTS.get(node.op_type, {}) | given
+
+
+def reason(model: onnx.ModelProto) -> str:
+    """Why our op cannot take the node's place, or ""."""
+    node = model.graph.node[0]
+    types = [value.type.tensor_type.elem_type for value in model.graph.input]
+    floating = [
+        t in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE) for t in types
+    ]
+    if not any(floating):
+        return INTEGERS
+    if len(set(types)) > 1:
+        return MIXED
+    ranks = [len(value.type.tensor_type.shape.dim) for value in model.graph.input]
+    if node.op_type == "MatMul" and min(ranks) < 2:
+        return VECTOR
+    fixed = FIXED.get(node.op_type, {})
+    unknown = set(attributes_of(node)) - set(OPS[node.op_type][1]) - set(fixed)
+    assert not unknown, f"{node.op_type} has attributes {unknown}"
+    for name, value in fixed.items():
+        if attributes_of(node).get(name, value) != value:
+            return f"{name} is not {value}"
+    return ""
+
+
+def replaced(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with our node in the operator's place; of several outputs, the first."""
+    node = model.graph.node[0]
+    name, names = OPS[node.op_type]
+    attributes = {names[key]: value for key, value in attributes_of(node).items() if key in names}
+    ours = helper.make_node(RECORDS[name].onnx_name, node.input, node.output[:1], domain=DOMAIN, **attributes)
+    graph = helper.make_graph([ours], model.graph.name, model.graph.input, model.graph.output[:1])
+    imports = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def test_what_is_excluded() -> None:
+    """Exactly what cannot be replaced, for the reason given: a case that becomes applicable fails here."""
+    assert {name: why for name, case in CASES.items() if (why := reason(case.model))} == EXCLUDED
+
+
+@pytest.mark.filterwarnings("ignore")  # of other operators' cases, while they are made
+def test_no_case_is_missed() -> None:
+    assert set(of_one_node(node_cases.collect_testcases())) == set(CASES)
+
+
+def test_every_operator_has_cases() -> None:
+    assert {case.model.graph.node[0].op_type for case in CASES.values()} == set(OPS)
+    assert len(CASES) - len(EXCLUDED) >= 74  # as many as onnx 1.23.2 has
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EXCLUDED])
+def test_case(name: str) -> None:
+    case = CASES[name]
+    record = RECORDS[OPS[case.model.graph.node[0].op_type][0]]
+    session = make_session(replaced(case.model), library_of(record), "cpu")
+    for inputs, outputs in case.data_sets:
+        arrays = [numpy_helper.to_array(t) if isinstance(t, onnx.TensorProto) else t for t in inputs]
+        feeds = {value.name: array for value, array in zip(case.model.graph.input, arrays, strict=True)}
+        (found,) = session.run(None, feeds)
+        expected = outputs[0]
+        expected = numpy_helper.to_array(expected) if isinstance(expected, onnx.TensorProto) else expected
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, rtol=case.rtol, atol=case.atol)
+        assert found.shape == expected.shape

@@ -1,0 +1,195 @@
+"""torch's own sample inputs (torch.testing's OpInfo) for the functions that ours stand for, errors included.
+
+Nobody here wrote them. Results and gradients are compared with torch's own function.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
+
+from samples import RECORDS, torch_dtype
+from torch.testing._internal.common_methods_invocations import op_db
+
+from twinop import torch_op
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+OPS = {
+    "add": "add",
+    "exp": "exp",
+    "log": "log",
+    "matmul": "matmul",
+    "mul": "mul",
+    "nn.functional.gelu": "gelu",
+    "nn.functional.layer_norm": "layer_norm",
+    "nn.functional.relu": "relu",
+    "nn.functional.rms_norm": "rms_norm",
+    "nn.functional.silu": "silu",
+    "nn.functional.softplus": "softplus",
+    "pow": "pow",
+    "sigmoid": "sigmoid",
+    "softmax": "softmax",
+    "square": "square",
+    "tanh": "tanh",
+}
+INFOS = [info for info in op_db if OPS.get(info.name) in RECORDS]
+
+ALPHA = "alpha: ours adds a and b as they are"
+DTYPE = "dtype: ours computes in the input's"
+COMPLEX = "complex numbers: ours are for real ones"
+BETA = "beta or threshold: ours has neither"
+VECTOR = "a vector operand: ours multiplies matrices"
+NEGATIVE = "eps below 0: ours refuses it"
+# Samples that ours cannot take, by function (and torch's name of the variant).
+EXCLUDED = {
+    "add": {ALPHA},
+    "matmul": {VECTOR},
+    "nn.functional.layer_norm": {NEGATIVE},
+    "nn.functional.rms_norm": {NEGATIVE},
+    "nn.functional.silu complex": {COMPLEX},
+    "nn.functional.softplus": {BETA},
+    "softmax with_dtype": {DTYPE},
+}
+SHAPE_OF_NO_AXIS = "normalized_shape is not the input's last dimensions: ours takes an axis instead"
+EXCLUDED_ERRORS = {"nn.functional.rms_norm": {SHAPE_OF_NO_AXIS}}
+
+
+def key(info: Any) -> str:
+    return f"{info.name} {info.variant_test_name}".strip()
+
+
+def reason(info: Any, sample: Any) -> str:
+    """Why ours cannot take this sample, or ""."""
+    tensors = [t for t in (sample.input, *sample.args) if isinstance(t, torch.Tensor)]
+    if info.variant_test_name == "complex":
+        return COMPLEX
+    if "dtype" in sample.kwargs:
+        return DTYPE
+    if sample.kwargs.get("alpha", 1) != 1:
+        return ALPHA
+    if info.name == "nn.functional.softplus" and sample.kwargs:
+        return BETA
+    if info.name == "matmul" and min(t.dim() for t in tensors) < 2:
+        return VECTOR
+    if info.name.endswith("_norm"):
+        dims = tuple(sample.args[0])
+        if not dims or dims != tuple(sample.input.shape[-len(dims) :]):
+            return SHAPE_OF_NO_AXIS
+        if sample.kwargs.get("eps", 0) < 0:
+            return NEGATIVE
+    return ""
+
+
+def ours(info: Any, sample: Any) -> Any:
+    """Our function on the sample."""
+    op = getattr(torch_op, OPS[info.name])
+    args, kwargs = list(sample.args), dict(sample.kwargs)
+    if info.name.endswith("_norm"):
+        kwargs["axis"] = -len(args.pop(0))
+        names = ["weight", "bias", "eps"] if info.name == "nn.functional.layer_norm" else ["weight", "eps"]
+        kwargs |= dict(zip(names, args, strict=False))
+        args = []
+        if info.name == "nn.functional.rms_norm" and kwargs.get("eps") is None:
+            kwargs["eps"] = torch.finfo(sample.input.dtype).eps  # torch's default
+    kwargs.pop("alpha", None)
+    return op(sample.input, *args, **kwargs)
+
+
+def applicable(info: Any, device: str, dtype: torch.dtype, **options: Any) -> Iterator[Any]:
+    for sample in info.sample_inputs(device, dtype, **options):
+        if not reason(info, sample):
+            yield sample
+            yield sample.noncontiguous()
+
+
+def cells() -> list[Any]:
+    return [
+        pytest.param(info, dtype, id=f"{key(info)}-{dtype}")
+        for info in INFOS
+        for dtype in dict.fromkeys(
+            c[RECORDS[OPS[info.name]].inputs[0].name] for c in RECORDS[OPS[info.name]].combinations
+        )
+        if key(info) not in ("nn.functional.silu complex", "softmax with_dtype")
+    ]
+
+
+def described(sample: Any) -> Callable[[str], str]:
+    return lambda message: f"{sample}\n{message}"
+
+
+def test_what_is_excluded() -> None:
+    """Exactly these; a sample that becomes applicable fails here where it was the last of its reason."""
+    assert {info.name for info in INFOS} == set(OPS)
+    found: dict[str, set[str]] = {}
+    for info in INFOS:
+        samples = list(
+            info.sample_inputs("cpu", torch.complex64 if "complex" in key(info) else torch.float32)
+        )
+        reasons = {reason(info, sample) for sample in samples}
+        assert "" in reasons or key(info) in EXCLUDED, key(info)
+        found |= {key(info): reasons - {""}} if reasons - {""} else {}
+    assert found == EXCLUDED
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("info", "dtype"), cells())
+def test_samples(info: Any, dtype: str, device: str) -> None:
+    for sample in applicable(info, device, torch_dtype(dtype)):
+        found, expected = ours(info, sample), info.op(sample.input, *sample.args, **sample.kwargs)
+        torch.testing.assert_close(found, expected, equal_nan=True, msg=described(sample))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("info", [p.values[0] for p in cells() if p.values[1] == "float32"], ids=key)
+def test_gradients_of_samples(info: Any, device: str) -> None:
+    dtype = torch.float32 if info.name == "matmul" else torch.float64
+    for sample in applicable(info, device, dtype, requires_grad=True):
+        leaves = [t for t in (sample.input, *sample.args) if isinstance(t, torch.Tensor) and t.requires_grad]
+        for weight in ("ones", "random"):
+
+            def gradients(y: torch.Tensor, weight: str = weight, leaves: Any = leaves) -> Any:
+                generator = torch.Generator().manual_seed(0)
+                grad = (
+                    torch.randn(y.shape, generator=generator).to(y)
+                    if weight == "random"
+                    else torch.ones_like(y)
+                )
+                return torch.autograd.grad(y, leaves, grad, allow_unused=True)
+
+            found = gradients(ours(info, sample))
+            expected = gradients(info.op(sample.input, *sample.args, **sample.kwargs))
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, equal_nan=True, msg=described(sample))
+
+
+def error_samples(info: Any) -> list[Any]:
+    return [] if info.error_inputs_func is None else list(info.error_inputs("cpu"))
+
+
+def test_error_inputs() -> None:
+    """What torch refuses, ours refuses too, with a message that names the op."""
+    found: dict[str, set[str]] = {}
+    refused = 0
+    for info in INFOS:
+        for error in error_samples(info) if key(info) in OPS else []:
+            sample = error.sample_input
+            if why := reason(info, sample):
+                found.setdefault(key(info), set()).add(why)
+                continue
+            with pytest.raises(Exception, match=OPS[info.name]):
+                ours(info, sample)
+            refused += 1
+    assert found == EXCLUDED_ERRORS and refused >= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("name", sorted(set(OPS.values())))
+def test_other_types_are_refused(name: str, dtype: torch.dtype) -> None:
+    """torch's samples of types that ours do not take."""
+    call: Callable[..., Any] = getattr(torch_op, name)
+    required = [entry for entry in RECORDS[name].inputs if not entry.optional]
+    with pytest.raises(Exception, match=rf"{name}.*{str(dtype).removeprefix('torch.')}"):
+        call(*[torch.ones(2, 2, dtype=dtype) for _ in required])

@@ -1,0 +1,96 @@
+"""Derivative formulas: evaluated once and only where wanted, with no more kept than they need.
+
+Whether they are right, test_gradients.py says.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from samples import ALL
+from torch.profiler import ProfilerActivity, profile
+
+from twinop import torch_op
+from twinop.errors import RecordError
+from twinop.torch_op.autograd import _Formulas
+
+ops = torch.ops.custom_domain
+
+
+def calls_of(name: str, run: object) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        run()  # type: ignore[operator]
+    return sum(event.count for event in found.key_averages() if event.key == name)
+
+
+def test_a_formula_with_several_gradients_is_evaluated_once() -> None:
+    x, residual, weight, bias = (
+        torch.randn(*shape, requires_grad=True) for shape in ((3, 5), (3, 5), (5,), (5,))
+    )
+    y, total = torch_op.add_layer_norm(x, residual, weight, bias)
+    loss = y.sum() + total.square().sum()
+    assert calls_of("custom_domain::layer_norm_backward", loss.backward) == 1
+    assert torch.equal(x.grad, residual.grad)  # type: ignore[arg-type]
+    assert weight.grad is not None and bias.grad is not None
+    # The formula behind it is reached alone as well, and needs the first one.
+    y, total = torch_op.add_layer_norm(x.detach(), residual, weight.detach(), None)
+    (grad,) = torch.autograd.grad(y.sum() + total.square().sum(), residual)
+    torch.testing.assert_close(grad, residual.grad)
+
+
+def test_formulas_that_nobody_wants_are_not_evaluated() -> None:
+    a, b = torch.randn(3, 5, requires_grad=True), torch.randn(5)
+    y = torch_op.mul(a, b)
+    assert calls_of("aten::mul", lambda: y.sum().backward()) == 1
+    b.requires_grad_()
+    y = torch_op.mul(a, b)
+    assert calls_of("aten::mul", lambda: y.sum().backward()) == 2
+
+
+def test_only_what_the_formulas_need_is_kept() -> None:
+    a, b = torch.randn(3, 5, requires_grad=True), torch.randn(5, requires_grad=True)
+    assert torch_op.add(a, b).grad_fn.saved_tensors == ()  # their shapes are enough
+    assert [t.shape for t in torch_op.mul(a, b).grad_fn.saved_tensors] == [a.shape, b.shape]
+    assert [t.shape for t in torch_op.relu(a).grad_fn.saved_tensors] == [a.shape]
+    torch_op.add(a, b).sum().backward()
+    assert torch.equal(a.grad, torch.ones(3, 5)) and torch.equal(b.grad, torch.full((5,), 3.0))  # type: ignore[arg-type]
+
+
+def test_what_an_op_without_formulas_says() -> None:
+    for name, hint in (("relu_backward", "differentiated once, not twice"), ("relu", "detach its inputs")):
+        formulas = _Formulas(replace(ALL[name], gradient=""), {})
+        with pytest.raises(RecordError, match=f"custom_domain::{name} has no derivative; .*{hint}"):
+            formulas.evaluate({}, {"x"})
+
+
+PROBE = """
+import torch
+from twinop import torch_op
+from twinop.errors import RecordError
+from twinop.library import find_library
+
+torch_op.load_library(find_library("test_probe_torch"))  # not in the other tests' process: it has no body
+x = torch.ones(3, requires_grad=True)
+same, report = torch_op.probe(x)
+try:
+    (same.sum() + x.square().sum()).backward()
+except RecordError as error:
+    print(error)
+"""
+
+
+def test_an_op_without_formulas_refuses_a_backward_pass() -> None:
+    """Instead of leaving its part out of the sum of gradients."""
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    assert done.stdout == "custom_domain::probe has no derivative; detach its inputs\n", done.stderr
+
+
+def test_float_attributes_beyond_fp32() -> None:
+    """The kernels see fp32, and so do the formulas: 1e39 is inf, 1e-50 is 0."""
+    x = torch.ones(2, 3, requires_grad=True)
+    for scale, expected in ((1e39, torch.inf), (1e-50, 0.0)):
+        y = ops.pad_affine(x, scale=scale)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(y[:, :3], torch.full((2, 3), expected)) and torch.equal(grad, y[:, :3])
