@@ -25,9 +25,13 @@ ONNX_TYPES = {
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
+share_pool = True
+"""Whether the sessions of this process share one pool of threads: then none can have one of its own."""
+
+
 @cache
 def onnxruntime(cpu_threads: int) -> Any:
-    """The module. All sessions of this process share one pool of `cpu_threads` threads.
+    """The module. All sessions of this process share one pool of `cpu_threads` threads (`share_pool`).
 
     With a pool each, the threads of the session that ran last would go on spinning for a while, on the cores
     that the next one needs. (Sessions with a pool of their own cannot be opened in this process any more.)
@@ -37,7 +41,8 @@ def onnxruntime(cpu_threads: int) -> Any:
     if torch.cuda.is_available():
         ort.preload_dlls()
     ort.set_default_logger_severity(3)
-    ort.set_global_thread_pool_sizes(cpu_threads, 1)
+    if share_pool:
+        ort.set_global_thread_pool_sizes(cpu_threads, 1)
     return ort
 
 
@@ -113,7 +118,7 @@ def open_session(
     """
     ort = onnxruntime(cpu_threads)
     options = ort.SessionOptions()
-    options.use_per_session_threads = False
+    options.use_per_session_threads = not share_pool
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     options.register_custom_ops_library(str(find_library(library)))

@@ -168,6 +168,11 @@ TWINOP_INLINE T Mills(T t) {
   return Divide(Format<T>::MillsNumerator(t), Format<T>::MillsDenominator(t));
 }
 
+template <class T>
+TWINOP_INLINE T AccurateMills(T t) {
+  return Mills(t);
+}
+
 // ---------------------------------------------------------------------------------- roots
 
 template <class T>

@@ -66,6 +66,7 @@ TWINOP_INLINE T Pow(T a, T b) {
 
 // ---------------------------------------------------------------------------------- Narrow
 
+TWINOP_INLINE Narrow Fma(Narrow a, Narrow b, Narrow c) { return Fma(a.value, b.value, c.value); }
 TWINOP_INLINE Narrow Divide(Narrow a, Narrow, Narrow inverse) { return a * inverse; }
 TWINOP_INLINE Narrow Exp(Narrow x) { return HardwareExp2(x.value * 0x1.715476p+0f); }
 // 2^24 e^x for x <= 0, in two instructions instead of five: what the hardware flushes to 0 is far
@@ -118,7 +119,12 @@ TWINOP_INLINE Narrow Mills(Narrow t) {
                         0x1.a2aa86p-3f);
 }
 
-// As powf, but for the arguments that overflow 16 bits anyway.
+// gelu's derivative crosses 0, where the last digits of its parts remain.
+TWINOP_INLINE Narrow AccurateMills(Narrow t) {
+  const float within = std::fmin(t.value, Format<float>::kMaxNormal);
+  return Divide(Format<float>::MillsNumerator(within), Format<float>::MillsDenominator(within));
+}
+
 TWINOP_INLINE Narrow Pow(Narrow a, Narrow b) { return std::pow(a.value, b.value); }
 TWINOP_INLINE Narrow Sqrt(Narrow x) { return std::sqrt(x.value); }
 

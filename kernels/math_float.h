@@ -58,6 +58,8 @@ TWINOP_INLINE T Polynomial(T x, T c0, T c1, T c2, T c3, T c4, Rest... rest) {
 template <class T>
 struct Sum {
   T high, low;
+
+  TWINOP_INLINE Sum operator-() const { return {-high, -low}; }
 };
 
 // a * b, exactly.

@@ -31,7 +31,7 @@ struct Launch {
       if (rows.inner != 1) return RunApart();
     }
     const bool aligned = Aligned();
-    switch (ChooseLayout(rows, kWidth, kSettings, kSums)) {
+    switch (ChooseLayout(rows, kWidth, kSettings)) {
       case Layout::kPart:
         return aligned ? RunHeld<8, 1, true>() : RunHeld<8, 1, false>();
       case Layout::kShort:
@@ -39,9 +39,6 @@ struct Launch {
       case Layout::kWarp:
         return aligned ? RunHeld<32, kSettings.vectors, true>()
                        : RunHeld<32, kSettings.vectors, false>();
-      case Layout::kFew:
-        if constexpr (!kSums) return aligned ? RunHeld<0, 1, true>() : RunHeld<0, 1, false>();
-        break;
       case Layout::kBlock:
         if (kSums || kHeld > 1 || sizeof(S) != 2 ||
             BlockThreads(kSettings.vectors) < kPackedThreads)
@@ -80,9 +77,7 @@ struct Launch {
 
   template <int kLanes, int kVectors, bool kAligned, bool kPacked = false>
   Status RunHeld() const {
-    constexpr int kThreads = kLanes > 0      ? kGroupThreads
-                             : kVectors == 1 ? kFewThreads
-                                             : kSettings.max_threads;
+    constexpr int kThreads = kLanes > 0 ? kGroupThreads : kSettings.max_threads;
     constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
     const Rows& rows = arguments.rows;
     const int threads = kLanes > 0 ? kThreads : BlockThreads(kVectors);

@@ -17,7 +17,6 @@ enum class Layout {
   kPart,   // 8 lanes a row, one vector each
   kShort,  // a warp a row, one vector a lane
   kWarp,   // a warp a row, several vectors a lane
-  kFew,    // a block a row, one vector a thread: few rows, where latency counts
   kBlock,  // a block a row, several vectors a thread
   kWide,   // a block or a cluster a row, in shared memory
 };
@@ -30,15 +29,11 @@ struct HeldSettings {
 // Backward holds two rows and sums of the columns: half the vectors.
 constexpr HeldSettings Held(bool column_sums) { return {column_sums ? 2 : 4, 512}; }
 
-// Rows that a device takes at once anyway, and threads of such a row.
-inline constexpr std::int64_t kFewRows = 256;
-inline constexpr int kFewThreads = 1024;
-
-inline Layout ChooseLayout(const Rows& rows, int width, HeldSettings held, bool column_sums) {
+// By the row's width alone: a row's result does not depend on how many others there are.
+inline Layout ChooseLayout(const Rows& rows, int width, HeldSettings held) {
   const std::int64_t vectors = (rows.columns + width - 1) / width;
   if (vectors <= 8) return Layout::kPart;
   if (vectors <= 32) return Layout::kShort;
-  if (!column_sums && rows.count <= kFewRows && vectors <= kFewThreads) return Layout::kFew;
   if (vectors <= 32 * held.vectors) return Layout::kWarp;
   if (vectors <= std::int64_t{held.vectors} * held.max_threads) return Layout::kBlock;
   return Layout::kWide;

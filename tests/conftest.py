@@ -46,3 +46,11 @@ def torch_ops(libraries: dict[str, Path]) -> Any:
 def two_gpus() -> None:
     if _cuda_devices() < 2:
         pytest.skip("needs two NVIDIA GPUs")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sessions_with_pools_of_their_own() -> None:
+    """The benchmarks' sessions share a pool, for which ONNX Runtime then takes the whole process."""
+    from twinop.bench import runtime
+
+    runtime.share_pool = False

@@ -97,7 +97,7 @@ FUNCTIONS = {
         lambda x: wide_sigmoid(x) * (1 + x * wide_sigmoid(-x)),
         lambda x: x * sigmoid(x),
         lambda x: sigmoid(x) * (1 + x * sigmoid(-x)),
-        (3.3, 8),
+        (3.3, 9.5),
         (3.3, 8),
         zero=-1.2784645,
     ),
@@ -125,8 +125,8 @@ FUNCTIONS = {
         lambda x: wide_phi(x) + x * torch.exp(-0.5 * x * x) / (2 * torch.pi) ** 0.5,
         lambda x: x * mpmath.ncdf(x),
         lambda x: mpmath.ncdf(x) + x * mpmath.npdf(x),
-        (6, 8),
-        (6, 8),
+        (6, 7),
+        (6, 7),
         zero=-0.7517916,
     ),
     "gelu tanh": Function(
@@ -135,7 +135,7 @@ FUNCTIONS = {
         wide_tanh_slope,
         lambda x: x * sigmoid(tanh_argument(x)),
         tanh_slope,
-        (3.3, 8),
+        (3.3, 9),
         (3.5, 8),
         zero=-0.7524614,
         attributes=("tanh",),
@@ -307,7 +307,8 @@ def test_float64(name: str, device: str) -> None:
 def test_special_values_are_torchs(name: str, dtype: torch.dtype, device: str) -> None:
     infinity = float("inf")
     x = torch.tensor([infinity, -infinity, float("nan"), 0.0, -0.0], dtype=dtype, device=device)
-    found, expected = run(name, x), FUNCTIONS[name].torch(x)
+    found = run(name, x)
+    expected = FUNCTIONS[name].torch(x.double()).to(dtype)  # in fp32 torch's gelu(inf) is NaN on some CPUs
     torch.testing.assert_close(found, expected, equal_nan=True)
     assert torch.equal(found.signbit()[3:], expected.signbit()[3:])
 

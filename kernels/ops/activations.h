@@ -11,11 +11,11 @@ template <class T>
 struct Silu {
   TWINOP_INLINE T operator()(T x) const { return Sigmoid(x, x); }
 };
+// sigmoid(x) (1 + x sigmoid(-x))
 template <class T>
 struct SiluBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const {
-    const T s = Sigmoid(x);
-    return grad_y * (s * (T(1) + x * (T(1) - s)));
+    return grad_y * Sigmoid(x, T(1) + x * Sigmoid(-x));
   }
 };
 

@@ -22,8 +22,8 @@ struct GeluBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const {
     const T t = NormalDistance(x);
     const T absolute = x < T(0) ? -x : x;
-    const T tail =
-        ScaledBell(t) * (Mills(t) - absolute * T(0.398942280401432677940)) * Format<T>::kUnscale;
+    const T tail = ScaledBell(t) * (AccurateMills(t) - absolute * T(0.398942280401432677940)) *
+                   Format<T>::kUnscale;
     return grad_y * (x < T(0) ? tail : T(1) - tail);
   }
 };
@@ -77,13 +77,14 @@ template <class T>
 struct TanhGelu {
   TWINOP_INLINE T operator()(T x) const { return Sigmoid(TanhGeluArgument(x), x); }
 };
+// sigmoid(2 u) (1 + x sigmoid(-2 u) 2 u')
 template <class T>
 struct TanhGeluBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const {
-    const T s = Sigmoid(TanhGeluArgument(x), T(1));
+    const auto argument = TanhGeluArgument(x);
     const T clamped = ClampTanhGelu(x);
     const T slope = T(0x1.9884533d43651p+0) + T(3 * 0x1.2444f2a4d8b4bp-4) * clamped * clamped;
-    return grad_y * (s + x * (s * (T(1) - s)) * slope);
+    return grad_y * Sigmoid(argument, T(1) + x * Sigmoid(-argument, T(1)) * slope);
   }
 };
 

@@ -38,7 +38,7 @@ struct LayerNorm : rowwise::Op<1, 1> {
     rstd = Rsqrt(total[0] / count + eps);
   }
   TWINOP_INLINE One Result(const One& x, const Columns& column) const {
-    return {(x[0] - mean) * rstd * column[0] + column[1]};
+    return {Fma((x[0] - mean) * rstd, column[0], column[1])};
   }
 };
 
