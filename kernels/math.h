@@ -112,22 +112,26 @@ TWINOP_INLINE T Log1pOfFraction(T f) {
 
 // ---------------------------------------------------------------------------------- sigmoids
 
-// times / (1 + e^-x), relatively accurate on both sides; scaled = ScaledExp(-|x|).
 template <class T>
-TWINOP_INLINE T SigmoidOf(bool negative, T scaled, T times) {
-  const T part = times * InverseOfOnePlus(scaled * Format<T>::kUnscale);
-  return negative ? part * scaled * Format<T>::kUnscale : part;
-}
-template <class T>
-TWINOP_INLINE T Sigmoid(T x, T times = T(1)) {
-  return SigmoidOf(x < T(0), ScaledExp(-std::fabs(x)), times);
+TWINOP_INLINE SigmoidParts<T> PartsOfSigmoid(T x) {
+  return {x < T(0), ScaledExp(-std::fabs(x))};
 }
 // -kMinScaledExp bounds |x|.
 template <class T>
-TWINOP_INLINE T Sigmoid(Sum<T> x, T times) {
+TWINOP_INLINE SigmoidParts<T> PartsOfSigmoid(Sum<T> x) {
   const bool negative = x.high < T(0);
-  const Sum<T> minus{negative ? x.high : -x.high, negative ? x.low : -x.low};
-  return SigmoidOf(negative, ScaledExp(minus), times);
+  return {negative, ScaledExp(Sum<T>{negative ? x.high : -x.high, negative ? x.low : -x.low})};
+}
+
+// times / (1 + e^-x), relatively accurate on both sides.
+template <class T>
+TWINOP_INLINE T Sigmoid(SigmoidParts<T> x, T times) {
+  const T part = times * InverseOfOnePlus(x.scaled * Format<T>::kUnscale);
+  return x.negative ? part * x.scaled * Format<T>::kUnscale : part;
+}
+template <class T>
+TWINOP_INLINE T Sigmoid(T x, T times = T(1)) {
+  return Sigmoid(PartsOfSigmoid(x), times);
 }
 
 // log(1 + e^x)

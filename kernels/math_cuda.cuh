@@ -83,15 +83,18 @@ TWINOP_INLINE Narrow RelativeExp(Narrow x) {
 }
 TWINOP_INLINE Narrow Log(Narrow x) { return HardwareLog2(x.value) * 0x1.62e43p-1f; }
 
-TWINOP_INLINE Narrow Sigmoid(Narrow x, Narrow times = 1) {
-  const float z = HardwareExp2(std::fabs(x.value) * -0x1.715476p+0f);
-  const float inverse = HardwareReciprocal(1 + z);
-  return times.value * (x.value < 0 ? z * inverse : inverse);
+template <>
+struct Format<Narrow> {
+  static constexpr float kUnscale = 1;
+};
+TWINOP_INLINE Narrow InverseOfOnePlus(Narrow z) { return HardwareReciprocal(1 + z.value); }
+TWINOP_INLINE SigmoidParts<Narrow> PartsOfSigmoid(Narrow x) {
+  return {x.value < 0, HardwareExp2(std::fabs(x.value) * -0x1.715476p+0f)};
 }
 
 TWINOP_INLINE Narrow Softplus(Narrow x) {
   const float z = HardwareExp2(std::fabs(x.value) * -0x1.715476p+0f);
-  const float near = z - z * z * (0.5f - z * 0x1.555556p-2f);
+  const float near = Fma(-z * z, Fma(z, -0x1.555556p-2f, 0.5f), z);
   const float far = HardwareLog2(1 + z) * 0x1.62e43p-1f;
   return (x.value > 0 ? x.value : 0) + (z < 0x1p-6f ? near : far);
 }
@@ -99,16 +102,12 @@ TWINOP_INLINE Narrow Softplus(Narrow x) {
 TWINOP_INLINE Narrow Tanh(Narrow x) {
   const float t = std::fabs(x.value);
   const float z = HardwareExp2(t * -0x1.715476p+1f);
-  const float far = 1 - 2 * z * HardwareReciprocal(1 + z);
+  const float far = Fma(-2 * z, HardwareReciprocal(1 + z), 1.0f);
   const float square = t * t;
-  const float near = t + t * (square * Polynomial(square, -0x1.54c838p-2f, 0x1.f457b8p-4f));
+  const float near = Fma(t, square * Polynomial(square, -0x1.54c838p-2f, 0x1.f457b8p-4f), t);
   return std::copysign(t < 0.4f ? near : far, x.value);
 }
 
-template <>
-struct Format<Narrow> {
-  static constexpr float kUnscale = 1;
-};
 TWINOP_INLINE Narrow NormalDistance(Narrow x) { return std::fabs(x.value); }
 TWINOP_INLINE Narrow ScaledBell(Narrow t) {
   return HardwareExp2(t.value * t.value * -0x1.715476p-1f);

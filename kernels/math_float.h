@@ -58,8 +58,6 @@ TWINOP_INLINE T Polynomial(T x, T c0, T c1, T c2, T c3, T c4, Rest... rest) {
 template <class T>
 struct Sum {
   T high, low;
-
-  TWINOP_INLINE Sum operator-() const { return {-high, -low}; }
 };
 
 // a * b, exactly.
@@ -68,6 +66,13 @@ TWINOP_INLINE Sum<T> Product(T a, T b) {
   const T high = a * b;
   return {high, Fma(a, b, -high)};
 }
+
+// What a sigmoid of x and of -x have in common: ScaledExp(-|x|) (math.h).
+template <class T>
+struct SigmoidParts {
+  bool negative;  // x < 0
+  T scaled;
+};
 
 template <class T>
 inline constexpr T kInfinity = std::numeric_limits<T>::infinity();

@@ -1,5 +1,5 @@
-"""How exact the mathematical functions are: the largest error of every elementwise op of one input, and of its
-derivative, in units of the result's last place.
+"""How exact the mathematical functions are: the largest error of every elementwise op of one input, and of
+its derivative, in units of the result's last place.
 
 All 65536 numbers of float16 and bfloat16 against float64; dense samples of float32 against float64, and of
 float64 against mpmath. `python tests/test_math_ulp.py [cpu|cuda]` prints the table.
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import mpmath
+import mpmath  # type: ignore[import-untyped]
 import pytest
 import torch
 from samples import ALL

@@ -15,7 +15,9 @@ struct Silu {
 template <class T>
 struct SiluBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const {
-    return grad_y * Sigmoid(x, T(1) + x * Sigmoid(-x));
+    const SigmoidParts<T> parts = PartsOfSigmoid(x);
+    const SigmoidParts<T> minus{!parts.negative, parts.scaled};
+    return grad_y * Sigmoid(parts, Fma(x, Sigmoid(minus, T(1)), T(1)));
   }
 };
 

@@ -13,7 +13,7 @@ struct Gelu {
   TWINOP_INLINE T operator()(T x) const {
     const T t = NormalDistance(x);
     const T tail = ScaledBell(t) * Mills(t);  // Phi(-t)
-    return x < T(0) ? x * tail * Format<T>::kUnscale : x * (T(1) - tail * Format<T>::kUnscale);
+    return x < T(0) ? x * tail * Format<T>::kUnscale : x * Fma(-tail, T(Format<T>::kUnscale), T(1));
   }
 };
 // Phi(x) + x Phi'(x)
@@ -66,7 +66,7 @@ TWINOP_INLINE Sum<T> TanhGeluArgument(T x) {
 }
 #if defined(__CUDACC__)
 TWINOP_INLINE Narrow TanhGeluArgument(Narrow x) {
-  return x * (Narrow(0x1.988454p+0f) + Narrow(0x1.2444f2p-4f) * x * x);
+  return x * Fma(Narrow(0x1.2444f2p-4f) * x, x, Narrow(0x1.988454p+0f));
 }
 TWINOP_INLINE Narrow ClampTanhGelu(Narrow x) {
   return x.value > 30 ? 30 : x.value < -30 ? -30 : x.value;
@@ -75,16 +75,17 @@ TWINOP_INLINE Narrow ClampTanhGelu(Narrow x) {
 
 template <class T>
 struct TanhGelu {
-  TWINOP_INLINE T operator()(T x) const { return Sigmoid(TanhGeluArgument(x), x); }
+  TWINOP_INLINE T operator()(T x) const { return Sigmoid(PartsOfSigmoid(TanhGeluArgument(x)), x); }
 };
 // sigmoid(2 u) (1 + x sigmoid(-2 u) 2 u')
 template <class T>
 struct TanhGeluBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const {
-    const auto argument = TanhGeluArgument(x);
-    const T clamped = ClampTanhGelu(x);
-    const T slope = T(0x1.9884533d43651p+0) + T(3 * 0x1.2444f2a4d8b4bp-4) * clamped * clamped;
-    return grad_y * Sigmoid(argument, T(1) + x * Sigmoid(-argument, T(1)) * slope);
+    const SigmoidParts<T> parts = PartsOfSigmoid(TanhGeluArgument(x));
+    const SigmoidParts<T> minus{!parts.negative, parts.scaled};
+    const T within = ClampTanhGelu(x) + (x - x);  // NaN of infinities, as torch has it
+    const T slope = Fma(T(3 * 0x1.2444f2a4d8b4bp-4) * within, within, T(0x1.9884533d43651p+0));
+    return grad_y * Sigmoid(parts, Fma(within * slope, Sigmoid(minus, T(1)), T(1)));
   }
 };
 
