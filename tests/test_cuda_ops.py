@@ -16,6 +16,11 @@ each_op = pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
 MANY = (1 << 31) + 9
 
 
+def shapes_for(record: Record, *shapes: tuple[int, int]) -> list[tuple[int, int]]:
+    """A matrix product's second factor has as many rows as the first has columns: no wide ones."""
+    return [shape for shape in shapes if record.name != "matmul" or shape[1] < 65536]
+
+
 def call(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
     return as_tuple(getattr(torch_op, record.name)(*sample.inputs.values(), **sample.attributes))
 
@@ -35,7 +40,7 @@ def same(found: Any, expected: Any, what: str) -> None:
 def test_side_stream(record: Record) -> None:
     """The kernels follow the work queued before them on torch's current stream."""
     dtypes = record.combinations[-1]
-    for shape in ((64, 34), (4, 65536)):
+    for shape in shapes_for(record, (64, 34), (4, 65536)):
         first, second = (make_sample(record, dtypes, shape, seed, tame=True).to("cuda") for seed in (1, 2))
         expected = call(record, second)
         torch.cuda.synchronize()  # nothing is left to load, which would hide a launch on another stream
@@ -52,7 +57,7 @@ def test_side_stream(record: Record) -> None:
 def test_cuda_graph(record: Record) -> None:
     """Captured once, replayed with other numbers; wide rows too, which may need clusters or scratch."""
     dtypes = record.combinations[0]
-    for shape in ((64, 34), (4, 4098), (2, 65536)):
+    for shape in shapes_for(record, (64, 34), (4, 4098), (2, 65536)):
         sample = make_sample(record, dtypes, shape, 1, tame=True).to("cuda")
         call(record, sample)
         graph = torch.cuda.CUDAGraph()

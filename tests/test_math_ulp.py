@@ -125,7 +125,7 @@ FUNCTIONS = {
         lambda x: wide_phi(x) + x * torch.exp(-0.5 * x * x) / (2 * torch.pi) ** 0.5,
         lambda x: x * mpmath.ncdf(x),
         lambda x: mpmath.ncdf(x) + x * mpmath.npdf(x),
-        (6, 7),
+        (6.5, 7),
         (6, 7),
         zero=-0.7517916,
     ),
