@@ -1,14 +1,13 @@
 """python -m twinop.bench matmul: the teaching kernel, naive and tiled, beside cuBLAS."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from onnx import helper
 
-from twinop.bench import report, runtime
+from twinop.bench import options, report, runtime
 from twinop.bench.report import BenchError
 from twinop.bench.runs import relative_error
 from twinop.bench.timing import DeviceTimer, Run, Time, host_times
@@ -105,15 +104,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    device: options.Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Two sizes, fewer runs.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the JSON file; else bench/results/.", show_default=False)
-    ] = None,
-    commit: Annotated[
-        str | None,
-        typer.Option(help="For the record where git cannot say it; also TWINOP_COMMIT.", show_default=False),
-    ] = None,
+    output: options.JsonFolder = None,
+    commit: options.Commit = None,
 ) -> None:
     """Measure the teaching matmul in fp32: naive, tiled in shared memory, and cuBLAS side by side.
 

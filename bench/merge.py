@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinop.bench import report
+from twinop.bench import options, report
 from twinop.bench.cells import OURS, Cell, cells_of
 from twinop.bench.numerics import verdicts as numeric_verdicts
 from twinop.bench.report import BenchError
@@ -103,9 +103,7 @@ def compare_with(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 def merge(
     reports: Annotated[list[Path], typer.Argument(help="JSON files of partial reports.")],
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for JSON and plots; else bench/results/.", show_default=False)
-    ] = None,
+    output: options.PlotFolder = None,
     name: Annotated[
         str | None,
         typer.Option(help="Of the files, without suffix; else ops-MACHINE.", show_default=False),

@@ -11,7 +11,7 @@ if __name__ == "__main__":  # a script: the root comes first, and this folder is
 import torch
 import typer
 
-from twinop.bench import report, runtime
+from twinop.bench import options, report, runtime
 from twinop.bench.timing import DeviceTimer, Run, Time, host_times
 from twinop.console import clear_errors
 
@@ -146,15 +146,10 @@ def slopes(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    device: options.Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer runs: seconds, for a look.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the JSON file; else bench/results/.", show_default=False)
-    ] = None,
-    commit: Annotated[
-        str | None,
-        typer.Option(help="For the record where git cannot say it; also TWINOP_COMMIT.", show_default=False),
-    ] = None,
+    output: options.JsonFolder = None,
+    commit: options.Commit = None,
 ) -> None:
     """Measure what a node costs: a chain of CustomRelu nodes against a chain of ONNX Runtime's Relu.
 

@@ -12,7 +12,7 @@ if __name__ == "__main__":  # a script: the root comes first, and this folder is
 import torch
 import typer
 
-from twinop.bench import numerics, report
+from twinop.bench import numerics, options, report
 from twinop.bench.cases import choose, without_entry
 from twinop.bench.cells import cells_of
 from twinop.bench.figures import draw
@@ -41,13 +41,11 @@ def main(
     kinds: Annotated[str, typer.Option(help="What to measure, of bandwidth,latency,numerics.")] = ",".join(
         KINDS
     ),
-    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    device: options.Device = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="bfloat16, few shapes, few runs: for a look.")
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for JSON and plots; else bench/results/.", show_default=False)
-    ] = None,
+    output: options.PlotFolder = None,
     name: Annotated[
         str | None,
         typer.Option(help="Of the files, without suffix; else ops-MACHINE.", show_default=False),
@@ -81,10 +79,7 @@ def main(
         ),
     ] = False,
     plots: Annotated[bool, typer.Option(help="Draw the plots, as `merge` does.")] = True,
-    commit: Annotated[
-        str | None,
-        typer.Option(help="For the record where git cannot say it; also TWINOP_COMMIT.", show_default=False),
-    ] = None,
+    commit: options.Commit = None,
 ) -> None:
     """Measure every op beside its peers and a plain copy, and say which bars are met.
 

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from twinop import torch_op
-from twinop.bench import report, runtime
+from twinop.bench import options, report, runtime
 from twinop.bench.measured import Measured, name_of
 from twinop.bench.plot import plot
 from twinop.bench.report import BenchError
@@ -221,13 +221,11 @@ def _flag(text: str, good: bool) -> str:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    device: options.Device = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer sizes and runs: seconds, for a look.")
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for JSON and plots; else bench/results/.", show_default=False)
-    ] = None,
+    output: options.PlotFolder = None,
     log2_sizes: Annotated[
         str | None,
         typer.Option(
@@ -236,10 +234,7 @@ def main(
         ),
     ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads, of ONNX Runtime and of torch.", min=1)] = 2,
-    commit: Annotated[
-        str | None,
-        typer.Option(help="For the record where git cannot say it; also TWINOP_COMMIT.", show_default=False),
-    ] = None,
+    commit: options.Commit = None,
 ) -> None:
     """Measure ReLU's bandwidth and compare it with torch's, torch.compile's, ONNX Runtime's and a plain copy.
 

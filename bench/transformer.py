@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 
 from twinop import torch_op
-from twinop.bench import report, runtime
+from twinop.bench import options, report, runtime
 from twinop.bench.encoder import STYLES, TINY, Size, batch, encoder
 from twinop.bench.providers import reason_of
 from twinop.bench.runs import relative_error
@@ -205,15 +205,10 @@ def main(
         typer.Option(help="Else bfloat16,float16 on a GPU, float32 on a CPU.", show_default=False),
     ] = None,
     exporter: Annotated[str, typer.Option(help="dynamo or torchscript, for both exports.")] = "torchscript",
-    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    device: options.Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model, few runs.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the JSON file; else bench/results/.", show_default=False)
-    ] = None,
-    commit: Annotated[
-        str | None,
-        typer.Option(help="For the record where git cannot say it; also TWINOP_COMMIT.", show_default=False),
-    ] = None,
+    output: options.JsonFolder = None,
+    commit: options.Commit = None,
 ) -> None:
     """Measure a transformer encoder in ONNX Runtime: twinop's nodes against torch's own export.
 

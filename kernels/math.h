@@ -64,19 +64,13 @@ TWINOP_INLINE T ScaledExp(Sum<T> x) {
   const auto [r, n] = ReduceByLn2(x.high, F::kToInteger + T(F::kBias + F::kScaleLog2));
   return SmallExp(Sum<T>{r.high, r.low + x.low}) * ValueOf(n << F::kFraction);
 }
-// The same for any x <= 0.
+// The same for any x <= 0. In quotients of such numbers the factor cancels.
 template <class T>
 TWINOP_INLINE T ScaledExp(T x) {
   using F = Format<T>;
   x = x < F::kMinScaledExp ? F::kMinScaledExp : x;
   const auto [r, n] = ReduceByLn2(x, F::kToInteger + T(F::kBias + F::kScaleLog2));
   return SmallExp(r) * ValueOf(n << F::kFraction);
-}
-
-// e^x for x <= 0, times a constant: for quotients of such numbers (math_cuda.cuh).
-template <class T>
-TWINOP_INLINE T RelativeExp(T x) {
-  return ScaledExp(x);
 }
 
 // ---------------------------------------------------------------------------------- logarithms

@@ -71,7 +71,7 @@ TWINOP_INLINE Narrow Divide(Narrow a, Narrow, Narrow inverse) { return a * inver
 TWINOP_INLINE Narrow Exp(Narrow x) { return HardwareExp2(x.value * 0x1.715476p+0f); }
 // 2^24 e^x for x <= 0, in two instructions instead of five: what the hardware flushes to 0 is far
 // below the least 16-bit number.
-TWINOP_INLINE Narrow RelativeExp(Narrow x) {
+TWINOP_INLINE Narrow ScaledExp(Narrow x) {
   const float exponent = Fma(x.value, 0x1.715476p+0f, 24.0f);
 #if defined(__CUDA_ARCH__)
   float y;

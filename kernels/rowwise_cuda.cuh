@@ -19,6 +19,8 @@ struct Launch {
   static constexpr int kHeld = kRowInputs<F> - F::kLateInputs;
   static constexpr bool kSums = F::kColumnSums > 0;
   static constexpr HeldSettings kSettings = Held(kSums);
+  // One 16-bit row, held in half the registers where that lets more blocks fit.
+  static constexpr bool kPackable = !kSums && kHeld == 1 && sizeof(S) == 2;
 
   const Call& call;
   const F& functor;
@@ -40,14 +42,12 @@ struct Launch {
         return aligned ? RunHeld<32, kSettings.vectors, true>()
                        : RunHeld<32, kSettings.vectors, false>();
       case Layout::kBlock:
-        if (kSums || kHeld > 1 || sizeof(S) != 2 ||
-            BlockThreads(kSettings.vectors) < kPackedThreads)
-          return aligned ? RunHeld<0, kSettings.vectors, true>()
-                         : RunHeld<0, kSettings.vectors, false>();
-        if constexpr (!kSums && kHeld == 1 && sizeof(S) == 2)
-          return aligned ? RunHeld<0, kSettings.vectors, true, true>()
-                         : RunHeld<0, kSettings.vectors, false>();
-        break;
+        if constexpr (kPackable) {
+          if (aligned && BlockThreads(kSettings.vectors) >= kPackedThreads)
+            return RunHeld<0, kSettings.vectors, true, true>();
+        }
+        return aligned ? RunHeld<0, kSettings.vectors, true>()
+                       : RunHeld<0, kSettings.vectors, false>();
       case Layout::kWide:
         break;
     }

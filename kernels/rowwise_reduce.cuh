@@ -4,7 +4,8 @@
 #include <cub/warp/warp_reduce.cuh>
 #include <cuda/functional>
 
-#include "kernels/rowwise.h"
+#include "kernels/hopper.cuh"
+#include "kernels/rowwise_settings.h"
 
 namespace twinop::rowwise {
 
@@ -130,6 +131,39 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(Values<T, N> value, int thre
       value[i] = Combine<kOp>(value[i], Combine<kOp>(sum.values[2], sum.values[3]));
   }
   return value;
+}
+
+// What the blocks of a cluster send each other: two slots for each phase, this row's and the
+// next's.
+template <class T, int kPhaseCount>
+struct ClusterStorage {
+  alignas(8) hopper::Barrier arrived[2][kPhaseCount];
+  T totals[2][kPhaseCount][2][kMaxCluster];
+};
+
+// Over the blocks of a cluster, each with a total of its own: every block sends it to every other;
+// all add them in the order of the ranks. `turn` counts the rows. A slot is used again two rows
+// later: by then each block has had the row's totals between from all others.
+template <int kPhase, Reduction kOp, class T, int kPhaseCount, int N>
+__device__ __forceinline__ Values<T, N> ReduceCluster(Values<T, N> total, std::uint32_t turn,
+                                                      int thread, int rank, int blocks,
+                                                      ClusterStorage<T, kPhaseCount>* storage) {
+  const int slot = turn & 1;
+  hopper::Barrier* const arrived = &storage->arrived[slot][kPhase];
+  auto& totals = storage->totals[slot][kPhase];
+  if (thread == 0) hopper::ArriveExpecting(arrived, blocks * N * sizeof(T));
+  if (thread < blocks) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) hopper::Send(total[i], &totals[i][rank], arrived, thread);
+  }
+  hopper::WaitForCluster(arrived, (turn >> 1) & 1);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    total[i] = totals[i][0];
+    for (int other = 1; other < blocks; ++other)
+      total[i] = Combine<kOp>(total[i], totals[i][other]);
+  }
+  return total;
 }
 
 }  // namespace twinop::rowwise

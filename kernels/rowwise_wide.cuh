@@ -18,14 +18,6 @@ enum class Source { kRing, kAligned, kShifted };
 inline constexpr int kMaxStages = 32;
 inline constexpr int kMaxGroups = 8;
 
-// What the blocks of a cluster send each other: two slots for each group, this row's and the
-// next's.
-template <class T, int kPhaseCount>
-struct ClusterStorage {
-  alignas(8) hopper::Barrier arrived[2][kPhaseCount];
-  T totals[2][kPhaseCount][2][kMaxCluster];
-};
-
 template <class F, class S, class W>
 struct WideStorage {
   using T = ElementCompute<S>;
@@ -307,31 +299,10 @@ class WideRows {
     // Two places in turn: a fast warp's next reduction must not overwrite what a slow one reads.
     Total total = ReduceBlock<kOp>(totals.Sum(), thread_, threads_, 1 + group_,
                                    &storage_->block[group_][(turn * kPhaseCount + kPhase) & 1]);
-    if (settings_.cluster > 1) total = ReduceCluster<kPhase, kOp>(total, turn);
+    if (settings_.cluster > 1)
+      total = ReduceCluster<kPhase, kOp>(total, turn, thread_, rank_, settings_.cluster,
+                                         &storage_->cluster[group_]);
     functor->Finish(Phase<kPhase>{}, total);
-  }
-
-  // Every block sends its total to every other; all add them in the order of the ranks. A slot is
-  // used again two rows later: by then each block has had the row's totals between from all others.
-  template <int kPhase, Reduction kOp, int N>
-  __device__ __forceinline__ Values<T, N> ReduceCluster(Values<T, N> total, std::uint32_t turn) {
-    auto& storage = storage_->cluster[group_];
-    const int slot = turn & 1;
-    hopper::Barrier* const arrived = &storage.arrived[slot][kPhase];
-    auto& totals = storage.totals[slot][kPhase];
-    if (thread_ == 0) hopper::ArriveExpecting(arrived, settings_.cluster * N * sizeof(T));
-    if (thread_ < settings_.cluster) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) hopper::Send(total[i], &totals[i][rank_], arrived, thread_);
-    }
-    hopper::WaitForCluster(arrived, (turn >> 1) & 1);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      total[i] = totals[i][0];
-      for (int other = 1; other < settings_.cluster; ++other)
-        total[i] = Combine<kOp>(total[i], totals[i][other]);
-    }
-    return total;
   }
 
   template <bool kWhole>

@@ -26,7 +26,7 @@ struct Softmax : rowwise::Op<1, 1> {
   TWINOP_INLINE X Term(rowwise::Phase<0>, X& x, const None&) const { return x; }
   TWINOP_INLINE void Finish(rowwise::Phase<0>, const X& total) { max = total[0]; }
   TWINOP_INLINE X Term(rowwise::Phase<1>, X& x, const None&) const {
-    x[0] = RelativeExp(x[0] - max);
+    x[0] = ScaledExp(x[0] - max);
     return x;
   }
   TWINOP_INLINE void Finish(rowwise::Phase<1>, const X& total) {
