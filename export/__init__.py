@@ -5,7 +5,8 @@
     report = export(model, (x,), "model.onnx", dynamic={"x": [0]})    # checked and compared before it is kept
 
 For a `torch.onnx.export` of your own: `translation_table()` (dynamo=True) or `register_symbolics()`
-(dynamo=False), then `fuse_sums(model)` and `attach_bodies(model)`. An op of your own gets its function body
+(dynamo=False), then `replace_nodes(model, ops)` for standard operators, `fuse_sums(model)` and
+`attach_bodies(model)`. An op of your own gets its function body
 with `@body`, see `bodies.py`.
 
 Nothing is imported before it is used: `op_schema` and `attach_bodies` need no torch.
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from twinop.export.dynamo import translation_table
     from twinop.export.exporter import export
     from twinop.export.fuse import fuse_sums
+    from twinop.export.replace import replace_nodes
     from twinop.export.report import ExportReport
     from twinop.export.schema import op_schema
     from twinop.export.torchscript import register_symbolics
@@ -39,6 +41,7 @@ __all__ = [
     "fuse_sums",
     "op_schema",
     "register_symbolics",
+    "replace_nodes",
     "translation_table",
 ]
 
@@ -51,6 +54,7 @@ _HOMES = {
     "fuse_sums": "fuse",
     "op_schema": "schema",
     "register_symbolics": "torchscript",
+    "replace_nodes": "replace",
     "translation_table": "dynamo",
 }
 

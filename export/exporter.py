@@ -30,6 +30,7 @@ from twinop.export.inputs import (
     leaves,
     resized,
 )
+from twinop.export.replace import replace_nodes
 from twinop.export.report import ExportReport, Parity
 from twinop.export.routes import ROUTES, fixed_axis, quiet, run_route
 from twinop.export.trace import CallSite
@@ -49,6 +50,7 @@ def export(
     dynamic: Dynamic | None = None,
     opset: int = 20,
     bodies: bool = True,
+    replace: Sequence[str] = (),
     fuse: bool = True,
     verify: bool = True,
     library: str | os.PathLike[str] | None = None,
@@ -74,6 +76,8 @@ def export(
             `{"x": {0: "batch"}}`. The rank is fixed.
         opset: of the standard operators, 20 to 23.
         bodies: attach the function bodies.
+        replace: ops that take the place of standard operators, such as "add" and "softmax" (see
+            `twinop.export.replace`): what `torch_op.replace_modules` does not see.
         fuse: make one node of a sum and a norm of twinop's behind it; the results keep every bit.
         verify: compare with torch in ONNX Runtime.
         library: the ONNX Runtime library for that; by default the smallest one found that has the model's
@@ -102,13 +106,14 @@ def export(
             exported, notes = run_route(exporter, model, inputs, names, axes, opset, records, folder)
             progress("attaching function bodies, checking")
             with quiet():
+                replaced = replace_nodes(exported, replace, records)
                 fused = fuse_sums(exported, records) if fuse else {}
                 calls = _finish(exported, records, bodies)
             draft = folder / target.name
             data = _save(exported, draft, external_data_bytes)
             _check(draft, axes)
             report = _describe(exported, target, exporter, [draft] + ([data] if data else []))
-            report.bodies, report.fused = bodies, fused
+            report.bodies, report.replaced, report.fused = bodies, replaced, fused
             report.notes += notes + _mixed_dtypes(calls if bodies else {})
             if verify:
                 progress("comparing with torch in ONNX Runtime")

@@ -30,6 +30,7 @@ class ExportReport:
     parity: Parity | None = None  # with the library; None: not run, `parity_reason` says why
     parity_reason: str = ""
     bodies: bool = True  # attached
+    replaced: dict[str, int] = field(default_factory=dict)  # nodes in place of standard operators, by type
     fused: dict[str, int] = field(default_factory=dict)  # nodes made of a sum and a norm, by type
     resized: bool = False  # parity was run at other sizes as well
     without_library: Parity | None = None  # the function bodies; None: `without_reason` says why

@@ -81,6 +81,13 @@ def main(
     bodies: Annotated[
         bool, typer.Option(help="Attach function bodies, for runtimes without the library.")
     ] = True,
+    replace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An op that takes the place of a standard operator, such as add or softmax; repeat it.",
+            show_default=False,
+        ),
+    ] = None,
     fuse: Annotated[
         bool, typer.Option(help="Make one node of a sum and a norm behind it; no bit changes.")
     ] = True,
@@ -127,6 +134,7 @@ def main(
             dynamic=axes,
             opset=opset,
             bodies=bodies,
+            replace=replace or (),
             fuse=fuse,
             verify=verify,
             library=library,
@@ -222,6 +230,11 @@ def _table(report: "ExportReport") -> Table:
     for name, values in (("inputs", report.inputs), ("outputs", report.outputs)):
         row(name, "\n".join(f"{key}: {value}" for key, value in values.items()))
     row("nodes", ", ".join(f"{name} x {count}" for name, count in report.nodes.items()))
+    if report.replaced:
+        row(
+            "in place of standard nodes",
+            ", ".join(f"{name} x {count}" for name, count in report.replaced.items()),
+        )
     if report.fused:
         row("sum and norm in one", ", ".join(f"{name} x {count}" for name, count in report.fused.items()))
     row("opsets", ", ".join(f"{domain} {version}" for domain, version in report.opsets.items()))
