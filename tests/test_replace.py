@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -20,7 +21,7 @@ CPU = ["CPUExecutionProvider"]
 TWO = {"add", "mul", "pow"}
 
 
-def graph(op_type: str, inputs: int, dtype: str = "float32", **attributes: object) -> ir.Model:
+def graph(op_type: str, inputs: int, dtype: str = "float32", **attributes: Any) -> ir.Model:
     names = ["a", "b"][:inputs]
     shapes = {"a": (3, 1, 5), "b": (4, 1)}
     proto = model(
@@ -38,7 +39,7 @@ def kinds(found: ir.Model) -> dict[str, int]:
 @pytest.mark.parametrize("op", STANDARD)
 def test_each_operator_computes_the_same(op: str) -> None:
     op_type, inputs = STANDARD[op][0], 2 if op in TWO else 1
-    attributes: dict[str, object] = {"softmax": {"axis": 0}, "gelu": {"approximate": "tanh"}}.get(op, {})
+    attributes: dict[str, Any] = {"softmax": {"axis": 0}, "gelu": {"approximate": "tanh"}}.get(op, {})
     torch.manual_seed(0)
     feeds = {"a": torch.rand(3, 1, 5) + 0.5, "b": torch.rand(4, 1)}
     feeds = dict(list(feeds.items())[:inputs])
@@ -66,7 +67,7 @@ def test_integer_sums_stay(dtype: str) -> None:
 
 def test_an_input_of_unknown_dtype_stays() -> None:
     found = graph("Add", 2)
-    found.graph.inputs[0].dtype = None
+    found.graph.inputs[0].type = None
     assert replace_nodes(found, ["add"]) == {}
 
 

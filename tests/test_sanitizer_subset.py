@@ -6,7 +6,8 @@ Data comes from the CPU and results go back to it, so that torch's own kernels t
 import pytest
 import torch
 from one_node import assert_same_bits, library_of, make_session, one_node_model, run_bound
-from samples import RECORDS, Sample, samples, values
+from samples import ALL, RECORDS, Sample, make_sample, samples, values
+from ulps import as_tuple
 
 from twinop.record import Record
 
@@ -58,3 +59,22 @@ def test_through_ort(record: Record) -> None:
         run_bound(session, inputs, dict(zip(record.outputs, actual, strict=True)))
         for a, e in zip(actual, expected, strict=True):
             assert_same_bits(a.cpu(), e.cpu(), record.name)
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, one element behind a 16-byte boundary."""
+    buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return buffer[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
+def test_through_torch(record: Record) -> None:
+    """Backward too, aligned and not: a part of a warp, a warp and a block for a row, and a row in pieces."""
+    dtypes = next((c for c in record.combinations if "bfloat16" in c.values()), record.combinations[0])
+    for shape in ((3, 10), (2, 258), (2, 2050), (2, 16386)) if record.rows else ((3, 10), (2, 1030)):
+        aligned = make_sample(record, dtypes, shape, 1, tame=True).to("cuda")
+        call = getattr(ops, record.name)
+        expected = as_tuple(call(*aligned.inputs.values()))
+        actual = as_tuple(call(*aligned.map(misaligned).inputs.values()))
+        for a, e in zip(actual, expected, strict=True):
+            assert_same_bits(a.cpu(), e.cpu(), f"{record.name} {shape}")
