@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,19 @@ _OLDEST = (1, 18)  # what the libraries' C side needs
 _CPU = "CPUExecutionProvider"
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 Provider = str | tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The providers to ask ONNX Runtime for, the CUDA device or None, and why.
+
+    `automatic`: nobody asked for them, so that a session may come out on another one.
+    """
+
+    providers: list[Provider]
+    device: int | None
+    reason: str
+    automatic: bool
 
 
 def session(
@@ -57,27 +71,51 @@ def session(
     loaded = load_model(model, Path(folder) if folder is not None else None)
     found = _library(loaded, library)
     require_fit(loaded, found)
-    requested, device, reason = _choose(providers, found)
+    choice = choose_providers(providers, found)
+    if choice.automatic and choice.device is None and cuda.has_gpu():  # somebody may be waiting for it
+        _warn_of_cpu(choice.reason)
+    opened = open_session(
+        loaded, found, choice, options=session_options, enable_cuda_graph=enable_cuda_graph, profile=profile
+    )
+    if choice.device is not None and opened.device == "cpu":
+        _warn_of_cpu(opened.reason)
+    return opened
+
+
+def open_session(
+    model: Model,
+    library: Library | None,
+    choice: Choice,
+    *,
+    options: Any = None,
+    enable_cuda_graph: bool = False,
+    profile: bool = False,
+) -> Session:
+    """`session` for a model that is read and checked, without its warnings: `Session.reason` has them.
+
+    Raises:
+        TwinopError: as `session` does.
+    """
+    device, reason = choice.device, choice.reason
     if enable_cuda_graph and device is None:
         raise ProviderError(f"enable_cuda_graph needs CUDA, which is not used here: {reason}")
     ort = _onnxruntime()
 
-    options = session_options if session_options is not None else ort.SessionOptions()
-    if loaded.path is None and loaded.folder is not None:
-        options.add_session_config_entry(_DATA_FOLDER, str(loaded.folder))
-    record = Profile(options, {node.op_type for node in loaded.nodes}) if profile else None
-    if found is not None:
-        _register(options, found)
+    options = options if options is not None else ort.SessionOptions()
+    if model.path is None and model.folder is not None:
+        options.add_session_config_entry(_DATA_FOLDER, str(model.folder))
+    record = Profile(options, {node.op_type for node in model.nodes}) if profile else None
+    if library is not None:
+        _register(options, library)
     stream = _torch_stream(device) if device is not None else None
-    requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in requested]
+    requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in choice.providers]
 
     with _current_device_kept(stream):
-        inner = _create(ort, loaded, options, requested)
-    if providers is None and device is not None and cuda.CUDA not in inner.get_providers():
+        inner = _create(ort, model, options, requested)
+    if choice.automatic and device is not None and cuda.CUDA not in inner.get_providers():
         reason = "ONNX Runtime could not start CUDA (its log above says why)"
-        warnings.warn(f"the CPU is used, not the GPU: {reason}", RuntimeWarning, stacklevel=2)
         device = stream = None
-    for name in map(_name, requested) if providers is not None else ():
+    for name in () if choice.automatic else map(_name, requested):
         if name not in inner.get_providers():
             raise ProviderError(
                 f"{name} was asked for, but ONNX Runtime could not start it (its log above says why) and "
@@ -85,14 +123,18 @@ def session(
             )
     return Session(
         inner,
-        loaded,
-        library=found,
+        model,
+        library=library,
         device=device,
         reason=reason,
         stream=stream,
         cuda_graph=enable_cuda_graph and device is not None,
         profile=record,
     )
+
+
+def _warn_of_cpu(reason: str) -> None:
+    warnings.warn(f"the CPU is used, not the GPU: {reason}", RuntimeWarning, stacklevel=3)
 
 
 def _library(model: Model, library: str | os.PathLike[str] | bool | None) -> Library | None:
@@ -131,23 +173,22 @@ def _name(provider: Provider) -> str:
     return provider if isinstance(provider, str) else provider[0]
 
 
-def _choose(
-    providers: Sequence[Provider] | None, library: Library | None
-) -> tuple[list[Provider], int | None, str]:
-    """The providers to ask for, the CUDA device or None, and why."""
+def choose_providers(providers: Sequence[Provider] | None, library: Library | None) -> Choice:
+    """What to ask for: `providers` if they can be used; for None CUDA where it works, else the CPU.
+
+    Raises:
+        ProviderError: ONNX Runtime is missing or too old, or a provider asked for cannot be used.
+    """
     if isinstance(providers, str):
         providers = [providers]
     if (providers is None or cuda.CUDA in map(_name, providers)) and cuda.driver_version() is not None:
         cuda.import_torch()
     available = _onnxruntime().get_available_providers()
     if providers is None:
-        found = cuda.obstacles(0, library)
-        if not found:
-            return [cuda.CUDA, _CPU], 0, "CUDA works here"
-        reason = found[0]  # the one that comes first: without a GPU, the wheel is as it should be
-        if cuda.has_gpu():  # somebody may be waiting for it
-            warnings.warn(f"the CPU is used, not the GPU: {reason}", RuntimeWarning, stacklevel=3)
-        return [_CPU], None, reason
+        if found := cuda.obstacles(0, library):
+            # The one that comes first: without a GPU, the wheel is as it should be.
+            return Choice([_CPU], None, found[0], automatic=True)
+        return Choice([cuda.CUDA, _CPU], 0, "CUDA works here", automatic=True)
     device = None
     for provider in providers:
         name, options = (provider, {}) if isinstance(provider, str) else provider
@@ -160,7 +201,7 @@ def _choose(
                 )
         elif name not in available:
             raise ProviderError(f"{name} is not in this ONNX Runtime; it has: {', '.join(available)}")
-    return list(providers), device, "asked for"
+    return Choice(list(providers), device, "asked for", automatic=False)
 
 
 def _torch_stream(device: int) -> Any:

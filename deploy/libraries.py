@@ -1,5 +1,6 @@
 """Chooses the one custom-op library that a model needs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from twinop.deploy.errors import ModelError
@@ -9,7 +10,13 @@ from twinop.library import Library, library_folders, read_library
 from twinop.record import DOMAIN
 
 
-def choose_library(model: Model, explicit: Path | None = None) -> Library | None:
+def choose_library(
+    model: Model,
+    explicit: Path | None = None,
+    *,
+    folders: Sequence[Path] | None = None,
+    bodies: bool = True,
+) -> Library | None:
     """The library to register for a model.
 
     Looked for beside the model and in the folders of `twinop.library.library_folders`: the first whose
@@ -18,6 +25,8 @@ def choose_library(model: Model, explicit: Path | None = None) -> Library | None
     Args:
         model: the model, whose custom nodes say what is needed.
         explicit: the library to use, whatever else there is.
+        folders: where to look instead, in order. A symbolic link that leads out of its folder is passed over.
+        bodies: whether a function body may stand in for an op that no library has.
 
     Returns:
         None if the model has no custom nodes, or if no library has any of them and its function bodies cover
@@ -25,21 +34,22 @@ def choose_library(model: Model, explicit: Path | None = None) -> Library | None
 
     Raises:
         LibraryError: `explicit` cannot be used, or the ops are spread over several libraries.
-        ModelError: no library has an op of the model, and the model has no function body for it.
+        ModelError: no library has an op of the model, and no function body may stand in for it.
     """
     if explicit is not None:
         return _usable(explicit)
     needed = {node.op_type for node in model.nodes}
     if not needed:
         return None
-    libraries, skipped = _candidates(model)
+    places = list(folders) if folders is not None else _places(model)
+    libraries, skipped = _candidates(places, confined=folders is not None)
     for library in libraries:
         if needed <= library.by_onnx_name.keys():
             return library
     owners = {op: [library for library in libraries if op in library.by_onnx_name] for op in sorted(needed)}
-    homeless = [op for op, found in owners.items() if not found and op not in model.bodies]
+    homeless = [op for op, found in owners.items() if not found and not (bodies and op in model.bodies)]
     if homeless:
-        raise ModelError(_no_library(model, homeless, libraries, skipped))
+        raise ModelError(_no_library(model, homeless, places, libraries, skipped))
     owned = {op for op, found in owners.items() if found}
     for library in libraries:  # the rest runs on function bodies
         if owned and owned <= library.by_onnx_name.keys():
@@ -59,14 +69,20 @@ def _usable(path: Path) -> Library:
     return library
 
 
-def _candidates(model: Model) -> tuple[list[Library], list[str]]:
+def _places(model: Model) -> list[Path]:
+    return ([model.path.parent] if model.path is not None else []) + library_folders()
+
+
+def _candidates(folders: Sequence[Path], confined: bool) -> tuple[list[Library], list[str]]:
     """Usable libraries in the order of preference, and why others were passed over."""
-    folders = ([model.path.parent] if model.path is not None else []) + library_folders()
     libraries: list[Library] = []
     skipped: list[str] = []
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
         here = []
         for path in sorted(folder.glob("lib*.so")):
+            if confined and not path.resolve().is_relative_to(folder):
+                skipped.append(f"{path}: a symbolic link to {path.resolve()}, out of the folder")
+                continue
             try:
                 here.append(read_library(path))
             except LibraryError as error:
@@ -81,13 +97,14 @@ def _size(library: Library) -> tuple[int, bool]:
     return len(library.records), not any(library.path.stem.endswith(name) for name in library.records)
 
 
-def _no_library(model: Model, ops: list[str], libraries: list[Library], skipped: list[str]) -> str:
-    text = (
-        f"{model.name}: no library has {DOMAIN}::{', '.join(ops)}, and the model has no function body for it."
-    )
+def _no_library(
+    model: Model, ops: list[str], places: Sequence[Path], libraries: list[Library], skipped: list[str]
+) -> str:
+    text = f"{model.name}: no library has {DOMAIN}::{', '.join(ops)}"
+    if not model.bodies.intersection(ops):
+        text += ", and the model has no function body for it"
     found = [f"{library.path} ({', '.join(library.by_onnx_name)})" for library in libraries]
-    places = ([model.path.parent] if model.path is not None else []) + library_folders()
-    text += f" Found: {'; '.join(found) or 'no library'}. Searched: {', '.join(map(str, places))}."
+    text += f". Found: {'; '.join(found) or 'no library'}. Searched: {', '.join(map(str, places))}."
     if skipped:
         text += f" Passed over: {'; '.join(skipped)}."
     return text + " Build it with ./build.sh, put it beside the model, or pass library=<path>"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError
 from onnx import external_data_helper
 
 from twinop.deploy.errors import ModelError
@@ -50,21 +50,24 @@ class Model:
         return {entry.key: entry.value for entry in self.proto.metadata_props}
 
 
-def load_model(source: ModelSource, folder: Path | None = None) -> Model:
+def load_model(source: ModelSource, folder: Path | None = None, *, confined: bool = False) -> Model:
     """Reads a model from a path, its bytes or a ModelProto; `folder` holds the external data of the last two.
 
+    Args:
+        confined: refuse external data outside of the model's folder, also behind a symbolic link.
+
     Raises:
-        ModelError: no such file, or not a complete ONNX model.
+        ModelError: no such file, not a complete ONNX model, or its external data is missing or elsewhere.
     """
     if isinstance(source, onnx.ModelProto):
         try:
-            return load_model(source.SerializeToString(), folder)
+            return load_model(source.SerializeToString(), folder, confined=confined)
         except ValueError as error:  # protobuf's limit
             raise ModelError(
                 "the model is over 2 GB: save it with external data and pass its path"
             ) from error
     if isinstance(source, bytes):
-        return _parsed(Model("the model", onnx.ModelProto(), data=source, folder=folder), source)
+        return _parsed(Model("the model", onnx.ModelProto(), data=source, folder=folder), source, confined)
     path = Path(source)
     if not path.is_file():
         what = "a folder, not an .onnx file" if path.is_dir() else "no such file"
@@ -73,10 +76,10 @@ def load_model(source: ModelSource, folder: Path | None = None) -> Model:
         data = path.read_bytes()
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    return _parsed(Model(str(path), onnx.ModelProto(), path=path, folder=path.parent), data)
+    return _parsed(Model(str(path), onnx.ModelProto(), path=path, folder=path.parent), data, confined)
 
 
-def _parsed(model: Model, data: bytes) -> Model:
+def _parsed(model: Model, data: bytes, confined: bool) -> Model:
     damaged = f"{model.name}: not a complete ONNX model"
     try:
         model.proto.ParseFromString(data)
@@ -84,28 +87,74 @@ def _parsed(model: Model, data: bytes) -> Model:
         raise ModelError(f"{damaged} ({error}). Copy or export it again") from error
     if not model.proto.HasField("graph") or not model.proto.opset_import:
         raise ModelError(f"{damaged}: it has no graph or no opset. Copy or export it again")
-    for tensor in model.proto.graph.initializer:
+    for tensor in tensors(model.proto):
         if external_data_helper.uses_external_data(tensor):
-            _check_external(model, tensor)
-        elif tensor.ByteSize() > _LARGE:
+            _check_external(model, tensor, confined)
+    for tensor in model.proto.graph.initializer:
+        if tensor.ByteSize() > _LARGE and not external_data_helper.uses_external_data(tensor):
             for content in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
                 tensor.ClearField(content)
     model.nodes = list(custom_nodes(model.proto))
     return model
 
 
-def _check_external(model: Model, tensor: onnx.TensorProto) -> None:
-    info = external_data_helper.ExternalDataInfo(tensor)
+def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """All tensors in a model: initializers and attributes, in subgraphs and functions too."""
+    yield from _tensors_of_graph(proto.graph)
+    for function in proto.functions:
+        yield from _tensors_of_nodes(function.node)
+
+
+def _tensors_of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _tensors_of_nodes(graph.node)
+
+
+def _tensors_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+            for graph in (attribute.g, *attribute.graphs):
+                yield from _tensors_of_graph(graph)
+
+
+def _check_external(model: Model, tensor: onnx.TensorProto, confined: bool) -> None:
+    what = f"tensor {tensor.name}" if tensor.name else "a tensor"
+    try:
+        info = external_data_helper.ExternalDataInfo(tensor)
+        end = (info.offset or 0) + (info.length or 0)
+    except ValueError as error:
+        raise ModelError(
+            f"{model.name}: the place of its external data is damaged ({what}): {error}. Export it again"
+        ) from error
     if model.folder is None:
         raise ModelError(
             f"{model.name} keeps {tensor.name} in the file {info.location}: pass the model's path"
         )
     path = model.folder / info.location
+    if confined:
+        _require_inside(model, model.folder, info.location, what)
     size = path.stat().st_size if path.is_file() else -1
-    if size < (info.offset or 0) + (info.length or 0):
-        what = "is missing" if size < 0 else "is cut short"
+    if size < end:
+        state = "is missing" if size < 0 else "is cut short"
+        raise ModelError(f"{model.name}: its data file {path} {state} ({what}). Copy it again")
+
+
+def _require_inside(model: Model, folder: Path, location: str, what: str) -> None:
+    """Raises ModelError if a data file lies, or a symbolic link leads, outside of the model's folder."""
+    if "\0" in location or not (folder / location).resolve().is_relative_to(folder.resolve()):
         raise ModelError(
-            f"{model.name}: its data file {path} {what} (initializer {tensor.name}). Copy it again"
+            f"{model.name} keeps {what} outside of its folder, in {location!r}. External data must lie "
+            "beside the model: copy the file there, and export the model again if it names another place"
+        )
+    if Path(location).is_absolute():
+        raise ModelError(
+            f"{model.name} names its data file by an absolute path, {location!r} ({what}); expected one "
+            "relative to the model: export it again"
         )
 
 

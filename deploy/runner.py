@@ -25,6 +25,7 @@ class Session:
         library: the registered custom-op library, or None.
         inputs, outputs: a `Spec` by name; inputs that have a default in the model may be left out of a run.
         stream: the `torch.cuda.Stream` that the session works on, or None.
+        cuda_graph: whether runs on the GPU are captured as CUDA graphs.
         ort: the `onnxruntime.InferenceSession` underneath.
     """
 
@@ -63,7 +64,7 @@ class Session:
             spec.element is not None and is_foreign_to_numpy(spec.element)
             for spec in (*self.inputs.values(), *self.outputs.values())
         )
-        self._cuda_graph = cuda_graph
+        self.cuda_graph = cuda_graph
         self._options = None
         if cuda_graph:  # feeds that are not at a captured graph's addresses run without it
             self._options = onnxruntime.RunOptions()
@@ -106,6 +107,11 @@ class Session:
             return self._run_values(feeds, names)
         return self._run_arrays(feeds, names)
 
+    def stop_capturing(self) -> None:
+        """With CUDA graphs: from now on only shapes that were run before are replayed, others run without."""
+        if self._tensors is not None:
+            self._tensors.captures = False
+
     def executed_on(self, custom_only: bool = True) -> list[NodeRun]:
         """The nodes that ran so far and their provider, from ONNX Runtime's profile; the first call ends it.
 
@@ -128,7 +134,7 @@ class Session:
     def _tensor_runner(self) -> Any:
         from twinop.deploy.tensors import TensorRunner
 
-        self._tensors = TensorRunner(self, self._inner, self._cuda_graph)
+        self._tensors = TensorRunner(self, self._inner, self.cuda_graph)
         return self._tensors
 
     # -------------------------------------------------------------------------------- numpy

@@ -56,6 +56,7 @@ class TensorRunner:
         self._guard = self._cuda is not None and torch.cuda.device_count() > 1
         self._graphs: dict[tuple[Any, ...], _Graph] | None = {} if cuda_graph else None
         self._lock = threading.Lock()
+        self.captures = True  # graphs of further combinations of shapes
         if cuda_graph:
             self._queued.add_run_config_entry("gpu_graph_id", "-1")
 
@@ -79,7 +80,7 @@ class TensorRunner:
         with self._lock:  # a graph has one set of buffers
             key = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(checked.items()))
             graph = self._graphs.get(key)
-            if graph is None and len(self._graphs) < _MAX_GRAPHS:
+            if graph is None and self.captures and len(self._graphs) < _MAX_GRAPHS:
                 graph = self._graphs[key] = self._new_graph(checked, device, len(self._graphs))
             if graph is not None:
                 return self._replay(graph, checked, names)

@@ -10,6 +10,7 @@ import onnxruntime as ort
 import torch
 
 from twinop import deploy
+from twinop.deploy.tolerance import TOLERANCE
 from twinop.errors import ExportError
 from twinop.export.bodies import find_body
 from twinop.export.report import Parity
@@ -17,10 +18,7 @@ from twinop.export.schema import ATTRIBUTE_TYPES, ONNX_TYPES
 from twinop.export.trace import CallSite, trace
 from twinop.record import DOMAIN, DOMAIN_VERSION, Record
 
-# Largest accepted |difference| / max(1, |torch's largest|): the model's other operators sum in another order.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-
-
+_TOLERANCE = {getattr(torch, name): accepted for name, accepted in TOLERANCE.items()}
 _PROVIDER = "CPUExecutionProvider"
 
 

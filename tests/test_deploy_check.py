@@ -256,7 +256,7 @@ def test_external_data(tmp_path: Path) -> None:
         session(path.read_bytes())
     data = tmp_path / "model.data"
     data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(ModelError, match=r"model.data is cut short \(initializer w\)"):
+    with pytest.raises(ModelError, match=r"model.data is cut short \(tensor w\)"):
         session(path)
     data.unlink()
     with pytest.raises(ModelError, match="model.data is missing"):
