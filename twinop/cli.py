@@ -14,6 +14,8 @@ from twinop.library import find_library, read_library
 _COMMANDS = {
     "export": "twinop.export.to_onnx",
     "run": "twinop.deploy.run_onnx",
+    "serve": "twinop.deploy.serve",
+    "pack": "twinop.deploy.pack.command",
     "bench": "twinop.bench.__main__",
 }
 """Commands that are the `main` of a module, or its `app`."""

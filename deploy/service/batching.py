@@ -1,0 +1,270 @@
+"""Runs the requests of one model version: at once where an instance is idle, joined where all are busy.
+
+Nothing waits for company unless max_queue_delay_us says so: what arrives while the instances work is joined
+when one of them is done, so a lone request pays nothing and a busy server has the largest batches.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from twinop.deploy.service.errors import DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, ServiceError
+from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.settings import ModelSettings
+
+_log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What runs a batch, one at a time: an `instance.Instance`."""
+
+    def run(
+        self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]
+    ) -> dict[str, np.ndarray]: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A request that waits or runs."""
+
+    request: Request
+    outputs: tuple[str, ...]
+    rows: int
+    key: Any  # requests of equal keys may share a run
+    future: asyncio.Future[Result]
+
+    def gone(self, now: float) -> bool:
+        """Whether nobody waits for the answer any more."""
+        if self.future.done():
+            return True
+        deadline = self.request.deadline
+        if deadline is None or now < deadline:
+            return False
+        self.future.set_exception(
+            ServiceError(DEADLINE, "the request's time was over before the model was free")
+        )
+        return True
+
+
+_Outcome = dict[str, np.ndarray] | Exception
+
+
+class Batcher:
+    """The queue and the instances of one version. Its methods belong to the event loop's thread."""
+
+    def __init__(self, name: str, version: int, instances: Sequence[Runner], settings: ModelSettings) -> None:
+        self._name = name
+        self._version = version
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._idle = list(instances)
+        self._instances = len(instances)
+        self._waiting: deque[_Member] = deque()
+        self._pool = ThreadPoolExecutor(len(instances), thread_name_prefix=f"{name}-{version}")
+        self._timer: asyncio.TimerHandle | None = None
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._closed = False
+        self._seconds_per_run = 0.0  # a moving mean, for Retry-After
+        self._splits = True
+        self.on_run: Callable[[int, float], None] = lambda rows, seconds: None
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return self._instances - len(self._idle)
+
+    async def submit(self, request: Request, outputs: tuple[str, ...]) -> Result:
+        """Queues a request that fits the model, and waits for its answer.
+
+        Cancelling the caller drops the request, if it has not started to run.
+
+        Raises:
+            ServiceError: the queue is full, the time is over, the version is going away, or the run failed.
+        """
+        if self._closed:
+            raise ServiceError(NOT_READY, f"version {self._version} of model {self._name} is being unloaded")
+        if len(self._waiting) >= self._settings.max_queue:
+            raise self._overloaded()
+        member = _Member(request, outputs, _rows(request), _key(request, outputs), self._loop.create_future())
+        self._waiting.append(member)
+        self._drained.clear()
+        self._dispatch()
+        expiry = None
+        if request.deadline is not None:
+            left = request.deadline - time.monotonic()
+            expiry = self._loop.call_later(max(left, 0), self._expire, member)
+        try:
+            return await member.future
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+            if member.future.cancelled():
+                self._forget(member)
+
+    async def drain(self) -> None:
+        """Takes no more requests and returns when all are answered."""
+        self._closed = True
+        await self._drained.wait()
+        self._pool.shutdown(wait=False)
+
+    # -------------------------------------------------------------------------------- the queue
+
+    def _dispatch(self) -> None:
+        while self._idle and self._waiting:
+            batch = self._take()
+            if not batch:
+                break
+            self._pool.submit(self._work, self._idle.pop(), batch)
+        if not self._waiting and len(self._idle) == self._instances:
+            self._drained.set()
+
+    def _take(self) -> list[_Member]:
+        """The oldest request and those that may share its run; none if it pays to wait for more."""
+        now = time.monotonic()
+        while self._waiting and self._waiting[0].gone(now):
+            self._waiting.popleft()
+        if not self._waiting:
+            return []
+        limit = self._settings.max_batch_size
+        if not limit:
+            return [self._waiting.popleft()]
+        first = self._waiting[0]
+        batch, rows = [], 0
+        for member in self._waiting:
+            if member.key == first.key and rows + member.rows <= limit and not member.gone(now):
+                batch.append(member)
+                rows += member.rows
+        if self._should_wait(first, rows, now):
+            return []
+        if len(batch) == 1:
+            self._waiting.popleft()
+        else:
+            taken = set(map(id, batch))
+            self._waiting = deque(member for member in self._waiting if id(member) not in taken)
+        return batch
+
+    def _should_wait(self, first: _Member, rows: int, now: float) -> bool:
+        """Only with a max_queue_delay_us, up to the largest preferred size."""
+        delay = self._settings.max_queue_delay_us * 1e-6
+        enough = max(self._settings.preferred_batch_sizes, default=self._settings.max_batch_size)
+        left = first.request.arrived + delay - now
+        if not delay or rows >= enough or left <= 0 or self._closed:
+            return False
+        if self._timer is None:
+            self._timer = self._loop.call_later(left, self._timed_out)
+        return True
+
+    def _timed_out(self) -> None:
+        self._timer = None
+        self._dispatch()
+
+    def _expire(self, member: _Member) -> None:
+        if member.gone(time.monotonic()):
+            self._forget(member)
+
+    def _forget(self, member: _Member) -> None:
+        if member in self._waiting:
+            self._waiting.remove(member)
+            self._dispatch()  # sets the event if it was the last
+
+    def _overloaded(self) -> ServiceError:
+        seconds = len(self._waiting) * self._seconds_per_run / self._instances
+        seconds /= max(self._settings.max_batch_size, 1)
+        return ServiceError(
+            OVERLOADED,
+            f"model {self._name} has {len(self._waiting)} requests waiting, its limit: try again later",
+            {"Retry-After": str(max(1, math.ceil(seconds)))},
+        )
+
+    # ---------------------------------------------------------------------- a run, in a worker thread
+
+    def _work(self, instance: Runner, batch: list[_Member]) -> None:
+        started = time.monotonic()
+        outcomes = self._outcomes(instance, batch)
+        seconds = time.monotonic() - started
+        self._loop.call_soon_threadsafe(self._finish, instance, batch, outcomes, started, seconds)
+
+    def _outcomes(self, instance: Runner, batch: list[_Member]) -> list[_Outcome]:
+        try:
+            parts = [member.request.inputs for member in batch]
+            found = instance.run(parts, batch[0].outputs)
+            if len(batch) == 1:
+                return [found]
+            if (split := self._split(found, batch)) is not None:
+                return split
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+        # One of them fails, or rows do not come out as they went in: each gets what it would have got alone.
+        return [outcome for member in batch for outcome in self._outcomes(instance, [member])]
+
+    def _split(self, found: Mapping[str, np.ndarray], batch: list[_Member]) -> list[_Outcome] | None:
+        """Each member's rows of the outputs; None if an output has other rows than the inputs."""
+        rows = sum(member.rows for member in batch)
+        for name, array in found.items():
+            if array.ndim == 0 or array.shape[0] != rows:
+                if self._splits:
+                    self._splits = False
+                    _log.warning(
+                        "model %s: output %s has shape %s for %d rows, so requests are run one by one. Its "
+                        "max_batch_size should be 0",
+                        self._name, name, list(array.shape), rows,
+                    )  # fmt: skip
+                return None
+        split: list[_Outcome] = []
+        start = 0
+        for member in batch:
+            split.append({name: array[start : start + member.rows] for name, array in found.items()})
+            start += member.rows
+        return split
+
+    # -------------------------------------------------------------------------------- back on the loop
+
+    def _finish(
+        self, instance: Runner, batch: list[_Member], outcomes: list[_Outcome], started: float, seconds: float
+    ) -> None:
+        self._idle.append(instance)
+        self._seconds_per_run += (seconds - self._seconds_per_run) * 0.1
+        self._dispatch()  # the next run starts before these answers are written
+        rows = sum(member.rows for member in batch)
+        self.on_run(rows, seconds)
+        for member, outcome in zip(batch, outcomes, strict=True):
+            if member.future.done():  # cancelled, or its time was over
+                continue
+            if isinstance(outcome, Exception):
+                member.future.set_exception(_as_service_error(outcome))
+                continue
+            request = member.request
+            queued = started - request.arrived
+            member.future.set_result(
+                Result(self._name, self._version, outcome, request.id, queued, seconds, rows)
+            )
+
+
+def _rows(request: Request) -> int:
+    first = next(iter(request.inputs.values()))
+    return first.shape[0] if first.ndim else 1
+
+
+def _key(request: Request, outputs: tuple[str, ...]) -> Any:
+    """Equal for requests that may be joined: the same inputs, dtypes, trailing shapes and outputs."""
+    return outputs, frozenset((name, array.dtype, array.shape[1:]) for name, array in request.inputs.items())
+
+
+def _as_service_error(error: Exception) -> Exception:
+    if isinstance(error, ServiceError):
+        return error
+    _log.error("a run failed unexpectedly", exc_info=error)
+    return ServiceError(RUN_FAILED, "the model could not be run; the server's log says why")

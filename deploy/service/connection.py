@@ -1,0 +1,204 @@
+"""One HTTP connection: uvicorn's, with limits on how slowly a request may come and how long its head is.
+
+Without them a client that sends a byte a minute, or headers without end, keeps its connection and its memory.
+A request that arrives in one piece, as nearly all do, costs a few comparisons and no timer.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import orjson
+from starlette.responses import JSONResponse
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+LINGER_SECONDS = 2.0  # closing at once would reset the connection under an answer that is not read yet
+
+
+@dataclass(frozen=True)
+class Limits:
+    header_bytes: int
+    header_seconds: float
+    body_seconds: float
+
+
+class _Stage(Enum):
+    IDLE = auto()  # between requests
+    HEAD = auto()  # a part of the request line or the headers is there
+    BODY = auto()
+    REFUSED = auto()  # answered for good; what still comes is thrown away
+
+
+_BODY_HEADERS = {b"content-length", b"transfer-encoding"}
+
+
+class _Refused(Exception):
+    """Raised in a callback of the parser, which then stops."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """Answers 431 to a head that is too long, 408 to what comes too slowly, 400 to what is not HTTP."""
+
+    def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._stage = _Stage.IDLE
+        self._head = 0  # bytes that came while the head was not complete
+        self._timer: asyncio.TimerHandle | None = None
+        self._timed = _Stage.IDLE  # what the timer waits for the end of
+
+    # ---------------------------------------------------------------------------- asyncio's calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch(_Stage.HEAD, self._limits.header_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        cycle = self.cycle
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        if cycle is not None and not cycle.response_complete:
+            _abandon(cycle.scope)
+
+    def data_received(self, data: bytes) -> None:
+        if self._stage is _Stage.REFUSED:
+            return
+        if self._stage is not _Stage.BODY:
+            self._head += len(data)
+        super().data_received(data)
+        stage = self._stage
+        if stage is _Stage.HEAD:
+            if self._head > self._limits.header_bytes:
+                self._too_long()
+            else:
+                self._watch(_Stage.HEAD, self._limits.header_seconds)
+        elif stage is _Stage.BODY:
+            self._watch(_Stage.BODY, self._limits.body_seconds)
+        elif stage is _Stage.IDLE:
+            if self.cycle is None or (self.cycle.response_complete and self.timeout_keep_alive_task is None):
+                self._watch(_Stage.HEAD, self._limits.header_seconds)  # empty lines only
+            else:
+                self._unwatch()
+
+    def shutdown(self) -> None:
+        """The service is stopping: closes an idle connection, and one with a request after its answer."""
+        if self._stage is _Stage.IDLE:
+            super().shutdown()
+        elif self._stage is _Stage.BODY:
+            self.cycle.keep_alive = False
+
+    # ---------------------------------------------------------------------------- the parser's calls
+
+    def on_message_begin(self) -> None:
+        self._stage = _Stage.HEAD
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self._head > self._limits.header_bytes and self._exact_head() > self._limits.header_bytes:
+            raise _Refused
+        if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
+            raise _Refused  # the parser would take the body for another protocol
+        self._stage, self._head = _Stage.BODY, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stage = _Stage.IDLE
+        super().on_message_complete()
+        if not self.pipeline:
+            self.flow.resume_reading()  # else nobody would see that the client has gone
+
+    def send_400_response(self, msg: str) -> None:
+        if self._stage is _Stage.HEAD and self._head > self._limits.header_bytes:
+            self._too_long()
+        elif self._stage is not _Stage.REFUSED:
+            self._refuse(
+                400, "malformed HTTP/1.1 request, or one with a body that asks to upgrade the connection"
+            )
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Upgrades are never taken; that is no news."""
+
+    # ---------------------------------------------------------------------------- limits
+
+    def _exact_head(self) -> int:
+        """Without what followed the head in the same piece."""
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _too_long(self) -> None:
+        limit = self._limits.header_bytes
+        self._refuse(
+            431, f"the request line and the headers are longer than {limit} bytes (max_header_bytes)"
+        )
+
+    def _watch(self, what: _Stage, seconds: float) -> None:
+        if self._timer is None or self._timed is not what:
+            self._unwatch()
+            self._timed = what
+            self._timer = self.loop.call_later(seconds, self._late)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        limits = self._limits
+        if self.flow.read_paused:  # it is us who do not read
+            self._watch(self._timed, limits.body_seconds)
+        elif self._stage is _Stage.IDLE:
+            self.transport.close()
+        elif self._stage is _Stage.HEAD:
+            self._refuse(
+                408, f"the headers did not arrive within {limits.header_seconds:g} s (header_seconds)"
+            )
+        else:
+            self._refuse(408, f"the body did not arrive within {limits.body_seconds:g} s (body_seconds)")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers by itself, for the app has no request to answer, or will never have the whole of it."""
+        self._unwatch()
+        in_body, cycle = self._stage is _Stage.BODY, self.cycle
+        self._stage = _Stage.REFUSED
+        if cycle is not None and not cycle.response_complete:
+            if not in_body:  # an earlier request, whole and not answered yet: that answer is the last
+                cycle.keep_alive = False
+                return
+            if self.pipeline:  # behind earlier requests: in its turn
+                answer = JSONResponse({"error": message}, status, {"connection": "close"})
+                self.pipeline[0] = (cycle, answer)  # type: ignore[assignment]
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if not in_body or not cycle.response_started:
+            body = orjson.dumps({"error": message})
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+                body
+            )
+            self.transport.write(STATUS_LINE[status] + head + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def wait_in(scope: Scope) -> None:
+    """From here on the current task only waits for an answer to send: it is cancelled if the client goes."""
+    scope[_WAITING] = asyncio.current_task()
+
+
+def has_gone(scope: Scope) -> bool:
+    """Whether that has happened."""
+    return scope.get(_GONE, False)
+
+
+def _abandon(scope: Any) -> None:
+    if (waiting := scope.get(_WAITING)) is not None:
+        scope[_GONE] = True
+        waiting.cancel()
+
+
+_WAITING, _GONE = "twinop.waiting", "twinop.gone"

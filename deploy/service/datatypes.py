@@ -1,0 +1,175 @@
+"""The protocol's datatypes: how each is called, what numpy and ONNX call it, how it travels."""
+
+import math
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from twinop.deploy.service.errors import NOT_FOUND, ServiceError, invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Datatype:
+    """One row of the table.
+
+    Attributes:
+        name: the Open Inference Protocol's, such as "FP32".
+        dtype: numpy's; BYTES is an object array of str, as ONNX's strings are.
+        contents: the field of gRPC's InferTensorContents that carries it; None where only raw bytes can.
+    """
+
+    name: str
+    dtype: np.dtype
+    contents: str | None
+
+
+DATATYPES: dict[str, Datatype] = {
+    name: Datatype(name, np.dtype(dtype), contents)
+    for name, dtype, contents in (
+        ("BOOL", np.bool_, "bool_contents"),
+        ("UINT8", np.uint8, "uint_contents"),
+        ("UINT16", np.uint16, "uint_contents"),
+        ("UINT32", np.uint32, "uint_contents"),
+        ("UINT64", np.uint64, "uint64_contents"),
+        ("INT8", np.int8, "int_contents"),
+        ("INT16", np.int16, "int_contents"),
+        ("INT32", np.int32, "int_contents"),
+        ("INT64", np.int64, "int64_contents"),
+        ("FP16", np.float16, None),
+        ("FP32", np.float32, "fp32_contents"),
+        ("FP64", np.float64, "fp64_contents"),
+        ("BF16", ml_dtypes.bfloat16, None),
+        ("BYTES", np.object_, "bytes_contents"),
+    )
+}
+OF_DTYPE: dict[np.dtype, Datatype] = {each.dtype: each for each in DATATYPES.values()}
+BYTES, BF16 = DATATYPES["BYTES"], DATATYPES["BF16"]
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+_short.maxlist, _short.maxlevel = 8, 3
+_MOST_DIMENSIONS = 32
+_MOST_ELEMENTS = 1 << 48  # beyond it numpy cannot index a tensor, not even one that another axis makes empty
+
+
+def datatype_of(dtype: np.dtype) -> str | None:
+    """ "FP32" for float32; None for what the protocol cannot carry (complex numbers, 8-bit floats)."""
+    found = OF_DTYPE.get(dtype)
+    return found.name if found is not None else None
+
+
+def named(tensor: str, name: Any) -> Datatype:
+    """The datatype of that name.
+
+    Raises:
+        ServiceError: there is none.
+    """
+    found = DATATYPES.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise invalid(f"input {tensor}: datatype {shown(name)} is none of {', '.join(DATATYPES)}")
+    return found
+
+
+def count(tensor: str, shape: Sequence[int]) -> int:
+    """How many elements a shape has.
+
+    Raises:
+        ServiceError: it has a negative size, or no tensor can have it.
+    """
+    if len(shape) > _MOST_DIMENSIONS:
+        raise invalid(f"input {tensor}: {len(shape)} dimensions; a tensor has up to {_MOST_DIMENSIONS}")
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise invalid(f"input {tensor}: shape {shown(list(shape))} must be a list of whole numbers >= 0")
+    elements = math.prod(shape)
+    if elements > _MOST_ELEMENTS or (not elements and math.prod(filter(None, shape)) > _MOST_ELEMENTS):
+        raise invalid(f"input {tensor}: shape {shown(list(shape))} is larger than any tensor can be")
+    return elements
+
+
+def from_bytes(tensor: str, kind: Datatype, shape: Sequence[int], data: bytes | memoryview) -> np.ndarray:
+    """The tensor in `data`, without a copy where that lies as the processor needs it; never to be written to.
+
+    Raises:
+        ServiceError: its length is not what datatype and shape say, or BYTES are not UTF-8.
+    """
+    elements = count(tensor, shape)
+    if kind is BYTES:
+        return _strings(tensor, elements, data).reshape(shape)
+    if len(data) != elements * kind.dtype.itemsize:
+        raise invalid(
+            f"input {tensor}: {len(data)} bytes of data, but {kind.name} of shape {list(shape)} "
+            f"has {elements * kind.dtype.itemsize}"
+        )
+    if kind.name == "BOOL" and elements and np.frombuffer(data, np.uint8).max() > 1:
+        raise invalid(f"input {tensor}: BOOL bytes must be 0 or 1")
+    array = np.frombuffer(data, kind.dtype).reshape(shape)
+    return array if array.flags.aligned else array.copy()  # vector code may fault on odd addresses
+
+
+def to_bytes(array: np.ndarray) -> Any:
+    """What `from_bytes` reads: a bytes-like object, the array itself where it is contiguous."""
+    if array.dtype != BYTES.dtype:
+        array = np.ascontiguousarray(array)
+        return array.view(np.uint16) if array.dtype == BF16.dtype else array  # which has no buffers
+    parts: list[bytes] = []
+    for text in array.ravel():
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        parts += (len(data).to_bytes(4, "little"), data)
+    return b"".join(parts)
+
+
+def text_array(tensor: str, values: Sequence[bytes]) -> np.ndarray:
+    """
+    Raises:
+        ServiceError: one of them is not UTF-8.
+    """
+    array = np.empty(len(values), object)
+    for index, value in enumerate(values):
+        try:
+            array[index] = str(value, "utf-8")
+        except UnicodeDecodeError:
+            raise invalid(f"input {tensor}: element {index} is not UTF-8, which ONNX's strings are") from None
+    return array
+
+
+def _strings(tensor: str, elements: int, data: bytes | memoryview) -> np.ndarray:
+    """BYTES: each element is its length as 4 bytes, lowest first, then its bytes."""
+    if elements > len(data) // 4:
+        raise invalid(
+            f"input {tensor}: {len(data)} bytes cannot hold {elements} BYTES elements with 4-byte lengths"
+        )
+    values, at = [], 0
+    for index in range(elements):
+        start = at + 4
+        at = start + int.from_bytes(data[at:start], "little")
+        if start > len(data) or at > len(data):
+            raise invalid(
+                f"input {tensor}: element {index} of BYTES goes beyond the {len(data)} bytes of data"
+            )
+        values.append(bytes(data[start:at]))
+    if at != len(data):
+        raise invalid(f"input {tensor}: {len(data) - at} bytes follow the {elements} elements of its shape")
+    return text_array(tensor, values)
+
+
+def shown(value: Any) -> str:
+    """A client's value in a message: short, however large it is."""
+    return _short.repr(value)
+
+
+def version_number(model: str, text: str) -> int | None:
+    """The version that a request names, None if it names none.
+
+    Raises:
+        ServiceError: it is no number that a version can have.
+    """
+    if not text:
+        return None
+    if text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0:
+        return int(text)
+    raise ServiceError(NOT_FOUND, f"model {model} has no version {shown(text)}: versions are 1, 2, ...")

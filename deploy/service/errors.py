@@ -1,0 +1,45 @@
+"""What a request can fail with: one message, an HTTP status and a gRPC code, both from one table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A kind of failure; `reason` is its label in the metrics."""
+
+    reason: str
+    status: int
+    code: grpc.StatusCode
+
+
+INVALID = Failure("invalid", 400, grpc.StatusCode.INVALID_ARGUMENT)
+UNAUTHENTICATED = Failure("unauthenticated", 401, grpc.StatusCode.UNAUTHENTICATED)
+NOT_FOUND = Failure("not_found", 404, grpc.StatusCode.NOT_FOUND)
+NO_METHOD = Failure("no_method", 405, grpc.StatusCode.UNIMPLEMENTED)
+TOO_SLOW = Failure("too_slow", 408, grpc.StatusCode.DEADLINE_EXCEEDED)
+TOO_LARGE = Failure("too_large", 413, grpc.StatusCode.RESOURCE_EXHAUSTED)
+WRONG_MEDIA = Failure("wrong_media", 415, grpc.StatusCode.INVALID_ARGUMENT)
+OVERLOADED = Failure("overloaded", 429, grpc.StatusCode.RESOURCE_EXHAUSTED)
+CANCELLED = Failure("cancelled", 499, grpc.StatusCode.CANCELLED)
+RUN_FAILED = Failure("run_failed", 500, grpc.StatusCode.INTERNAL)
+INTERNAL = Failure("internal", 500, grpc.StatusCode.INTERNAL)
+OFF = Failure("off", 403, grpc.StatusCode.PERMISSION_DENIED)
+NOT_READY = Failure("not_ready", 503, grpc.StatusCode.UNAVAILABLE)
+OUT_OF_MEMORY = Failure("out_of_memory", 503, grpc.StatusCode.RESOURCE_EXHAUSTED)
+DEADLINE = Failure("deadline", 504, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class ServiceError(Exception):
+    """Ends one request; the message goes to the client, so it never holds a path or a stack trace."""
+
+    def __init__(self, failure: Failure, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.headers = dict(headers or {})
+
+
+def invalid(message: str) -> ServiceError:
+    return ServiceError(INVALID, message)

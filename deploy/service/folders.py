@@ -1,0 +1,255 @@
+"""What lies on disk: models, their versions, what their folders say about settings. Nothing is loaded here.
+
+models/<name>/<version>/model.onnx     Triton's layout, beside it config.pbtxt and twinop.toml
+models/<name>/model.onnx               version 1
+models/<name>.onnx                     version 1
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from twinop.deploy.service import triton_config
+from twinop.deploy.service.settings import FILE, anchored, read_toml
+from twinop.deploy.service.triton_config import TritonConfig
+from twinop.errors import TwinopError
+
+_log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
+_MODEL = "model.onnx"
+_SUFFIX = ".onnx"
+Stamp = tuple[tuple[str, int, int], ...]  # of each file its name, its time of change in ns and its size
+
+
+class FolderError(TwinopError):
+    """There is no model where models should be, or not the version asked for."""
+
+
+@dataclass(frozen=True)
+class VersionFolder:
+    """One version of a model.
+
+    Attributes:
+        folder: where its .onnx lies.
+        path: the .onnx.
+        model_folder: what holds all of the model's versions; None where several models lie in one folder.
+    """
+
+    model: str
+    version: int
+    folder: Path
+    path: Path
+    model_folder: Path | None
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """One model, with a stamp for each version: it differs once a file was added, changed or removed."""
+
+    name: str
+    folder: Path | None  # None where several models lie in one folder
+    versions: dict[int, VersionFolder]
+    stamps: dict[int, Stamp]
+
+    @property
+    def layers(self) -> tuple[dict[str, Any], ...]:
+        """What config.pbtxt and twinop.toml say, the latter of more weight, for `Settings.for_model`.
+
+        Raises:
+            SettingsError: one of them cannot be read.
+        """
+        if self.folder is None:
+            return ()
+        config = config_of(self.folder)
+        layers = [dict(config.settings)] if config is not None else []
+        if (self.folder / FILE).is_file():
+            layers.append(anchored(read_toml(self.folder / FILE), self.folder))
+        return tuple(layers)
+
+    def wanted(self, choice: str | tuple[int, ...]) -> dict[int, VersionFolder]:
+        """The versions that `ModelSettings.versions` means.
+
+        Raises:
+            FolderError: one that it names is not there.
+        """
+        if choice == "all":
+            return dict(sorted(self.versions.items()))
+        if isinstance(choice, str):
+            count = int(choice.partition(":")[2] or 1)
+            return {number: self.versions[number] for number in sorted(self.versions)[-count:]}
+        if missing := [number for number in choice if number not in self.versions]:
+            raise FolderError(
+                f"model {self.name} has no version {', '.join(map(str, missing))}, which its settings name; "
+                f"it has: {', '.join(map(str, sorted(self.versions)))}"
+            )
+        return {number: self.versions[number] for number in choice}
+
+
+def config_of(folder: Path | None) -> TritonConfig | None:
+    """The config.pbtxt of a model's folder, if it has one; read again only if it changed.
+
+    Raises:
+        SettingsError: it cannot be read, or asks for what is not done here.
+    """
+    path = folder / triton_config.FILE if folder is not None else None
+    if path is None or not path.is_file():
+        return None
+    status = path.stat()
+    return _config(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=256)
+def _config(path: Path, time: int, size: int) -> TritonConfig:
+    return triton_config.read_config(path, path.parent.name)
+
+
+def scan(root: Path) -> dict[str, ModelFolder]:
+    """The models under a folder, or the one in an .onnx file, by name.
+
+    What is no model is passed over with a line in the log, hidden files without.
+
+    Raises:
+        FolderError: there is none, with what was found instead.
+    """
+    if root.is_file():
+        if root.suffix != _SUFFIX:
+            raise FolderError(f"{root}: expected an .onnx file or a folder of models")
+        found = [_of_file(root)]
+        notes: list[str] = []
+    else:
+        found, notes = _in_folder(root)
+    models: dict[str, ModelFolder] = {}
+    for model in found:
+        if _NAME.fullmatch(model.name) is None:
+            notes.append(f"{model.name!r} cannot be a model's name: use letters, digits, '_', '-' and '.'")
+        elif model.name in models:
+            notes.append(f"{model.name}.onnx: there is a folder of this name, which is served instead")
+        else:
+            models[model.name] = model
+    if not models:
+        listed = "".join(f"\n  - {note}" for note in notes)
+        raise FolderError(
+            f"{root}: no model in this folder. Expected <name>/<version>/model.onnx, <name>/model.onnx or "
+            f"<name>.onnx{', found:' if notes else ': it is empty'}{listed}"
+        )
+    for note in notes:
+        _note(f"{root}: {note}")
+    return models
+
+
+@lru_cache(maxsize=4096)
+def _note(text: str) -> None:
+    """Once for each text, however often a folder is scanned."""
+    _log.warning("%s", text)
+
+
+def _in_folder(root: Path) -> tuple[list[ModelFolder], list[str]]:
+    """Folders come before files, so that a folder wins over a file of the same name."""
+    if not root.is_dir():
+        raise FolderError(f"{root}: no such file or folder. Expected an .onnx file or a folder of models")
+    entries = _entries(root)
+    folders = [entry for entry in entries if entry.is_dir()]
+    if folders and all(_VERSION.fullmatch(entry.name) for entry in folders):
+        raise FolderError(
+            f"{root}: its folders are versions, so it is one model's folder: serve the folder above, "
+            f"{root.absolute().parent}"
+        )
+    found: list[ModelFolder] = []
+    notes: list[str] = []
+    for folder in folders:
+        try:
+            model = _of_folder(folder, notes)
+        except FolderError as error:
+            notes.append(str(error))
+            continue
+        if model is not None:
+            found.append(model)
+    for entry in entries:
+        if not entry.is_dir() and entry.suffix == _SUFFIX:
+            found.append(_of_file(entry))
+    return found, notes
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise FolderError(f"{folder}: cannot be read: {error.strerror}") from error
+    return [folder / name for name in names if not name.startswith(".") and name != "lost+found"]
+
+
+def _of_folder(folder: Path, notes: list[str]) -> ModelFolder | None:
+    versions = {}
+    strange = []
+    for entry in _entries(folder):
+        if not entry.is_dir():
+            continue
+        if _VERSION.fullmatch(entry.name) is None:
+            strange.append(entry.name)
+        elif (path := _model_file(entry, folder, notes)) is not None:
+            number = int(entry.name)
+            versions[number] = VersionFolder(folder.name, number, entry, path, folder)
+    if not versions and (path := _model_file(folder, folder, notes)) is not None:
+        versions[1] = VersionFolder(folder.name, 1, folder, path, folder)
+    if strange:
+        notes.append(f"{folder.name}: not versions, which are numbers from 1 on: {', '.join(strange)}")
+    if not versions:
+        notes.append(f"{folder.name}: no {_MODEL} in it, and none in a folder such as {folder.name}/1")
+        return None
+    beside = _stamps([folder / triton_config.FILE, folder / FILE], folder)
+    stamps = {number: beside + _stamps(_files(each.folder), folder) for number, each in versions.items()}
+    return ModelFolder(folder.name, folder, versions, stamps)
+
+
+def _of_file(path: Path) -> ModelFolder:
+    """A model that lies among others: only files that begin with its name are its own."""
+    folder = path.absolute().parent
+    stamp = _stamps([each for each in _entries(folder) if each.name.startswith(path.stem)], folder)
+    where = VersionFolder(path.stem, 1, folder, path, None)
+    return ModelFolder(path.stem, None, {1: where}, {1: stamp})
+
+
+def _model_file(folder: Path, model_folder: Path, notes: list[str]) -> Path | None:
+    """The .onnx to serve: as config.pbtxt names it, else model.onnx, else the only one."""
+    there = {each.name: each for each in _entries(folder) if each.suffix == _SUFFIX and each.is_file()}
+    try:
+        config = config_of(model_folder)
+    except TwinopError:  # said where settings are read
+        config = None
+    if config is not None and config.filename:
+        if config.filename not in there:
+            notes.append(f"{_shown(folder, model_folder)}: no {config.filename}, which config.pbtxt names")
+        return there.get(config.filename)
+    if _MODEL in there or len(there) == 1:
+        return there.get(_MODEL) or next(iter(there.values()))
+    if there:
+        listed = ", ".join(there)
+        notes.append(f"{_shown(folder, model_folder)}: several models ({listed}): call one {_MODEL}")
+    return None
+
+
+def _shown(folder: Path, model_folder: Path) -> str:
+    return str(folder.relative_to(model_folder.parent))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for place, _, names in os.walk(folder):
+        yield from (Path(place, name) for name in names)
+
+
+def _stamps(paths: Iterable[Path], folder: Path) -> Stamp:
+    found = []
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError:  # not there, or not any more
+            continue
+        found.append((str(path.relative_to(folder)), status.st_mtime_ns, status.st_size))
+    return tuple(sorted(found))

@@ -1,0 +1,212 @@
+"""The gRPC server: KServe's, with our codec, a token, TLS, limits, and failures as gRPC's codes."""
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.unknown_fields import UnknownFieldSet
+from grpc import aio
+
+from twinop.deploy.service import codec_grpc, ids, logs, metrics, tracing
+from twinop.deploy.service._kserve import DataPlane, GRPCServer, InferenceServicer, pb, pb_grpc
+from twinop.deploy.service.addresses import address_error, tls_error
+from twinop.deploy.service.datatypes import version_number
+from twinop.deploy.service.endpoints import model_metadata, server_metadata
+from twinop.deploy.service.errors import INTERNAL, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
+from twinop.deploy.service.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from twinop.deploy.service.repository import Repository
+
+_log = logging.getLogger(__name__)
+
+_OPEN = ("/ServerLive", "/ServerReady")  # without a token
+
+_headers: ContextVar[dict[str, str]] = ContextVar("_headers")  # the call's metadata, with its id
+
+Method = Callable[[Any, aio.ServicerContext], Awaitable[Any]]
+
+
+class Servicer(InferenceServicer):
+    """The protocol's calls. Each raises ServiceError, which `_Front` turns into a code."""
+
+    def __init__(self, dataplane: DataPlane, repository: "Repository") -> None:
+        super().__init__(dataplane, None)
+        self._repository = repository
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+        headers = _headers.get()
+        with tracing.request_span("infer", headers):
+            try:
+                if self._repository.get_model(request.model_name) is None:
+                    self._repository.find(request.model_name, None)  # says what is wrong
+                asked, form = codec_grpc.decode(request, context.time_remaining())
+            except ServiceError as error:
+                metrics.failed_without_model(error.failure)
+                raise
+            asked.id = headers[ids.HEADER]
+            logs.bind(model=asked.model)
+            tracing.note(request_id=asked.id)
+            result, _ = await self._data_plane.infer(asked.model, asked, headers)
+            return codec_grpc.encode(result, form)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=await self._repository.ready())
+
+    async def ServerMetadata(self, request: Any, context: Any) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(**server_metadata(self._data_plane))
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
+        try:
+            self._repository.find(request.name, version_number(request.name, request.version))
+        except ServiceError as error:
+            if error.failure is not NOT_READY:
+                raise
+            return pb.ModelReadyResponse(ready=False)
+        return pb.ModelReadyResponse(ready=True)
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
+        described = model_metadata(self._repository, request.name, request.version)
+        del described["parameters"]  # KServe's message has no field for them
+        return pb.ModelMetadataResponse(**described)
+
+    async def RepositoryModelLoad(self, request: Any, context: Any) -> pb.RepositoryModelLoadResponse:
+        model = _model_name(request)
+        await self._repository.load_by_request(model)
+        return pb.RepositoryModelLoadResponse(model_name=model, isLoaded=True)
+
+    async def RepositoryModelUnload(self, request: Any, context: Any) -> pb.RepositoryModelUnloadResponse:
+        model = _model_name(request)
+        await self._repository.unload_by_request(model)
+        return pb.RepositoryModelUnloadResponse(model_name=model, isUnloaded=True)
+
+
+def _model_name(request: Any) -> str:
+    """KServe's message has the name in field 1, Triton's (and so tritonclient's) in field 2."""
+    triton = (field.data for field in UnknownFieldSet(request) if field.field_number == 2)
+    name = request.model_name or next(triton, b"")
+    if not name or not isinstance(name, str | bytes):
+        raise invalid("model_name is missing")
+    return name if isinstance(name, str) else name.decode(errors="replace")
+
+
+class _Front(aio.ServerInterceptor):
+    """Around every call: its id, the token, failures as codes. A method is wrapped once, not once a call."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        token = settings.token
+        self._token = b"" if token is None else token.get_secret_value().encode()
+        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        method = handler_call_details.method
+        if method in self._wrapped:
+            return self._wrapped[method]
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        self._wrapped[method] = grpc.unary_unary_rpc_method_handler(
+            self._around(handler.unary_unary, bool(self._token) and not method.endswith(_OPEN)),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+        return self._wrapped[method]
+
+    def _around(self, method: Method, is_guarded: bool) -> Method:
+        async def guarded(request: Any, context: aio.ServicerContext) -> Any:
+            headers = dict(context.invocation_metadata())
+            number = ids.request_id(headers.get(ids.HEADER, ""), getattr(request, "id", ""))
+            _headers.set(headers | {ids.HEADER: number})
+            trailing = ((ids.HEADER, number),)
+            logs.bind(request_id=number)
+            try:
+                if is_guarded and not self._allowed(headers):
+                    metrics.failed_without_model(UNAUTHENTICATED)
+                    said = "this server wants a token: send the metadata authorization: Bearer <token>"
+                    raise ServiceError(UNAUTHENTICATED, said)
+                answer = await method(request, context)
+            except ServiceError as error:
+                extra = tuple((name.lower(), value) for name, value in error.headers.items())
+                await context.abort(error.failure.code, str(error), trailing + extra)
+            except Exception:
+                _log.exception("internal error")
+                await context.abort(INTERNAL.code, f"internal error; request id {number}", trailing)
+            context.set_trailing_metadata(trailing)
+            return answer
+
+        return guarded
+
+    def _allowed(self, headers: dict[str, str]) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
+
+
+class GrpcServer(GRPCServer):
+    """gRPC on one port, from `start` to `drain`."""
+
+    def __init__(self, settings: ServerSettings, dataplane: DataPlane, repository: "Repository") -> None:
+        super().__init__(settings.grpc_port or 0, dataplane, None, {})
+        self.settings = settings
+        self.port: int = settings.grpc_port or 0
+        self._repository = repository
+
+    async def start(self) -> None:
+        """Returns when calls are accepted.
+
+        Raises:
+            AddressError: the port is taken, the host is none of this machine's, or TLS cannot be set up.
+        """
+        settings = self.settings
+        self._server = aio.server(
+            interceptors=(_Front(settings),),
+            options=(
+                ("grpc.max_receive_message_length", settings.max_request_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_metadata_size", settings.max_header_bytes),
+                ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
+                ("grpc.server_handshake_timeout_ms", round(settings.header_seconds * 1000)),
+                ("grpc.keepalive_time_ms", 30_000),  # clients that vanished without a word are found
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.so_reuseport", 0),  # else two servers could share a port unnoticed
+            ),
+        )
+        pb_grpc.add_GRPCInferenceServiceServicer_to_server(
+            Servicer(self._data_plane, self._repository), self._server
+        )
+        self.port = self._bind()
+        await self._server.start()
+
+    async def drain(self, grace: float) -> None:
+        """Takes no more calls; answers those that have come. After `grace` seconds they are cut off."""
+        if self._server is not None:
+            await self._server.stop(grace)
+
+    def _bind(self) -> int:
+        settings = self.settings
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address, port = f"{host}:{self.port}", 0
+        if settings.tls_certificate is not None and settings.tls_key is not None:
+            try:
+                key, certificate = settings.tls_key.read_bytes(), settings.tls_certificate.read_bytes()
+                credentials = grpc.ssl_server_credentials([(key, certificate)])
+            except (OSError, ValueError) as error:
+                raise tls_error(settings, error) from error
+        else:
+            credentials = None
+        try:
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
+        except RuntimeError:
+            pass
+        if not port:
+            raise address_error(
+                settings.host, self.port, "--grpc-port", "it is in use, or not this machine's"
+            )
+        return port

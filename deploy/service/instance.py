@@ -1,0 +1,204 @@
+"""One run of a batch: joined, on the CPU as numpy, on CUDA through pinned memory and the session's stream."""
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from twinop.deploy.errors import FeedError, RunError
+from twinop.deploy.runner import Session
+from twinop.deploy.service.errors import INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
+
+_log = logging.getLogger(__name__)
+_Parts = Sequence[Mapping[str, np.ndarray]]
+
+# What ONNX Runtime, its allocators, torch, cuBLAS and numpy say when memory is short.
+_NO_MEMORY = re.compile(
+    r"out of memory|failed to allocate memory|bad_alloc|alloc_failed|unable to allocate|cuda failure 2:", re.I
+)
+_STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : (\w+) :")  # before the text that RunError keeps
+_PATH = re.compile(r"(?<![\w.])/(?:[^\s/:'\"()]+/)+")
+
+
+class _Gate:
+    """Lets many runs in, or one alone: one that captures a CUDA graph, which allocations elsewhere break."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._alone = 0  # that wait or run
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._alone += 1
+            self._changed.wait_for(lambda: not self._running)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._alone -= 1
+                self._changed.notify_all()
+
+
+_gate = _Gate()
+
+
+class Instance:
+    """Runs a loaded model, one batch at a time."""
+
+    def __init__(self, session: Session) -> None:
+        self._session: Any = session
+        # Torch has no strings; without torch ONNX Runtime copies numpy arrays itself, from pageable memory.
+        strings = any(each.dtype == "str" for each in (*session.inputs.values(), *session.outputs.values()))
+        self._staging = _Staging(session) if session.stream is not None and not strings else None
+
+    def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """Runs the parts, of the same inputs, joined along axis 0 if there are several.
+
+        Returns:
+            The outputs by name, in memory of their own.
+
+        Raises:
+            ServiceError: the parts do not fit the model, or the run failed; the message is for clients.
+        """
+        with _translated():
+            if self._staging is not None:
+                return self._staging.run(parts, outputs)
+            feeds = parts[0]
+            if len(parts) > 1:
+                feeds = {name: np.concatenate([part[name] for part in parts]) for name in feeds}
+            return self._session.run(feeds, outputs)
+
+    def stop_capturing(self) -> None:
+        """No CUDA graphs for shapes that have not been run yet: capturing one stops all other runs."""
+        self._session.stop_capturing()
+        if self._staging is not None:
+            self._staging.captures = False
+
+    def close(self) -> None:
+        """Lets go of the session and the buffers; with the last instance of a session its memory is freed."""
+        self._session = self._staging = None
+
+
+class _Staging:
+    """Buffers in pinned memory, which the GPU reads and writes while the processor goes on."""
+
+    def __init__(self, session: Session) -> None:
+        import torch
+
+        self.captures = session.cuda_graph
+        self._torch = torch
+        self._session = session
+        self._stream = session.stream
+        self._device = torch.device(session.device)
+        self._buffers: dict[str, Any] = {}
+        self._dtypes = {
+            name: getattr(torch, spec.dtype) for name, spec in (session.inputs | session.outputs).items()
+        }
+
+    def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        torch = self._torch
+        gate = _gate.alone() if self.captures else _gate.shared()
+        # With the session's stream as the current one, nothing has to wait for another stream.
+        with gate, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            try:
+                feeds = {name: self._send(name, [part[name] for part in parts]) for name in parts[0]}
+                found = self._session.run(feeds, outputs)
+                views = {name: self._fetch(name, tensor) for name, tensor in found.items()}
+                self._stream.synchronize()
+            except Exception as error:
+                with contextlib.suppress(Exception):  # copies may be under way to and from the buffers
+                    self._stream.synchronize()
+                if _NO_MEMORY.search(str(error)):
+                    torch.cuda.empty_cache()  # what torch keeps for later, ONNX Runtime may need now
+                raise
+        return {name: view.copy() for name, view in views.items()}
+
+    def _send(self, name: str, arrays: Sequence[np.ndarray]) -> Any:
+        """The arrays as one tensor on the GPU, copied there behind what the stream holds."""
+        torch = self._torch
+        first = arrays[0]
+        shape = first.shape
+        if len(arrays) > 1:
+            shape = (sum(array.shape[0] for array in arrays), *shape[1:])
+        tensor = torch.empty(shape, dtype=self._dtypes[name], device=self._device)
+        if tensor.numel():
+            staged = self._buffer(f"in {name}", tensor.nbytes)
+            view = staged.numpy().view(first.dtype).reshape(shape)
+            np.concatenate(arrays, out=view) if len(arrays) > 1 else np.copyto(view, first)
+            tensor.reshape(-1).view(torch.uint8).copy_(staged, non_blocking=True)
+        return tensor
+
+    def _fetch(self, name: str, tensor: Any) -> np.ndarray:
+        """A view of the buffer that the tensor will have been copied to once the stream is done."""
+        dtype = self._session.outputs[name].numpy_dtype
+        shape = tuple(tensor.shape)
+        if not tensor.numel():
+            return np.empty(shape, dtype)
+        staged = self._buffer(f"out {name}", tensor.nbytes)
+        staged.copy_(tensor.reshape(-1).view(self._torch.uint8), non_blocking=True)
+        return staged.numpy().view(dtype).reshape(shape)
+
+    def _buffer(self, name: str, size: int) -> Any:
+        """`size` bytes of pinned memory; it grows in powers of two and is kept."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            self._buffers.pop(name, None)  # before the next one: memory that is pinned is scarce
+            buffer = self._torch.empty(
+                1 << max(size - 1, 1).bit_length(), dtype=self._torch.uint8, pin_memory=True
+            )
+            self._buffers[name] = buffer
+        return buffer[:size]
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """What a run can raise, as a ServiceError."""
+    try:
+        yield
+    except ServiceError:
+        raise
+    except FeedError as error:
+        raise ServiceError(INVALID, str(error)) from error
+    except Exception as error:
+        raise _failure(error) from error
+
+
+def _failure(error: Exception) -> ServiceError:
+    text = str(error)
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
+        _log.warning("a run was out of memory: %s", text)
+        return ServiceError(
+            OUT_OF_MEMORY, "not enough memory for this request: send fewer rows or smaller tensors"
+        )
+    status = _STATUS.search(str(error.__cause__))
+    if status is not None and status[1] == "INVALID_ARGUMENT":
+        return ServiceError(INVALID, f"the model refuses the request: {without_paths(text)}")
+    _log.error("a run failed: %s", text, exc_info=error)
+    if isinstance(error, RunError):
+        return ServiceError(RUN_FAILED, f"the run failed: {without_paths(text)}")
+    return ServiceError(RUN_FAILED, "the run failed; the server's log says why")
+
+
+def without_paths(text: str) -> str:
+    """The text with no folders in it, for clients: of a path only the file's name stays."""
+    return _PATH.sub("", text).strip()

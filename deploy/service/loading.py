@@ -1,0 +1,303 @@
+"""Loads one version of a model: everything that can be wrong is found here, before it is served."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinop.deploy.create import Choice, choose_providers, open_session
+from twinop.deploy.cuda import CUDA, has_gpu
+from twinop.deploy.errors import ModelError, RunError
+from twinop.deploy.feeds import Spec
+from twinop.deploy.model import Model, load_model
+from twinop.deploy.runner import Session
+from twinop.deploy.service.datatypes import datatype_of
+from twinop.deploy.service.folders import VersionFolder, config_of
+from twinop.deploy.service.instance import Instance, without_paths
+from twinop.deploy.service.library import library_for
+from twinop.deploy.service.settings import ModelSettings, Provider, ServerSettings, SettingsError
+from twinop.deploy.service.trial import compared, make_trial, missing_kernel, warm_up
+from twinop.errors import LibraryError, TwinopError
+from twinop.library import Library
+
+_log = logging.getLogger(__name__)
+
+_CPU = "CPUExecutionProvider"
+_PROVIDERS = {Provider.AUTO: None, Provider.CPU: [_CPU], Provider.CUDA: [CUDA, _CPU]}
+_QUIET = 4  # ONNX Runtime's severity "fatal": its errors arrive as exceptions
+
+
+@dataclass
+class LoadedModel:
+    """A version that is ready to run.
+
+    Attributes:
+        inputs, outputs: a Spec by name.
+        required: the inputs without a default in the model.
+        instances: what runs batches, one at a time each.
+        device: "cpu" or "cuda:0"; `reason` says why.
+        library: the custom-op library, or None.
+        fallback: why function bodies run in place of the library, or None.
+        custom_nodes: what runs on the library's kernels, such as "CustomRelu x3".
+        body_nodes: what runs on function bodies, likewise.
+        difference: between kernels and function bodies in the first run, in words; None if not compared.
+    """
+
+    name: str
+    version: int
+    settings: ModelSettings
+    inputs: dict[str, Spec]
+    outputs: dict[str, Spec]
+    required: list[Spec]
+    instances: list[Instance]
+    device: str
+    reason: str
+    library: Library | None
+    fallback: str | None
+    custom_nodes: tuple[str, ...]
+    body_nodes: tuple[str, ...]
+    difference: str | None = None
+    load_seconds: float = 0.0
+
+    def describe(self) -> dict[str, Any]:
+        """The inputs and outputs as the protocol lists them, and `parameters`: how the model is run."""
+        parameters: dict[str, str | int | float] = {
+            "device": self.device,
+            "device_reason": without_paths(self.reason),
+            "custom_nodes": ", ".join(self.custom_nodes),
+            "function_body_nodes": ", ".join(self.body_nodes),
+            "fallback": without_paths(self.fallback or ""),
+            "difference_from_function_bodies": self.difference or "",
+            "max_batch_size": self.settings.max_batch_size,
+            "instances": self.settings.instances,
+            "load_seconds": round(self.load_seconds, 3),
+        }
+        if self.library is not None:
+            parameters["library"] = self.library.path.name
+            parameters["library_version"] = self.library.version
+        return {
+            "inputs": [_described(spec) for spec in self.inputs.values()],
+            "outputs": [_described(spec) for spec in self.outputs.values()],
+            "parameters": parameters,
+        }
+
+    def close(self) -> None:
+        """Frees the sessions; a profile is written."""
+        for instance in self.instances:
+            instance.close()
+
+
+def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) -> LoadedModel:
+    """Finds and checks the library, opens the sessions, warms them up, compares with function bodies.
+
+    Takes seconds: not for the event loop's thread.
+
+    Raises:
+        TwinopError: something does not fit; nothing else.
+    """
+    started = time.monotonic()
+    try:
+        loaded = _load(where, settings, server)
+    except TwinopError:
+        raise
+    except Exception as error:  # a broken model must not end a server that has others
+        _log.exception("model %s version %d: unexpected", where.model, where.version)
+        raise ModelError(f"{where.path}: cannot be loaded: {error or type(error).__name__}") from error
+    loaded.load_seconds = time.monotonic() - started
+    return loaded
+
+
+def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) -> LoadedModel:
+    model = load_model(where.path, confined=True)
+    fallback = None
+    try:
+        library = library_for(model, where, settings, server)
+        choice, sessions = _open(model, library, where, settings, server)
+    except (LibraryError, ModelError) as error:
+        fallback = _fallback(model, settings, error)
+        library = None
+        choice, sessions = _open(model, None, where, settings, server)
+    first = sessions[0]
+    inputs, required = _inputs(model, first, settings)
+    _require_carried(model, "output", first.outputs.values())
+    _require_batchable(model, inputs.values(), first.outputs.values(), settings)
+    if (config := config_of(where.model_folder)) is not None:
+        config.require_fit(first.inputs, first.outputs)
+
+    records = library.by_onnx_name if library is not None else {}
+    shared = sessions if len(sessions) > 1 else sessions * settings.instances
+    loaded = LoadedModel(
+        where.model,
+        where.version,
+        settings,
+        inputs,
+        dict(first.outputs),
+        required,
+        [Instance(session) for session in shared],
+        first.device,
+        first.reason,
+        library,
+        fallback,
+        _counted(node.op_type for node in model.nodes if node.op_type in records),
+        _counted(node.op_type for node in model.nodes if node.op_type not in records),
+    )
+    _log_provider(loaded)
+    _try(model, loaded, choice, len(sessions))
+    return loaded
+
+
+def _fallback(model: Model, settings: ModelSettings, error: TwinopError) -> str:
+    """The reason to run on function bodies; raises `error` if they must not or cannot run."""
+    if not model.nodes or {node.op_type for node in model.nodes} - model.bodies:
+        raise error
+    if not settings.allow_fallback:
+        raise type(error)(
+            f"{error}. The model's function bodies could run instead, more slowly: allow_fallback permits it"
+        ) from error
+    _log.warning("%s runs on its function bodies, the library cannot be used: %s", model.name, error)
+    return str(error)
+
+
+# ------------------------------------------------------------------------------------------------ sessions
+
+
+def _open(
+    model: Model,
+    library: Library | None,
+    where: VersionFolder,
+    settings: ModelSettings,
+    server: ServerSettings,
+) -> tuple[Choice, list[Session]]:
+    """On CUDA a session for each instance, so that each has its stream; on the CPU all share one."""
+    choice = choose_providers(_PROVIDERS[settings.provider], library)
+    graph = settings.cuda_graph and choice.device is not None
+    if settings.cuda_graph and not graph:
+        _log.warning("%s: cuda_graph has no effect on the CPU", model.name)
+
+    def opened(number: int) -> Session:
+        options = _options(settings)
+        if server.profile is not None:
+            _profile(options, server.profile, f"{where.model}-{where.version}-{number}")
+        return open_session(model, library, choice, options=options, enable_cuda_graph=graph)
+
+    sessions = [opened(0)]
+    if sessions[0].device != "cpu":
+        sessions += [opened(number) for number in range(1, settings.instances)]
+    return choice, sessions
+
+
+def _options(settings: ModelSettings) -> Any:
+    import onnxruntime  # after torch, which `choose_providers` imports where CUDA is used
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _QUIET
+    options.intra_op_num_threads = settings.intra_op_threads
+    return options
+
+
+def _profile(options: Any, folder: Path, name: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"profile: {folder} cannot be made: {error.strerror}") from error
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / name)
+
+
+def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> None:
+    """The first runs: raises ModelError if they fail, or if kernels and function bodies disagree."""
+    trial = make_trial(loaded.inputs, loaded.required, loaded.settings)
+    if trial is None:
+        _log.warning("%s: not warmed up: the rank of an input is unknown, set warm_up", model.name)
+        return
+    outputs = list(loaded.outputs)
+    found = warm_up(model.name, loaded.instances[:sessions], trial, outputs, loaded.settings)
+    for instance in loaded.instances if found is not None else ():
+        instance.stop_capturing()
+    comparable = bool(model.nodes) and {node.op_type for node in model.nodes} <= model.bodies
+    if found is None or loaded.library is None or not comparable or not loaded.settings.compare_bodies:
+        return
+    try:
+        bodies = Instance(open_session(model, None, choice, options=_options(loaded.settings)))
+    except RunError as error:
+        operator = missing_kernel(error)
+        why = f"ONNX Runtime has no kernel for {operator}" if operator else str(error)
+        loaded.difference = f"not compared: {without_paths(why)}"
+        if not operator:
+            _log.warning("%s: its function bodies do not run: %s", model.name, error)
+        return
+    loaded.difference = compared(model.name, trial, found, bodies, loaded.device)
+
+
+def _log_provider(loaded: LoadedModel) -> None:
+    # Somebody may be waiting for the GPU.
+    unused = loaded.device == "cpu" and loaded.settings.provider == Provider.AUTO and has_gpu()
+    _log.log(
+        logging.WARNING if unused else logging.INFO,
+        "model %s version %d runs on %s (%s); custom nodes: %s; on function bodies: %s; library: %s",
+        loaded.name,
+        loaded.version,
+        loaded.device,
+        loaded.reason,
+        ", ".join(loaded.custom_nodes) or "none",
+        ", ".join(loaded.body_nodes) or "none",
+        loaded.library.path if loaded.library is not None else "none",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ interface
+
+
+def _inputs(model: Model, session: Session, settings: ModelSettings) -> tuple[dict[str, Spec], list[Spec]]:
+    """What clients may send, and what they must. Of initializers, a batched model offers those with rows."""
+    _require_carried(model, "input", session.required)
+    inputs = {spec.name: spec for spec in session.required}
+    for spec in session.inputs.values():
+        if spec.name not in inputs and _datatype(spec) and (not settings.max_batch_size or _has_rows(spec)):
+            inputs[spec.name] = spec
+    return inputs, list(session.required)
+
+
+def _require_carried(model: Model, kind: str, specs: Iterable[Spec]) -> None:
+    for spec in specs:
+        if _datatype(spec) is None:
+            raise ModelError(
+                f"{model.name}: {kind} {spec.name} is {spec.type}, which the Open Inference Protocol cannot "
+                "carry: it has tensors of booleans, integers, FP16, BF16, FP32, FP64 and strings. Put a Cast "
+                "or an operator that makes one tensor of it into the model"
+            )
+
+
+def _require_batchable(
+    model: Model, inputs: Iterable[Spec], outputs: Iterable[Spec], settings: ModelSettings
+) -> None:
+    if not settings.max_batch_size:
+        return
+    for kind, specs in (("input", inputs), ("output", outputs)):
+        for spec in specs:
+            if not _has_rows(spec):
+                raise ModelError(
+                    f"{model.name}: {kind} {spec.name} is {spec}, and max_batch_size "
+                    f"({settings.max_batch_size}) needs a dynamic first dimension: set it to 0, or export "
+                    "the model with a dynamic batch"
+                )
+
+
+def _has_rows(spec: Spec) -> bool:
+    return spec.shape is None or (len(spec.shape) > 0 and not isinstance(spec.shape[0], int))
+
+
+def _datatype(spec: Spec) -> str | None:
+    return datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
+
+
+def _described(spec: Spec) -> dict[str, Any]:
+    shape = [size if isinstance(size, int) else -1 for size in spec.shape or (-1,)]
+    return {"name": spec.name, "datatype": _datatype(spec), "shape": shape if spec.shape != () else []}
+
+
+def _counted(ops: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{op} x{count}" for op, count in sorted(Counter(ops).items()))

@@ -1,0 +1,220 @@
+"""The models that are served: loaded at the start, followed on disk or by request, swapped without a gap."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from twinop.deploy.service import metrics
+from twinop.deploy.service._kserve import ModelRepository
+from twinop.deploy.service.errors import NOT_FOUND, NOT_READY, OFF, ServiceError
+from twinop.deploy.service.folders import ModelFolder, scan
+from twinop.deploy.service.instance import without_paths
+from twinop.deploy.service.loading import load
+from twinop.deploy.service.served import ServedModel, Version
+from twinop.deploy.service.settings import Control, Settings
+from twinop.errors import TwinopError
+
+_log = logging.getLogger(__name__)
+
+
+class State(StrEnum):
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass
+class _Known:
+    """What was last done about a version: of which files (stamp), and how it ended."""
+
+    stamp: Any
+    state: State
+    reason: str = ""
+
+
+class Repository(ModelRepository):
+    """All models. `settings.server.control` says who decides what is loaded.
+
+    Its methods belong to the event loop's thread; models are loaded in a worker thread, one at a time, while
+    serving goes on.
+    """
+
+    def __init__(self, root: Path, settings: Settings) -> None:
+        super().__init__(str(root))
+        self.root = root
+        self.settings = settings
+        self.draining = False
+        self.started = time.time()
+        self.models: dict[str, ServedModel] = {}
+        self._known: dict[str, dict[int, _Known]] = {}
+        self._unloaded: set[str] = set()  # by request: not to be followed any more
+        self._lock = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._loaded = False
+
+    # -------------------------------------------------------------------------------- asking
+
+    async def ready(self) -> bool:
+        """Whether all that was there at the start is loaded, and the server is not stopping."""
+        return self._loaded and not self.draining
+
+    def find(self, name: str, version: int | None = None) -> Version:
+        """
+        Raises:
+            ServiceError: there is no such model or version, or it is not ready.
+        """
+        model = self.models.get(name)
+        if model is None:
+            if name in self._known:
+                raise ServiceError(NOT_READY, f"model {name} is not ready")
+            known = ", ".join(sorted(self.models)) or "none"
+            raise ServiceError(NOT_FOUND, f"there is no model {name!r}; models: {known}")
+        return model.find(version)
+
+    async def index(self, ready: bool = False) -> list[dict[str, str]]:
+        """Every version of every model with its state, as the repository extension lists them."""
+        return [
+            {"name": name, "version": str(version), "state": str(known.state), "reason": known.reason}
+            for name, versions in sorted(self._known.items())
+            for version, known in sorted(versions.items())
+            if known.state == State.READY or not ready
+        ]
+
+    # -------------------------------------------------------------------------------- loading
+
+    async def load_all(self) -> None:
+        """Loads what is there.
+
+        Raises:
+            TwinopError: the folder holds no model, or one cannot be loaded: with all messages.
+        """
+        folders = await asyncio.to_thread(scan, self.root)
+        problems = []
+        for folder in folders.values():
+            problems += await self._follow(folder)
+        if problems:
+            raise TwinopError("\n".join(problems))
+        self._loaded = True
+
+    async def poll(self) -> None:
+        """Follows the folder until cancelled: a version is loaded once its files have come to rest."""
+        before: dict[str, ModelFolder] = {}
+        while True:
+            await asyncio.sleep(self.settings.server.poll_seconds)
+            try:
+                folders = await asyncio.to_thread(scan, self.root)
+            except TwinopError as error:  # emptied, or not there for a moment
+                if before:
+                    _log.warning("%s", error)
+                folders = {}
+            for name, folder in folders.items():
+                if name in before and before[name].stamps == folder.stamps:
+                    await self._follow(folder)
+            for name in self._known.keys() - folders.keys():
+                await self._remove(name)
+            before = folders
+
+    async def load_by_request(self, name: str) -> None:
+        """
+        Raises:
+            ServiceError: loading by request is off, there is no such model, or it cannot be loaded.
+        """
+        self._require_explicit()
+        try:
+            folders = await asyncio.to_thread(scan, self.root)
+        except TwinopError:
+            folders = {}
+        if name not in folders:
+            raise ServiceError(NOT_FOUND, f"there is no model {name!r} in the repository")
+        problems = await self._follow(folders[name], retry=True)
+        if problems:
+            _log.error("load of %s by request failed: %s", name, problems[0])
+            raise ServiceError(NOT_READY, f"model {name} could not be loaded; the server's log says why")
+
+    async def unload_by_request(self, name: str) -> None:
+        """Takes a model out of service; what it has accepted is answered.
+
+        Raises:
+            ServiceError: unloading by request is off, or there is no such model.
+        """
+        self._require_explicit()
+        if name not in self.models:
+            raise ServiceError(NOT_FOUND, f"there is no model {name!r} that is loaded")
+        await self._remove(name)
+
+    def _require_explicit(self) -> None:
+        if self.settings.server.control != Control.EXPLICIT:
+            raise ServiceError(OFF, "loading and unloading by request is off: start with --control explicit")
+
+    async def _follow(self, folder: ModelFolder, retry: bool = False) -> list[str]:
+        """Brings one model to what its folder holds; the problems as messages.
+
+        A new version is loaded and warm before it takes over; if it cannot be loaded, the old one stays.
+        """
+        async with self._lock:
+            problems: list[str] = []
+            known = self._known.setdefault(folder.name, {})
+            try:
+                settings = self.settings.for_model(folder.name, *folder.layers)
+                wanted = folder.wanted(settings.versions)
+            except TwinopError as error:
+                return [str(error)]
+            for version, where in sorted(wanted.items(), reverse=True):
+                stamp = folder.stamps[version]
+                last = known.get(version)
+                if last is not None and last.stamp == stamp and not (retry and last.state != State.READY):
+                    continue
+                known[version] = _Known(stamp, State.LOADING)
+                try:
+                    loaded = await asyncio.to_thread(load, where, settings, self.settings.server)
+                except TwinopError as error:
+                    metrics.loaded(False)
+                    _log.error("model %s version %d cannot be loaded: %s", folder.name, version, error)
+                    known[version] = _Known(stamp, State.UNAVAILABLE, without_paths(str(error)))
+                    problems.append(str(error))
+                    continue
+                metrics.loaded(True)
+                known[version] = _Known(stamp, State.READY)
+                self._swap(folder.name, version, Version(loaded))
+            if not problems:  # else the old versions go on
+                for version in known.keys() - wanted.keys():
+                    self._retire(folder.name, version)
+            return problems
+
+    def _swap(self, name: str, number: int, version: Version) -> None:
+        model = self.models.setdefault(name, ServedModel(name))
+        old = model.versions.get(number)
+        model.versions[number] = version
+        _log.info("model %s version %d is ready after %.2f s", name, number, version.loaded.load_seconds)
+        if old is not None:
+            self._close(old)
+
+    def _retire(self, name: str, number: int) -> None:
+        self._known[name].pop(number, None)
+        model = self.models.get(name)
+        version = model.versions.pop(number, None) if model is not None else None
+        if version is not None:
+            _log.info("model %s version %d is no longer served", name, number)
+            self._close(version)
+
+    async def _remove(self, name: str) -> None:
+        async with self._lock:
+            for number in list(self._known.get(name, {})):
+                self._retire(name, number)
+            self._known.pop(name, None)
+            self.models.pop(name, None)
+
+    def _close(self, version: Version) -> None:
+        task = asyncio.get_running_loop().create_task(version.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Answers all that was accepted, then lets go of all models."""
+        versions = [version for model in self.models.values() for version in model.versions.values()]
+        await asyncio.gather(*(version.close() for version in versions), *self._closing)

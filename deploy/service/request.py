@@ -1,0 +1,41 @@
+"""A request and its answer between the protocols and the models: names and arrays, nothing of a protocol."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class Request:
+    """One inference request, decoded but not yet held against the model.
+
+    Attributes:
+        inputs: arrays by name. BF16 is ml_dtypes.bfloat16; BYTES is an object array of str.
+        outputs: the names wanted, in order; None for all.
+        version: the version asked for; None for the latest.
+        id: what the logs and the answer call it: the client's, or one made here.
+        deadline: when the client gives up, in seconds of time.monotonic(); None for never.
+        arrived: when the request had been read, likewise.
+    """
+
+    model: str
+    inputs: Mapping[str, np.ndarray]
+    outputs: Sequence[str] | None = None
+    version: int | None = None
+    id: str = ""
+    deadline: float | None = None
+    arrived: float = 0.0
+
+
+@dataclass(slots=True)
+class Result:
+    """The outputs by name in the order asked for, who made them, and the seconds that it took."""
+
+    model: str
+    version: int
+    outputs: dict[str, np.ndarray]
+    id: str = ""
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    batch_size: int = field(default=1)

@@ -1,0 +1,173 @@
+"""One model of the service as KServe sees it: its versions, and requests held against what they take."""
+
+import asyncio
+import time
+from typing import Any
+
+from twinop.deploy.feeds import Spec
+from twinop.deploy.service._kserve import InferenceModel, InferenceVerb
+from twinop.deploy.service.batching import Batcher
+from twinop.deploy.service.datatypes import datatype_of
+from twinop.deploy.service.errors import (
+    CANCELLED,
+    INTERNAL,
+    NOT_FOUND,
+    NOT_READY,
+    Failure,
+    ServiceError,
+    invalid,
+)
+from twinop.deploy.service.loading import LoadedModel
+from twinop.deploy.service.metrics import ModelMetrics
+from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.tracing import record_run
+
+
+class Version:
+    """A loaded version with its queue and its metrics."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.batcher = Batcher(loaded.name, loaded.version, loaded.instances, loaded.settings)
+        self.metrics = ModelMetrics(loaded.name, loaded.version)
+        self.metrics.watch(self.batcher)
+        self.metrics.provider(loaded.device, loaded.fallback is not None)
+        self._name = loaded.name
+        self._outputs = tuple(loaded.outputs)
+
+    async def answer(self, request: Request) -> Result:
+        """
+        Raises:
+            ServiceError: the request does not fit the model, or could not be run.
+        """
+        self.metrics.started()
+        try:
+            outputs = self._checked(request)
+            result = await self.batcher.submit(request, outputs)
+        except BaseException as error:
+            self.metrics.failed(_failure(error))
+            raise
+        self.metrics.answered(result, time.monotonic() - request.arrived)
+        record_run(request, result)
+        return result
+
+    async def close(self) -> None:
+        """Answers what was accepted, then lets go of the sessions."""
+        await self.batcher.drain()
+        self.loaded.close()
+        self.metrics.drop()
+
+    # -------------------------------------------------------------------------------- a request
+
+    def _checked(self, request: Request) -> tuple[str, ...]:
+        """The outputs to compute.
+
+        Raises:
+            ServiceError: a name, a dtype, a rank or a size does not fit.
+        """
+        loaded, inputs = self.loaded, request.inputs
+        for name, array in inputs.items():
+            spec = loaded.inputs.get(name)
+            if spec is None:
+                raise invalid(
+                    f"model {self._name} has no input {name!r}; its inputs: {_listed(loaded.inputs)}"
+                )
+            if array.dtype != spec.numpy_dtype or not spec.accepts(array.shape):
+                raise self._mismatch(spec, array)
+            if array.size == 0 and not loaded.settings.allow_empty:
+                raise invalid(
+                    f"input {name} is empty: its shape is {list(array.shape)}. Send at least one element, or "
+                    "set allow_empty for this model if it is made for empty inputs"
+                )
+        missing = [spec for spec in loaded.required if spec.name not in inputs]
+        if missing:
+            lacking = _listed({spec.name: spec for spec in missing})
+            raise invalid(f"input missing: {lacking}; given: {', '.join(inputs) or 'none'}")
+        if loaded.settings.max_batch_size:
+            self._check_batch(request)
+        if request.outputs is None:
+            return self._outputs
+        for name in request.outputs:
+            if name not in loaded.outputs:
+                known = ", ".join(loaded.outputs)
+                raise invalid(f"model {self._name} has no output {name!r}; its outputs: {known}")
+        return tuple(request.outputs)
+
+    def _check_batch(self, request: Request) -> None:
+        sizes = {name: array.shape[0] for name, array in request.inputs.items()}
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+            raise invalid(f"all inputs of a batched model need the same number of rows: {listed}")
+        limit = self.loaded.settings.max_batch_size
+        if (rows := next(iter(sizes.values()))) > limit:
+            raise invalid(f"{rows} rows in one request; model {self._name} takes up to {limit}: split it")
+
+    def _mismatch(self, spec: Spec, array: Any) -> ServiceError:
+        shape = list(array.shape)
+        given = f"{datatype_of(array.dtype)}{shape}"
+        if array.dtype != spec.numpy_dtype:
+            what = f"send it as {_datatype(spec)}"
+        elif spec.shape is not None and len(shape) != len(spec.shape):
+            what = f"it must have {len(spec.shape)} dimensions, not {len(shape)}"
+        else:
+            wrong = [(axis, size) for axis, size in spec.fixed if shape[axis] != size]
+            what = "; ".join(f"dimension {axis} must be {size}, not {shape[axis]}" for axis, size in wrong)
+        return invalid(f"input {spec.name} is {given}, model {self._name} takes {_said(spec)}: {what}")
+
+
+class ServedModel(InferenceModel):
+    """All versions of one model. A request without a version goes to the latest that is ready."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.versions: dict[int, Version] = {}
+
+    async def healthy(self) -> bool:
+        return bool(self.versions)
+
+    async def __call__(
+        self, body: Any, headers: dict[str, str] | None = None, verb: InferenceVerb = InferenceVerb.PREDICT
+    ) -> Any:
+        return await self.find(body.version).answer(body), {}
+
+    def find(self, version: int | None) -> Version:
+        """
+        Raises:
+            ServiceError: there is no such version, or none is ready.
+        """
+        if version is None:
+            if not self.versions:
+                raise ServiceError(NOT_READY, f"model {self.name} is not ready")
+            return self.versions[max(self.versions)]
+        found = self.versions.get(version)
+        if found is None:
+            known = ", ".join(map(str, sorted(self.versions))) or "none"
+            raise ServiceError(NOT_FOUND, f"model {self.name} has no version {version}; it has: {known}")
+        return found
+
+    def get_input_types(self) -> list[dict[str, Any]]:
+        return self.find(None).loaded.describe()["inputs"]
+
+    def get_output_types(self) -> list[dict[str, Any]]:
+        return self.find(None).loaded.describe()["outputs"]
+
+
+def _failure(error: BaseException) -> Failure:
+    if isinstance(error, ServiceError):
+        return error.failure
+    return CANCELLED if isinstance(error, asyncio.CancelledError) else INTERNAL
+
+
+def _datatype(spec: Spec) -> str:
+    name = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
+    return name or spec.type
+
+
+def _said(spec: Spec) -> str:
+    if spec.shape is None:
+        return f"{_datatype(spec)} of any shape"
+    return f"{_datatype(spec)}[{', '.join('?' if size is None else str(size) for size in spec.shape)}]"
+
+
+def _listed(specs: dict[str, Spec]) -> str:
+    return ", ".join(f"{name} ({_said(spec)})" for name, spec in specs.items())

@@ -1,0 +1,222 @@
+"""What can be configured, for the server and for each model; pydantic checks it, twinop.toml holds it."""
+
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from twinop.errors import TwinopError
+
+FILE = "twinop.toml"
+
+
+class SettingsError(TwinopError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class Provider(StrEnum):
+    AUTO = "auto"  # CUDA where it works, else the CPU; the log and the metadata say which and why
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Control(StrEnum):
+    NONE = "none"  # what is there at the start
+    POLL = "poll"  # new, changed and removed versions are followed
+    EXPLICIT = "explicit"  # clients load and unload
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+S = TypeVar("S", bound=_Settings)
+_PATHS = ("library", "library_folders", "tls_certificate", "tls_key", "profile")
+
+
+class ModelSettings(_Settings):
+    """How one model is loaded and run."""
+
+    library: Path | None = Field(
+        None, description="the custom-op library; else one beside the model or installed"
+    )
+    library_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] | None = Field(
+        None, description="the library is used only if its SHA-256 is this"
+    )
+    provider: Provider = Field(Provider.AUTO, description="auto, cpu or cuda")
+    allow_fallback: bool = Field(False, description="run function bodies where the library cannot be used")
+    max_batch_size: int = Field(0, ge=0, description="rows joined into one run; 0: requests are never joined")
+    preferred_batch_sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        (), description="sizes that a waiting batch stops at (only with max_queue_delay_us)"
+    )
+    max_queue_delay_us: int = Field(0, ge=0, description="how long an idle instance waits for more rows")
+    max_queue: int = Field(256, gt=0, description="requests that may wait; over it clients get 429")
+    instances: int = Field(
+        1, ge=1, le=64, description="runs at a time; on CUDA each has a session and a stream"
+    )
+    intra_op_threads: int = Field(
+        0, ge=0, description="ONNX Runtime's threads for a run on the CPU; 0: one a core"
+    )
+    versions: (
+        Annotated[str, StringConstraints(pattern=r"^(all|latest(:[1-9][0-9]*)?)$")]
+        | tuple[Annotated[int, Field(gt=0)], ...]
+    ) = Field(
+        "latest", description="which version folders are served: latest, latest:<count>, all, or a list"
+    )
+    warm_up: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(
+        default_factory=dict,
+        description="the shape of each input that the model is first tried at; else dynamic sizes are 1",
+    )
+    compare_bodies: bool = Field(
+        True, description="hold the kernels against the model's function bodies before it is served"
+    )
+    allow_empty: bool = Field(False, description="take inputs with a dimension of size 0")
+    cuda_graph: bool = Field(
+        False, description="replay CUDA graphs at the shapes of warm_up, the preferred and largest batches"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ModelSettings":
+        if self.max_queue_delay_us and not self.max_batch_size:
+            raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never joined")
+        if self.preferred_batch_sizes and max(self.preferred_batch_sizes) > self.max_batch_size:
+            raise ValueError("preferred_batch_sizes go up to max_batch_size")
+        if self.cuda_graph and self.provider == Provider.CPU:
+            raise ValueError("cuda_graph needs provider cuda or auto, not cpu")
+        return self
+
+
+class ServerSettings(_Settings):
+    """How the server listens, what it lets in, and what it tells."""
+
+    host: str = "127.0.0.1"
+    http_port: int = Field(8080, ge=0, le=65535)
+    grpc_port: int | None = Field(8081, ge=0, le=65535)
+    control: Control = Control.POLL
+    poll_seconds: float = Field(1.0, gt=0)
+    library_folders: tuple[Path, ...] = Field(
+        (), description="libraries may lie here, beside the model's own folder"
+    )
+    token: SecretStr | None = Field(None, description="clients must send Authorization: Bearer <token>")
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    max_request_bytes: int = Field(64 << 20, gt=0)
+    max_header_bytes: int = Field(64 << 10, gt=0)
+    header_seconds: float = Field(10.0, gt=0, description="in which a request's headers must arrive")
+    body_seconds: float = Field(60.0, gt=0, description="in which a request's body must arrive")
+    grace_seconds: float = Field(30.0, ge=0, description="to finish what was accepted, after SIGTERM")
+    access_log: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go, over HTTP")
+    profile: Path | None = Field(None, description="a folder for ONNX Runtime's profiles")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ServerSettings":
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("TLS needs both tls_certificate and tls_key")
+        return self
+
+
+class Settings(_Settings):
+    """A twinop.toml: [server], [model] for what all models share, [models.<name>] for one."""
+
+    server: ServerSettings = ServerSettings()
+    model: ModelSettings = ModelSettings()
+    models: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    _options: dict[str, Any] = PrivateAttr(
+        default_factory=dict
+    )  # of the command line: nothing overrules them
+
+    def for_model(self, name: str, *layers: dict[str, Any]) -> ModelSettings:
+        """The settings of one model. `layers` come between [model] and [models.<name>]: what its folder says.
+
+        Raises:
+            SettingsError: a layer does not fit.
+        """
+        merged = self.model.model_dump(exclude_unset=True)
+        for layer in (*layers, self.models.get(name, {}), self._options):
+            merged |= layer
+        return checked(ModelSettings, merged, f"the settings of model {name}")
+
+
+def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Settings:
+    """Reads a twinop.toml, if there is one; `overrides` (by section) win, they come from the command line.
+
+    Paths in the file are relative to it. The folder of a library that is named here is one that libraries may
+    be loaded from; what a model's own folder says allows no other.
+
+    Raises:
+        SettingsError: the file is missing, is no TOML, or a setting does not fit.
+    """
+    sections: dict[str, Any] = {}
+    if path is not None:
+        sections = read_toml(path)
+        folder = path.absolute().parent
+        for section in (sections.get("server"), *_model_sections(sections)):
+            if isinstance(section, dict):
+                section |= anchored(section, folder)
+    for section, values in overrides.items():
+        if isinstance(sections.setdefault(section, {}), dict):
+            sections[section] |= anchored(values, Path.cwd())
+    settings = checked(Settings, sections, str(path or "the options"))
+    named = [section.get("library") for section in _model_sections(sections) if isinstance(section, dict)]
+    folders = (*settings.server.library_folders, *(each.parent for each in named if isinstance(each, Path)))
+    server = settings.server.model_copy(update={"library_folders": tuple(dict.fromkeys(folders))})
+    settings = settings.model_copy(update={"server": server})
+    settings._options = anchored(overrides.get("model", {}), Path.cwd())
+    return settings
+
+
+def _model_sections(sections: dict[str, Any]) -> list[Any]:
+    models = sections.get("models")
+    return [sections.get("model"), *(models.values() if isinstance(models, dict) else ())]
+
+
+def anchored(section: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The section with its relative paths taken from `folder`."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return tuple(map(absolute, value))
+        return folder / value if isinstance(value, str | Path) else value  # else pydantic says what is wrong
+
+    return section | {name: absolute(section[name]) for name in _PATHS if section.get(name)}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not TOML: {error}") from error
+
+
+def checked(kind: type[S], values: dict[str, Any], where: str) -> S:
+    """`values` as settings; every problem on a line of its own."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        lines = [f"{_place(each)}: {_said(each, kind)}" for each in error.errors()]
+        raise SettingsError(f"{where}:" + "".join(f"\n  - {line}" for line in lines)) from error
+
+
+def _place(problem: Any) -> str:
+    return ".".join(map(str, problem["loc"])) or "together"
+
+
+def _said(problem: Any, kind: type[_Settings]) -> str:
+    if problem["type"] == "extra_forbidden":
+        return f"no such setting. There are: {', '.join(kind.model_fields)}"
+    return problem["msg"].removeprefix("Value error, ")

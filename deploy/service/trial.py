@@ -1,0 +1,152 @@
+"""The first runs of a model, before it is served: warm-up, and the kernels held against function bodies."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from twinop.deploy.errors import FeedError, ModelError, RunError
+from twinop.deploy.feeds import Spec
+from twinop.deploy.service.errors import ServiceError
+from twinop.deploy.service.instance import Instance
+from twinop.deploy.service.settings import ModelSettings, SettingsError
+from twinop.deploy.tolerance import TOLERANCE, difference
+
+_log = logging.getLogger(__name__)
+_NO_KERNEL = re.compile(r"implementation for (?:\S+:)?(\w+)\(\d+\)")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Inputs to try a model with. `guessed`: nobody said some of their sizes, so they may not fit."""
+
+    feeds: dict[str, np.ndarray]
+    guessed: bool
+
+    @property
+    def shapes(self) -> str:
+        return ", ".join(f"{name} {list(array.shape)}" for name, array in self.feeds.items()) or "no inputs"
+
+
+def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: ModelSettings) -> Trial | None:
+    """Inputs at the shapes of `settings.warm_up`; where it says nothing, the model's with dynamic sizes of 1.
+
+    Returns:
+        None if the rank of an input is unknown.
+
+    Raises:
+        SettingsError: warm_up does not fit the model.
+    """
+    sizes: dict[str, int] = {}
+    for name, shape in settings.warm_up.items():
+        if name not in inputs:
+            raise SettingsError(f"warm_up names {name!r}; the model's inputs: {', '.join(inputs)}")
+        spec = inputs[name]
+        if not spec.accepts(shape):
+            raise SettingsError(f"warm_up: {spec.mismatch(spec.dtype, shape)}")
+        sizes |= {
+            each: size for each, size in zip(spec.shape or (), shape, strict=False) if isinstance(each, str)
+        }
+    random = np.random.default_rng(0)
+    feeds, guessed = {}, False
+    for spec in inputs.values():
+        if spec.name in settings.warm_up:
+            feeds[spec.name] = _random(spec, settings.warm_up[spec.name], random)
+        elif spec in required:
+            if spec.shape is None:
+                return None
+            guessed |= any(not isinstance(size, int) and size not in sizes for size in spec.shape)
+            shape = tuple(size if isinstance(size, int) else sizes.get(size or "", 1) for size in spec.shape)
+            feeds[spec.name] = _random(spec, shape, random)
+    return Trial(feeds, guessed)
+
+
+def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """Normal floats, and 0 and 1 for integers, which do as indices."""
+    dtype = spec.numpy_dtype
+    assert dtype is not None
+    if dtype.kind == "O":
+        return np.full(shape, "a", object)
+    if dtype.kind in "biu":
+        return random.integers(0, 2, shape).astype(dtype)
+    return random.standard_normal(shape).astype(dtype)
+
+
+def warm_up(
+    model: str, instances: Sequence[Instance], trial: Trial, outputs: Sequence[str], settings: ModelSettings
+) -> dict[str, np.ndarray] | None:
+    """Runs each instance, also at the largest batch, whose memory is then there.
+
+    Returns:
+        What the model makes of the trial; None if it refuses sizes that were only guessed.
+
+    Raises:
+        ModelError: a run failed.
+    """
+    found: dict[str, np.ndarray] = {}
+    for feeds in (trial.feeds, *_batches(trial.feeds, settings)):
+        for instance in instances:
+            try:
+                result = instance.run([feeds], outputs)
+            except (ServiceError, RunError, FeedError) as error:
+                shapes = Trial(feeds, trial.guessed).shapes
+                if trial.guessed and not found:
+                    _log.warning("%s was not warmed up, set warm_up: at %s it says: %s", model, shapes, error)
+                    return None
+                raise ModelError(f"{model}: its first run, at {shapes}, failed: {error}") from error
+            found = found or result
+    return found
+
+
+def _batches(feeds: Mapping[str, np.ndarray], settings: ModelSettings) -> list[dict[str, np.ndarray]]:
+    """The feeds at the sizes of batches: the largest needs most memory, each is a CUDA graph of its own."""
+    sizes = {settings.max_batch_size}
+    if settings.cuda_graph:
+        sizes |= set(settings.preferred_batch_sizes)
+    return [
+        {
+            name: np.repeat(array, -(-size // max(len(array), 1)), axis=0)[:size]
+            for name, array in feeds.items()
+        }
+        for size in sorted(sizes)
+        if size and feeds and size != len(next(iter(feeds.values())))
+    ]
+
+
+def compared(model: str, trial: Trial, found: Mapping[str, np.ndarray], bodies: Instance, device: str) -> str:
+    """How far the kernels' outputs are from the function bodies', in words.
+
+    Raises:
+        ModelError: further than rounding explains.
+    """
+    try:
+        expected = bodies.run([trial.feeds], list(found))
+    except ServiceError as error:
+        return f"not compared: the function bodies do not run: {error}"
+    worst, accepted = 0.0, 0.0
+    for name, value in found.items():
+        limit = _limit(value.dtype.name, device)
+        apart = difference(expected[name], value)
+        if not apart <= limit:
+            raise ModelError(
+                f"{model}: the library's kernels and the model's function bodies disagree in output {name} "
+                f"(at {trial.shapes}): they are {apart:.1e} of the largest value apart, accepted {limit:.0e}"
+                ". The library is damaged, or not the one that the model was exported with; "
+                "compare_bodies=false serves the model anyway"
+            )
+        if apart >= worst:
+            worst, accepted = apart, limit
+    return f"{worst:.1e} of the largest value, accepted {accepted:.0e}" if worst else "none"
+
+
+def _limit(dtype: str, device: str) -> float:
+    """On CUDA matrix products and convolutions of fp32 go through TF32, which rounds to fp16's 10 bits."""
+    return TOLERANCE.get("float16" if device != "cpu" and dtype == "float32" else dtype, 0.0)
+
+
+def missing_kernel(error: RunError) -> str | None:
+    """The operator for which ONNX Runtime says to have no kernel."""
+    found = _NO_KERNEL.search(str(error))
+    return found[1] if found is not None else None

@@ -1,0 +1,375 @@
+"""Triton's config.pbtxt, read into our settings and written from them, by Triton's own model_config.proto.
+
+What only changes speed or order is passed over with a line in the log; what would change results and is not
+done here is an error, so that a model never answers differently from what its file says.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+
+from twinop.deploy.feeds import Spec
+from twinop.deploy.service.datatypes import datatype_of
+from twinop.deploy.service.settings import ModelSettings, Provider, SettingsError
+
+FILE = "config.pbtxt"
+_log = logging.getLogger(__name__)
+
+_OURS = {"", "onnxruntime", "onnxruntime_onnx"}  # of backend and platform
+_REFUSED = {  # fields that change what comes out, or what a client must send
+    "sequence_batching": "sequences of requests",
+    "ensemble_scheduling": "ensembles",
+    "batch_input": "batch inputs",
+    "batch_output": "batch outputs",
+    "model_repository_agents": "repository agents",
+    "cc_model_filenames": "a file for each compute capability",
+}
+_READ = {
+    "name", "platform", "backend", "version_policy", "max_batch_size", "input", "output", "dynamic_batching",
+    "instance_group", "default_model_filename", "model_warmup", "model_operations", "parameters",
+    "optimization", "model_transaction_policy",
+}  # fmt: skip
+_THREADS = "intra_op_thread_count"  # the ORT backend's parameter
+
+
+@dataclass(frozen=True)
+class Declared:
+    """An input or output as the file has it: with the batch axis put in front, where there is one."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]  # -1 where any size goes
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """What a config.pbtxt says: `settings` is a layer for `Settings.for_model`."""
+
+    path: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[Declared, ...] = ()
+    outputs: tuple[Declared, ...] = ()
+    filename: str = ""
+
+    def require_fit(self, inputs: Mapping[str, Spec], outputs: Mapping[str, Spec]) -> None:
+        """
+        Raises:
+            SettingsError: the model has other inputs or outputs than the file says.
+        """
+        problems = [
+            problem
+            for kind, declared, specs in (
+                ("input", self.inputs, inputs),
+                ("output", self.outputs, outputs),
+            )
+            for each in declared
+            for problem in _differences(kind, each, specs)
+        ]
+        if problems:
+            raise _wrong(self.path, "the model is another one", problems)
+
+
+def read_config(path: Path, model: str) -> TritonConfig:
+    """Reads the config.pbtxt of a model folder; `model` is the folder's name.
+
+    Raises:
+        SettingsError: it cannot be read or parsed, or asks for what is not done here.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from error
+    try:
+        config = text_format.Parse(text, _protocol().ModelConfig())
+    except text_format.ParseError as error:
+        raise SettingsError(f"{path}: does not parse as Triton's model configuration: {error}") from error
+    problems = list(_refused(config, model))
+    try:
+        settings = _settings(config, path)
+    except ValueError as error:
+        problems += error.args
+    if problems:
+        raise _wrong(path, "asks for what this service does not do", problems)
+    ignored = sorted(each.name for each, _ in config.ListFields() if each.name not in _READ)
+    if ignored:
+        _log.info("%s: without effect here: %s", path, ", ".join(ignored))
+    batched = config.max_batch_size > 0
+    return TritonConfig(
+        path,
+        settings,
+        tuple(_declared(each, batched) for each in config.input),
+        tuple(_declared(each, batched) for each in config.output),
+        config.default_model_filename,
+    )
+
+
+def write_config(
+    name: str,
+    settings: ModelSettings,
+    inputs: Mapping[str, Spec],
+    outputs: Mapping[str, Spec],
+    *,
+    library: str | None = None,
+    optional: Sequence[str] = (),
+) -> str:
+    """The config.pbtxt that makes Triton's ONNX Runtime backend serve a model as this service does.
+
+    Args:
+        library: the custom-op library's absolute path in Triton's container.
+        optional: inputs that have a default in the model.
+
+    Raises:
+        SettingsError: the model or a setting has no counterpart there.
+    """
+    config = _protocol().ModelConfig(name=name, backend="onnxruntime", max_batch_size=settings.max_batch_size)
+    config.default_model_filename = "model.onnx"
+    for specs, added in ((inputs, config.input.add), (outputs, config.output.add)):
+        for spec in specs.values():
+            _write_tensor(added(), spec, settings.max_batch_size > 0)
+    for each in config.input:
+        if each.name in optional:
+            each.optional = True
+    _write_scheduling(config, settings)
+    if library is not None:
+        config.model_operations.op_library_filename.append(library)
+    if settings.intra_op_threads:
+        config.parameters[_THREADS].string_value = str(settings.intra_op_threads)
+    if settings.cuda_graph:
+        config.optimization.cuda.graphs = True
+    if settings.warm_up:
+        _write_warmup(config, settings, inputs)
+    return text_format.MessageToString(config)
+
+
+@cache
+def _protocol() -> Any:
+    """The classes of model_config.proto as tritonclient has them compiled.
+
+    That module alone: its package would also register the messages that KServe has under the same names.
+
+    Raises:
+        SettingsError: tritonclient is not installed, or does not fit the installed protobuf.
+    """
+    package = importlib.util.find_spec("tritonclient")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        path = Path(folder) / "grpc" / "model_config_pb2.py"
+        spec = importlib.util.spec_from_file_location("_twinop_triton_model_config", path)
+        if path.is_file() and spec is not None and spec.loader is not None:
+            module = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(module)
+            except Exception as error:  # protobuf has classes of its own for versions that do not fit
+                raise SettingsError(
+                    f"config.pbtxt needs another version of protobuf or tritonclient: {error}"
+                ) from error
+            return module
+    raise SettingsError(
+        "config.pbtxt is read with Triton's model_config.proto, from a package that is not installed: pip "
+        "install 'tritonclient[grpc]', or put the settings into a twinop.toml"
+    )
+
+
+def _wrong(path: Path, what: str, problems: Sequence[str]) -> SettingsError:
+    return SettingsError(f"{path}: {what}:" + "".join(f"\n  - {problem}" for problem in problems))
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def _refused(config: Any, model: str) -> list[str]:
+    found = [
+        f"{each.name}: {_REFUSED[each.name]}" for each, _ in config.ListFields() if each.name in _REFUSED
+    ]
+    if config.name and config.name != model:
+        found.append(f"name: the model is called {config.name!r}, its folder {model!r}: rename one of them")
+    for name in ("backend", "platform"):
+        if getattr(config, name) not in _OURS:
+            found.append(f"{name}: {getattr(config, name)!r}, expected onnxruntime")
+    if config.model_transaction_policy.decoupled:
+        found.append("model_transaction_policy: decoupled answers")
+    for each in (*config.input, *config.output):
+        if each.HasField("reshape"):
+            found.append(f"reshape of {each.name}: clients send what the model takes")
+        if each.is_shape_tensor:
+            found.append(f"is_shape_tensor of {each.name}: that is TensorRT's")
+    for each in config.input:
+        if each.allow_ragged_batch:
+            found.append(f"allow_ragged_batch of {each.name}: rows of different shapes")
+    return found
+
+
+def _settings(config: Any, path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: with one argument a problem.
+    """
+    settings: dict[str, Any] = {"max_batch_size": config.max_batch_size}
+    problems: list[str] = []
+    if config.HasField("dynamic_batching"):
+        settings |= _batching(config.dynamic_batching)
+    if config.HasField("version_policy"):
+        settings["versions"] = _versions(config.version_policy)
+    settings |= _instances(config.instance_group, problems)
+    settings |= _library(config.model_operations.op_library_filename, problems)
+    if config.optimization.cuda.graphs:
+        settings["cuda_graph"] = True
+    if _THREADS in config.parameters:
+        settings["intra_op_threads"] = config.parameters[_THREADS].string_value  # pydantic makes it an int
+    if config.model_warmup:
+        settings["warm_up"] = _warm_up(config.model_warmup[0], config.max_batch_size > 0)
+    elif shapes := _fixed_shapes(config):
+        settings["warm_up"] = shapes
+    if problems:
+        raise ValueError(*problems)
+    return settings
+
+
+def _batching(batching: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if batching.preferred_batch_size:
+        found["preferred_batch_sizes"] = tuple(batching.preferred_batch_size)
+    if batching.max_queue_delay_microseconds:
+        found["max_queue_delay_us"] = batching.max_queue_delay_microseconds
+    if batching.default_queue_policy.max_queue_size:
+        found["max_queue"] = batching.default_queue_policy.max_queue_size
+    return found
+
+
+def _versions(policy: Any) -> Any:
+    choice = policy.WhichOneof("policy_choice")
+    if choice == "all":
+        return "all"
+    if choice == "specific":
+        return tuple(policy.specific.versions)
+    count = policy.latest.num_versions or 1
+    return "latest" if count == 1 else f"latest:{count}"
+
+
+def _instances(groups: Any, problems: list[str]) -> dict[str, Any]:
+    active = [group for group in groups if not group.passive]
+    if not active:
+        return {}
+    kinds = {group.Kind.Name(group.kind) for group in active} - {"KIND_AUTO", "KIND_MODEL"}
+    if len(kinds) > 1:
+        problems.append("instance_group: instances on the CPU and on GPUs at once")
+    for group in active:
+        if group.secondary_devices or set(group.gpus) - {0}:
+            problems.append("instance_group: devices other than GPU 0; choose it with CUDA_VISIBLE_DEVICES")
+    found: dict[str, Any] = {"instances": sum(group.count or 1 for group in active)}
+    if kinds == {"KIND_GPU"}:
+        found["provider"] = Provider.CUDA
+    elif kinds == {"KIND_CPU"}:
+        found["provider"] = Provider.CPU
+    return found
+
+
+def _library(names: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    """A path that is not here is one in Triton's container: then a library of that name is looked for."""
+    if len(names) > 1:
+        problems.append(
+            f"op_library_filename: {', '.join(names)}; ONNX Runtime takes one library per domain and "
+            "session, so link their ops into one (twinop_add_ort_library in CMake)"
+        )
+    if not names:
+        return {}
+    path = Path(names[0])
+    return {"library": path if path.is_absolute() and path.is_file() else Path(path.name)}
+
+
+def _warm_up(sample: Any, batched: bool) -> dict[str, tuple[int, ...]]:
+    rows = (max(sample.batch_size, 1),) if batched else ()
+    return {name: (*rows, *each.dims) for name, each in sample.inputs.items()}
+
+
+def _fixed_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes to try the model at, where the file has a size for each dimension."""
+    rows = (1,) if config.max_batch_size > 0 else ()
+    fixed = {each.name: (*rows, *each.dims) for each in config.input if all(size > 0 for size in each.dims)}
+    return fixed if len(fixed) == len(config.input) else {}
+
+
+def _declared(tensor: Any, batched: bool) -> Declared:
+    datatype = _protocol().DataType.Name(tensor.data_type).removeprefix("TYPE_")
+    shape = (-1, *tensor.dims) if batched else tuple(tensor.dims)
+    return Declared(tensor.name, "BYTES" if datatype == "STRING" else datatype, shape)
+
+
+def _differences(kind: str, declared: Declared, specs: Mapping[str, Spec]) -> list[str]:
+    spec = specs.get(declared.name)
+    if spec is None:
+        return [f"{kind} {declared.name!r}: the model has {', '.join(specs)}"]
+    found = []
+    datatype = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else spec.type
+    if declared.datatype not in ("INVALID", datatype):  # left out
+        found.append(f"data_type of {kind} {declared.name}: {declared.datatype}, the model has {datatype}")
+    if spec.shape is not None and not _fits(declared.shape, spec.shape):
+        shape = [size if isinstance(size, int) else -1 for size in spec.shape]
+        found.append(
+            f"dims of {kind} {declared.name}: {list(declared.shape)} with the batch axis, if any; "
+            f"the model has {shape}"
+        )
+    return found
+
+
+def _fits(declared: Sequence[int], shape: Sequence[int | str | None]) -> bool:
+    """A size in the file may be narrower than the model, never wider."""
+    return len(declared) == len(shape) and all(
+        size == given or not isinstance(size, int) for given, size in zip(declared, shape, strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def _write_tensor(tensor: Any, spec: Spec, batched: bool) -> None:
+    datatype = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
+    if datatype is None or spec.shape is None:
+        raise SettingsError(
+            f"{spec.name} is {spec}: config.pbtxt needs a data type of the protocol and a known rank"
+        )
+    tensor.name = spec.name
+    tensor.data_type = _protocol().DataType.Value("TYPE_" + ("STRING" if datatype == "BYTES" else datatype))
+    sizes = [size if isinstance(size, int) else -1 for size in spec.shape]
+    tensor.dims.extend(sizes[1:] if batched else sizes)
+
+
+def _write_scheduling(config: Any, settings: ModelSettings) -> None:
+    if settings.max_batch_size:
+        batching = config.dynamic_batching
+        batching.SetInParent()  # there, even if empty: Triton joins requests only then
+        batching.preferred_batch_size.extend(settings.preferred_batch_sizes)
+        batching.max_queue_delay_microseconds = settings.max_queue_delay_us
+        batching.default_queue_policy.max_queue_size = settings.max_queue
+    kind = {Provider.CPU: "KIND_CPU", Provider.CUDA: "KIND_GPU", Provider.AUTO: "KIND_AUTO"}[
+        settings.provider
+    ]
+    group = config.instance_group.add(count=settings.instances)
+    group.kind = group.Kind.Value(kind)
+    policy = config.version_policy
+    if settings.versions == "all":
+        policy.all.SetInParent()
+    elif isinstance(settings.versions, tuple):
+        policy.specific.versions.extend(settings.versions)
+    else:
+        policy.latest.num_versions = int(settings.versions.partition(":")[2] or 1)
+
+
+def _write_warmup(config: Any, settings: ModelSettings, inputs: Mapping[str, Spec]) -> None:
+    sample = config.model_warmup.add(name="warm_up", batch_size=1)
+    for name, shape in settings.warm_up.items():
+        if name not in inputs:
+            raise SettingsError(f"warm_up names {name!r}; the model's inputs: {', '.join(inputs)}")
+        tensor = sample.inputs[name]
+        each = next(each for each in config.input if each.name == name)
+        tensor.data_type = each.data_type
+        tensor.zero_data = True
+        if settings.max_batch_size:
+            sample.batch_size = shape[0]
+            shape = shape[1:]
+        tensor.dims.extend(shape)
