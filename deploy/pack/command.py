@@ -1,0 +1,107 @@
+"""The command `twinop pack`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import ROUNDED
+from rich.table import Table
+
+from twinop.console import clear_errors, err, out
+
+
+def _option(help: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="The .onnx file.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", show_default=False)],
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that was packed before.")] = False,
+    name: Annotated[str | None, _option("The model's name. Default: the file's stem.", "Model")] = None,
+    version: Annotated[int, _option("The model's version. Default: 1.", "Model", "--version")] = 1,
+    library: Annotated[
+        Path | None, _option("The custom-op library. Default: beside the model, then the built one.", "Model")
+    ] = None,
+    max_batch_size: Annotated[
+        int, _option("Join requests into runs of up to so many rows. Default: 0, never.", "Model")
+    ] = 0,
+    gpu: Annotated[
+        bool | None,
+        _option("Where it runs. Default: on a GPU if the library has code for one.", "Image", "--gpu/--cpu"),
+    ] = None,
+    image: Annotated[
+        str | None, _option("The image's name. Default: the model's name and version.", "Image")
+    ] = None,
+    wheel: Annotated[
+        Path | None,
+        _option("A twinop wheel for the image. Default: the Python sources that run here.", "Image"),
+    ] = None,
+    cpus: Annotated[int, _option("CPUs of a replica. Default: 2.", "Scaling")] = 2,
+    min_replicas: Annotated[int, _option("Default: 1.", "Scaling")] = 1,
+    max_replicas: Annotated[int, _option("Default: 4.", "Scaling")] = 4,
+) -> None:
+    """Pack a model and its custom-op library for deployment.
+
+    Writes a Triton model repository (also for twinop serve), a Dockerfile of
+    the service, docker-compose.yml with Prometheus, KServe's ServingRuntime
+    and InferenceService, and a README.md that says how each is run. The
+    model is opened once with its library, so what does not load here is not
+    packed. The folder is written whole or not at all.
+
+    Examples:
+
+        twinop pack custom_relu.onnx -o repo/
+
+        twinop pack model.onnx -o repo/ --name ranker --version 3
+        --max-batch-size 64 --gpu --image registry.example.com/ranker:3
+    """
+    with clear_errors():
+        # Not before: ONNX Runtime and jinja2 are of no use to --help.
+        from twinop.deploy.pack.packing import Options, pack
+
+        packed = pack(
+            Options(
+                model=model,
+                output=output,
+                name=name,
+                version=version,
+                library=library,
+                max_batch_size=max_batch_size,
+                gpu=gpu,
+                image=image,
+                cpus=cpus,
+                min_replicas=min_replicas,
+                max_replicas=max_replicas,
+                wheel=wheel,
+                force=force,
+            )
+        )
+    contents = packed.contents
+    table = Table(title=f"{output}", title_justify="left", show_header=False, box=ROUNDED)
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_row("model", f"{packed.name}, version {version}")
+    table.add_row("custom nodes", ", ".join(contents.custom_nodes) or "none, so no library is needed")
+    if contents.library is not None:
+        table.add_row("library", f"{contents.library.path}\nin the container {packed.library}")
+        table.add_row("SHA-256", contents.library_sha256 or "")
+    table.add_row("runs on", _place(contents))
+    table.add_row("image", packed.image)
+    for note in contents.notes:
+        table.add_row("note", note, style="yellow")
+    out.print(table, highlight=False)
+    for line in (
+        f"twinop serve {output}/models",
+        f"docker build -t {packed.image} {output}",
+        f"kubectl apply -f {output}/kubernetes/",
+    ):
+        err.print(line, markup=False, highlight=False, soft_wrap=True)
+    err.print(f"{output}/README.md has the rest", markup=False, highlight=False, soft_wrap=True)
+
+
+def _place(contents: Any) -> str:
+    if not contents.gpu:
+        return "the CPU"
+    archs = contents.library.cuda_archs if contents.library is not None else ""
+    return f"a GPU (code for compute capability {archs})" if archs else "a GPU"

@@ -1,0 +1,311 @@
+"""Writes the packed folder: all of it, or nothing."""
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+import twinop
+from twinop.deploy.pack.contents import Contents, needed_version, read_contents, sha256
+from twinop.deploy.pack.errors import PackError
+from twinop.deploy.pack.requirements import pinned, runtime_version
+from twinop.deploy.service.settings import ModelSettings, Provider, checked
+from twinop.deploy.service.triton_config import write_config
+
+MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
+MANIFEST = "twinop-pack.json"
+TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
+PROMETHEUS_IMAGE = "prom/prometheus:v3.13.3"
+_PYTHON_IMAGES = {11: "python:3.11.14-slim-trixie", 12: "python:3.12.12-slim-trixie"}
+_SETUPTOOLS = "84.2.1"
+_PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
+_SOURCES = {".py", ".html", ".j2", ".typed", ".css", ".js", ".svg"}
+_FILES = {
+    "twinop.toml.j2": "models/twinop.toml",
+    "Dockerfile.j2": "Dockerfile",
+    "dockerignore.j2": ".dockerignore",
+    "docker-compose.yml.j2": "docker-compose.yml",
+    "prometheus.yml.j2": "prometheus.yml",
+    "servingruntime.yaml.j2": "kubernetes/servingruntime.yaml",
+    "inferenceservice.yaml.j2": "kubernetes/inferenceservice.yaml",
+    "README.md.j2": "README.md",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; `gpu` None: as the library was built. `name` None: the file's stem."""
+
+    model: Path
+    output: Path
+    name: str | None = None
+    version: int = 1
+    library: Path | None = None
+    max_batch_size: int = 0
+    gpu: bool | None = None
+    image: str | None = None
+    cpus: int = 2
+    min_replicas: int = 1
+    max_replicas: int = 4
+    wheel: Path | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was written; `library` is its path in the container."""
+
+    contents: Contents
+    name: str
+    kube_name: str
+    image: str
+    library: str | None
+
+
+def pack(options: Options) -> Packed:
+    """Checks the model and writes the folder.
+
+    Raises:
+        TwinopError: the model, the library or an option does not fit, or the folder may not be written.
+    """
+    name = _model_name(options)
+    kube_name = _kube_name(name)
+    image = _image(options, kube_name)
+    _check_numbers(options)
+    _check_output(options)
+    contents = read_contents(options.model, options.library, options.gpu, options.max_batch_size)
+    library = None
+    if contents.library is not None:
+        library = f"{MODELS_IN_CONTAINER}/{name}/{options.version}/{contents.library.path.name}"
+    packed = Packed(contents, name, kube_name, image, library)
+    values = _values(options, packed)
+    try:
+        _write_whole(options, packed, values)
+    except OSError as error:
+        raise PackError(
+            f"{options.output}: cannot be written: {error.strerror} ({error.filename})"
+        ) from error
+    return packed
+
+
+# -------------------------------------------------------------------------------- options
+
+
+def _model_name(options: Options) -> str:
+    name = options.model.stem if options.name is None else options.name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", name):
+        raise PackError(
+            f"{name!r} cannot be a model's name: expected letters, digits, _ . and -, and a letter or digit "
+            "first. Pass another with --name"
+        )
+    return name
+
+
+def _kube_name(name: str) -> str:
+    """As Kubernetes wants names: KServe adds up to 23 characters and a namespace to it, within 63."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (plain if plain[0].isalpha() else f"model-{plain}")[:40].rstrip("-")
+
+
+def _image(options: Options, kube_name: str) -> str:
+    image = options.image or kube_name
+    part = r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*"
+    host = r"(?:[A-Za-z0-9.-]+(?::\d+)?/)?"
+    reference = rf"{host}{part}(?:/{part})*(?P<tag>:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?"
+    found = re.fullmatch(reference, image)
+    if found is None:
+        raise PackError(f"--image {image}: expected a name such as registry.example.com/team/{kube_name}:1")
+    return image if found["tag"] else f"{image}:{options.version}"
+
+
+def _check_numbers(options: Options) -> None:
+    if not 1 <= options.min_replicas <= options.max_replicas:
+        raise PackError(
+            f"--min-replicas {options.min_replicas} --max-replicas {options.max_replicas}: expected at least "
+            "one, and no more than the second. (Down to zero needs KServe's Knative mode)"
+        )
+    for option, value, least in (
+        ("--version", options.version, 1),
+        ("--cpus", options.cpus, 1),
+        ("--max-batch-size", options.max_batch_size, 0),
+    ):
+        if value < least:
+            raise PackError(f"{option} {value}: expected {least} or more")
+    wheel = options.wheel
+    if wheel is not None and not (wheel.is_file() and re.fullmatch(r"twinop-.+\.whl", wheel.name)):
+        raise PackError(f"--wheel {wheel}: expected a file twinop-*.whl, as pip wheel . --no-deps makes it")
+
+
+def _check_output(options: Options) -> None:
+    """Only a folder that `twinop pack` wrote is ever overwritten."""
+    output = options.output
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / MANIFEST).is_file():
+        raise PackError(f"{output} is there, and not from twinop pack. Choose another folder, or remove it")
+    if not options.force:
+        raise PackError(f"{output} is there already. --force writes it anew")
+    inside = output.resolve()
+    for path in (options.model, options.library, options.wheel):
+        if path is not None and path.resolve().is_relative_to(inside):
+            raise PackError(f"{path} lies in {output}, which --force would replace. Choose another folder")
+
+
+# -------------------------------------------------------------------------------- contents
+
+
+def _values(options: Options, packed: Packed) -> dict[str, Any]:
+    """What the templates are filled in with."""
+    contents = packed.contents
+    library = contents.library
+    memory = _memory(contents)
+    return {
+        "name": packed.name, "kube_name": packed.kube_name, "image": packed.image,
+        "image_title": packed.image.rpartition(":")[0].rpartition("/")[2],
+        "version": options.version, "gpu": contents.gpu, "cpus": options.cpus,
+        "min_replicas": options.min_replicas, "max_replicas": options.max_replicas,
+        "memory": memory, "memory_limit": 2 * memory,
+        "library": library, "library_name": library.path.name if library else None,
+        "library_sha256": contents.library_sha256,
+        "needs_glibc": _needed(contents, "GLIBC"), "needs_glibcxx": _needed(contents, "GLIBCXX"),
+        "cuda_archs": library.cuda_archs if library else None,
+        "custom_nodes": contents.custom_nodes, "data": contents.data, "notes": contents.notes,
+        "models_in_container": MODELS_IN_CONTAINER, "platform": _PLATFORMS[os.uname().machine],
+        "python_image": _python_image(), "triton_image": TRITON_IMAGE, "prometheus_image": PROMETHEUS_IMAGE,
+        "setuptools_version": _SETUPTOOLS, "runtime_version": runtime_version(),
+        "twinop_version": twinop.__version__, "wheel": options.wheel.name if options.wheel else None,
+    }  # fmt: skip
+
+
+def _config(options: Options, packed: Packed) -> str:
+    contents = packed.contents
+    inputs, outputs = contents.inputs or (), contents.outputs or ()
+    least = 2 if options.max_batch_size else 1  # dims leave the batch out, and must not be empty
+    if any(spec.shape is None or len(spec.shape) < least for spec in (*inputs, *outputs)):
+        inputs = outputs = ()  # Triton completes them from the model
+    settings = {
+        "provider": Provider.CUDA if contents.gpu else Provider.CPU,
+        "max_batch_size": options.max_batch_size,
+        # As many as the container has CPUs: ONNX Runtime would count the machine's.
+        "intra_op_threads": options.cpus,
+    }
+    text = write_config(
+        packed.name,
+        checked(ModelSettings, settings, "the options"),
+        {spec.name: spec for spec in inputs},
+        {spec.name: spec for spec in outputs},
+        library=packed.library,
+    )
+    return f"# Triton's model configuration, which twinop serve reads too.\n{text}"
+
+
+def _memory(contents: Contents) -> int:
+    """MiB to ask for: Python and ONNX Runtime, and the model with a copy of its weights while it loads."""
+    base = 2048 if contents.gpu else 512
+    return base + -(-3 * contents.size // (256 << 20)) * 256
+
+
+def _needed(contents: Contents, name: str) -> str:
+    if contents.library is None:
+        return ""
+    return ".".join(map(str, needed_version(contents.library.path, name)))
+
+
+def _python_image() -> str:
+    """The interpreter that the packages' versions were installed for."""
+    minor = sys.version_info.minor
+    return _PYTHON_IMAGES.get(minor, f"python:3.{minor}-slim-trixie")
+
+
+# -------------------------------------------------------------------------------- writing
+
+
+def _write_whole(options: Options, packed: Packed, values: dict[str, Any]) -> None:
+    """Written beside the folder and moved into place, so that a failure leaves what was there."""
+    output = options.output.resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
+        new = Path(scratch) / "new"
+        _write(new, options, packed, values)
+        if output.exists():
+            output.rename(Path(scratch) / "old")
+        for folder, _, _ in os.walk(new):  # in the container another user reads it
+            os.chmod(folder, 0o755)
+        new.rename(output)
+
+
+def _write(root: Path, options: Options, packed: Packed, values: dict[str, Any]) -> None:
+    contents = packed.contents
+    version = root / "models" / packed.name / str(options.version)
+    _copy(contents.model, version / "model.onnx")
+    for each in contents.data:
+        _copy(contents.model.parent / each, version / each)
+    if contents.library is not None:
+        _copy(contents.library.path, version / contents.library.path.name)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["quoted"] = _quoted
+    for template, path in _FILES.items():
+        _text(root / path.format(name=packed.name), environment.get_template(template).render(values))
+    _text(root / "models" / packed.name / "config.pbtxt", _config(options, packed))
+    service = root / "service"
+    _text(service / "requirements.txt", "\n".join([*pinned(contents.gpu), ""]))
+    if options.wheel is not None:
+        _copy(options.wheel, service / options.wheel.name)
+    else:
+        _text(service / "pyproject.toml", environment.get_template("pyproject.toml.j2").render(values))
+        _copy_sources(service / "twinop")
+    _text(root / MANIFEST, json.dumps(_manifest(options, packed), indent=2) + "\n")
+
+
+def _copy_sources(target: Path) -> None:
+    """The package as it runs here, without compiled parts: the library lies beside the model."""
+    source = Path(twinop.__file__).parent
+    for folder, folders, files in os.walk(source, followlinks=True):
+        folders[:] = sorted(each for each in folders if each not in ("__pycache__", "results", "lib"))
+        for file in sorted(files):
+            path = Path(folder, file)
+            if path.suffix in _SOURCES:
+                _copy(path, target / path.relative_to(source))
+
+
+def _manifest(options: Options, packed: Packed) -> dict[str, Any]:
+    contents = packed.contents
+    return {
+        "twinop": twinop.__version__,
+        "model": packed.name,
+        "version": options.version,
+        "model_sha256": sha256(contents.model),
+        "data_sha256": {str(each): sha256(contents.model.parent / each) for each in contents.data},
+        "library": packed.library,
+        "library_sha256": contents.library_sha256,
+        "custom_nodes": list(contents.custom_nodes),
+        "gpu": contents.gpu,
+        "image": packed.image,
+    }
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    target.chmod(0o644)
+
+
+def _text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o644)
+
+
+def _quoted(text: str) -> str:
+    """A string of protobuf's text format, TOML, YAML and Dockerfiles, which escape alike."""
+    return json.dumps(text, ensure_ascii=False)
