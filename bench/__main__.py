@@ -11,6 +11,8 @@ from twinop.bench.ncu import main as kernels
 from twinop.bench.node_overhead import main as node_overhead
 from twinop.bench.ops import main as report
 from twinop.bench.relu import main as relu
+from twinop.bench.serve import main as serve
+from twinop.bench.serving.soak import main as soak
 from twinop.bench.transformer import main as encoder
 from twinop.bench.warm import main as compile_part
 
@@ -40,6 +42,8 @@ app.command("kernels", hidden=True)(kernels)
 app.command("matmul")(matmul)
 app.command("encoder")(encoder)
 app.command("relu")(relu)
+app.command("serve")(serve)
+app.command("soak")(soak)
 app.command("node-overhead")(node_overhead)
 
 if __name__ == "__main__":

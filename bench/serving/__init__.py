@@ -1,0 +1,1 @@
+"""The serving report: servers, models, and the clients that load them."""
