@@ -1,0 +1,208 @@
+"""The real server in a process of its own, on free ports of loopback, and plain clients for it."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+READY_SECONDS = 120  # a machine that compiles meanwhile
+
+
+@dataclass
+class Served:
+    """A server that is ready."""
+
+    process: subprocess.Popen[bytes]
+    http_port: int
+    grpc_port: int | None
+    log_path: Path
+    is_stopped: bool = False
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """What it has logged so far; lines that are not ours (ONNX Runtime's) are left out."""
+        return list(_log_lines(self.log_path))
+
+    @property
+    def files(self) -> int:
+        """How many file descriptors it holds."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    @property
+    def memory(self) -> int:
+        """Its resident bytes."""
+        fields = Path(f"/proc/{self.process.pid}/statm").read_text().split()
+        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def stop(self, sign: int = signal.SIGTERM, seconds: float = 60) -> int:
+        """Its exit status."""
+        self.is_stopped = True
+        self.process.send_signal(sign)
+        return self.process.wait(seconds)
+
+    # -------------------------------------------------------------------------------- clients
+
+    def connect(self, seconds: float = 30) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.http_port), seconds)
+
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> "Answer":
+        """One HTTP request on a connection of its own; `body` is sent as JSON unless it is bytes."""
+        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=60)
+        try:
+            connection.request(method, path, content, dict(headers or {}))
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.headers.items()), response.read())
+        finally:
+            connection.close()
+
+    def infer(self, model: str, *inputs: Any, **rest: Any) -> "Answer":
+        """An inference in JSON; `inputs` come from `tensor`."""
+        body = {"inputs": list(inputs), **rest}
+        return self.ask("POST", f"/v2/models/{model}/infer", body, {"content-type": "application/json"})
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        total = 0.0
+        for line in self.ask("GET", "/metrics").content.decode().splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.partition("{")[0] == name and all(f'{k}="{v}"' in sample for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    def exchange(self, data: bytes, seconds: float = 30) -> bytes:
+        """What comes back for raw bytes until the server closes."""
+        with self.connect(seconds) as connection:
+            connection.sendall(data)
+            return receive_all(connection)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]  # by lower-case name
+    content: bytes
+
+    def __post_init__(self) -> None:
+        self.headers = {name.lower(): value for name, value in self.headers.items()}
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def error(self) -> str:
+        """The message, of an answer that is nothing but one."""
+        assert self.status >= 400 and list(self.json) == ["error"], self
+        message: str = self.json["error"]
+        for trace in ("Traceback", 'File "', ".py", "site-packages"):
+            assert trace not in message
+        return message
+
+
+def receive_all(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def receive(connection: socket.socket) -> Answer:
+    """One answer with a content-length, of a connection that may have more.
+
+    Raises:
+        ConnectionError: it was closed before the end.
+    """
+    data = b""
+    while True:
+        _, end, content = data.partition(b"\r\n\r\n")
+        if end:
+            answer = split(data)
+            if len(content) >= int(answer.headers["content-length"]):
+                return answer
+        if not (part := connection.recv(1 << 16)):
+            raise ConnectionError(f"closed after {data[:1000]!r}")
+        data += part
+
+
+def split(answer: bytes) -> Answer:
+    """A raw HTTP answer with a content-length."""
+    head, _, content = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode("latin-1").split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    return Answer(int(status.split()[1]), headers, content)
+
+
+def tensor(name: str, datatype: str, shape: list[int], data: list[Any], **rest: Any) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data, **rest}
+
+
+@contextmanager
+def serve(
+    models: Path, *options: str, env: Mapping[str, str] | None = None, seconds: float = READY_SECONDS
+) -> Iterator[Served]:
+    """`twinop serve models options`, from ready until the block ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        log_path = Path(folder) / "log"
+        process = start(models, log_path, *options, env=env)
+        try:
+            ready = _wait_until_ready(process, log_path, seconds)
+            served = Served(process, ready["http_port"], ready["grpc_port"], log_path)
+            yield served
+            if not served.is_stopped and (status := process.poll()) is not None:
+                raise AssertionError(f"the server ended by itself with {status}:\n{_tail(log_path)}")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def start(
+    models: Path, log_path: Path, *options: str, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """The server's process, its output going to a file."""
+    ports = ("--http-port", "0", "--grpc-port", "0")
+    command = (sys.executable, "-m", "twinop", "serve", str(models), *ports, *options)
+    with log_path.open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})})
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"not so after {seconds:g} s"
+        time.sleep(0.05)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], log_path: Path, seconds: float) -> dict[str, Any]:
+    end = time.monotonic() + seconds
+    while True:
+        ended = process.poll()
+        for line in _log_lines(log_path):
+            if line.get("message") == "ready":
+                return line
+        if ended is not None or time.monotonic() > end:
+            said = f"ended with {ended}" if ended is not None else f"not ready after {seconds:g} s"
+            raise AssertionError(f"the server is {said}:\n{_tail(log_path)}")
+        time.sleep(0.02)
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-8000:]
+
+
+def _log_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_bytes().splitlines():
+        if line.startswith(b"{") and line.endswith(b"}"):
+            yield json.loads(line)

@@ -1,0 +1,314 @@
+"""Small models for the tests of the service, built without torch, and the folders that they lie in."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+from models import exported_by, function, node
+from onnx import TensorProto, helper, numpy_helper
+
+from twinop.library import find_library, read_library
+from twinop.record import DOMAIN, DOMAIN_VERSION
+
+# The Open Inference Protocol's data types, and ONNX's.
+ELEMENTS = {
+    "BOOL": TensorProto.BOOL,
+    "UINT8": TensorProto.UINT8,
+    "UINT16": TensorProto.UINT16,
+    "UINT32": TensorProto.UINT32,
+    "UINT64": TensorProto.UINT64,
+    "INT8": TensorProto.INT8,
+    "INT16": TensorProto.INT16,
+    "INT32": TensorProto.INT32,
+    "INT64": TensorProto.INT64,
+    "FP16": TensorProto.FLOAT16,
+    "FP32": TensorProto.FLOAT,
+    "FP64": TensorProto.DOUBLE,
+    "BF16": TensorProto.BFLOAT16,
+    "BYTES": TensorProto.STRING,
+}
+NUMPY = {
+    "BOOL": np.dtype(bool),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BYTES": np.dtype(object),
+} | {name: np.dtype(name.lower()) for name in ELEMENTS if "INT" in name}
+ROWS: tuple[int | str | None, ...] = ("N", 4)
+GATHER_ROWS = 10
+
+
+def relu(
+    datatype: str = "FP32",
+    shape: Sequence[int | str | None] | None = ROWS,
+    *,
+    body: bool = True,
+    metadata: Mapping[str, str] | None = None,
+) -> onnx.ModelProto:
+    """y = CustomRelu(x), with its function body and the metadata as the exporter writes them.
+
+    Args:
+        metadata: other entries of the metadata, such as another schema hash.
+    """
+    return _model(
+        [node("CustomRelu")],
+        [_value("x", datatype, shape)],
+        [_value("y", datatype, shape)],
+        functions=[relu_body(datatype)] if body else [],
+        metadata=metadata,
+    )
+
+
+def mlp(*sizes: int, custom: bool = True, rows: int | str = "N", seed: int = 0) -> onnx.ModelProto:
+    """x[rows, sizes[0]] through MatMul and CustomRelu (or Relu) to y[rows, sizes[-1]]; no Relu at the end."""
+    random = np.random.default_rng(seed)
+    weights, nodes, last = {}, [], "x"
+    for index in range(len(sizes) - 1):
+        scale = sizes[index] ** -0.5
+        weights[f"w{index}"] = (scale * random.standard_normal(sizes[index : index + 2])).astype(np.float32)
+        name = "y" if index == len(sizes) - 2 else f"h{index}"
+        nodes.append(node("MatMul", [last, f"w{index}"], [name], f"matmul{index}", domain=""))
+        last = name
+        if name != "y":
+            last = f"r{index}"
+            op = ("CustomRelu", DOMAIN) if custom else ("Relu", "")
+            nodes.append(node(op[0], [name], [last], f"relu{index}", domain=op[1]))
+    inputs, outputs = [_value("x", "FP32", (rows, sizes[0]))], [_value("y", "FP32", (rows, sizes[-1]))]
+    return _model(nodes, inputs, outputs, weights=weights, functions=[relu_body()] if custom else [])
+
+
+def identity(datatype: str, shape: Sequence[int | str | None] | None = ("N", "M")) -> onnx.ModelProto:
+    """y = x, for any of the protocol's data types; no custom node."""
+    return _model(
+        [node("Identity", domain="")], [_value("x", datatype, shape)], [_value("y", datatype, shape)]
+    )
+
+
+def fixed(*shape: int) -> onnx.ModelProto:
+    """y = CustomRelu(x) at one shape only: no dynamic dimension, so it cannot be batched."""
+    return relu(shape=shape or (2, 3))
+
+
+def gather() -> onnx.ModelProto:
+    """y[N, 4] = rows `index` of a table of GATHER_ROWS: any other index makes the run fail."""
+    table = np.arange(GATHER_ROWS * 4, dtype=np.float32).reshape(GATHER_ROWS, 4)
+    return _model(
+        [node("Gather", ["table", "index"], domain="")],
+        [_value("index", "INT64", ("N",))],
+        [_value("y", "FP32", ROWS)],
+        weights={"table": table},
+    )
+
+
+def strings() -> onnx.ModelProto:
+    """y[N] = a[N] + b[N], strings."""
+    return _model(
+        [node("StringConcat", ["a", "b"], domain="")],
+        [_value("a", "BYTES", ("N",)), _value("b", "BYTES", ("N",))],
+        [_value("y", "BYTES", ("N",))],
+    )
+
+
+def add() -> onnx.ModelProto:
+    """total[N, 4] = a[N, 4] + b[N, 4]: two inputs that are needed."""
+    return _model(
+        [node("Add", ["a", "b"], ["total"], domain="")],
+        [_value("a", "FP32", ROWS), _value("b", "FP32", ROWS)],
+        [_value("total", "FP32", ROWS)],
+    )
+
+
+def optional_scale() -> onnx.ModelProto:
+    """y = x * scale, where scale[1] is 2 unless it is given (an initializer that is an input too)."""
+    return _model(
+        [node("Mul", ["x", "scale"], domain="")],
+        [_value("x", "FP32", ROWS), _value("scale", "FP32", (1,))],
+        [_value("y", "FP32", ROWS)],
+        weights={"scale": np.array([2], np.float32)},
+    )
+
+
+def two_outputs() -> onnx.ModelProto:
+    """positive[N, 4] = CustomRelu(x), sign[N, 4] (INT32) = the sign of x."""
+    return _model(
+        [
+            node("CustomRelu", ["x"], ["positive"]),
+            node("Sign", ["x"], ["s"], "sign", domain=""),
+            node("Cast", ["s"], ["sign"], "cast", domain="", to=TensorProto.INT32),
+        ],
+        [_value("x", "FP32", ROWS)],
+        [_value("positive", "FP32", ROWS), _value("sign", "INT32", ROWS)],
+        functions=[relu_body()],
+    )
+
+
+def log() -> onnx.ModelProto:
+    """y = Log(x): NaN below 0, -Infinity at 0."""
+    return _model([node("Log", domain="")], [_value("x", "FP32", ROWS)], [_value("y", "FP32", ROWS)])
+
+
+def total() -> onnx.ModelProto:
+    """y[4] = the sum over the rows of x[N, 4]: rows depend on each other, and the output has none."""
+    return _model(
+        [node("ReduceSum", ["x", "axes"], domain="", keepdims=0)],
+        [_value("x", "FP32", ROWS)],
+        [_value("y", "FP32", (4,))],
+        weights={"axes": np.array([0], np.int64)},
+    )
+
+
+def centred() -> onnx.ModelProto:
+    """y = x minus the mean of each column: rows depend on each other, though the shapes do not tell."""
+    return _model(
+        [
+            node("ReduceMean", ["x", "axes"], ["mean"], "mean", domain="", keepdims=1),
+            node("Sub", ["x", "mean"], domain=""),
+        ],
+        [_value("x", "FP32", ROWS)],
+        [_value("y", "FP32", ROWS)],
+        weights={"axes": np.array([0], np.int64)},
+    )
+
+
+def expand() -> onnx.ModelProto:
+    """y = x[1] expanded to `shape`: a few bytes of request for as much memory as one likes."""
+    return _model(
+        [node("Expand", ["x", "shape"], domain="")],
+        [_value("x", "FP32", (1,)), _value("shape", "INT64", ("K",))],
+        [_value("y", "FP32", None)],
+    )
+
+
+def slow(rounds: int = 200, size: int = 256) -> onnx.ModelProto:
+    """y[N, 4] = x after `rounds` products of matrices, whatever N: some 0.1 ms each on one core."""
+    matrix = np.eye(size, dtype=np.float32)
+    body = helper.make_graph(
+        [
+            node("MatMul", ["m_in", "eye"], ["m_out"], "product", domain=""),
+            node("Identity", ["go_in"], ["go_out"], "go", domain=""),
+        ],
+        "body",
+        [_value("i", "INT64", ()), _value("go_in", "BOOL", ()), _value("m_in", "FP32", (size, size))],
+        [_value("go_out", "BOOL", ()), _value("m_out", "FP32", (size, size))],
+    )
+    return _model(
+        [
+            # The matrix depends on x, or ONNX Runtime would compute it once, when it loads the model.
+            node("ReduceSum", ["x"], ["sum"], "sum", domain="", keepdims=0),
+            node("Mul", ["sum", "zero"], ["nothing"], "nothing", domain=""),
+            node("Add", ["eye", "nothing"], ["start"], "start", domain=""),
+            helper.make_node("Loop", ["rounds", "", "start"], ["m"], name="loop", body=body),
+            node("ReduceMax", ["m"], ["one"], "one", domain="", keepdims=0),
+            node("Mul", ["x", "one"], domain=""),
+        ],
+        [_value("x", "FP32", ROWS)],
+        [_value("y", "FP32", ROWS)],
+        weights={"eye": matrix, "rounds": np.array(rounds, np.int64), "zero": np.array(0, np.float32)},
+    )
+
+
+def several_libraries() -> onnx.ModelProto:
+    """y = CustomPadAffine(CustomSilu(x)): ops of libcustom_ops and of libtest_ops, no function bodies."""
+    return _model(
+        [
+            node("CustomSilu", ["x"], ["t"], "silu"),
+            node("CustomPadAffine", ["t"], ["y"], "affine"),
+        ],
+        [_value("x", "FP32", ROWS)],
+        [_value("y", "FP32", None)],
+    )
+
+
+def relu_body(datatype: str = "FP32") -> onnx.FunctionProto:
+    """The function body of CustomRelu, computing in fp32 but for fp64 (twinop.export.bodies.relu)."""
+    kind = TensorProto.DOUBLE if datatype == "FP64" else TensorProto.FLOAT
+    zero = helper.make_tensor("zero", kind, [], [0.0])
+    return function(
+        "CustomRelu",
+        [
+            node("Cast", ["x"], ["c"], "cast", domain="", to=kind),
+            node("Constant", [], ["zero"], "zero", domain="", value=zero),
+            node("Less", ["c", "zero"], ["below"], "below", domain=""),
+            node("Where", ["below", "zero", "c"], ["r"], "where", domain=""),
+            node("Cast", ["r"], ["y"], "back", domain="", to=ELEMENTS[datatype]),
+        ],
+        attributes=["variant"],
+    )
+
+
+def wrong_body() -> onnx.FunctionProto:
+    """A function body of CustomRelu that computes something else."""
+    return function("CustomRelu", [node("Abs", domain="")], attributes=["variant"])
+
+
+# ------------------------------------------------------------------------------------------------ on disk
+
+
+def place(
+    models: Path,
+    name: str,
+    model: onnx.ModelProto,
+    version: int = 1,
+    *,
+    config: str | None = None,
+    settings: str | None = None,
+) -> Path:
+    """Writes models/<name>/<version>/model.onnx, and config.pbtxt and twinop.toml beside the versions."""
+    folder = models / name / str(version)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    if config is not None:
+        (models / name / "config.pbtxt").write_text(config)
+    if settings is not None:
+        (models / name / "twinop.toml").write_text(settings)
+    return path
+
+
+def save_external(model: onnx.ModelProto, path: Path, data: str = "weights.bin") -> Path:
+    """Saves a model with all of its weights in a file of their own beside it; returns that file."""
+    onnx.save(
+        model, path, save_as_external_data=True, all_tensors_to_one_file=True, location=data, size_threshold=0
+    )
+    return path.with_name(data)
+
+
+def point_external(path: Path, location: str) -> None:
+    """Makes the weights of a saved model refer to another data file, whatever that is."""
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+    path.write_bytes(model.SerializeToString())
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def _value(name: str, datatype: str, shape: Sequence[int | str | None] | None) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, ELEMENTS[datatype], shape)
+
+
+def _model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    *,
+    weights: Mapping[str, np.ndarray] | None = None,
+    functions: Sequence[onnx.FunctionProto] = (),
+    metadata: Mapping[str, str] | None = None,
+) -> onnx.ModelProto:
+    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, tensors)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
+    made = helper.make_model(graph, opset_imports=opsets, functions=list(functions), ir_version=10)
+    entries: dict[str, Any] = {}
+    if any(each.op_type == "CustomRelu" for each in nodes):
+        entries = exported_by(read_library(find_library("custom_relu")).by_onnx_name["CustomRelu"])
+    helper.set_model_props(made, entries | dict(metadata or {}))
+    return made

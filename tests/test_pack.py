@@ -1,0 +1,357 @@
+"""`twinop pack`: what is in the folder, and that nothing is written where something is wrong."""
+
+import hashlib
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import typer
+from onnx import TensorProto, helper, numpy_helper
+from pack_fixtures import packed, saved
+from service_models import fixed, identity, optional_scale, relu, total
+from typer.testing import CliRunner
+
+from twinop import __version__
+from twinop.deploy.errors import ModelError
+from twinop.deploy.model import load_model
+from twinop.deploy.pack import command, packing
+from twinop.deploy.pack.contents import data_files, needed_version, read_contents, require_old_enough
+from twinop.deploy.pack.errors import PackError
+from twinop.deploy.pack.packing import Options, pack
+from twinop.deploy.pack.requirements import pinned
+from twinop.deploy.service.settings import read_settings
+from twinop.deploy.service.triton_config import read_config
+from twinop.errors import LibraryError, TwinopError
+
+APP = typer.Typer()
+APP.command()(command.main)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(APP, arguments, env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+# -------------------------------------------------------------------------------- the folder
+
+
+def test_folder(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    repo, said = packed(tmp_path, library=libraries["custom_relu"], gpu=False)
+    assert {path for path in files(repo) if not path.startswith("service/twinop/")} == {
+        "README.md", "twinop-pack.json",
+        "Dockerfile", ".dockerignore", "docker-compose.yml", "prometheus.yml",
+        "kubernetes/servingruntime.yaml", "kubernetes/inferenceservice.yaml",
+        "models/twinop.toml", "models/custom_relu/config.pbtxt", "models/custom_relu/1/model.onnx",
+        "models/custom_relu/1/libcustom_relu.so", "service/requirements.txt", "service/pyproject.toml",
+    }  # fmt: skip
+    version = repo / "models/custom_relu/1"
+    assert (version / "model.onnx").read_bytes() == (tmp_path / "custom_relu.onnx").read_bytes()
+    checksum = hashlib.sha256(libraries["custom_relu"].read_bytes()).hexdigest()
+    assert hashlib.sha256((version / "libcustom_relu.so").read_bytes()).hexdigest() == checksum
+    settings = tomllib.loads((repo / "models/twinop.toml").read_text())
+    assert settings["models"]["custom_relu"]["library_sha256"] == checksum
+    assert said.library == "/mnt/models/custom_relu/1/libcustom_relu.so"
+    manifest = json.loads((repo / "twinop-pack.json").read_text())
+    assert manifest["library_sha256"] == checksum
+    assert manifest["twinop"] == __version__
+
+
+def test_another_user_can_read_all(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        repo, _ = packed(tmp_path, identity("FP32"))
+    finally:
+        os.umask(before)
+    for path in (repo, *repo.rglob("*")):
+        assert path.stat().st_mode & 0o005 == (0o005 if path.is_dir() else 0o004), path
+
+
+def test_no_text_holds_this_machine(tmp_path: Path) -> None:
+    repo, _ = packed(tmp_path)
+    for path in files(repo):
+        if not path.startswith(("models/custom_relu/1/", "service/twinop/")):
+            assert str(tmp_path) not in (repo / path).read_text(), path
+
+
+def test_model_without_custom_nodes(tmp_path: Path) -> None:
+    repo, said = packed(tmp_path, identity("FP32"))
+    assert said.library is None and not said.contents.gpu
+    assert not [path for path in files(repo / "models") if path.endswith(".so")]
+    assert "model_operations" not in (repo / "models/custom_relu/config.pbtxt").read_text()
+    assert read_settings(repo / "models/twinop.toml", {}).for_model("custom_relu").library_sha256 is None
+
+
+def test_twinop_reads_what_it_wrote(tmp_path: Path) -> None:
+    repo, _ = packed(tmp_path, max_batch_size=16, cpus=3, gpu=True)
+    config = read_config(repo / "models/custom_relu/config.pbtxt", "custom_relu")
+    settings = read_settings(repo / "models/twinop.toml", {}).for_model("custom_relu", dict(config.settings))
+    assert (settings.max_batch_size, settings.intra_op_threads, settings.provider) == (16, 3, "cuda")
+    assert settings.library_sha256 is not None
+
+
+@pytest.mark.parametrize("model", [relu(shape=("N",)), identity("FP32", ()), relu(shape=None)])
+def test_triton_completes_what_config_pbtxt_cannot_say(model: onnx.ModelProto, tmp_path: Path) -> None:
+    batch = 4 if len(model.graph.input[0].type.tensor_type.shape.dim) == 1 else 0
+    repo, _ = packed(tmp_path, model, max_batch_size=batch)
+    config = read_config(repo / "models/custom_relu/config.pbtxt", "custom_relu")
+    assert config.inputs == () and config.outputs == ()
+
+
+def test_input_with_a_default_is_no_input_of_triton(tmp_path: Path) -> None:
+    repo, _ = packed(tmp_path, optional_scale())
+    config = read_config(repo / "models/custom_relu/config.pbtxt", "custom_relu")
+    assert [each.name for each in config.inputs] == ["x"]
+
+
+def test_bfloat16_is_said_to_be_beyond_triton(tmp_path: Path) -> None:
+    repo, said = packed(tmp_path, identity("BF16"))
+    assert "bfloat16" in said.contents.notes[0]
+    assert said.contents.notes[0] in (repo / "README.md").read_text()
+
+
+def test_wheel(tmp_path: Path) -> None:
+    wheel = tmp_path / "twinop-0.1.0-py3-none-linux_x86_64.whl"
+    wheel.write_bytes(b"a wheel")
+    repo, _ = packed(tmp_path, wheel=wheel)
+    assert files(repo / "service") == {wheel.name, "requirements.txt"}
+    assert f"pip install --no-deps /build/{wheel.name}" in (repo / "Dockerfile").read_text()
+
+
+def test_names(tmp_path: Path) -> None:
+    repo, said = packed(tmp_path, name="2_Towers.v3", version=7, image="registry.example.com:5000/a/b")
+    assert (said.kube_name, said.image) == ("model-2-towers-v3", "registry.example.com:5000/a/b:7")
+    assert (repo / "models/2_Towers.v3/7/model.onnx").is_file()
+    assert tomllib.loads((repo / "models/twinop.toml").read_text())["models"].keys() == {"2_Towers.v3"}
+
+
+@pytest.mark.parametrize("name", ["a" * 128, "A" * 39 + "_b", "x-"])
+def test_kubernetes_name(name: str) -> None:
+    kube_name = packing._kube_name(name)
+    assert len(kube_name) <= 40 and kube_name[0].isalpha() and kube_name[-1].isalnum()
+
+
+# -------------------------------------------------------------------------------- external data
+
+
+def with_data(folder: Path, location: str = "data/weights.bin") -> Path:
+    """y = x + w, where w and a constant in an If's branch lie in files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    inner = helper.make_node("Constant", [], ["c"], value=external("c", "inner.bin"))
+    branch = helper.make_graph([inner], "b", [], [helper.make_tensor_value_info("c", TensorProto.FLOAT, [4])])
+    nodes = [
+        helper.make_node("If", ["go"], ["z"], then_branch=branch, else_branch=branch),
+        helper.make_node("Add", ["x", "w"], ["t"]),
+        helper.make_node("Add", ["t", "z"], ["y"]),
+    ]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in "xy"]
+    go = numpy_helper.from_array(np.array(True), "go")
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [external("w", location), go])
+    for each in (location, "inner.bin"):
+        target = folder / each
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(np.arange(4, dtype=np.float32).tobytes())
+    path = folder / "model.onnx"
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def external(name: str, location: str) -> TensorProto:
+    tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[4])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+    return tensor
+
+
+def test_data_files_are_copied(tmp_path: Path) -> None:
+    assert {str(each) for each in data_files(load_model(with_data(tmp_path / "in")))} == {
+        "data/weights.bin", "inner.bin",
+    }  # fmt: skip
+    pack(Options(tmp_path / "in/model.onnx", tmp_path / "repo", name="adds"))
+    assert files(tmp_path / "repo/models/adds/1") == {"model.onnx", "data/weights.bin", "inner.bin"}
+    manifest = json.loads((tmp_path / "repo/twinop-pack.json").read_text())
+    assert manifest["data_sha256"].keys() == {"data/weights.bin", "inner.bin"}
+
+
+def test_data_outside_the_folder_is_refused(tmp_path: Path) -> None:
+    path = with_data(tmp_path / "in", "../secret.bin")
+    with pytest.raises(ModelError, match="outside of its folder"):
+        pack(Options(path, tmp_path / "repo"))
+
+
+def test_data_that_a_link_leads_outside_is_refused(tmp_path: Path) -> None:
+    path = with_data(tmp_path / "in")
+    (tmp_path / "in/inner.bin").rename(tmp_path / "secret.bin")
+    (tmp_path / "in/inner.bin").symlink_to(tmp_path / "secret.bin")
+    with pytest.raises(ModelError, match="outside of its folder"):
+        pack(Options(path, tmp_path / "repo"))
+
+
+def test_data_missing(tmp_path: Path) -> None:
+    path = with_data(tmp_path / "in")
+    (tmp_path / "in/inner.bin").unlink()
+    with pytest.raises(ModelError, match=r"inner\.bin is missing"):
+        pack(Options(path, tmp_path / "repo"))
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+
+def nothing_written(folder: Path) -> bool:
+    return not (folder / "repo").exists() and not list(folder.glob(".repo*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "../up"}, "cannot be a model's name"),
+        ({"name": ""}, "cannot be a model's name"),
+        ({"image": "Team/Model:1"}, "expected a name such as"),
+        ({"image": "model:"}, "expected a name such as"),
+        ({"min_replicas": 0}, "at least one"),
+        ({"min_replicas": 3, "max_replicas": 2}, "no more than the second"),
+        ({"version": 0}, "--version 0: expected 1 or more"),
+        ({"cpus": 0}, "--cpus 0: expected 1 or more"),
+        ({"max_batch_size": -1}, "--max-batch-size -1: expected 0 or more"),
+        ({"wheel": Path("other.whl")}, "pip wheel"),
+        ({"library": Path("missing.so")}, "no such file"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(TwinopError, match=message):
+        packed(tmp_path, **options)
+    assert nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize(("model", "name"), [(fixed(2, 3), "x"), (total(), "y")])
+def test_models_without_a_batch_axis(model: onnx.ModelProto, name: str, tmp_path: Path) -> None:
+    with pytest.raises(PackError, match=rf"{name} is float32.*needs a dynamic first dimension"):
+        packed(tmp_path, model, max_batch_size=8)
+    assert nothing_written(tmp_path)
+
+
+def test_type_that_the_protocol_cannot_carry(tmp_path: Path) -> None:
+    values = [helper.make_tensor_value_info(name, TensorProto.COMPLEX64, [2]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", values[:1], values[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    with pytest.raises(TwinopError):
+        packed(tmp_path, model)
+    assert nothing_written(tmp_path)
+
+
+def test_model_missing_or_damaged(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file"):
+        pack(Options(tmp_path / "missing.onnx", tmp_path / "repo"))
+    (tmp_path / "broken.onnx").write_bytes(b"not a model")
+    with pytest.raises(ModelError, match="not a complete ONNX model"):
+        pack(Options(tmp_path / "broken.onnx", tmp_path / "repo"))
+    assert nothing_written(tmp_path)
+
+
+def test_library_missing_though_bodies_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinop.deploy.libraries.library_folders", list)
+    with pytest.raises(ModelError, match="no library has custom_domain::CustomRelu"):
+        packed(tmp_path)
+    assert nothing_written(tmp_path)
+
+
+def test_gpu_without_gpu_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinop.deploy.pack import contents
+    from twinop.library import Library
+
+    def built_without(*_: Any, **__: Any) -> Library:
+        return Library(Path("libx.so"), "0.1.0", "none", "", {}, True)
+
+    monkeypatch.setattr(contents, "choose_library", built_without)
+    monkeypatch.setattr(contents, "require_fit", lambda *_: None)
+    with pytest.raises(LibraryError, match="built without CUDA"):
+        read_contents(saved(tmp_path, relu()), None, True, 0)
+
+
+def test_library_newer_than_the_images(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    library = libraries["custom_relu"]
+    assert (2, 2, 5) <= needed_version(library, "GLIBC") <= (2, 39)
+    require_old_enough(library)
+    newer = tmp_path / "libnewer.so"
+    newer.write_bytes(library.read_bytes() + b"\0GLIBC_2.99\0")
+    with pytest.raises(LibraryError, match=r"needs GLIBC 2\.99, and the images have 2\.39"):
+        require_old_enough(newer)
+
+
+def test_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinop.deploy.pack.requirements._NEEDED", ("no-such-package",))
+    with pytest.raises(PackError, match="no-such-package is not installed"):
+        pinned(gpu=False)
+
+
+# -------------------------------------------------------------------------------- overwriting
+
+
+def test_only_force_replaces_and_only_what_was_packed(tmp_path: Path) -> None:
+    repo, _ = packed(tmp_path)
+    (repo / "mine.txt").write_text("added later")
+    with pytest.raises(PackError, match="--force writes it anew"):
+        packed(tmp_path)
+    assert (repo / "mine.txt").is_file()
+    packed(tmp_path, version=2, force=True)
+    assert files(repo / "models/custom_relu") >= {"config.pbtxt", "2/model.onnx"}
+    assert not (repo / "mine.txt").exists() and not (repo / "models/custom_relu/1").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"repo", "custom_relu.onnx"}
+
+
+def test_a_folder_of_others_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "repo").mkdir()
+    packed(tmp_path)  # an empty one is fine
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/letters.txt").write_text("dear")
+    with pytest.raises(PackError, match="not from twinop pack"):
+        pack(Options(tmp_path / "custom_relu.onnx", tmp_path / "home", force=True))
+    assert (tmp_path / "home/letters.txt").is_file()
+
+
+def test_the_model_is_not_replaced_by_itself(tmp_path: Path) -> None:
+    repo, _ = packed(tmp_path)
+    inside = repo / "models/custom_relu/1/model.onnx"
+    with pytest.raises(PackError, match="which --force would replace"):
+        pack(Options(inside, repo, force=True))
+    assert inside.is_file()
+
+
+def test_failure_while_writing_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo, _ = packed(tmp_path)
+    before = files(repo)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "x")
+
+    monkeypatch.setattr(packing, "_copy_sources", full)
+    with pytest.raises(PackError, match="cannot be written: No space left"):
+        packed(tmp_path, force=True)
+    assert files(repo) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"repo", "custom_relu.onnx"}
+
+
+# -------------------------------------------------------------------------------- the command
+
+
+def test_command(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    result = run(str(path), "-o", str(tmp_path / "repo"), "--cpu", "--max-batch-size", "4")
+    assert result.exit_code == 0, result.output
+    for part in ("CustomRelu", "in the container /mnt/models/custom_relu/1/lib", "the CPU", "docker build"):
+        assert part in result.output
+    again = run(str(path), "-o", str(tmp_path / "repo"))
+    assert again.exit_code == 1 and "--force writes it anew" in again.output
+
+
+def test_help_teaches() -> None:
+    result = run("--help")
+    assert "twinop pack custom_relu.onnx -o repo/" in result.output

@@ -1,0 +1,303 @@
+"""The batcher alone, over a runner of the test's own: what is joined, waits, fails or is dropped."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from twinop.deploy.service.batching import Batcher
+from twinop.deploy.service.errors import (
+    DEADLINE,
+    INVALID,
+    NOT_READY,
+    OVERLOADED,
+    RUN_FAILED,
+    Failure,
+    ServiceError,
+)
+from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.settings import ModelSettings
+
+
+class Doubler:
+    """Doubles x. Holds each run until it is let go; a negative number makes the whole run fail."""
+
+    def __init__(self, held: bool = False) -> None:
+        self.batches: list[list[int]] = []  # the rows of each member, run by run
+        self.gate = threading.Event()
+        if not held:
+            self.gate.set()
+
+    def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        self.batches.append([part["x"].shape[0] for part in parts])
+        assert self.gate.wait(10)
+        x = np.concatenate([part["x"] for part in parts])
+        if (x < 0).any():
+            raise ServiceError(INVALID, "negative")
+        return dict.fromkeys(outputs, x * 2)
+
+
+def request(*rows: float, columns: int = 1, **more: Any) -> Request:
+    x = np.repeat(np.array(rows, np.float32)[:, None], columns, 1)
+    return Request("m", {"x": x}, arrived=time.monotonic(), **more)
+
+
+def batcher(runner: Any, instances: int = 1, **settings: Any) -> Batcher:
+    return Batcher("m", 1, [runner] * instances, ModelSettings(**settings))
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def failure_of(outcome: Result | BaseException) -> Failure:
+    assert isinstance(outcome, ServiceError), outcome
+    return outcome.failure
+
+
+def test_a_lone_request_runs_at_once() -> None:
+    async def test() -> None:
+        runner = Doubler()
+        result = await batcher(runner, max_batch_size=8).submit(request(1, 2), ("y",))
+        assert result.outputs["y"].tolist() == [[2], [4]]
+        assert result.batch_size == 2
+        assert result.queue_seconds < 1
+
+    run(test)
+
+
+def test_what_arrives_while_the_instance_is_busy_is_joined() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner, max_batch_size=8)
+        tasks = [asyncio.create_task(queue.submit(request(i, i), ("y",))) for i in range(6)]
+        await until(lambda: queue.queued == 5)
+        runner.gate.set()
+        results = await asyncio.gather(*tasks)
+        assert runner.batches == [[2], [2, 2, 2, 2], [2]]  # 8 rows at most
+        for i, result in enumerate(results):
+            assert result.outputs["y"].tolist() == [[2 * i], [2 * i]]
+
+    run(test)
+
+
+def test_without_a_max_batch_size_nothing_is_joined() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner)
+        tasks = [asyncio.create_task(queue.submit(request(i), ("y",))) for i in range(3)]
+        await until(lambda: queue.queued == 2)
+        runner.gate.set()
+        await asyncio.gather(*tasks)
+        assert runner.batches == [[1], [1], [1]]
+
+    run(test)
+
+
+def test_only_like_requests_are_joined_and_the_oldest_goes_first() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner, max_batch_size=8)
+        widths = [1, 3, 1, 3, 1]
+        tasks = [
+            asyncio.create_task(queue.submit(request(i, columns=w), ("y",))) for i, w in enumerate(widths)
+        ]
+        tasks.append(asyncio.create_task(queue.submit(request(9), ("y", "z"))))  # other outputs
+        await until(lambda: queue.queued == 5)
+        runner.gate.set()
+        results = await asyncio.gather(*tasks)
+        assert runner.batches == [[1], [1, 1], [1, 1], [1]]
+        assert [result.outputs["y"].shape for result in results] == [(1, w) for w in [*widths, 1]]
+        assert set(results[-1].outputs) == {"y", "z"}
+
+    run(test)
+
+
+def test_several_instances_run_side_by_side() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner, instances=3)
+        tasks = [asyncio.create_task(queue.submit(request(i), ("y",))) for i in range(3)]
+        await until(lambda: len(runner.batches) == 3)
+        assert queue.running == 3
+        runner.gate.set()
+        await asyncio.gather(*tasks)
+        assert queue.running == 0
+
+    run(test)
+
+
+def test_a_poisoned_request_fails_alone() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner, max_batch_size=8)
+        tasks = [asyncio.create_task(queue.submit(request(i), ("y",))) for i in (1, 2, -3, 4)]
+        await until(lambda: queue.queued == 3)
+        runner.gate.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert failure_of(outcomes[2]) is INVALID
+        good = [outcome.outputs["y"].item() for outcome in outcomes if isinstance(outcome, Result)]
+        assert good == [2, 4, 8]
+        assert runner.batches == [[1], [1, 1, 1], [1], [1], [1]]
+
+    run(test)
+
+
+def test_outputs_with_other_rows_are_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    class Total(Doubler):
+        def run(self, parts: Any, outputs: Any) -> dict[str, np.ndarray]:
+            found = super().run(parts, outputs)
+            return {name: value.sum(keepdims=True) for name, value in found.items()}
+
+    async def test() -> None:
+        runner = Total(held=True)
+        queue = batcher(runner, max_batch_size=8)
+        tasks = [asyncio.create_task(queue.submit(request(i, i), ("y",))) for i in range(3)]
+        await until(lambda: queue.queued == 2)
+        runner.gate.set()
+        results = await asyncio.gather(*tasks)
+        assert [result.outputs["y"].item() for result in results] == [0, 4, 8]
+
+    run(test)
+    assert "max_batch_size should be 0" in caplog.text
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner, max_queue=2)
+        tasks = [asyncio.create_task(queue.submit(request(i), ("y",))) for i in range(3)]
+        await until(lambda: queue.queued == 2)
+        with pytest.raises(ServiceError, match="2 requests waiting, its limit") as caught:
+            await queue.submit(request(9), ("y",))
+        assert caught.value.failure is OVERLOADED
+        assert int(caught.value.headers["Retry-After"]) >= 1
+        runner.gate.set()
+        await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_a_deadline_ends_the_wait_and_the_work_is_dropped() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner)
+        first = asyncio.create_task(queue.submit(request(1), ("y",)))
+        await until(lambda: queue.running == 1)
+        with pytest.raises(ServiceError, match="time was over") as caught:
+            await queue.submit(request(2, deadline=time.monotonic() + 0.05), ("y",))
+        assert caught.value.failure is DEADLINE
+        assert queue.queued == 0
+        runner.gate.set()
+        await first
+        assert len(runner.batches) == 1
+
+    run(test)
+
+
+def test_a_deadline_ends_a_run_for_its_client() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner)
+        with pytest.raises(ServiceError) as caught:
+            await queue.submit(request(1, deadline=time.monotonic() + 0.05), ("y",))
+        assert caught.value.failure is DEADLINE
+        runner.gate.set()
+        assert (await queue.submit(request(2), ("y",))).outputs["y"].item() == 4  # the instance came back
+
+    run(test)
+
+
+def test_cancelled_work_never_runs() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner, max_batch_size=8)
+        tasks = [asyncio.create_task(queue.submit(request(i), ("y",))) for i in range(4)]
+        await until(lambda: queue.queued == 3)
+        tasks[2].cancel()
+        await until(lambda: queue.queued == 2)
+        runner.gate.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(outcomes[2], asyncio.CancelledError)
+        assert runner.batches == [[1], [1, 1]]
+
+    run(test)
+
+
+def test_draining_answers_what_was_accepted_and_takes_no_more() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner)
+        tasks = [asyncio.create_task(queue.submit(request(i), ("y",))) for i in range(3)]
+        await until(lambda: queue.queued == 2)
+        draining = asyncio.create_task(queue.drain())
+        await asyncio.sleep(0.01)
+        assert not draining.done()
+        with pytest.raises(ServiceError) as caught:
+            await queue.submit(request(9), ("y",))
+        assert caught.value.failure is NOT_READY
+        runner.gate.set()
+        assert len(await asyncio.gather(*tasks)) == 3
+        await draining
+
+    run(test)
+
+
+def test_draining_an_idle_batcher_ends_at_once() -> None:
+    async def test() -> None:
+        await batcher(Doubler()).drain()
+
+    run(test)
+
+
+def test_draining_ends_when_the_last_waiter_is_cancelled() -> None:
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner)
+        tasks = [asyncio.create_task(queue.submit(request(i), ("y",))) for i in range(2)]
+        await until(lambda: queue.queued == 1)
+        draining = asyncio.create_task(queue.drain())
+        tasks[1].cancel()
+        runner.gate.set()
+        await draining
+
+    run(test)
+
+
+def test_a_queue_delay_waits_for_the_preferred_size_and_no_longer() -> None:
+    async def test() -> None:
+        runner = Doubler()
+        queue = batcher(runner, max_batch_size=8, preferred_batch_sizes=(2, 4), max_queue_delay_us=5_000_000)
+        tasks = [asyncio.create_task(queue.submit(request(i), ("y",))) for i in range(4)]
+        await asyncio.gather(*tasks)
+        assert runner.batches == [[1, 1, 1, 1]]
+        queue = batcher(runner, max_batch_size=8, max_queue_delay_us=50_000)
+        started = time.monotonic()
+        await queue.submit(request(1), ("y",))
+        assert time.monotonic() - started >= 0.05
+
+    run(test)
+
+
+def test_a_surprise_in_a_run_is_one_message(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Doubler):
+        def run(self, parts: Any, outputs: Any) -> dict[str, np.ndarray]:
+            raise RuntimeError("/secret/path")
+
+    async def test() -> None:
+        with pytest.raises(ServiceError, match="could not be run") as caught:
+            await batcher(Broken()).submit(request(1), ("y",))
+        assert caught.value.failure is RUN_FAILED
+        assert "secret" not in str(caught.value)
+
+    run(test)
+    assert "/secret/path" in caplog.text

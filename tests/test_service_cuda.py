@@ -1,0 +1,252 @@
+"""Instances on a GPU: pinned buffers, streams of their own, CUDA graphs, and memory that is short."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import service_models
+
+from twinop.deploy import session
+from twinop.deploy.service.errors import OUT_OF_MEMORY, RUN_FAILED, ServiceError
+from twinop.deploy.service.folders import scan
+from twinop.deploy.service.instance import Instance, _Gate, _Staging
+from twinop.deploy.service.loading import LoadedModel, load
+from twinop.deploy.service.settings import ModelSettings, ServerSettings
+
+cuda = pytest.mark.cuda
+X = np.array([[-1, 2, -3, 4]], np.float32)
+
+
+def loaded(folder: Path, model: onnx.ModelProto, **given: Any) -> LoadedModel:
+    service_models.place(folder, "m", model)
+    settings = ModelSettings(**({"provider": "cuda"} | given))
+    return load(scan(folder)["m"].versions[1], settings, ServerSettings())
+
+
+def values(datatype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Any bits but, in floats, NaN: they do not compare."""
+    random = np.random.default_rng(seed)
+    dtype = service_models.NUMPY[datatype]
+    if datatype == "BYTES":
+        return np.array([f"é{value}" for value in random.integers(0, 99, shape).ravel()], object).reshape(
+            shape
+        )
+    if datatype in ("FP16", "BF16", "FP32", "FP64"):
+        return random.standard_normal(shape).astype(dtype)
+    if datatype == "BOOL":
+        return random.integers(0, 2, shape).astype(dtype)
+    limits = np.iinfo(dtype)
+    return random.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+
+
+NUMBERS = [name for name in service_models.ELEMENTS if name != "BYTES"]
+SHAPES = ((1, 3), (5, 3), (2, 3), (300, 3), (1, 3), (0, 3))
+
+
+@pytest.fixture
+def staged_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The buffers' arithmetic needs no GPU: torch's CPU stands in for one."""
+    torch = pytest.importorskip("torch")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **more: empty(*sizes, **more))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    yield
+
+
+@pytest.mark.parametrize("datatype", NUMBERS)
+def test_buffers_without_a_gpu(staged_on_cpu: None, datatype: str) -> None:
+    opened = session(service_models.identity(datatype), ["CPUExecutionProvider"])
+    opened.stream = SimpleNamespace(synchronize=lambda: None)
+    _check_round_trips(_Staging(opened), datatype)
+
+
+def test_one_alone_or_many() -> None:
+    """What captures a CUDA graph runs while nothing else does, even if there is always something."""
+    gate, inside, seen, stop = _Gate(), [0], [], threading.Event()
+
+    def many() -> None:
+        while not stop.is_set():
+            with gate.shared():
+                inside[0] += 1
+                time.sleep(1e-4)
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        with gate.alone():
+            seen.append(inside[0])
+            time.sleep(1e-4)
+            seen.append(inside[0])
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [0] * 40
+
+
+@cuda
+@pytest.mark.parametrize("datatype", service_models.ELEMENTS)
+def test_every_datatype_comes_back(tmp_path: Path, datatype: str) -> None:
+    instance = loaded(tmp_path, service_models.identity(datatype)).instances[0]
+    assert (instance._staging is None) == (datatype == "BYTES")
+    _check_round_trips(instance, datatype)
+    for buffer in instance._staging._buffers.values() if instance._staging is not None else ():
+        assert buffer.is_pinned()
+
+
+def _check_round_trips(instance: Any, datatype: str) -> None:
+    """Of parts alone and joined; earlier results stay as they were."""
+    kept = []
+    for seed, shape in enumerate(SHAPES):
+        first = values(datatype, shape, seed)
+        second = values(datatype, (2, 3), seed + 100)
+        kept.append((instance.run([{"x": first}], ["y"])["y"], first))
+        kept.append(
+            (instance.run([{"x": first}, {"x": second}], ["y"])["y"], np.concatenate([first, second]))
+        )
+    kept.append(
+        (instance.run([{"x": values(datatype, (8, 3))[::2]}], ["y"])["y"], values(datatype, (8, 3))[::2])
+    )
+    for found, expected in kept:
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        np.testing.assert_array_equal(found, expected)
+        assert found.flags.owndata
+
+
+@cuda
+def test_auto_takes_the_gpu(tmp_path: Path) -> None:
+    model = loaded(tmp_path, service_models.mlp(64, 128, 16), provider="auto", max_batch_size=8)
+    assert (model.device, model.reason) == ("cuda:0", "CUDA works here")
+    assert model.custom_nodes == ("CustomRelu x1",)
+    assert model.difference is not None and "not compared" not in model.difference
+    rows = values("FP32", (5, 64))
+    found = model.instances[0].run([{"x": rows[:2]}, {"x": rows[2:]}], ["y"])["y"]
+    expected = session(service_models.mlp(64, 128, 16), ["CPUExecutionProvider"]).run({"x": rows})["y"]
+    np.testing.assert_allclose(found, expected, atol=5e-3)
+    model.close()
+
+
+@cuda
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
+def test_kernels_are_compared_there(tmp_path: Path, datatype: str) -> None:
+    assert loaded(tmp_path, service_models.relu(datatype)).difference == "none"
+
+
+@cuda
+def test_outputs_asked_for(tmp_path: Path) -> None:
+    instance = loaded(tmp_path, service_models.two_outputs()).instances[0]
+    found = instance.run([{"x": X}], ["sign"])
+    assert list(found) == ["sign"] and found["sign"].tolist() == [[-1, 1, -1, 1]]
+    both = instance.run([{"x": X}], ["sign", "positive"])
+    assert list(both) == ["sign", "positive"] and both["positive"].tolist() == [[0, 2, 0, 4]]
+
+
+@cuda
+def test_scalars(tmp_path: Path) -> None:
+    instance = loaded(tmp_path, service_models.identity("FP32", ())).instances[0]
+    found = instance.run([{"x": np.array(3, np.float32)}], ["y"])["y"]
+    assert found.shape == () and found == 3
+
+
+@cuda
+def test_instances_run_side_by_side(tmp_path: Path) -> None:
+    model = loaded(tmp_path, service_models.mlp(64, 256, 64), instances=3, max_batch_size=16)
+    streams = {instance._session.stream.cuda_stream for instance in model.instances}
+    assert len(streams) == 3
+    rows = values("FP32", (16, 64))
+    expected = model.instances[0].run([{"x": rows}], ["y"])["y"]
+    wrong = []
+
+    def work(instance: Instance, offset: int) -> None:
+        for turn in range(200):
+            count = 1 + (turn + offset) % 16
+            found = instance.run([{"x": rows[:count]}], ["y"])["y"]
+            if not np.allclose(found, expected[:count], atol=1e-2):
+                wrong.append((offset, turn))
+
+    threads = [
+        threading.Thread(target=work, args=(instance, offset))
+        for offset, instance in enumerate(model.instances)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@cuda
+def test_cuda_graphs(tmp_path: Path) -> None:
+    model = loaded(tmp_path, service_models.relu(), cuda_graph=True, max_batch_size=4)
+    instance = model.instances[0]
+    kept = []
+    for turn in range(30):  # graphs were captured at 1 and 4 rows
+        rows = values("FP32", (1 + turn % 20, 4), turn)
+        kept.append((instance.run([{"x": rows}], ["y"])["y"], np.maximum(rows, 0)))
+    for found, expected in kept:
+        np.testing.assert_array_equal(found, expected)
+
+
+@cuda
+def test_cuda_graphs_in_several_instances(tmp_path: Path) -> None:
+    model = loaded(tmp_path, service_models.fixed(2, 3), cuda_graph=True, instances=2)
+    rows = values("FP32", (2, 3))
+    for instance in model.instances * 3:
+        np.testing.assert_array_equal(instance.run([{"x": rows}], ["y"])["y"], np.maximum(rows, 0))
+
+
+@cuda
+def test_a_failed_run_leaves_the_instance_whole(tmp_path: Path) -> None:
+    instance = loaded(tmp_path, service_models.add()).instances[0]
+    good = {"a": np.ones((2, 4), np.float32), "b": np.ones((2, 4), np.float32)}
+    with pytest.raises(ServiceError) as error:
+        instance.run([good | {"b": np.ones((3, 4), np.float32)}], ["total"])
+    assert error.value.failure is RUN_FAILED
+    assert (instance.run([good], ["total"])["total"] == 2).all()
+
+
+@cuda
+def test_out_of_gpu_memory(tmp_path: Path) -> None:
+    instance = loaded(tmp_path, service_models.expand()).instances[0]
+    x = np.ones(1, np.float32)
+    for _ in range(2):
+        with pytest.raises(ServiceError, match="not enough memory for this request") as error:
+            instance.run([{"x": x, "shape": np.array([1 << 40])}], ["y"])
+        assert error.value.failure is OUT_OF_MEMORY
+        assert instance.run([{"x": x, "shape": np.array([3, 2])}], ["y"])["y"].shape == (3, 2)
+
+
+@cuda
+def test_function_bodies_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("twinop.deploy.service.library", "twinop.deploy.libraries"):
+        monkeypatch.setattr(f"{module}.library_folders", list)
+    model = loaded(tmp_path, service_models.relu(), allow_fallback=True)
+    assert model.device == "cuda:0" and model.fallback is not None and model.body_nodes == ("CustomRelu x1",)
+    assert model.instances[0].run([{"x": X}], ["y"])["y"].tolist() == [[0, 2, 0, 4]]
+
+
+@cuda
+def test_memory_comes_back(tmp_path: Path) -> None:
+    import torch
+
+    def used() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    model = service_models.mlp(4096, 4096, 4096)  # 128 MiB of weights
+    loaded(tmp_path, model, instances=2).close()
+    before = used()
+    for _ in range(4):
+        loaded(tmp_path, model, instances=2).close()
+    assert used() - before < 200 << 20

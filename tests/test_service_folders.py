@@ -1,0 +1,171 @@
+"""What lies on disk: which models and versions there are, and what changed since the last look."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import service_models
+
+from twinop.deploy.service import folders
+from twinop.deploy.service.folders import FolderError, scan
+from twinop.deploy.service.settings import SettingsError
+
+
+@pytest.fixture(autouse=True)
+def _notes_anew() -> None:
+    folders._note.cache_clear()
+
+
+def empty(path: Path) -> Path:
+    """A file that is named as a model: a scan reads none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def test_the_layouts(tmp_path: Path) -> None:
+    first = empty(tmp_path / "triton" / "1" / "model.onnx")
+    second = empty(tmp_path / "triton" / "12" / "model.onnx")
+    plain = empty(tmp_path / "plain" / "model.onnx")
+    named = empty(tmp_path / "named" / "3" / "anything.onnx")
+    single = empty(tmp_path / "single.onnx")
+    found = scan(tmp_path)
+    paths = {name: {v: each.path for v, each in model.versions.items()} for name, model in found.items()}
+    assert paths == {
+        "triton": {1: first, 12: second},
+        "plain": {1: plain},
+        "named": {3: named},
+        "single": {1: single},
+    }
+    where = found["triton"].versions[12]
+    assert (where.model, where.folder, where.model_folder) == ("triton", second.parent, tmp_path / "triton")
+    assert found["single"].versions[1].model_folder is None
+
+
+def test_one_file(tmp_path: Path) -> None:
+    path = empty(tmp_path / "custom_relu.onnx")
+    empty(tmp_path / "other.onnx")
+    (tmp_path / "twinop.toml").write_text("[server]\n")  # the server's, not the model's
+    found = scan(path)
+    assert list(found) == ["custom_relu"] and found["custom_relu"].versions[1].path == path
+    assert found["custom_relu"].layers == ()
+
+
+def test_what_is_no_model_is_passed_over_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    empty(tmp_path / "good" / "1" / "model.onnx")
+    for name in ("0", "01", "-1", "latest", "1.5", "v2"):
+        empty(tmp_path / "good" / name / "model.onnx")
+    empty(tmp_path / "several" / "1" / "a.onnx")
+    empty(tmp_path / "several" / "1" / "b.onnx")
+    empty(tmp_path / "bad name" / "1" / "model.onnx")
+    empty(tmp_path / ".hidden" / "1" / "model.onnx")
+    empty(tmp_path / "good.onnx")
+    empty(tmp_path / "readme.txt")
+    (tmp_path / "empty").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert list(scan(tmp_path)) == ["good"]
+        assert set(scan(tmp_path)["good"].versions) == {1}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(set(said)) == 6
+    text = "\n".join(said)
+    assert "good: not versions, which are numbers from 1 on: -1, 0, 01, 1.5, latest, v2" in text
+    assert "several/1: several models (a.onnx, b.onnx): call one model.onnx" in text
+    assert "'bad name' cannot be a model's name" in text
+    assert "good.onnx: there is a folder of this name, which is served instead" in text
+    assert "empty: no model.onnx in it, and none in a folder such as empty/1" in text
+    assert "hidden" not in text and "readme" not in text
+
+
+def test_no_model(tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match=r"no model in this folder\. Expected .*: it is empty"):
+        scan(tmp_path)
+    (tmp_path / "relu").mkdir()
+    with pytest.raises(FolderError, match=r"found:\n  - relu: no model\.onnx in it"):
+        scan(tmp_path)
+    with pytest.raises(FolderError, match=r"no such file or folder"):
+        scan(tmp_path / "nowhere")
+    with pytest.raises(FolderError, match=r"expected an \.onnx file or a folder of models"):
+        scan(empty(tmp_path / "model.pt"))
+
+
+def test_the_folder_of_one_model(tmp_path: Path) -> None:
+    empty(tmp_path / "relu" / "1" / "model.onnx")
+    with pytest.raises(FolderError, match=f"one model's folder: serve the folder above, {tmp_path}"):
+        scan(tmp_path / "relu")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_folder_leaves_the_others(tmp_path: Path) -> None:
+    empty(tmp_path / "good" / "model.onnx")
+    closed = empty(tmp_path / "closed" / "model.onnx").parent
+    closed.chmod(0)
+    try:
+        assert list(scan(tmp_path)) == ["good"]
+    finally:
+        closed.chmod(0o755)
+
+
+def test_stamps_follow_the_files(tmp_path: Path) -> None:
+    empty(tmp_path / "a" / "1" / "model.onnx")
+    model = empty(tmp_path / "a" / "2" / "model.onnx")
+    before = scan(tmp_path)["a"].stamps
+    assert scan(tmp_path)["a"].stamps == before
+    (model.parent / "weights.bin").write_bytes(b"half")
+    halfway = scan(tmp_path)["a"].stamps
+    assert halfway[1] == before[1] and halfway[2] != before[2]
+    (model.parent / "weights.bin").write_bytes(b"the whole")
+    assert scan(tmp_path)["a"].stamps[2] not in (before[2], halfway[2])
+    os.utime(tmp_path / "a" / "1" / "model.onnx", ns=(1, 1))
+    assert scan(tmp_path)["a"].stamps[1] != before[1]
+    (tmp_path / "a" / "twinop.toml").write_text("max_queue = 1")  # holds for all versions
+    last = scan(tmp_path)["a"].stamps
+    assert last[1] != before[1] and last[2] != before[2]
+
+
+def test_stamps_of_files_beside_each_other(tmp_path: Path) -> None:
+    empty(tmp_path / "a.onnx")
+    before = scan(tmp_path)["a"].stamps
+    empty(tmp_path / "b.onnx").write_bytes(b"changed")
+    assert scan(tmp_path)["a"].stamps == before
+    empty(tmp_path / "a.onnx.data")
+    assert scan(tmp_path)["a"].stamps != before
+
+
+def test_versions_wanted(tmp_path: Path) -> None:
+    for number in (1, 2, 10):
+        empty(tmp_path / "a" / str(number) / "model.onnx")
+    model = scan(tmp_path)["a"]
+    assert list(model.wanted("latest")) == [10]
+    assert list(model.wanted("latest:2")) == [2, 10]
+    assert list(model.wanted("all")) == [1, 2, 10]
+    assert list(model.wanted((2,))) == [2]
+    with pytest.raises(FolderError, match=r"model a has no version 3, which its settings name; it has: 1, 2"):
+        model.wanted((2, 3))
+
+
+def test_settings_of_a_folder(tmp_path: Path) -> None:
+    service_models.place(
+        tmp_path,
+        "relu",
+        service_models.relu(),
+        config="max_batch_size: 8",
+        settings='library = "libs/librelu.so"\nmax_queue = 9',
+    )
+    first, second = scan(tmp_path)["relu"].layers
+    assert first == {"max_batch_size": 8}
+    assert second == {"library": tmp_path / "relu" / "libs" / "librelu.so", "max_queue": 9}
+    (tmp_path / "relu" / "config.pbtxt").write_text("max_batch_size: many")
+    with pytest.raises(SettingsError, match="does not parse as Triton's model configuration"):
+        _ = scan(tmp_path)["relu"].layers
+
+
+def test_the_file_that_the_config_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    empty(tmp_path / "a" / "1" / "model.onnx")
+    other = empty(tmp_path / "a" / "1" / "other.onnx")
+    config = tmp_path / "a" / "config.pbtxt"
+    config.write_text('default_model_filename: "other.onnx"')
+    assert scan(tmp_path)["a"].versions[1].path == other
+    config.write_text('default_model_filename: "../1/other.onnx"')  # no path, a name
+    with pytest.raises(FolderError, match=r"a/1: no \.\./1/other\.onnx, which config\.pbtxt names"):
+        scan(tmp_path)

@@ -1,0 +1,305 @@
+"""Start, swap, load, unload, stop: the real server, and nothing lost on the way."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from service_fixtures import Served, serve, start, tensor, wait_until
+from service_models import gather, mlp, place, relu, slow
+
+from twinop.bench.serving import soak
+
+ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
+QUICK = ("--provider", "cpu")
+
+
+def y_of(served: Served, model: str) -> list[float]:
+    answer = served.infer(model, ROW)
+    assert answer.status == 200, answer
+    data: list[float] = answer.json["outputs"][0]["data"]
+    return data
+
+
+def scaled(factor: float) -> onnx.ModelProto:
+    """A model whose answers tell which version it is."""
+    model = mlp(4, 4, custom=False)
+    weight = onnx.numpy_helper.from_array(np.eye(4, dtype=np.float32) * np.float32(factor), "w0")
+    model.graph.initializer[0].CopyFrom(weight)
+    return model
+
+
+def _in_flight(served: Served, number: int) -> bool:
+    return served.metric("twinop_in_flight", model="slow") == number
+
+
+def states(served: Served) -> dict[tuple[str, str], str]:
+    index = served.ask("POST", "/v2/repository/index", {}).json
+    return {(each["name"], each["version"]): each["state"] for each in index}
+
+
+# -------------------------------------------------------------------------------- start
+
+
+def test_a_file_is_served_under_its_stem(tmp_path: Path) -> None:
+    onnx.save(relu(), tmp_path / "my_relu.onnx")
+    with serve(tmp_path / "my_relu.onnx", *QUICK) as served:
+        assert y_of(served, "my_relu") == [0, 2, 0, 4]
+        assert served.ask("GET", "/v2/health/ready").status == 200
+
+
+def test_a_small_model_is_ready_within_seconds(tmp_path: Path) -> None:
+    """The bar is 3 s (bench serve measures it); here only that nothing heavy is imported on the way."""
+    onnx.save(relu(), tmp_path / "m.onnx")
+    script = (
+        "import sys, threading, os, signal, time\n"
+        "import twinop.deploy.service.repository as r\n"
+        "from twinop.cli import app\n"
+        "load_all = r.Repository.load_all\n"
+        "async def then(self):\n"
+        "    await load_all(self)\n"
+        "    print('torch' in sys.modules, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "r.Repository.load_all = then\n"
+        f"app(['serve', {str(tmp_path / 'm.onnx')!r}, '--http-port', '0', '--no-grpc'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "no model in this folder"),
+        (b"not a model", "not a complete ONNX model"),
+    ],
+)
+def test_what_cannot_be_served_ends_the_start_with_one_message(
+    content: bytes | None, words: str, tmp_path: Path
+) -> None:
+    models = tmp_path / "models"
+    (models / "m" / "1").mkdir(parents=True)
+    if content is not None:
+        (models / "m" / "1" / "model.onnx").write_bytes(content)
+    process = start(models, tmp_path / "log", *QUICK)
+    assert process.wait(60) == 1
+    log = (tmp_path / "log").read_text()
+    assert words in log and "Traceback" not in log
+
+
+def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+    onnx.save(relu(), tmp_path / "m.onnx")
+    with serve(tmp_path / "m.onnx", *QUICK) as served:
+        for option, port in (("--http-port", served.http_port), ("--grpc-port", served.grpc_port)):
+            process = start(tmp_path / "m.onnx", tmp_path / "log", *QUICK, option, str(port))
+            assert process.wait(60) == 1
+            log = (tmp_path / "log").read_text()
+            assert f"cannot listen on port {port}" in log and option in log and "Traceback" not in log
+        assert y_of(served, "m") == [0, 2, 0, 4]
+
+
+# -------------------------------------------------------------------------------- versions come and go
+
+
+def test_a_new_version_takes_over_and_a_broken_one_does_not(tmp_path: Path) -> None:
+    place(tmp_path, "m", scaled(1))
+    with serve(tmp_path, *QUICK) as served:
+        assert y_of(served, "m") == [-1, 2, -3, 4]
+        place(tmp_path, "m", scaled(2), version=2)
+        wait_until(lambda: y_of(served, "m") == [-2, 4, -6, 8])
+        (tmp_path / "m" / "3").mkdir()
+        (tmp_path / "m" / "3" / "model.onnx").write_bytes(b"half of a model")
+        wait_until(lambda: states(served).get(("m", "3")) == "UNAVAILABLE")
+        assert y_of(served, "m") == [-2, 4, -6, 8]
+        (tmp_path / "m" / "3" / "model.onnx").write_bytes(scaled(3).SerializeToString())  # mended
+        wait_until(lambda: y_of(served, "m") == [-3, 6, -9, 12])
+        shutil.rmtree(tmp_path / "m" / "3")  # taken back
+        wait_until(lambda: y_of(served, "m") == [-2, 4, -6, 8])
+
+
+def test_changed_files_are_loaded_again(tmp_path: Path) -> None:
+    path = place(tmp_path, "m", scaled(1))
+    with serve(tmp_path, *QUICK) as served:
+        path.write_bytes(scaled(5).SerializeToString())
+        wait_until(lambda: y_of(served, "m") == [-5, 10, -15, 20])
+
+
+def test_models_come_and_go(tmp_path: Path) -> None:
+    place(tmp_path, "a", scaled(1))
+    with serve(tmp_path, *QUICK) as served:
+        place(tmp_path, "b", scaled(2))
+        wait_until(lambda: served.ask("GET", "/v2/models/b/ready").status == 200)
+        shutil.rmtree(tmp_path / "a")
+        wait_until(lambda: served.ask("GET", "/v2/models/a").status == 404)
+        assert y_of(served, "b") == [-2, 4, -6, 8]
+
+
+def test_all_versions_are_served_where_the_settings_say_so(tmp_path: Path) -> None:
+    for version in (1, 2):
+        place(tmp_path, "m", scaled(version), version, settings='versions = "all"')
+    with serve(tmp_path, *QUICK) as served:
+        for version in (1, 2):
+            path = f"/v2/models/m/versions/{version}/infer"
+            answer = served.ask("POST", path, {"inputs": [ROW]})
+            assert answer.json["outputs"][0]["data"] == [-version, 2 * version, -3 * version, 4 * version]
+            assert answer.json["model_version"] == str(version)
+        assert "it has: 1, 2" in served.ask("POST", "/v2/models/m/versions/3/infer", {"inputs": [ROW]}).error
+
+
+def test_load_and_unload_by_request(tmp_path: Path) -> None:
+    place(tmp_path, "m", scaled(1))
+    with serve(tmp_path, *QUICK, "--control", "explicit") as served:
+        place(tmp_path, "m", scaled(2), version=2)
+        time.sleep(2.5)
+        assert y_of(served, "m") == [-1, 2, -3, 4]  # nobody follows the folder
+        assert served.ask("POST", "/v2/repository/models/m/load").status == 200
+        assert y_of(served, "m") == [-2, 4, -6, 8]
+        assert served.ask("POST", "/v2/repository/models/m/unload").status == 200
+        assert served.infer("m", ROW).status == 404
+        assert served.ask("POST", "/v2/repository/models/m/unload").status == 404
+        assert served.ask("POST", "/v2/repository/models/none/load").status == 404
+        assert served.ask("POST", "/v2/repository/models/m/load").status == 200
+        assert y_of(served, "m") == [-2, 4, -6, 8]
+        (tmp_path / "broken").mkdir()
+        (tmp_path / "broken" / "model.onnx").write_bytes(b"no")
+        answer = served.ask("POST", "/v2/repository/models/broken/load")
+        assert answer.status == 503 and "could not be loaded" in answer.error
+        assert str(tmp_path) not in answer.error
+
+
+def test_loading_by_request_is_off_unless_asked_for(tmp_path: Path) -> None:
+    place(tmp_path, "m", scaled(1))
+    with serve(tmp_path, *QUICK) as served:
+        for verb in ("load", "unload"):
+            answer = served.ask("POST", f"/v2/repository/models/m/{verb}")
+            assert answer.status == 403 and "--control explicit" in answer.error
+        assert states(served) == {("m", "1"): "READY"}
+
+
+# -------------------------------------------------------------------------------- under load
+
+
+def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
+    """A small soak; `python -m twinop.bench soak` is the long one."""
+    soak.write_version(tmp_path / "models", 1)
+    (tmp_path / "models" / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
+    with soak.service(tmp_path / "models", tmp_path / "log") as (server, running):
+        run = soak.soak(server, running.pid, tmp_path / "models", 8000, 0.5, lambda done: None)
+        outcome = asyncio.run(run)
+    assert outcome.lost == 0 and outcome.wrong == []
+    assert outcome.requests >= 8000 and len(outcome.versions) > 1
+
+
+def test_sigterm_under_load_answers_all_that_was_accepted(tmp_path: Path) -> None:
+    soak.write_version(tmp_path / "models", 1)
+    for _ in range(2):
+        with soak.service(tmp_path / "models", tmp_path / "log") as (server, running):
+            outcome = asyncio.run(soak.ended_under_load(server, running, 0.3))
+            assert running.returncode == 0
+        assert outcome.lost == 0 and outcome.wrong == []
+        assert outcome.answered.total() > 0
+
+
+def test_what_waits_when_the_signal_comes_is_answered(tmp_path: Path) -> None:
+    place(tmp_path, "slow", slow(rounds=2000))
+    with serve(tmp_path, *QUICK) as served:
+        found: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(served.infer("slow", ROW).status)) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 4)
+        served.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert found == [200] * 4
+        assert served.process.wait(60) == 0
+        assert any(line["message"] == "stopped" for line in served.log)
+
+
+def test_the_grace_time_ends_the_wait(tmp_path: Path) -> None:
+    place(tmp_path, "slow", slow(rounds=200_000))
+    with serve(tmp_path, *QUICK, "--grace-seconds", "1") as served:
+        connection = served.connect()
+        body = json.dumps({"inputs": [ROW]}).encode()
+        head = f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 1)
+        started = time.monotonic()
+        assert served.stop() == 1
+        assert time.monotonic() - started < 15
+        assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)
+        connection.close()
+
+
+# -------------------------------------------------------------------------------- a request alone
+
+
+def test_a_poisoned_request_in_a_batch_fails_alone(tmp_path: Path) -> None:
+    place(tmp_path, "gather", gather(), settings="max_batch_size = 32")
+    with serve(tmp_path, *QUICK) as served:
+        statuses: dict[int, int] = {}
+
+        def ask(number: int) -> None:
+            index = 99 if number % 8 == 3 else number % 10
+            statuses[number] = served.infer("gather", tensor("index", "INT64", [1], [index])).status
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {number for number, status in statuses.items() if status != 200} == set(range(3, 64, 8))
+
+
+def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path: Path) -> None:
+    place(tmp_path, "slow", slow(rounds=5000), settings="max_queue = 1")
+    with serve(tmp_path, *QUICK) as served:
+        background = [threading.Thread(target=served.infer, args=("slow", ROW)) for _ in range(2)]
+        for number, thread in enumerate(background, 1):
+            thread.start()
+            wait_until(partial(_in_flight, served, number))
+        full = served.infer("slow", ROW)
+        assert full.status == 429 and "requests waiting" in full.error
+        assert int(full.headers["retry-after"]) >= 1
+        for thread in background:
+            thread.join()
+        late = served.infer("slow", ROW, parameters={"timeout": 10_000})  # microseconds
+        assert late.status == 504
+        assert served.metric("twinop_failures_total", model="slow", reason="deadline") == 1
+
+
+def test_the_service_survives_the_end_of_a_client(tmp_path: Path) -> None:
+    """Its request leaves the queue, and is counted as cancelled."""
+    place(tmp_path, "slow", slow(rounds=5000))
+    with serve(tmp_path, *QUICK) as served:
+        first = threading.Thread(target=served.infer, args=("slow", ROW))
+        first.start()
+        wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 1)
+        script = (
+            "import http.client, sys\n"
+            f"c = http.client.HTTPConnection('127.0.0.1', {served.http_port})\n"
+            f"body = {json.dumps({'inputs': [ROW]})!r}\n"
+            "c.request('POST', '/v2/models/slow/infer', body)\n"
+            "print('sent', flush=True)\n"
+            "c.getresponse()\n"
+        )
+        client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+        assert client.stdout is not None and client.stdout.readline() == b"sent\n"
+        wait_until(lambda: served.metric("twinop_queued", model="slow") == 1)
+        os.kill(client.pid, signal.SIGKILL)
+        client.wait()
+        wait_until(lambda: served.metric("twinop_queued", model="slow") == 0)
+        first.join()
+        assert served.metric("twinop_failures_total", model="slow", reason="cancelled") == 1

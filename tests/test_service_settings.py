@@ -1,0 +1,104 @@
+"""Settings of the service: checked, layered, and where their paths lead."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinop.deploy.service.settings import Control, Provider, Settings, SettingsError, read_settings
+
+SHA = "0123456789abcdef" * 4
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "twinop.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_everything_has_a_default() -> None:
+    settings = read_settings(None, {})
+    assert settings.server.host == "127.0.0.1" and settings.server.control is Control.POLL
+    model = settings.for_model("any")
+    assert model.max_batch_size == 0 and model.provider is Provider.AUTO and not model.allow_fallback
+
+
+def test_layers_from_the_general_to_the_command_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "[model]\nmax_queue = 1\ninstances = 1\nmax_batch_size = 1\nallow_empty = true\n"
+                             "[models.relu]\nmax_batch_size = 3\ninstances = 3\n")  # fmt: skip
+    settings = read_settings(path, {"model": {"instances": 4}})
+    relu = settings.for_model("relu", {"max_queue": 2, "max_batch_size": 2, "instances": 2})
+    assert (relu.max_queue, relu.max_batch_size, relu.instances, relu.allow_empty) == (2, 3, 4, True)
+    other = settings.for_model("other", {"max_batch_size": 2})
+    assert (other.max_queue, other.max_batch_size, other.instances) == (1, 2, 4)
+
+
+def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        '[server]\nlibrary_folders = ["libs", "/opt/libs"]\ntls_certificate = "c.pem"\ntls_key = "/k.pem"\n'
+        '[models.relu]\nlibrary = "own/librelu.so"\n',
+    )
+    settings = read_settings(path, {})
+    assert settings.server.tls_certificate == tmp_path / "c.pem"
+    assert settings.server.tls_key == Path("/k.pem")
+    assert settings.for_model("relu").library == tmp_path / "own" / "librelu.so"
+    assert settings.server.library_folders == (tmp_path / "libs", Path("/opt/libs"), tmp_path / "own")
+
+
+def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = read_settings(None, {"model": {"library": Path("build/librelu.so")}})
+    assert settings.for_model("relu").library == tmp_path / "build" / "librelu.so"
+    assert settings.server.library_folders == (tmp_path / "build",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[server]\nport = 1", r"server.port: no such setting"),
+        ("[server]\nhttp_port = 70000", "server.http_port: .*65535"),
+        ("[model]\ninstances = 0", "model.instances: .*greater than or equal to 1"),
+        ('[model]\nlibrary_sha256 = "abc"', "model.library_sha256: .*pattern"),
+        ('[model]\nprovider = "tpu"', "model.provider: .*'auto', 'cpu' or 'cuda'"),
+        ("[model]\nmax_queue_delay_us = 5", "max_queue_delay_us needs max_batch_size"),
+        ("[model]\nmax_batch_size = 4\npreferred_batch_sizes = [8]", "preferred_batch_sizes go up to"),
+        ('[model]\nprovider = "cpu"\ncuda_graph = true', "cuda_graph needs provider cuda or auto"),
+        ('[model]\nversions = "newest"', "model.versions"),
+        ('[server]\ntls_key = "k.pem"', "TLS needs both"),
+        ("server = 3", "server: "),
+        ("[model]\nlibrary = 3", "model.library: "),
+        ("[[", "not TOML"),
+    ],
+)
+def test_what_does_not_fit_is_said(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as error:
+        read_settings(written(tmp_path, text), {})
+    assert str(tmp_path / "twinop.toml") in str(error.value)
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as error:
+        read_settings(written(tmp_path, "[server]\nhttp_port = -1\ngrpc_port = -1"), {})
+    assert str(error.value).count("\n  - ") == 2
+
+
+def test_problems_of_one_model_name_it() -> None:
+    settings = Settings(models={"relu": {"instances": "many"}})
+    assert settings.for_model("other").instances == 1
+    with pytest.raises(SettingsError, match=r"the settings of model relu:\n  - instances: "):
+        settings.for_model("relu")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no.toml: cannot be read: No such file"):
+        read_settings(tmp_path / "no.toml", {})
+
+
+@pytest.mark.parametrize("versions", ["latest", "latest:3", "all", (1, 3)])
+def test_versions(versions: Any) -> None:
+    assert Settings(model={"versions": versions}).model.versions == versions
+
+
+def test_the_token_is_not_shown() -> None:
+    assert "secret" not in repr(read_settings(None, {"server": {"token": "secret"}}))

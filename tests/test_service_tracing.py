@@ -1,0 +1,224 @@
+"""OpenTelemetry spans of the service, as a collector gets them."""
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from twinop.deploy.service import logs, tracing
+from twinop.deploy.service.errors import INVALID, ServiceError
+from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.settings import SettingsError
+
+
+class Collector:
+    """An OTLP/HTTP collector: what it was sent, by span name."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.resources: list[dict[str, Any]] = []
+        self.spans: dict[str, Any] = {}
+        self.silent = threading.Event()  # set: it takes the request and never answers
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if outer.silent.is_set():
+                    time.sleep(3)
+                    return
+                if self.headers.get("content-encoding") == "gzip":
+                    body = zlib.decompress(body, 31)
+                outer._take(self.path, body)
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
+
+    def _take(self, path: str, body: bytes) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        self.paths.append(path)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.resources.append(_attributes(resource.resource))
+            for scope in resource.scope_spans:
+                self.spans |= {each.name: each for each in scope.spans}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in owner.attributes}
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SERVICE_NAME", "OTEL_TRACES_SAMPLER"):
+        monkeypatch.delenv(name, raising=False)
+    found = Collector()
+    yield found
+    tracing.shutdown(0.1)
+    found.close()
+
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+FROM_CLIENT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+
+
+def traced(headers: Mapping[str, str], error: BaseException | None = None) -> None:
+    """One request in a context of its own, as the servers have it."""
+
+    async def request() -> None:
+        with tracing.request_span("infer", headers):
+            tracing.note(request_id="r1")
+            if error is not None:
+                raise error
+            arrived = time.monotonic() - 0.05
+            tracing.record_run(Request("m", {}, arrived=arrived), Result("m", 2, {}, "r1", 0.02, 0.03, 4))
+
+    async def main() -> None:
+        await asyncio.gather(asyncio.create_task(request()), return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_spans_of_a_request(collector: Collector) -> None:
+    tracing.configure(collector.url)
+    before = time.time_ns()
+    traced(FROM_CLIENT)
+    tracing.shutdown()
+    assert collector.paths == ["/v1/traces"]
+    assert collector.resources[0]["service.name"] == "twinop"
+    infer, queue, compute = (collector.spans[name] for name in ("infer", "queue", "compute"))
+    assert {each.trace_id.hex() for each in (infer, queue, compute)} == {TRACE}
+    assert infer.parent_span_id.hex() == PARENT
+    assert queue.parent_span_id == compute.parent_span_id == infer.span_id
+    assert infer.kind == infer.SPAN_KIND_SERVER
+    assert _attributes(infer) == {
+        "twinop.request_id": "r1", "twinop.model": "m", "twinop.version": 2, "twinop.batch_size": 4,
+    }  # fmt: skip
+    assert infer.status.code == infer.status.STATUS_CODE_UNSET
+    assert queue.end_time_unix_nano - queue.start_time_unix_nano == 20_000_000
+    assert compute.start_time_unix_nano == queue.end_time_unix_nano
+    assert compute.end_time_unix_nano - compute.start_time_unix_nano == 30_000_000
+    assert abs(queue.start_time_unix_nano - (before - 50_000_000)) < 100_000_000  # before anybody knew
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "message"),
+    [
+        (ServiceError(INVALID, "input x is missing"), "invalid", "input x is missing"),
+        (asyncio.CancelledError(), "cancelled", "cancelled"),
+        (ValueError("/secret/path"), "internal", "internal"),
+    ],
+)
+def test_spans_of_a_failure(collector: Collector, error: BaseException, reason: str, message: str) -> None:
+    tracing.configure(collector.url)
+    traced({}, error)
+    tracing.shutdown()
+    infer = collector.spans["infer"]
+    assert _attributes(infer)["twinop.failure"] == reason
+    assert (infer.status.code, infer.status.message) == (infer.status.STATUS_CODE_ERROR, message)
+    assert not infer.events and infer.parent_span_id == b""
+
+
+def test_a_client_decides_what_is_sampled(collector: Collector) -> None:
+    tracing.configure(collector.url)
+    traced({"traceparent": f"00-{TRACE}-{PARENT}-00"})
+    tracing.shutdown()
+    assert collector.spans == {}
+
+
+@pytest.mark.parametrize("sent", ["", "00-zz-1-01", f"00-{'0' * 32}-{PARENT}-01", "\u00e9" * 100])
+def test_a_broken_traceparent_is_none(collector: Collector, sent: str) -> None:
+    tracing.configure(collector.url)
+    traced({"traceparent": sent})
+    tracing.shutdown()
+    assert collector.spans["infer"].parent_span_id == b""
+
+
+def test_the_standard_variables_hold(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "relu-service")
+    tracing.configure(None)
+    traced({})
+    tracing.shutdown()
+    assert collector.resources[0]["service.name"] == "relu-service"
+
+
+def test_logs_name_the_span(collector: Collector) -> None:
+    tracing.configure(collector.url)
+    lines: list[dict[str, Any]] = []
+    formatter, record = logs.JsonFormatter(), logging.makeLogRecord({"msg": "hello"})
+
+    async def request() -> None:
+        with tracing.request_span("infer", FROM_CLIENT):
+            lines.append(json.loads(formatter.format(record)))
+
+    asyncio.run(request())
+    tracing.shutdown()
+    assert lines[0]["trace_id"] == TRACE
+    assert lines[0]["span_id"] == collector.spans["infer"].span_id.hex()
+
+
+def test_a_collector_that_hangs_does_not_hold_the_end_up(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.silent.set()
+    tracing.configure(collector.url)
+    traced({})
+    start = time.monotonic()
+    tracing.shutdown(0.3)
+    assert time.monotonic() - start < 2
+    assert "the collector did not take the last spans within 0.3 s" in caplog.text
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://", "nonsense", ""])
+def test_an_endpoint_that_is_none(endpoint: str) -> None:
+    with pytest.raises(SettingsError, match="is no URL of a collector, such as http://localhost:4318"):
+        tracing.configure(endpoint)
+
+
+def test_an_endpoint_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SettingsError, match=f"{missing} is not installed: pip install opentelemetry-sdk"):
+        tracing.configure("http://localhost:4318")
+
+
+def test_off_it_imports_nothing() -> None:
+    program = """
+import sys
+from twinop.deploy.service import tracing
+tracing.configure(None)
+with tracing.request_span("infer", {}):
+    tracing.note(request_id="r")
+tracing.shutdown()
+print([name for name in sys.modules if name.startswith("opentelemetry")])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env={
+        "PYTHONPATH": ":".join(sys.path)
+    })  # fmt: skip
+    assert done.stdout == "[]\n"

@@ -1,0 +1,192 @@
+"""config.pbtxt: read as Triton means it, refused where that cannot be done, and written."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tritonclient")
+
+import service_models
+
+from twinop.deploy import session
+from twinop.deploy.service.settings import Provider, Settings, SettingsError
+from twinop.deploy.service.triton_config import TritonConfig, read_config, write_config
+
+
+def read(folder: Path, text: str) -> TritonConfig:
+    path = folder / "config.pbtxt"
+    path.write_text(text)
+    return read_config(path, "relu")
+
+
+def test_all_that_has_an_effect(tmp_path: Path) -> None:
+    config = read(
+        tmp_path,
+        """
+        name: "relu"  # a comment
+        backend: "onnxruntime"
+        max_batch_size: 32
+        input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, 4 ] } ]
+        output [ { name: "y" data_type: TYPE_STRING dims: [ 4 ] } ]
+        dynamic_batching {
+          preferred_batch_size: [ 8, 16 ]
+          max_queue_delay_microseconds: 250
+          default_queue_policy { max_queue_size: 99 }
+        }
+        instance_group [ { count: 2 kind: KIND_GPU gpus: [ 0 ] }, { kind: KIND_GPU } ]
+        version_policy { specific { versions: [ 1, 3 ] } }
+        model_operations { op_library_filename: "/models/relu/1/librelu.so" }
+        model_warmup [ { name: "w" batch_size: 4 inputs { key: "x" value {
+          data_type: TYPE_FP32 dims: [ 7, 4 ] zero_data: true } } } ]
+        parameters { key: "intra_op_thread_count" value { string_value: "3" } }
+        optimization { cuda { graphs: true } }
+        """,
+    )
+    assert config.settings == {
+        "max_batch_size": 32,
+        "preferred_batch_sizes": (8, 16),
+        "max_queue_delay_us": 250,
+        "max_queue": 99,
+        "instances": 3,
+        "provider": Provider.CUDA,
+        "versions": (1, 3),
+        "library": Path("librelu.so"),  # it is not at that path here
+        "warm_up": {"x": (4, 7, 4)},
+        "intra_op_threads": "3",
+        "cuda_graph": True,
+    }
+    assert Settings().for_model("relu", dict(config.settings)).intra_op_threads == 3
+    (x,), (y,) = config.inputs, config.outputs
+    assert (x.name, x.datatype, x.shape) == ("x", "FP32", (-1, -1, 4))
+    assert (y.datatype, y.shape) == ("BYTES", (-1, 4))
+
+
+def test_defaults(tmp_path: Path) -> None:
+    assert read(tmp_path, "").settings == {"max_batch_size": 0}
+    assert read(tmp_path, "version_policy { latest { } }").settings["versions"] == "latest"
+    assert read(tmp_path, "version_policy { latest { num_versions: 2 } }").settings["versions"] == "latest:2"
+    assert read(tmp_path, "version_policy { all { } }").settings["versions"] == "all"
+    assert read(tmp_path, "instance_group { kind: KIND_CPU }").settings["provider"] is Provider.CPU
+    assert "provider" not in read(tmp_path, "instance_group { count: 4 }").settings
+
+
+def test_fixed_sizes_are_tried_at(tmp_path: Path) -> None:
+    text = 'max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 4 }'
+    assert read(tmp_path, text).settings["warm_up"] == {"x": (1, 4)}
+
+
+def test_a_library_that_is_there(tmp_path: Path) -> None:
+    library = tmp_path / "librelu.so"
+    library.touch()
+    config = read(tmp_path, f'model_operations {{ op_library_filename: "{library}" }}')
+    assert config.settings["library"] == library
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_batch_size: x", "does not parse as Triton's model configuration: 1:17"),
+        ("no_such_field: 1", "does not parse .*no_such_field"),
+        ("sequence_batching { }", "asks for what .*\n  - sequence_batching: sequences"),
+        ("ensemble_scheduling { }", "ensemble_scheduling: ensembles"),
+        ('backend: "tensorrt"', "backend: 'tensorrt', expected onnxruntime"),
+        ('platform: "pytorch_libtorch"', "platform: 'pytorch_libtorch'"),
+        ('name: "other"', "the model is called 'other', its folder 'relu'"),
+        ("model_transaction_policy { decoupled: true }", "decoupled answers"),
+        ('input { name: "x" dims: 4 reshape { shape: [ 2, 2 ] } }', "reshape of x"),
+        ('input { name: "x" allow_ragged_batch: true }', "allow_ragged_batch of x"),
+        ("batch_input { }", "batch_input"),
+        ("instance_group { kind: KIND_CPU } instance_group { kind: KIND_GPU }", "CPU and on GPUs at once"),
+        ("instance_group { kind: KIND_GPU gpus: 1 }", "CUDA_VISIBLE_DEVICES"),
+        (
+            'model_operations { op_library_filename: "a.so" op_library_filename: "b.so" }',
+            "a.so, b.so; ONNX Runtime takes one library per domain",
+        ),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as error:
+        read(tmp_path, text)
+    assert str(error.value).startswith(str(tmp_path / "config.pbtxt"))
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as error:
+        read(tmp_path, "sequence_batching { } batch_input { } instance_group { gpus: 3 }")
+    assert str(error.value).count("\n  - ") == 3
+
+
+def test_what_changes_no_result_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        read(tmp_path, 'response_cache { enable: true } metric_tags { key: "a" value: "b" }')
+    assert "without effect here: metric_tags, response_cache" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('input { name: "z" }', "input 'z': the model has x"),
+        ('input { name: "x" data_type: TYPE_FP16 dims: [ -1, 4 ] }', "data_type of input x: FP16, .* FP32"),
+        ('input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }', r"dims of input x: \[4\].*\[-1, 4\]"),
+        ('max_batch_size: 2 input { name: "x" dims: [ 5 ] }', r"dims of input x: \[-1, 5\].*\[-1, 4\]"),
+        ('output { name: "y" dims: [ -1, -1 ] }', r"dims of output y: \[-1, -1\]"),
+    ],
+)
+def test_a_model_that_is_another(tmp_path: Path, text: str, message: str) -> None:
+    opened = session(service_models.relu(), ["CPUExecutionProvider"])
+    with pytest.raises(SettingsError, match=message):
+        read(tmp_path, text).require_fit(opened.inputs, opened.outputs)
+
+
+@pytest.mark.parametrize("text", ["", 'max_batch_size: 2 input { name: "x" data_type: TYPE_FP32 dims: 4 }',
+                                  'input { name: "x" dims: [ 8, 4 ] }'])  # fmt: skip
+def test_a_model_that_fits(tmp_path: Path, text: str) -> None:
+    opened = session(service_models.relu(), ["CPUExecutionProvider"])
+    read(tmp_path, text).require_fit(opened.inputs, opened.outputs)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"max_batch_size": 16, "preferred_batch_sizes": (4, 8), "max_queue_delay_us": 100, "max_queue": 7},
+        {"instances": 3, "provider": "cuda", "versions": "all", "intra_op_threads": 2},
+        {"provider": "cpu", "versions": (1, 2), "warm_up": {"x": (2, 4)}},
+        {"max_batch_size": 16, "versions": "latest:2", "warm_up": {"x": (8, 4)}},
+    ],
+)
+def test_what_is_written_reads_the_same(tmp_path: Path, given: dict[str, Any]) -> None:
+    opened = session(service_models.relu(), ["CPUExecutionProvider"])
+    settings = Settings(model=given).model
+    text = write_config("relu", settings, opened.inputs, opened.outputs, library="/models/relu/1/lib.so")
+    config = read(tmp_path, text)
+    again = Settings().for_model("relu", dict(config.settings))
+    wanted = settings.model_copy(update={"library": Path("lib.so")})
+    if settings.max_batch_size and not settings.warm_up:  # then all sizes are in the file
+        wanted = wanted.model_copy(update={"warm_up": {"x": (1, 4)}})
+    assert again == wanted
+    config.require_fit(opened.inputs, opened.outputs)
+
+
+def test_what_cannot_be_written() -> None:
+    opened = session(service_models.relu(shape=None), ["CPUExecutionProvider"])
+    with pytest.raises(SettingsError, match="config.pbtxt needs .* a known rank"):
+        write_config("relu", Settings().model, opened.inputs, opened.outputs)
+
+
+def test_beside_kserve_in_one_process(tmp_path: Path) -> None:
+    """Both register messages called inference.*; the order must not matter."""
+    pytest.importorskip("kserve")
+    (tmp_path / "config.pbtxt").write_text("max_batch_size: 3")
+    ours = (
+        "from pathlib import Path; from twinop.deploy.service.triton_config import read_config; "
+        f"found = read_config(Path({str(tmp_path / 'config.pbtxt')!r}), 'relu'); "
+        "assert found.settings['max_batch_size'] == 3"
+    )
+    theirs = "import kserve.protocol.grpc.grpc_predict_v2_pb2"
+    for code in (f"{ours}\n{theirs}", f"{theirs}\n{ours}"):
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
