@@ -39,11 +39,11 @@ def kinds(found: ir.Model) -> dict[str, int]:
 @pytest.mark.parametrize("op", STANDARD)
 def test_each_operator_computes_the_same(op: str) -> None:
     op_type, inputs = STANDARD[op][0], 2 if op in TWO else 1
-    attributes: dict[str, Any] = {"softmax": {"axis": 0}, "gelu": {"approximate": "tanh"}}.get(op, {})
+    special: dict[str, dict[str, Any]] = {"softmax": {"axis": 0}, "gelu": {"approximate": "tanh"}}
     torch.manual_seed(0)
     feeds = {"a": torch.rand(3, 1, 5) + 0.5, "b": torch.rand(4, 1)}
     feeds = dict(list(feeds.items())[:inputs])
-    found = graph(op_type, inputs, **attributes)
+    found = graph(op_type, inputs, **special.get(op, {}))
     expected = deploy.session(ir.to_proto(found), CPU).run(feeds)["y"]
     onnx_name = RECORDS[op].onnx_name
     assert replace_nodes(found, [op]) == {onnx_name: 1}

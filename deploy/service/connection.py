@@ -14,6 +14,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from twinop.deploy.service import metrics
+from twinop.deploy.service.errors import HEAD_TOO_LARGE, INVALID, TOO_SLOW, Failure
+
 LINGER_SECONDS = 2.0  # closing at once would reset the connection under an answer that is not read yet
 
 
@@ -99,8 +102,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._head > self._limits.header_bytes and self._exact_head() > self._limits.header_bytes:
             raise _Refused
-        if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
-            raise _Refused  # the parser would take the body for another protocol
+        if self.parser.should_upgrade() and (
+            self.parser.get_method() == b"CONNECT" or any(name in _BODY_HEADERS for name, _ in self.headers)
+        ):
+            raise _Refused  # what follows the head would be taken for another protocol
         self._stage, self._head = _Stage.BODY, 0
         super().on_headers_complete()
 
@@ -114,9 +119,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._stage is _Stage.HEAD and self._head > self._limits.header_bytes:
             self._too_long()
         elif self._stage is not _Stage.REFUSED:
-            self._refuse(
-                400, "malformed HTTP/1.1 request, or one with a body that asks to upgrade the connection"
-            )
+            self._refuse(INVALID, "malformed HTTP/1.1 request, or one with a body that asks for an upgrade")
 
     def _unsupported_upgrade_warning(self) -> None:
         """Upgrades are never taken; that is no news."""
@@ -130,7 +133,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _too_long(self) -> None:
         limit = self._limits.header_bytes
         self._refuse(
-            431, f"the request line and the headers are longer than {limit} bytes (max_header_bytes)"
+            HEAD_TOO_LARGE,
+            f"the request line and the headers are longer than {limit} bytes (max_header_bytes)",
         )
 
     def _watch(self, what: _Stage, seconds: float) -> None:
@@ -153,13 +157,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
         elif self._stage is _Stage.HEAD:
             self._refuse(
-                408, f"the headers did not arrive within {limits.header_seconds:g} s (header_seconds)"
+                TOO_SLOW, f"the headers did not arrive within {limits.header_seconds:g} s (header_seconds)"
             )
         else:
-            self._refuse(408, f"the body did not arrive within {limits.body_seconds:g} s (body_seconds)")
+            self._refuse(TOO_SLOW, f"the body did not arrive within {limits.body_seconds:g} s (body_seconds)")
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, failure: Failure, message: str) -> None:
         """Answers by itself, for the app has no request to answer, or will never have the whole of it."""
+        metrics.failed_without_model(failure)
         self._unwatch()
         in_body, cycle = self._stage is _Stage.BODY, self.cycle
         self._stage = _Stage.REFUSED
@@ -168,7 +173,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 cycle.keep_alive = False
                 return
             if self.pipeline:  # behind earlier requests: in its turn
-                answer = JSONResponse({"error": message}, status, {"connection": "close"})
+                answer = JSONResponse({"error": message}, failure.status, {"connection": "close"})
                 self.pipeline[0] = (cycle, answer)  # type: ignore[assignment]
                 return
             cycle.disconnected = True
@@ -178,7 +183,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
                 body
             )
-            self.transport.write(STATUS_LINE[status] + head + body)
+            self.transport.write(STATUS_LINE[failure.status] + head + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()

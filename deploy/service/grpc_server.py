@@ -1,5 +1,6 @@
 """The gRPC server: KServe's, with our codec, a token, TLS, limits, and failures as gRPC's codes."""
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+DRAIN_REFUSE_SECONDS = 0.5
 _OPEN = ("/ServerLive", "/ServerReady")  # without a token
 
 _headers: ContextVar[dict[str, str]] = ContextVar("_headers")  # the call's metadata, with its id
@@ -100,6 +102,11 @@ class _Front(aio.ServerInterceptor):
         token = settings.token
         self._token = b"" if token is None else token.get_secret_value().encode()
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
+        self.draining = False
+
+    @property
+    def was_called(self) -> bool:
+        return bool(self._wrapped)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         method = handler_call_details.method
@@ -109,13 +116,13 @@ class _Front(aio.ServerInterceptor):
         if handler is None or handler.unary_unary is None:
             return handler
         self._wrapped[method] = grpc.unary_unary_rpc_method_handler(
-            self._around(handler.unary_unary, bool(self._token) and not method.endswith(_OPEN)),
+            self._around(handler.unary_unary, is_open=method.endswith(_OPEN)),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
         return self._wrapped[method]
 
-    def _around(self, method: Method, is_guarded: bool) -> Method:
+    def _around(self, method: Method, is_open: bool) -> Method:
         async def guarded(request: Any, context: aio.ServicerContext) -> Any:
             headers = dict(context.invocation_metadata())
             number = ids.request_id(headers.get(ids.HEADER, ""), getattr(request, "id", ""))
@@ -123,10 +130,8 @@ class _Front(aio.ServerInterceptor):
             trailing = ((ids.HEADER, number),)
             logs.bind(request_id=number)
             try:
-                if is_guarded and not self._allowed(headers):
-                    metrics.failed_without_model(UNAUTHENTICATED)
-                    said = "this server wants a token: send the metadata authorization: Bearer <token>"
-                    raise ServiceError(UNAUTHENTICATED, said)
+                if not is_open:
+                    self._check(headers)
                 answer = await method(request, context)
             except ServiceError as error:
                 extra = tuple((name.lower(), value) for name, value in error.headers.items())
@@ -139,8 +144,19 @@ class _Front(aio.ServerInterceptor):
 
         return guarded
 
-    def _allowed(self, headers: dict[str, str]) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
+    def _check(self, headers: dict[str, str]) -> None:
+        refusal = None
+        if self._token and not self._allowed(headers.get("authorization", "")):
+            said = "this server wants a token: send the metadata authorization: Bearer <token>"
+            refusal = ServiceError(UNAUTHENTICATED, said)
+        elif self.draining:
+            refusal = ServiceError(NOT_READY, "the server is stopping: send the request to another")
+        if refusal is not None:
+            metrics.failed_without_model(refusal.failure)
+            raise refusal
+
+    def _allowed(self, authorization: str) -> bool:
+        scheme, _, token = authorization.partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
 
 
@@ -152,6 +168,7 @@ class GrpcServer(GRPCServer):
         self.settings = settings
         self.port: int = settings.grpc_port or 0
         self._repository = repository
+        self._front = _Front(settings)
 
     async def start(self) -> None:
         """Returns when calls are accepted.
@@ -161,7 +178,7 @@ class GrpcServer(GRPCServer):
         """
         settings = self.settings
         self._server = aio.server(
-            interceptors=(_Front(settings),),
+            interceptors=(self._front,),
             options=(
                 ("grpc.max_receive_message_length", settings.max_request_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -182,9 +199,17 @@ class GrpcServer(GRPCServer):
         await self._server.start()
 
     async def drain(self, grace: float) -> None:
-        """Takes no more calls; answers those that have come. After `grace` seconds they are cut off."""
-        if self._server is not None:
-            await self._server.stop(grace)
+        """Takes no more calls; answers those that have come. After `grace` seconds they are cut off.
+
+        New calls are told first that the server is stopping: gRPC itself would cancel those that arrive just
+        then, and a client could not tell whether they were run.
+        """
+        if self._server is None:
+            return
+        self._front.draining = True
+        refusing = min(DRAIN_REFUSE_SECONDS, grace) if self._front.was_called else 0.0
+        await asyncio.sleep(refusing)
+        await self._server.stop(grace - refusing)
 
     def _bind(self) -> int:
         settings = self.settings

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import math
 import socket
 import ssl
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from twinop.deploy.service._kserve import DataPlane, RefreshingServer, RESTServe
 from twinop.deploy.service.addresses import bound, tls_error
 from twinop.deploy.service.connection import LimitedHttpProtocol, Limits, has_gone
 from twinop.deploy.service.endpoints import Endpoints, answer_failures, as_json
-from twinop.deploy.service.errors import UNAUTHENTICATED
+from twinop.deploy.service.errors import NOT_READY, UNAUTHENTICATED
 from twinop.deploy.service.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -63,8 +62,13 @@ class Front:
         try:
             await self._app(scope, receive, answer)
         except asyncio.CancelledError:
-            if not has_gone(scope):
+            if has_gone(scope):
+                return
+            if not self.draining:
                 raise
+            refusal = as_json({"error": "the server stopped before it could answer"}, NOT_READY.status)
+            with contextlib.suppress(RuntimeError):  # the answer had begun
+                await refusal(scope, receive, answer)
         except Exception:  # `_bug` has answered and logged it
             pass
 
@@ -147,7 +151,7 @@ class RestServer(RESTServer):
         idle_end = loop.time() + min(DRAIN_IDLE_SECONDS, grace)
         while server.server_state.connections and loop.time() < idle_end:
             await asyncio.sleep(0.02)
-        self.config.timeout_graceful_shutdown = max(math.ceil(end - loop.time()), 0)
+        self.config.timeout_graceful_shutdown = max(end - loop.time(), 0)  # type: ignore[assignment]
         server.should_exit = True
         await self._serving
 

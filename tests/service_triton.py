@@ -1,0 +1,62 @@
+"""tritonclient's gRPC client in a process of its own: its protobuf names clash with KServe's."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+
+@contextmanager
+def triton_grpc() -> Iterator[Callable[..., Any]]:
+    """Calls the functions below in another process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield lambda *call: pool.submit(_called, *call).result(60)
+
+
+def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    from tritonclient.utils import InferenceServerException
+
+    try:
+        return function(*arguments)
+    except InferenceServerException as error:  # cannot be pickled
+        raise AssertionError(str(error)) from None
+
+
+def echoed(port: int, model: str, datatype: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """y of an identity model, with its datatype."""
+    import tritonclient.grpc as triton
+
+    with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        given = triton.InferInput("x", list(array.shape), datatype)
+        given.set_data_from_numpy(array)
+        result = client.infer(model, [given], request_id="from triton")
+        answer = result.get_response()
+        assert (answer.id, answer.model_name, answer.model_version) == ("from triton", model, "1")
+        return answer.outputs[0].datatype, result.as_numpy("y")
+
+
+def repository(port: int, model: str) -> dict[str, Any]:
+    """What a model's life looks like to the client."""
+    import tritonclient.grpc as triton
+
+    with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        seen: dict[str, Any] = {"live": client.is_server_live(), "ready": client.is_server_ready()}
+        seen["extensions"] = list(client.get_server_metadata().extensions)
+        seen["model ready"] = client.is_model_ready(model), client.is_model_ready(model, "1")
+        metadata = client.get_model_metadata(model, "1")
+        seen["metadata"] = (
+            metadata.platform,
+            list(metadata.versions),
+            [(each.name, each.datatype, list(each.shape)) for each in metadata.inputs],
+        )
+        client.unload_model(model)
+        try:
+            seen["unloaded"] = client.is_model_ready(model)
+        except triton.InferenceServerException as error:
+            seen["unloaded"] = error.status()
+        client.load_model(model)
+        seen["loaded"] = client.is_model_ready(model)
+        return seen

@@ -1,0 +1,401 @@
+"""Bad input gets a precise answer, and nothing else is disturbed by it."""
+
+import gzip
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import service_models as models
+from service_fixtures import Answer, Served, receive, serve, start, tensor
+
+from twinop.deploy.service._kserve import pb, pb_grpc
+
+LIMIT = 1 << 20  # max_request_bytes
+CODES = grpc.StatusCode
+INVALID = CODES.INVALID_ARGUMENT
+GOOD = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("models")
+    models.place(folder, "relu", models.relu())
+    models.place(folder, "add", models.add())
+    models.place(folder, "gather", models.gather())
+    models.place(folder, "strings", models.strings())
+    models.place(folder, "batched", models.relu(), settings="max_batch_size = 4")
+    with serve(folder, "--max-request-bytes", str(LIMIT)) as served:
+        yield served
+
+
+@pytest.fixture
+def served(server: Served) -> Iterator[Served]:
+    """The server; after the test it still answers, and has met nothing that it did not expect."""
+    logged = len(server.log)
+    yield server
+    answer = server.infer("relu", GOOD)
+    assert answer.status == 200 and answer.json["outputs"][0]["data"] == [0, 0, 1, 2]
+    assert [line for line in server.log[logged:] if "traceback" in line] == []
+
+
+@pytest.fixture(scope="module")
+def stub(server: Served) -> Iterator[Any]:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        yield pb_grpc.GRPCInferenceServiceStub(channel)
+
+
+def refused(stub: Any, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as error:
+        stub.ModelInfer(request)
+    assert dict(error.value.trailing_metadata())["x-request-id"]
+    return error.value.code(), error.value.details()
+
+
+# -------------------------------------------------------------------------------- what does not fit the model
+
+# The model, its inputs, the status, gRPC's code, a part of the message.
+NOT_FITTING: dict[str, tuple[str, list[dict[str, Any]], int, grpc.StatusCode, str]] = {
+    "unknown model": ("nope", [GOOD], 404, CODES.NOT_FOUND, "no model 'nope'; models: add, batched"),
+    "path for a model": ("..", [GOOD], 404, CODES.NOT_FOUND, "no model '..'"),
+    "unknown input": (
+        "relu",
+        [GOOD | {"name": "z"}],
+        400,
+        INVALID,
+        "model relu has no input 'z'; its inputs: x (FP32[N, 4])",
+    ),
+    "input beside": (
+        "relu",
+        [GOOD, GOOD | {"name": "z"}],
+        400,
+        INVALID,
+        "model relu has no input 'z'",
+    ),
+    "input missing": (
+        "add",
+        [GOOD | {"name": "a"}],
+        400,
+        INVALID,
+        "input missing: b (FP32[N, 4]); given: a",
+    ),
+    "no input": ("add", [], 400, INVALID, "input missing: a (FP32[N, 4]), b (FP32[N, 4]); given: none"),
+    "input twice": ("relu", [GOOD, GOOD], 400, INVALID, "input x is given twice"),
+    "dtype": (
+        "relu",
+        [tensor("x", "FP64", [1, 4], [1, 2, 3, 4])],
+        400,
+        INVALID,
+        "input x is FP64[1, 4], model relu takes FP32[N, 4]: send it as FP32",
+    ),
+    "text for numbers": (
+        "relu",
+        [tensor("x", "BYTES", [1, 4], ["1", "2", "3", "4"])],
+        400,
+        INVALID,
+        "input x is BYTES[1, 4], model relu takes FP32[N, 4]: send it as FP32",
+    ),
+    "rank": (
+        "relu",
+        [tensor("x", "FP32", [4], [1, 2, 3, 4])],
+        400,
+        INVALID,
+        "input x is FP32[4], model relu takes FP32[N, 4]: it must have 2 dimensions, not 1",
+    ),
+    "fixed dimension": (
+        "relu",
+        [tensor("x", "FP32", [1, 3], [1, 2, 3])],
+        400,
+        INVALID,
+        "input x is FP32[1, 3], model relu takes FP32[N, 4]: dimension 1 must be 4, not 3",
+    ),
+    "empty batch": (
+        "relu",
+        [tensor("x", "FP32", [0, 4], [])],
+        400,
+        INVALID,
+        "input x is empty: its shape is [0, 4]",
+    ),
+    "dimension of 0": (
+        "relu",
+        [tensor("x", "FP32", [4, 0], [])],
+        400,
+        INVALID,
+        "dimension 1 must be 4, not 0",
+    ),
+    "data too short": (
+        "relu",
+        [tensor("x", "FP32", [1, 4], [1, 2, 3])],
+        400,
+        INVALID,
+        "shape [1, 4] has 4",
+    ),
+    "negative shape": (
+        "relu",
+        [tensor("x", "FP32", [-1, 4], [1, 2, 3, 4])],
+        400,
+        INVALID,
+        "whole numbers >= 0",
+    ),
+    "enormous shape": (
+        "relu",
+        [tensor("x", "FP32", [2**40, 2**40], [1])],
+        400,
+        INVALID,
+        "is larger than any tensor can be",
+    ),
+    "large shape": ("relu", [tensor("x", "FP32", [2**33, 4], [1])], 400, INVALID, "34359738368"),
+    "unknown datatype": (
+        "relu",
+        [tensor("x", "FLOAT", [1, 4], [1, 2, 3, 4])],
+        400,
+        INVALID,
+        "datatype 'FLOAT' is none of",
+    ),
+    "batch too large": (
+        "batched",
+        [tensor("x", "FP32", [5, 4], [0] * 20)],
+        400,
+        INVALID,
+        "5 rows in one request; model batched takes up to 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FITTING.values(), ids=NOT_FITTING)
+def test_not_fitting_over_http(served: Served, case: Any) -> None:
+    model, inputs, status, _, message = case
+    answer = served.infer(model, *inputs)
+    assert answer.status == status and message in answer.error
+    assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("case", NOT_FITTING.values(), ids=NOT_FITTING)
+def test_not_fitting_over_grpc(served: Served, stub: Any, case: Any) -> None:
+    model, inputs, _, code, message = case
+    request = pb.ModelInferRequest(model_name=model)
+    for each in inputs:
+        given = request.inputs.add(name=each["name"], datatype=each["datatype"], shape=each["shape"])
+        if each["datatype"] == "BYTES":
+            given.contents.bytes_contents.extend(text.encode() for text in each["data"])
+        else:
+            field = "fp64_contents" if each["datatype"] == "FP64" else "fp32_contents"
+            getattr(given.contents, field).extend(each["data"])
+    found, details = refused(stub, request)
+    assert found is code and message in details
+
+
+@pytest.mark.parametrize("version", ["2", "0", "-1", "x", "1.0", "9" * 30])
+def test_unknown_version(served: Served, stub: Any, version: str) -> None:
+    answer = served.ask("POST", f"/v2/models/relu/versions/{version}/infer", {"inputs": [GOOD]})
+    assert answer.status == 404 and "model relu has no version" in answer.error
+    for what in ("", "/ready"):
+        assert served.ask("GET", f"/v2/models/relu/versions/{version}{what}").status == 404
+    code, details = refused(stub, pb.ModelInferRequest(model_name="relu", model_version=version))
+    assert code is CODES.NOT_FOUND and "model relu has no version" in details
+    with pytest.raises(grpc.RpcError) as error:
+        stub.ModelReady(pb.ModelReadyRequest(name="relu", version=version))
+    assert error.value.code() is CODES.NOT_FOUND
+
+
+def test_unknown_output(served: Served, stub: Any) -> None:
+    answer = served.infer("relu", GOOD, outputs=[{"name": "z"}])
+    assert answer.status == 400 and "model relu has no output 'z'; its outputs: y" in answer.error
+    request = pb.ModelInferRequest(model_name="relu", outputs=[{"name": "z"}])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+    assert refused(stub, request) == (CODES.INVALID_ARGUMENT, answer.error)
+
+
+def test_a_run_that_fails(served: Served) -> None:
+    answer = served.infer("gather", tensor("index", "INT64", [1], [models.GATHER_ROWS]))
+    assert answer.status in (400, 500) and "indices element out of data bounds" in answer.error
+    good = served.infer("gather", tensor("index", "INT64", [1], [0]))
+    assert good.json["outputs"][0]["data"] == [0, 1, 2, 3]
+
+
+# -------------------------------------------------------------------------------- what is no request
+
+
+def post(served: Served, body: bytes, model: str = "relu", **headers: str) -> Answer:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return served.ask("POST", f"/v2/models/{model}/infer", body, names)
+
+
+LENGTH = "Inference_Header_Content_Length"
+BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
+    "empty": (b"", {}, 400, "invalid JSON"),
+    "no JSON": (b"hello", {}, 400, "invalid JSON"),
+    "NaN": (b'{"inputs": [{"name": "x", "shape": [1], "data": [NaN]}]}', {}, 400, "JSON has no NaN"),
+    "no base64": (
+        json.dumps({"inputs": [tensor("a", "BYTES", [1], [{"b64": "%%"}])]}).encode(),
+        {},
+        400,
+        'element 0 of data is {"b64":"%%"}; BYTES takes strings',
+    ),
+    "binary length is text": (b"{}", {LENGTH: "x"}, 400, "takes the JSON's length"),
+    "binary length too large": (b"{}", {LENGTH: "3"}, 400, "but the body has 2 bytes"),
+    "binary data too short": (
+        b'{"inputs": [{"name": "x", "datatype": "BOOL", "shape": [9], "parameters": %b}]}1234'
+        % b'{"binary_data_size": 9}',
+        {LENGTH: "100"},
+        400,
+        "only 4 bytes are left",
+    ),
+    "plain text": (b"a=b", {"Content_Type": "text/plain"}, 415, "send application/json"),
+    "XML": (b"<a/>", {"Content_Type": "text/xml; charset=utf-8"}, 415, "send application/json"),
+    "brotli": (b"{}", {"Content_Encoding": "br"}, 415, "send gzip, deflate"),
+    "no gzip": (b"{}", {"Content_Encoding": "gzip"}, 400, "the compressed body is damaged"),
+    "gzip cut off": (gzip.compress(b"{}" * 99)[:-4], {"Content_Encoding": "gzip"}, 400, "cut off"),
+    "gzip bomb": (
+        gzip.compress(bytes(LIMIT * 50)),
+        {"Content_Encoding": "gzip"},
+        413,
+        "the decompressed request",
+    ),
+    "too large": (bytes(LIMIT + 1), {}, 413, f"the request is larger than {LIMIT} bytes (max_request_bytes)"),
+}
+
+
+@pytest.mark.parametrize(("body", "headers", "status", "message"), BODIES.values(), ids=BODIES)
+def test_no_request(served: Served, body: bytes, headers: dict[str, str], status: int, message: str) -> None:
+    answer = post(served, body, **headers)
+    assert answer.status == status and message in answer.error
+
+
+def test_too_large_in_chunks(served: Served) -> None:
+    head = b"POST /v2/models/relu/infer HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunk = b"10000\r\n" + bytes(0x10000) + b"\r\n"
+    with served.connect() as connection:
+        connection.sendall(head + chunk * 17)
+        answer = receive(connection)
+        assert answer.status == 413 and "larger than" in answer.error
+        connection.sendall(chunk + b"0\r\n\r\nGET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert receive(connection).status == 200  # the rest was read, the connection lives
+
+
+def test_a_large_body_is_not_asked_for(served: Served) -> None:
+    head = (
+        b"POST /v2/models/relu/infer HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 99999999999\r\n\r\n"
+    )
+    with served.connect() as connection:
+        connection.sendall(head)
+        assert receive(connection).status == 413
+
+
+def test_too_large_over_grpc(served: Served, stub: Any) -> None:
+    request = pb.ModelInferRequest(model_name="relu", raw_input_contents=[bytes(LIMIT + 1)])
+    request.inputs.add(name="x", datatype="FP32", shape=[LIMIT // 16, 4])
+    with pytest.raises(grpc.RpcError) as error:
+        stub.ModelInfer(request)
+    assert error.value.code() is CODES.RESOURCE_EXHAUSTED and "larger than max" in error.value.details()
+
+
+def test_the_largest_request_passes(served: Served) -> None:
+    rows = LIMIT // 16 - 100
+    tensors = [
+        {"name": "x", "datatype": "FP32", "shape": [rows, 4], "parameters": {"binary_data_size": rows * 16}}
+    ]
+    header = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": True}}).encode()
+    data = np.arange(rows * 4, dtype=np.float32).tobytes()
+    answer = post(served, header + data, Inference_Header_Content_Length=str(len(header)))
+    assert answer.status == 200 and answer.content.endswith(data)
+
+
+def test_wrong_routes_and_methods(served: Served) -> None:
+    answer = served.ask("GET", "/v2/models/relu/infer")
+    assert (
+        answer.status == 405 and answer.headers["allow"] == "POST" and "takes POST, not GET" in answer.error
+    )
+    for path in (
+        "/nowhere",
+        "/v1/models/relu:predict",
+        "/v2/models/relu/infer/",
+        "/docs",
+        "/openapi.json",
+        "//",
+    ):
+        answer = served.ask("GET", path)
+        assert answer.status == 404 and "the protocol is below /v2" in answer.error
+    assert served.ask("POST", "/v2/models/relu", {}).status == 405
+    assert served.ask("BREW", "/v2").status in (400, 405)
+    for path in ("/v2/models/..%2f..%2fetc%2fpasswd", "/v2/models/%00", "/v2/models/%ff/infer"):
+        assert served.ask("GET", path).status in (404, 405)
+
+
+def test_loading_by_request_is_off(served: Served, stub: Any) -> None:
+    for what in ("load", "unload"):
+        for model in ("relu", "..%2e", "nope"):
+            answer = served.ask("POST", f"/v2/repository/models/{model}/{what}")
+            assert answer.status == 403 and "--control explicit" in answer.error
+    for call, request in (
+        (stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="relu")),
+        (stub.RepositoryModelUnload, pb.RepositoryModelUnloadRequest(model_name="relu")),
+    ):
+        with pytest.raises(grpc.RpcError) as error:
+            call(request)
+        assert error.value.code() is CODES.PERMISSION_DENIED
+
+
+def test_failures_are_counted_by_reason(served: Served) -> None:
+    before = {
+        reason: served.metric("twinop_failures_total", reason=reason) for reason in ("invalid", "not_found")
+    }
+    served.infer("made-up", GOOD)
+    served.infer("relu")
+    post(served, b"hello")
+    assert served.metric("twinop_failures_total", reason="not_found") == before["not_found"] + 1
+    assert served.metric("twinop_failures_total", reason="invalid") == before["invalid"] + 2
+    assert b"made-up" not in served.ask("GET", "/metrics").content  # no name of a client's becomes a label
+
+
+# -------------------------------------------------------------------------------- servers that cannot start
+
+
+def ended(models_folder: Path, log: Path, *options: str) -> str:
+    """What a server says that does not start."""
+    process = start(models_folder, log, *options)
+    try:
+        assert process.wait(120) != 0
+    finally:
+        process.kill()
+    said = log.read_text()
+    assert "Traceback" not in said
+    return " ".join(said.split())
+
+
+@pytest.fixture
+def one_model(tmp_path: Path) -> Path:
+    models.place(tmp_path / "models", "relu", models.relu())
+    return tmp_path / "models"
+
+
+@pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
+def test_port_in_use(one_model: Path, tmp_path: Path, option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        said = ended(one_model, tmp_path / "log", option, str(port))
+        assert (
+            f"cannot listen on port {port} of 127.0.0.1" in said and f"choose another with {option}" in said
+        )
+        assert time.monotonic() - began < 60
+
+
+def test_host_of_another_machine(one_model: Path, tmp_path: Path) -> None:
+    assert "cannot listen on port 0 of 192.0.2.1" in ended(one_model, tmp_path / "log", "--host", "192.0.2.1")
+    said = ended(one_model, tmp_path / "log", "--host", "no.such.host.invalid")
+    assert "cannot listen on port 0 of no.such.host.invalid" in said
+
+
+def test_tls_files_that_are_none(one_model: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.pem"
+    bad.write_text("no certificate")
+    for path in (bad, tmp_path / "missing.pem"):
+        options = ("--tls-certificate", str(path), "--tls-key", str(path))
+        assert "TLS cannot be set up with certificate" in ended(one_model, tmp_path / "log", *options)
+    assert "TLS needs both" in ended(one_model, tmp_path / "log", "--tls-key", str(bad))

@@ -1,0 +1,375 @@
+"""Clients that misbehave below the protocol: the service goes on answering, and its files come back."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import service_models as models
+from service_fixtures import Served, receive, receive_all, serve, split, tensor, wait_until
+
+from twinop.deploy.service._kserve import pb, pb_grpc
+
+X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
+BODY = json.dumps({"inputs": [X]}).encode()
+REQUEST = b"POST /v2/models/relu/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+SLOW = REQUEST.replace(b"/relu/", b"/slow/")
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """With short patience: 1 s for headers, 2 s for a body."""
+    folder = tmp_path_factory.mktemp("models")
+    models.place(folder, "relu", models.relu())
+    models.place(folder, "slow", models.slow(3000))
+    (folder / "twinop.toml").write_text("[server]\nheader_seconds = 1.0\nbody_seconds = 2.0\n")
+    with serve(folder) as served:
+        answers_well(served)
+        with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+            pb_grpc.GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest())
+        yield served
+
+
+@pytest.fixture
+def served(server: Served) -> Iterator[Served]:
+    """The server; after the test it answers, holds no more files than before, and has logged no bug."""
+    settled(server)
+    before, logged = server.files, len(server.log)
+    yield server
+    answers_well(server)
+    wait_until(lambda: server.files <= before + 2)
+    assert [line for line in server.log[logged:] if "traceback" in line] == []
+
+
+def settled(server: Served) -> None:
+    """Waits until what another test left behind has timed out."""
+    last, since = server.files, time.monotonic()
+    while time.monotonic() < since + 0.3:
+        time.sleep(0.05)
+        if server.files != last:
+            last, since = server.files, time.monotonic()
+
+
+def answers_well(server: Served, most: float = 1.0) -> None:
+    """Over HTTP and gRPC, 20 times, at usual speed: `most` is for the slowest but two."""
+    seconds = []
+    with server.connect() as connection, grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+        for _ in range(20):
+            start = time.perf_counter()
+            connection.sendall(REQUEST)
+            answer = receive(connection)
+            assert answer.status == 200 and answer.json["outputs"][0]["data"] == [0, 0, 1, 2]
+            request = pb.ModelInferRequest(model_name="relu")
+            request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend(
+                [-1, 0, 1, 2]
+            )
+            assert list(stub.ModelInfer(request, timeout=30).outputs[0].contents.fp32_contents) == [
+                0,
+                0,
+                1,
+                2,
+            ]
+            seconds.append(time.perf_counter() - start)
+    assert sorted(seconds)[-3] < most
+
+
+# -------------------------------------------------------------------------------- slow and endless
+
+
+def test_headers_that_come_too_slowly(served: Served) -> None:
+    with served.connect() as connection:
+        start = time.monotonic()
+        with suppress(OSError):
+            for byte in LIVE[:-2] + b"X-Header: " + b"a" * 1000:
+                connection.send(bytes([byte]))
+                time.sleep(0.02)
+        answer = split(receive_all(connection))
+    assert answer.status == 408 and "header_seconds" in answer.error
+    assert 0.9 < time.monotonic() - start < 10
+
+
+def test_a_body_that_comes_too_slowly(served: Served) -> None:
+    with served.connect() as connection:
+        connection.sendall(REQUEST[:-20])
+        start = time.monotonic()
+        answer = split(receive_all(connection))
+    assert answer.status == 408 and "body_seconds" in answer.error
+    assert 1.9 < time.monotonic() - start < 10
+
+
+def test_a_connection_without_a_request_is_closed(served: Served) -> None:
+    for junk in (b"", b"\r\n\r\n"):
+        with served.connect() as connection:
+            connection.sendall(junk)
+            assert connection.recv(100) == b""
+
+
+def test_a_kept_connection_has_as_long_as_it_wants_between_requests(served: Served) -> None:
+    with served.connect() as connection:
+        for pause in (0, 1.5, 2.5):
+            time.sleep(pause)
+            connection.sendall(REQUEST)
+            assert receive(connection).status == 200
+
+
+def test_a_long_run_is_not_taken_for_a_slow_client(served: Served) -> None:
+    body = json.dumps({"inputs": [tensor("x", "FP32", [1, 4], [1, 2, 3, 4])]}).encode()
+    head = b"POST /v2/models/slow/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with ExitStack() as stack:
+        connections = [stack.enter_context(served.connect(60)) for _ in range(12)]
+        for connection in connections:
+            connection.sendall(head + body)
+        for connection in connections:
+            assert receive(connection).status == 200
+
+
+def test_headers_without_end(served: Served) -> None:
+    for header in (b"X-A: " + b"a" * (10 << 20), b"".join(b"X-%d: aaaaaaaa\r\n" % i for i in range(500_000))):
+        before = served.memory
+        with served.connect() as connection:
+            with suppress(OSError):
+                connection.sendall(LIVE[:-2] + header)
+            answer = receive(connection)
+        assert answer.status == 431 and "max_header_bytes" in answer.error
+        assert served.memory < before + (4 << 20)
+
+
+def test_a_long_request_line(served: Served) -> None:
+    answer = split(served.exchange(b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: h\r\n\r\n"))
+    assert answer.status == 431
+    answer = split(
+        served.exchange(b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+    )
+    assert answer.status == 404
+
+
+# -------------------------------------------------------------------------------- malformed
+
+
+MALFORMED = {
+    "not HTTP": b"hello\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)),
+    "binary": bytes(range(256)),
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(30),
+    "header without colon": b"GET / HTTP/1.1\r\nHost\r\n\r\n",
+    "two lengths": b"POST /v2 HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\naa",
+    "length and chunks": b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0",
+    "negative length": b"POST /v2 HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    "length of 30 digits": b"POST /v2 HTTP/1.1\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n",
+    "bad chunk": b"POST /v2/models/relu/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "path beyond ASCII": b"GET /\xff\xfe HTTP/1.1\r\n\r\n",
+    "CONNECT": b"CONNECT a.b:80 HTTP/1.1\r\n\r\n",
+    "upgrade with a body": REQUEST.replace(b"Host: h", b"Connection: Upgrade\r\nUpgrade: h2c"),
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
+def test_malformed(served: Served, data: bytes) -> None:
+    answer = split(served.exchange(data))
+    assert answer.status == 400 and "malformed HTTP" in answer.error
+    assert answer.headers["connection"] == "close"
+
+
+def test_an_upgrade_without_a_body_is_ignored(served: Served) -> None:
+    for protocol in (b"h2c", b"websocket"):
+        upgrade = LIVE.replace(b"Host: h", b"Host: h\r\nConnection: Upgrade, close\r\nUpgrade: " + protocol)
+        assert split(served.exchange(upgrade)).json == {"live": True}
+
+
+def test_what_came_before_the_malformed_is_answered(served: Served) -> None:
+    assert split(served.exchange(SLOW + b"\0\0 not HTTP")).status == 200
+    answers = served.exchange(SLOW + REQUEST + b"\0\0 not HTTP")
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
+
+
+# -------------------------------------------------------------------------------- clients that go
+
+
+KILLED = """
+import socket, sys, time
+sys.path.insert(0, {tests!r})
+from test_service_connection import SLOW, REQUEST
+connections = [socket.create_connection(("127.0.0.1", {port})) for _ in range(50)]
+for index, connection in enumerate(connections):
+    connection.sendall((SLOW, REQUEST, REQUEST[:-9], REQUEST[:30])[index % 4])
+print("sent", flush=True)
+time.sleep(60)
+"""
+
+
+def test_kill_9_of_a_client_amid_its_requests(served: Served) -> None:
+    code = KILLED.format(tests=str(Path(__file__).parent), port=served.http_port)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None and client.stdout.readline() == b"sent\n"
+        os.kill(client.pid, signal.SIGKILL)
+    answers_well(served)
+
+
+def test_a_client_that_does_not_read(served: Served) -> None:
+    rows = 500_000
+    tensors = [
+        {"name": "x", "datatype": "FP32", "shape": [rows, 4], "parameters": {"binary_data_size": rows * 16}}
+    ]
+    header = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": True}}).encode()
+    head = (
+        f"POST /v2/models/relu/infer HTTP/1.1\r\nInference-Header-Content-Length: {len(header)}\r\n"
+        f"Content-Length: {len(header) + rows * 16}\r\n\r\n"
+    )
+    with served.connect() as connection:
+        connection.sendall(head.encode() + header + np.zeros((rows, 4), np.float32).tobytes())
+        time.sleep(1)
+        answers_well(served)
+
+
+def test_resets_amid_requests(served: Served) -> None:
+    for part in (0, 1, 30, len(REQUEST) - 9, len(REQUEST)):
+        for _ in range(20):
+            connection = served.connect()
+            connection.sendall(REQUEST[:part])
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            connection.close()
+    answers_well(served)
+
+
+def test_a_thousand_idle_connections(served: Served) -> None:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(served.connect()) for _ in range(1000)]
+        for connection in connections[::2]:  # these have asked once, and are kept open
+            connection.sendall(LIVE)
+        for connection in connections[::2]:
+            assert receive(connection).status == 200
+        assert served.files >= 500
+        answers_well(served)
+
+
+def test_half_a_grpc_frame(served: Served) -> None:
+    assert served.grpc_port is not None
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty SETTINGS
+    with ExitStack() as stack:
+        for data in (preface[:10], preface, preface + b"\0\1\0\0\1", b"\0" * 50, os.urandom(500)):
+            for _ in range(10):
+                connection = socket.create_connection(("127.0.0.1", served.grpc_port))
+                stack.enter_context(connection)
+                connection.sendall(data)
+        answers_well(served)
+    answers_well(served)
+
+
+# -------------------------------------------------------------------------------- the end
+
+
+def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:
+    models.place(tmp_path, "relu", models.relu())
+    models.place(tmp_path, "slow", models.slow(5000))
+    with serve(tmp_path) as served, ExitStack() as stack:
+        waiting, kept, late, idle = (stack.enter_context(served.connect(60)) for _ in range(4))
+        for connection in (kept, late):
+            connection.sendall(REQUEST)
+            assert receive(connection).headers.get("connection") != "close"
+        waiting.sendall(SLOW)
+        time.sleep(0.1)
+        served.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        late.sendall(REQUEST)  # on a connection that was open
+        answer = split(receive_all(late))
+        assert answer.status in (200, 503) and answer.headers["connection"] == "close"
+        answer = split(receive_all(waiting))
+        assert answer.status == 200 and answer.headers["connection"] == "close"
+        assert receive_all(kept) == receive_all(idle) == b""
+        with pytest.raises(OSError):
+            served.connect()
+        assert served.stop() == 0
+
+
+def test_every_accepted_request_is_answered_at_the_end(tmp_path: Path) -> None:
+    models.place(tmp_path, "relu", models.relu())
+    with serve(tmp_path) as served:
+        lost: list[str] = []
+        answered = [0]
+
+        def client() -> None:
+            while True:
+                try:
+                    connection = served.connect()
+                except OSError:
+                    return
+                with connection:
+                    answer = None
+                    while answer is None or answer.headers.get("connection") != "close":
+                        try:
+                            connection.sendall(REQUEST)
+                            answer = receive(connection)
+                        except OSError as error:
+                            lost.append(str(error))
+                            break
+                        answered[0] += answer.status == 200
+
+        threads = [threading.Thread(target=client) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        status = served.stop()
+        for thread in threads:
+            thread.join(60)
+    assert status == 0 and lost == [] and answered[0] > 100
+
+
+def test_grpc_calls_are_answered_or_told_to_go_elsewhere_at_the_end(tmp_path: Path) -> None:
+    models.place(tmp_path, "relu", models.relu())
+    models.place(tmp_path, "slow", models.slow(5000))
+    with serve(tmp_path) as served, grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+        request = pb.ModelInferRequest(model_name="relu")
+        request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+        refusals: list[grpc.StatusCode] = []
+
+        def client() -> None:
+            while True:
+                try:
+                    stub.ModelInfer(request, timeout=60)
+                except grpc.RpcError as error:
+                    refusals.append(error.code())
+                    return
+
+        threads = [threading.Thread(target=client) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        slow = pb.ModelInferRequest(model_name="slow", inputs=request.inputs)
+        waiting = stub.ModelInfer.future(slow)
+        time.sleep(0.1)
+        assert served.stop() == 0
+        assert waiting.result(60).model_name == "slow"
+        for thread in threads:
+            thread.join(60)
+    assert refusals == [grpc.StatusCode.UNAVAILABLE] * 8
+
+
+def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> None:
+    models.place(tmp_path, "slow", models.slow(5000))  # some 0.5 to 1 s
+    with serve(tmp_path, "--grace-seconds", "1") as served, ExitStack() as stack:
+        connections = [stack.enter_context(served.connect(60)) for _ in range(8)]
+        for connection in connections:
+            connection.sendall(SLOW)
+        time.sleep(0.1)
+        start = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        answers = [receive(connection) for connection in connections]
+        assert time.monotonic() - start < 5
+        served.stop()
+    assert sorted({answer.status for answer in answers}) == [200, 503]
+    assert {answer.error for answer in answers if answer.status == 503} <= {
+        "the server stopped before it could answer",
+    }
