@@ -15,11 +15,12 @@ import numpy as np
 import typer
 
 from twinop.bench import options, report
+from twinop.bench.serving.figure import draw
 from twinop.bench.serving.load import Load, arguments
 from twinop.bench.serving.models import MODELS, Model, session_options, write
 from twinop.bench.serving.requests import METHOD, check, requests
 from twinop.bench.serving.servers import FASTAPI, GRPC, KSERVE, OURS, REST, UNBATCHED, Server, servers
-from twinop.console import clear_errors
+from twinop.console import clear_errors, out
 
 BARE = "session.run"
 CLIENTS = (1, 16, 64)
@@ -158,7 +159,7 @@ def main(
     device: options.Device = "auto",
     seconds: Annotated[float, typer.Option(help="Of load, for each server and number of clients.")] = 2.0,
     rounds: Annotated[int, typer.Option(help="The median of so many is kept.")] = 3,
-    output: options.JsonFolder = None,
+    output: options.PlotFolder = None,
     commit: options.Commit = None,
 ) -> None:
     """Measure the inference service beside plain KServe, FastAPI by hand, and session.run alone.
@@ -189,4 +190,7 @@ def main(
         report.show_bars(verdicts)
         settings = {"seconds": seconds, "rounds": rounds, "cpus": os.cpu_count()}
         path = folder / f"serve-{report.machine_name(facts)}.json"
+        machine = facts.get("gpu") or f"{facts['cpu']}, {facts['cpu_cores']} cores"
+        figure = draw(rows, machine, path.with_suffix(".png"))
+        out.print(f"wrote {figure}", highlight=False, soft_wrap=True)
         report.write_json(path, "serve", facts, settings=settings, bars=verdicts, rows=rows)
