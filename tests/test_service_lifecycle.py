@@ -220,11 +220,10 @@ def test_what_waits_when_the_signal_comes_is_answered(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 4)
-        served.process.send_signal(signal.SIGTERM)
+        assert served.stop() == 0
         for thread in threads:
             thread.join(60)
         assert found == [200] * 4
-        assert served.process.wait(60) == 0
         assert any(line["message"] == "stopped" for line in served.log)
 
 
