@@ -4,46 +4,48 @@
 `torch.softmax`, a linear layer's bias) is only seen here. ONNX Runtime's own kernels can be far slower:
 a bfloat16 Add of an attention mask or a bias runs at a third of copy bandwidth on an H200, and in a BERT of
 12 layers these sums take longer than the matrix products (bench/results/encoder-nvidia-h200.json).
+
+Which operator an op takes the place of is read off its function body: one that is a single standard node on
+the op's inputs says that the two are the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
+from onnx.defs import get_schema
 
 from twinop.errors import ExportError
-from twinop.export.schema import DTYPE_NAMES
+from twinop.export.bodies import find_body
+from twinop.export.schema import DTYPE_NAMES, default_of
+from twinop.export.trace import CallSite, trace
 from twinop.record import DOMAIN, Record
 
-_Attributes = Callable[[Mapping[str, ir.Attr]], dict[str, Any]]
+
+@dataclass(frozen=True)
+class Standard:
+    """The standard operator that an op is another name of; `attributes`: the operator's -> the op's."""
+
+    op_type: str
+    attributes: Mapping[str, str]
 
 
-def _none(attributes: Mapping[str, ir.Attr]) -> dict[str, Any]:
-    return {}
-
-
-def _softmax(attributes: Mapping[str, ir.Attr]) -> dict[str, Any]:
-    return {"dim": attributes["axis"].as_int() if "axis" in attributes else -1}
-
-
-def _gelu(attributes: Mapping[str, ir.Attr]) -> dict[str, Any]:
-    return {"approximate": attributes["approximate"].as_string()} if "approximate" in attributes else {}
-
-
-STANDARD: dict[str, tuple[str, _Attributes]] = {
-    "relu": ("Relu", _none),
-    "gelu": ("Gelu", _gelu),
-    "sigmoid": ("Sigmoid", _none),
-    "tanh": ("Tanh", _none),
-    "softplus": ("Softplus", _none),
-    "exp": ("Exp", _none),
-    "log": ("Log", _none),
-    "add": ("Add", _none),
-    "mul": ("Mul", _none),
-    "pow": ("Pow", _none),
-    "softmax": ("Softmax", _softmax),
-}
-"""The standard operator that each op takes the place of, and how its attributes read there (opset 20 on)."""
+def standard_of(record: Record, opset: int = 20) -> Standard | None:
+    """The operator that the op's function body consists of; None where it is more than one node."""
+    body = find_body(record.name)
+    dtypes = next((dict(each) for each in record.combinations if "float32" in each.values()), None)
+    if body is None or dtypes is None or record.is_backward:
+        return None
+    defaults = {entry.name: default_of(entry) for entry in record.attributes}
+    call = CallSite(record.onnx_name, dtypes, frozenset(entry.name for entry in record.inputs), defaults)
+    nodes = list(trace(record, body, [call], opset))
+    inputs = [entry.name for entry in record.inputs]
+    if len(nodes) != 1 or [value and value.name for value in nodes[0].inputs] != inputs:
+        return None
+    given = nodes[0].attributes.values()
+    if not all(attribute.is_ref() for attribute in given):
+        return None
+    return Standard(nodes[0].op_type, {each.name: str(each.ref_attr_name) for each in given})
 
 
 def replace_nodes(
@@ -56,34 +58,38 @@ def replace_nodes(
 
     Args:
         model: with types of its values, as `torch.onnx.export` and shape inference give them.
-        ops: names of ops in `STANDARD`, such as "add" and "softmax".
+        ops: names of ops that are standard operators, such as "add" and "softmax".
         records: the ops by name; by default those that `twinop.torch_op` has loaded.
 
     Raises:
-        ExportError: an op has no standard operator here, or is not loaded.
+        ExportError: an op is not loaded, or is no standard operator.
     """
     if records is None:
         from twinop import torch_op
 
         records = torch_op.records()
+    opset = model.graph.opset_imports.get("", 20)
     by_type = {}
     for op in ops:
-        if op not in STANDARD or op not in records:
-            known = ", ".join(name for name in STANDARD if name in records)
+        standard = standard_of(records[op], opset) if op in records else None
+        if standard is None:
+            known = ", ".join(name for name, record in records.items() if standard_of(record, opset))
             raise ExportError(f"no standard operator is replaced by an op {op!r}; there are: {known}")
-        by_type[STANDARD[op][0]] = records[op], STANDARD[op][1]
+        by_type[standard.op_type] = records[op], standard
     replaced: dict[str, int] = {}
     for node in list(model.graph.all_nodes()):
         if node.domain in ("", "ai.onnx") and node.op_type in by_type:
-            record, attributes = by_type[node.op_type]
-            if _fits(node, record):
-                _replace(node, record, attributes(node.attributes))
+            record, standard = by_type[node.op_type]
+            if _fits(node, record, standard):
+                _replace(node, record, _attributes(node, standard, opset))
                 replaced[record.onnx_name] = replaced.get(record.onnx_name, 0) + 1
     return replaced
 
 
-def _fits(node: ir.Node, record: Record) -> bool:
+def _fits(node: ir.Node, record: Record, standard: Standard) -> bool:
     if len(node.inputs) != len(record.inputs) or all(_is_constant(value) for value in node.inputs):
+        return False
+    if not node.attributes.keys() <= standard.attributes.keys():
         return False
     dtypes = {}
     for entry, value in zip(record.inputs, node.inputs, strict=True):
@@ -100,15 +106,18 @@ def _is_constant(value: ir.Value | None) -> bool:
     return producer is not None and producer.op_type == "Constant"
 
 
-def _replace(node: ir.Node, record: Record, attributes: dict[str, Any]) -> None:
+def _attributes(node: ir.Node, standard: Standard, opset: int) -> list[ir.Attr]:
+    """The node's attributes under the op's names; what it leaves out has the operator's default."""
+    declared = get_schema(standard.op_type, opset).attributes
+    found = []
+    for theirs, ours in standard.attributes.items():
+        given = node.attributes.get(theirs) or ir.from_proto(declared[theirs].default_value)
+        found.append(ir.Attr(ours, given.type, given.value))
+    return found
+
+
+def _replace(node: ir.Node, record: Record, attributes: Sequence[ir.Attr]) -> None:
     graph = node.graph
     assert graph is not None
-    twin = ir.Node(
-        DOMAIN,
-        record.onnx_name,
-        node.inputs,
-        ir.convenience.convert_attributes(attributes),
-        num_outputs=1,
-        name=node.name,
-    )
+    twin = ir.Node(DOMAIN, record.onnx_name, node.inputs, attributes, num_outputs=1, name=node.name)
     ir.convenience.replace_nodes_and_values(graph, node, [node], [twin], node.outputs, twin.outputs)

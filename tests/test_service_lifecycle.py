@@ -228,7 +228,7 @@ def test_what_waits_when_the_signal_comes_is_answered(tmp_path: Path) -> None:
 
 
 def test_the_grace_time_ends_the_wait(tmp_path: Path) -> None:
-    place(tmp_path, "slow", slow(rounds=200_000))
+    place(tmp_path, "slow", slow(rounds=40_000))
     with serve(tmp_path, *QUICK, "--grace-seconds", "1") as served:
         connection = served.connect()
         body = json.dumps({"inputs": [ROW]}).encode()

@@ -1,6 +1,5 @@
 """What is packed: the model, its data files and its library, checked as far as that is possible here."""
 
-import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from twinop.deploy.libraries import choose_library
 from twinop.deploy.model import Model, load_model, tensors
 from twinop.deploy.pack.errors import PackError
 from twinop.deploy.service.datatypes import DATATYPES, datatype_of
+from twinop.deploy.service.library import checksum
 from twinop.errors import LibraryError
 from twinop.library import Library
 
@@ -45,7 +45,7 @@ class Contents:
 
     @property
     def library_sha256(self) -> str | None:
-        return sha256(self.library.path) if self.library is not None else None
+        return checksum(self.library.path) if self.library is not None else None
 
 
 def read_contents(path: Path, library: Path | None, gpu: bool | None, max_batch_size: int) -> Contents:
@@ -99,11 +99,6 @@ def needed_version(path: Path, name: str) -> tuple[int, ...]:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _wants_gpu(asked: bool | None, library: Library | None) -> bool:

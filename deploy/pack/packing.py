@@ -13,9 +13,10 @@ from typing import Any
 import jinja2
 
 import twinop
-from twinop.deploy.pack.contents import Contents, needed_version, read_contents, sha256
+from twinop.deploy.pack.contents import Contents, needed_version, read_contents
 from twinop.deploy.pack.errors import PackError
 from twinop.deploy.pack.requirements import pinned, runtime_version
+from twinop.deploy.service.library import checksum
 from twinop.deploy.service.settings import ModelSettings, Provider, checked
 from twinop.deploy.service.triton_config import write_config
 
@@ -284,8 +285,8 @@ def _manifest(options: Options, packed: Packed) -> dict[str, Any]:
         "twinop": twinop.__version__,
         "model": packed.name,
         "version": options.version,
-        "model_sha256": sha256(contents.model),
-        "data_sha256": {str(each): sha256(contents.model.parent / each) for each in contents.data},
+        "model_sha256": checksum(contents.model),
+        "data_sha256": {str(each): checksum(contents.model.parent / each) for each in contents.data},
         "library": packed.library,
         "library_sha256": contents.library_sha256,
         "custom_nodes": list(contents.custom_nodes),

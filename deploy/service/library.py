@@ -65,9 +65,14 @@ def _named(path: Path, folders: list[Path]) -> Path:
     return found
 
 
-def _require_checksum(path: Path, expected: str) -> None:
+def checksum(path: Path) -> str:
+    """A file's SHA-256 as hex digits."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _require_checksum(path: Path, expected: str) -> None:
+    found = checksum(path)
     if found != expected.lower():
         raise LibraryError(
             f"{path}: its SHA-256 is {found}, library_sha256 says {expected.lower()}: it is not the library "

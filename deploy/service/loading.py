@@ -17,7 +17,7 @@ from twinop.deploy.runner import Session
 from twinop.deploy.service.datatypes import datatype_of
 from twinop.deploy.service.folders import VersionFolder, config_of
 from twinop.deploy.service.instance import Instance, without_paths
-from twinop.deploy.service.library import library_for
+from twinop.deploy.service.library import checksum, library_for
 from twinop.deploy.service.settings import ModelSettings, Provider, ServerSettings, SettingsError
 from twinop.deploy.service.trial import compared, make_trial, missing_kernel, warm_up
 from twinop.errors import LibraryError, TwinopError
@@ -59,6 +59,7 @@ class LoadedModel:
     fallback: str | None
     custom_nodes: tuple[str, ...]
     body_nodes: tuple[str, ...]
+    library_sha256: str | None = None
     difference: str | None = None
     load_seconds: float = 0.0
 
@@ -78,6 +79,7 @@ class LoadedModel:
         if self.library is not None:
             parameters["library"] = self.library.path.name
             parameters["library_version"] = self.library.version
+            parameters["library_sha256"] = self.library_sha256 or ""
         return {
             "inputs": [_described(spec) for spec in self.inputs.values()],
             "outputs": [_described(spec) for spec in self.outputs.values()],
@@ -144,6 +146,7 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
         _counted(node.op_type for node in model.nodes if node.op_type in records),
         _counted(node.op_type for node in model.nodes if node.op_type not in records),
     )
+    loaded.library_sha256 = checksum(library.path) if library is not None else None
     _log_provider(loaded)
     _try(model, loaded, choice, len(sessions))
     return loaded
