@@ -122,6 +122,8 @@ struct Op {
 template <class F>
 inline constexpr int kRowInputs = F::RowInputs::kCount;
 template <class F>
+inline constexpr int kEarlyInputs = kRowInputs<F> - F::kLateInputs;
+template <class F>
 inline constexpr int kColumnInputs = F::ColumnInputs::kCount;
 template <class F>
 inline constexpr int kPhases = F::Phases::kCount;

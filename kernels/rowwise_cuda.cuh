@@ -16,7 +16,7 @@ template <class F, class S, class W>
 struct Launch {
   using T = Compute<S>;
   static constexpr int kWidth = kVectorBytes / sizeof(S);
-  static constexpr int kHeld = kRowInputs<F> - F::kLateInputs;
+  static constexpr int kHeld = kEarlyInputs<F>;
   static constexpr bool kSums = F::kColumnSums > 0;
   static constexpr HeldSettings kSettings = Held(kSums);
   // One 16-bit row, held in half the registers where that lets more blocks fit.
@@ -33,21 +33,20 @@ struct Launch {
       if (rows.inner != 1) return RunApart();
     }
     const bool aligned = Aligned();
+    constexpr int kVectors = kSettings.vectors;
     switch (ChooseLayout(rows, kWidth, kSettings)) {
       case Layout::kPart:
         return aligned ? RunHeld<8, 1, true>() : RunHeld<8, 1, false>();
       case Layout::kShort:
         return aligned ? RunHeld<32, 1, true>() : RunHeld<32, 1, false>();
       case Layout::kWarp:
-        return aligned ? RunHeld<32, kSettings.vectors, true>()
-                       : RunHeld<32, kSettings.vectors, false>();
+        return aligned ? RunHeld<32, kVectors, true>() : RunHeld<32, kVectors, false>();
       case Layout::kBlock:
         if constexpr (kPackable) {
-          if (aligned && BlockThreads(kSettings.vectors) >= kPackedThreads)
-            return RunHeld<0, kSettings.vectors, true, true>();
+          if (aligned && BlockThreads(kVectors) >= kPackedThreads)
+            return RunHeld<0, kVectors, true, true>();
         }
-        return aligned ? RunHeld<0, kSettings.vectors, true>()
-                       : RunHeld<0, kSettings.vectors, false>();
+        return aligned ? RunHeld<0, kVectors, true>() : RunHeld<0, kVectors, false>();
       case Layout::kWide:
         break;
     }
@@ -86,8 +85,11 @@ struct Launch {
       constexpr std::int64_t kRoom = kPartials * 8 / sizeof(T);  // in scratch memory
       blocks = std::min({blocks, std::int64_t{SumBlocks(threads)}, kRoom});
     }
-    Status status = LaunchKernel(HeldKernel<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>,
-                                 blocks, threads, call, functor, arguments, Partials());
+    using Held = HeldRows<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>;
+    const int bytes = kGroups * Held::RoomBytes(kLanes > 0 ? kLanes : threads);
+    Status status =
+        LaunchKernel(HeldKernel<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>,
+                     Grid{blocks, dim3(threads), 1, bytes}, call, functor, arguments, Partials());
     return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
   }
 
@@ -123,7 +125,7 @@ struct Launch {
                             kColumnInputs<F> * sizeof(W));
     if (aligned && settings.stages > 0) return RunWideFrom<Source::kRing>(settings);
     if (aligned) return RunWideFrom<Source::kAligned>(settings);
-    return RunWideFrom<Source::kShifted>(settings);
+    return RunWideFrom<Source::kMisaligned>(settings);
   }
 
   template <Source kSource>
@@ -139,6 +141,7 @@ struct Launch {
       bytes =
           SliceVectors(rows.columns, kWidth, settings.cluster) * kWidth *
           (kColumnInputs<F> * sizeof(W) + settings.groups * settings.stages * kHeld * sizeof(S));
+    if (kSource == Source::kMisaligned) bytes = WideRows<F, S, W, kSource>::RoomBytes(settings);
     Grid grid{settings.cluster, dim3(WideThreads(kSource)), 1, static_cast<int>(bytes),
               settings.cluster};
     int resident = 0;
@@ -149,7 +152,8 @@ struct Launch {
                                    settings, states);
     if constexpr (kSums) {
       if (launched.ok() && (arguments.sums[0] != nullptr || arguments.sums[1] != nullptr))
-        return kSource == Source::kShifted ? SumColumns<false>(states) : SumColumns<true>(states);
+        return kSource == Source::kMisaligned ? SumColumns<false>(states)
+                                              : SumColumns<true>(states);
     }
     return launched;
   }

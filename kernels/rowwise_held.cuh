@@ -20,29 +20,42 @@ class HeldRows {
   using Sum = Compute<S>;
   static constexpr int kWidth = kVectorBytes / sizeof(S);
   static constexpr int kInputs = kRowInputs<F>;
-  static constexpr int kHeld = kInputs - F::kLateInputs;
+  static constexpr int kHeld = kEarlyInputs<F>;
   static constexpr int kColumns = kColumnInputs<F>;
   static constexpr int kSums = F::kColumnSums;
   static constexpr int kGroups = kLanes > 0 ? kThreads / kLanes : 1;
 
-  template <class U>
-  using Loaded = std::conditional_t<kAligned, Vector<U, kWidth>, ShiftedVector<U, kWidth>>;
-  using RawRow = Loaded<S>[kHeld][kVectors];
-  using ColumnVectors = Loaded<W>[kColumns + 1];
+  using RawRow = Pieces<S, kVectors>[kHeld];
+  using ColumnVectors = Vector<W, kWidth>[kColumns + 1];
   using RowValues = Values<T, kInputs>[kVectors][kWidth];
+  using Results = Vector<S, kWidth>[F::kRowOutputs][kVectors];  // of a misaligned row
 
-  __device__ HeldRows(const F& functor, const Arguments<F, S, W>& arguments)
+  __device__ HeldRows(const F& functor, const Arguments<F, S, W>& arguments, unsigned char* room)
       : functor_(functor),
         arguments_(arguments),
         columns_(static_cast<int>(arguments.rows.columns)),
         lanes_(kLanes > 0 ? kLanes : static_cast<int>(blockDim.x)),
         lane_(static_cast<int>(kLanes > 0 ? threadIdx.x % kLanes : threadIdx.x)),
-        group_(kLanes > 0 ? threadIdx.x / kLanes : 0) {}
+        group_(kLanes > 0 ? threadIdx.x / kLanes : 0),
+        whole_(!kAligned && __all_sync(0xFFFFFFFFu, Left(kVectors - 1) >= 2 * kWidth)),
+        room_(Remembered(room) + group_ * RoomBytes(lanes_)) {}
+
+  // Of shared memory, for each group of threads: one row at a time, where it is misaligned.
+  static constexpr __host__ __device__ int RoomBytes(int lanes) {
+    return kAligned ? 0 : Stretch<S>::RoomVectors(lanes * kVectors) * kVectorBytes;
+  }
+
+  // Hides what the address is made of: the compiler would make it anew for each access.
+  static __device__ __forceinline__ unsigned char* Remembered(unsigned char* shared) {
+    std::uint32_t address = hopper::SharedAddress(shared);
+    asm("" : "+r"(address));
+    return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
+  }
 
   // A row for each group of threads.
   __device__ __forceinline__ void RunOnce() {
     const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kGroups + group_;
-    const bool exists = row < arguments_.rows.count;
+    const bool exists = (kLanes == 0 && !kAligned) || row < arguments_.rows.count;
     RawRow raw = {};
     if (exists) LoadRow(row, raw);
     Row(row, exists, raw, [] {});
@@ -62,9 +75,7 @@ class HeldRows {
       const std::int64_t row = first + group_;
       RawRow raw;
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j)
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) raw[j][k] = next[j][k];
+      for (int j = 0; j < kHeld; ++j) raw[j] = next[j];
       Row(row, row < count, raw, [&] {
         if (row + stride < count) LoadRow(row + stride, next);
       });
@@ -77,73 +88,104 @@ class HeldRows {
   // or all where tensors are aligned.
   __device__ __forceinline__ int Column(int k) const { return (k * lanes_ + lane_) * kWidth; }
   __device__ __forceinline__ int Left(int k) const { return columns_ - Column(k); }
-  __device__ __forceinline__ bool Has(int k, int i) const { return kAligned || Left(k) > i; }
 
-  // A row, or a value for each column, of a tensor.
-  template <class U>
-  struct Place {
-    const U* row;
-    Span<U> tensor;
-  };
-  __device__ __forceinline__ Place<S> Input(int j, std::int64_t row) const {
-    const S* const input = arguments_.inputs[j];
-    const std::int64_t stride = arguments_.strides[j];
-    return {input + row * stride, {input, input + (arguments_.rows.count - 1) * stride + columns_}};
-  }
-  __device__ __forceinline__ Place<W> ColumnInput(int c) const {
-    const W* const column = arguments_.columns[c];
-    return {column, {column, column + columns_}};
-  }
-
-  template <class U>
-  __device__ __forceinline__ void Load(const Place<U>& place, int k, Loaded<U>* loaded) const {
-    if constexpr (kAligned) {
-      if (Left(k) > 0) LoadAligned(place.row + Column(k), loaded);
+  // body(k, whole) for each vector that this thread has; whole: all its elements are the row's. Of
+  // misaligned rows most warps have whole vectors only, which spares them all comparisons.
+  template <class Body>
+  __device__ __forceinline__ void ForEachVector(bool exists, const Body& body) const {
+    if (!kAligned && whole_) {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) body(k, std::true_type{});
     } else {
-      loaded->Load(place.row + Column(k), min(Left(k), kWidth), place.tensor);
-    }
-  }
-  template <class U>
-  __device__ __forceinline__ void Get(const Loaded<U>& loaded, const Place<U>& place, int left,
-                                      int k, T (&values)[kWidth]) const {
-    if constexpr (kAligned) {
-      Unpack(loaded, values);
-    } else {
-      Unpack(loaded.Get(place.row + Column(k), min(left, kWidth), place.tensor), values);
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k)
+        if (exists && Left(k) > 0) body(k, std::bool_constant<kAligned>{});
     }
   }
 
+  __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
+    return arguments_.inputs[j] + row * arguments_.strides[j];
+  }
+  __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
+    return arguments_.outputs[o] + row * arguments_.rows.columns;
+  }
+
+  template <bool kPlain, class U>
+  __device__ __forceinline__ void Load(const U* row, int k, Vector<U, kWidth>* vector) const {
+    if constexpr (kAligned) {
+      if (Left(k) > 0) LoadAligned(row + Column(k), vector);
+    } else if constexpr (kPlain) {
+      LoadAligned(row + Column(k), vector);
+    } else {
+      LoadAnywhere(row + Column(k), Left(k), vector);
+    }
+  }
+
+  // A misaligned row as it lies in memory; Realign gives each thread its vectors.
   __device__ __forceinline__ void LoadRow(std::int64_t row, RawRow& raw) const {
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k)
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) Load(Input(j, row), k, &raw[j][k]);
+    for (int j = 0; j < kHeld; ++j) {
+      if constexpr (kAligned) {
+#pragma unroll  // (of two branches, each would wait for its loads)
+        for (int k = 0; k < kVectors; ++k)
+          if (Left(k) > 0) LoadAligned(Input(j, row) + Column(k), &raw[j].vectors[k]);
+      } else {
+        InRoom(Input(j, row), true).Load(&raw[j]);
+      }
+    }
   }
 
-  __device__ __forceinline__ bool AllPresent() const {
-    bool present = true;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) present = present && arguments_.columns[c] != nullptr;
-    return present;
+  __device__ __forceinline__ Stretch<S> InRoom(const S* row, bool exists) const {
+    return {row, exists ? columns_ : 0, lane_, lanes_, whole_ && exists, room_};
+  }
+  __device__ __forceinline__ void SyncRoom() const {
+    if constexpr (kLanes > 0) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
   }
 
-  template <bool kAllPresent>
+  __device__ __forceinline__ void Realign(std::int64_t row, bool exists, RawRow& raw) const {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const Stretch<S> stretch = InRoom(Input(j, row), exists);
+      if (j > 0 || kSums > 0) SyncRoom();
+      stretch.Put(raw[j]);
+      SyncRoom();
+      stretch.Get(&raw[j]);
+    }
+  }
+
+  // Whether there is nothing to ask before this thread's part of the column inputs is loaded.
+  __device__ __forceinline__ bool PlainColumns() const {
+    bool plain = kAligned || whole_;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const auto place = reinterpret_cast<std::uintptr_t>(arguments_.columns[c]);
+      plain = plain && place != 0 && (kAligned || place % kVectorBytes == 0);
+    }
+    return plain;
+  }
+
+  template <bool kPlain>
   __device__ __forceinline__ void LoadColumns(int k, ColumnVectors& columns) const {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       columns[c] = {};
-      if (kAllPresent || arguments_.columns[c] != nullptr) Load(ColumnInput(c), k, &columns[c]);
+      if (kPlain || arguments_.columns[c] != nullptr)
+        Load<kPlain>(arguments_.columns[c], k, &columns[c]);
     }
   }
 
-  template <bool kAllPresent>
-  __device__ __forceinline__ void ColumnValues(const ColumnVectors& columns, int k,
+  template <bool kPlain>
+  __device__ __forceinline__ void ColumnValues(const ColumnVectors& columns,
                                                Values<T, kColumns> (&values)[kWidth]) const {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const bool absent = !kAllPresent && arguments_.columns[c] == nullptr;
+      const bool absent = !kPlain && arguments_.columns[c] == nullptr;
       T unpacked[kWidth];
-      Get(columns[c], ColumnInput(c), absent ? 0 : Left(k), k, unpacked);
+      Unpack(columns[c], unpacked);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) values[i][c] = absent ? T(functor_.Neutral(c)) : unpacked[i];
     }
@@ -151,19 +193,17 @@ class HeldRows {
 
   // The values of the row's k-th vector as the phases before kPhase leave them.
   template <int kPhase>
-  __device__ __forceinline__ void VectorValues(const F& functor, std::int64_t row, bool exists,
-                                               const RawRow& raw, int k,
+  __device__ __forceinline__ void VectorValues(const F& functor, const RawRow& raw, int k,
                                                Values<T, kInputs> (&values)[kWidth]) const {
 #pragma unroll
     for (int j = 0; j < kInputs; ++j) {
       T unpacked[kWidth];
-      if (j < kHeld)
-        Get(raw[j < kHeld ? j : 0][k], Input(j, row), exists ? Left(k) : 0, k, unpacked);
+      if (j < kHeld) Unpack(raw[j < kHeld ? j : 0].vectors[k], unpacked);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) values[i][j] = j < kHeld ? unpacked[i] : T(0);
     }
     Values<T, kColumns> columns[kWidth] = {};
-    if constexpr (kSums > 0) ColumnValues<false>(held_columns_[k], k, columns);
+    if constexpr (kSums > 0) ColumnValues<false>(held_columns_[k], columns);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) Replay<kPhase, S>(functor, values[i], columns[i]);
   }
@@ -174,7 +214,7 @@ class HeldRows {
 #pragma unroll
       for (auto& input : raw)
 #pragma unroll
-        for (auto& vector : input)
+        for (auto& vector : input.vectors)
 #pragma unroll
           for (auto& word : vector.words) asm volatile("" : "+r"(word));
     }
@@ -186,46 +226,46 @@ class HeldRows {
                                       const LoadNext& load_next) {
     F functor = functor_;
     RowValues values;
+    if constexpr (!kAligned) Realign(row, exists, raw);
     if constexpr (!kPacked) {
 #pragma unroll
-      for (int k = 0; k < kVectors; ++k) VectorValues<0>(functor, row, exists, raw, k, values[k]);
+      for (int k = 0; k < kVectors; ++k) VectorValues<0>(functor, raw, k, values[k]);
     }
     load_next();
-    Reduce(&functor, values, row, exists, raw, std::make_index_sequence<kPhases<F>>{});
-    // Without branches around the loads where there is nothing to ask.
-    if (AllPresent()) {
-      Write<true>(functor, values, row, exists, raw);
+    Reduce(&functor, values, exists, raw, std::make_index_sequence<kPhases<F>>{});
+    Results results;
+    if (PlainColumns()) {
+      Write<true>(functor, values, row, exists, raw, results);
     } else {
-      Write<false>(functor, values, row, exists, raw);
+      Write<false>(functor, values, row, exists, raw, results);
     }
+    if constexpr (!kAligned) StoreMisaligned(row, exists, results);
   }
 
   template <std::size_t... kPhase>
-  __device__ __forceinline__ void Reduce(F* functor, RowValues& values, std::int64_t row,
-                                         bool exists, RawRow& raw, std::index_sequence<kPhase...>) {
-    (ReducePhase<static_cast<int>(kPhase)>(functor, values, row, exists, raw), ...);
+  __device__ __forceinline__ void Reduce(F* functor, RowValues& values, bool exists, RawRow& raw,
+                                         std::index_sequence<kPhase...>) {
+    (ReducePhase<static_cast<int>(kPhase)>(functor, values, exists, raw), ...);
   }
 
   template <int kPhase>
-  __device__ __forceinline__ void ReducePhase(F* functor, RowValues& values, std::int64_t row,
-                                              bool exists, RawRow& raw) {
+  __device__ __forceinline__ void ReducePhase(F* functor, RowValues& values, bool exists,
+                                              RawRow& raw) {
     constexpr Reduction kOp = F::Phases::At(kPhase);
     using Total = Terms<F, T, kPhase>;
     ThreadTotals<kOp, Total, kWidth> totals;
     Forget(raw);
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      if (!exists || Left(k) <= 0) continue;
-      if constexpr (kPacked) VectorValues<kPhase>(*functor, row, exists, raw, k, values[k]);
+    ForEachVector(exists, [&](int k, auto whole) {
+      if constexpr (kPacked) VectorValues<kPhase>(*functor, raw, k, values[k]);
       // Of the phases, only those of ops that sum columns look at the column inputs.
       Values<T, kColumns> columns[kWidth];
-      if constexpr (kSums > 0) ColumnValues<false>(held_columns_[k], k, columns);
+      if constexpr (kSums > 0) ColumnValues<false>(held_columns_[k], columns);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const Total term = functor->Term(Phase<kPhase>{}, values[k][i], columns[i]);
-        if (Has(k, i)) totals.Add(i, term);
+        if (whole || i < Left(k)) totals.Add(i, term);
       }
-    }
+    });
     Total total = totals.Sum();
     if constexpr (kLanes > 0) {
       total = ReduceLanes<kLanes, kOp>(total);
@@ -236,33 +276,33 @@ class HeldRows {
     functor->Finish(Phase<kPhase>{}, total);
   }
 
-  template <bool kAllPresent>
+  template <bool kPlain>
   __device__ __forceinline__ void Write(const F& functor, RowValues& values, std::int64_t row,
-                                        bool exists, RawRow& raw) {
+                                        bool exists, RawRow& raw, Results& results) {
     Forget(raw);
     // The column inputs are loaded here, one vector ahead: registers for all of them would cost
     // rows in flight.
     ColumnVectors next;
-    if constexpr (kSums == 0) LoadColumns<kAllPresent>(0, next);
+    if constexpr (kSums == 0) LoadColumns<kPlain>(0, next);
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if constexpr (kPacked) VectorValues<kPhases<F>>(functor, row, exists, raw, k, values[k]);
+      if constexpr (kPacked) VectorValues<kPhases<F>>(functor, raw, k, values[k]);
 #pragma unroll
       for (int j = kHeld; j < kInputs; ++j) {
         if (arguments_.inputs[j] == nullptr || !exists) continue;
-        Loaded<S> late{};
-        Load(Input(j, row), k, &late);
+        Vector<S, kWidth> late{};
+        Load<false>(Input(j, row), k, &late);
         T unpacked[kWidth];
-        Get(late, Input(j, row), Left(k), k, unpacked);
+        Unpack(late, unpacked);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) values[k][i][j] = unpacked[i];
       }
       Values<T, kColumns> columns[kWidth];
       if constexpr (kSums > 0) {
-        ColumnValues<false>(held_columns_[k], k, columns);
+        ColumnValues<false>(held_columns_[k], columns);
       } else {
-        ColumnValues<kAllPresent>(next, k, columns);
-        if (k + 1 < kVectors) LoadColumns<kAllPresent>(k + 1, next);
+        ColumnValues<kPlain>(next, columns);
+        if (k + 1 < kVectors) LoadColumns<kPlain>(k + 1, next);
       }
       T out[F::kRowOutputs][kWidth];
 #pragma unroll
@@ -280,15 +320,25 @@ class HeldRows {
 #pragma unroll
       for (int o = 0; o < F::kRowOutputs; ++o) {
         if (arguments_.outputs[o] == nullptr) continue;
-        S* const place = arguments_.outputs[o] + row * arguments_.rows.columns + Column(k);
         if constexpr (kAligned) {
-          if (exists && Left(k) > 0) StoreAligned(Pack<S>(out[o]), place);
+          if (exists && Left(k) > 0) StoreAligned(Pack<S>(out[o]), Output(o, row) + Column(k));
         } else {
-          constexpr int kNeighbours = kLanes > 0 ? kLanes : 32;
-          StoreShifted(Pack<S>(out[o]), place, exists ? Left(k) : 0, lane_ % kNeighbours,
-                       kNeighbours);
+          results[o][k] = Pack<S>(out[o]);
         }
       }
+    }
+  }
+
+  __device__ __forceinline__ void StoreMisaligned(std::int64_t row, bool exists,
+                                                  Results& results) const {
+#pragma unroll
+    for (int o = 0; o < F::kRowOutputs; ++o) {
+      if (arguments_.outputs[o] == nullptr) continue;
+      const Stretch<S> stretch = InRoom(Output(o, row), exists);
+      if (o > 0 || kLanes > 0) SyncRoom();  // (a block's reduction was a barrier)
+      stretch.PutOwned(results[o]);
+      SyncRoom();
+      stretch.Store(results[o], Output(o, row));
     }
   }
 
@@ -328,6 +378,9 @@ class HeldRows {
   const F& functor_;
   const Arguments<F, S, W>& arguments_;
   const int columns_, lanes_, lane_, group_;
+  // Misaligned: all threads of the warp have whole vectors, and another one follows each.
+  const bool whole_;
+  unsigned char* const room_;
   ColumnVectors held_columns_[kVectors] = {};
   Sum sums_[kSums + 1][kVectors][kWidth] = {};
 };
@@ -336,7 +389,8 @@ template <class F, class S, class W, int kLanes, int kVectors, int kThreads, boo
           bool kAligned>
 __global__ void __launch_bounds__(kThreads, HeldThreads(F::kColumnSums > 0, kPacked) / kThreads)
     HeldKernel(F functor, Arguments<F, S, W> arguments, Compute<S>* partials) {
-  HeldRows<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned> rows(functor, arguments);
+  extern __shared__ __align__(128) unsigned char memory[];
+  HeldRows<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned> rows(functor, arguments, memory);
   if constexpr (F::kColumnSums > 0) {
     rows.RunAndSum(partials);
   } else {

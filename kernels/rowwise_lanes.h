@@ -50,8 +50,6 @@ TWINOP_INLINE T Fold(T (&totals)[kLanes]) {
   return totals[0];
 }
 
-template <class F>
-inline constexpr int kEarlyInputs = kRowInputs<F> - F::kLateInputs;
 // The phase that leaves the row's values in memory for what comes after it, if the row is held: the
 // first where reading costs more than an access, else the last.
 template <class F, class S>

@@ -13,7 +13,7 @@
 
 namespace twinop::rowwise {
 
-enum class Source { kRing, kAligned, kShifted };
+enum class Source { kRing, kAligned, kMisaligned };
 
 inline constexpr int kMaxStages = 32;
 inline constexpr int kMaxGroups = 8;
@@ -34,9 +34,10 @@ class WideRows {
   using Storage = WideStorage<F, S, W>;
   static constexpr int kWidth = kVectorBytes / sizeof(S);
   static constexpr int kInputs = kRowInputs<F>;
-  static constexpr int kHeld = kInputs - F::kLateInputs;
+  static constexpr int kHeld = kEarlyInputs<F>;
   static constexpr int kColumns = kColumnInputs<F>;
   static constexpr int kPhaseCount = kPhases<F>;
+  static constexpr int kBatch = kHeld == 1 ? 4 : 2;  // vectors of a thread
 
   __device__ WideRows(const F& functor, const Arguments<F, S, W>& arguments,
                       const WideSettings& settings, Storage* storage, unsigned char* memory)
@@ -55,8 +56,14 @@ class WideRows {
     length_ = min(slice, columns - begin_);
     columns_ = reinterpret_cast<W*>(memory);
     column_stride_ = slice;
-    ring_ = memory + slice * kColumns * sizeof(W);
+    ring_ = memory + (kSource == Source::kRing ? slice * kColumns * sizeof(W) : 0);
     stage_elements_ = slice;
+  }
+
+  // Of shared memory, for misaligned rows: a batch of each group.
+  static constexpr __host__ __device__ int RoomBytes(const WideSettings& settings) {
+    const int vectors = kBatch * kWideThreads / settings.groups;
+    return settings.groups * Stretch<S>::RoomVectors(vectors) * kVectorBytes;
   }
 
   __device__ __forceinline__ void Run(F* states) {
@@ -139,7 +146,6 @@ class WideRows {
 
   // This thread's vectors of the slice, kBatch at a time, all of them loaded before the first is
   // used.
-  static constexpr int kBatch = kHeld == 1 ? 4 : 2;
   struct Batch {
     Vector<S, kWidth> row[kHeld][kBatch];
     Vector<W, kWidth> columns[kColumns + 1][kBatch];
@@ -152,7 +158,7 @@ class WideRows {
     const std::int64_t vectors = (length_ + kWidth - 1) / kWidth;
     const int batch = kBatch * threads_;
     std::int64_t start = 0;
-    if (kSource != Source::kShifted)
+    if (kSource != Source::kMisaligned)
       for (; start + batch <= vectors; start += batch) body(start + thread_, std::true_type{});
     for (; start < vectors; start += batch) body(start + thread_, std::false_type{});
   }
@@ -163,29 +169,50 @@ class WideRows {
   }
 
   template <bool kWhole, class U>
-  __device__ __forceinline__ void Load(const U* slice, const Span<U>& tensor, std::int64_t first,
+  __device__ __forceinline__ void Load(const U* slice, std::int64_t first,
                                        Vector<U, kWidth> (&vectors)[kBatch]) const {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const U* const place = slice + (first + b * threads_) * kWidth;
-      const std::int64_t left = Left(first, b);
-      if constexpr (kSource == Source::kShifted) {
-        const int count = left < kWidth ? static_cast<int>(left) : kWidth;
-        ShiftedVector<U, kWidth> shifted = {};
-        shifted.Load(place, count, tensor);
-        vectors[b] = shifted.Get(place, count, tensor);
-      } else if (kWhole || left > 0) {
+      if constexpr (kSource == Source::kMisaligned) {
+        LoadAnywhere(place, static_cast<int>(min(Left(first, b), std::int64_t{kWidth})),
+                     &vectors[b]);
+      } else if (kWhole || Left(first, b) > 0) {
         LoadAligned(place, &vectors[b]);
       }
     }
   }
 
-  template <bool kWhole>
-  __device__ __forceinline__ void LoadInput(int j, std::int64_t row, std::int64_t first,
-                                            Vector<S, kWidth> (&vectors)[kBatch]) const {
-    const S* const input = arguments_.inputs[j];
-    const std::int64_t last = (arguments_.rows.count - 1) * arguments_.strides[j];
-    Load<kWhole>(Input(j, row), {input, input + last + arguments_.rows.columns}, first, vectors);
+  // The batch's part of a misaligned row, in this group's share of shared memory.
+  __device__ __forceinline__ Stretch<S> InRoom(const S* slice, std::int64_t first) const {
+    const std::int64_t left = length_ - (first - thread_) * kWidth;
+    const int batch = kBatch * threads_ * kWidth;
+    return {slice + (first - thread_) * kWidth,
+            static_cast<int>(min(left, std::int64_t{batch})),
+            thread_,
+            threads_,
+            left >= batch + kWidth,
+            ring_ + group_ * Stretch<S>::RoomVectors(kBatch * threads_) * kVectorBytes};
+  }
+  __device__ __forceinline__ void SyncGroup() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group_), "r"(threads_) : "memory");
+  }
+
+  __device__ __forceinline__ void LoadMisaligned(std::int64_t row, std::int64_t first,
+                                                 Batch* batch) const {
+    Pieces<S, kBatch> pieces[kHeld];
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) InRoom(Input(j, row), first).Load(&pieces[j]);
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const Stretch<S> stretch = InRoom(Input(j, row), first);
+      SyncGroup();
+      stretch.Put(pieces[j]);
+      SyncGroup();
+      stretch.Get(&pieces[j]);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) batch->row[j][b] = pieces[j].vectors[b];
+    }
   }
 
   template <bool kWhole, bool kWithColumns>
@@ -195,22 +222,22 @@ class WideRows {
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
       if constexpr (kSource == Source::kRing) {
-        Load<kWhole>(static_cast<const S*>(Stage(stage, j)), {}, first, batch.row[j]);
-      } else {
-        LoadInput<kWhole>(j, row, first, batch.row[j]);
+        Load<kWhole>(static_cast<const S*>(Stage(stage, j)), first, batch.row[j]);
+      } else if constexpr (kSource == Source::kAligned) {
+        Load<kWhole>(Input(j, row), first, batch.row[j]);
       }
     }
+    if constexpr (kSource == Source::kMisaligned) LoadMisaligned(row, first, &batch);
     if constexpr (kWithColumns) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const W* const column = arguments_.columns[c];
         if (column == nullptr) continue;
         if constexpr (kSource == Source::kRing) {
-          Load<kWhole>(static_cast<const W*>(columns_ + c * column_stride_), {}, first,
+          Load<kWhole>(static_cast<const W*>(columns_ + c * column_stride_), first,
                        batch.columns[c]);
         } else {
-          Load<kWhole>(column + begin_, {column, column + arguments_.rows.columns}, first,
-                       batch.columns[c]);
+          Load<kWhole>(column + begin_, first, batch.columns[c]);
         }
       }
     }
@@ -292,7 +319,7 @@ class WideRows {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
           const Total term = functor->Term(Phase<kPhase>{}, values.row[i], values.columns[i]);
-          if (kSource != Source::kShifted || i < Left(first, b)) totals.Add(i, term);
+          if (kSource != Source::kMisaligned || i < Left(first, b)) totals.Add(i, term);
         }
       }
     });
@@ -312,7 +339,7 @@ class WideRows {
     Vector<S, kWidth> late[F::kLateInputs + 1][kBatch] = {};
 #pragma unroll
     for (int j = kHeld; j < kInputs; ++j)
-      if (arguments_.inputs[j] != nullptr) LoadInput<kWhole>(j, row, first, late[j - kHeld]);
+      if (arguments_.inputs[j] != nullptr) Load<kWhole>(Input(j, row), first, late[j - kHeld]);
     T out[F::kRowOutputs][kBatch][kWidth];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
@@ -335,15 +362,20 @@ class WideRows {
     for (int o = 0; o < F::kRowOutputs; ++o) {
       if (arguments_.outputs[o] == nullptr) continue;
       S* const slice = arguments_.outputs[o] + row * arguments_.rows.columns + begin_;
+      if constexpr (kSource == Source::kMisaligned) {
+        Vector<S, kWidth> results[kBatch];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        S* const place = slice + (first + b * threads_) * kWidth;
-        if constexpr (kSource == Source::kShifted) {
-          StoreShifted(Pack<S>(out[o][b]), place, Left(first, b),
-                       static_cast<int>(threadIdx.x) % 32, 32);
-        } else if (kWhole || Left(first, b) > 0) {
-          StoreAligned(Pack<S>(out[o][b]), place);
-        }
+        for (int b = 0; b < kBatch; ++b) results[b] = Pack<S>(out[o][b]);
+        const Stretch<S> stretch = InRoom(slice, first);
+        SyncGroup();
+        stretch.PutOwned(results);
+        SyncGroup();
+        stretch.Store(results, slice + (first - thread_) * kWidth);
+      } else {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b)
+          if (kWhole || Left(first, b) > 0)
+            StoreAligned(Pack<S>(out[o][b]), slice + (first + b * threads_) * kWidth);
       }
     }
   }
