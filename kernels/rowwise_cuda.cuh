@@ -18,7 +18,7 @@ struct Launch {
   static constexpr int kWidth = kVectorBytes / sizeof(S);
   static constexpr int kHeld = kEarlyInputs<F>;
   static constexpr bool kSums = F::kColumnSums > 0;
-  static constexpr HeldSettings kSettings = Held(kSums);
+  static constexpr HeldSettings kSettings = Held(kSums, kHeld == 1 && sizeof(S) == 4);
   // One 16-bit row, held in half the registers where that lets more blocks fit.
   static constexpr bool kPackable = !kSums && kHeld == 1 && sizeof(S) == 2;
 
@@ -47,6 +47,17 @@ struct Launch {
             return RunHeld<0, kVectors, true, true>();
         }
         return aligned ? RunHeld<0, kVectors, true>() : RunHeld<0, kVectors, false>();
+      case Layout::kLong:
+        if constexpr (kSettings.long_vectors > kVectors) {
+          int architecture = 0;
+          Status status = Architecture(&architecture);
+          if (!status.ok()) return status;
+          // (sm_75 has not the shared memory that a misaligned one goes through.)
+          if (architecture >= 80)
+            return aligned ? RunHeld<0, kSettings.long_vectors, true>()
+                           : RunHeld<0, kSettings.long_vectors, false>();
+        }
+        break;
       case Layout::kWide:
         break;
     }
@@ -113,11 +124,15 @@ struct Launch {
     return {};
   }
 
+  static Status Architecture(int* value) {
+    return KernelArchitecture<WideKernel<F, S, W, Source::kRing>>(value);
+  }
+
   // ---------------------------------------------------------------------------------- wide rows
 
   Status RunWide(bool aligned) const {
     int architecture = 0;
-    Status status = KernelArchitecture<WideKernel<F, S, W, Source::kRing>>(&architecture);
+    Status status = Architecture(&architecture);
     if (!status.ok()) return status;
     WideSettings settings{1, 1, 0};
     if (architecture >= 90)

@@ -55,7 +55,11 @@ class HeldRows {
   // A row for each group of threads.
   __device__ __forceinline__ void RunOnce() {
     const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kGroups + group_;
-    const bool exists = (kLanes == 0 && !kAligned) || row < arguments_.rows.count;
+    // A block's row exists. But where column inputs are loaded, knowing it costs registers
+    // (float32, 8192 x 16384, share of the copy's speed: layer norm 0.92, not knowing it 0.98;
+    // softmax 0.98, not knowing it 0.92).
+    constexpr bool kKnown = kLanes == 0 && (kColumns == 0 || !kAligned);
+    const bool exists = kKnown || row < arguments_.rows.count;
     RawRow raw = {};
     if (exists) LoadRow(row, raw);
     Row(row, exists, raw, [] {});
