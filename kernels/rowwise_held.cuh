@@ -389,9 +389,13 @@ class HeldRows {
   Sum sums_[kSums + 1][kVectors][kWidth] = {};
 };
 
+template <class F, int kThreads, bool kPacked>
+inline constexpr int kHeldBlocks =
+    HeldThreads(F::kColumnSums > 0, kPacked && (kEarlyInputs<F> == 1)) / kThreads;
+
 template <class F, class S, class W, int kLanes, int kVectors, int kThreads, bool kPacked,
           bool kAligned>
-__global__ void __launch_bounds__(kThreads, HeldThreads(F::kColumnSums > 0, kPacked) / kThreads)
+__global__ void __launch_bounds__(kThreads, kHeldBlocks<F, kThreads, kPacked>)
     HeldKernel(F functor, Arguments<F, S, W> arguments, Compute<S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   HeldRows<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned> rows(functor, arguments, memory);

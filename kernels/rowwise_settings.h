@@ -51,9 +51,9 @@ inline Layout ChooseLayout(const Rows& rows, int width, HeldSettings held) {
 }
 
 // Threads at work on a multiprocessor: at 64 registers each, at 128 with sums of the columns, at 40
-// where rows are held packed.
-constexpr int HeldThreads(bool column_sums, bool packed) {
-  return column_sums ? 512 : packed ? 1536 : 1024;
+// where one row is held packed.
+constexpr int HeldThreads(bool column_sums, bool one_packed) {
+  return column_sums ? 512 : one_packed ? 1536 : 1024;
 }
 
 // Few large blocks on a multiprocessor wait together: from so many threads a row on, rows are
