@@ -82,7 +82,7 @@ __device__ __forceinline__ void BulkLoad(void* shared, const void* global, std::
 template <class T>
 __device__ __forceinline__ void Send(const T& value, T* place, Barrier* barrier, int rank) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
-  std::uint32_t remote_place = 0, remote_barrier = 0;
+  [[maybe_unused]] std::uint32_t remote_place = 0, remote_barrier = 0;
   TWINOP_HOPPER_ASM(
       "mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_place) : "r"(SharedAddress(place)),
       "r"(rank));

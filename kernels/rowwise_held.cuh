@@ -2,6 +2,7 @@
 // the first use, reduces and writes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/rowwise_access.cuh"
@@ -389,9 +390,17 @@ class HeldRows {
   Sum sums_[kSums + 1][kVectors][kWidth] = {};
 };
 
+// What a multiprocessor of sm_75 takes, and what the smallest of the later ones do.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+inline constexpr int kMostThreads = 1024;
+#else
+inline constexpr int kMostThreads = 1536;
+#endif
+
 template <class F, int kThreads, bool kPacked>
 inline constexpr int kHeldBlocks =
-    HeldThreads(F::kColumnSums > 0, kPacked && (kEarlyInputs<F> == 1)) / kThreads;
+    std::min(HeldThreads(F::kColumnSums > 0, kPacked && (kEarlyInputs<F> == 1)), kMostThreads) /
+    kThreads;
 
 template <class F, class S, class W, int kLanes, int kVectors, int kThreads, bool kPacked,
           bool kAligned>
