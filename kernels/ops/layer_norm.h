@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/math.h"
-#include "kernels/norm_derivative.h"
+#include "kernels/norm.h"
 #include "kernels/rowwise.h"
 
 namespace twinop {
@@ -128,7 +128,7 @@ struct LayerNormBackward : rowwise::Op<3, 1> {
   TWINOP_INLINE T Xhat(const Row& row) const { return (row[1] - mean) * rstd; }
 };
 
-// For the second derivative (kernels/norm_derivative.h).
+// For the second derivative (kernels/norm.h).
 #define TWINOP_NORMED "layer_norm(x, None, None, axis, eps)"
 #define TWINOP_PULLED(v) \
   "layer_norm_backward((" v ").to(x.dtype), x, None, None, None, axis, eps)[0]"
@@ -139,8 +139,7 @@ struct LayerNormBackward : rowwise::Op<3, 1> {
 // clang-format off
 TWINOP_OP(layer_norm,
           Record("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, int axis=-1, float eps=1e-5) -> Tensor")
-              .dtypes("float32; float16; bfloat16; float64; "
-                      "float16 weight=float32 bias=float32; bfloat16 weight=float32 bias=float32")
+              .dtypes(kNormDtypes)
               .rows("axis:")
               .input_shapes("weight = x[axis:]; bias = x[axis:]")
               .limits("axis of x; eps >= 0")
@@ -151,8 +150,7 @@ TWINOP_OP(layer_norm,
 TWINOP_OP(add_layer_norm,
           Record("add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, float eps=1e-5)"
                  " -> (Tensor y, Tensor sum)")
-              .dtypes("float32; float16; bfloat16; float64; "
-                      "float16 weight=float32 bias=float32; bfloat16 weight=float32 bias=float32")
+              .dtypes(kNormDtypes)
               .rows("-1")
               .input_shapes("residual = x; weight = x[-1:]; bias = x[-1:]")
               .limits("eps >= 0")
@@ -161,20 +159,11 @@ TWINOP_OP(add_layer_norm,
                         "residual = grad_x"),
           rowwise::Cpu<AddLayerNorm>, rowwise::Cuda<AddLayerNorm>)
 
-// An absent weight or bias has an empty gradient.
 TWINOP_OP(layer_norm_backward,
-          Record("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight=None, Tensor? bias=None, "
-                 "Tensor? grad_sum=None, int axis=-1, float eps=1e-5)"
-                 " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)")
-              .dtypes("float32; float16; bfloat16; float64; "
-                      "float16 weight=float32 bias=float32 grad_weight=float32 grad_bias=float32; "
-                      "bfloat16 weight=float32 bias=float32 grad_weight=float32 grad_bias=float32")
-              .rows("axis:")
-              .input_shapes("x = grad_y; weight = grad_y[axis:]; bias = grad_y[axis:]; grad_sum = grad_y")
-              .limits("axis of grad_y; eps >= 0")
-              .shapes("grad_weight = weight; grad_bias = bias")
-              .scratch(TWINOP_COLUMN_SUMS_SCRATCH("grad_y", "axis"))
-              .gradient(TWINOP_NORM_SECOND_DERIVATIVE),
+          NormBackward("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight=None, Tensor? bias=None, "
+                       "Tensor? grad_sum=None, int axis=-1, float eps=1e-5)"
+                       " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+                       "axis of grad_y; eps >= 0", TWINOP_NORM_SECOND_DERIVATIVE),
           rowwise::Cpu<LayerNormBackward>, rowwise::Cuda<LayerNormBackward>)
 // clang-format on
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/math.h"
-#include "kernels/norm_derivative.h"
+#include "kernels/norm.h"
 #include "kernels/rowwise.h"
 
 namespace twinop {
@@ -111,7 +111,7 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
   TWINOP_INLINE Two ColumnTerm(const Row& row) const { return {row[0] * (row[1] * rstd), row[0]}; }
 };
 
-// For the second derivative (kernels/norm_derivative.h).
+// For the second derivative (kernels/norm.h).
 #define TWINOP_NORMED "rms_norm(x, None, axis, eps, offset)"
 #define TWINOP_PULLED(v) \
   "rms_norm_backward((" v ").to(x.dtype), x, None, None, None, axis, eps, offset)[0]"
@@ -132,8 +132,7 @@ TWINOP_OP(rms_norm,
 TWINOP_OP(add_rms_norm,
           Record("add_rms_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, float eps=1e-6, "
                  "int offset=0) -> (Tensor y, Tensor sum)")
-              .dtypes("float32; float16; bfloat16; float64; "
-                      "float16 weight=float32 bias=float32; bfloat16 weight=float32 bias=float32")
+              .dtypes(kNormDtypes)
               .rows("-1")
               .input_shapes("residual = x; weight = x[-1:]; bias = x[-1:]")
               .limits("eps >= 0; offset in 0 | 1")
@@ -142,20 +141,11 @@ TWINOP_OP(add_rms_norm,
                         "residual = grad_x"),
           rowwise::Cpu<AddRmsNorm>, rowwise::Cuda<AddRmsNorm>)
 
-// An absent weight or bias has an empty gradient.
 TWINOP_OP(rms_norm_backward,
-          Record("rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight=None, Tensor? bias=None, "
-                 "Tensor? grad_sum=None, int axis=-1, float eps=1e-6, int offset=0)"
-                 " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)")
-              .dtypes("float32; float16; bfloat16; float64; "
-                      "float16 weight=float32 bias=float32 grad_weight=float32 grad_bias=float32; "
-                      "bfloat16 weight=float32 bias=float32 grad_weight=float32 grad_bias=float32")
-              .rows("axis:")
-              .input_shapes("x = grad_y; weight = grad_y[axis:]; bias = grad_y[axis:]; grad_sum = grad_y")
-              .limits("axis of grad_y; eps >= 0; offset in 0 | 1")
-              .shapes("grad_weight = weight; grad_bias = bias")
-              .scratch(TWINOP_COLUMN_SUMS_SCRATCH("grad_y", "axis"))
-              .gradient(TWINOP_NORM_SECOND_DERIVATIVE),
+          NormBackward("rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight=None, Tensor? bias=None, "
+                       "Tensor? grad_sum=None, int axis=-1, float eps=1e-6, int offset=0)"
+                       " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+                       "axis of grad_y; eps >= 0; offset in 0 | 1", TWINOP_NORM_SECOND_DERIVATIVE),
           rowwise::Cpu<RmsNormBackward>, rowwise::Cuda<RmsNormBackward>)
 // clang-format on
 

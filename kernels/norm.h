@@ -1,5 +1,7 @@
-// The second derivative of the norms: the gradient of <op>_backward, in torch's operators and the
-// norm's own. The file that uses it says what the norm is:
+// What the records of the norms share.
+//
+// The second derivative: the gradient of <op>_backward, in torch's operators and the norm's own.
+// The file that uses it says what the norm is:
 //
 //   TWINOP_NORMED     h, the row normalised, without weight and bias
 //   TWINOP_PULLED(v)  P(v) = rstd * (v - [mean(v)] - h * mean(v * h)): dL/dx of h for dL/dh = v
@@ -13,6 +15,35 @@
 //   <u, P(g)> by x: -rstd * (h * mean(u * P(g)) + P(u) * mean(g * h) + P(g) * mean(u * h))
 //   <w, grad_y * h> by grad_y: w * h;  by x: P(grad_y * w)
 #pragma once
+
+#include <string_view>
+
+#include "kernels/rowwise.h"
+
+namespace twinop {
+
+// Rows, weight and bias of one type or, for 16-bit rows, weight and bias of float32.
+inline constexpr std::string_view kNormDtypes =
+    "float32; float16; bfloat16; float64; "
+    "float16 weight=float32 bias=float32; bfloat16 weight=float32 bias=float32";
+
+// <op>_backward. An absent weight or bias has an empty gradient.
+constexpr Record NormBackward(std::string_view schema, std::string_view limits,
+                              std::string_view gradient) {
+  return Record(schema)
+      .dtypes(
+          "float32; float16; bfloat16; float64; "
+          "float16 weight=float32 bias=float32 grad_weight=float32 grad_bias=float32; "
+          "bfloat16 weight=float32 bias=float32 grad_weight=float32 grad_bias=float32")
+      .rows("axis:")
+      .input_shapes("x = grad_y; weight = grad_y[axis:]; bias = grad_y[axis:]; grad_sum = grad_y")
+      .limits(limits)
+      .shapes("grad_weight = weight; grad_bias = bias")
+      .scratch(TWINOP_COLUMN_SUMS_SCRATCH("grad_y", "axis"))
+      .gradient(gradient);
+}
+
+}  // namespace twinop
 
 #define TWINOP_ROW_MEAN(v) \
   "(" v ").mean(list(range(axis % max(x.dim(), 1) - x.dim(), 0)), keepdim=True)"
