@@ -53,8 +53,24 @@ inline constexpr int kFunctorLoads = kLoads;
 template <class T>
 inline constexpr int kFunctorLoads<Gelu<T>> = 2;
 
-// Tensors that are not one flat sequence (strided_cuda.cuh). Rows of 4096 elements, and of 4095
-// (misaligned in every other row or more), 2^28 elements of the output:
+// What __launch_bounds__ takes: the blocks of a multiprocessor's 64 K registers, if it takes so
+// many threads; or 0, for the compiler to choose.
+constexpr int BlocksOf(int threads, int registers) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  constexpr int kResident = 1024;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && \
+    __CUDA_ARCH__ != 1000
+  constexpr int kResident = 1536;
+#else
+  constexpr int kResident = 2048;
+#endif
+  if (registers == 0) return 0;
+  return (registers * kResident <= 65536 ? kResident : 65536 / registers) / threads;
+}
+
+// Tensors that are not one flat sequence (strided_cuda.cuh). Up to three operands fit in 32
+// registers; with more of them fp32 is 7 % slower at 4095 columns. Rows of 4096 elements, and of
+// 4095 (misaligned in every other row or more), 2^28 elements of the output:
 //
 //   threads x vectors    row bias      column        scalar        packed        packed, 4095
 //                        bf16   fp32   bf16   fp32   bf16   fp32   bf16   fp32   bf16   fp32

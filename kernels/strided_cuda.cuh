@@ -78,8 +78,7 @@ struct Strides {
 };
 
 // 16 bytes from an address that is aligned to its elements only: cut out of the one or two aligned
-// vectors that they lie in. (Each of those holds a byte that is wanted, so that neither leaves the
-// tensor's memory, which is allocated in larger units.)
+// vectors that they lie in.
 template <class V>
 __device__ __forceinline__ V LoadShifted(const void* address) {
   static_assert(sizeof(V) == 16);
@@ -112,22 +111,22 @@ __device__ __forceinline__ V LoadShifted(const void* address) {
 // the row where `offset` is, the others in the one where `next` is.
 template <class T, int kWidth, bool kGathers>
 __device__ __forceinline__ Vector<T, kWidth> Load(const T* data, Access access, std::int64_t offset,
-                                                  std::int64_t next, std::int64_t stride,
-                                                  int left) {
+                                                  std::int64_t next, std::int64_t stride, int left,
+                                                  bool inside) {
   using V = Vector<T, kWidth>;
   V vector;
   if (kWidth == 1 || access == Access::kScalar) {
     const T value = data[offset];
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) vector.values[i] = value;
+    for (int i = 0; i < kWidth; ++i) Set(&vector, i, value);
   } else if (!kGathers || access == Access::kVector) {
     vector = *reinterpret_cast<const V*>(data + offset);
-  } else if (access == Access::kShifted && left >= kWidth) {
+  } else if (access == Access::kShifted && inside) {
     if constexpr (kWidth > 1) vector = LoadShifted<V>(data + offset);
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      vector.values[i] = data[offset];
+      Set(&vector, i, data[offset]);
       offset = i + 1 == left ? next : offset + stride;
     }
   }
@@ -138,7 +137,9 @@ __device__ __forceinline__ Vector<T, kWidth> Load(const T* data, Access access, 
 // Without gathers it needs fewer registers.
 template <class F, class T, int kWidth, bool kGathers, int kThreads, int kLoads, int kOutputs,
           int kInputs>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T) < 8
+                                                ? BlocksOf(kThreads, 32)
+                                                : 0)
     StridedKernel(F functor, std::uint32_t count, Outputs<T, kOutputs> out, Inputs<T, kInputs> in,
                   Accesses<kInputs> accesses, Strides<kOutputs + kInputs> strides) {
   using V = Vector<T, kWidth>;
@@ -155,14 +156,17 @@ __global__ void __launch_bounds__(kThreads)
     if (v < vectors) {
       const std::uint32_t place = strides.Locate(v * kWidth, offsets[j]);
       const std::uint32_t left = strides.sizes[0].divisor - place;
+      // The row goes on for a vector on both sides: what lies around it may be no part of the
+      // tensor.
+      const bool inside = place >= kWidth && left >= 2 * kWidth;
       std::int64_t next[kOperands] = {};
-      if (kGathers && left < kWidth) strides.Locate(v * kWidth + left, next);
+      if (kGathers && !inside) strides.Locate(v * kWidth + left, next);
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
         const int operand = kOutputs + k;
         loaded[j][k] =
             Load<T, kWidth, kGathers>(in[k], accesses.values[k], offsets[j][operand], next[operand],
-                                      strides.strides[0][operand], static_cast<int>(left));
+                                      strides.strides[0][operand], static_cast<int>(left), inside);
       }
     }
   }
