@@ -144,7 +144,9 @@ Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>
     return LaunchElementwise<F, T, 1, kThreads, kScalarLoads>(call, functor, out, in);
   if (!AreAligned(in)) return LaunchStrided(call, functor, out, in);
   const std::int64_t bytes = call.outputs[0].bytes();
-  if (bytes >= kResidentMinBytes && bytes <= kResidentMaxBytes)
+  if (bytes < kResidentMinBytes)
+    return LaunchElementwise<F, T, kWidth, kThreads, kLoads>(call, functor, out, in);
+  if (bytes <= kResidentMaxBytes)
     return LaunchElementwise<F, T, kWidth, kThreads, kResidentLoads>(call, functor, out, in);
   return LaunchElementwise<F, T, kWidth, kThreads, kFunctorLoads<F>>(call, functor, out, in);
 }

@@ -56,24 +56,33 @@ TWINOP_INLINE T Exp(T x) {
   return x > F::kMaxExp ? kInfinity<T> : y;
 }
 
-// e^x 2^kScaleLog2 of x in [kMinScaledExp, 0]: a factor that joins it before kUnscale does is not
-// multiplied by a subnormal number, which has few digits.
+// 2^(a b) 2^kScaleLog2 of a b in [kMinScaledExp2, 0]: a factor that joins it before kUnscale does
+// is not multiplied by a subnormal number, which has few digits. In quotients of such numbers the
+// factor cancels.
 template <class T>
-TWINOP_INLINE T ScaledExp(Sum<T> x) {
+TWINOP_INLINE T ScaledExp2(T a, Sum<T> b) {
   using F = Format<T>;
-  const auto [r, n] = ReduceByLn2(x.high, F::kToInteger + T(F::kBias + F::kScaleLog2));
-  return SmallExp(Sum<T>{r.high, r.low + x.low}) * ValueOf(n << F::kFraction);
+  constexpr T kShift = F::kToInteger + T(F::kBias + F::kScaleLog2);
+  const T shifted = Fma(a, b.high, kShift);
+  const T r = Fma(a, b.low, Fma(a, b.high, kShift - shifted));
+  return Fma(r, F::Exp2Tail(r), T(1)) * ValueOf(BitsOf(shifted) << F::kFraction);
 }
-// The same for any x <= 0. In quotients of such numbers the factor cancels.
+// e^x 2^kScaleLog2 of x <= 0
 template <class T>
 TWINOP_INLINE T ScaledExp(T x) {
   using F = Format<T>;
-  x = x < F::kMinScaledExp ? F::kMinScaledExp : x;
-  const auto [r, n] = ReduceByLn2(x, F::kToInteger + T(F::kBias + F::kScaleLog2));
-  return SmallExp(r) * ValueOf(n << F::kFraction);
+  return ScaledExp2(x < F::kMinScaledExp ? F::kMinScaledExp : x, Sum<T>{F::kLog2E, F::kLog2ELow});
 }
 
 // ---------------------------------------------------------------------------------- logarithms
+
+// log(x) = y where x is positive and finite. (`scaled` is x, or if that is subnormal a multiple.)
+template <class T>
+TWINOP_INLINE T LogOrSpecial(T x, T, T y) {
+  const T special = x < T(0) ? kNaN<T> : x;
+  const T finite = x == T(0) ? -kInfinity<T> : y;
+  return x >= T(0) && x < kInfinity<T> ? finite : special;
+}
 
 // log(1 + f) of f in [sqrt(1/2) - 1, sqrt(2) - 1], as in fdlibm (Sun Microsystems 1993): with
 // s = f / (2 + f), log(1 + f) = f - f^2 / 2 + s (f^2 / 2 + R(s^2)).
@@ -81,7 +90,8 @@ template <class T>
 TWINOP_INLINE T Log(T x) {
   using F = Format<T>;
   const bool subnormal = x < F::kMinNormal;
-  const auto bits = BitsOf(subnormal ? x * F::kScaleUp : x) + F::kOne - F::kSqrtHalf;
+  const T scaled = subnormal ? x * F::kScaleUp : x;
+  const auto bits = BitsOf(scaled) + F::kOne - F::kSqrtHalf;
   const T k = ValueOf(BitsOf(F::kIntegers) + (bits >> F::kFraction)) -
               (F::kIntegers + T(F::kBias)) - (subnormal ? F::kScaleUpLog2 : T(0));
   const T f = ValueOf((bits & (F::kOneUlp - 1)) + F::kSqrtHalf) - T(1);
@@ -90,9 +100,7 @@ TWINOP_INLINE T Log(T x) {
   const T half_square = T(0.5) * f * f;
   const T rest = Fma(s, Fma(z, F::LogTail(z), half_square), k * F::kLn2Low);
   const T y = Fma(k, F::kLn2High, f - (half_square - rest));
-  const T special = x < T(0) ? kNaN<T> : x;
-  const T finite = x == T(0) ? -kInfinity<T> : y;
-  return x >= T(0) && x < kInfinity<T> ? finite : special;
+  return LogOrSpecial(x, scaled, y);
 }
 
 // log(1 + f) of f in [0, 1].
@@ -110,13 +118,6 @@ template <class T>
 TWINOP_INLINE SigmoidParts<T> PartsOfSigmoid(T x) {
   return {x < T(0), ScaledExp(-std::fabs(x))};
 }
-// -kMinScaledExp bounds |x|.
-template <class T>
-TWINOP_INLINE SigmoidParts<T> PartsOfSigmoid(Sum<T> x) {
-  const bool negative = x.high < T(0);
-  return {negative, ScaledExp(Sum<T>{negative ? x.high : -x.high, negative ? x.low : -x.low})};
-}
-
 // times / (1 + e^-x), relatively accurate on both sides.
 template <class T>
 TWINOP_INLINE T Sigmoid(SigmoidParts<T> x, T times) {
@@ -159,7 +160,9 @@ TWINOP_INLINE T NormalDistance(T x) {
 // e^(-t^2 / 2) times 2^kScaleLog2, and Phi(-t) over e^(-t^2 / 2), of t = NormalDistance(x).
 template <class T>
 TWINOP_INLINE T ScaledBell(T t) {
-  return ScaledExp(Product(t, T(-0.5) * t));
+  using F = Format<T>;
+  const Sum<T> half = Product(t, T(-0.5) * F::kLog2E);
+  return ScaledExp2(t, Sum<T>{half.high, Fma(t, T(-0.5) * F::kLog2ELow, half.low)});
 }
 template <class T>
 TWINOP_INLINE T Mills(T t) {
@@ -192,3 +195,7 @@ TWINOP_INLINE float Rsqrt(float x) {
 }
 
 }  // namespace twinop
+
+#if defined(__CUDACC__)
+#include "kernels/math_cuda_float.cuh"
+#endif

@@ -104,11 +104,17 @@ struct Format<float> {
   static constexpr float kMinScaledExp = -132.4f;
   static constexpr float kMaxNormal = 16.27f;  // beyond, ScaledExp(-x^2 / 2) is 0
   static constexpr float kLog2E = 0x1.715476p+0f;
+  static constexpr float kLog2ELow = 0x1.4ae0cp-26f;
   static constexpr float kLn2High = 0x1.62e4p-1f;  // times any exponent: exact
   static constexpr float kLn2Low = 0x1.7f7d1cp-20f;
   // (e^r - 1 - r) / r^2 on |r| <= ln(2) / 2
   TWINOP_INLINE static float ExpTail(float r) {
     return Polynomial(r, 0x1p-1f, 0x1.55548ep-3f, 0x1.55545cp-5f, 0x1.123b92p-7f, 0x1.6db528p-10f);
+  }
+  // (2^r - 1) / r on |r| <= 1 / 2
+  TWINOP_INLINE static float Exp2Tail(float r) {
+    return Polynomial(r, 0x1.62e43p-1f, 0x1.ebfbdcp-3f, 0x1.c6aee8p-5f, 0x1.3b2d4ep-7f,
+                      0x1.5f3eaap-10f, 0x1.41fb8ep-13f);
   }
   // (log((1 + s) / (1 - s)) - 2 s) / s^3 of s^2, s <= 0.1716 (m in [sqrt(1/2), sqrt(2)])
   TWINOP_INLINE static float LogTail(float z) {
@@ -149,6 +155,7 @@ struct Format<double> {
   static constexpr double kMinScaledExp = -1064;
   static constexpr double kMaxNormal = 46.13;
   static constexpr double kLog2E = 0x1.71547652b82fep+0;
+  static constexpr double kLog2ELow = 0x1.777d0ffda0d24p-56;
   static constexpr double kLn2High = 0x1.62e42feep-1;
   static constexpr double kLn2Low = 0x1.a39ef35793c76p-33;
 
@@ -157,6 +164,12 @@ struct Format<double> {
                       0x1.111111110d5eap-7, 0x1.6c16c185b6dd5p-10, 0x1.a01a01bafd7f4p-13,
                       0x1.a0199668253c1p-16, 0x1.71dddf8fe61d2p-19, 0x1.28b0729e575a2p-22,
                       0x1.af85e4c03775fp-26);
+  }
+  TWINOP_INLINE static double Exp2Tail(double r) {
+    return Polynomial(r, 0x1.62e42fefa39efp-1, 0x1.ebfbdff82c5a4p-3, 0x1.c6b08d7049fe7p-5,
+                      0x1.3b2ab6fba00dcp-7, 0x1.5d87fe78cd8a2p-10, 0x1.4309130ee652ep-13,
+                      0x1.ffcbfba91fe11p-17, 0x1.62bfc778bfd21p-20, 0x1.b5267d5215da3p-24,
+                      0x1.e61b92b66ae81p-28, 0x1.e79b8bb177d04p-32);
   }
   TWINOP_INLINE static double LogTail(double z) {
     return Polynomial(z, 0x1.5555555555555p-1, 0x1.9999999999e06p-2, 0x1.249249242ab83p-2,

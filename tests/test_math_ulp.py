@@ -116,7 +116,7 @@ FUNCTIONS = {
         wide_sigmoid,
         lambda x: max(x, mpmath.mpf(0)) + mpmath.log1p(mpmath.exp(-abs(x))),
         sigmoid,
-        (1.9, 2.8),
+        (2, 2.8),
         (2.2, 2.8),
     ),
     "gelu": Function(
@@ -135,7 +135,7 @@ FUNCTIONS = {
         wide_tanh_slope,
         lambda x: x * sigmoid(tanh_argument(x)),
         tanh_slope,
-        (3.3, 9),
+        (3.4, 9),
         (3.5, 8),
         zero=-0.7524614,
         attributes=("tanh",),

@@ -33,6 +33,8 @@ struct LogisticBackward {
 
 template <class T>
 struct HyperbolicTangent {
+  static constexpr int kLoads = 2;
+
   TWINOP_INLINE T operator()(T x) const { return Tanh(x); }
 };
 // dL/dx = dL/dy (1 - y^2), in factors: near |y| = 1 the square would lose the last digits.
@@ -45,6 +47,8 @@ struct HyperbolicTangentBackward {
 // differs by at most e^-20 = 2.1e-9: below half a unit in the last place but in float64.
 template <class T>
 struct SoftPlus {
+  static constexpr int kLoads = 2;
+
   TWINOP_INLINE T operator()(T x) const { return Softplus(x); }
 };
 template <class T>

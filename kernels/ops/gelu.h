@@ -10,6 +10,8 @@ namespace twinop {
 // negative: x (1 + erf(x / sqrt(2))) / 2 would lose all digits there.
 template <class T>
 struct Gelu {
+  static constexpr int kLoads = 2;
+
   TWINOP_INLINE T operator()(T x) const {
     const T t = NormalDistance(x);
     const T tail = ScaledBell(t) * Mills(t);  // Phi(-t)
@@ -29,21 +31,21 @@ struct GeluBackward {
 };
 
 // approximate="tanh": y = x (1 + tanh(u)) / 2 = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715
-// x^3). 2 u = linear x + cubic x^3; an error in it is one of the result multiplied by up to 100
-// (float) or 700 (double), so it is computed in two parts.
+// x^3). e^(-2 u) = 2^(-x (linear + cubic x^2)); an error in the exponent is one of the result
+// multiplied by up to 100 (float) or 700 (double), so it is computed in two parts.
 template <class T>
 struct TanhGeluFactors;
 template <>
 struct TanhGeluFactors<float> {
   static constexpr float kMax = 11.69f;  // beyond, the sigmoid is 0 or 1
-  static constexpr Sum<float> kLinear{0x1.988p+0f, 0x1.14cf5p-14f};  // half the digits in `high`
-  static constexpr Sum<float> kCubic{0x1.2444f2p-4f, 0x1.49b16ap-29f};
+  static constexpr Sum<float> kLinear{0x1.26ap+1f, 0x1.d8437ap-12f};  // half the digits in `high`
+  static constexpr Sum<float> kCubic{0x1.a5a7dp-4f, -0x1.151aaep-29f};
 };
 template <>
 struct TanhGeluFactors<double> {
   static constexpr double kMax = 24.3105;
-  static constexpr Sum<double> kLinear{0x1.9884530000000p+0, 0x1.ea1b284687e5ap-27};
-  static constexpr Sum<double> kCubic{0x1.2444f2a4d8b4bp-4, -0x1.6c843a29d1c7p-61};
+  static constexpr Sum<double> kLinear{0x1.26aec2p+1, 0x1.bce7594bb4a16p-27};
+  static constexpr Sum<double> kCubic{0x1.a5a7cf7572a98p-4, -0x1.b91c940e4cfcfp-58};
 };
 
 template <class T>
@@ -53,20 +55,22 @@ TWINOP_INLINE T ClampTanhGelu(T x) {
   return x > kMax ? kMax : x;
 }
 
+// The parts of sigmoid(2 u).
 template <class T>
-TWINOP_INLINE Sum<T> TanhGeluArgument(T x) {
-  constexpr Sum<T> kLinear = TanhGeluFactors<T>::kLinear, kCubic = TanhGeluFactors<T>::kCubic;
-  x = ClampTanhGelu(x);
-  const Sum<T> square = Product(x, x);
-  const T high = Fma(kCubic.high, square.high, kLinear.high);
-  const T cut = Fma(kCubic.high, square.high, kLinear.high - high);  // by rounding; exact
-  const T low = Fma(kCubic.high, square.low, Fma(kCubic.low, square.high, cut + kLinear.low));
-  const Sum<T> argument = Product(x, high);
-  return {argument.high, Fma(x, low, argument.low)};
+TWINOP_INLINE SigmoidParts<T> TanhGeluParts(T x) {
+  using F = TanhGeluFactors<T>;
+  const T t = std::fabs(x) < F::kMax ? std::fabs(x) : F::kMax;
+  const Sum<T> square = Product(t, t);
+  const T high = Fma(F::kCubic.high, square.high, F::kLinear.high);
+  const T cut = Fma(F::kCubic.high, square.high, F::kLinear.high - high);  // by rounding; exact
+  const T low =
+      Fma(F::kCubic.high, square.low, Fma(F::kCubic.low, square.high, cut + F::kLinear.low));
+  return {x < T(0), ScaledExp2(-t, Sum<T>{high, low})};
 }
 #if defined(__CUDACC__)
-TWINOP_INLINE Narrow TanhGeluArgument(Narrow x) {
-  return x * Fma(Narrow(0x1.2444f2p-4f) * x, x, Narrow(0x1.988454p+0f));
+TWINOP_INLINE SigmoidParts<Narrow> TanhGeluParts(Narrow x) {
+  const float slope = Fma(0x1.a5a7dp-4f * x.value, x.value, 0x1.26aec2p+1f);
+  return {x.value < 0, HardwareExp2(-std::fabs(x.value) * slope)};
 }
 TWINOP_INLINE Narrow ClampTanhGelu(Narrow x) {
   return x.value > 30 ? 30 : x.value < -30 ? -30 : x.value;
@@ -75,13 +79,15 @@ TWINOP_INLINE Narrow ClampTanhGelu(Narrow x) {
 
 template <class T>
 struct TanhGelu {
-  TWINOP_INLINE T operator()(T x) const { return Sigmoid(PartsOfSigmoid(TanhGeluArgument(x)), x); }
+  static constexpr int kLoads = kIsNarrow<T> ? 1 : 2;
+
+  TWINOP_INLINE T operator()(T x) const { return Sigmoid(TanhGeluParts(x), x); }
 };
 // sigmoid(2 u) (1 + x sigmoid(-2 u) 2 u')
 template <class T>
 struct TanhGeluBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const {
-    const SigmoidParts<T> parts = PartsOfSigmoid(TanhGeluArgument(x));
+    const SigmoidParts<T> parts = TanhGeluParts(x);
     const SigmoidParts<T> minus{!parts.negative, parts.scaled};
     const T within = ClampTanhGelu(x) + (x - x);  // NaN of infinities, as torch has it
     const T slope = Fma(T(3 * 0x1.2444f2a4d8b4bp-4) * within, within, T(0x1.9884533d43651p+0));
