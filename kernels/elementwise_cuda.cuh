@@ -52,9 +52,9 @@ __device__ __forceinline__ void Set(Vector<T, kWidth>* vector, int i, T value) {
 
 // The results of a functor over vectors, one for each output.
 template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
-__device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)[kOutputs],
-                                      const Vector<T, kWidth> (&in)[kInputs],
-                                      std::index_sequence<I...>) {
+__device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&out)[kOutputs],
+                                          const Vector<T, kWidth> (&in)[kInputs],
+                                          std::index_sequence<I...>) {
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     auto results = functor(Get(in[I], i)...);
@@ -67,11 +67,36 @@ __device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)
   }
 }
 
+// A functor most of whose values need no special cases says which by `static bool
+// IsPlain(values...)` and has `static T Plain(values...)`, the same result: where a warp's vectors
+// hold nothing else, they take it. (One branch for all: one for each element would keep their
+// arithmetic from being interleaved, and a warp that parts would go both ways.)
+template <class F, class = void>
+inline constexpr bool kHasPlain = false;
+template <class F>
+inline constexpr bool kHasPlain<F, std::void_t<decltype(F::kHasPlain)>> = F::kHasPlain;
+
+template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
+__device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)[kOutputs],
+                                      const Vector<T, kWidth> (&in)[kInputs],
+                                      std::index_sequence<I...> indices) {
+  if constexpr (kHasPlain<F>) {
+    bool plain = true;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) plain = plain & F::IsPlain(Get(in[I], i)...);
+    if (__all_sync(0xFFFFFFFFu, plain)) {
+      ApplyEach([](auto... values) { return F::Plain(values...); }, out, in, indices);
+      return;
+    }
+  }
+  ApplyEach(functor, out, in, indices);
+}
+
 // A block owns kThreads * kLoads consecutive vectors; a thread's loads are kThreads vectors apart,
 // so that each is coalesced across the warp, and all are issued before the first use. The elements
 // behind the last whole vector go to the first threads of the grid.
 template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kLoads <= 2 ? BlocksOf(kThreads, kMaxRegisters<T>) : 0)
     ElementwiseKernel(F functor, std::int64_t count, Outputs<T, kOutputs> out,
                       Inputs<T, kInputs> in) {
   using V = Vector<T, kWidth>;

@@ -69,11 +69,6 @@ TWINOP_INLINE float InverseOfOnePlus(float z) {
 }
 TWINOP_INLINE double InverseOfOnePlus(double z) { return 1 / (1 + z); }
 
-template <class T>
-TWINOP_INLINE T Pow(T a, T b) {
-  return std::pow(a, b);
-}
-
 // The hardware's logarithm is NaN, -infinity or infinity where it must be: one instruction for
 // four.
 TWINOP_INLINE float LogOrSpecial(float x, float scaled, float y) {
@@ -150,7 +145,6 @@ TWINOP_INLINE Narrow AccurateMills(Narrow t) {
   return Divide(Format<float>::MillsNumerator(within), Format<float>::MillsDenominator(within));
 }
 
-TWINOP_INLINE Narrow Pow(Narrow a, Narrow b) { return std::pow(a.value, b.value); }
 TWINOP_INLINE Narrow Sqrt(Narrow x) { return std::sqrt(x.value); }
 
 }  // namespace twinop

@@ -1,7 +1,7 @@
-// Where fp32 has another formula on CUDA than on the CPU.
+// Where fp32 has another formula on CUDA than on the CPU, and the powers.
 #pragma once
 
-#include "kernels/math_cuda.cuh"
+#include "kernels/math_pow.cuh"
 
 namespace twinop {
 

@@ -22,7 +22,12 @@ struct Mul {
 // exponent that is no integer.
 template <class T>
 struct Power {
+  static constexpr int kLoads = 2;
+  static constexpr bool kHasPlain = sizeof(T) == sizeof(float);  // on CUDA: elementwise_cuda.cuh
+
   TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }
+  TWINOP_INLINE static bool IsPlain(T a, T b) { return IsPlainPow(a, b); }
+  TWINOP_INLINE static T Plain(T a, T b) { return PlainPow(a, b); }
 };
 
 // The derivatives are torch's (derivatives.yaml), in torch's operators: second derivatives follow

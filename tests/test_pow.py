@@ -1,0 +1,61 @@
+"""pow: C's special cases, how exact it is, and that a result does not depend on its neighbours."""
+
+import pytest
+import torch
+from test_math_ulp import DEVICES, HALVES, errors
+from torch import Tensor
+
+from twinop import torch_op
+
+INFINITY = float("inf")
+NUMBERS = [0.0, 1.0, 2.0, 0.5, 3.0, 1.5, 2.5, 127.0, 255.0, 2047.0, 2048.0, 1e-40, 6e-8, 1e30, 3e38, INFINITY]
+NUMBERS += [8388609.0, 16777217.0, 1 - 2.0**-24, 1 + 2.0**-23]
+SPECIAL = [*NUMBERS, *(-number for number in NUMBERS), float("nan")]
+
+
+def pairs(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Every special number to the power of every other."""
+    numbers = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
+    a, b = torch.cartesian_prod(numbers, numbers).T.contiguous()
+    return a.to(device), b.to(device)
+
+
+def samples(dtype: torch.dtype, device: str, count: int = 1 << 20) -> tuple[Tensor, Tensor]:
+    """Bases of all magnitudes, exponents with which the result is in range."""
+    u, v = torch.rand(2, count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    least, most = (-14, 15) if dtype == torch.float16 else (-125, 126)
+    a = torch.exp2(least + (most - least) * u).to(dtype)
+    a[: count // 2] = torch.exp2(u[: count // 2] - 0.5).to(dtype)  # next to 1: large exponents
+    a[a == 1] = 1.5
+    b = (least + (most - least) * v) / a.double().log2()
+    return a.to(device), b.to(dtype).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (*HALVES, torch.float32, torch.float64), ids=str)
+def test_special_cases_are_cs(dtype: torch.dtype, device: str) -> None:
+    a, b = pairs(dtype, device)
+    found, exact = torch_op.pow(a, b).cpu(), torch.pow(a.cpu().double(), b.cpu().double())
+    torch.testing.assert_close(found, exact.to(dtype), equal_nan=True)
+    sure = ~exact.isnan()
+    assert torch.equal(found.signbit()[sure], exact.signbit()[sure])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (*HALVES, torch.float32), ids=str)
+def test_error(dtype: torch.dtype, device: str) -> None:
+    """In fp32 CUDA's own powf has 2.2 units, too, where the exponents are largest."""
+    a, b = samples(dtype, device)
+    exact = torch.pow(a.cpu().double(), b.cpu().double())
+    assert float(errors(torch_op.pow(a, b), exact, dtype).max()) <= (0.51 if dtype in HALVES else 2.2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (*HALVES, torch.float32), ids=str)
+def test_neighbours_do_not_matter(dtype: torch.dtype, device: str) -> None:
+    """Vectors of ordinary numbers take a shorter way on CUDA: the same bits."""
+    a, b = samples(dtype, device, 1 << 12)
+    alone = torch_op.pow(a, b)
+    among = torch.stack([a, -a], 1).flatten(), torch.stack([b, b], 1).flatten()
+    assert torch.equal(torch_op.pow(*among)[::2], alone)
+    assert torch.equal(torch_op.pow(a[1:], b[1:]), alone[1:])
