@@ -5,6 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from twinop.bench.instructions import main as instructions
 from twinop.bench.matmul import main as matmul
 from twinop.bench.merge import compare, merge
 from twinop.bench.ncu import main as kernels
@@ -39,6 +40,7 @@ app.command("merge")(merge)
 app.command("compare")(compare)
 app.command("compile", hidden=True)(compile_part)
 app.command("kernels", hidden=True)(kernels)
+app.command("instructions")(instructions)
 app.command("matmul")(matmul)
 app.command("encoder")(encoder)
 app.command("relu")(relu)
