@@ -96,7 +96,8 @@ __device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)
 // so that each is coalesced across the warp, and all are issued before the first use. The elements
 // behind the last whole vector go to the first threads of the grid.
 template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
-__global__ void __launch_bounds__(kThreads, kLoads <= 2 ? BlocksOf(kThreads, kMaxRegisters<T>) : 0)
+__global__ void __launch_bounds__(kThreads,
+                                  kLoads <= 2 ? BlocksOf(kThreads, kFunctorRegisters<F>) : 0)
     ElementwiseKernel(F functor, std::int64_t count, Outputs<T, kOutputs> out,
                       Inputs<T, kInputs> in) {
   using V = Vector<T, kWidth>;

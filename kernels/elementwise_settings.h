@@ -69,18 +69,21 @@ constexpr int BlocksOf(int threads, int registers) {
   return (registers * kResident <= 65536 ? kResident : 65536 / registers) / threads;
 }
 
-// Registers of a thread, up to two vectors. (With more the compiler lets the elements' arithmetic
-// overlap further than pays.) Pow, two vectors, 2^28 elements, share of the copy's speed:
+// Registers of a thread, up to two vectors, where a functor says `static constexpr int kRegisters`:
+// left alone, the compiler may overlap the elements' arithmetic further than pays. Pow, two
+// vectors, share of the copy's speed:
 //
-//   registers        fp32   bf16   fp16
-//   its choice, 49   0.935  0.830  0.876
-//   40               1.005  0.941  0.988
-//   32               1.026  0.957  0.981   (in 16 bits with some in memory: 2^26 and 2^24 are
-//   slower)
-template <class T>
-inline constexpr int kMaxRegisters = sizeof(T) == 8   ? 0
-                                     : sizeof(T) == 4 ? 32
-                                                      : 40;
+//   registers           fp32 2^28   bf16 2^28   bf16 2^26   fp16 2^28   fp16 2^26
+//   its choice, 38, 49  0.935       0.830       0.829       0.876       0.865
+//   40                  1.005       0.970       0.955       1.002       0.977
+//   32                  1.037       0.957       0.946       0.981       0.956
+//
+// (In 16 bits 32 are too few: some spill. Gelu takes 30 if left alone; told that it may take 40, it
+// does, and bf16 falls from 1.011 to 0.976.)
+template <class F, class = void>
+inline constexpr int kFunctorRegisters = 0;
+template <class F>
+inline constexpr int kFunctorRegisters<F, std::void_t<decltype(F::kRegisters)>> = F::kRegisters;
 
 // Tensors that are not one flat sequence (strided_cuda.cuh). Up to three operands fit in 32
 // registers; with more of them fp32 is 7 % slower at 4095 columns. Rows of 4096 elements, and of

@@ -23,6 +23,7 @@ struct Mul {
 template <class T>
 struct Power {
   static constexpr int kLoads = 2;
+  static constexpr int kRegisters = sizeof(T) == 8 ? 0 : kIsNarrow<T> ? 40 : 32;
   static constexpr bool kHasPlain = sizeof(T) == sizeof(float);  // on CUDA: elementwise_cuda.cuh
 
   TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }
