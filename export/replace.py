@@ -111,7 +111,7 @@ def _attributes(node: ir.Node, standard: Standard, opset: int) -> list[ir.Attr]:
     declared = get_schema(standard.op_type, opset).attributes
     found = []
     for theirs, ours in standard.attributes.items():
-        given = node.attributes.get(theirs) or ir.from_proto(declared[theirs].default_value)
+        given = node.attributes.get(theirs) or ir.serde.deserialize_attribute(declared[theirs].default_value)
         found.append(ir.Attr(ours, given.type, given.value))
     return found
 

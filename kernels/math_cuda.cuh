@@ -86,9 +86,9 @@ TWINOP_INLINE float LogOrSpecial(float x, float scaled, float y) {
 TWINOP_INLINE Narrow Fma(Narrow a, Narrow b, Narrow c) { return Fma(a.value, b.value, c.value); }
 TWINOP_INLINE Narrow Divide(Narrow a, Narrow, Narrow inverse) { return a * inverse; }
 TWINOP_INLINE Narrow Exp(Narrow x) { return HardwareExp2(x.value * 0x1.715476p+0f); }
-// 2^8 e^x for x <= 0, in two instructions instead of five. Just enough: what the hardware flushes to
-// 0, below 2^-134, is 0 in 16 bits too. A larger factor costs digits of the exponent where e^x is
-// large (float16 softmax, largest error: 0.5005 ulp, with 2^24 0.5013).
+// 2^8 e^x for x <= 0, in two instructions instead of five. Just enough: what the hardware flushes
+// to 0, below 2^-134, is 0 in 16 bits too. A larger factor costs digits of the exponent where e^x
+// is large (float16 softmax, largest error: 0.5005 ulp, with 2^24 0.5013).
 TWINOP_INLINE Narrow ScaledExp(Narrow x) {
   return FlushingExp2(Fma(x.value, 0x1.715476p+0f, 8.0f));
 }
