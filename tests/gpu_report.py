@@ -102,6 +102,7 @@ def main(
     commit: Annotated[str, typer.Option(help="The commit under test.")] = "",
     logs: Annotated[Path, typer.Option(help="Folder for the full logs.")] = Path("/tmp/twinop-gpu-logs"),
     marker: Annotated[str, typer.Option(help="Which tests.")] = "cuda",
+    only: Annotated[list[str] | None, typer.Option(help="A test file; repeat it. Else all.")] = None,
     sanitizers: Annotated[bool, typer.Option(help="Run compute-sanitizer too.")] = True,
 ) -> None:
     """Run the CUDA tests and the sanitizers on this machine's GPU."""
@@ -110,7 +111,7 @@ def main(
     path = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
     sys.path.insert(0, str(ROOT))
-    runs = {"tests": run_pytest(marker, [], logs / "tests.log", [])}
+    runs = {"tests": run_pytest(marker, [], logs / "tests.log", only or [])}
     for tool in TOOLS if sanitizers else ():
         console.print(f"compute-sanitizer {tool} ...")
         runs[tool] = sanitize(tool, logs / f"{tool}.log")
