@@ -183,15 +183,17 @@ class WideRows {
     }
   }
 
-  // The batch's part of a misaligned row, in this group's share of shared memory.
+  // The batch's part of a misaligned row, in this group's share of shared memory: on the way in with
+  // the vector behind it, whose beginning the last thread's vector ends with.
+  template <bool kIn>
   __device__ __forceinline__ Stretch<S> InRoom(const S* slice, std::int64_t first) const {
     const std::int64_t left = length_ - (first - thread_) * kWidth;
-    const int batch = kBatch * threads_ * kWidth;
+    const int most = (kBatch * threads_ + kIn) * kWidth;
     return {slice + (first - thread_) * kWidth,
-            static_cast<int>(min(left, std::int64_t{batch})),
+            static_cast<int>(min(left, std::int64_t{most})),
             thread_,
             threads_,
-            left >= batch + kWidth,
+            kIn && left >= most,
             ring_ + group_ * Stretch<S>::RoomVectors(kBatch * threads_) * kVectorBytes};
   }
   __device__ __forceinline__ void SyncGroup() const {
@@ -202,10 +204,10 @@ class WideRows {
                                                  Batch* batch) const {
     Pieces<S, kBatch> pieces[kHeld];
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) InRoom(Input(j, row), first).Load(&pieces[j]);
+    for (int j = 0; j < kHeld; ++j) InRoom<true>(Input(j, row), first).Load(&pieces[j]);
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
-      const Stretch<S> stretch = InRoom(Input(j, row), first);
+      const Stretch<S> stretch = InRoom<true>(Input(j, row), first);
       SyncGroup();
       stretch.Put(pieces[j]);
       SyncGroup();
@@ -366,7 +368,7 @@ class WideRows {
         Vector<S, kWidth> results[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) results[b] = Pack<S>(out[o][b]);
-        const Stretch<S> stretch = InRoom(slice, first);
+        const Stretch<S> stretch = InRoom<false>(slice, first);
         SyncGroup();
         stretch.PutOwned(results);
         SyncGroup();

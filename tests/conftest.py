@@ -1,6 +1,7 @@
 """What tests share: where the libraries are, torch with the test ops, no CUDA tests without a GPU."""
 
 import importlib.util
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from twinop.library import find_library
 
+os.environ.pop("COLUMNS", None)  # xdist sets it, and rich takes it for good when it is imported
 
 if importlib.util.find_spec("kserve") is None:  # a GPU machine with what the kernels need and no more
     collect_ignore_glob = ["test_service_*.py", "test_pack*.py"]

@@ -1,7 +1,7 @@
 """Elementwise ops over any shapes and strides: what numpy broadcasts, the same bits whatever the layout."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -91,7 +91,7 @@ def broadcast_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return tuple(pair)
 
 
-def check_strides(record: Record, tensors: list[torch.Tensor], results: tuple[torch.Tensor, ...]) -> None:
+def check_strides(record: Record, tensors: list[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
     """The fake, which torch.compile believes, says the same of the outputs."""
     fakes = call(
         record, *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors)
@@ -202,6 +202,13 @@ def test_views_of_large_tensors(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("strides", [((2, 2, 0), (1, 8, 2)), ((3, 6, 1), (2, 1, 1))])
+def test_the_fake_knows_dense_inputs_with_odd_strides_of_size_1(strides: Any) -> None:
+    """A dense second input decides, whatever the stride of its dimension of size 1."""
+    tensors = [torch.empty_strided((2, 1, 2), each) for each in strides]
+    check_strides(torch_op.records()["add"], tensors, [torch_op.add(*tensors)])
+
+
 @pytest.mark.parametrize("name", ["add", "mul", "pow"])
 def test_gradients_of_broadcast_inputs(name: str, device: str) -> None:
     op = getattr(torch_op, name)

@@ -65,7 +65,13 @@ def _elementwise_output(
         return inputs[0].new_empty(shape, dtype=dtype)
     outputs = [torch.empty_like(tensor, dtype=dtype) for tensor in alike]
     pairs = zip(outputs, alike, strict=True)
-    return next((output for output, tensor in pairs if output.stride() == tensor.stride()), outputs[0])
+    return next((output for output, tensor in pairs if _same_order(output, tensor)), outputs[0])
+
+
+def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal strides; those of dimensions of size 1 mean nothing, and empty_like changes some."""
+    sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(size == 1 or first == second for size, first, second in sizes)
 
 
 def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, str]:
