@@ -183,8 +183,8 @@ class WideRows {
     }
   }
 
-  // The batch's part of a misaligned row, in this group's share of shared memory: on the way in with
-  // the vector behind it, whose beginning the last thread's vector ends with.
+  // The batch's part of a misaligned row, in this group's share of shared memory: on the way in
+  // with the vector behind it, whose beginning the last thread's vector ends with.
   template <bool kIn>
   __device__ __forceinline__ Stretch<S> InRoom(const S* slice, std::int64_t first) const {
     const std::int64_t left = length_ - (first - thread_) * kWidth;

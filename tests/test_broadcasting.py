@@ -201,7 +201,6 @@ def test_views_of_large_tensors(dtype: torch.dtype, device: str) -> None:
 # ---------------------------------------------------------------------------- the rest of torch
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("strides", [((2, 2, 0), (1, 8, 2)), ((3, 6, 1), (2, 1, 1))])
 def test_the_fake_knows_dense_inputs_with_odd_strides_of_size_1(strides: Any) -> None:
     """A dense second input decides, whatever the stride of its dimension of size 1."""
@@ -209,6 +208,7 @@ def test_the_fake_knows_dense_inputs_with_odd_strides_of_size_1(strides: Any) ->
     check_strides(torch_op.records()["add"], tensors, [torch_op.add(*tensors)])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["add", "mul", "pow"])
 def test_gradients_of_broadcast_inputs(name: str, device: str) -> None:
     op = getattr(torch_op, name)
