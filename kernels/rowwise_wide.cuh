@@ -183,14 +183,14 @@ class WideRows {
     }
   }
 
-  // The batch's part of a misaligned row, in this group's share of shared memory: on the way in
-  // with the vector behind it, whose beginning the last thread's vector ends with.
-  template <bool kIn>
-  __device__ __forceinline__ Stretch<S> InRoom(const S* slice, std::int64_t first) const {
+  // The batch's part of a misaligned row, in this group's share of shared memory. To be loaded, it
+  // goes on for `ahead` elements: the last owned vector ends in the aligned one behind the batch.
+  __device__ __forceinline__ Stretch<S> InRoom(const S* slice, std::int64_t first,
+                                               int ahead) const {
     const std::int64_t left = length_ - (first - thread_) * kWidth;
     const int most = (kBatch * threads_ + kIn) * kWidth;
     return {slice + (first - thread_) * kWidth,
-            static_cast<int>(min(left, std::int64_t{most})),
+            static_cast<int>(min(left, std::int64_t{batch + ahead})),
             thread_,
             threads_,
             kIn && left >= most,
@@ -204,10 +204,10 @@ class WideRows {
                                                  Batch* batch) const {
     Pieces<S, kBatch> pieces[kHeld];
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) InRoom<true>(Input(j, row), first).Load(&pieces[j]);
+    for (int j = 0; j < kHeld; ++j) InRoom(Input(j, row), first, kWidth).Load(&pieces[j]);
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
-      const Stretch<S> stretch = InRoom<true>(Input(j, row), first);
+      const Stretch<S> stretch = InRoom(Input(j, row), first, kWidth);
       SyncGroup();
       stretch.Put(pieces[j]);
       SyncGroup();
@@ -368,7 +368,7 @@ class WideRows {
         Vector<S, kWidth> results[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) results[b] = Pack<S>(out[o][b]);
-        const Stretch<S> stretch = InRoom<false>(slice, first);
+        const Stretch<S> stretch = InRoom(slice, first, 0);
         SyncGroup();
         stretch.PutOwned(results);
         SyncGroup();
