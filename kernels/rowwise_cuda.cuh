@@ -130,7 +130,7 @@ struct Launch {
   }
 
   static Status Architecture(int* value) {
-    return KernelArchitecture<WideKernel<F, S, W, Source::kRing>>(value);
+    return KernelArchitecture<WideKernel<F, S, W, Source::kRing, kSums>>(value);
   }
 
   // ---------------------------------------------------------------------------------- wide rows
@@ -142,13 +142,16 @@ struct Launch {
     WideSettings settings{1, 1, 0};
     if (architecture >= 90)
       settings = ChooseWide(arguments.rows.columns, kWidth, kHeld * sizeof(S),
-                            kColumnInputs<F> * sizeof(W));
-    if (aligned && settings.stages > 0) return RunWideFrom<Source::kRing>(settings);
-    if (aligned) return RunWideFrom<Source::kAligned>(settings);
-    return RunWideFrom<Source::kMisaligned>(settings);
+                            kColumnInputs<F> * sizeof(W), kSums ? kWideSumVectors<S> : 0);
+    if (settings.stages > 0) {
+      if (aligned) return RunWideFrom<Source::kRing, kSums>(settings);
+      return RunWideFrom<Source::kMisaligned, kSums>(settings);
+    }
+    if (aligned) return RunWideFrom<Source::kAligned, false>(settings);
+    return RunWideFrom<Source::kMisaligned, false>(settings);
   }
 
-  template <Source kSource>
+  template <Source kSource, bool kSumOnTheWay>
   Status RunWideFrom(const WideSettings& settings) const {
     const Rows& rows = arguments.rows;
     F* states = nullptr;
@@ -161,16 +164,22 @@ struct Launch {
       bytes =
           SliceVectors(rows.columns, kWidth, settings.cluster) * kWidth *
           (kColumnInputs<F> * sizeof(W) + settings.groups * settings.stages * kHeld * sizeof(S));
-    if (kSource == Source::kMisaligned) bytes = WideRows<F, S, W, kSource>::RoomBytes(settings);
-    Grid grid{settings.cluster, dim3(WideThreads(kSource)), 1, static_cast<int>(bytes),
-              settings.cluster};
-    int resident = 0;
-    Status status = ResidentClusters(WideKernel<F, S, W, kSource>, grid, &resident);
-    if (!status.ok()) return status;
-    grid.blocks = std::min<std::int64_t>(resident, rows.count) * settings.cluster;
-    Status launched = LaunchKernel(WideKernel<F, S, W, kSource>, grid, call, functor, arguments,
-                                   settings, states);
-    if constexpr (kSums) {
+    if (kSource == Source::kMisaligned)
+      bytes = WideRows<F, S, W, kSource, kSumOnTheWay>::RoomBytes(settings);
+    const auto kernel = WideKernel<F, S, W, kSource, kSumOnTheWay>;
+    Grid grid{settings.cluster, dim3(kWideThreads), 1, static_cast<int>(bytes), settings.cluster};
+    int clusters = SumClusters(settings.cluster);
+    if (!kSumOnTheWay) {
+      Status status = ResidentClusters(kernel, grid, &clusters);
+      if (!status.ok()) return status;
+    }
+    grid.blocks = std::min<std::int64_t>(clusters, rows.count) * settings.cluster;
+    Status launched =
+        LaunchKernel(kernel, grid, call, functor, arguments, settings, states, Partials());
+    if constexpr (kSumOnTheWay) {
+      if (launched.ok())
+        return FinishSums(static_cast<int>(grid.blocks / settings.cluster * settings.groups));
+    } else if constexpr (kSums) {
       if (launched.ok() && (arguments.sums[0] != nullptr || arguments.sums[1] != nullptr))
         return kSource == Source::kMisaligned ? SumColumns<false>(states)
                                               : SumColumns<true>(states);

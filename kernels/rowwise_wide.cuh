@@ -1,8 +1,9 @@
 // Rows too wide for registers. On sm_90 a block, or a cluster of blocks that share each row, keeps
-// a ring of rows in shared memory: one warp fills it by bulk copies, rows ahead of the groups of
-// threads that reduce and write, each group a row of its own, so that memory waits for no
-// reduction. The column inputs stay in shared memory. Elsewhere, and where tensors are misaligned,
-// the elements come from global memory, once for each phase, added in the same order.
+// a ring of rows in shared memory, filled by bulk copies rows ahead of the groups of threads that
+// reduce and write, each group a row of its own, so that memory waits for no reduction. The column
+// inputs stay in shared memory, sums of the columns in the groups' registers. Elsewhere, and where
+// tensors are misaligned, the elements come from global memory, once for each phase, added in the
+// same order.
 #pragma once
 
 #include <cstdint>
@@ -22,22 +23,27 @@ template <class F, class S, class W>
 struct WideStorage {
   using T = ElementCompute<S>;
   alignas(8) hopper::Barrier full[kMaxStages];
-  alignas(8) hopper::Barrier empty[kMaxStages];
   ClusterStorage<T, kPhases<F>> cluster[kMaxGroups];
   BlockStorage<T> block[kMaxGroups][2];
 };
 
-template <class F, class S, class W, Source kSource>
+// kSums: of the columns, on the way. (Without, the rows' functors are kept for a second pass.)
+template <class F, class S, class W, Source kSource, bool kSums>
 class WideRows {
  public:
   using T = ElementCompute<S>;
+  using Sum = Compute<S>;
   using Storage = WideStorage<F, S, W>;
   static constexpr int kWidth = kVectorBytes / sizeof(S);
   static constexpr int kInputs = kRowInputs<F>;
   static constexpr int kHeld = kEarlyInputs<F>;
   static constexpr int kColumns = kColumnInputs<F>;
   static constexpr int kPhaseCount = kPhases<F>;
-  static constexpr int kBatch = kHeld == 1 ? 4 : 2;  // vectors of a thread
+  // Vectors of a thread. (With sums, which leave few registers and few batches, the last one is
+  // full more often: layer norm backward, bfloat16, 16384 x 11008: 623 us, by two vectors 712 us.)
+  static constexpr int kBatch = kSums ? 1 : kHeld == 1 ? 4 : 2;
+  static constexpr int kSumBatches = kSums ? kWideSumVectors<S> / kBatch : 0;
+  using BatchSums = Sum[F::kColumnSums + 1][kBatch][kWidth];
 
   __device__ WideRows(const F& functor, const Arguments<F, S, W>& arguments,
                       const WideSettings& settings, Storage* storage, unsigned char* memory)
@@ -66,16 +72,14 @@ class WideRows {
     return settings.groups * Stretch<S>::RoomVectors(vectors) * kVectorBytes;
   }
 
-  __device__ __forceinline__ void Run(F* states) {
+  __device__ __forceinline__ void Run(F* states, Sum* partials) {
     if (kSource == Source::kRing || settings_.cluster > 1) Begin();
-    if (kSource == Source::kRing && group_ == settings_.groups) {
-      if (threadIdx.x % 32 == 0) Fill();
-      __syncwarp();
-    } else {
-      std::uint32_t turn = 0;
-      for (std::int64_t n = group_; RowOf(n) < arguments_.rows.count; n += settings_.groups)
-        Row(n, turn++, states);
-    }
+    if (kSource == Source::kRing && thread_ == 0)
+      for (int i = 0; i < settings_.stages; ++i) Fill(group_ + i * settings_.groups);
+    std::uint32_t turn = 0;
+    for (std::int64_t n = group_; RowOf(n) < arguments_.rows.count; n += settings_.groups)
+      Row(n, turn++, states);
+    if constexpr (kSums) WriteSums(partials);
     if (settings_.cluster > 1) hopper::ClusterSync();  // none leaves while another writes to it
   }
 
@@ -88,10 +92,8 @@ class WideRows {
   __device__ __forceinline__ void Begin() {
     if (threadIdx.x == 0) {
       if constexpr (kSource == Source::kRing) {
-        for (int i = 0; i < settings_.groups * settings_.stages; ++i) {
+        for (int i = 0; i < settings_.groups * settings_.stages; ++i)
           hopper::Init(&storage_->full[i], 1);
-          hopper::Init(&storage_->empty[i], threads_ / 32);
-        }
       }
       for (int g = 0; g < settings_.groups; ++g)
         for (auto& slot : storage_->cluster[g].arrived)
@@ -111,18 +113,16 @@ class WideRows {
     if (settings_.cluster > 1) hopper::ClusterSync();
   }
 
-  // The filling warp: as many rows ahead as the ring holds.
-  __device__ __forceinline__ void Fill() {
+  // Starts the copies of the n-th row, if there is one.
+  __device__ __forceinline__ void Fill(std::int64_t n) const {
+    if (RowOf(n) >= arguments_.rows.count) return;
+    const int stage = StageOf(n);
     const std::uint32_t bytes = static_cast<std::uint32_t>(length_) * sizeof(S);
-    for (std::int64_t n = 0; RowOf(n) < arguments_.rows.count; ++n) {
-      const int stage = StageOf(n);
-      hopper::Wait(&storage_->empty[stage], RoundOf(n) & 1 ^ 1);  // at first, all are empty
-      hopper::ArriveExpecting(&storage_->full[stage], kHeld * bytes);
-      if (bytes == 0) continue;
+    hopper::ArriveExpecting(&storage_->full[stage], kHeld * bytes);
+    if (bytes == 0) return;
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j)
-        hopper::BulkLoad(Stage(stage, j), Input(j, RowOf(n)), bytes, &storage_->full[stage]);
-    }
+    for (int j = 0; j < kHeld; ++j)
+      hopper::BulkLoad(Stage(stage, j), Input(j, RowOf(n)), bytes, &storage_->full[stage]);
   }
 
   // Each group has stages of its own and takes its rows in order: copies end in any order, and a
@@ -161,6 +161,17 @@ class WideRows {
     if (kSource != Source::kMisaligned)
       for (; start + batch <= vectors; start += batch) body(start + thread_, std::true_type{});
     for (; start < vectors; start += batch) body(start + thread_, std::false_type{});
+  }
+
+  // The same for the batch that starts at this vector of the slice, if there is one.
+  template <class Body>
+  __device__ __forceinline__ void AtBatch(int start, const Body& body) const {
+    const int vectors = static_cast<int>((length_ + kWidth - 1) / kWidth);
+    if (kSource != Source::kMisaligned && start + kBatch * threads_ <= vectors) {
+      body(start + thread_, std::true_type{});
+    } else if (start < vectors) {
+      body(start + thread_, std::false_type{});
+    }
   }
 
   // Elements of the slice from the batch's b-th vector on.
@@ -290,19 +301,25 @@ class WideRows {
       stage = StageOf(n);
       hopper::Wait(&storage_->full[stage], RoundOf(n) & 1);
     }
-    Reduce(&functor, row, stage, turn, std::make_index_sequence<kPhaseCount>{});
-    if (F::kColumnSums > 0 && rank_ == 0 && thread_ == 0) states[row] = functor;
-    ForEachBatch([&](std::int64_t first, auto whole) { Write<whole>(functor, row, stage, first); });
-    if constexpr (kSource == Source::kRing) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) hopper::Arrive(&storage_->empty[stage]);
+    ReducePhase<0>(&functor, row, stage, turn);
+    // Its barrier says that all of the group are done with the row before.
+    if (kSource == Source::kRing && thread_ == 0 && turn > 0)
+      Fill(n + (settings_.stages - 1) * settings_.groups);
+    if constexpr (kPhaseCount > 1) ReducePhase<1>(&functor, row, stage, turn);
+    if constexpr (kPhaseCount > 2) ReducePhase<2>(&functor, row, stage, turn);
+    static_assert(kPhaseCount <= 3);
+    if constexpr (kSums) {
+#pragma unroll
+      for (int n = 0; n < kSumBatches; ++n)
+        AtBatch(n * kBatch * threads_, [&](std::int64_t first, auto whole) {
+          Write<whole>(functor, row, stage, first, sums_[n]);
+        });
+    } else {
+      if (F::kColumnSums > 0 && rank_ == 0 && thread_ == 0) states[row] = functor;
+      ForEachBatch([&](std::int64_t first, auto whole) {
+        Write<whole>(functor, row, stage, first, sums_[0]);
+      });
     }
-  }
-
-  template <std::size_t... kPhase>
-  __device__ __forceinline__ void Reduce(F* functor, std::int64_t row, int stage,
-                                         std::uint32_t turn, std::index_sequence<kPhase...>) {
-    (ReducePhase<static_cast<int>(kPhase)>(functor, row, stage, turn), ...);
   }
 
   template <int kPhase>
@@ -336,7 +353,7 @@ class WideRows {
 
   template <bool kWhole>
   __device__ __forceinline__ void Write(const F& functor, std::int64_t row, int stage,
-                                        std::int64_t first) {
+                                        std::int64_t first, BatchSums& sums) {
     const Batch batch = LoadBatch<kWhole, true>(row, stage, first);
     Vector<S, kWidth> late[F::kLateInputs + 1][kBatch] = {};
 #pragma unroll
@@ -358,6 +375,12 @@ class WideRows {
         const auto result = functor.Result(values.row[i], values.columns[i]);
 #pragma unroll
         for (int o = 0; o < F::kRowOutputs; ++o) out[o][b][i] = result[o];
+        if constexpr (kSums) {
+          const auto term = functor.ColumnTerm(values.row[i]);
+#pragma unroll
+          for (int s = 0; s < F::kColumnSums; ++s)
+            sums[s][b][i] = AddRounded(sums[s][b][i], Plain(term[s]));
+        }
       }
     }
 #pragma unroll
@@ -382,6 +405,34 @@ class WideRows {
     }
   }
 
+  // partials[sum][group of all blocks][column].
+  __device__ __forceinline__ void WriteSums(Sum* partials) const {
+    constexpr int kPer = kVectorBytes / sizeof(Sum);
+    const std::int64_t count = gridDim.x / settings_.cluster * settings_.groups;
+    const std::int64_t group = blockIdx.x / settings_.cluster * settings_.groups + group_;
+#pragma unroll
+    for (int s = 0; s < F::kColumnSums; ++s) {
+      Sum* const slice = partials + (s * count + group) * arguments_.rows.columns + begin_;
+#pragma unroll
+      for (int k = 0; k < kSumBatches * kBatch; ++k) {
+        const auto& sums = sums_[k / kBatch][s][k % kBatch];
+        const int first = (k * threads_ + thread_) * kWidth;
+#pragma unroll
+        for (int i = 0; i < kWidth; i += kSource == Source::kMisaligned ? 1 : kPer) {
+          if (first + i >= length_) continue;
+          if constexpr (kSource == Source::kMisaligned) {
+            slice[first + i] = sums[i];
+          } else {
+            Vector<Sum, kPer> vector;
+#pragma unroll
+            for (int j = 0; j < kPer; ++j) vector.Set(j, sums[i + j]);
+            StoreAligned(vector, slice + first + i);
+          }
+        }
+      }
+    }
+  }
+
   const F& functor_;
   const Arguments<F, S, W>& arguments_;
   const WideSettings& settings_;
@@ -390,18 +441,17 @@ class WideRows {
   std::int64_t begin_, length_, column_stride_, stage_elements_;
   W* columns_;
   unsigned char* ring_;
+  BatchSums sums_[kSumBatches + 1] = {};
 };
 
-inline constexpr int WideThreads(Source source) {
-  return kWideThreads + (source == Source::kRing ? 32 : 0);
-}
-
-template <class F, class S, class W, Source kSource>
-__global__ void __launch_bounds__(WideThreads(kSource), 1)
-    WideKernel(F functor, Arguments<F, S, W> arguments, WideSettings settings, F* states) {
+template <class F, class S, class W, Source kSource, bool kSums>
+__global__ void __launch_bounds__(kWideThreads, 1)
+    WideKernel(F functor, Arguments<F, S, W> arguments, WideSettings settings, F* states,
+               Compute<S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ WideStorage<F, S, W> storage;
-  WideRows<F, S, W, kSource>(functor, arguments, settings, &storage, memory).Run(states);
+  WideRows<F, S, W, kSource, kSums>(functor, arguments, settings, &storage, memory)
+      .Run(states, partials);
 }
 
 }  // namespace twinop::rowwise
