@@ -68,7 +68,8 @@ constexpr int SumBlocks(int threads) { return 132 * (HeldThreads(true, false) / 
 // Rows in shared memory.
 inline constexpr int kWideThreads = 512;
 inline constexpr int kMaxCluster = 8;
-inline constexpr std::int64_t kWideBytes = 216 << 10;  // of the 227 KiB of a multiprocessor
+// Of the 227 KiB of a block, beside 16 KiB for the reductions of float64 and 8 KiB for the others'.
+constexpr std::int64_t WideBytes(int width) { return (width == 2 ? 208 : 216) << 10; }
 
 struct WideSettings {
   int cluster;  // blocks that share a row
@@ -100,7 +101,8 @@ inline WideSettings ChooseWide(std::int64_t columns, int width, std::int64_t row
     const std::int64_t vectors = SliceVectors(columns, width, cluster);
     const std::int64_t slice = vectors * width;
     if (sum_vectors > 0 && groups * vectors > sum_vectors * kWideThreads) return 0;
-    const std::int64_t count = (kWideBytes - slice * column_bytes) / (slice * row_bytes * groups);
+    const std::int64_t room = WideBytes(width) - slice * column_bytes;
+    const std::int64_t count = room / (slice * row_bytes * groups);
     return count < 2 ? 0 : count < 4 ? static_cast<int>(count) : 4;
   };
   if (sum_vectors > 0) {
