@@ -144,16 +144,16 @@ class Stretch {
     before_ = past == 0 ? 0 : kWidth - past / static_cast<int>(sizeof(T));
     head_ = min(before_, count);
     vectors_ = (count - head_) / kWidth;
-    tail_ = head_ + vectors_ * kWidth;
+    tail_ = head_ + static_cast<int>(vectors_) * kWidth;
   }
 
   template <int kVectors>
   __device__ __forceinline__ void Load(Pieces<T, kVectors>* pieces) const {
     ForEnds([&](int i) { pieces->head = start_[i]; }, [&](int i) { pieces->tail = start_[i]; });
-    const auto* const first = reinterpret_cast<const Aligned*>(start_ + before_) + thread_;
+    const auto* const first = reinterpret_cast<const Aligned*>(start_ + before_);
 #pragma unroll  // (of two branches, each would wait for its loads)
     for (int k = 0; k < kVectors; ++k)
-      if (k * threads_ + thread_ < vectors_) pieces->vectors[k] = first[k * threads_];
+      if (Index(k) < vectors_) pieces->vectors[k] = first[Index(k)];
   }
 
   // Then, behind a barrier, Get: the pieces' vectors become the owned ones.
@@ -169,7 +169,7 @@ class Stretch {
     if (!whole_) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
-        if (k * threads_ + thread_ >= vectors_) pieces->vectors[k] = room_[k * threads_ + 1];
+        if (Index(k) >= vectors_) pieces->vectors[k] = room_[k * threads_ + 1];
     }
     WithShift(kWidth - before_, [&](auto words, int bits) {
 #pragma unroll
@@ -191,13 +191,16 @@ class Stretch {
       for (int k = 0; k < kVectors; ++k)
         owned[k] = Shifted<words>(owned[k], room_[k * threads_ + 1], bits);
     });
-    auto* const first = reinterpret_cast<uint4*>(start + before_) + thread_;
-    ForEachAligned<kVectors>([&](int k) { StoreAligned(owned[k], first + k * threads_); });
+    auto* const first = reinterpret_cast<uint4*>(start + before_);
+    ForEachAligned<kVectors>([&](int k) { StoreAligned(owned[k], &first[Index(k)]); });
     const T* const elements = reinterpret_cast<const T*>(room_ - thread_);
     ForEnds([&](int i) { start[i] = elements[i]; }, [&](int i) { start[i] = elements[i]; });
   }
 
  private:
+  // This thread's k-th. (Unsigned: an address from it is one instruction.)
+  __device__ __forceinline__ std::uint32_t Index(int k) const { return k * threads_ + thread_; }
+
   template <int kVectors, class Body>
   __device__ __forceinline__ void ForEachAligned(const Body& body) const {
     if (whole_) {
@@ -206,7 +209,7 @@ class Stretch {
     } else {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
-        if (k * threads_ + thread_ < vectors_) body(k);
+        if (Index(k) < vectors_) body(k);
     }
   }
   // The first threads take the elements before and behind the aligned vectors.
@@ -256,11 +259,11 @@ class Stretch {
   const T* start_;
   int count_, thread_, threads_;
   bool whole_;
-  int before_;     // elements from the start to an aligned place
-  int head_;       // those of them that the stretch has
-  int vectors_;    // aligned ones
-  int tail_;       // where the elements behind them begin
-  Aligned* room_;  // from this thread's place on
+  int before_;             // elements from the start to an aligned place
+  int head_;               // those of them that the stretch has
+  std::uint32_t vectors_;  // aligned ones
+  int tail_;               // where the elements behind them begin
+  Aligned* room_;          // from this thread's place on
 };
 
 }  // namespace twinop::rowwise

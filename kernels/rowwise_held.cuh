@@ -35,7 +35,7 @@ class HeldRows {
       : functor_(functor),
         arguments_(arguments),
         columns_(static_cast<int>(arguments.rows.columns)),
-        lanes_(kLanes > 0 ? kLanes : static_cast<int>(blockDim.x)),
+        lanes_(kLanes > 0 ? kLanes : BlockLanes()),
         lane_(static_cast<int>(kLanes > 0 ? threadIdx.x % kLanes : threadIdx.x)),
         group_(kLanes > 0 ? threadIdx.x / kLanes : 0),
         whole_(!kAligned && __all_sync(0xFFFFFFFFu, Left(kVectors - 1) >= 2 * kWidth)),
@@ -51,6 +51,13 @@ class HeldRows {
     std::uint32_t address = hopper::SharedAddress(shared);
     asm("" : "+r"(address));
     return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
+  }
+
+  // Hidden too: the compiler would load it again for each use.
+  static __device__ __forceinline__ int BlockLanes() {
+    int lanes = static_cast<int>(blockDim.x);
+    asm("" : "+r"(lanes));
+    return lanes;
   }
 
   // A row for each group of threads.
@@ -93,6 +100,11 @@ class HeldRows {
   // or all where tensors are aligned.
   __device__ __forceinline__ int Column(int k) const { return (k * lanes_ + lane_) * kWidth; }
   __device__ __forceinline__ int Left(int k) const { return columns_ - Column(k); }
+  // (Unsigned: an address from it is one instruction.)
+  template <class U>
+  __device__ __forceinline__ U* At(U* row, int k) const {
+    return row + static_cast<std::uint32_t>(Column(k));
+  }
 
   // body(k, whole) for each vector that this thread has; whole: all its elements are the row's. Of
   // misaligned rows most warps have whole vectors only, which spares them all comparisons.
@@ -118,11 +130,11 @@ class HeldRows {
   template <bool kPlain, class U>
   __device__ __forceinline__ void Load(const U* row, int k, Vector<U, kWidth>* vector) const {
     if constexpr (kAligned) {
-      if (Left(k) > 0) LoadAligned(row + Column(k), vector);
+      if (Left(k) > 0) LoadAligned(At(row, k), vector);
     } else if constexpr (kPlain) {
-      LoadAligned(row + Column(k), vector);
+      LoadAligned(At(row, k), vector);
     } else {
-      LoadAnywhere(row + Column(k), Left(k), vector);
+      LoadAnywhere(At(row, k), Left(k), vector);
     }
   }
 
@@ -133,7 +145,7 @@ class HeldRows {
       if constexpr (kAligned) {
 #pragma unroll  // (of two branches, each would wait for its loads)
         for (int k = 0; k < kVectors; ++k)
-          if (Left(k) > 0) LoadAligned(Input(j, row) + Column(k), &raw[j].vectors[k]);
+          if (Left(k) > 0) LoadAligned(At(Input(j, row), k), &raw[j].vectors[k]);
       } else {
         InRoom(Input(j, row), true).Load(&raw[j]);
       }
@@ -326,7 +338,7 @@ class HeldRows {
       for (int o = 0; o < F::kRowOutputs; ++o) {
         if (arguments_.outputs[o] == nullptr) continue;
         if constexpr (kAligned) {
-          if (exists && Left(k) > 0) StoreAligned(Pack<S>(out[o]), Output(o, row) + Column(k));
+          if (exists && Left(k) > 0) StoreAligned(Pack<S>(out[o]), At(Output(o, row), k));
         } else {
           results[o][k] = Pack<S>(out[o]);
         }

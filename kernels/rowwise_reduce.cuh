@@ -1,9 +1,6 @@
 // Reductions over the threads that share a row, in an order that their number alone decides.
 #pragma once
 
-#include <cub/warp/warp_reduce.cuh>
-#include <cuda/functional>
-
 #include "kernels/hopper.cuh"
 #include "kernels/rowwise_settings.h"
 
@@ -65,28 +62,14 @@ struct ThreadTotals {
   }
 };
 
-// Over kLanes neighbouring lanes; the first of them gets the result.
-template <int kLanes, Reduction kOp, class T, int N>
-__device__ __forceinline__ Values<T, N> ReduceToFirstLane(Values<T, N> value) {
-  using WarpReduce = cub::WarpReduce<decltype(Plain(value[0])), kLanes>;
-  typename WarpReduce::TempStorage none;  // shuffles need no memory
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if constexpr (kOp == kMax) {
-      value[i] = WarpReduce(none).Reduce(Plain(value[i]), cuda::maximum<>{});
-    } else {
-      value[i] = WarpReduce(none).Sum(Plain(value[i]));
-    }
-  }
-  return value;
-}
-
-// All of them get it.
+// Over kLanes neighbouring lanes; all of them get the result.
 template <int kLanes, Reduction kOp, class T, int N>
 __device__ __forceinline__ Values<T, N> ReduceLanes(Values<T, N> value) {
-  value = ReduceToFirstLane<kLanes, kOp>(value);
 #pragma unroll
-  for (int i = 0; i < N; ++i) value[i] = __shfl_sync(0xFFFFFFFFu, Plain(value[i]), 0, kLanes);
+  for (int i = 0; i < N; ++i)
+#pragma unroll
+    for (int apart = 1; apart < kLanes; apart *= 2)
+      value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(value[i]), apart)));
   return value;
 }
 
@@ -103,10 +86,10 @@ template <Reduction kOp, class T, int N>
 __device__ __forceinline__ Values<T, N> ReduceBlock(Values<T, N> value, int thread, int threads,
                                                     int barrier, BlockStorage<T>* storage) {
   constexpr int kPer = 16 / sizeof(T);
-  const int lane = thread % 32;
-  const int warp = thread / 32;
-  const int warps = threads / 32;
-  value = ReduceToFirstLane<32, kOp>(value);
+  const unsigned lane = static_cast<unsigned>(thread) % 32;
+  const unsigned warp = static_cast<unsigned>(thread) / 32;
+  const unsigned warps = static_cast<unsigned>(threads) / 32;
+  value = ReduceLanes<32, kOp>(value);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if (lane == 0) storage->values[i][warp] = value[i];
@@ -122,7 +105,7 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(Values<T, N> value, int thre
     const Part* const parts = reinterpret_cast<const Part*>(storage->values[i]);
     Part sum = parts[0];
 #pragma unroll 1
-    for (int j = 1; j * kPer < warps; ++j)
+    for (unsigned j = 1; j * kPer < warps; ++j)
 #pragma unroll
       for (int k = 0; k < kPer; ++k)
         sum.values[k] = Combine<kOp>(sum.values[k], parts[j].values[k]);

@@ -31,14 +31,14 @@ struct LayerNorm : rowwise::Op<1, 1> {
   TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const Columns&) const { return x; }
   TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) { mean = total[0] / count; }
   TWINOP_INLINE One Term(rowwise::Phase<1>, One& x, const Columns&) const {
-    const T centred = x[0] - mean;
-    return {centred * centred};
+    x[0] = x[0] - mean;
+    return {x[0] * x[0]};
   }
   TWINOP_INLINE void Finish(rowwise::Phase<1>, const One& total) {
     rstd = Rsqrt(total[0] / count + eps);
   }
-  TWINOP_INLINE One Result(const One& x, const Columns& column) const {
-    return {Fma((x[0] - mean) * rstd, column[0], column[1])};
+  TWINOP_INLINE One Result(const One& centred, const Columns& column) const {
+    return {Fma(centred[0] * rstd, column[0], column[1])};
   }
 };
 
@@ -74,7 +74,7 @@ struct AddLayerNorm : rowwise::Op<2, 2> {
     norm.Finish(phase, total);
   }
   TWINOP_INLINE Row Result(const Row& row, const Columns& column) const {
-    return {norm.Result({row[0]}, column)[0], row[0]};
+    return {norm.Result({row[0] - norm.mean}, column)[0], row[0]};
   }
 };
 
