@@ -104,7 +104,7 @@ struct Launch {
     using Held = HeldRows<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>;
     const int bytes = kGroups * Held::RoomBytes(kLanes > 0 ? kLanes : threads);
     Status status =
-        LaunchKernel(HeldKernel<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>,
+        LaunchKernel(ChooseHeldKernel<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>(),
                      Grid{blocks, dim3(threads), 1, bytes}, call, functor, arguments, Partials());
     return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
   }

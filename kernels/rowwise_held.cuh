@@ -427,4 +427,23 @@ __global__ void __launch_bounds__(kThreads, kHeldBlocks<F, kThreads, kPacked>)
   }
 }
 
+// The same in the registers that kFewRegisters says: more rows in flight.
+template <class F, class S, class W, int kVectors, int kThreads, bool kAligned>
+__global__ void __maxnreg__(kFewRegisters)
+    HeldFewKernel(F functor, Arguments<F, S, W> arguments, Compute<S>*) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  HeldRows<F, S, W, 0, kVectors, kThreads, false, kAligned>(functor, arguments, memory).RunOnce();
+}
+
+template <class F, class S, class W, int kLanes, int kVectors, int kThreads, bool kPacked,
+          bool kAligned>
+constexpr auto ChooseHeldKernel() {
+  if constexpr (FitsFewRegisters(F::kColumnSums > 0, kEarlyInputs<F> == 1 && sizeof(S) == 4, kLanes,
+                                 kVectors, kAligned && kColumnInputs<F> > 0)) {
+    return HeldFewKernel<F, S, W, kVectors, kThreads, kAligned>;
+  } else {
+    return HeldKernel<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>;
+  }
+}
+
 }  // namespace twinop::rowwise
