@@ -199,12 +199,12 @@ class WideRows {
   __device__ __forceinline__ Stretch<S> InRoom(const S* slice, std::int64_t first,
                                                int ahead) const {
     const std::int64_t left = length_ - (first - thread_) * kWidth;
-    const int most = (kBatch * threads_ + kIn) * kWidth;
+    const int batch = kBatch * threads_ * kWidth;
     return {slice + (first - thread_) * kWidth,
             static_cast<int>(min(left, std::int64_t{batch + ahead})),
             thread_,
             threads_,
-            kIn && left >= most,
+            left >= batch + kWidth,
             ring_ + group_ * Stretch<S>::RoomVectors(kBatch * threads_) * kVectorBytes};
   }
   __device__ __forceinline__ void SyncGroup() const {
