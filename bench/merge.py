@@ -15,6 +15,7 @@ from twinop.bench.verdicts import verdicts
 from twinop.console import clear_errors, out
 
 REGRESSION = 0.03
+# The commit is the last.
 _SAME = ("device", "gpu", "driver", "cpu", "torch", "onnxruntime", "twinop", "commit")
 
 
@@ -35,15 +36,18 @@ def load(path: Path) -> dict[str, Any]:
     return document
 
 
-def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merged(documents: Sequence[dict[str, Any]], several_commits: bool = False) -> dict[str, Any]:
     """One document of all rows; where two measured the same cell, the later one's cell stands.
+
+    Args:
+        several_commits: the parts may be of several commits, which the document then lists with their ops.
 
     Raises:
         BenchError: they come from different machines, versions or commits.
     """
     first = documents[0]
     for other in documents[1:]:
-        for name in _SAME:
+        for name in _SAME[:-1] if several_commits else _SAME:
             values = [document["environment"].get(name) for document in (first, other)]
             if values[0] != values[1]:
                 raise BenchError(
@@ -60,10 +64,17 @@ def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 names = ("op", "direction", "dtype", "shape", "provider")
                 store[str([entry.get(name) for name in names])] = entry
     found = list(cells.values())
+    commits = [document["environment"]["commit"] for document in documents]
     keys = [key for document in documents for key in document["seconds"]]
     return {
-        "environment": first["environment"],
-        "settings": {"parts": [document["settings"] for document in documents]},
+        "environment": first["environment"] | {"commit": " ".join(dict.fromkeys(commits))},
+        "settings": {
+            "parts": [
+                document["settings"]
+                | {"commit": commit, "ops": list(dict.fromkeys(row["op"] for row in document["rows"]))}
+                for document, commit in zip(documents, commits, strict=True)
+            ]
+        },
         "clocks": {"before": first["clocks"]["before"], "after": documents[-1]["clocks"]["after"]},
         "seconds": {
             key: round(sum(document["seconds"].get(key, 0.0) for document in documents), 1)
@@ -108,6 +119,13 @@ def merge(
         str | None,
         typer.Option(help="Of the files, without suffix; else ops-MACHINE.", show_default=False),
     ] = None,
+    several_commits: Annotated[
+        bool,
+        typer.Option(
+            "--several-commits",
+            help="Where what lies between them touches other ops; the file says which is whose.",
+        ),
+    ] = False,
 ) -> None:
     """Put partial reports of one machine and commit together: one JSON file, its plots and verdicts.
 
@@ -118,7 +136,7 @@ def merge(
     from twinop.bench.ops import show
 
     with clear_errors():
-        document = merged([load(path) for path in reports])
+        document = merged([load(path) for path in reports], several_commits)
         folder = report.output_folder(output)
         facts = document.pop("environment")
         path = folder / f"{name or 'ops-' + report.machine_name(facts)}.json"
