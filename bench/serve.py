@@ -115,6 +115,8 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return {"what": what, "value": round(value, 3), "bar": text, "passed": bool(passed)}
 
     found = []
+    ready = [row["ready_seconds"] for row in rows if row["model"] == "small" and row["server"] == OURS]
+    found += [bar("small: seconds from the start to ready", ready[0], False, 3.0)] if ready else []
     for model in dict.fromkeys(row["model"] for row in rows):
         for protocol in (REST, GRPC):
             ratio = value(model, OURS, protocol, 1, "p50_ms") / value(model, KSERVE, protocol, 1, "p50_ms")

@@ -45,7 +45,7 @@ def main(
     access_log: Annotated[
         bool | None,
         _option(
-            "A log line for each request.",
+            "A log line for each HTTP request.",
             "Server",
         ),
     ] = None,

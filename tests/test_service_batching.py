@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import (
@@ -301,3 +302,37 @@ def test_a_surprise_in_a_run_is_one_message(caplog: pytest.LogCaptureFixture) ->
 
     run(test)
     assert "/secret/path" in caplog.text
+
+
+def test_deadlines_of_any_fraction_are_kept_on_the_loop_that_serves() -> None:
+    """uvloop's timers have whole milliseconds, and may be early."""
+
+    async def test() -> None:
+        runner = Doubler(held=True)
+        queue = batcher(runner, max_queue=1000)
+        first = asyncio.create_task(queue.submit(request(0), ("y",)))
+        await until(lambda: queue.running == 1)
+        seconds = np.random.default_rng(0).uniform(0.02, 0.3, 100)
+        started = time.monotonic()
+        waiting = [queue.submit(request(1, deadline=started + s), ("y",)) for s in seconds]
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert time.monotonic() - started < 5  # the run is still held
+        assert {failure_of(outcome) for outcome in outcomes} == {DEADLINE}
+        runner.gate.set()
+        await first
+
+    uvloop.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_request_without_inputs_and_a_scalar_have_one_row() -> None:
+    async def test() -> None:
+        class Constant(Doubler):
+            def run(self, parts: Any, outputs: Any) -> dict[str, np.ndarray]:
+                return dict.fromkeys(outputs, np.ones(1))
+
+        queue = batcher(Constant())
+        for inputs in ({}, {"x": np.array(1, np.float32)}):
+            result = await queue.submit(Request("m", inputs, arrived=time.monotonic()), ("y",))
+            assert result.batch_size == 1
+
+    run(test)

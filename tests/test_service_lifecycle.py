@@ -120,7 +120,9 @@ def test_a_new_version_takes_over_and_a_broken_one_does_not(tmp_path: Path) -> N
         (tmp_path / "m" / "3").mkdir()
         (tmp_path / "m" / "3" / "model.onnx").write_bytes(b"half of a model")
         wait_until(lambda: states(served).get(("m", "3")) == "UNAVAILABLE")
+        time.sleep(2.5)  # more scans of the same files
         assert y_of(served, "m") == [-2, 4, -6, 8]
+        assert states(served)[("m", "2")] == "READY"
         (tmp_path / "m" / "3" / "model.onnx").write_bytes(scaled(3).SerializeToString())  # mended
         wait_until(lambda: y_of(served, "m") == [-3, 6, -9, 12])
         shutil.rmtree(tmp_path / "m" / "3")  # taken back
@@ -184,6 +186,60 @@ def test_loading_by_request_is_off_unless_asked_for(tmp_path: Path) -> None:
             answer = served.ask("POST", f"/v2/repository/models/m/{verb}")
             assert answer.status == 403 and "--control explicit" in answer.error
         assert states(served) == {("m", "1"): "READY"}
+
+
+def test_an_older_version_serves_where_the_newest_is_broken_at_the_start(tmp_path: Path) -> None:
+    place(tmp_path, "m", scaled(1))
+    (tmp_path / "m" / "2").mkdir()
+    (tmp_path / "m" / "2" / "model.onnx").write_bytes(b"half of a model")
+    with serve(tmp_path, *QUICK) as served:
+        assert states(served) == {("m", "1"): "READY", ("m", "2"): "UNAVAILABLE"}
+        time.sleep(2.5)
+        assert y_of(served, "m") == [-1, 2, -3, 4]
+
+
+def test_a_folder_that_is_away_for_a_moment_changes_nothing(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    place(models, "m", scaled(1))
+    with serve(models, *QUICK) as served:
+        models.rename(tmp_path / "away")
+        time.sleep(2.5)
+        assert y_of(served, "m") == [-1, 2, -3, 4]
+        (tmp_path / "away").rename(models)
+        place(models, "n", scaled(2))
+        wait_until(lambda: served.infer("n", ROW).status == 200)
+
+
+def test_settings_that_do_not_fit_are_said_and_the_folder_is_followed_on(tmp_path: Path) -> None:
+    place(tmp_path, "m", scaled(1))
+    with serve(tmp_path, *QUICK) as served:
+        (tmp_path / "m" / "twinop.toml").write_text("max_batchsize = 8")
+        place(tmp_path, "bad", scaled(1), config='input { name: "x" data_type: 99 dims: 4 }')
+        wait_until(lambda: states(served).get(("bad", "1")) == "UNAVAILABLE")
+        wait_until(lambda: any("max_batchsize" in line["message"] for line in served.log))
+        assert y_of(served, "m") == [-1, 2, -3, 4]
+        place(tmp_path, "good", scaled(3))
+        wait_until(lambda: served.infer("good", ROW).status == 200)
+        (tmp_path / "bad" / "config.pbtxt").unlink()
+        wait_until(lambda: served.infer("bad", ROW).status == 200)
+
+
+def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -> None:
+    onnx.save(relu(), tmp_path / "m.onnx")
+    script = (
+        "import time, sys\n"
+        "import twinop.deploy.service.repository as r\n"
+        "from twinop.cli import app\n"
+        "def load(*arguments):\n"
+        "    print('loading', flush=True)\n"
+        "    time.sleep(60)\n"
+        "r.load = load\n"
+        f"app(['serve', {str(tmp_path / 'm.onnx')!r}, '--http-port', '0', '--no-grpc'])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"loading\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
 
 
 # -------------------------------------------------------------------------------- under load

@@ -66,7 +66,7 @@ def test_all_that_has_an_effect(tmp_path: Path) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    assert read(tmp_path, "").settings == {"max_batch_size": 0}
+    assert read(tmp_path, "").settings == {}
     assert read(tmp_path, "version_policy { latest { } }").settings["versions"] == "latest"
     assert read(tmp_path, "version_policy { latest { num_versions: 2 } }").settings["versions"] == "latest:2"
     assert read(tmp_path, "version_policy { all { } }").settings["versions"] == "all"

@@ -50,10 +50,10 @@ class _Http(asyncio.Protocol):
             if end < 0:
                 return
             head = bytes(self._buffer[:end]).lower()
-            at = head.index(b"content-length:") + 15
+            at = head.index(b"\r\ncontent-length:") + 17  # not Inference-Header-Content-Length
             self._missing = end + 4 + int(head[at:].split(b"\r\n", 1)[0])
             if not head.startswith(b"http/1.1 200"):
-                self._failed.append(head[:60].decode())
+                self._failed.append(head[:60].decode("latin-1"))
         if len(self._buffer) < self._missing:
             return
         now = time.perf_counter()

@@ -45,11 +45,13 @@ class Outcome:
         return self.answered.total() + self.lost
 
 
-def write_version(folder: Path, version: int) -> None:
+def write_version(folder: Path, version: int, broken: bool = False) -> None:
     """A new version directory, as a copy over the network makes it: the folder first, the file in pieces."""
     target = folder / NAME / str(version)
     target.mkdir(parents=True)
     data = model(version).SerializeToString()
+    if broken:
+        data = data[: len(data) // 2]
     with (target / "model.onnx").open("wb") as file:
         file.write(data[:20])
         file.flush()
@@ -117,13 +119,20 @@ async def _watch(pid: int, outcome: Outcome) -> None:
 
 
 async def _swap(models: Path, every: float) -> None:
-    version = 1
+    """Each third version is broken, and taken away before the next one comes."""
+    version, served = 1, 1
     while True:
         await asyncio.sleep(every)
         version += 1
+        if broken := version % 3 == 0:
+            await asyncio.to_thread(write_version, models, version, broken)
+            await asyncio.sleep(every)
+            shutil.rmtree(models / NAME / str(version))
+            continue
         await asyncio.to_thread(write_version, models, version)
-        if version > 2:  # the one before stays for what is still on its way
-            shutil.rmtree(models / NAME / str(version - 2))
+        await asyncio.sleep(every / 2)  # until it is served, the one before is
+        shutil.rmtree(models / NAME / str(served))
+        served = version
 
 
 async def soak(server: Server, pid: int, models: Path, requests: int, every: float, step: Any) -> Outcome:

@@ -48,10 +48,14 @@ class _Member:
         deadline = self.request.deadline
         if deadline is None or now < deadline:
             return False
-        self.future.set_exception(
-            ServiceError(DEADLINE, "the request's time was over before the model was free")
-        )
+        self.expire()
         return True
+
+    def expire(self) -> None:
+        if not self.future.done():
+            self.future.set_exception(
+                ServiceError(DEADLINE, "the request's time was over before it was answered")
+            )
 
 
 _Outcome = dict[str, np.ndarray] | Exception
@@ -171,8 +175,8 @@ class Batcher:
         self._dispatch()
 
     def _expire(self, member: _Member) -> None:
-        if member.gone(time.monotonic()):
-            self._forget(member)
+        member.expire()  # whatever the clock says: uvloop's timers are up to a millisecond early
+        self._forget(member)
 
     def _forget(self, member: _Member) -> None:
         if member in self._waiting:
@@ -254,8 +258,9 @@ class Batcher:
 
 
 def _rows(request: Request) -> int:
-    first = next(iter(request.inputs.values()))
-    return first.shape[0] if first.ndim else 1
+    """Of the first input; a request may have none, or a scalar."""
+    first = next(iter(request.inputs.values()), None)
+    return first.shape[0] if first is not None and first.ndim else 1
 
 
 def _key(request: Request, outputs: tuple[str, ...]) -> Any:

@@ -1,8 +1,9 @@
 """The protocol's routes over HTTP, and how their failures are answered."""
 
+import asyncio
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from fastapi import FastAPI
@@ -39,6 +40,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+Made = TypeVar("Made")
+LARGE = 256 << 10  # bytes of a request or an answer
+
+
+async def off_loop(size: int, work: Callable[..., Made], *arguments: Any) -> Made:
+    """What is quick at once, the rest in a thread: 60 MB of JSON, or of empty strings, take seconds."""
+    return work(*arguments) if size <= LARGE else await asyncio.to_thread(work, *arguments)
+
+
 class Endpoints(V2Endpoints):
     """The protocol's routes. Each raises ServiceError, which `RestServer` turns into an answer."""
 
@@ -50,22 +60,19 @@ class Endpoints(V2Endpoints):
     async def infer(self, request: Request) -> Response:
         scope, headers = request.scope, request.headers
         model = scope["path_params"]["model_name"]
-        with tracing.request_span("infer", headers):
-            try:
-                if self._repository.get_model(model) is None:
-                    self._repository.find(model, None)  # says what is wrong
-                body = await bodies.read(request, self._limit)
-                version = scope["path_params"].get("model_version", "")
-                asked, form = codec_rest.decode(body, headers, model, version)
-            except ServiceError as error:
-                metrics.failed_without_model(error.failure)
-                raise
+        with tracing.request_span("infer", headers), metrics.counting():
+            if self._repository.get_model(model) is None:
+                self._repository.find(model, None)  # says what is wrong
+            body = await bodies.read(request, self._limit)
+            version = scope["path_params"].get("model_version", "")
+            asked, form = await off_loop(len(body), codec_rest.decode, body, headers, model, version)
             asked.id = ids.of(scope, asked.id)
             logs.bind(request_id=asked.id, model=model)
             tracing.note(request_id=asked.id)
             wait_in(scope)
             result, _ = await self.dataplane.infer(model, asked, headers)
-            content, answer_headers = codec_rest.encode(result, form)
+            size = sum(array.nbytes for array in result.outputs.values())
+            content, answer_headers = await off_loop(size, codec_rest.encode, result, form)
             return Response(content, headers=answer_headers)
 
     async def ready(self) -> Response:

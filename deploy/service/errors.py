@@ -40,6 +40,7 @@ class ServiceError(Exception):
         super().__init__(message)
         self.failure = failure
         self.headers = dict(headers or {})
+        self.counted = False  # in the metrics of a model
 
 
 def invalid(message: str) -> ServiceError:

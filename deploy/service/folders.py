@@ -101,7 +101,10 @@ def config_of(folder: Path | None) -> TritonConfig | None:
     path = folder / triton_config.FILE if folder is not None else None
     if path is None or not path.is_file():
         return None
-    status = path.stat()
+    try:
+        status = path.stat()
+    except FileNotFoundError:  # in this moment
+        return None
     return _config(path, status.st_mtime_ns, status.st_size)
 
 
@@ -193,7 +196,13 @@ def _of_folder(folder: Path, notes: list[str]) -> ModelFolder | None:
             continue
         if _VERSION.fullmatch(entry.name) is None:
             strange.append(entry.name)
-        elif (path := _model_file(entry, folder, notes)) is not None:
+            continue
+        try:
+            path = _model_file(entry, folder, notes)
+        except FolderError as error:  # deleted in this moment: the other versions are there
+            notes.append(str(error))
+            continue
+        if path is not None:
             number = int(entry.name)
             versions[number] = VersionFolder(folder.name, number, entry, path, folder)
     if not versions and (path := _model_file(folder, folder, notes)) is not None:

@@ -15,7 +15,7 @@ from twinop.deploy.service import codec_grpc, ids, logs, metrics, tracing
 from twinop.deploy.service._kserve import DataPlane, GRPCServer, InferenceServicer, pb, pb_grpc
 from twinop.deploy.service.addresses import address_error, tls_error
 from twinop.deploy.service.datatypes import version_number
-from twinop.deploy.service.endpoints import model_metadata, server_metadata
+from twinop.deploy.service.endpoints import model_metadata, off_loop, server_metadata
 from twinop.deploy.service.errors import INTERNAL, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
 from twinop.deploy.service.settings import ServerSettings
 
@@ -41,19 +41,17 @@ class Servicer(InferenceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         headers = _headers.get()
-        with tracing.request_span("infer", headers):
-            try:
-                if self._repository.get_model(request.model_name) is None:
-                    self._repository.find(request.model_name, None)  # says what is wrong
-                asked, form = codec_grpc.decode(request, context.time_remaining())
-            except ServiceError as error:
-                metrics.failed_without_model(error.failure)
-                raise
+        with tracing.request_span("infer", headers), metrics.counting():
+            if self._repository.get_model(request.model_name) is None:
+                self._repository.find(request.model_name, None)  # says what is wrong
+            seconds = context.time_remaining()
+            asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds)
             asked.id = headers[ids.HEADER]
             logs.bind(model=asked.model)
             tracing.note(request_id=asked.id)
             result, _ = await self._data_plane.infer(asked.model, asked, headers)
-            return codec_grpc.encode(result, form)
+            size = sum(array.nbytes for array in result.outputs.values())
+            return await off_loop(size, codec_grpc.encode, result, form)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=await self._repository.ready())

@@ -21,6 +21,8 @@ _NO_MEMORY = re.compile(
     r"out of memory|failed to allocate memory|bad_alloc|alloc_failed|unable to allocate|cuda failure 2:", re.I
 )
 _STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : (\w+) :")  # before the text that RunError keeps
+# ONNX Runtime's own place in its source, such as "element_wise_ops.h:583 void f(int, int) ".
+_INTERNALS = re.compile(r"\S+\.(?:h|cc|cu|cuh):\d+ [^\n]*?\) ")
 _PATH = re.compile(r"(?<![\w.])/(?:[^\s/:'\"()]+/)+")
 
 
@@ -201,4 +203,4 @@ def _failure(error: Exception) -> ServiceError:
 
 def without_paths(text: str) -> str:
     """The text with no folders in it, for clients: of a path only the file's name stays."""
-    return _PATH.sub("", text).strip()
+    return _PATH.sub("", _INTERNALS.sub("", text)).strip()

@@ -7,13 +7,14 @@ Labels are looked up once a version, so that an answered request alone in its ru
 import time
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from twinop.deploy.service.errors import Failure
+from twinop.deploy.service.errors import Failure, ServiceError
 from twinop.deploy.service.request import Result
 
 _LABELS = ("model", "version")
@@ -60,6 +61,17 @@ def loaded(ok: bool) -> None:
 def failed_without_model(failure: Failure) -> None:
     """A request failed before a loaded version was found. Names that clients made up are no labels."""
     FAILURES.labels("", "", failure.reason).inc()
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Around an inference request: a failure that no model has counted is counted without one."""
+    try:
+        yield
+    except ServiceError as error:
+        if not error.counted:
+            failed_without_model(error.failure)
+        raise
 
 
 class Queue(Protocol):

@@ -11,11 +11,11 @@ from typing import Any
 from twinop.deploy.service import metrics
 from twinop.deploy.service._kserve import ModelRepository
 from twinop.deploy.service.errors import NOT_FOUND, NOT_READY, OFF, ServiceError
-from twinop.deploy.service.folders import ModelFolder, scan
+from twinop.deploy.service.folders import ModelFolder, VersionFolder, scan
 from twinop.deploy.service.instance import without_paths
 from twinop.deploy.service.loading import load
 from twinop.deploy.service.served import ServedModel, Version
-from twinop.deploy.service.settings import Control, Settings
+from twinop.deploy.service.settings import Control, ModelSettings, Settings
 from twinop.errors import TwinopError
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ _log = logging.getLogger(__name__)
 class State(StrEnum):
     LOADING = "LOADING"
     READY = "READY"
-    UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
 
 
@@ -46,13 +45,13 @@ class Repository(ModelRepository):
 
     def __init__(self, root: Path, settings: Settings) -> None:
         super().__init__(str(root))
-        self.root = root
+        self.root = root.absolute()
         self.settings = settings
         self.draining = False
         self.started = time.time()
+        self.loading = False  # a thread is at it, which nothing can stop
         self.models: dict[str, ServedModel] = {}
         self._known: dict[str, dict[int, _Known]] = {}
-        self._unloaded: set[str] = set()  # by request: not to be followed any more
         self._lock = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         self._loaded = False
@@ -77,10 +76,18 @@ class Repository(ModelRepository):
         return model.find(version)
 
     async def index(self, ready: bool = False) -> list[dict[str, str]]:
-        """Every version of every model with its state, as the repository extension lists them."""
+        """Every version of every model with its state, as the repository extension lists them.
+
+        Where clients decide what is loaded, what they may load is among them.
+        """
+        found = {name: dict(versions) for name, versions in self._known.items()}
+        if self.settings.server.control == Control.EXPLICIT and not ready:
+            for name, folder in (await self._scanned()).items():
+                for version in folder.versions if name not in found else ():
+                    found.setdefault(name, {})[version] = _Known(None, State.UNAVAILABLE, "not loaded")
         return [
             {"name": name, "version": str(version), "state": str(known.state), "reason": known.reason}
-            for name, versions in sorted(self._known.items())
+            for name, versions in sorted(found.items())
             for version, known in sorted(versions.items())
             if known.state == State.READY or not ready
         ]
@@ -88,15 +95,18 @@ class Repository(ModelRepository):
     # -------------------------------------------------------------------------------- loading
 
     async def load_all(self) -> None:
-        """Loads what is there.
+        """Loads what is there. Where the version that is wanted is broken, an older one has to do.
 
         Raises:
-            TwinopError: the folder holds no model, or one cannot be loaded: with all messages.
+            TwinopError: the folder holds no model, or no version of one can be loaded: with all messages.
         """
         folders = await asyncio.to_thread(scan, self.root)
         problems = []
-        for folder in folders.values():
-            problems += await self._follow(folder)
+        for name, folder in folders.items():
+            found = await self._follow(folder)
+            if found and name not in self.models:
+                await self._follow_older(folder)
+            problems += found if name not in self.models else []
         if problems:
             raise TwinopError("\n".join(problems))
         self._loaded = True
@@ -104,20 +114,31 @@ class Repository(ModelRepository):
     async def poll(self) -> None:
         """Follows the folder until cancelled: a version is loaded once its files have come to rest."""
         before: dict[str, ModelFolder] = {}
+        missing: set[str] = set()
+        said = ""
         while True:
             await asyncio.sleep(self.settings.server.poll_seconds)
             try:
-                folders = await asyncio.to_thread(scan, self.root)
-            except TwinopError as error:  # emptied, or not there for a moment
-                if before:
+                before, missing = await self._poll_once(before, missing)
+                said = ""
+            except TwinopError as error:  # the root is not there, or empty: what is served goes on
+                if said != (said := str(error)):
                     _log.warning("%s", error)
-                folders = {}
-            for name, folder in folders.items():
-                if name in before and before[name].stamps == folder.stamps:
-                    await self._follow(folder)
-            for name in self._known.keys() - folders.keys():
-                await self._remove(name)
-            before = folders
+            except Exception:  # or nobody would follow the folder any more
+                _log.exception("following %s failed; the next try is in a moment", self.root)
+
+    async def _poll_once(
+        self, before: dict[str, ModelFolder], missing: set[str]
+    ) -> tuple[dict[str, ModelFolder], set[str]]:
+        """Follows what is as it was at the last scan, and lets go of what was missing then too."""
+        folders = await asyncio.to_thread(scan, self.root)
+        for name, folder in folders.items():
+            if name in before and before[name].stamps == folder.stamps:
+                await self._follow(folder)
+        gone = self._known.keys() - folders.keys()
+        for name in gone & missing:
+            await self._remove(name)
+        return folders, gone
 
     async def load_by_request(self, name: str) -> None:
         """
@@ -125,10 +146,7 @@ class Repository(ModelRepository):
             ServiceError: loading by request is off, there is no such model, or it cannot be loaded.
         """
         self._require_explicit()
-        try:
-            folders = await asyncio.to_thread(scan, self.root)
-        except TwinopError:
-            folders = {}
+        folders = await self._scanned()
         if name not in folders:
             raise ServiceError(NOT_FOUND, f"there is no model {name!r} in the repository")
         problems = await self._follow(folders[name], retry=True)
@@ -143,9 +161,15 @@ class Repository(ModelRepository):
             ServiceError: unloading by request is off, or there is no such model.
         """
         self._require_explicit()
-        if name not in self.models:
+        if name not in self._known:
             raise ServiceError(NOT_FOUND, f"there is no model {name!r} that is loaded")
         await self._remove(name)
+
+    async def _scanned(self) -> dict[str, ModelFolder]:
+        try:
+            return await asyncio.to_thread(scan, self.root)
+        except TwinopError:
+            return {}
 
     def _require_explicit(self) -> None:
         if self.settings.server.control != Control.EXPLICIT:
@@ -157,34 +181,68 @@ class Repository(ModelRepository):
         A new version is loaded and warm before it takes over; if it cannot be loaded, the old one stays.
         """
         async with self._lock:
-            problems: list[str] = []
             known = self._known.setdefault(folder.name, {})
             try:
                 settings = self.settings.for_model(folder.name, *folder.layers)
                 wanted = folder.wanted(settings.versions)
             except TwinopError as error:
+                self._refuse(folder, error)
                 return [str(error)]
+            problems: list[str] = []
             for version, where in sorted(wanted.items(), reverse=True):
-                stamp = folder.stamps[version]
                 last = known.get(version)
-                if last is not None and last.stamp == stamp and not (retry and last.state != State.READY):
+                is_tried = last is not None and last.stamp == folder.stamps[version]
+                if is_tried and not (retry and last is not None and last.state != State.READY):
                     continue
-                known[version] = _Known(stamp, State.LOADING)
-                try:
-                    loaded = await asyncio.to_thread(load, where, settings, self.settings.server)
-                except TwinopError as error:
-                    metrics.loaded(False)
-                    _log.error("model %s version %d cannot be loaded: %s", folder.name, version, error)
-                    known[version] = _Known(stamp, State.UNAVAILABLE, without_paths(str(error)))
-                    problems.append(str(error))
-                    continue
-                metrics.loaded(True)
-                known[version] = _Known(stamp, State.READY)
-                self._swap(folder.name, version, Version(loaded))
-            if not problems:  # else the old versions go on
+                problems += await self._load(where, folder.stamps[version], settings)
+            if all(known[version].state == State.READY for version in wanted):  # else the old ones go on
                 for version in known.keys() - wanted.keys():
                     self._retire(folder.name, version)
             return problems
+
+    async def _follow_older(self, folder: ModelFolder) -> None:
+        """Loads the newest version that can be loaded, of those that are not wanted."""
+        async with self._lock:
+            try:
+                settings = self.settings.for_model(folder.name, *folder.layers)
+            except TwinopError:
+                return
+            for version in sorted(folder.versions.keys() - self._known[folder.name].keys(), reverse=True):
+                if not await self._load(folder.versions[version], folder.stamps[version], settings):
+                    _log.warning("model %s: version %d is served instead", folder.name, version)
+                    return
+
+    async def _load(self, where: VersionFolder, stamp: Any, settings: ModelSettings) -> list[str]:
+        """Loads a version and lets it take over; what went wrong otherwise."""
+        known = self._known[where.model]
+        known[where.version] = _Known(stamp, State.LOADING)
+        self.loading = True
+        try:
+            loaded = await asyncio.to_thread(load, where, settings, self.settings.server)
+        except TwinopError as error:
+            metrics.loaded(False)
+            _log.error("model %s version %d cannot be loaded: %s", where.model, where.version, error)
+            known[where.version] = _Known(stamp, State.UNAVAILABLE, self._for_clients(error))
+            self.loading = False
+            return [str(error)]
+        self.loading = False  # not where this task is cancelled: the thread goes on
+        metrics.loaded(True)
+        known[where.version] = _Known(stamp, State.READY)
+        self._swap(where.model, where.version, Version(loaded))
+        return []
+
+    def _refuse(self, folder: ModelFolder, error: TwinopError) -> None:
+        """Its settings do not fit: said once for each state of the files."""
+        known = self._known[folder.name]
+        reason = self._for_clients(error)
+        if any(version not in known or known[version].reason != reason for version in folder.versions):
+            _log.error("model %s: %s", folder.name, error)
+        for version, stamp in folder.stamps.items():
+            last = known.get(version, _Known(stamp, State.UNAVAILABLE))
+            known[version] = _Known(last.stamp, last.state, reason)
+
+    def _for_clients(self, error: TwinopError) -> str:
+        return without_paths(str(error).replace(f"{self.root}/", ""))
 
     def _swap(self, name: str, number: int, version: Version) -> None:
         model = self.models.setdefault(name, ServedModel(name))

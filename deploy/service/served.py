@@ -46,6 +46,8 @@ class Version:
             result = await self.batcher.submit(request, outputs)
         except BaseException as error:
             self.metrics.failed(_failure(error))
+            if isinstance(error, ServiceError):
+                error.counted = True
             raise
         self.metrics.answered(result, time.monotonic() - request.arrived)
         record_run(request, result)
@@ -54,6 +56,8 @@ class Version:
     async def close(self) -> None:
         """Answers what was accepted, then lets go of the sessions."""
         await self.batcher.drain()
+        while self.metrics.in_flight:  # answered, but the metrics have yet to hear of it
+            await asyncio.sleep(0.01)
         self.loaded.close()
         self.metrics.drop()
 
@@ -83,7 +87,8 @@ class Version:
         if missing:
             lacking = _listed({spec.name: spec for spec in missing})
             raise invalid(f"input missing: {lacking}; given: {', '.join(inputs) or 'none'}")
-        if loaded.settings.max_batch_size:
+        self._check_equal_sizes(request)
+        if loaded.settings.max_batch_size and inputs:
             self._check_batch(request)
         if request.outputs is None:
             return self._outputs
@@ -93,7 +98,23 @@ class Version:
                 raise invalid(f"model {self._name} has no output {name!r}; its outputs: {known}")
         return tuple(request.outputs)
 
+    def _check_equal_sizes(self, request: Request) -> None:
+        """Dimensions of one name have one size; ONNX Runtime would find out in some operator, or never."""
+        sizes: dict[str, tuple[str, int]] = {}
+        for name, array in request.inputs.items():
+            for dimension, size in zip(self.loaded.inputs[name].shape or (), array.shape, strict=False):
+                if not isinstance(dimension, str):
+                    continue
+                other, expected = sizes.setdefault(dimension, (name, size))
+                if size != expected:
+                    raise invalid(
+                        f"dimension {dimension} is {expected} in input {other} and {size} in {name}: "
+                        "it must be the same in all inputs"
+                    )
+
     def _check_batch(self, request: Request) -> None:
+        if scalars := [name for name, array in request.inputs.items() if not array.ndim]:
+            raise invalid(f"input {scalars[0]} is a scalar; a batched model takes rows")
         sizes = {name: array.shape[0] for name, array in request.inputs.items()}
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
@@ -144,12 +165,6 @@ class ServedModel(InferenceModel):
             known = ", ".join(map(str, sorted(self.versions))) or "none"
             raise ServiceError(NOT_FOUND, f"model {self.name} has no version {version}; it has: {known}")
         return found
-
-    def get_input_types(self) -> list[dict[str, Any]]:
-        return self.find(None).loaded.describe()["inputs"]
-
-    def get_output_types(self) -> list[dict[str, Any]]:
-        return self.find(None).loaded.describe()["outputs"]
 
 
 def _failure(error: BaseException) -> Failure:

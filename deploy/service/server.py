@@ -44,9 +44,9 @@ class Server(ModelServer):
         _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
-            if self._cut_off:  # the models' threads still run, and Python would wait for them
+            if self._cut_off or self._repository.loading:  # a thread still runs; Python would wait for it
                 logging.shutdown()
-                os._exit(1)
+                os._exit(1 if self._cut_off else 0)
 
     async def _serve(self) -> None:
         self.setup_event_loop()
@@ -57,21 +57,24 @@ class Server(ModelServer):
         fronts: list[Any] = [RestServer(self._settings, self.dataplane, repository)]
         if self._settings.grpc_port is not None:
             fronts.append(GrpcServer(self._settings, self.dataplane, repository))
+        background: list[asyncio.Task[None]] = []
         try:
             for front in fronts:
                 await front.start()  # live at once, ready when the models are
             asked = loop.create_task(stop.wait())
             loading = loop.create_task(repository.load_all())
+            background.append(loading)
             await asyncio.wait((asked, loading), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
                 ports = [front.port for front in fronts] + [None]
                 _log.info("ready", extra={"http_port": ports[0], "grpc_port": ports[1]})
-                following = loop.create_task(repository.poll()) if self._follows() else None
+                if self._follows():
+                    background.append(loop.create_task(repository.poll()))
                 await asked
-                if following is not None:
-                    following.cancel()
         finally:
+            for task in background:
+                task.cancel()
             await self._drain(fronts)
 
     def _follows(self) -> bool:

@@ -70,7 +70,7 @@ class ModelSettings(_Settings):
     )
     versions: (
         Annotated[str, StringConstraints(pattern=r"^(all|latest(:[1-9][0-9]*)?)$")]
-        | tuple[Annotated[int, Field(gt=0)], ...]
+        | Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]
     ) = Field(
         "latest", description="which version folders are served: latest, latest:<count>, all, or a list"
     )
@@ -108,7 +108,9 @@ class ServerSettings(_Settings):
     library_folders: tuple[Path, ...] = Field(
         (), description="libraries may lie here, beside the model's own folder"
     )
-    token: SecretStr | None = Field(None, description="clients must send Authorization: Bearer <token>")
+    token: SecretStr | None = Field(
+        None, min_length=1, description="clients must send Authorization: Bearer <token>"
+    )
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     max_request_bytes: int = Field(64 << 20, gt=0)

@@ -194,6 +194,8 @@ def _refused(config: Any, model: str) -> list[str]:
     if config.model_transaction_policy.decoupled:
         found.append("model_transaction_policy: decoupled answers")
     for each in (*config.input, *config.output):
+        if each.data_type not in _protocol().DataType.values():
+            found.append(f"data_type of {each.name}: {each.data_type} is none of Triton's")
         if each.HasField("reshape"):
             found.append(f"reshape of {each.name}: clients send what the model takes")
         if each.is_shape_tensor:
@@ -209,7 +211,9 @@ def _settings(config: Any, path: Path) -> dict[str, Any]:
     Raises:
         ValueError: with one argument a problem.
     """
-    settings: dict[str, Any] = {"max_batch_size": config.max_batch_size}
+    settings: dict[str, Any] = {}
+    if config.max_batch_size > 0:  # a file that does not say it holds 0
+        settings["max_batch_size"] = config.max_batch_size
     problems: list[str] = []
     if config.HasField("dynamic_batching"):
         settings |= _batching(config.dynamic_batching)
