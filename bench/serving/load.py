@@ -25,6 +25,9 @@ class Load:
     warm_up: float = 0.5
 
 
+_CHUNKED = 0  # no length: KServe's binary answers come in chunks, of which the last is empty
+
+
 class _Http(asyncio.Protocol):
     """One keep-alive connection. The answers' heads are read no further than their length."""
 
@@ -50,11 +53,13 @@ class _Http(asyncio.Protocol):
             if end < 0:
                 return
             head = bytes(self._buffer[:end]).lower()
-            at = head.index(b"\r\ncontent-length:") + 17  # not Inference-Header-Content-Length
-            self._missing = end + 4 + int(head[at:].split(b"\r\n", 1)[0])
+            _, found, length = head.partition(b"\r\ncontent-length:")  # not Inference-Header-Content-Length
+            self._missing = end + 4 + int(length.split(b"\r\n", 1)[0]) if found else _CHUNKED
             if not head.startswith(b"http/1.1 200"):
                 self._failed.append(head[:60].decode("latin-1"))
-        if len(self._buffer) < self._missing:
+        if len(self._buffer) < self._missing or (
+            self._missing == _CHUNKED and not self._buffer.endswith(b"\r\n0\r\n\r\n")
+        ):
             return
         now = time.perf_counter()
         self._times.append((now, now - self._started))
