@@ -439,8 +439,11 @@ def test_json_never_says_null_for_a_number(kind: Datatype, value: float) -> None
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60), st.one_of(st.none(), st.integers(-1, 70)))
 def test_noise_is_refused_not_crashed_on(body: bytes, length: int | None) -> None:
-    with pytest.raises(ServiceError):
+    try:
         decode(body, {} if length is None else {"inference-header-content-length": str(length)})
+    except ServiceError:
+        return
+    assert b'"inputs"' in body  # the least that is a request: {"inputs":[]}
 
 
 JSON = st.recursive(
