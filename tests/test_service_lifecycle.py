@@ -97,17 +97,6 @@ def test_what_cannot_be_served_ends_the_start_with_one_message(
     assert words in log and "Traceback" not in log
 
 
-def test_a_port_in_use_is_said(tmp_path: Path) -> None:
-    onnx.save(relu(), tmp_path / "m.onnx")
-    with serve(tmp_path / "m.onnx", *QUICK) as served:
-        for option, port in (("--http-port", served.http_port), ("--grpc-port", served.grpc_port)):
-            process = start(tmp_path / "m.onnx", tmp_path / "log", *QUICK, option, str(port))
-            assert process.wait(60) == 1
-            log = (tmp_path / "log").read_text()
-            assert f"cannot listen on port {port}" in log and option in log and "Traceback" not in log
-        assert y_of(served, "m") == [0, 2, 0, 4]
-
-
 # -------------------------------------------------------------------------------- versions come and go
 
 
@@ -177,15 +166,6 @@ def test_load_and_unload_by_request(tmp_path: Path) -> None:
         answer = served.ask("POST", "/v2/repository/models/broken/load")
         assert answer.status == 503 and "could not be loaded" in answer.error
         assert str(tmp_path) not in answer.error
-
-
-def test_loading_by_request_is_off_unless_asked_for(tmp_path: Path) -> None:
-    place(tmp_path, "m", scaled(1))
-    with serve(tmp_path, *QUICK) as served:
-        for verb in ("load", "unload"):
-            answer = served.ask("POST", f"/v2/repository/models/m/{verb}")
-            assert answer.status == 403 and "--control explicit" in answer.error
-        assert states(served) == {("m", "1"): "READY"}
 
 
 def test_an_older_version_serves_where_the_newest_is_broken_at_the_start(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 _argv, sys.argv = sys.argv, sys.argv[:1]
 try:
-    from kserve.errors import InferenceError, InvalidInput, ModelNotFound, ModelNotReady
+    from kserve.errors import InvalidInput, ModelNotFound, ModelNotReady
     from kserve.model import InferenceModel, InferenceVerb
     from kserve.model_repository import ModelRepository
     from kserve.model_server import ModelServer
@@ -26,7 +26,6 @@ RefreshingServer = _RefreshingServer  # uvicorn's server that also reloads renew
 __all__ = [
     "DataPlane",
     "GRPCServer",
-    "InferenceError",
     "InferenceModel",
     "InferenceServicer",
     "InferenceVerb",

@@ -154,14 +154,16 @@ async def _failed(request: Request, error: Exception) -> Response:
     return as_json({"error": str(error)}, error.failure.status, error.headers)
 
 
+_KSERVES: dict[type[Exception], Failure] = {
+    InvalidInput: INVALID,
+    ModelNotFound: NOT_FOUND,
+    ModelNotReady: NOT_READY,
+}
+
+
 def _translated(error: Exception) -> ServiceError:
     """KServe's own errors as ours."""
-    kinds: dict[type[Exception], Failure] = {
-        InvalidInput: INVALID,
-        ModelNotFound: NOT_FOUND,
-        ModelNotReady: NOT_READY,
-    }
-    return ServiceError(kinds.get(type(error), INTERNAL), str(error))
+    return ServiceError(_KSERVES.get(type(error), INTERNAL), str(error))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
