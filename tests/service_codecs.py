@@ -1,0 +1,48 @@
+"""What the tests of the codecs share: requests and answers without a server."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from twinop.deploy.service import codec_rest
+from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.datatypes import BYTES, Datatype
+from twinop.deploy.service.request import Request, Result
+
+FLOATS = {"FP16", "FP32", "FP64", "BF16"}
+
+
+def strings(texts: list[str]) -> np.ndarray:
+    array = np.empty(len(texts), object)
+    array[:] = texts
+    return array
+
+
+def rest_request(inputs: dict[str, Any], tail: bytes = b"", **rest: Any) -> tuple[bytes, dict[str, str]]:
+    """A body and its headers. `inputs`: a tensor's JSON by name."""
+    tensors = [{"name": name, **tensor} for name, tensor in inputs.items()]
+    header = json.dumps({"inputs": tensors, **rest}).encode()
+    headers = {"inference-header-content-length": str(len(header))} if tail else {}
+    return header + tail, headers
+
+
+def tensor_of(array: np.ndarray, kind: Datatype, **rest: Any) -> dict[str, Any]:
+    return {"datatype": kind.name, "shape": list(array.shape), **rest}
+
+
+def decode(body: bytes, headers: dict[str, str] | None = None) -> Request:
+    return codec_rest.decode(body, headers or {}, "m")[0]
+
+
+def result(array: np.ndarray) -> Result:
+    return Result("m", 3, {"y": array})
+
+
+def typed(array: np.ndarray, kind: Datatype, name: str = "x") -> Any:
+    tensor = pb.ModelInferRequest.InferInputTensor(name=name, datatype=kind.name, shape=array.shape)
+    values = array.ravel().tolist()
+    if kind is BYTES:
+        values = [text.encode() for text in values]
+    getattr(tensor.contents, kind.contents or "").extend(values)
+    return tensor

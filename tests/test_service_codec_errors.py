@@ -1,0 +1,360 @@
+"""The codecs alone: what is wrong with a request gets a message that says so, and nothing crashes."""
+
+import json
+import time
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from service_codecs import FLOATS, decode, rest_request, result
+
+from twinop.deploy.service import codec_grpc, codec_rest
+from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.bodies import decompressed
+from twinop.deploy.service.datatypes import DATATYPES, Datatype
+from twinop.deploy.service.errors import INVALID, NOT_FOUND, TOO_LARGE, ServiceError
+
+# -------------------------------------------------------------------------------- bad input, REST
+
+X = {"datatype": "FP32", "shape": [2], "data": [1, 2]}
+RAW = {"datatype": "FP32", "shape": [2], "parameters": {"binary_data_size": 8}}
+
+BAD_TENSORS = {
+    "no datatype": (X | {"datatype": None}, "datatype None is none of BOOL, UINT8"),
+    "unknown datatype": (X | {"datatype": "FLOAT"}, "datatype 'FLOAT' is none of"),
+    "no shape": ({"datatype": "FP32", "data": []}, "shape must be a list of whole numbers, not None"),
+    "shape is a number": (X | {"shape": 2}, "shape must be a list of whole numbers, not 2"),
+    "negative shape": (X | {"shape": [-1]}, r"shape \[-1\] must be a list of whole numbers >= 0"),
+    "shape with a fraction": (X | {"shape": [2.0]}, r"shape \[2.0\] must be"),
+    "shape with a bool": (X | {"shape": [True, 2]}, r"shape \[True, 2\] must be"),
+    "shape beyond 64 bits": (X | {"shape": [2**70]}, "must be a list of whole numbers"),
+    "enormous shape": (X | {"shape": [2**40, 2**40]}, "is larger than any tensor can be"),
+    "enormous shape without elements": (X | {"shape": [0, 2**60]}, "is larger than any tensor can be"),
+    "large shape": (X | {"shape": [10**9]}, r"2 elements of data, but shape \[1000000000\] has 1000000000"),
+    "many dimensions": (X | {"shape": [1] * 40}, "40 dimensions; a tensor has up to 32"),
+    "data too short": (X | {"data": [1]}, r"1 elements of data, but shape \[2\] has 2"),
+    "data too long": (X | {"data": [1, 2, 3]}, r"3 elements of data, but shape \[2\] has 2"),
+    "no data": ({"datatype": "FP32", "shape": [2]}, "neither data nor binary_data_size"),
+    "data is a number": (X | {"data": 1}, "data must be a list, not 1"),
+    "ragged data": (
+        X | {"shape": [2, 2], "data": [[1, 2], [3]]},
+        "axis 1 there is a list of 1, not a list of 2",
+    ),
+    "data nested too little": (
+        X | {"shape": [2, 2], "data": [[1, 2], 3]},
+        "axis 1 there is 3, not a list of 2",
+    ),
+    "data nested too much": (X | {"data": [[1], [2]]}, "axis 0|element 0 of data is"),
+    "null": (X | {"data": [1, None]}, "element 1 of data is null; FP32 takes numbers"),
+    "text for a number": (X | {"data": ["1", 2]}, 'element 0 of data is "1"; FP32 takes numbers'),
+    "bool for a number": (X | {"data": [True, 2]}, "element 0 of data is true; FP32 takes numbers"),
+    "number for a bool": (X | {"datatype": "BOOL"}, "element 0 of data is 1; BOOL takes true and false"),
+    "fraction": (
+        X | {"datatype": "INT8", "data": [1, 2.5]},
+        "element 1 of data is 2.5; INT8 takes whole numbers",
+    ),
+    "int too large": (X | {"datatype": "INT8", "data": [1, 128]}, "element 1 is 128; INT8 has -128 to 127"),
+    "negative unsigned": (X | {"datatype": "UINT64", "data": [-1, 1]}, "element 0 is -1; UINT64 has 0 to"),
+    "beyond 64 bits": (
+        X | {"datatype": "INT64", "data": [2**64, 1]},
+        "element 0 of data is 1.8446744073709552e",
+    ),
+    "float too large": (
+        X | {"datatype": "FP16", "data": [1, 70000]},
+        "element 1 is 70000, beyond the range of FP16",
+    ),
+    "number for text": (
+        X | {"datatype": "BYTES", "data": ["a", 1]},
+        "element 1 of data is 1; BYTES takes strings",
+    ),
+    "base64 object for text": (
+        X | {"datatype": "BYTES", "data": [{"b64": "!"}, "a"]},
+        'element 0 of data is {"b64":"!"}; BYTES takes strings',
+    ),
+    "data and binary": (X | {"parameters": {"binary_data_size": 8}}, "both data and binary_data_size"),
+    "binary size is text": (
+        RAW | {"parameters": {"binary_data_size": "8"}},
+        "must be a number of bytes, not '8'",
+    ),
+    "negative binary size": (
+        RAW | {"parameters": {"binary_data_size": -8}},
+        "must be a number of bytes, not -8",
+    ),
+    "binary without the header": (RAW, "Inference-Header-Content-Length is missing"),
+    "parameters is a list": (X | {"parameters": [1]}, "parameters must be a JSON object"),
+    "shared memory": (
+        {"datatype": "FP32", "shape": [2], "parameters": {"shared_memory_region": "r"}},
+        "the extension for shared memory is not served here",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensor", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_bad_tensor(tensor: dict[str, Any], message: str) -> None:
+    with pytest.raises(ServiceError, match=message) as error:
+        decode(*rest_request({"x": tensor}))
+    assert error.value.failure is INVALID
+    assert len(str(error.value)) < 300
+
+
+BAD_BODIES = {
+    "empty": (b"", "invalid JSON"),
+    "no JSON": (b"hello", "invalid JSON: .*line 1 column 1"),
+    "cut off": (b'{"inputs": [', "invalid JSON"),
+    "not UTF-8": (b'{"id": "\xff", "inputs": []}', "invalid JSON"),
+    "NaN": (b'{"inputs": [{"data": [NaN]}]}', "JSON has no NaN or Infinity: send the tensor as binary data"),
+    "Infinity": (b'{"inputs": [{"data": [-Infinity]}]}', "JSON has no NaN or Infinity"),
+    "too large for a double": (b'{"inputs": [{"data": [1e999]}]}', "invalid JSON: number is infinity"),
+    "binary without its header": (b'{"inputs": []}\0\0\0', "need the header Inference-Header-Content-Length"),
+    "a list": (b"[]", "must be a JSON object"),
+    "too deep": (b"[" * 100_000, "invalid JSON"),
+    "no inputs": (b"{}", '"inputs" must be a list of tensors: it is missing'),
+    "inputs is an object": (b'{"inputs": {}}', '"inputs" must be a list of tensors: not {}'),
+    "input is a number": (b'{"inputs": [1]}', '"inputs" must hold objects with a "name", not 1'),
+    "input without a name": (b'{"inputs": [{}]}', '"inputs" must hold objects with a "name", not {}'),
+    "same input twice": (json.dumps({"inputs": [{"name": "x", **X}] * 2}).encode(), "input x is given twice"),
+    "same output twice": (
+        b'{"inputs": [], "outputs": [{"name": "y"}, {"name": "y"}]}',
+        "output y is asked for twice",
+    ),
+    "outputs is text": (b'{"inputs": [], "outputs": "y"}', "\"outputs\" must be a list of tensors: not 'y'"),
+    "id is a number": (b'{"inputs": [], "id": 1}', '"id" must be a string, not 1'),
+    "timeout is text": (b'{"inputs": [], "parameters": {"timeout": "1"}}', "whole number of microseconds"),
+    "negative timeout": (b'{"inputs": [], "parameters": {"timeout": -1}}', "whole number of microseconds"),
+    "binary_data is a number": (
+        b'{"inputs": [], "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]}',
+        "output y: parameter binary_data must be true or false, not 1",
+    ),
+    "classification": (
+        b'{"inputs": [], "outputs": [{"name": "y", "parameters": {"classification": 3}}]}',
+        "the extension for classification is not served here",
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_BODIES.values(), ids=BAD_BODIES)
+def test_bad_body(body: bytes, message: str) -> None:
+    with pytest.raises(ServiceError, match=message) as error:
+        decode(body)
+    assert error.value.failure is INVALID
+
+
+@pytest.mark.parametrize("length", ["", "x", "-1", "1.5", "+3", "1" * 30, "٣"])
+def test_header_length_must_be_a_number(length: str) -> None:
+    with pytest.raises(ServiceError, match="it takes the JSON's length in bytes"):
+        decode(b"{}", {"inference-header-content-length": length})
+
+
+def test_header_length_must_be_within_the_body() -> None:
+    with pytest.raises(ServiceError, match="is 3, but the body has 2 bytes"):
+        decode(b"{}", {"inference-header-content-length": "3"})
+    with pytest.raises(ServiceError, match="invalid JSON"):
+        decode(*rest_request({}) and (b'{"inputs": []}', {"inference-header-content-length": "5"}))
+
+
+BAD_BINARY = {
+    "body too short": (RAW, b"\0" * 7, "binary_data_size is 8, but only 7 bytes are left"),
+    "body too long": (RAW, b"\0" * 9, "1 bytes follow the last binary input"),
+    "shape of more": (RAW | {"shape": [3]}, b"\0" * 8, r"8 bytes of data, but FP32 of shape \[3\] has 12"),
+    "enormous shape": (RAW | {"shape": [2**30]}, b"\0" * 8, "has 4294967296"),
+    "BOOL of 2": (
+        {"datatype": "BOOL", "shape": [2], "parameters": {"binary_data_size": 2}},
+        b"\1\2",
+        "must be 0 or 1",
+    ),
+    "BYTES cut off": (
+        {"datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 6}},
+        b"\3\0\0\0ab",
+        "element 0 of BYTES goes beyond the 6 bytes of data",
+    ),
+    "BYTES length cut off": (
+        {"datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": 8}},
+        b"\1\0\0\0a\0\0\0",
+        "element 1 of BYTES goes beyond",
+    ),
+    "more BYTES than bytes": (
+        {"datatype": "BYTES", "shape": [10**12], "parameters": {"binary_data_size": 4}},
+        b"\0\0\0\0",
+        "4 bytes cannot hold 1000000000000 BYTES elements",
+    ),
+    "BYTES too many": (
+        {"datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 8}},
+        b"\0" * 8,
+        "4 bytes follow the 1 elements",
+    ),
+    "BYTES not UTF-8": (
+        {"datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 5}},
+        b"\1\0\0\0\xff",
+        "element 0 is not UTF-8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensor", "tail", "message"), BAD_BINARY.values(), ids=BAD_BINARY)
+def test_bad_binary_data(tensor: dict[str, Any], tail: bytes, message: str) -> None:
+    with pytest.raises(ServiceError, match=message) as error:
+        decode(*rest_request({"x": tensor}, tail))
+    assert error.value.failure is INVALID
+
+
+@pytest.mark.parametrize("version", ["0", "-1", "01x", "latest", "٣", "9" * 40])
+def test_what_is_no_version(version: str) -> None:
+    with pytest.raises(ServiceError, match="model m has no version .*: versions are 1, 2, ...") as error:
+        codec_rest.decode(*rest_request({}), "m", version)
+    assert error.value.failure is NOT_FOUND
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [DATATYPES[name] for name in sorted(FLOATS)], ids=lambda kind: kind.name)
+def test_json_never_says_null_for_a_number(kind: Datatype, value: float) -> None:
+    array = np.array([1, value], kind.dtype)
+    with pytest.raises(ServiceError, match='output y holds NaN or infinity.*"binary_data": true') as error:
+        codec_rest.encode(result(array), codec_rest.Form())
+    assert error.value.failure is INVALID
+    content, _ = codec_rest.encode(result(array), codec_rest.Form(binary=True))
+    assert content.endswith(array.tobytes())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60), st.one_of(st.none(), st.integers(-1, 70)))
+def test_noise_is_refused_not_crashed_on(body: bytes, length: int | None) -> None:
+    try:
+        decode(body, {} if length is None else {"inference-header-content-length": str(length)})
+    except ServiceError:
+        return
+    assert b'"inputs"' in body  # the least that is a request: {"inputs":[]}
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**66), 2**66)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=4)
+    | st.sampled_from(["FP32", "INT8", "BYTES", "BF16", "BOOL"]),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("datatype", "shape", "data", "parameters"), JSON)))
+def test_any_json_is_decoded_or_refused(tensor: dict[str, Any]) -> None:
+    body, headers = rest_request({"x": tensor})
+    if b"Infinity" in body:
+        return
+    try:
+        assert decode(body, headers).inputs["x"].size >= 0
+    except ServiceError as error:
+        assert error.failure is INVALID
+
+
+# -------------------------------------------------------------------------------- bad input, compressed
+
+
+@pytest.mark.parametrize(("wbits", "name"), [(31, "gzip"), (15, "deflate")])
+def test_compressed_bodies(wbits: int, name: str) -> None:
+    deflate = zlib.compressobj(wbits=wbits)
+    body = deflate.compress(b"x" * 1000) + deflate.flush()
+    assert decompressed(body, wbits, 1000) == b"x" * 1000
+    with pytest.raises(ServiceError, match="larger than 999 bytes") as error:
+        decompressed(body, wbits, 999)
+    assert error.value.failure is TOO_LARGE
+    for damaged in (body[:-1], body[:5], body + b"more", b"no " + body):
+        with pytest.raises(ServiceError, match="compressed body is"):
+            decompressed(damaged, wbits, 1000)
+
+
+def test_a_bomb_is_not_decompressed() -> None:
+    deflate = zlib.compressobj(9, wbits=31)
+    bomb = deflate.compress(bytes(1 << 28)) + deflate.flush()
+    start = time.perf_counter()
+    with pytest.raises(ServiceError, match="the decompressed request is larger than 1000 bytes"):
+        decompressed(bomb, 31, 1000)
+    assert time.perf_counter() - start < 0.1
+
+
+# -------------------------------------------------------------------------------- bad input, gRPC
+
+
+def message_with(**tensor: Any) -> Any:
+    raw = tensor.pop("raw", None)
+    message = pb.ModelInferRequest(
+        model_name="m", inputs=[{"name": "x", "datatype": "FP32", "shape": [2], **tensor}]
+    )
+    if raw is not None:
+        message.raw_input_contents.extend(raw)
+    return message
+
+
+BAD_MESSAGES = {
+    "raw and typed": (
+        message_with(raw=[b"\0" * 8], contents={"fp32_contents": [1, 2]}),
+        "contents besides raw_input_contents",
+    ),
+    "too few raw": (
+        pb.ModelInferRequest(inputs=[{"name": "x"}, {"name": "y"}], raw_input_contents=[b""]),
+        "2 inputs, but 1 raw_input_contents",
+    ),
+    "raw too short": (message_with(raw=[b"\0" * 7]), r"7 bytes of data, but FP32 of shape \[2\] has 8"),
+    "negative shape": (message_with(raw=[b""], shape=[-1]), r"shape \[-1\] must be"),
+    "enormous shape": (message_with(raw=[b""], shape=[2**62, 2**62]), "larger than any tensor"),
+    "unknown datatype": (message_with(raw=[b""], datatype="TENSOR"), "datatype 'TENSOR' is none of"),
+    "typed too short": (
+        message_with(contents={"fp32_contents": [1]}),
+        r"1 elements in contents, but shape \[2\] has 2",
+    ),
+    "no contents": (message_with(), r"0 elements in contents, but shape \[2\] has 2"),
+    "wrong contents": (
+        message_with(contents={"int_contents": [1, 2]}),
+        "FP32 is sent in fp32_contents, not in int_contents",
+    ),
+    "FP16 typed": (message_with(datatype="FP16"), "FP16 has no typed contents: send raw_input_contents"),
+    "INT8 out of range": (
+        message_with(datatype="INT8", contents={"int_contents": [1, 200]}),
+        "element 1 is 200; INT8 has -128 to 127",
+    ),
+    "UINT16 out of range": (
+        message_with(datatype="UINT16", contents={"uint_contents": [65536, 1]}),
+        "element 0 is 65536; UINT16 has",
+    ),
+    "BYTES not UTF-8": (
+        message_with(datatype="BYTES", contents={"bytes_contents": [b"a", b"\xff"]}),
+        "element 1 is not UTF-8",
+    ),
+    "same input twice": (
+        pb.ModelInferRequest(inputs=[{"name": "x", "datatype": "FP32", "shape": [0]}] * 2),
+        "input x is given twice",
+    ),
+    "same output twice": (pb.ModelInferRequest(outputs=[{"name": "y"}] * 2), "output y is asked for twice"),
+    "classification": (
+        pb.ModelInferRequest(
+            outputs=[{"name": "y", "parameters": {"classification": pb.InferParameter(int64_param=3)}}]
+        ),
+        "the extension for classification is not served here",
+    ),
+    "shared memory": (
+        message_with(parameters={"shared_memory_region": pb.InferParameter(string_param="r")}),
+        "the extension for shared memory is not served here",
+    ),
+    "timeout is text": (
+        pb.ModelInferRequest(parameters={"timeout": pb.InferParameter(string_param="1")}),
+        "whole number of micro",
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "expected"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
+def test_bad_message(message: Any, expected: str) -> None:
+    with pytest.raises(ServiceError, match=expected) as error:
+        codec_grpc.decode(message, None)
+    assert error.value.failure is INVALID
+
+
+def test_unknown_version_over_grpc() -> None:
+    with pytest.raises(ServiceError, match="model m has no version 'x'") as error:
+        codec_grpc.decode(pb.ModelInferRequest(model_name="m", model_version="x"), None)
+    assert error.value.failure is NOT_FOUND

@@ -1,0 +1,257 @@
+"""Models that cannot be served, and runs that fail: each with its message."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import service_models
+from models import node
+from onnx import TensorProto, helper, numpy_helper
+from service_loads import X, loaded, where
+
+from twinop.deploy.errors import ModelError, ProviderError
+from twinop.deploy.service.errors import INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
+from twinop.deploy.service.folders import VersionFolder
+from twinop.deploy.service.instance import without_paths
+from twinop.deploy.service.loading import load
+from twinop.deploy.service.settings import ModelSettings, ServerSettings
+from twinop.errors import TwinopError
+
+# ------------------------------------------------------------------------------------------ bad models
+
+
+def test_models_that_are_damaged(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    place = where(tmp_path, service_models.relu())
+    whole = place.path.read_bytes()
+    for data, message in (
+        (b"", "it has no graph"),
+        (b"not a model", "not a complete ONNX model"),
+        (whole[: len(whole) // 2], "not a complete ONNX model"),
+    ):
+        place.path.write_bytes(data)
+        with pytest.raises(ModelError, match=message):
+            load(place, ModelSettings(provider="cpu"), ServerSettings())
+    place.path.unlink()
+    with pytest.raises(ModelError, match="no such file"):
+        load(place, ModelSettings(provider="cpu"), ServerSettings())
+
+
+def test_what_onnxruntime_refuses(tmp_path: Path) -> None:
+    model = service_models.identity("FP32")
+    model.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(TwinopError, match="ONNX Runtime refuses it: .*NoSuchOperator"):
+        loaded(tmp_path, model)
+
+
+def external(tmp_path: Path) -> tuple[VersionFolder, Path]:
+    """A model with its weights in a file, and that file."""
+    place = where(tmp_path, service_models.relu())
+    return place, service_models.save_external(service_models.mlp(4, 8, 2), place.path)
+
+
+def test_external_data(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    place, data = external(tmp_path)
+    cpu, server = ModelSettings(provider="cpu"), ServerSettings()
+    assert load(place, cpu, server).instances[0].run([{"x": X}], ["y"])["y"].shape == (1, 2)
+    whole = data.read_bytes()
+    data.write_bytes(whole[:20])
+    with pytest.raises(ModelError, match=r"weights\.bin is cut short \(tensor w"):
+        load(place, cpu, server)
+    data.unlink()
+    with pytest.raises(ModelError, match=r"weights\.bin is missing"):
+        load(place, cpu, server)
+    outside = tmp_path / "outside.bin"
+    outside.write_bytes(whole)
+    data.symlink_to(outside)
+    with pytest.raises(ModelError, match=r"outside of its folder, in 'weights\.bin'"):
+        load(place, cpu, server)
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("../../outside.bin", "outside of its folder"),
+        ("/etc/passwd", "outside of its folder"),
+        ("sub/../../outside.bin", "outside of its folder"),
+        ("a\0b", "outside of its folder"),
+        ("", "is missing"),
+        ("*/_ORT_MEM_ADDR_/*", "is missing"),
+    ],
+)
+def test_external_data_elsewhere(
+    tmp_path: Path, libraries: dict[str, Path], location: str, message: str
+) -> None:
+    place, data = external(tmp_path)
+    shutil.copy(data, tmp_path / "outside.bin")
+    service_models.point_external(place.path, location)
+    with pytest.raises(ModelError, match=message):
+        load(place, ModelSettings(provider="cpu"), ServerSettings())
+
+
+def test_external_data_in_the_folder_by_an_absolute_path(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    place, data = external(tmp_path)
+    service_models.point_external(place.path, str(data))
+    with pytest.raises(ModelError, match="by an absolute path"):
+        load(place, ModelSettings(provider="cpu"), ServerSettings())
+
+
+@pytest.mark.parametrize("kind", ["constant", "subgraph", "function", "sparse"])
+def test_external_data_in_hidden_places(tmp_path: Path, kind: str) -> None:
+    tensor = numpy_helper.from_array(np.ones(4, np.float32), "hidden")
+    onnx.external_data_helper.set_external_data(tensor, "../../secret.bin", length=16)
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    model = service_models.identity("FP32")
+    if kind == "constant":
+        model.graph.node.append(node("Constant", [], ["c"], "c", domain="", value=tensor))
+    elif kind == "subgraph":
+        branch = helper.make_graph([], "b", [], [], [tensor])
+        model.graph.node.append(helper.make_node("If", ["x"], ["c"], then_branch=branch, else_branch=branch))
+    elif kind == "function":
+        body = service_models.relu_body()
+        body.node[1].attribute[0].t.CopyFrom(tensor)
+        model.functions.append(body)
+    else:
+        indices = numpy_helper.from_array(np.arange(4), "i")
+        model.graph.sparse_initializer.append(helper.make_sparse_tensor(tensor, indices, [8]))
+    (tmp_path / "secret.bin").write_bytes(bytes(16))
+    with pytest.raises(ModelError, match=r"outside of its folder, in '\.\./\.\./secret\.bin'"):
+        loaded(tmp_path, model)
+
+
+def test_a_damaged_place_of_external_data(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    place, _ = external(tmp_path)
+    model = onnx.load(place.path, load_external_data=False)
+    model.graph.initializer[0].external_data.add(key="offset", value="many")
+    place.path.write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match="the place of its external data is damaged"):
+        load(place, ModelSettings(provider="cpu"), ServerSettings())
+
+
+def test_what_the_protocol_cannot_carry(tmp_path: Path) -> None:
+    model = service_models._model(
+        [node("SequenceConstruct", ["x"], ["y"], domain="")],
+        [service_models._value("x", "FP32", (2,))],
+        [helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)],
+    )
+    with pytest.raises(ModelError, match=r"output y is seq\(tensor\(float\)\), which the Open Inference"):
+        loaded(tmp_path, model)
+    model = service_models._model(
+        [node("Cast", ["x"], ["y"], domain="", to=TensorProto.FLOAT)],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT8E4M3FN, (2,))],
+        [service_models._value("y", "FP32", (2,))],
+    )
+    with pytest.raises(ModelError, match=r"input x is tensor\(float8e4m3fn\), which the Open Inference"):
+        loaded(tmp_path, model)
+
+
+def test_batches_need_a_dynamic_first_dimension(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    with pytest.raises(ModelError, match=r"input x is float32\[2, 3\], and max_batch_size \(4\) needs"):
+        loaded(tmp_path, service_models.fixed(2, 3), max_batch_size=4)
+    with pytest.raises(ModelError, match=r"output y is float32\[4\], and max_batch_size"):
+        loaded(tmp_path, service_models.total(), max_batch_size=4)
+    scalar = service_models.identity("FP32", ())
+    with pytest.raises(ModelError, match=r"input x is float32\[\], and max_batch_size"):
+        loaded(tmp_path, scalar, max_batch_size=4)
+    assert loaded(tmp_path, scalar).describe()["inputs"][0]["shape"] == []
+
+
+def test_a_gpu_that_is_not_there(
+    tmp_path: Path, libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: None)
+    with pytest.raises(ProviderError, match=r"CUDAExecutionProvider was asked for .*\n  - no NVIDIA driver"):
+        loaded(tmp_path, service_models.relu(), provider="cuda")
+    with pytest.raises(ProviderError):  # a fallback is for libraries
+        loaded(tmp_path, service_models.relu(), provider="cuda", allow_fallback=True)
+
+
+def test_nothing_but_twinop_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("twinop.deploy.service.loading.open_session", broken)
+    with pytest.raises(ModelError, match="cannot be loaded: out of luck"):
+        loaded(tmp_path, service_models.identity("FP32"))
+
+
+# -------------------------------------------------------------------------------------- runs that fail
+
+
+def test_a_refused_request(tmp_path: Path) -> None:
+    instance = loaded(tmp_path, service_models.gather()).instances[0]
+    with pytest.raises(ServiceError, match="the model refuses the request: .*idx=77") as error:
+        instance.run([{"index": np.array([1, 77])}], ["y"])
+    assert error.value.failure is INVALID
+    assert instance.run([{"index": np.array([1])}], ["y"])["y"][0, 0] == 4
+
+
+def test_a_failed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    instance = loaded(tmp_path, service_models.add()).instances[0]
+    feeds = {"a": np.ones((2, 4), np.float32), "b": np.ones((3, 4), np.float32)}
+    with pytest.raises(ServiceError, match="the run failed: .*broadcast") as error:
+        instance.run([feeds], ["total"])
+    assert error.value.failure is RUN_FAILED
+    assert "/" not in str(error.value)
+    assert "a run failed" in caplog.text
+
+
+def test_a_feed_that_does_not_fit(tmp_path: Path) -> None:
+    instance = loaded(tmp_path, service_models.add()).instances[0]
+    with pytest.raises(ServiceError, match="input missing: b") as error:
+        instance.run([{"a": np.ones((2, 4), np.float32)}], ["total"])
+    assert error.value.failure is INVALID
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Failed to allocate memory for requested buffer of size 4000",
+        "CUDA out of memory. Tried to allocate 2 GiB",
+        "CUDA error: out of memory",
+        "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED",
+        "std::bad_alloc",
+    ],
+)
+def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    instance = loaded(tmp_path, service_models.identity("FP32")).instances[0]
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(instance._session, "run", fails)
+    with pytest.raises(ServiceError, match="not enough memory for this request") as error:
+        instance.run([{"x": X}], ["y"])
+    assert error.value.failure is OUT_OF_MEMORY
+
+
+def test_memory_that_onnxruntime_does_not_get(tmp_path: Path) -> None:
+    instance = loaded(tmp_path, service_models.expand()).instances[0]
+    x = np.ones(1, np.float32)
+    with pytest.raises(ServiceError) as error:
+        instance.run([{"x": x, "shape": np.array([1 << 45])}], ["y"])
+    assert error.value.failure is OUT_OF_MEMORY
+    assert instance.run([{"x": x, "shape": np.array([3])}], ["y"])["y"].shape == (3,)
+
+
+def test_memory_that_numpy_does_not_get(tmp_path: Path) -> None:
+    instance = loaded(tmp_path, service_models.identity("FP32")).instances[0]
+    huge = np.broadcast_to(np.float32(0), (1 << 45, 4))  # no memory until it is joined
+    with pytest.raises(ServiceError) as error:
+        instance.run([{"x": huge}, {"x": huge}], ["y"])
+    assert error.value.failure is OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("/a/b/libx.so: no such file", "libx.so: no such file"),
+        ("in /onnxruntime_src/core/x.h:583 of 1/2 and/or a/b", "in x.h:583 of 1/2 and/or a/b"),
+        ("nothing here", "nothing here"),
+    ],
+)
+def test_messages_without_paths(text: str, cleaned: str) -> None:
+    assert without_paths(text) == cleaned
