@@ -50,13 +50,60 @@ inline Status Multiprocessors(int* count) {
       count);
 }
 
+// The architecture that the kernel in use here was compiled for, 90 for sm_90: code for an older
+// one, compiled by the driver on a newer device, has none of the newer one's instructions.
+template <auto kKernel>
+Status KernelArchitecture(int* architecture) {
+  static std::atomic<int> known[64];
+  return DeviceFact(
+      known,
+      [](int, int* value) {
+        cudaFuncAttributes attributes{};
+        cudaError_t error = cudaFuncGetAttributes(&attributes, kKernel);
+        *value = attributes.ptxVersion;
+        return error;
+      },
+      architecture);
+}
+
+// Programmatic dependent launch (CUDA C++ Programming Guide, section of that name; sm_90): a kernel
+// of few blocks that begins with WaitForPreviousKernel() is launched while the one before it on the
+// stream still runs. It waits until that one is done and its memory is written, touches nothing
+// of the caller's before, and then lets the next one be launched. Microseconds a call, 100 calls in
+// a CUDA graph (H200), bfloat16, rows x 4096, plain launches / these:
+//
+//   rows (blocks)      1             8             64            256           512
+//   relu               0.94 / 0.66   1.02 / 0.69   1.18 / 0.81   1.60 / 1.62   2.29 / 2.89
+//   rms_norm (a row)   2.20 / 1.86   2.27 / 1.89   2.34 / 1.97   2.79 / 2.52   3.47 / 3.11
+//
+// (relu: 256 rows are 1024 blocks.) Of many blocks, each waits for an instruction more: ReLU of
+// 2^28 elements at 0.81 of the copy's speed.
+inline constexpr int kOverlappingBlocks = 1024;
+
+__device__ __forceinline__ void WaitForPreviousKernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (gridDim.x > kOverlappingBlocks) return;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Says which code the device took: a kernel compiled for an older one does not wait.
+static __global__ void ArchitectureKernel() {}
+
 struct Grid {
   std::int64_t blocks;
   dim3 threads;
   unsigned blocks_y = 1;
-  int shared_bytes = 0;  // dynamic
-  int cluster = 1;       // blocks; more than one needs sm_90
+  int shared_bytes = 0;   // dynamic
+  int cluster = 1;        // blocks; more than one needs sm_90
+  bool overlaps = false;  // the kernel begins with WaitForPreviousKernel()
 };
+
+inline Grid Overlapping(Grid grid) {
+  grid.overlaps = true;
+  return grid;
+}
 
 // A grid as the runtime wants it. The kernel is allowed its shared memory.
 class LaunchConfig {
@@ -66,13 +113,21 @@ class LaunchConfig {
     config.blockDim = grid.threads;
     config.dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
     config.stream = stream;
-    cluster_.id = cudaLaunchAttributeClusterDimension;
-    cluster_.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
-    config.attrs = &cluster_;
-    config.numAttrs = grid.cluster > 1 ? 1 : 0;
+    config.attrs = attributes_;
+    if (grid.cluster > 1) {
+      cudaLaunchAttribute& cluster = attributes_[config.numAttrs++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+    }
   }
   LaunchConfig(const LaunchConfig&) = delete;
   LaunchConfig& operator=(const LaunchConfig&) = delete;
+
+  void Overlap() {
+    cudaLaunchAttribute& overlap = attributes_[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
 
   template <class Kernel>
   Status Allow(Kernel kernel) const {
@@ -86,7 +141,7 @@ class LaunchConfig {
   cudaLaunchConfig_t config{};
 
  private:
-  cudaLaunchAttribute cluster_{};
+  cudaLaunchAttribute attributes_[2] = {};
   int shared_bytes_;
 };
 
@@ -95,7 +150,12 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
                     const Arguments&... arguments) {
   if (grid.blocks > INT32_MAX)
     return Status::Error("the tensor is too large for one kernel launch");
-  const LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));
+  LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));
+  if (grid.overlaps && grid.blocks <= kOverlappingBlocks) {
+    int architecture = 0;
+    TWINOP_RETURN_IF_ERROR(KernelArchitecture<ArchitectureKernel>(&architecture));
+    if (architecture >= 90) launch.Overlap();
+  }
   Status allowed = launch.Allow(kernel);
   if (!allowed.ok()) return allowed;
   cudaError_t error =
@@ -131,22 +191,6 @@ Status LaunchKernel(void (*kernel)(Parameters...), std::int64_t blocks, int thre
   kernel<<<static_cast<unsigned>(blocks), threads, 0,
            static_cast<cudaStream_t>(call.context->stream)>>>(arguments...);
   return CudaStatus(cudaGetLastError(), "a kernel launch");
-}
-
-// The architecture that the kernel in use here was compiled for, 90 for sm_90: code for an older
-// one, compiled by the driver on a newer device, has none of the newer one's instructions.
-template <auto kKernel>
-Status KernelArchitecture(int* architecture) {
-  static std::atomic<int> known[64];
-  return DeviceFact(
-      known,
-      [](int, int* value) {
-        cudaFuncAttributes attributes{};
-        cudaError_t error = cudaFuncGetAttributes(&attributes, kKernel);
-        *value = attributes.ptxVersion;
-        return error;
-      },
-      architecture);
 }
 
 }  // namespace twinop

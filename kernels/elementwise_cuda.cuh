@@ -102,6 +102,7 @@ __global__ void __launch_bounds__(kThreads,
                       Inputs<T, kInputs> in) {
   using V = Vector<T, kWidth>;
   constexpr auto kIndices = std::make_index_sequence<kInputs>{};
+  WaitForPreviousKernel();
   const std::int64_t vectors = count / kWidth;
   const std::int64_t first =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads * kLoads) + static_cast<int>(threadIdx.x);
@@ -146,8 +147,8 @@ Status LaunchElementwise(const Call& call, const F& functor, const Outputs<T, kO
   const std::int64_t count = call.outputs[0].numel;
   const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
   const std::int64_t blocks = (count + per_block - 1) / per_block;
-  return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kOutputs, kInputs>, blocks,
-                      kThreads, call, functor, count, out, in);
+  return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kOutputs, kInputs>,
+                      Overlapping({blocks, dim3(kThreads)}), call, functor, count, out, in);
 }
 
 // Tensors that are not one flat sequence of aligned vectors (strided_cuda.cuh).

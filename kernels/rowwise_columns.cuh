@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda_launch.cuh"
 #include "kernels/rowwise_access.cuh"
 #include "kernels/rowwise_reduce.cuh"
 
@@ -18,6 +19,7 @@ inline constexpr int kSumThreads = 128;
 template <class F, class S, class W, bool kVectorised>
 __global__ void __launch_bounds__(kSumThreads)
     ColumnSumsKernel(Arguments<F, S, W> arguments, const F* states, Compute<S>* partials) {
+  WaitForPreviousKernel();
   using T = ElementCompute<S>;
   constexpr int kWidth = kVectorised ? kVectorBytes / sizeof(S) : 1;
   constexpr int kInputs = kRowInputs<F>;
@@ -63,6 +65,7 @@ inline constexpr int kFinishSlices = 16;
 template <class T, class W>
 __global__ void __launch_bounds__(32 * kFinishSlices)
     FinishSumsKernel(const T* partials, int count, std::int64_t columns, W* first, W* second) {
+  WaitForPreviousKernel();
   W* const out = blockIdx.y == 0 ? first : second;
   if (out == nullptr) return;
   __shared__ T slices[kFinishSlices][32];
@@ -90,6 +93,7 @@ inline constexpr int kApartThreads = 256;
 template <class F, class S>
 __global__ void __launch_bounds__(kApartThreads)
     ApartKernel(F initial, Arguments<F, S, S> arguments) {
+  WaitForPreviousKernel();
   using T = ElementCompute<S>;
   constexpr int kInputs = kRowInputs<F>;
   const Rows rows = arguments.rows;

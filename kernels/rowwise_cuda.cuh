@@ -106,9 +106,9 @@ struct Launch {
     }
     using Held = HeldRows<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>;
     const int bytes = kGroups * Held::RoomBytes(kLanes > 0 ? kLanes : threads);
-    Status status =
-        LaunchKernel(ChooseHeldKernel<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>(),
-                     Grid{blocks, dim3(threads), 1, bytes}, call, functor, arguments, Partials());
+    Status status = LaunchKernel(
+        ChooseHeldKernel<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>(),
+        Overlapping({blocks, dim3(threads), 1, bytes}), call, functor, arguments, Partials());
     return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
   }
 
@@ -126,8 +126,9 @@ struct Launch {
       while (across > 1 && static_cast<std::int64_t>(across) / 2 >= rows.inner) across /= 2;
       const std::int64_t outer = rows.count / rows.inner;
       const std::int64_t blocks = outer * ((rows.inner + across - 1) / across);
-      return LaunchKernel(ApartKernel<F, S>, Grid{blocks, dim3(across, kApartThreads / across)},
-                          call, functor, arguments);
+      return LaunchKernel(ApartKernel<F, S>,
+                          Overlapping({blocks, dim3(across, kApartThreads / across)}), call,
+                          functor, arguments);
     }
     return {};
   }
@@ -177,8 +178,8 @@ struct Launch {
       if (!status.ok()) return status;
     }
     grid.blocks = std::min<std::int64_t>(clusters, rows.count) * settings.cluster;
-    Status launched =
-        LaunchKernel(kernel, grid, call, functor, arguments, settings, states, Partials());
+    Status launched = LaunchKernel(kernel, Overlapping(grid), call, functor, arguments, settings,
+                                   states, Partials());
     if constexpr (kSumOnTheWay) {
       if (launched.ok())
         return FinishSums(static_cast<int>(grid.blocks / settings.cluster * settings.groups));
@@ -200,9 +201,10 @@ struct Launch {
     if (down > kPartials) down = kPartials;
     if (down > arguments.rows.count) down = arguments.rows.count;
     if (down < 1) down = 1;
-    Status status = LaunchKernel(ColumnSumsKernel<F, S, W, kVectorised>,
-                                 Grid{across, dim3(kSumThreads), static_cast<unsigned>(down)}, call,
-                                 arguments, states, Partials());
+    Status status =
+        LaunchKernel(ColumnSumsKernel<F, S, W, kVectorised>,
+                     Overlapping({across, dim3(kSumThreads), static_cast<unsigned>(down)}), call,
+                     arguments, states, Partials());
     return status.ok() ? FinishSums(static_cast<int>(down)) : std::move(status);
   }
 
@@ -211,8 +213,8 @@ struct Launch {
       static_assert(F::kColumnSums == 2);
       const std::int64_t across = (arguments.rows.columns + 31) / 32;
       if (across == 0 || (arguments.sums[0] == nullptr && arguments.sums[1] == nullptr)) return {};
-      return LaunchKernel(FinishSumsKernel<T, W>, Grid{across, dim3(32, kFinishSlices), 2}, call,
-                          static_cast<const T*>(Partials()), count, arguments.rows.columns,
+      return LaunchKernel(FinishSumsKernel<T, W>, Overlapping({across, dim3(32, kFinishSlices), 2}),
+                          call, static_cast<const T*>(Partials()), count, arguments.rows.columns,
                           arguments.sums[0], arguments.sums[1]);
     }
     return {};

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/cuda_launch.cuh"
 #include "kernels/rowwise_access.cuh"
 #include "kernels/rowwise_reduce.cuh"
 
@@ -419,6 +420,7 @@ template <class F, class S, class W, int kLanes, int kVectors, int kThreads, boo
 __global__ void __launch_bounds__(kThreads, kHeldBlocks<F, kThreads, kPacked>)
     HeldKernel(F functor, Arguments<F, S, W> arguments, Compute<S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
+  WaitForPreviousKernel();
   HeldRows<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned> rows(functor, arguments, memory);
   if constexpr (F::kColumnSums > 0) {
     rows.RunAndSum(partials);
@@ -432,6 +434,7 @@ template <class F, class S, class W, int kVectors, int kThreads, bool kAligned>
 __global__ void __maxnreg__(kFewRegisters)
     HeldFewKernel(F functor, Arguments<F, S, W> arguments, Compute<S>*) {
   extern __shared__ __align__(128) unsigned char memory[];
+  WaitForPreviousKernel();
   HeldRows<F, S, W, 0, kVectors, kThreads, false, kAligned>(functor, arguments, memory).RunOnce();
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda_launch.cuh"
 #include "kernels/hopper.cuh"
 #include "kernels/rowwise_access.cuh"
 #include "kernels/rowwise_reduce.cuh"
@@ -450,6 +451,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
                Compute<S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ WideStorage<F, S, W> storage;
+  WaitForPreviousKernel();
   WideRows<F, S, W, kSource, kSums>(functor, arguments, settings, &storage, memory)
       .Run(states, partials);
 }

@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
   using V = Vector<T, kWidth>;
   constexpr int kOperands = kOutputs + kInputs;
   constexpr auto kIndices = std::make_index_sequence<kInputs>{};
+  WaitForPreviousKernel();
   const std::uint32_t vectors = count / kWidth;
   const std::uint32_t first = blockIdx.x * (kThreads * kLoads) + threadIdx.x;
 
@@ -204,8 +205,9 @@ Status LaunchStridedKernel(const Call& call, const F& functor,
   const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
   const std::int64_t blocks = (layout.numel + per_block - 1) / per_block;
   return LaunchKernel(StridedKernel<F, T, kWidth, kGathers, kThreads, kLoads, kOutputs, kInputs>,
-                      blocks, kThreads, call, functor, static_cast<std::uint32_t>(layout.numel),
-                      out, in, accesses, Strides<kOutputs + kInputs>(layout));
+                      Overlapping({blocks, dim3(kThreads)}), call, functor,
+                      static_cast<std::uint32_t>(layout.numel), out, in, accesses,
+                      Strides<kOutputs + kInputs>(layout));
 }
 
 // Whether a vector of the output is one of the operand, too, and aligned.

@@ -1,0 +1,121 @@
+"""Kernels that are launched while the one before them still runs (programmatic dependent launch): each must
+wait for what it reads, and for whoever still reads what it writes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from one_node import assert_same_bits
+from torch import Tensor
+
+from twinop import torch_op
+
+pytestmark = pytest.mark.cuda
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+# Each of x and a row of weights. Together: every kernel of the two skeletons, and torch's own between them.
+OURS: dict[str, Step] = {
+    "gelu": lambda x, w: torch_op.gelu(x),
+    "layer_norm": lambda x, w: torch_op.layer_norm(x, w, w),
+    "broadcast add": lambda x, w: torch_op.add(x, w),
+    "softmax": lambda x, w: torch_op.softmax(x),
+    "misaligned rows": lambda x, w: torch_op.softmax(torch.nn.functional.pad(x, (1, 0))[:, 1:]),
+    "add_rms_norm": lambda x, w: torch_op.add_rms_norm(x, x, w)[1],
+    "columns": lambda x, w: torch_op.softmax(x, dim=0),
+    "strided": lambda x, w: torch_op.mul(x.T.contiguous().T, x),
+    "rms_norm": lambda x, w: torch_op.rms_norm(x, w, offset=1),
+    "weights made on the way": lambda x, w: torch_op.rms_norm(x, torch_op.square(x[0])),
+    "sums of columns": lambda x, w: torch_op.add(
+        x, torch_op.layer_norm_backward(x, torch_op.gelu(x), w, w)[1]
+    ),
+}
+THEIRS: dict[str, Step] = {
+    "torch's kernel": lambda x, w: x * 0.5,
+    "a copy": lambda x, w: torch.empty_like(x).copy_(x),
+    "a memset": lambda x, w: torch_op.add(x, torch.zeros_like(x)),
+    "memory used again": lambda x, w: torch_op.sigmoid(torch_op.square(x)),
+}
+SHAPES = [(1, 4096), (8, 4096), (64, 1000), (300, 72), (5, 20000), (2, 70000), (2048, 1024)]
+
+
+def chain(x: Tensor, w: Tensor, synchronized: bool = False) -> Tensor:
+    """All steps, each of the one before it; ours in a row, and ours and torch's in turn."""
+    ours, theirs = list(OURS.values()), list(THEIRS.values())
+    mixed = [step for i, own in enumerate(ours) for step in (own, theirs[i % len(theirs)])]
+    for step in ours + mixed:
+        x = torch_op.rms_norm(step(x, w))  # numbers stay near 1
+        if synchronized:
+            torch.cuda.synchronize()
+    return x
+
+
+def numbers(shape: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(shape, device="cuda").bfloat16()
+    return x, torch.randn(shape[1], device="cuda").bfloat16()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_waits_for_the_one_before(shape: tuple[int, int]) -> None:
+    """On a side stream, and in a CUDA graph: other numbers each time, so that stale ones would show."""
+    expected = [chain(*numbers(shape, seed), synchronized=True) for seed in range(4)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for seed in range(4):
+            found = chain(*numbers(shape, seed))
+            stream.synchronize()
+            assert_same_bits(found, expected[seed], f"on a stream, seed {seed}")
+    x, w = numbers(shape, 9)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(x, w)
+    for seed in [0, 1, 2, 3] * 3:
+        for old, new in zip((x, w), numbers(shape, seed), strict=True):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(found, expected[seed], f"in a graph, seed {seed}")
+
+
+def test_streams_that_part_and_meet() -> None:
+    """A kernel behind two others, on two streams, waits for both; captured, too."""
+    shape = (64, 4096)
+    side = torch.cuda.Stream()
+
+    def forked(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(10):
+            here = torch.cuda.current_stream()
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                left = torch_op.layer_norm(torch_op.gelu(x), w, w)
+                left.record_stream(here)
+            right = torch_op.softmax(torch_op.square(x))
+            here.wait_stream(side)
+            x = torch_op.rms_norm(torch_op.add(left, right))
+        return x
+
+    expected = []
+    for seed in range(3):
+        x, w = numbers(shape, seed)
+        for _ in range(10):
+            left = torch_op.layer_norm(torch_op.gelu(x), w, w)
+            torch.cuda.synchronize()
+            right = torch_op.softmax(torch_op.square(x))
+            torch.cuda.synchronize()
+            x = torch_op.rms_norm(torch_op.add(left, right))
+            torch.cuda.synchronize()
+        expected.append(x)
+        found = forked(*numbers(shape, seed))
+        torch.cuda.synchronize()
+        assert_same_bits(found, x, f"seed {seed}")
+    x, w = numbers(shape, 9)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = forked(x, w)
+    for seed in [0, 1, 2] * 3:
+        for old, new in zip((x, w), numbers(shape, seed), strict=True):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(found, expected[seed], f"in a graph, seed {seed}")
