@@ -43,36 +43,49 @@ struct Accesses {
   Access values[kInputs];
 };
 
-// A layout as the kernel reads it.
+// A layout as the kernel reads it: rows of elements, the outermost dimension, and those between. Two
+// dimensions, the most frequent, take no loop, and what they need lies together (SwiGLU of two
+// halves of a row, so / with a loop over all dimensions, H200: 8 x 4096 in a CUDA graph 0.93 / 1.08
+// us, 64 x 4096 1.11 / 1.25 us; 32768 x 4095, share of the copy's speed: bfloat16 0.89 / 0.87,
+// float32 0.92 / 0.89).
 template <int kOperands>
 struct Strides {
-  int rank;
-  std::int64_t strides[kMaxRank][kOperands];
-  Divider sizes[kMaxRank];
+  struct Dimension {
+    Divider size;
+    std::int64_t strides[kOperands];
+  };
+  Dimension row;
+  std::int64_t outermost[kOperands];
+  int around;
+  Dimension dimensions[kMaxRank];
 
-  explicit Strides(const Layout<kOperands>& layout) : rank(layout.rank) {
-    for (int d = 0; d < rank; ++d) {
-      sizes[d] = Divider(layout.sizes[d]);
-      for (int k = 0; k < kOperands; ++k) strides[d][k] = layout.strides[k][d];
-    }
+  explicit Strides(const Layout<kOperands>& layout) : around(std::max(layout.rank - 2, 0)) {
+    const auto dimension = [&](int d) {
+      Dimension result{Divider(layout.sizes[d]), {}};
+      for (int k = 0; k < kOperands; ++k) result.strides[k] = layout.strides[k][d];
+      return result;
+    };
+    row = dimension(0);
+    for (int d = 0; d < around; ++d) dimensions[d] = dimension(1 + d);
+    for (int k = 0; k < kOperands; ++k)
+      outermost[k] = layout.rank > 1 ? layout.strides[k][layout.rank - 1] : 0;
   }
   // Each operand's offset of an element; returns the element's place in its row.
   __device__ __forceinline__ std::uint32_t Locate(std::uint32_t element,
                                                   std::int64_t (&offsets)[kOperands]) const {
-    std::uint32_t place = element;
+    std::uint32_t rest = row.size.Quotient(element);
+    const std::uint32_t place = element - rest * row.size.divisor;
 #pragma unroll
-    for (int k = 0; k < kOperands; ++k) offsets[k] = 0;
-    std::uint32_t rest = element;
-    for (int d = 0; d < rank - 1; ++d) {
-      const std::uint32_t quotient = sizes[d].Quotient(rest);
-      const std::uint32_t at = rest - quotient * sizes[d].divisor;
-      if (d == 0) place = at;
+    for (int k = 0; k < kOperands; ++k) offsets[k] = place * row.strides[k];
+    for (int d = 0; d < around; ++d) {
+      const std::uint32_t quotient = dimensions[d].size.Quotient(rest);
+      const std::uint32_t at = rest - quotient * dimensions[d].size.divisor;
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k) offsets[k] += at * strides[d][k];
+      for (int k = 0; k < kOperands; ++k) offsets[k] += at * dimensions[d].strides[k];
       rest = quotient;
     }
 #pragma unroll
-    for (int k = 0; k < kOperands; ++k) offsets[k] += rest * strides[rank - 1][k];
+    for (int k = 0; k < kOperands; ++k) offsets[k] += rest * outermost[k];
     return place;
   }
 };
@@ -156,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
     const std::uint32_t v = first + j * kThreads;
     if (v < vectors) {
       const std::uint32_t place = strides.Locate(v * kWidth, offsets[j]);
-      const std::uint32_t left = strides.sizes[0].divisor - place;
+      const std::uint32_t left = strides.row.size.divisor - place;
       // The row goes on for a vector on both sides: what lies around it may be no part of the
       // tensor.
       const bool inside = place >= kWidth && left >= 2 * kWidth;
@@ -167,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
         const int operand = kOutputs + k;
         loaded[j][k] =
             Load<T, kWidth, kGathers>(in[k], accesses.values[k], offsets[j][operand], next[operand],
-                                      strides.strides[0][operand], static_cast<int>(left), inside);
+                                      strides.row.strides[operand], static_cast<int>(left), inside);
       }
     }
   }
