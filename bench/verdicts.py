@@ -46,9 +46,9 @@ def copy_bar(cell: Cell) -> float:
         return COPY_BARS[cell.family]
     if not cell.aligned:
         return MISALIGNED_BAR
-    if cell.op in ROW_BARS:
-        return ROW_BARS[cell.op]
-    return WIDE_BAR if cell.shape == WIDE else ROW_BAR
+    if cell.shape == WIDE:
+        return WIDE_BAR
+    return ROW_BARS.get(cell.op, ROW_BAR)
 
 
 def _verdict(group: str, cell: Cell, who: str, value: float, bar: float, least: bool) -> Verdict:
