@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -104,6 +105,7 @@ def main(
     marker: Annotated[str, typer.Option(help="Which tests.")] = "cuda",
     only: Annotated[list[str] | None, typer.Option(help="A test file; repeat it. Else all.")] = None,
     sanitizers: Annotated[bool, typer.Option(help="Run compute-sanitizer too.")] = True,
+    workers: Annotated[int, typer.Option(help="Processes for the tests (pytest-xdist), if not one.")] = 1,
 ) -> None:
     """Run the CUDA tests and the sanitizers on this machine's GPU."""
     console = Console(width=120)
@@ -111,10 +113,13 @@ def main(
     path = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
     sys.path.insert(0, str(ROOT))
-    runs = {"tests": run_pytest(marker, [], logs / "tests.log", only or [])}
-    for tool in TOOLS if sanitizers else ():
-        console.print(f"compute-sanitizer {tool} ...")
-        runs[tool] = sanitize(tool, logs / f"{tool}.log")
+    parallel = [f"--numprocesses={workers}"] if workers > 1 else []
+    runs = {"tests": run_pytest(marker, [], logs / "tests.log", [*parallel, *(only or [])])}
+    if sanitizers:
+        console.print(f"compute-sanitizer {', '.join(TOOLS)} ...")
+        with ThreadPoolExecutor() as pool:  # each a process of its own
+            found = pool.map(lambda tool: sanitize(tool, logs / f"{tool}.log"), TOOLS)
+            runs |= dict(zip(TOOLS, found, strict=True))
     date = time.strftime("%Y-%m-%d", time.gmtime())
     output.write_text(
         json.dumps({**versions(), "commit": commit, "date": date, "runs": runs}, indent=1) + "\n"
