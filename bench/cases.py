@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from twinop import torch_op
+from twinop.bench.cells import DOUBLE
 from twinop.bench.peers import ENTRIES, Entry
 from twinop.bench.report import BenchError, size_name
 from twinop.record import Record
@@ -20,6 +21,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 UNARY, BINARY, ROWS = "unary", "binary", "rows"
 
 SIZES = tuple(1 << exponent for exponent in (28, 27, 26, 25, 24))
+DOUBLE_SIZE = 1 << 26
 SHAPES = (  # rows x columns; the first is the one that the other reports quote
     (32768, 4096),
     (32768, 1024),
@@ -124,6 +126,8 @@ def table(name: str, entry: Entry, device: str, quick: bool) -> list[Case]:
     shapes = (QUICK_SHAPES if quick else SHAPES) if rows else [(size,) for size in sizes]
     dtypes = DTYPES[:1] if quick else DTYPES
     cases = [Case(name, family, dtype, shape) for dtype in dtypes for shape in shapes]
+    if not (rows or quick):
+        cases.append(Case(name, family, DOUBLE, (DOUBLE_SIZE,)))
     if entry.backward:
         shapes = BACKWARD_SHAPES if rows else [(1 << 28,), (1 << 26,)]
         shapes = shapes[:1] if quick else shapes

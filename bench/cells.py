@@ -14,6 +14,10 @@ LEAST_TOLERANCE = 0.01
 Row = Mapping[str, Any]
 
 
+DOUBLE = "float64"
+"""Element-wise, where its arithmetic may be the limit: measured beside torch's own alone, without a bar."""
+
+
 @dataclass
 class Cell:
     """One op on one shape: the rows of all providers."""

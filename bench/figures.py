@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from twinop.bench.cells import COPY, Cell, providers_of
+from twinop.bench.cells import COPY, DOUBLE, Cell, providers_of
 
 # twinop's two runtimes in strong colours, peers in pale ones; dashes are the ceiling.
 _STYLES: Mapping[str, Mapping[str, Any]] = {
@@ -35,7 +35,7 @@ _LETTERING: Any = {
 
 def draw(cells: Sequence[Cell], machine: str, stem: Path) -> list[Path]:
     """Writes `stem`-OP.png for each op, `stem`-overview.png and .svg; returns what it wrote."""
-    cells = [cell for cell in cells if cell.kind == "bandwidth"]
+    cells = [cell for cell in cells if cell.kind == "bandwidth" and cell.dtype != DOUBLE]
     paths = []
     for op in dict.fromkeys(cell.op for cell in cells):
         paths.append(_page(op, [cell for cell in cells if cell.op == op], machine, stem))

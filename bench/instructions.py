@@ -162,6 +162,7 @@ def _row(
             "us": ours,
             "share_of_limit": {name: round(limit / us, 3) for name, us in ours.items()},
             "share_of_arithmetic": {name: round(least[unit] / us, 3) for name, us in ours.items()},
+            "passed": all(limit / us >= LIMIT_BAR for us in ours.values()),
         }
     return row
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from twinop import torch_op
 from twinop.bench import peers, runtime
 from twinop.bench.cases import FORWARD, Case, as_tuple
-from twinop.bench.cells import IN_ORT, IN_TORCH
+from twinop.bench.cells import DOUBLE, IN_ORT, IN_TORCH
 from twinop.bench.peers import Entry
 from twinop.bench.runs import backward_run, named, onnx_nodes, relative_error
 from twinop.bench.timing import Restored, Run
@@ -130,6 +130,8 @@ class Providers:
         for provider in _MODES:
             if self._compiles(provider, case):
                 makers[provider] = partial(self._compiled, provider, entry, case, inputs, outputs)
+        if case.dtype == DOUBLE:
+            makers = {name: make for name, make in makers.items() if name in (IN_TORCH, IN_ORT, EAGER)}
         built: dict[str, Subject] = {}
         for provider, make in makers.items():
             if self.takes(provider):

@@ -78,9 +78,11 @@ def test_the_limit_is_what_takes_longer() -> None:
     (row,) = instructions.rows_of(("gelu", counted(50)), document())
     assert row["arithmetic_us"] == pytest.approx(50 * 2**28 / (132 * 128 * 1980), abs=0.01)
     assert (row["limit"], row["share_of_limit"]) == ("memory", {"twinop in torch": 0.833})
+    assert not row["passed"]
     (row,) = instructions.rows_of(("gelu", counted(70)), document())
     assert (row["limit"], row["unit"]) == ("arithmetic", "issue")
     assert row["share_of_limit"] == row["share_of_arithmetic"] == {"twinop in torch": 0.936}
+    assert row["passed"]
 
 
 def test_a_type_that_was_not_measured_has_the_copy_of_as_many_bytes() -> None:
