@@ -47,6 +47,9 @@ inline constexpr int kResidentLoads = 4;
 //   2^26, x 1      0.954  0.942  0.995  0.989  0.966  0.983  0.969  0.974  0.969  0.979
 //   2^26, x 2      0.984  0.985  0.984  1.011  0.989  1.009  0.987  0.998  0.985  1.000
 //
+// float64, 2^26, x 2 / x 4: gelu 366 / 359 us, softplus 314 / 308 us, log 271 / 263 us; tanh 255 /
+// 264 us.
+//
 // Few elements have too few threads then: gelu of 1 x 4096 in a CUDA graph takes 1.26 us with two,
 // 1.03 us with one.
 template <class F, class = void>
