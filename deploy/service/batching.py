@@ -1,7 +1,8 @@
 """Runs the requests of one model version: at once where an instance is idle, joined where all are busy.
 
 Nothing waits for company unless max_queue_delay_us says so: what arrives while the instances work is joined
-when one of them is done, so a lone request pays nothing and a busy server has the largest batches.
+when one of them is done, so a lone request pays nothing and a busy server has the largest batches. A run that
+is over sooner than a thread takes it on is made at once on the event loop's thread (`_Short`).
 """
 
 import asyncio
@@ -21,6 +22,9 @@ from twinop.deploy.service.request import Request, Result
 from twinop.deploy.service.settings import ModelSettings
 
 _log = logging.getLogger(__name__)
+
+SHORT_SECONDS = 50e-6  # a run; giving it to a thread and taking it back costs about as much
+LONG_SECONDS = 10e-3  # of processor time: so long must nothing else of the server wait
 
 
 class Runner(Protocol):
@@ -53,18 +57,52 @@ class _Member:
 
     def expire(self) -> None:
         if not self.future.done():
-            self.future.set_exception(
-                ServiceError(DEADLINE, "the request's time was over before it was answered")
-            )
+            self.future.set_exception(_expired())
 
 
 _Outcome = dict[str, np.ndarray] | Exception
 
 
+class _Short:
+    """Knows which requests are run on the event loop's thread: those no larger than one that was run in less
+    than SHORT_SECONDS.
+
+    One that takes long nevertheless shows that the model's time does not follow from a request's size. From
+    then on none is.
+    """
+
+    def __init__(self, allowed: bool) -> None:
+        self._allowed = allowed
+        self._bytes = -1
+
+    def includes(self, request: Request) -> bool:
+        return self._bytes >= 0 and _bytes(request) <= self._bytes
+
+    def learn(self, batch: Sequence[_Member], outcomes: Sequence[_Outcome], seconds: float) -> None:
+        """From a run in a worker thread; one that failed may have been over before it began."""
+        failed = any(isinstance(outcome, Exception) for outcome in outcomes)
+        if self._allowed and seconds < SHORT_SECONDS and not failed:
+            self._bytes = max(self._bytes, sum(_bytes(member.request) for member in batch))
+
+    def check(self, cpu_seconds: float) -> None:
+        """After a run on the event loop's thread."""
+        if cpu_seconds > LONG_SECONDS:
+            self._allowed, self._bytes = False, -1
+
+
 class Batcher:
     """The queue and the instances of one version. Its methods belong to the event loop's thread."""
 
-    def __init__(self, name: str, version: int, instances: Sequence[Runner], settings: ModelSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        instances: Sequence[Runner],
+        settings: ModelSettings,
+        *,
+        may_block: bool = False,
+    ) -> None:
+        """`may_block`: short runs may be made on the event loop's thread."""
         self._name = name
         self._version = version
         self._settings = settings
@@ -79,6 +117,7 @@ class Batcher:
         self._closed = False
         self._seconds_per_run = 0.0  # a moving mean, for Retry-After
         self._splits = True
+        self._short = _Short(may_block and not settings.max_queue_delay_us)
         self.on_run: Callable[[int, float], None] = lambda rows, seconds: None
 
     @property
@@ -101,6 +140,8 @@ class Batcher:
             raise ServiceError(NOT_READY, f"version {self._version} of model {self._name} is being unloaded")
         if len(self._waiting) >= self._settings.max_queue:
             raise self._overloaded()
+        if self._idle and not self._waiting and self._short.includes(request):
+            return self._run_here(request, outputs)
         member = _Member(request, outputs, _rows(request), _key(request, outputs), self._loop.create_future())
         self._waiting.append(member)
         self._drained.clear()
@@ -122,6 +163,21 @@ class Batcher:
         self._closed = True
         await self._drained.wait()
         self._pool.shutdown(wait=False)
+
+    def _run_here(self, request: Request, outputs: tuple[str, ...]) -> Result:
+        started, cpu, rows = time.monotonic(), time.thread_time(), _rows(request)
+        if request.deadline is not None and started >= request.deadline:
+            raise _expired()
+        try:
+            found = self._idle[-1].run([request.inputs], outputs)
+        except Exception as error:
+            raise _as_service_error(error) from error
+        finally:
+            seconds = time.monotonic() - started
+            self._short.check(time.thread_time() - cpu)
+            self.on_run(rows, seconds)
+        queued = started - request.arrived
+        return Result(self._name, self._version, found, request.id, queued, seconds, rows)
 
     # -------------------------------------------------------------------------------- the queue
 
@@ -240,6 +296,7 @@ class Batcher:
         self, instance: Runner, batch: list[_Member], outcomes: list[_Outcome], started: float, seconds: float
     ) -> None:
         self._idle.append(instance)
+        self._short.learn(batch, outcomes, seconds)
         self._seconds_per_run += (seconds - self._seconds_per_run) * 0.1
         self._dispatch()  # the next run starts before these answers are written
         rows = sum(member.rows for member in batch)
@@ -255,6 +312,14 @@ class Batcher:
             member.future.set_result(
                 Result(self._name, self._version, outcome, request.id, queued, seconds, rows)
             )
+
+
+def _expired() -> ServiceError:
+    return ServiceError(DEADLINE, "the request's time was over before it was answered")
+
+
+def _bytes(request: Request) -> int:
+    return sum(array.nbytes for array in request.inputs.values())
 
 
 def _rows(request: Request) -> int:

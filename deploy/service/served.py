@@ -28,7 +28,11 @@ class Version:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
-        self.batcher = Batcher(loaded.name, loaded.version, loaded.instances, loaded.settings)
+        # A GPU may be busy with others' work for longer than the event loop may wait.
+        may_block = loaded.device == "cpu"
+        self.batcher = Batcher(
+            loaded.name, loaded.version, loaded.instances, loaded.settings, may_block=may_block
+        )
         self.metrics = ModelMetrics(loaded.name, loaded.version)
         self.metrics.watch(self.batcher)
         self.metrics.provider(loaded.device, loaded.fallback is not None)

@@ -1,0 +1,157 @@
+"""Short runs are made on the event loop's thread, all others in a thread of their own."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from twinop.deploy.service import batching
+from twinop.deploy.service.batching import Batcher
+from twinop.deploy.service.errors import DEADLINE, INVALID, ServiceError
+from twinop.deploy.service.request import Request
+from twinop.deploy.service.settings import ModelSettings
+
+
+class Noting:
+    """Doubles x, spends `seconds` of processor time, and notes which runs were on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.loop_thread = threading.get_ident()
+        self.here: list[bool] = []
+        self.seconds = 0.0
+
+    def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        self.here.append(threading.get_ident() == self.loop_thread)
+        end = time.thread_time() + self.seconds
+        while time.thread_time() < end:
+            pass
+        [part] = parts
+        if part["x"].min() < 0:
+            raise ServiceError(INVALID, "negative")
+        return dict.fromkeys(outputs, part["x"] * 2)
+
+
+def request(value: float = 1, rows: int = 1, **more: Any) -> Request:
+    return Request("m", {"x": np.full((rows, 4), value, np.float32)}, arrived=time.monotonic(), **more)
+
+
+def batcher(runner: Noting, may_block: bool = True, **settings: Any) -> Batcher:
+    return Batcher("m", 1, [runner], ModelSettings(**settings), may_block=may_block)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+async def ask(queue: Batcher, count: int = 1, **of: Any) -> None:
+    for _ in range(count):
+        result = await queue.submit(request(**of), ("y",))
+        assert (result.outputs["y"] == 2).all() and result.batch_size == of.get("rows", 1)
+
+
+@pytest.fixture(autouse=True)
+def generous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine numpy's doubling may take longer than SHORT_SECONDS."""
+    monkeypatch.setattr(batching, "SHORT_SECONDS", 1.0)
+
+
+def test_after_a_short_run_no_thread_is_asked() -> None:
+    async def test() -> None:
+        runner, runs = Noting(), []
+        queue = batcher(runner)
+        queue.on_run = lambda rows, seconds: runs.append(rows)
+        await ask(queue, 3)
+        assert runner.here == [False, True, True] and runs == [1, 1, 1]
+        await queue.drain()
+
+    run(test)
+
+
+def test_a_larger_request_goes_to_the_thread_until_it_was_short() -> None:
+    async def test() -> None:
+        runner = Noting()
+        queue = batcher(runner)
+        await ask(queue, 2, rows=2)
+        await ask(queue, 2, rows=3)
+        await ask(queue, rows=1)
+        assert runner.here == [False, True, False, True, True]
+
+    run(test)
+
+
+@pytest.mark.parametrize("settings", [{"may_block": False}, {"max_batch_size": 8, "max_queue_delay_us": 1}])
+def test_on_a_gpu_and_where_runs_wait_for_company_none_is_made_here(settings: dict[str, Any]) -> None:
+    async def test() -> None:
+        runner = Noting()
+        await ask(batcher(runner, **settings), 3)
+        assert runner.here == [False] * 3
+
+    run(test)
+
+
+def test_runs_that_are_not_short_go_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "SHORT_SECONDS", 0.0)
+
+    async def test() -> None:
+        runner = Noting()
+        await ask(batcher(runner), 3)
+        assert runner.here == [False] * 3
+
+    run(test)
+
+
+def test_a_model_that_blocked_the_loop_once_never_does_again() -> None:
+    """Such as one with a loop whose length is in the request."""
+
+    async def test() -> None:
+        runner = Noting()
+        queue = batcher(runner)
+        await ask(queue, 2)
+        runner.seconds = 2 * batching.LONG_SECONDS
+        await ask(queue)
+        runner.seconds = 0.0
+        await ask(queue, 3)
+        assert runner.here == [False, True, True, False, False, False]
+
+    run(test)
+
+
+def test_a_failure_here_is_that_requests_alone() -> None:
+    async def test() -> None:
+        runner = Noting()
+        queue = batcher(runner)
+        await ask(queue)
+        with pytest.raises(ServiceError, match="negative"):
+            await queue.submit(request(-1), ("y",))
+        await ask(queue)
+        assert runner.here == [False, True, True]
+
+    run(test)
+
+
+def test_nothing_is_learnt_from_a_failure() -> None:
+    async def test() -> None:
+        runner = Noting()
+        queue = batcher(runner)
+        with pytest.raises(ServiceError, match="negative"):
+            await queue.submit(request(-1, rows=9), ("y",))
+        await ask(queue)
+        assert runner.here == [False, False]
+
+    run(test)
+
+
+def test_a_request_whose_time_is_over_is_not_run() -> None:
+    async def test() -> None:
+        runner = Noting()
+        queue = batcher(runner)
+        await ask(queue)
+        with pytest.raises(ServiceError, match="time was over") as caught:
+            await queue.submit(request(deadline=time.monotonic() - 1), ("y",))
+        assert caught.value.failure is DEADLINE and runner.here == [False]
+
+    run(test)
