@@ -295,6 +295,19 @@ def test_too_large_over_grpc(served: Served, stub: Any) -> None:
     assert error.value.code() is CODES.RESOURCE_EXHAUSTED and "larger than max" in error.value.details()
 
 
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelMetadata", "RepositoryModelLoad"])
+def test_no_message_over_grpc(served: Served, stub: Any, method: str) -> None:
+    before = served.metric("twinop_failures_total", reason="invalid")
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
+        pytest.raises(grpc.RpcError) as error,
+    ):
+        channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(b"\xff" * 40, timeout=30)
+    assert error.value.code() is INVALID and "not a protobuf message" in error.value.details()
+    assert dict(error.value.trailing_metadata())["x-request-id"]
+    assert served.metric("twinop_failures_total", reason="invalid") == before + 1
+
+
 def test_the_largest_request_passes(served: Served) -> None:
     rows = LIMIT // 16 - 100
     tensors = [

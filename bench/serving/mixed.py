@@ -1,22 +1,40 @@
-"""Requests good and bad for the soak, each with what must come back."""
+"""Requests good and bad for the soak, over both protocols: what they share."""
 
-import asyncio
-import json
-import random
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from twinop.bench.serving.servers import REST
 from twinop.record import DOMAIN, DOMAIN_VERSION
 
 NAME = "soak"
-_INFER = f"/v2/models/{NAME}/infer"
-_LENGTH = "Inference-Header-Content-Length"
+
+
+class Wrong(Exception):
+    """An answer is not what must come back."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`status` is HTTP's number or gRPC's name of it, whose details are the `body` of a failure."""
+
+    status: int | str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request. `check` gives the version that answered, None for a refusal; it raises Wrong."""
+
+    kind: str
+    request: bytes
+    check: Callable[[Answer], int | None]
+    protocol: str = REST
+    method: str = ""  # gRPC's
 
 
 def model(version: int) -> onnx.ModelProto:
@@ -32,106 +50,29 @@ def model(version: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
-@dataclass(frozen=True)
-class Case:
-    """One request; `wrong` gives what is wrong with an answer, "" for nothing."""
-
-    kind: str
-    request: bytes
-    wrong: Callable[[Answer], str]
-
-
-def post(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-async def read_answer(reader: asyncio.StreamReader) -> Answer:
+def compared(y: np.ndarray, x: np.ndarray, version: int) -> int:
     """
     Raises:
-        EOFError: the connection was closed instead.
+        Wrong: y differs from what that version must give, in any bit.
     """
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
-    body = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Answer(int(head[0].split()[1]), headers, body)
+    if not np.array_equal(y, np.maximum(x, 0) + np.float32(version)):
+        raise Wrong(f"version {version} gave {y.tolist()} for {x.tolist()}")
+    return version
 
 
-def good(choose: random.Random) -> Case:
-    x = np.random.default_rng(choose.getrandbits(32)).standard_normal((choose.randint(1, 4), 8), np.float32)
-    tensor: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": list(x.shape)}
-    if choose.random() < 0.3:
-        body = json.dumps({"inputs": [tensor | {"data": x.ravel().tolist()}]}).encode()
-        return Case("JSON", post(_INFER, body), lambda answer: _wrong_json(answer, x))
-    tensor["parameters"] = {"binary_data_size": x.nbytes}
-    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    request = post(_INFER, head + x.tobytes(), f"{_LENGTH}: {len(head)}")
-    return Case("binary", request, lambda answer: _wrong_binary(answer, x))
+def require(answer: Answer, status: int | str, words: str = "") -> None:
+    """
+    Raises:
+        Wrong: the answer has another status, lacks the words, or shows a stack trace.
+    """
+    if answer.status != status or words not in answer.body.decode(errors="replace"):
+        raise Wrong(f"expected {status} and {words!r}, not {answer.status}: {answer.body[:200]!r}")
+    if b"Traceback" in answer.body:
+        raise Wrong(f"a stack trace: {answer.body[:200]!r}")
 
 
-def _wrong_json(answer: Answer, x: np.ndarray) -> str:
-    if answer.status != 200:
-        return f"status {answer.status}: {answer.body[:200]!r}"
-    content = json.loads(answer.body)
-    y = np.array(content["outputs"][0]["data"], np.float32).reshape(x.shape)
-    return _compared(y, x, int(content["model_version"]))
+def refusal(status: int | str, words: str) -> Callable[[Answer], None]:
+    def check(answer: Answer) -> None:
+        require(answer, status, words)
 
-
-def _wrong_binary(answer: Answer, x: np.ndarray) -> str:
-    if answer.status != 200:
-        return f"status {answer.status}: {answer.body[:200]!r}"
-    length = int(answer.headers[_LENGTH.lower()])
-    content = json.loads(answer.body[:length])
-    y = np.frombuffer(answer.body[length:], np.float32).reshape(x.shape)
-    return _compared(y, x, int(content["model_version"]))
-
-
-def _compared(y: np.ndarray, x: np.ndarray, version: int) -> str:
-    expected = np.maximum(x, 0) + np.float32(version)
-    return "" if np.array_equal(y, expected) else f"version {version} gave {y.tolist()} for {x.tolist()}"
-
-
-def _refused(kind: str, status: int, words: str, request: bytes) -> Case:
-    def wrong(answer: Answer) -> str:
-        if answer.status != status or words not in answer.body.decode(errors="replace"):
-            return f"{kind}: status {answer.status}, {answer.body[:200]!r}"
-        return "a stack trace" if b"Traceback" in answer.body else ""
-
-    return Case(kind, request, wrong)
-
-
-def _json_case(kind: str, status: int, words: str, **tensor: Any) -> Case:
-    whole = {"name": "x", "datatype": "FP32", "shape": [1, 8], "data": [1.0] * 8} | tensor
-    return _refused(kind, status, words, post(_INFER, json.dumps({"inputs": [whole]}).encode()))
-
-
-BAD = (
-    _json_case("wrong name", 400, "has no input", name="z"),
-    _json_case("wrong dtype", 400, "send it as FP32", datatype="INT32", data=[1] * 8),
-    _json_case("wrong rank", 400, "dimensions", shape=[8]),
-    _json_case("wrong size", 400, "dimension 1 must be 8", shape=[1, 7], data=[1.0] * 7),
-    _json_case("wrong length", 400, "x", data=[1.0]),
-    _json_case("negative shape", 400, "shape", shape=[-1, 8]),
-    _json_case("empty batch", 400, "is empty", shape=[0, 8], data=[]),
-    _json_case("NaN", 400, "", data=[float("nan")] * 8),
-    _refused("no model", 404, "there is no model", post("/v2/models/none/infer", b'{"inputs": []}')),
-    _refused(
-        "no version", 404, "no version", post(f"/v2/models/{NAME}/versions/999999/infer", b'{"inputs":[]}')
-    ),
-    _refused("no JSON", 400, "JSON", post(_INFER, b'{"inputs": [')),
-    _refused("no route", 404, "nothing at", post("/v2/nothing", b"{}")),
-    _refused("header length", 400, "", post(_INFER, struct.pack("<4f", 1, 2, 3, 4), f"{_LENGTH}: 9999")),
-    _refused("content type", 415, "content type", post(_INFER, b"{}", "Content-Type: text/html")),
-)
-
-
-def some(choose: random.Random) -> Case:
-    """Three good ones for each bad one."""
-    return choose.choice(BAD) if choose.random() < 0.25 else good(choose)
+    return check

@@ -2,17 +2,16 @@
 
 import asyncio
 import contextlib
+import json
 import os
-import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -21,28 +20,14 @@ import torch
 import typer
 
 from twinop.bench import options, report
-from twinop.bench.serving.mixed import NAME, model, read_answer, some
-from twinop.bench.serving.servers import REST, Server, free_ports, wait_ready
+from twinop.bench.serving.clients import Outcome, client
+from twinop.bench.serving.mixed import NAME, model
+from twinop.bench.serving.servers import GRPC, REST, Server, free_ports, wait_ready
 from twinop.console import clear_errors
 
 CLIENTS = 32
-_VERSION = re.compile(rb'"model_version":"(\d+)"')
-
-
-@dataclass
-class Outcome:
-    """What became of the requests. `lost` were sent on a connection that then closed without an answer."""
-
-    answered: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    lost: int = 0
-    refused: int = 0  # connections, of a server that is gone
-    versions: Counter[int] = field(default_factory=Counter)  # that answered
-    samples: list[tuple[float, float, int]] = field(default_factory=list)  # seconds, RSS in MiB, open files
-
-    @property
-    def requests(self) -> int:
-        return self.answered.total() + self.lost
+_BROKEN_EACH = 4  # versions one is is
+_UNAVAILABLE = "UNAVAILABLE"  # as the server's index has it
 
 
 def write_version(folder: Path, version: int, broken: bool = False) -> None:
@@ -60,11 +45,12 @@ def write_version(folder: Path, version: int, broken: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def service(models: Path, log: Path, *more: str) -> Any:
+def service(models: Path, log: Path, *more: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     """The server and its process, ready."""
-    server = Server("twinop", {REST: free_ports(1)[0]})
+    server = Server("twinop", dict(zip((REST, GRPC), free_ports(2), strict=True)))
     command = [sys.executable, "-m", "twinop", "serve", str(models), "--http-port", str(server.ports[REST])]
-    command += ["--no-grpc", "--provider", "cpu", "--max-batch-size", "32", "--log-level", "warning", *more]
+    command += ["--grpc-port", str(server.ports[GRPC]), "--provider", "cpu", "--max-batch-size", "32"]
+    command += ["--log-level", "warning", *more]
     with log.open("ab") as file:
         running = subprocess.Popen(command, stdout=file, stderr=file)
     try:
@@ -75,139 +61,149 @@ def service(models: Path, log: Path, *more: str) -> Any:
         running.wait()
 
 
-async def client(server: Server, seed: int, outcome: Outcome, more: Any) -> None:
-    """Sends one request after the other while `more()`; opens a new connection now and then."""
-    choose = random.Random(seed)
-    while more():
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.ports[REST])
-        except OSError:
-            outcome.refused += 1
-            await asyncio.sleep(0.01)
-            continue
-        for _ in range(choose.randint(1, 500)):
-            if not more():
-                break
-            case = some(choose)
-            try:
-                writer.write(case.request)
-                answer = await read_answer(reader)
-            except (EOFError, OSError):
-                outcome.lost += 1
-                break
-            outcome.answered[case.kind] += 1
-            if version := _VERSION.search(answer.body):
-                outcome.versions[int(version[1])] += 1
-            if wrong := case.wrong(answer):
-                outcome.wrong.append(wrong)
-            if answer.headers.get("connection") == "close":
-                break
-        writer.close()
-
-
 def _resident(pid: int) -> float:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def _open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
 async def _watch(pid: int, outcome: Outcome) -> None:
     started = time.monotonic()
     while True:
-        files = len(os.listdir(f"/proc/{pid}/fd"))
-        outcome.samples.append((time.monotonic() - started, _resident(pid), files))
+        outcome.samples.append((time.monotonic() - started, _resident(pid), _open_files(pid)))
         await asyncio.sleep(0.5)
 
 
-async def _swap(models: Path, every: float) -> None:
-    """Each third version is broken, and taken away before the next one comes."""
+def _state(server: Server, version: int) -> str:
+    """Of a version, as the server's index has it; "" where it has none."""
+    url = f"http://127.0.0.1:{server.ports[REST]}/v2/repository/index"
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=30) as answer:
+        states = {entry["version"]: entry["state"] for entry in json.load(answer)}
+    return states.get(str(version), "")
+
+
+async def _swap(server: Server, models: Path, every: float, outcome: Outcome) -> None:
+    """A new version each `every` seconds; half of that later the one before goes, or the new one if it is
+    broken."""
     version, served = 1, 1
+    await asyncio.sleep(every)
     while True:
-        await asyncio.sleep(every)
         version += 1
-        if broken := version % 3 == 0:
-            await asyncio.to_thread(write_version, models, version, broken)
-            await asyncio.sleep(every)
-            shutil.rmtree(models / NAME / str(version))
-            continue
-        await asyncio.to_thread(write_version, models, version)
+        broken = version % _BROKEN_EACH == 0
+        await asyncio.to_thread(write_version, models, version, broken)
         await asyncio.sleep(every / 2)  # until it is served, the one before is
-        shutil.rmtree(models / NAME / str(served))
-        served = version
+        if broken:
+            outcome.broken[version] = await asyncio.to_thread(_state, server, version)
+            gone = version
+        else:
+            outcome.swapped.append(version)
+            gone, served = served, version
+        shutil.rmtree(models / NAME / str(gone))
+        await asyncio.sleep(every / 2)
 
 
-async def soak(server: Server, pid: int, models: Path, requests: int, every: float, step: Any) -> Outcome:
+async def soak(
+    server: Server,
+    pid: int,
+    models: Path,
+    requests: int,
+    every: float,
+    *,
+    seconds: float = 0.0,
+    step: Callable[[float], None] = lambda share: None,
+) -> Outcome:
+    """At least so many requests, for at least so many seconds. `step` hears how much of that is done."""
     outcome = Outcome()
+    started = time.monotonic()
 
     def more() -> bool:
-        step(outcome.requests)
-        return outcome.requests < requests
+        past = time.monotonic() - started
+        done = min(outcome.requests / requests, past / seconds if seconds else 1.0)
+        step(done)
+        return done < 1
 
-    watchers = [asyncio.create_task(_watch(pid, outcome)), asyncio.create_task(_swap(models, every))]
+    watching = asyncio.create_task(_watch(pid, outcome))
+    swapping = asyncio.create_task(_swap(server, models, every, outcome))
     await asyncio.gather(*(client(server, seed, outcome, more) for seed in range(CLIENTS)))
-    for each in watchers:
-        each.cancel()
+    for task in (watching, swapping):
+        if task.done():
+            task.result()  # raises what went wrong
+        task.cancel()
     return outcome
 
 
 async def ended_under_load(server: Server, running: subprocess.Popen[bytes], seconds: float) -> Outcome:
-    """SIGTERM while all clients are sending; they stop when nobody listens any more."""
+    """SIGTERM while all clients are sending; they go on until the process has ended."""
     outcome = Outcome()
+    end = time.monotonic() + seconds + 60
 
-    def more() -> bool:
-        return running.poll() is None and outcome.refused < CLIENTS
-
-    async def end() -> None:
+    async def send_signal() -> None:
         await asyncio.sleep(seconds)
         running.send_signal(signal.SIGTERM)
 
-    await asyncio.gather(end(), *(client(server, seed, outcome, more) for seed in range(CLIENTS)))
+    def more() -> bool:
+        return running.poll() is None and time.monotonic() < end
+
+    await asyncio.gather(send_signal(), *(client(server, seed, outcome, more) for seed in range(CLIENTS)))
     await asyncio.to_thread(running.wait, 40)
     return outcome
 
 
-def growth(outcome: Outcome) -> tuple[float, int]:
-    """RSS at the end over that after the first fifth, less 1; the open files likewise, as a difference."""
+def growth(outcome: Outcome) -> tuple[float, float, int]:
+    """Medians of RSS after the first fifth and at the end, in MiB; by how many the open files have grown."""
     samples = outcome.samples
     early = samples[len(samples) // 5 : len(samples) * 2 // 5]
     late = samples[len(samples) * 4 // 5 :]
-    resident = median(sample[1] for sample in late) / median(sample[1] for sample in early) - 1
-    return resident, round(median(sample[2] for sample in late) - median(sample[2] for sample in early))
+    resident = [median(sample[1] for sample in part) for part in (early, late)]
+    files = [median(sample[2] for sample in part) for part in (early, late)]
+    return resident[0], resident[1], round(files[1] - files[0])
 
 
 def main(
-    requests: Annotated[int, typer.Option(help="Of the soak.")] = 200_000,
+    requests: Annotated[int, typer.Option(help="Of the soak, at least.")] = 200_000,
+    seconds: Annotated[float, typer.Option(help="Of the soak, at least.")] = 70.0,
     swap_seconds: Annotated[float, typer.Option(help="From one version to the next.")] = 10.0,
     ends: Annotated[int, typer.Option(help="Times that SIGTERM comes under load.")] = 20,
     output: options.JsonFolder = None,
     commit: options.Commit = None,
 ) -> None:
-    """Soak the service: mixed good and bad requests from 32 clients while versions are swapped, then SIGTERM.
+    """Soak the service: 32 clients send good and bad requests while versions are swapped, then SIGTERM.
 
-    Every answer is checked to the bit. Counts lost and wrong answers, and watches memory and open files.
+    A third comes over gRPC, the rest over HTTP with JSON and binary tensors; a quarter is wrong in some way.
+    Every answer is checked, to the bit, or to HTTP's status or gRPC's code and the message. Each fourth
+    version is a corrupt file. Counts lost and wrong answers, and watches memory and open files.
 
     Example:
 
-        python -m twinop.bench soak --requests 20000 --ends 2
+        python -m twinop.bench soak --requests 20000 --seconds 30 --swap-seconds 5 --ends 2
     """
     with clear_errors():
         folder = report.output_folder(output)
         facts = report.environment(torch.device("cpu"), commit)
         report.print_environment(facts)
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it tells of each server that went away
         with tempfile.TemporaryDirectory() as work:
             models, log = Path(work) / "models", Path(work) / "log"
             write_version(models, 1)
             with report.progress("soak", 100) as step, service(models, log) as (server, running):
                 done = 0
 
-                def advance(count: int) -> None:
+                def advance(share: float) -> None:
                     nonlocal done
-                    while done < count * 100 // requests:
+                    while done < int(share * 100):
                         done += 1
                         step("")
 
+                idle_files = _open_files(running.pid)
                 started = time.perf_counter()
-                outcome = asyncio.run(soak(server, running.pid, models, requests, swap_seconds, advance))
-                seconds = time.perf_counter() - started
+                outcome = asyncio.run(
+                    soak(server, running.pid, models, requests, swap_seconds, seconds=seconds, step=advance)
+                )
+                took = time.perf_counter() - started
+                left = _files_left(running.pid, idle_files)
             finished = []
             with report.progress("SIGTERM", ends) as step:
                 for _ in range(ends):
@@ -215,33 +211,34 @@ def main(
                         found = asyncio.run(ended_under_load(server, running, 0.5))
                         finished.append((found, running.returncode))
                     step("")
-        resident, files = growth(outcome)
-        lost = sum(found.lost for found, _ in finished)
-        verdicts: list[dict[str, Any]] = [
-            _bar("requests lost", outcome.lost, 0),
-            _bar("wrong answers", len(outcome.wrong), 0),
-            _bar("growth of resident memory", round(resident, 4), 0.05),
-            _bar("growth of open files", files, 0),
-            _bar(f"requests lost at {ends} ends", lost, 0),
-            _bar(f"wrong answers at {ends} ends", sum(len(found.wrong) for found, _ in finished), 0),
-            _bar(f"exits that were not 0, of {ends}", sum(code != 0 for _, code in finished), 0),
-        ]
-        table = report.table("Soak", ["", "requests"])
-        for kind, count in sorted(outcome.answered.items()):
-            table.add_row(kind, str(count))
-        report.show(table)
+        verdicts = bars(outcome, left, finished)
+        show(outcome, took)
         report.show_bars(verdicts)
         report.write_json(
             folder / f"soak-{report.machine_name(facts)}.json",
             "soak",
             facts,
-            settings={"clients": CLIENTS, "requests": requests, "swap_seconds": swap_seconds, "ends": ends},
-            seconds=round(seconds, 1),
-            answered=dict(outcome.answered),
+            settings={
+                "clients": CLIENTS,
+                "requests": requests,
+                "seconds": seconds,
+                "swap_seconds": swap_seconds,
+                "ends": ends,
+            },
+            seconds=round(took, 1),
+            answered=_by_protocol(outcome),
             wrong=outcome.wrong[:20],
-            versions_that_answered=len(outcome.versions),
+            lost=[*outcome.lost, *(lost for found, _ in finished for lost in found.lost)][:20],
+            answers_by_version=dict(sorted(outcome.versions.items())),
+            broken_versions=outcome.broken,
+            rss_mib=dict(zip(("early", "late"), (round(mib, 1) for mib in growth(outcome)[:2]), strict=True)),
             ends=[
-                {"answered": found.answered.total(), "lost": found.lost, "exit": code}
+                {
+                    "answered": found.answered.total(),
+                    "refused": found.refused,
+                    "lost": len(found.lost),
+                    "exit": code,
+                }
                 for found, code in finished
             ],
             bars=verdicts,
@@ -252,5 +249,53 @@ def main(
         )
 
 
+def bars(outcome: Outcome, left: int, finished: list[tuple[Outcome, int]]) -> list[dict[str, Any]]:
+    """`left` are open files after the soak, beyond those before; `finished` are the ends and their codes."""
+    early, late, files = growth(outcome)
+    ends = len(finished)
+    return [
+        _bar("requests lost", len(outcome.lost), 0),
+        _bar("wrong answers", len(outcome.wrong), 0),
+        _bar("connections or calls refused", outcome.refused, 0),
+        _bar("new versions that never answered", len(set(outcome.swapped) - outcome.versions.keys()), 0),
+        _bar("broken versions not refused", sum(s != _UNAVAILABLE for s in outcome.broken.values()), 0),
+        _bar("answers of a broken version", sum(outcome.versions[v] for v in outcome.broken), 0),
+        _bar("growth of resident memory", round(late / early - 1, 4), 0.05),
+        _bar("growth of open files", files, 0),
+        _bar("open files left when the clients had gone", left, 0),
+        _bar(f"requests lost at {ends} ends", sum(len(found.lost) for found, _ in finished), 0),
+        _bar(f"wrong answers at {ends} ends", sum(len(found.wrong) for found, _ in finished), 0),
+        _bar(f"exits that were not 0, of {ends}", sum(code != 0 for _, code in finished), 0),
+    ]
+
+
 def _bar(what: str, value: float, bound: float) -> dict[str, Any]:
     return {"what": what, "value": value, "bar": f"<= {bound:g}", "passed": value <= bound}
+
+
+def _files_left(pid: int, before: int) -> int:
+    """How many more files the server has open than `before`, once it has seen that the clients are gone."""
+    end = time.monotonic() + 10
+    while (left := _open_files(pid) - before) > 0 and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def _by_protocol(outcome: Outcome) -> dict[str, dict[str, int]]:
+    return {
+        protocol: {kind: count for (of, kind), count in sorted(outcome.answered.items()) if of == protocol}
+        for protocol in (REST, GRPC)
+    }
+
+
+def show(outcome: Outcome, seconds: float) -> None:
+    early, late, _ = growth(outcome)
+    swaps = f"{len(outcome.swapped)} versions swapped in, {len(outcome.broken)} broken ones refused"
+    table = report.table(
+        f"{outcome.requests} requests in {seconds:.0f} s; {swaps}",
+        ["", REST, GRPC],
+        f"resident memory {early:.0f} MiB after the first fifth, {late:.0f} MiB at the end",
+    )
+    for kind in sorted({kind for _, kind in outcome.answered}):
+        table.add_row(kind, *(str(outcome.answered[of, kind] or "") for of in (REST, GRPC)))
+    report.show(table)

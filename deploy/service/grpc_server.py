@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
@@ -16,7 +17,7 @@ from twinop.deploy.service._kserve import DataPlane, GRPCServer, InferenceServic
 from twinop.deploy.service.addresses import address_error, tls_error
 from twinop.deploy.service.datatypes import version_number
 from twinop.deploy.service.endpoints import model_metadata, off_loop, server_metadata
-from twinop.deploy.service.errors import INTERNAL, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
+from twinop.deploy.service.errors import INTERNAL, INVALID, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
 from twinop.deploy.service.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -114,15 +115,15 @@ class _Front(aio.ServerInterceptor):
         if handler is None or handler.unary_unary is None:
             return handler
         self._wrapped[method] = grpc.unary_unary_rpc_method_handler(
-            self._around(handler.unary_unary, is_open=method.endswith(_OPEN)),
-            request_deserializer=handler.request_deserializer,
+            self._around(handler.unary_unary, handler.request_deserializer, is_open=method.endswith(_OPEN)),
             response_serializer=handler.response_serializer,
         )
         return self._wrapped[method]
 
-    def _around(self, method: Method, is_open: bool) -> Method:
-        async def guarded(request: Any, context: aio.ServicerContext) -> Any:
+    def _around(self, method: Method, parse: Callable[[bytes], Any], is_open: bool) -> Method:
+        async def guarded(data: bytes, context: aio.ServicerContext) -> Any:
             headers = dict(context.invocation_metadata())
+            request = _parsed(parse, data)
             given = (headers.get(ids.HEADER, ""), getattr(request, "id", ""))
             number = ids.request_id(*given)
             _headers.set(headers | {ids.HEADER: number})
@@ -131,6 +132,8 @@ class _Front(aio.ServerInterceptor):
             try:
                 if not is_open:
                     self._check(headers)
+                if request is None:  # gRPC itself would say UNKNOWN, and log a bug
+                    raise _unreadable()
                 answer = await method(request, context)
             except ServiceError as error:
                 extra = tuple((name.lower(), value) for name, value in error.headers.items())
@@ -158,6 +161,19 @@ class _Front(aio.ServerInterceptor):
     def _allowed(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    """None for what is no message."""
+    try:
+        return parse(data)
+    except DecodeError:
+        return None
+
+
+def _unreadable() -> ServiceError:
+    metrics.failed_without_model(INVALID)
+    return invalid("the request is not a protobuf message of the protocol")
 
 
 class GrpcServer(GRPCServer):
