@@ -26,6 +26,7 @@ class Served:
     http_port: int
     grpc_port: int | None
     log_path: Path
+    root: Path  # the folder of models, or the model
     is_stopped: bool = False
 
     @property
@@ -159,7 +160,7 @@ def serve(
         process = start(models, log_path, *options, env=env)
         try:
             ready = _wait_until_ready(process, log_path, seconds)
-            served = Served(process, ready["http_port"], ready["grpc_port"], log_path)
+            served = Served(process, ready["http_port"], ready["grpc_port"], log_path, models)
             yield served
             if not served.is_stopped and (status := process.poll()) is not None:
                 raise AssertionError(f"the server ended by itself with {status}:\n{_tail(log_path)}")
