@@ -11,7 +11,9 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
 import onnx
 import pytest
@@ -19,6 +21,7 @@ from service_fixtures import Served, serve, start, tensor, wait_until
 from service_models import gather, mlp, place, relu, slow
 
 from twinop.bench.serving import soak
+from twinop.deploy.service._kserve import pb, pb_grpc
 
 ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
 QUICK = ("--provider", "cpu")
@@ -29,6 +32,16 @@ def y_of(served: Served, model: str) -> list[float]:
     assert answer.status == 200, answer
     data: list[float] = answer.json["outputs"][0]["data"]
     return data
+
+
+def call(served: Served, model: str, seconds: float = 60) -> Any:
+    """ROW over gRPC."""
+    request = pb.ModelInferRequest(
+        model_name=model, raw_input_contents=[np.array(ROW["data"], "f4").tobytes()]
+    )
+    request.inputs.add(name="x", datatype="FP32", shape=ROW["shape"])
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        return pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=seconds)
 
 
 def scaled(factor: float) -> onnx.ModelProto:
@@ -302,7 +315,7 @@ def test_a_poisoned_request_in_a_batch_fails_alone(tmp_path: Path) -> None:
         assert {number for number, status in statuses.items() if status != 200} == set(range(3, 64, 8))
 
 
-def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path: Path) -> None:
+def test_a_full_queue_says_when_to_come_back_and_a_deadline_is_kept(tmp_path: Path) -> None:
     place(tmp_path, "slow", slow(rounds=5000), settings="max_queue = 1")
     with serve(tmp_path, *QUICK) as served:
         background = [threading.Thread(target=served.infer, args=("slow", ROW)) for _ in range(2)]
@@ -312,11 +325,20 @@ def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path: Path) -> None:
         full = served.infer("slow", ROW)
         assert full.status == 429 and "requests waiting" in full.error
         assert int(full.headers["retry-after"]) >= 1
+        with pytest.raises(grpc.RpcError) as error:
+            call(served, "slow")
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.value.details() == full.error
+        assert int(dict(error.value.trailing_metadata())["retry-after"]) >= 1
+        assert served.metric("twinop_failures_total", model="slow", reason="overloaded") == 2
         for thread in background:
             thread.join()
         late = served.infer("slow", ROW, parameters={"timeout": 10_000})  # microseconds
         assert late.status == 504
         assert served.metric("twinop_failures_total", model="slow", reason="deadline") == 1
+        with pytest.raises(grpc.RpcError) as error:
+            call(served, "slow", 0.05)
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def test_the_service_survives_the_end_of_a_client(tmp_path: Path) -> None:
