@@ -1,11 +1,8 @@
 """Clients that misbehave below the protocol: the service goes on answering, and its files come back."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -197,26 +194,6 @@ def test_what_came_before_the_malformed_is_answered(served: Served) -> None:
 # -------------------------------------------------------------------------------- clients that go
 
 
-KILLED = """
-import socket, sys, time
-sys.path.insert(0, {tests!r})
-from test_service_connection import SLOW, REQUEST
-connections = [socket.create_connection(("127.0.0.1", {port})) for _ in range(50)]
-for index, connection in enumerate(connections):
-    connection.sendall((SLOW, REQUEST, REQUEST[:-9], REQUEST[:30])[index % 4])
-print("sent", flush=True)
-time.sleep(60)
-"""
-
-
-def test_kill_9_of_a_client_amid_its_requests(served: Served) -> None:
-    code = KILLED.format(tests=str(Path(__file__).parent), port=served.http_port)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as client:
-        assert client.stdout is not None and client.stdout.readline() == b"sent\n"
-        os.kill(client.pid, signal.SIGKILL)
-    answers_well(served)
-
-
 def test_a_client_that_does_not_read(served: Served) -> None:
     rows = 500_000
     tensors = [
@@ -240,30 +217,6 @@ def test_resets_amid_requests(served: Served) -> None:
             connection.sendall(REQUEST[:part])
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             connection.close()
-    answers_well(served)
-
-
-def test_a_thousand_idle_connections(served: Served) -> None:
-    with ExitStack() as stack:
-        connections = [stack.enter_context(served.connect()) for _ in range(1000)]
-        for connection in connections[::2]:  # these have asked once, and are kept open
-            connection.sendall(LIVE)
-        for connection in connections[::2]:
-            assert receive(connection).status == 200
-        assert served.files >= 500
-        answers_well(served)
-
-
-def test_half_a_grpc_frame(served: Served) -> None:
-    assert served.grpc_port is not None
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty SETTINGS
-    with ExitStack() as stack:
-        for data in (preface[:10], preface, preface + b"\0\1\0\0\1", b"\0" * 50, os.urandom(500)):
-            for _ in range(10):
-                connection = socket.create_connection(("127.0.0.1", served.grpc_port))
-                stack.enter_context(connection)
-                connection.sendall(data)
-        answers_well(served)
     answers_well(served)
 
 

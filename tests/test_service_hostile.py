@@ -1,0 +1,207 @@
+"""Hostile clients: meanwhile the service keeps its latency, and afterwards its memory and files come back."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import grpc
+import numpy as np
+import pytest
+import service_models as models
+from service_fixtures import Served, receive, receive_all, serve, split, wait_until
+from test_service_connection import LIVE, REQUEST, settled
+
+from twinop.deploy.service._kserve import pb, pb_grpc
+
+FLOOR_SECONDS = 0.05  # a latency below it is none to complain of, on a machine with other work
+MIB = 1 << 20
+Attack = Callable[[Served], Iterator[None]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """With short patience: 1 s for headers, 2 s for a body."""
+    folder = tmp_path_factory.mktemp("models")
+    models.place(folder, "relu", models.relu())
+    (folder / "twinop.toml").write_text("[server]\nheader_seconds = 1.0\nbody_seconds = 2.0\n")
+    with serve(folder, "--provider", "cpu") as found:
+        yield found
+
+
+# -------------------------------------------------------------------------------- what they do
+
+
+@contextmanager
+def doing(*work: Callable[[], None]) -> Iterator[None]:
+    """Each over and over in a thread of its own; at least once, and at the end none is left."""
+    done, failed, rounds = threading.Event(), [], [0] * len(work)
+
+    def repeat(index: int) -> None:
+        try:
+            while not done.is_set():
+                work[index]()
+                rounds[index] += 1
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(index,)) for index in range(len(work))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert failed == [] and all(rounds)
+
+
+KILLED = """
+import socket, sys, time
+request = sys.stdin.buffer.read()
+connections = [socket.create_connection(("127.0.0.1", {port})) for _ in range(50)]
+for index, connection in enumerate(connections):
+    connection.sendall((request, request[:-9], request[:30])[index % 3])
+print("sent", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def killed_clients(served: Served) -> Iterator[None]:
+    """kill -9 of clients with 50 requests each, whole ones and parts."""
+
+    def client() -> None:
+        command = [sys.executable, "-S", "-c", KILLED.format(port=served.http_port)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(REQUEST)
+            process.stdin.close()
+            assert process.stdout.readline() == b"sent\n"
+            os.kill(process.pid, signal.SIGKILL)
+
+    with doing(client):
+        yield
+
+
+@contextmanager
+def slow_loris(served: Served) -> Iterator[None]:
+    """200 connections that send a byte of their headers now and then; each new once it has been refused."""
+    connections: list[socket.socket] = [served.connect() for _ in range(200)]
+    refused = [0]
+
+    def drip() -> None:
+        for index, connection in enumerate(connections):
+            try:
+                connection.send(b"G" if not index % 2 else b"\r")
+                if connection.recv(1000, socket.MSG_DONTWAIT):
+                    raise ConnectionError
+            except BlockingIOError:
+                continue
+            except OSError:
+                refused[0] += 1
+                connection.close()
+                connections[index] = served.connect()
+        time.sleep(0.1)
+
+    try:
+        with doing(drip):
+            yield
+            wait_until(lambda: refused[0] > 0)
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+@contextmanager
+def endless_headers(served: Served) -> Iterator[None]:
+    """10 MB of headers at a time, as one line and as many."""
+
+    def send(header: bytes) -> None:
+        with served.connect() as connection:
+            with suppress(OSError):
+                connection.sendall(LIVE[:-2] + header)
+            assert split(receive_all(connection)).status == 431
+
+    one, many = b"X-A: " + b"a" * (10 << 20), b"X-Many: aaaaaaaa\r\n" * 600_000
+    with doing(lambda: send(one), lambda: send(many)):
+        yield
+
+
+@contextmanager
+def half_frames(served: Served) -> Iterator[None]:
+    """gRPC connections that stop within the preface, a frame's head, a frame; and ones that send noise."""
+    assert served.grpc_port is not None
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty SETTINGS
+    headers = b"\0\1\0\1\4\0\0\0\1" + bytes(20)  # 20 of 256 bytes of HEADERS
+    with ExitStack() as stack:
+        for data in (preface[:10], preface, preface + b"\0\1\0\0\1", preface + headers, b"\0" * 50):
+            for _ in range(20):
+                connection = socket.create_connection(("127.0.0.1", served.grpc_port))
+                stack.enter_context(connection)
+                connection.sendall(data)
+        yield
+
+
+@contextmanager
+def idle_connections(served: Served) -> Iterator[None]:
+    """A thousand. Half have asked once and are kept open, the others never say a word."""
+    with ExitStack() as stack:
+        connections = [stack.enter_context(served.connect()) for _ in range(1000)]
+        for connection in connections[::2]:
+            connection.sendall(LIVE)
+        for connection in connections[::2]:
+            assert receive(connection).status == 200
+        yield
+        assert served.files >= 500
+
+
+# -------------------------------------------------------------------------------- what others notice
+
+
+def latencies(served: Served, count: int = 150) -> tuple[float, float]:
+    """The median and the 99th percentile, in seconds, of requests over HTTP and gRPC in turn."""
+    message = pb.ModelInferRequest(model_name="relu")
+    message.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([-1, 0, 1, 2])
+    seconds = []
+    with served.connect() as connection, grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+        for _ in range(count):
+            start = time.perf_counter()
+            connection.sendall(REQUEST)
+            answer = receive(connection)
+            between = time.perf_counter()
+            found = stub.ModelInfer(message, timeout=30)
+            seconds += [between - start, time.perf_counter() - between]
+            assert answer.status == 200 and answer.json["outputs"][0]["data"] == [0, 0, 1, 2]
+            assert list(found.outputs[0].contents.fp32_contents) == [0, 0, 1, 2]
+    median, most = np.quantile(seconds, [0.5, 0.99])
+    return float(median), float(most)
+
+
+ATTACKS = (killed_clients, slow_loris, endless_headers, half_frames, idle_connections)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_the_service_keeps_its_latency_and_leaks_nothing(
+    served: Served, attack: Callable[[Served], ExitStack]
+) -> None:
+    with attack(served):  # until then what is allocated once has been
+        latencies(served)
+    settled(served)
+    calm, files, memory, logged = latencies(served), served.files, served.memory, len(served.log)
+    with attack(served):
+        under_attack = latencies(served)
+    wait_until(lambda: served.files <= files)
+    after = latencies(served)
+    for before, during, later in zip(calm, under_attack, after, strict=True):
+        bound = max(5 * before, FLOOR_SECONDS)
+        assert during <= bound and later <= bound, (calm, under_attack, after)
+    assert served.memory <= memory + 4 * MIB
+    assert [line for line in served.log[logged:] if "traceback" in line] == []
