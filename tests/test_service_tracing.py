@@ -21,12 +21,12 @@ from twinop.deploy.service.settings import SettingsError
 
 
 class Collector:
-    """An OTLP/HTTP collector: what it was sent, by span name."""
+    """An OTLP/HTTP collector: what it was sent."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.resources: list[dict[str, Any]] = []
-        self.spans: dict[str, Any] = {}
+        self.received: list[Any] = []
         self.silent = threading.Event()  # set: it takes the request and never answers
         outer = self
 
@@ -61,7 +61,12 @@ class Collector:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             self.resources.append(_attributes(resource.resource))
             for scope in resource.scope_spans:
-                self.spans |= {each.name: each for each in scope.spans}
+                self.received += scope.spans
+
+    @property
+    def spans(self) -> dict[str, Any]:
+        """The latest span of each name."""
+        return {each.name: each for each in self.received}
 
     def close(self) -> None:
         self._server.shutdown()

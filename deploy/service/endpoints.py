@@ -58,22 +58,26 @@ class Endpoints(V2Endpoints):
         self._repository = repository
 
     async def infer(self, request: Request) -> Response:
+        with tracing.request_span("infer", request.headers), metrics.counting():
+            try:
+                return await self._infer(request, request.scope["path_params"]["model_name"])
+            finally:
+                tracing.note(request_id=ids.of(request.scope))
+
+    async def _infer(self, request: Request, model: str) -> Response:
         scope, headers = request.scope, request.headers
-        model = scope["path_params"]["model_name"]
-        with tracing.request_span("infer", headers), metrics.counting():
-            if self._repository.get_model(model) is None:
-                self._repository.find(model, None)  # says what is wrong
-            body = await bodies.read(request, self._limit)
-            version = scope["path_params"].get("model_version", "")
-            asked, form = await off_loop(len(body), codec_rest.decode, body, headers, model, version)
-            asked.id = ids.of(scope, asked.id)
-            logs.bind(request_id=asked.id, model=model)
-            tracing.note(request_id=asked.id)
-            wait_in(scope)
-            result, _ = await self.dataplane.infer(model, asked, headers)
-            size = sum(array.nbytes for array in result.outputs.values())
-            content, answer_headers = await off_loop(size, codec_rest.encode, result, form)
-            return Response(content, headers=answer_headers)
+        if self._repository.get_model(model) is None:
+            self._repository.find(model, None)  # says what is wrong
+        body = await bodies.read(request, self._limit)
+        version = scope["path_params"].get("model_version", "")
+        asked, form = await off_loop(len(body), codec_rest.decode, body, headers, model, version)
+        asked.id = ids.of(scope, asked.id)
+        logs.bind(request_id=asked.id, model=model)
+        wait_in(scope)
+        result, _ = await self.dataplane.infer(model, asked, headers)
+        size = sum(array.nbytes for array in result.outputs.values())
+        content, answer_headers = await off_loop(size, codec_rest.encode, result, form)
+        return Response(content, headers=answer_headers)
 
     async def ready(self) -> Response:
         if not await self._repository.ready():

@@ -43,13 +43,13 @@ class Servicer(InferenceServicer):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         headers = _headers.get()
         with tracing.request_span("infer", headers), metrics.counting():
+            tracing.note(request_id=headers[ids.HEADER])
             if self._repository.get_model(request.model_name) is None:
                 self._repository.find(request.model_name, None)  # says what is wrong
             seconds = context.time_remaining()
             asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds)
             asked.id = headers[ids.HEADER]
             logs.bind(model=asked.model)
-            tracing.note(request_id=asked.id)
             result, _ = await self._data_plane.infer(asked.model, asked, headers)
             size = sum(array.nbytes for array in result.outputs.values())
             return await off_loop(size, codec_grpc.encode, result, form)

@@ -1,0 +1,87 @@
+"""OpenTelemetry spans through the real server: what a collector gets of requests over HTTP and gRPC."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import service_models as models
+from service_fixtures import Served, serve, tensor
+from test_service_tracing import PARENT, TRACE, Collector, _attributes
+
+from twinop.deploy.service._kserve import pb, pb_grpc
+
+ROW = tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])
+PARENTS = {"HTTP": TRACE, "gRPC": TRACE[::-1]}  # the client's trace, a protocol each
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    found = Collector()
+    yield found
+    found.close()
+
+
+def metadata(protocol: str, number: str) -> dict[str, str]:
+    return {"traceparent": f"00-{PARENTS[protocol]}-{PARENT}-01", "x-request-id": number}
+
+
+def ask_over_both(served: Served, model: str) -> None:
+    """Ids are <protocol>-<model>."""
+    served.ask(
+        "POST", f"/v2/models/{model}/infer", {"inputs": [ROW]}, metadata("HTTP", f"HTTP-{model}")
+    )  # fmt: skip
+    request = pb.ModelInferRequest(model_name=model)
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend(ROW["data"])
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelInfer.future(
+            request, metadata=tuple(metadata("gRPC", f"gRPC-{model}").items()), timeout=30
+        )
+        assert call.exception() is None or model == "nope"
+
+
+@pytest.mark.parametrize("by", ["twinop.toml", "environment"])
+def test_spans_of_http_and_grpc(tmp_path: Path, collector: Collector, by: str) -> None:
+    models.place(tmp_path, "relu", models.relu(), version=3, settings="max_batch_size = 8")
+    env = {"OTEL_SERVICE_NAME": "of-the-test"}
+    if by == "environment":
+        env["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.url
+    else:
+        (tmp_path / "twinop.toml").write_text(f'[server]\notlp_endpoint = "{collector.url}"\n')
+    with serve(tmp_path, "--provider", "cpu", "--access-log", env=env) as served:
+        for model in ("relu", "nope"):
+            ask_over_both(served, model)
+        assert served.stop() == 0  # sends what is left
+
+    assert set(collector.paths) == {"/v1/traces"}
+    assert {each["service.name"] for each in collector.resources} == {"of-the-test"}
+    spans: dict[str, Any] = {}
+    for span in collector.received:
+        spans.setdefault(span.trace_id.hex(), []).append(span)
+    assert spans.keys() == set(PARENTS.values())
+    for protocol, trace in PARENTS.items():
+        infer = {
+            _attributes(span)["twinop.request_id"]: span for span in spans[trace] if span.name == "infer"
+        }
+        answered, failed = infer[f"{protocol}-relu"], infer[f"{protocol}-nope"]
+        for span in (answered, failed):
+            assert span.parent_span_id.hex() == PARENT and span.kind == span.SPAN_KIND_SERVER
+        assert _attributes(answered) == {
+            "twinop.request_id": f"{protocol}-relu",
+            "twinop.model": "relu",
+            "twinop.version": 3,
+            "twinop.batch_size": 1,
+        }
+        assert answered.status.code == answered.status.STATUS_CODE_UNSET
+        assert _attributes(failed)["twinop.failure"] == "not_found"
+        assert failed.status.code == failed.status.STATUS_CODE_ERROR
+        assert "there is no model 'nope'" in failed.status.message
+        inner = {span.name: span for span in spans[trace] if span.name != "infer"}
+        assert inner.keys() == {"queue", "compute"}
+        for span in inner.values():
+            assert span.parent_span_id == answered.span_id
+            assert answered.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+            assert span.end_time_unix_nano <= answered.end_time_unix_nano
