@@ -38,6 +38,15 @@ def echoed(port: int, model: str, datatype: str, array: np.ndarray) -> tuple[str
         return answer.outputs[0].datatype, result.as_numpy("y")
 
 
+def index(client: Any, ready: bool = False) -> list[Any]:
+    """tritonclient's method has no `ready`."""
+    if not ready:
+        return list(client.get_model_repository_index().models)
+    from tritonclient.grpc import service_pb2
+
+    return list(client._client_stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True)).models)
+
+
 def repository(port: int, model: str) -> dict[str, Any]:
     """What a model's life looks like to the client."""
     import tritonclient.grpc as triton
@@ -57,6 +66,14 @@ def repository(port: int, model: str) -> dict[str, Any]:
             seen["unloaded"] = client.is_model_ready(model)
         except triton.InferenceServerException as error:
             seen["unloaded"] = error.status()
+        states = {each.name: (each.version, each.state, each.reason) for each in index(client)}
+        seen["index"] = states[model]
+        seen["index of the ready"] = model in {each.name for each in index(client, ready=True)}
+        try:
+            client.load_model(model, config="{}")
+        except triton.InferenceServerException as error:
+            seen["loaded with parameters"] = (error.status(), error.message())
         client.load_model(model)
         seen["loaded"] = client.is_model_ready(model)
+        seen["index of the ready, loaded"] = model in {each.name for each in index(client, ready=True)}
         return seen

@@ -286,7 +286,14 @@ def test_a_model_s_life_over_grpc(served: Served, triton_grpc: Callable[..., Any
         "model ready": (True, True),
         "metadata": ("onnxruntime_onnx", ["1"], [("x", "UINT8", [-1, -1])]),
         "unloaded": "StatusCode.NOT_FOUND",
+        "index": ("1", "UNAVAILABLE", "not loaded"),
+        "index of the ready": False,
+        "loaded with parameters": (
+            "StatusCode.INVALID_ARGUMENT",
+            "a model is loaded from its folder as it is: parameters are not taken",
+        ),
         "loaded": True,
+        "index of the ready, loaded": True,
     }
 
 

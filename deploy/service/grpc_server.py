@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from twinop.deploy.service import codec_grpc, ids, logs, metrics, tracing
+from twinop.deploy.service import codec_grpc, grpc_index, ids, logs, metrics, tracing
 from twinop.deploy.service._kserve import DataPlane, GRPCServer, InferenceServicer, pb, pb_grpc
 from twinop.deploy.service.addresses import address_error, tls_error
 from twinop.deploy.service.datatypes import version_number
@@ -76,6 +76,8 @@ class Servicer(InferenceServicer):
 
     async def RepositoryModelLoad(self, request: Any, context: Any) -> pb.RepositoryModelLoadResponse:
         model = _model_name(request)
+        if _triton_field(request, 3) is not None:
+            raise invalid("a model is loaded from its folder as it is: parameters are not taken")
         await self._repository.load_by_request(model)
         return pb.RepositoryModelLoadResponse(model_name=model, isLoaded=True)
 
@@ -87,11 +89,15 @@ class Servicer(InferenceServicer):
 
 def _model_name(request: Any) -> str:
     """KServe's message has the name in field 1, Triton's (and so tritonclient's) in field 2."""
-    triton = (field.data for field in UnknownFieldSet(request) if field.field_number == 2)
-    name = request.model_name or next(triton, b"")
+    name = request.model_name or _triton_field(request, 2)
     if not name or not isinstance(name, str | bytes):
         raise invalid("model_name is missing")
     return name if isinstance(name, str) else name.decode(errors="replace")
+
+
+def _triton_field(request: Any, number: int) -> Any:
+    """A field that Triton's message has and KServe's has not; None if it was not sent."""
+    return next((field.data for field in UnknownFieldSet(request) if field.field_number == number), None)
 
 
 class _Front(aio.ServerInterceptor):
@@ -211,6 +217,7 @@ class GrpcServer(GRPCServer):
         pb_grpc.add_GRPCInferenceServiceServicer_to_server(
             Servicer(self._data_plane, self._repository), self._server
         )
+        self._server.add_generic_rpc_handlers((grpc_index.handler(self._repository),))
         self.port = self._bind()
         await self._server.start()
 
