@@ -120,10 +120,60 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     assert str(error.value).count("\n  - ") == 3
 
 
-def test_what_changes_no_result_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+PASSED_OVER = {
+    'response_cache { enable: true } metric_tags { key: "a" value: "b" }': "metric_tags, response_cache",
+    "optimization { graph { level: 1 } cuda { graphs: true busy_wait_events: true } }": (
+        "optimization.cuda.busy_wait_events, optimization.graph"
+    ),
+    'optimization { execution_accelerators { gpu_execution_accelerator { name: "tensorrt" } } }': (
+        "optimization.execution_accelerators"
+    ),
+    'parameters { key: "intra_op_thread_count" value { string_value: "2" } } '
+    'parameters { key: "enable_mem_arena" value { string_value: "0" } }': "parameters.enable_mem_arena",
+    "dynamic_batching { preserve_ordering: true priority_levels: 2 "
+    "default_queue_policy { timeout_action: DELAY max_queue_size: 3 } }": (
+        "dynamic_batching.default_queue_policy.timeout_action, dynamic_batching.preserve_ordering, "
+        "dynamic_batching.priority_levels"
+    ),
+    'instance_group { count: 2 name: "a" host_policy: "b" }': (
+        "instance_group.host_policy, instance_group.name"
+    ),
+    'output { name: "y" label_filename: "labels.txt" }': "output.label_filename",
+    'model_warmup { name: "a" count: 3 } model_warmup { name: "b" }': (
+        "model_warmup but its first sample, model_warmup.count"
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "names"), PASSED_OVER.items(), ids=PASSED_OVER.values())
+def test_what_changes_no_result_is_passed_over_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, names: str
+) -> None:
     with caplog.at_level(logging.INFO):
-        read(tmp_path, 'response_cache { enable: true } metric_tags { key: "a" value: "b" }')
-    assert "without effect here: metric_tags, response_cache" in caplog.text
+        read(tmp_path, text)
+    [line] = caplog.messages
+    assert line.endswith(f"without effect here: {names}")
+
+
+def test_of_what_is_read_there_is_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened = session(service_models.relu(), ["CPUExecutionProvider"])
+    everything = {
+        "max_batch_size": 16,
+        "preferred_batch_sizes": (4, 8),
+        "max_queue_delay_us": 100,
+        "max_queue": 7,
+        "instances": 3,
+        "provider": "cuda",
+        "versions": "latest:2",
+        "intra_op_threads": 2,
+        "warm_up": {"x": (8, 4)},
+        "cuda_graph": True,
+    }
+    settings = Settings(model=everything).model
+    text = write_config("relu", settings, opened.inputs, opened.outputs, library="/a/lib.so", optional=("x",))
+    with caplog.at_level(logging.INFO):
+        read(tmp_path, text)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

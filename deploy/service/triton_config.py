@@ -6,13 +6,14 @@ done here is an error, so that a model never answers differently from what its f
 
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
+from google.protobuf.message import Message
 
 from twinop.deploy.feeds import Spec
 from twinop.deploy.service.datatypes import datatype_of
@@ -30,12 +31,17 @@ _REFUSED = {  # fields that change what comes out, or what a client must send
     "model_repository_agents": "repository agents",
     "cc_model_filenames": "a file for each compute capability",
 }
-_READ = {
-    "name", "platform", "backend", "version_policy", "max_batch_size", "input", "output", "dynamic_batching",
-    "instance_group", "default_model_filename", "model_warmup", "model_operations", "parameters",
-    "optimization", "model_transaction_policy",
-}  # fmt: skip
 _THREADS = "intra_op_thread_count"  # the ORT backend's parameter
+_READ = {
+    "name", "platform", "backend", "version_policy", "max_batch_size", "default_model_filename",
+    "model_operations", "model_transaction_policy", "optimization.cuda.graphs", f"parameters.{_THREADS}",
+    "model_warmup.name", "model_warmup.batch_size", "model_warmup.inputs",
+    *(f"input.{name}" for name in ("name", "data_type", "dims", "optional")),
+    *(f"output.{name}" for name in ("name", "data_type", "dims")),
+    *(f"instance_group.{name}" for name in ("kind", "count", "gpus", "passive")),
+    *(f"dynamic_batching.{name}" for name in ("preferred_batch_size", "max_queue_delay_microseconds")),
+    "dynamic_batching.default_queue_policy.max_queue_size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,7 @@ def read_config(path: Path, model: str) -> TritonConfig:
         problems += error.args
     if problems:
         raise _wrong(path, "asks for what this service does not do", problems)
-    ignored = sorted(each.name for each, _ in config.ListFields() if each.name not in _READ)
-    if ignored:
+    if ignored := sorted(set(_ignored(config))):
         _log.info("%s: without effect here: %s", path, ", ".join(ignored))
     batched = config.max_batch_size > 0
     return TritonConfig(
@@ -204,6 +209,21 @@ def _refused(config: Any, model: str) -> list[str]:
         if each.allow_ragged_batch:
             found.append(f"allow_ragged_batch of {each.name}: rows of different shapes")
     return found
+
+
+def _ignored(message: Any, prefix: str = "") -> Iterator[str]:
+    """What is set in the file and not looked at here, such as optimization.graph."""
+    for each, value in message.ListFields():
+        path = prefix + each.name
+        if path == "parameters":
+            yield from {f"{path}.{key}" for key in value} - _READ
+        elif any(read.startswith(f"{path}.") for read in _READ):
+            for part in (value,) if isinstance(value, Message) else value:
+                yield from _ignored(part, f"{path}.")
+        elif path not in _READ:
+            yield path
+    if not prefix and len(message.model_warmup) > 1:
+        yield "model_warmup but its first sample"
 
 
 def _settings(config: Any, path: Path) -> dict[str, Any]:
