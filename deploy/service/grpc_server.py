@@ -225,7 +225,8 @@ class GrpcServer(GRPCServer):
         """Takes no more calls; answers those that have come. After `grace` seconds they are cut off.
 
         New calls are told first that the server is stopping: gRPC itself would cancel those that arrive just
-        then, and a client could not tell whether they were run.
+        then, and a client could not tell whether they were run. It still does with one that arrives in the
+        very moment of `stop`, before any of our code sees it.
         """
         if self._server is None:
             return
