@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import service_models
 from models import node
@@ -336,6 +337,25 @@ def test_bodies_that_no_kernel_runs(libraries: dict[str, Path], tmp_path: Path) 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
 def test_bodies_of_all_dtypes_are_compared(libraries: dict[str, Path], tmp_path: Path, datatype: str) -> None:
     assert loaded(tmp_path, service_models.relu(datatype)).difference == "none"
+
+
+@pytest.mark.parametrize(
+    ("model", "steady"),
+    [
+        (service_models.relu(), True),
+        (service_models.relu("BF16"), True),
+        (service_models.gather(), False),
+        (service_models.expand(), False),
+        (service_models.strings(), False),
+        (service_models.slow(), False),
+    ],
+    ids=["relu", "relu BF16", "gather", "expand", "strings", "a loop"],
+)
+def test_values_that_may_decide_how_long_a_run_takes(
+    libraries: dict[str, Path], tmp_path: Path, model: onnx.ModelProto, steady: bool
+) -> None:
+    """Only runs of other models may be made on the event loop's thread."""
+    assert loaded(tmp_path, model).steady is steady
 
 
 def test_difference() -> None:

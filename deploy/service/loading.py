@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from twinop.deploy.create import Choice, choose_providers, open_session
 from twinop.deploy.cuda import CUDA, has_gpu
 from twinop.deploy.errors import ModelError, RunError
 from twinop.deploy.feeds import Spec
-from twinop.deploy.model import Model, load_model
+from twinop.deploy.model import Model, custom_nodes, load_model
 from twinop.deploy.runner import Session
 from twinop.deploy.service.datatypes import datatype_of
 from twinop.deploy.service.folders import VersionFolder, config_of
@@ -44,6 +44,7 @@ class LoadedModel:
         custom_nodes: what runs on the library's kernels, such as "CustomRelu x3".
         body_nodes: what runs on function bodies, likewise.
         difference: between kernels and function bodies in the first run, in words; None if not compared.
+        steady: how long a run takes follows from the shapes of its inputs; their values decide nothing.
     """
 
     name: str
@@ -62,6 +63,7 @@ class LoadedModel:
     library_sha256: str | None = None
     difference: str | None = None
     load_seconds: float = 0.0
+    steady: bool = False
 
     def describe(self) -> dict[str, Any]:
         """The inputs and outputs as the protocol lists them, and `parameters`: how the model is run."""
@@ -146,10 +148,17 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
         _counted(node.op_type for node in model.nodes if node.op_type in records),
         _counted(node.op_type for node in model.nodes if node.op_type not in records),
     )
+    loaded.steady = _is_steady(model, inputs)
     loaded.library_sha256 = checksum(library.path) if library is not None else None
     _log_provider(loaded)
     _try(model, loaded, choice, len(sessions))
     return loaded
+
+
+def _is_steady(model: Model, inputs: Mapping[str, Spec]) -> bool:
+    """No loop, and no integers or texts that could be a number of rounds or a size."""
+    loops = any(node.op_type in ("Loop", "Scan") for node in custom_nodes(model.proto, ("", "ai.onnx")))
+    return not loops and all("float" in spec.dtype for spec in inputs.values())
 
 
 def _fallback(model: Model, settings: ModelSettings, error: TwinopError) -> str:

@@ -29,7 +29,7 @@ class Version:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         # A GPU may be busy with others' work for longer than the event loop may wait.
-        may_block = loaded.device == "cpu"
+        may_block = loaded.device == "cpu" and loaded.steady
         self.batcher = Batcher(
             loaded.name, loaded.version, loaded.instances, loaded.settings, may_block=may_block
         )
