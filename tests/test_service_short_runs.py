@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from twinop.deploy.service import batching
+from twinop.deploy.service import short_runs
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import DEADLINE, INVALID, ServiceError
 from twinop.deploy.service.request import Request
@@ -22,6 +22,7 @@ class Noting:
     def __init__(self) -> None:
         self.loop_thread = threading.get_ident()
         self.here: list[bool] = []
+        self.batches: list[int] = []  # how many requests each run had
         self.seconds = 0.0
 
     def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
@@ -29,10 +30,11 @@ class Noting:
         end = time.thread_time() + self.seconds
         while time.thread_time() < end:
             pass
-        [part] = parts
-        if part["x"].min() < 0:
+        self.batches.append(len(parts))
+        x = np.concatenate([part["x"] for part in parts])
+        if x.min() < 0:
             raise ServiceError(INVALID, "negative")
-        return dict.fromkeys(outputs, part["x"] * 2)
+        return dict.fromkeys(outputs, x * 2)
 
 
 def request(value: float = 1, rows: int = 1, **more: Any) -> Request:
@@ -50,13 +52,13 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def ask(queue: Batcher, count: int = 1, **of: Any) -> None:
     for _ in range(count):
         result = await queue.submit(request(**of), ("y",))
-        assert (result.outputs["y"] == 2).all() and result.batch_size == of.get("rows", 1)
+        assert result.outputs["y"].tolist() == [[2] * 4] * of.get("rows", 1)
 
 
 @pytest.fixture(autouse=True)
 def generous(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine numpy's doubling may take longer than SHORT_SECONDS."""
-    monkeypatch.setattr(batching, "SHORT_SECONDS", 1.0)
+    monkeypatch.setattr(short_runs, "SHORT_SECONDS", 1.0)
 
 
 def test_after_a_short_run_no_thread_is_asked() -> None:
@@ -83,6 +85,36 @@ def test_a_larger_request_goes_to_the_thread_until_it_was_short() -> None:
     run(test)
 
 
+def test_what_comes_together_shares_a_run_here_too() -> None:
+    async def test() -> None:
+        runner = Noting()
+        queue = batcher(runner, max_batch_size=8)
+        await ask(queue, rows=4)
+        await asyncio.gather(*(ask(queue) for _ in range(3)))
+        assert (runner.here, runner.batches) == ([False, True], [1, 3])
+        await asyncio.gather(*(ask(queue, rows=2) for _ in range(3)))  # together too large for here
+        assert (runner.here[2:], runner.batches[2:]) == ([False], [3])
+        await asyncio.gather(*(ask(queue, rows=2) for _ in range(3)))
+        assert (runner.here[3:], runner.batches[3:]) == ([True], [3])
+
+    run(test)
+
+
+def test_of_those_that_come_together_one_at_fault_fails_alone() -> None:
+    async def test() -> None:
+        runner = Noting()
+        queue = batcher(runner, max_batch_size=8)
+        await ask(queue, rows=4)
+        outcomes = await asyncio.gather(
+            ask(queue), queue.submit(request(-1), ("y",)), ask(queue), return_exceptions=True
+        )
+        assert [isinstance(outcome, ServiceError) for outcome in outcomes] == [False, True, False]
+        assert runner.here == [False] + [True] * 4 and queue.running == queue.queued == 0
+        await queue.drain()
+
+    run(test)
+
+
 @pytest.mark.parametrize("settings", [{"may_block": False}, {"max_batch_size": 8, "max_queue_delay_us": 1}])
 def test_on_a_gpu_and_where_runs_wait_for_company_none_is_made_here(settings: dict[str, Any]) -> None:
     async def test() -> None:
@@ -94,7 +126,7 @@ def test_on_a_gpu_and_where_runs_wait_for_company_none_is_made_here(settings: di
 
 
 def test_runs_that_are_not_short_go_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(short_runs, "SHORT_SECONDS", 0.0)
 
     async def test() -> None:
         runner = Noting()
@@ -111,7 +143,7 @@ def test_a_model_that_blocked_the_loop_once_never_does_again() -> None:
         runner = Noting()
         queue = batcher(runner)
         await ask(queue, 2)
-        runner.seconds = 2 * batching.LONG_SECONDS
+        runner.seconds = 2 * short_runs.LONG_SECONDS
         await ask(queue)
         runner.seconds = 0.0
         await ask(queue, 3)

@@ -2,7 +2,7 @@
 
 Nothing waits for company unless max_queue_delay_us says so: what arrives while the instances work is joined
 when one of them is done, so a lone request pays nothing and a busy server has the largest batches. A run that
-is over sooner than a thread takes it on is made at once on the event loop's thread (`_Short`).
+is over sooner than a thread takes it on is made at once on the event loop's thread (short_runs).
 """
 
 import asyncio
@@ -20,11 +20,9 @@ import numpy as np
 from twinop.deploy.service.errors import DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, ServiceError
 from twinop.deploy.service.request import Request, Result
 from twinop.deploy.service.settings import ModelSettings
+from twinop.deploy.service.short_runs import ShortRuns
 
 _log = logging.getLogger(__name__)
-
-SHORT_SECONDS = 50e-6  # a run; giving it to a thread and taking it back costs about as much
-LONG_SECONDS = 10e-3  # of processor time: so long must nothing else of the server wait
 
 
 class Runner(Protocol):
@@ -57,37 +55,12 @@ class _Member:
 
     def expire(self) -> None:
         if not self.future.done():
-            self.future.set_exception(_expired())
+            self.future.set_exception(
+                ServiceError(DEADLINE, "the request's time was over before it was answered")
+            )
 
 
 _Outcome = dict[str, np.ndarray] | Exception
-
-
-class _Short:
-    """Knows which requests are run on the event loop's thread: those no larger than one that was run in less
-    than SHORT_SECONDS.
-
-    One that takes long nevertheless shows that the model's time does not follow from a request's size. From
-    then on none is.
-    """
-
-    def __init__(self, allowed: bool) -> None:
-        self._allowed = allowed
-        self._bytes = -1
-
-    def includes(self, request: Request) -> bool:
-        return self._bytes >= 0 and _bytes(request) <= self._bytes
-
-    def learn(self, batch: Sequence[_Member], outcomes: Sequence[_Outcome], seconds: float) -> None:
-        """From a run in a worker thread; one that failed may have been over before it began."""
-        failed = any(isinstance(outcome, Exception) for outcome in outcomes)
-        if self._allowed and seconds < SHORT_SECONDS and not failed:
-            self._bytes = max(self._bytes, sum(_bytes(member.request) for member in batch))
-
-    def check(self, cpu_seconds: float) -> None:
-        """After a run on the event loop's thread."""
-        if cpu_seconds > LONG_SECONDS:
-            self._allowed, self._bytes = False, -1
 
 
 class Batcher:
@@ -117,7 +90,8 @@ class Batcher:
         self._closed = False
         self._seconds_per_run = 0.0  # a moving mean, for Retry-After
         self._splits = True
-        self._short = _Short(may_block and not settings.max_queue_delay_us)
+        self._is_dispatching = False
+        self._short = ShortRuns(may_block and not settings.max_queue_delay_us)
         self.on_run: Callable[[int, float], None] = lambda rows, seconds: None
 
     @property
@@ -140,12 +114,13 @@ class Batcher:
             raise ServiceError(NOT_READY, f"version {self._version} of model {self._name} is being unloaded")
         if len(self._waiting) >= self._settings.max_queue:
             raise self._overloaded()
-        if self._idle and not self._waiting and self._short.includes(request):
-            return self._run_here(request, outputs)
         member = _Member(request, outputs, _rows(request), _key(request, outputs), self._loop.create_future())
         self._waiting.append(member)
         self._drained.clear()
-        self._dispatch()
+        if self._settings.max_batch_size and self._short.include(_bytes([member])):
+            self._dispatch_soon()
+        else:
+            self._dispatch()
         expiry = None
         if request.deadline is not None:
             left = request.deadline - time.monotonic()
@@ -164,29 +139,24 @@ class Batcher:
         await self._drained.wait()
         self._pool.shutdown(wait=False)
 
-    def _run_here(self, request: Request, outputs: tuple[str, ...]) -> Result:
-        started, cpu, rows = time.monotonic(), time.thread_time(), _rows(request)
-        if request.deadline is not None and started >= request.deadline:
-            raise _expired()
-        try:
-            found = self._idle[-1].run([request.inputs], outputs)
-        except Exception as error:
-            raise _as_service_error(error) from error
-        finally:
-            seconds = time.monotonic() - started
-            self._short.check(time.thread_time() - cpu)
-            self.on_run(rows, seconds)
-        queued = started - request.arrived
-        return Result(self._name, self._version, found, request.id, queued, seconds, rows)
-
     # -------------------------------------------------------------------------------- the queue
 
+    def _dispatch_soon(self) -> None:
+        """Once the requests that have come together are all here: then they share a run."""
+        if not self._is_dispatching:
+            self._is_dispatching = True
+            self._loop.call_soon(self._dispatch)
+
     def _dispatch(self) -> None:
+        self._is_dispatching = False
         while self._idle and self._waiting:
             batch = self._take()
             if not batch:
                 break
-            self._pool.submit(self._work, self._idle.pop(), batch)
+            if self._short.include(_bytes(batch)):
+                self._work_here(self._idle[-1], batch)
+            else:
+                self._pool.submit(self._work, self._idle.pop(), batch)
         if not self._waiting and len(self._idle) == self._instances:
             self._drained.set()
 
@@ -248,6 +218,12 @@ class Batcher:
             {"Retry-After": str(max(1, math.ceil(seconds)))},
         )
 
+    def _work_here(self, instance: Runner, batch: list[_Member]) -> None:
+        started, cpu = time.monotonic(), time.thread_time()
+        outcomes = self._outcomes(instance, batch)
+        self._short.check(time.thread_time() - cpu)
+        self._settle(batch, outcomes, started, time.monotonic() - started)
+
     # ---------------------------------------------------------------------- a run, in a worker thread
 
     def _work(self, instance: Runner, batch: list[_Member]) -> None:
@@ -296,9 +272,13 @@ class Batcher:
         self, instance: Runner, batch: list[_Member], outcomes: list[_Outcome], started: float, seconds: float
     ) -> None:
         self._idle.append(instance)
-        self._short.learn(batch, outcomes, seconds)
+        if not any(isinstance(outcome, Exception) for outcome in outcomes):  # a failure may be over at once
+            self._short.learn(_bytes(batch), seconds)
         self._seconds_per_run += (seconds - self._seconds_per_run) * 0.1
         self._dispatch()  # the next run starts before these answers are written
+        self._settle(batch, outcomes, started, seconds)
+
+    def _settle(self, batch: list[_Member], outcomes: list[_Outcome], started: float, seconds: float) -> None:
         rows = sum(member.rows for member in batch)
         self.on_run(rows, seconds)
         for member, outcome in zip(batch, outcomes, strict=True):
@@ -314,12 +294,8 @@ class Batcher:
             )
 
 
-def _expired() -> ServiceError:
-    return ServiceError(DEADLINE, "the request's time was over before it was answered")
-
-
-def _bytes(request: Request) -> int:
-    return sum(array.nbytes for array in request.inputs.values())
+def _bytes(batch: Sequence[_Member]) -> int:
+    return sum(array.nbytes for member in batch for array in member.request.inputs.values())
 
 
 def _rows(request: Request) -> int:
