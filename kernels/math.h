@@ -177,6 +177,15 @@ TWINOP_INLINE T AccurateMills(T t) {
 // ---------------------------------------------------------------------------------- roots
 
 template <class T>
+TWINOP_INLINE T Reciprocal(T x) {
+  return T(1) / x;
+}
+// a / b, given 1 / b. (Narrow: the product with it.)
+template <class T>
+TWINOP_INLINE T Quotient(T a, T b, T) {
+  return a / b;
+}
+template <class T>
 TWINOP_INLINE T Sqrt(T x) {
   return std::sqrt(x);
 }

@@ -50,6 +50,16 @@ TWINOP_INLINE float HardwareReciprocal(float x) {
 #endif
 }
 
+TWINOP_INLINE float HardwareRsqrt(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1 / std::sqrt(x);
+#endif
+}
+
 // ---------------------------------------------------------------------------------- float, double
 
 // a / b for a finite a and a b of moderate size, from 1 / b: one correction.
@@ -85,6 +95,8 @@ TWINOP_INLINE float LogOrSpecial(float x, float scaled, float y) {
 
 TWINOP_INLINE Narrow Fma(Narrow a, Narrow b, Narrow c) { return Fma(a.value, b.value, c.value); }
 TWINOP_INLINE Narrow Divide(Narrow a, Narrow, Narrow inverse) { return a * inverse; }
+TWINOP_INLINE Narrow Quotient(Narrow a, Narrow, Narrow inverse) { return a * inverse; }
+TWINOP_INLINE Narrow Reciprocal(Narrow x) { return HardwareReciprocal(x.value); }
 TWINOP_INLINE Narrow Exp(Narrow x) { return HardwareExp2(x.value * 0x1.715476p+0f); }
 // 2^8 e^x for x <= 0, in two instructions instead of five. Just enough: what the hardware flushes
 // to 0, below 2^-134, is 0 in 16 bits too. A larger factor costs digits of the exponent where e^x
@@ -146,5 +158,6 @@ TWINOP_INLINE Narrow AccurateMills(Narrow t) {
 }
 
 TWINOP_INLINE Narrow Sqrt(Narrow x) { return std::sqrt(x.value); }
+TWINOP_INLINE Narrow Rsqrt(Narrow x) { return HardwareRsqrt(x.value); }
 
 }  // namespace twinop

@@ -45,8 +45,9 @@ TWINOP_INLINE T Rounded(T value) {
   return ToCompute(stored);
 }
 
-enum class Reduction { kSum, kMax };
+enum class Reduction { kSum, kSquares, kMax };  // kSquares: the sum of the terms' squares
 inline constexpr Reduction kSum = Reduction::kSum;
+inline constexpr Reduction kSquares = Reduction::kSquares;
 inline constexpr Reduction kMax = Reduction::kMax;
 
 template <int... I>
@@ -112,9 +113,11 @@ struct Op {
   static constexpr bool kReplacesValues = false;
   using ColumnInputs = Indices<>;
 
-  // Before the first phase; S is the type that the row is stored in.
-  template <class S, class T>
-  TWINOP_INLINE static void Prepare(Values<T, kRowInputCount>&) {}
+  // Where nothing is needed of a row but one value of each element, and that value is an output too
+  // (a residual sum): that output. Prepared(row) is the value; as the output has it, rounded, it is
+  // the first of the row's values from then on.
+  static constexpr int kPreparedOutput = -1;
+
   // What an absent column input stands for. (An absent row input is zeros.)
   TWINOP_INLINE static float Neutral(int) { return 0; }
 };
@@ -133,16 +136,22 @@ using Terms =
     decltype(std::declval<F>().Term(Phase<kPhase>{}, std::declval<Values<T, kRowInputs<F>>&>(),
                                     std::declval<Values<T, kColumnInputs<F>>>()));
 
-// A row's values as they are after the phases before kPhase, from the values just read.
+// A row's values as they are after the phases before kPhase, from the prepared values.
+template <int kPhase, class F, class T, int kRow, int kColumn>
+TWINOP_INLINE void ReplayPhases(const F& functor, Values<T, kRow>& row,
+                                const Values<T, kColumn>& column) {
+  if constexpr (kPhase > 0) {
+    ReplayPhases<kPhase - 1>(functor, row, column);
+    static_cast<void>(functor.Term(Phase<kPhase - 1>{}, row, column));
+  }
+}
+
+// The same from the values just read.
 template <int kPhase, class S, class F, class T, int kRow, int kColumn>
 TWINOP_INLINE void Replay(const F& functor, Values<T, kRow>& row,
                           const Values<T, kColumn>& column) {
-  if constexpr (kPhase == 0) {
-    functor.template Prepare<S>(row);
-  } else {
-    Replay<kPhase - 1, S>(functor, row, column);
-    static_cast<void>(functor.Term(Phase<kPhase - 1>{}, row, column));
-  }
+  if constexpr (F::kPreparedOutput >= 0) row[0] = Rounded<S>(functor.Prepared(row));
+  ReplayPhases<kPhase>(functor, row, column);
 }
 
 // ---------------------------------------------------------------------------------- scratch memory

@@ -129,7 +129,9 @@ TWINOP_INLINE void AddTerms(const Functors functors, const Window<F, S, W>& wind
     auto row = RowValues<kPhase, kHeld>(functors[i], window, i);
     const auto terms = functors[i].Term(Phase<kPhase>{}, row, ColumnValues(window, i));
     for (int t = 0; t < kCount; ++t) {
-      const auto total = Combine<F::Phases::At(kPhase)>(totals[t][i], terms[t]);
+      constexpr Reduction kOp = F::Phases::At(kPhase);
+      const auto term = kOp == kSquares ? terms[t] * terms[t] : terms[t];
+      const auto total = Combine<kOp>(totals[t][i], term);
       totals[t][i] = exist[i] ? total : totals[t][i];
     }
     if constexpr (kHeld && kPhase >= kHoldPhase<F, S>)

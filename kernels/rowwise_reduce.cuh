@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/hopper.cuh"
+#include "kernels/math.h"
 #include "kernels/rowwise_settings.h"
 
 namespace twinop::rowwise {
@@ -20,39 +21,47 @@ __device__ __forceinline__ double AddRounded(double a, double b) { return __dadd
 template <Reduction kOp, class T>
 __device__ __forceinline__ T Combine(T a, T b) {
   if constexpr (kOp == kMax) return fmax(Plain(a), Plain(b));
-  return AddRounded(Plain(a), Plain(b));
+  return Plain(a) + Plain(b);
 }
 
+// (Adding -0 changes nothing, so the compiler leaves it out; adding 0 would.)
 template <Reduction kOp, class T>
 __device__ __forceinline__ T Start() {
   if constexpr (kOp == kMax) return -T(INFINITY);
-  return T(0);
+  return -T(0);
 }
 
-// What a thread adds up: a total for each place in a vector, so that additions need not wait for
-// each other, and then the totals in pairs.
-template <Reduction kOp, class Total, int kWidth>
+// What a thread adds up: kChains totals, so that additions need not wait for each other, and then
+// those in pairs.
+template <Reduction kOp, class Total, int kChains>
 struct ThreadTotals {
   using T = std::remove_reference_t<decltype(std::declval<Total>()[0])>;
   static constexpr int kTerms = sizeof(Total) / sizeof(T);
 
-  Total totals[kWidth];
+  Total totals[kChains];
 
   __device__ __forceinline__ ThreadTotals() {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i)
+    for (int i = 0; i < kChains; ++i)
 #pragma unroll
       for (int t = 0; t < kTerms; ++t) totals[i][t] = Start<kOp, T>();
   }
 
   __device__ __forceinline__ void Add(int i, const Total& term) {
 #pragma unroll
-    for (int t = 0; t < kTerms; ++t) totals[i][t] = Combine<kOp>(totals[i][t], term[t]);
+    for (int t = 0; t < kTerms; ++t) {
+      T& total = totals[i % kChains][t];
+      if constexpr (kOp == kSquares) {
+        total = Fma(term[t], term[t], total);
+      } else {
+        total = Combine<kOp>(total, term[t]);
+      }
+    }
   }
 
   __device__ __forceinline__ Total Sum() {
 #pragma unroll
-    for (int half = kWidth / 2; half > 0; half /= 2)
+    for (int half = kChains / 2; half > 0; half /= 2)
 #pragma unroll
       for (int i = 0; i < half; ++i)
 #pragma unroll
@@ -73,27 +82,39 @@ __device__ __forceinline__ Values<T, N> ReduceLanes(Values<T, N> value) {
   return value;
 }
 
-// A place for each warp's value.
+// A place for each warp's total, or for two.
 template <class T>
 struct BlockStorage {
-  alignas(16) T values[2][36];
+  static constexpr int kPlaces = 32;
+  alignas(16) T values[2][kPlaces];
 };
 
 // Over a group of `threads` threads of the block (a multiple of 32), which share a barrier; all of
-// them get the result. Each reads all warps' values: a broadcast, 100 cycles less than a second
-// round of shuffles.
-template <Reduction kOp, class T, int N>
-__device__ __forceinline__ Values<T, N> ReduceBlock(Values<T, N> value, int thread, int threads,
-                                                    int barrier, BlockStorage<T>* storage) {
+// them get the result. Thread i with two totals has those of threads i and i + threads of a group
+// of twice as many with one: the same order of additions, the same bits. Each reads all warps'
+// totals: a broadcast, 100 cycles less than a second round of shuffles.
+template <Reduction kOp, class T, int N, int kTotals>
+__device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N> (&totals)[kTotals],
+                                                    int thread, int threads, int barrier,
+                                                    BlockStorage<T>* storage) {
+  static_assert(kTotals <= 2);
   constexpr int kPer = 16 / sizeof(T);
   const unsigned lane = static_cast<unsigned>(thread) % 32;
   const unsigned warp = static_cast<unsigned>(thread) / 32;
   const unsigned warps = static_cast<unsigned>(threads) / 32;
-  value = ReduceLanes<32, kOp>(value);
+  const unsigned count = kTotals * warps;
+  Values<T, N> value = totals[0];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (lane == 0) storage->values[i][warp] = value[i];
-    if (warp == 0 && lane >= warps && lane < warps + kPer - 1)
+    // Of two totals, even lanes add the first one's, odd lanes the second one's.
+    const T given = kTotals == 2 && lane % 2 == 0 ? totals[kTotals - 1][i] : value[i];
+    if (kTotals == 2 && lane % 2 == 1) value[i] = totals[kTotals - 1][i];
+    value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(given), 1)));
+#pragma unroll
+    for (int apart = 2; apart < 32; apart *= 2)
+      value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(value[i]), apart)));
+    if (lane < kTotals) storage->values[i][warp + lane * warps] = value[i];
+    if (warp == 0 && lane >= count && lane < count + kPer - 1)
       storage->values[i][lane] = Start<kOp, T>();
   }
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -104,16 +125,34 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(Values<T, N> value, int thre
   for (int i = 0; i < N; ++i) {
     const Part* const parts = reinterpret_cast<const Part*>(storage->values[i]);
     Part sum = parts[0];
-#pragma unroll 1
-    for (unsigned j = 1; j * kPer < warps; ++j)
+    const auto add = [&](unsigned j) {
+      if (j * kPer >= count) return;
 #pragma unroll
       for (int k = 0; k < kPer; ++k)
         sum.values[k] = Combine<kOp>(sum.values[k], parts[j].values[k]);
+    };
+    add(1);
+    if (count > 2 * kPer) {
+      add(2);
+      add(3);
+    }
+    if (count > 4 * kPer) {
+#pragma unroll
+      for (unsigned j = 4; j < storage->kPlaces / kPer; ++j) add(j);
+    }
     value[i] = Combine<kOp>(sum.values[0], sum.values[1]);
     if constexpr (kPer == 4)
       value[i] = Combine<kOp>(value[i], Combine<kOp>(sum.values[2], sum.values[3]));
   }
   return value;
+}
+
+template <Reduction kOp, class T, int N>
+__device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N>& total, int thread,
+                                                    int threads, int barrier,
+                                                    BlockStorage<T>* storage) {
+  const Values<T, N> totals[] = {total};
+  return ReduceBlock<kOp>(totals, thread, threads, barrier, storage);
 }
 
 // What the blocks of a cluster send each other: two slots for each phase, this row's and the

@@ -14,28 +14,31 @@ template <class T>
 struct LayerNorm : rowwise::Op<1, 1> {
   using RowInputs = rowwise::Indices<0>;
   using ColumnInputs = rowwise::Indices<1, 2>;  // weight, bias
-  using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSum>;
+  using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSquares>;
   using One = rowwise::Values<T, 1>;
   using Columns = rowwise::Values<T, 2>;
 
-  T count, eps, mean, rstd;
+  T count, inverse_count, eps, mean, rstd;
 
   LayerNorm(const Attribute* attributes, const rowwise::Rows& rows)
       : LayerNorm(rows, attributes[1].f) {}
-  LayerNorm(const rowwise::Rows& rows, double epsilon) : count(T(rows.columns)), eps(T(epsilon)) {}
+  LayerNorm(const rowwise::Rows& rows, double epsilon)
+      : count(T(rows.columns)), inverse_count(T(1) / count), eps(T(epsilon)) {}
   static rowwise::Rows RowsOf(const Call& call) {
     return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
   }
   TWINOP_INLINE T Neutral(int column) const { return column == 0 ? T(1) : T(0); }
 
   TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const Columns&) const { return x; }
-  TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) { mean = total[0] / count; }
+  TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) {
+    mean = Quotient(total[0], count, inverse_count);
+  }
   TWINOP_INLINE One Term(rowwise::Phase<1>, One& x, const Columns&) const {
     x[0] = x[0] - mean;
-    return {x[0] * x[0]};
+    return x;
   }
   TWINOP_INLINE void Finish(rowwise::Phase<1>, const One& total) {
-    rstd = Rsqrt(total[0] / count + eps);
+    rstd = Rsqrt(Quotient(total[0], count, inverse_count) + eps);
   }
   TWINOP_INLINE One Result(const One& centred, const Columns& column) const {
     return {Fma(centred[0] * rstd, column[0], column[1])};
@@ -49,6 +52,7 @@ struct AddLayerNorm : rowwise::Op<2, 2> {
   using RowInputs = rowwise::Indices<0, 1>;     // x, residual
   using ColumnInputs = rowwise::Indices<2, 3>;  // weight, bias
   using Phases = typename LayerNorm<T>::Phases;
+  static constexpr int kPreparedOutput = 1;
   using One = rowwise::Values<T, 1>;
   using Row = rowwise::Values<T, 2>;
   using Columns = rowwise::Values<T, 2>;
@@ -60,10 +64,7 @@ struct AddLayerNorm : rowwise::Op<2, 2> {
   static rowwise::Rows RowsOf(const Call& call) { return rowwise::RowsAlong(call.inputs[0], -1); }
   TWINOP_INLINE T Neutral(int column) const { return norm.Neutral(column); }
 
-  template <class S>
-  TWINOP_INLINE static void Prepare(Row& row) {
-    row[0] = rowwise::Rounded<S>(row[0] + row[1]);
-  }
+  TWINOP_INLINE static T Prepared(const Row& row) { return row[0] + row[1]; }
   template <class P>
   TWINOP_INLINE One Term(P phase, Row& row, const Columns& column) const {
     One sum{row[0]};
@@ -86,41 +87,40 @@ template <class T>
 struct LayerNormBackward : rowwise::Op<3, 1> {
   using RowInputs = rowwise::Indices<0, 1, 4>;  // grad_y, x, grad_sum
   using ColumnInputs = rowwise::Indices<2>;     // weight
-  using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSum, rowwise::kSum>;
+  using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSum>;
   static constexpr int kLateInputs = 1;
   static constexpr int kColumnSums = 2;  // grad_weight, grad_bias
   using One = rowwise::Values<T, 1>;
   using Two = rowwise::Values<T, 2>;
   using Row = rowwise::Values<T, 3>;
 
-  T count, eps, mean, rstd, mean_g, mean_g_xhat;
+  T count, inverse_count, eps, mean, rstd, mean_g, mean_g_xhat;
 
   LayerNormBackward(const Attribute* attributes, const rowwise::Rows& rows)
-      : count(T(rows.columns)), eps(T(attributes[1].f)) {}
+      : count(T(rows.columns)), inverse_count(T(1) / count), eps(T(attributes[1].f)) {}
   static rowwise::Rows RowsOf(const Call& call) {
     return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
   }
   TWINOP_INLINE T Neutral(int) const { return T(1); }
 
-  TWINOP_INLINE One Term(rowwise::Phase<0>, Row& row, const One&) const { return {row[1]}; }
-  TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) { mean = total[0] / count; }
-  TWINOP_INLINE One Term(rowwise::Phase<1>, Row& row, const One&) const {
+  TWINOP_INLINE Two Term(rowwise::Phase<0>, Row& row, const One& weight) const {
+    return {row[1], row[0] * weight[0]};
+  }
+  TWINOP_INLINE void Finish(rowwise::Phase<0>, const Two& total) {
+    mean = Quotient(total[0], count, inverse_count);
+    mean_g = Quotient(total[1], count, inverse_count);
+  }
+  TWINOP_INLINE Two Term(rowwise::Phase<1>, Row& row, const One& weight) const {
     const T centred = row[1] - mean;
-    return {centred * centred};
+    return {centred * centred, row[0] * weight[0] * centred};
   }
-  TWINOP_INLINE void Finish(rowwise::Phase<1>, const One& total) {
-    rstd = Rsqrt(total[0] / count + eps);
-  }
-  TWINOP_INLINE Two Term(rowwise::Phase<2>, Row& row, const One& weight) const {
-    const T g = row[0] * weight[0];
-    return {g, g * Xhat(row)};
-  }
-  TWINOP_INLINE void Finish(rowwise::Phase<2>, const Two& total) {
-    mean_g = total[0] / count;
-    mean_g_xhat = total[1] / count;
+  TWINOP_INLINE void Finish(rowwise::Phase<1>, const Two& total) {
+    rstd = Rsqrt(Quotient(total[0], count, inverse_count) + eps);
+    mean_g_xhat = Quotient(total[1], count, inverse_count) * rstd;
   }
   TWINOP_INLINE One Result(const Row& row, const One& weight) const {
-    return {rstd * (row[0] * weight[0] - mean_g - Xhat(row) * mean_g_xhat) + row[2]};
+    const T g = row[0] * weight[0];
+    return {Fma(rstd, Fma(-Xhat(row), mean_g_xhat, g - mean_g), row[2])};
   }
   TWINOP_INLINE Two ColumnTerm(const Row& row) const { return {row[0] * Xhat(row), row[0]}; }
 

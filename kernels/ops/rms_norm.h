@@ -13,23 +13,26 @@ template <class T>
 struct RmsNorm : rowwise::Op<1, 1> {
   using RowInputs = rowwise::Indices<0>;
   using ColumnInputs = rowwise::Indices<1>;  // weight
-  using Phases = rowwise::Reductions<rowwise::kSum>;
+  using Phases = rowwise::Reductions<rowwise::kSquares>;
   using One = rowwise::Values<T, 1>;
 
-  T count, eps, offset, rstd;
+  T count, inverse_count, eps, offset, rstd;
 
   RmsNorm(const Attribute* attributes, const rowwise::Rows& rows)
       : RmsNorm(rows, attributes[1].f, attributes[2].i) {}
   RmsNorm(const rowwise::Rows& rows, double epsilon, std::int64_t weight_offset)
-      : count(T(rows.columns)), eps(T(epsilon)), offset(T(weight_offset)) {}
+      : count(T(rows.columns)),
+        inverse_count(T(1) / count),
+        eps(T(epsilon)),
+        offset(T(weight_offset)) {}
   static rowwise::Rows RowsOf(const Call& call) {
     return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
   }
   TWINOP_INLINE T Neutral(int) const { return T(1) - offset; }
 
-  TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const One&) const { return {x[0] * x[0]}; }
+  TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const One&) const { return x; }
   TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) {
-    rstd = Rsqrt(total[0] / count + eps);
+    rstd = Rsqrt(Quotient(total[0], count, inverse_count) + eps);
   }
   TWINOP_INLINE One Result(const One& x, const One& weight) const {
     return {x[0] * rstd * (offset + weight[0])};
@@ -43,6 +46,7 @@ struct AddRmsNorm : rowwise::Op<2, 2> {
   using RowInputs = rowwise::Indices<0, 1>;     // x, residual
   using ColumnInputs = rowwise::Indices<2, 3>;  // weight, bias
   using Phases = typename RmsNorm<T>::Phases;
+  static constexpr int kPreparedOutput = 1;
   using One = rowwise::Values<T, 1>;
   using Row = rowwise::Values<T, 2>;
   using Columns = rowwise::Values<T, 2>;
@@ -54,10 +58,7 @@ struct AddRmsNorm : rowwise::Op<2, 2> {
   static rowwise::Rows RowsOf(const Call& call) { return rowwise::RowsAlong(call.inputs[0], -1); }
   TWINOP_INLINE T Neutral(int column) const { return column == 0 ? norm.Neutral(0) : T(0); }
 
-  template <class S>
-  TWINOP_INLINE static void Prepare(Row& row) {
-    row[0] = rowwise::Rounded<S>(row[0] + row[1]);
-  }
+  TWINOP_INLINE static T Prepared(const Row& row) { return row[0] + row[1]; }
   template <class P>
   TWINOP_INLINE One Term(P phase, Row& row, const Columns& column) const {
     One sum{row[0]};
@@ -86,10 +87,13 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
   using Two = rowwise::Values<T, 2>;
   using Row = rowwise::Values<T, 3>;
 
-  T count, eps, offset, rstd, mean_g_xhat;
+  T count, inverse_count, eps, offset, rstd, mean_g_xhat;
 
   RmsNormBackward(const Attribute* attributes, const rowwise::Rows& rows)
-      : count(T(rows.columns)), eps(T(attributes[1].f)), offset(T(attributes[2].i)) {}
+      : count(T(rows.columns)),
+        inverse_count(T(1) / count),
+        eps(T(attributes[1].f)),
+        offset(T(attributes[2].i)) {}
   static rowwise::Rows RowsOf(const Call& call) {
     return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
   }
@@ -99,14 +103,17 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
     return {row[1] * row[1]};
   }
   TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) {
-    rstd = Rsqrt(total[0] / count + eps);
+    rstd = Rsqrt(Quotient(total[0], count, inverse_count) + eps);
   }
   TWINOP_INLINE One Term(rowwise::Phase<1>, Row& row, const One& weight) const {
     return {row[0] * (offset + weight[0]) * (row[1] * rstd)};
   }
-  TWINOP_INLINE void Finish(rowwise::Phase<1>, const One& total) { mean_g_xhat = total[0] / count; }
+  TWINOP_INLINE void Finish(rowwise::Phase<1>, const One& total) {
+    mean_g_xhat = Quotient(total[0], count, inverse_count);
+  }
   TWINOP_INLINE One Result(const Row& row, const One& weight) const {
-    return {rstd * (row[0] * (offset + weight[0]) - row[1] * rstd * mean_g_xhat) + row[2]};
+    const T g = row[0] * (offset + weight[0]);
+    return {Fma(rstd, Fma(-(row[1] * rstd), mean_g_xhat, g), row[2])};
   }
   TWINOP_INLINE Two ColumnTerm(const Row& row) const { return {row[0] * (row[1] * rstd), row[0]}; }
 };

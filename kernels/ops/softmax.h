@@ -31,7 +31,7 @@ struct Softmax : rowwise::Op<1, 1> {
   }
   TWINOP_INLINE void Finish(rowwise::Phase<1>, const X& total) {
     sum = total[0];
-    inverse = T(1) / sum;
+    inverse = Reciprocal(sum);
   }
   TWINOP_INLINE X Result(const X& x, const None&) const { return {Divide(x[0], sum, inverse)}; }
 };
