@@ -18,15 +18,14 @@ struct Launch {
   static constexpr int kWidth = kVectorBytes / sizeof(S);
   static constexpr int kHeld = kEarlyInputs<F>;
   static constexpr bool kSums = F::kColumnSums > 0;
-  static constexpr HeldSettings kSettings = Held(kSums, kHeld == 1 && sizeof(S) == 4);
-  // One 16-bit row, held in half the registers where that lets more blocks fit. Two that are both
-  // needed to the end: their values spilled (softmax backward, float16, 32768 x 4096: 0.74 of the
-  // copy's speed, packed 1.00).
-  static constexpr bool kPackable = !kSums && kHeld == 1 && sizeof(S) == 2;
-  static constexpr bool kPackTwo = !kSums && kHeld > F::kRowOutputs && sizeof(S) == 2;
-  // A norm's misaligned row (bfloat16, 32768 x 4095, share of the copy's speed, packed / not: layer
-  // norm 0.79 / 0.77, rms norm 0.93 / 0.91; but softmax 0.77 / 0.98).
-  static constexpr bool kPackNorm = kPackable && kColumnInputs<F> > 0 && sizeof(W) == 2;
+  static constexpr bool kOneRow = kHeld == 1 || F::kPreparedOutput >= 0;
+  static constexpr bool kShortRow = !kSums && kHeld == 1 && sizeof(S) == 2;
+  static constexpr HeldSettings kSettings =
+      Held(kSums, kOneRow && sizeof(S) == 4, kShortRow&& kColumnInputs<F> > 0);
+  // Two rows that are both needed to the end: their values spilled (softmax backward, float16,
+  // 32768 x 4096: 0.74 of the copy's speed, packed 1.00).
+  static constexpr Tuning kDefaultTuning =
+      !kSums && !kOneRow && sizeof(S) == 2 ? Tuning::kPacked : Tuning::kThroughput;
 
   const Call& call;
   const F& functor;
@@ -42,28 +41,23 @@ struct Launch {
     constexpr int kVectors = kSettings.vectors;
     switch (ChooseLayout(rows, kWidth, kSettings)) {
       case Layout::kPart:
-        return aligned ? RunHeld<8, 1, true>() : RunHeld<8, 1, false>();
+        return aligned ? RunHeld<8, 1, 1, true>() : RunHeld<8, 1, 1, false>();
       case Layout::kShort:
-        return aligned ? RunHeld<32, 1, true>() : RunHeld<32, 1, false>();
+        return aligned ? RunHeld<32, 1, 1, true>() : RunHeld<32, 1, 1, false>();
       case Layout::kWarp:
-        return aligned ? RunHeld<32, kVectors, true, kPackTwo>()
-                       : RunHeld<32, kVectors, false, kPackTwo>();
+        return aligned ? RunHeld<32, kVectors, 1, true, kDefaultTuning>()
+                       : RunHeld<32, kVectors, 1, false, kDefaultTuning>();
       case Layout::kBlock:
-        if constexpr (kPackable) {
-          if (aligned && BlockThreads(kVectors) >= kPackedThreads)
-            return RunHeld<0, kVectors, true, true>();
-        }
-        return aligned ? RunHeld<0, kVectors, true, kPackTwo>()
-                       : RunHeld<0, kVectors, false, kPackTwo || kPackNorm>();
+        return RunBlock<kVectors>(aligned);
       case Layout::kLong:
         if constexpr (kSettings.long_vectors > kVectors) {
-          int architecture = 0;
-          Status status = Architecture(&architecture);
-          if (!status.ok()) return status;
-          // (sm_75 has not the shared memory that a misaligned one goes through.)
-          if (architecture >= 80)
-            return aligned ? RunHeld<0, kSettings.long_vectors, true>()
-                           : RunHeld<0, kSettings.long_vectors, false>();
+          // (sm_75 has not the shared memory that a misaligned row of float32 goes through.)
+          int architecture = 80;
+          if constexpr (sizeof(S) == 4) {
+            Status status = Architecture(&architecture);
+            if (!status.ok()) return status;
+          }
+          if (architecture >= 80) return RunBlock<kSettings.long_vectors>(aligned);
         }
         break;
       case Layout::kWide:
@@ -93,22 +87,51 @@ struct Launch {
     return aligned;
   }
 
-  template <int kLanes, int kVectors, bool kAligned, bool kPacked = false>
-  Status RunHeld() const {
-    constexpr int kThreads = kLanes > 0 ? kGroupThreads : kSettings.max_threads;
+  // A block a row.
+  template <int kVectors>
+  Status RunBlock(bool aligned) const {
+    constexpr bool kLong = kVectors > kSettings.vectors;
+    constexpr bool kSplits = SplitsTotals(sizeof(S), kSums);
+    constexpr int kTotals = kSplits ? 2 : 1;
+    const int threads = BlockThreads(kVectors);
+    const auto few = [&](int vectors, int row_threads) {
+      return aligned && row_threads <= kLatencyThreads &&
+             arguments.rows.count <= FewRows(vectors, row_threads);
+    };
+    if constexpr (kSplits) {
+      if (few(kVectors / 2, 2 * threads))
+        return RunHeld<0, kVectors / 2, 1, true, Tuning::kLatency>(2 * threads);
+    } else if constexpr (!kSums && !kLong && kColumnInputs<F> > 0) {
+      if (few(kVectors, threads)) return RunHeld<0, kVectors, 1, true, Tuning::kLatency>(threads);
+    }
+    if constexpr (kShortRow) {
+      if (aligned && (kLong || threads >= kPackedThreads))
+        return RunHeld<0, kVectors, kTotals, true, Tuning::kPacked>(threads);
+    }
+    if (aligned) return RunHeld<0, kVectors, kTotals, true, kDefaultTuning>(threads);
+    constexpr Tuning kMisaligned = kShortRow ? Tuning::kPacked : kDefaultTuning;
+    // Of 8 vectors a thread a misaligned row spills (layer norm, bfloat16, 16384 x 8191, share of
+    // the copy's speed: 0.67, so 0.80). Twice the threads with one total each give the same bits.
+    if constexpr (kSplits && kLong)
+      return RunHeld<0, kVectors / 2, 1, false, kMisaligned>(2 * threads);
+    return RunHeld<0, kVectors, kTotals, false, kMisaligned>(threads);
+  }
+
+  template <int kLanes, int kVectors, int kTotals, bool kAligned,
+            Tuning kTuning = Tuning::kThroughput>
+  Status RunHeld(int threads = kGroupThreads) const {
     constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
     const Rows& rows = arguments.rows;
-    const int threads = kLanes > 0 ? kThreads : BlockThreads(kVectors);
     std::int64_t blocks = (rows.count + kGroups - 1) / kGroups;
     if constexpr (kSums) {
       constexpr std::int64_t kRoom = kPartials * 8 / sizeof(T);  // in scratch memory
       blocks = std::min({blocks, std::int64_t{SumBlocks(threads)}, kRoom});
     }
-    using Held = HeldRows<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>;
+    using Held = HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAligned>;
     const int bytes = kGroups * Held::RoomBytes(kLanes > 0 ? kLanes : threads);
-    Status status = LaunchKernel(
-        ChooseHeldKernel<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>(),
-        Overlapping({blocks, dim3(threads), 1, bytes}), call, functor, arguments, Partials());
+    Status status = LaunchKernel(HeldKernel<F, S, W, kLanes, kVectors, kTotals, kTuning, kAligned>,
+                                 Overlapping({blocks, dim3(threads), 1, bytes}), call, functor,
+                                 arguments, Partials());
     return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
   }
 

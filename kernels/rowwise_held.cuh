@@ -6,60 +6,43 @@
 #include <cstdint>
 
 #include "kernels/cuda_launch.cuh"
-#include "kernels/rowwise_access.cuh"
+#include "kernels/rowwise_held_access.cuh"
+#include "kernels/rowwise_held_sums.cuh"
 #include "kernels/rowwise_reduce.cuh"
 
 namespace twinop::rowwise {
 
-// kLanes 0: a block a row, of as many threads as it is launched with. kPacked: the row is held as
-// it is stored, a 16-bit one in half the registers, and its values are computed again for each
-// phase.
-template <class F, class S, class W, int kLanes, int kVectors, int kThreads, bool kPacked,
+// kTotals of each thread: with two it adds up what two threads with half its vectors would.
+template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
           bool kAligned>
-class HeldRows {
+class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
  public:
+  using Access = HeldAccess<F, S, W, kLanes, kVectors, kAligned>;
   using T = ElementCompute<S>;
   using Sum = Compute<S>;
-  static constexpr int kWidth = kVectorBytes / sizeof(S);
+  static constexpr int kWidth = Access::kWidth;
   static constexpr int kInputs = kRowInputs<F>;
-  static constexpr int kHeld = kEarlyInputs<F>;
-  static constexpr int kColumns = kColumnInputs<F>;
+  static constexpr int kLoaded = kEarlyInputs<F>;
+  static constexpr bool kPrepares = F::kPreparedOutput >= 0;
+  static constexpr int kHeld = kPrepares ? 1 : kLoaded;
+  static constexpr int kColumns = Access::kColumns;
   static constexpr int kSums = F::kColumnSums;
-  static constexpr int kGroups = kLanes > 0 ? kThreads / kLanes : 1;
+  static constexpr bool kPacked = kTuning == Tuning::kPacked;
+  static constexpr bool kHoldsColumns = kSums > 0 || kTuning == Tuning::kLatency;
+  static constexpr int kChains = std::min(kWidth, 4);
+  static constexpr int kStorages = kSums > 0 && kPhases<F> == 1 ? 2 : 1;
 
-  using RawRow = Pieces<S, kVectors>[kHeld];
-  using ColumnVectors = Vector<W, kWidth>[kColumns + 1];
+  using typename Access::ColumnVectors;
+  using typename Access::RowPieces;
+  using typename Access::RowVectors;
+  using RawRow = RowPieces[kHeld];
   using RowValues = Values<T, kInputs>[kVectors][kWidth];
-  using Results = Vector<S, kWidth>[F::kRowOutputs][kVectors];  // of a misaligned row
+  using Results = RowVectors[F::kRowOutputs];  // of a misaligned row
+
+  using Access::RoomBytes;
 
   __device__ HeldRows(const F& functor, const Arguments<F, S, W>& arguments, unsigned char* room)
-      : functor_(functor),
-        arguments_(arguments),
-        columns_(static_cast<int>(arguments.rows.columns)),
-        lanes_(kLanes > 0 ? kLanes : BlockLanes()),
-        lane_(static_cast<int>(kLanes > 0 ? threadIdx.x % kLanes : threadIdx.x)),
-        group_(kLanes > 0 ? threadIdx.x / kLanes : 0),
-        whole_(!kAligned && __all_sync(0xFFFFFFFFu, Left(kVectors - 1) >= 2 * kWidth)),
-        room_(Remembered(room) + group_ * RoomBytes(lanes_)) {}
-
-  // Of shared memory, for each group of threads: one row at a time, where it is misaligned.
-  static constexpr __host__ __device__ int RoomBytes(int lanes) {
-    return kAligned ? 0 : Stretch<S>::RoomVectors(lanes * kVectors) * kVectorBytes;
-  }
-
-  // Hides what the address is made of: the compiler would make it anew for each access.
-  static __device__ __forceinline__ unsigned char* Remembered(unsigned char* shared) {
-    std::uint32_t address = hopper::SharedAddress(shared);
-    asm("" : "+r"(address));
-    return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
-  }
-
-  // Hidden too: the compiler would load it again for each use.
-  static __device__ __forceinline__ int BlockLanes() {
-    int lanes = static_cast<int>(blockDim.x);
-    asm("" : "+r"(lanes));
-    return lanes;
-  }
+      : Access(arguments, room), functor_(functor) {}
 
   // A row for each group of threads.
   __device__ __forceinline__ void RunOnce() {
@@ -67,18 +50,26 @@ class HeldRows {
     // A block's row exists. But where column inputs are loaded, knowing it costs registers
     // (float32, 8192 x 16384, share of the copy's speed: layer norm 0.92, not knowing it 0.98;
     // softmax 0.98, not knowing it 0.92).
-    constexpr bool kKnown = kLanes == 0 && (kColumns == 0 || !kAligned);
+    constexpr bool kKnown =
+        kLanes == 0 && (kColumns == 0 || !kAligned || kTuning == Tuning::kLatency);
     const bool exists = kKnown || row < arguments_.rows.count;
     RawRow raw = {};
-    if (exists) LoadRow(row, raw);
+    if constexpr (kHoldsColumns) HoldColumns();
+    if constexpr (kPrepares) {
+      Access::LoadPrepared(row, exists, &raw[0]);
+    } else {
+      if (exists) LoadRow(row, raw);
+    }
+    // (The compiler would load the column inputs where they are needed: layer norm, 1 x 4096, 1.86
+    // us, so 1.79.)
+    if constexpr (kTuning == Tuning::kLatency) __syncwarp();
     Row(row, exists, raw, [] {});
   }
 
   // Rows until there are no more, the next one loaded while this one is reduced; sums of the
   // columns on the way.
   __device__ __forceinline__ void RunAndSum(Sum* partials) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) LoadColumns<false>(k, held_columns_[k]);
+    HoldColumns();
     const std::int64_t count = arguments_.rows.count;
     const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kGroups;
     std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kGroups;
@@ -89,123 +80,48 @@ class HeldRows {
       RawRow raw;
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) raw[j] = next[j];
-      Row(row, row < count, raw, [&] {
+      Row(row, kLanes == 0 || row < count, raw, [&] {
         if (row + stride < count) LoadRow(row + stride, next);
       });
+      if constexpr (kStorages == 2) turn_ ^= 1;
     }
-    WriteSums(partials);
+    sums_.Write(*this, arguments_.rows.columns, partials);
   }
 
  private:
-  // The first element of this lane's k-th vector, and the elements of the row from there on: none,
-  // or all where tensors are aligned.
-  __device__ __forceinline__ int Column(int k) const { return (k * lanes_ + lane_) * kWidth; }
-  __device__ __forceinline__ int Left(int k) const { return columns_ - Column(k); }
-  // (Unsigned: an address from it is one instruction.)
-  template <class U>
-  __device__ __forceinline__ U* At(U* row, int k) const {
-    return row + static_cast<std::uint32_t>(Column(k));
-  }
+  using Access::arguments_;
+  using Access::At;
+  using Access::Column;
+  using Access::ForEachVector;
+  using Access::group_;
+  using Access::Input;
+  using Access::kGroups;
+  using Access::Left;
+  using Access::LoadInput;
+  using Access::Output;
+  using Access::PlainColumns;
+  using Access::Realign;
+  using Access::StoreMisaligned;
 
-  // body(k, whole) for each vector that this thread has; whole: all its elements are the row's. Of
-  // misaligned rows most warps have whole vectors only, which spares them all comparisons.
-  template <class Body>
-  __device__ __forceinline__ void ForEachVector(bool exists, const Body& body) const {
-    if (!kAligned && whole_) {
+  __device__ __forceinline__ void HoldColumns() {
 #pragma unroll
-      for (int k = 0; k < kVectors; ++k) body(k, std::true_type{});
-    } else {
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k)
-        if (exists && Left(k) > 0) body(k, std::bool_constant<kAligned>{});
-    }
+    for (int k = 0; k < kVectors; ++k)
+      Access::template LoadColumns<false>(functor_, k, held_columns_[k]);
   }
 
-  __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
-    return arguments_.inputs[j] + row * arguments_.strides[j];
-  }
-  __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
-    return arguments_.outputs[o] + row * arguments_.rows.columns;
-  }
-
-  template <bool kPlain, class U>
-  __device__ __forceinline__ void Load(const U* row, int k, Vector<U, kWidth>* vector) const {
-    if constexpr (kAligned) {
-      if (Left(k) > 0) LoadAligned(At(row, k), vector);
-    } else if constexpr (kPlain) {
-      LoadAligned(At(row, k), vector);
-    } else {
-      LoadAnywhere(At(row, k), Left(k), vector);
-    }
-  }
-
-  // A misaligned row as it lies in memory; Realign gives each thread its vectors.
   __device__ __forceinline__ void LoadRow(std::int64_t row, RawRow& raw) const {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      if constexpr (kAligned) {
-#pragma unroll  // (of two branches, each would wait for its loads)
-        for (int k = 0; k < kVectors; ++k)
-          if (Left(k) > 0) LoadAligned(At(Input(j, row), k), &raw[j].vectors[k]);
-      } else {
-        InRoom(Input(j, row), true).Load(&raw[j]);
-      }
-    }
+    for (int j = 0; j < kHeld; ++j) LoadInput(j, row, &raw[j]);
   }
 
-  __device__ __forceinline__ Stretch<S> InRoom(const S* row, bool exists) const {
-    return {row, exists ? columns_ : 0, lane_, lanes_, whole_ && exists, room_};
-  }
-  __device__ __forceinline__ void SyncRoom() const {
-    if constexpr (kLanes > 0) {
-      __syncwarp();
-    } else {
-      __syncthreads();
-    }
-  }
-
-  __device__ __forceinline__ void Realign(std::int64_t row, bool exists, RawRow& raw) const {
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const Stretch<S> stretch = InRoom(Input(j, row), exists);
-      if (j > 0 || kSums > 0) SyncRoom();
-      stretch.Put(raw[j]);
-      SyncRoom();
-      stretch.Get(&raw[j]);
-    }
-  }
-
-  // Whether there is nothing to ask before this thread's part of the column inputs is loaded.
-  __device__ __forceinline__ bool PlainColumns() const {
-    bool plain = kAligned || whole_;
+  __device__ __forceinline__ static void ColumnValues(const ColumnVectors& columns,
+                                                      Values<T, kColumns> (&values)[kWidth]) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const auto place = reinterpret_cast<std::uintptr_t>(arguments_.columns[c]);
-      plain = plain && place != 0 && (kAligned || place % kVectorBytes == 0);
-    }
-    return plain;
-  }
-
-  template <bool kPlain>
-  __device__ __forceinline__ void LoadColumns(int k, ColumnVectors& columns) const {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      columns[c] = {};
-      if (kPlain || arguments_.columns[c] != nullptr)
-        Load<kPlain>(arguments_.columns[c], k, &columns[c]);
-    }
-  }
-
-  template <bool kPlain>
-  __device__ __forceinline__ void ColumnValues(const ColumnVectors& columns,
-                                               Values<T, kColumns> (&values)[kWidth]) const {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const bool absent = !kPlain && arguments_.columns[c] == nullptr;
       T unpacked[kWidth];
       Unpack(columns[c], unpacked);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) values[i][c] = absent ? T(functor_.Neutral(c)) : unpacked[i];
+      for (int i = 0; i < kWidth; ++i) values[i][c] = unpacked[i];
     }
   }
 
@@ -221,9 +137,15 @@ class HeldRows {
       for (int i = 0; i < kWidth; ++i) values[i][j] = j < kHeld ? unpacked[i] : T(0);
     }
     Values<T, kColumns> columns[kWidth] = {};
-    if constexpr (kSums > 0) ColumnValues<false>(held_columns_[k], columns);
+    if constexpr (kSums > 0) ColumnValues(held_columns_[k], columns);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) Replay<kPhase, S>(functor, values[i], columns[i]);
+    for (int i = 0; i < kWidth; ++i) {
+      if constexpr (kPrepares) {
+        ReplayPhases<kPhase>(functor, values[i], columns[i]);
+      } else {
+        Replay<kPhase, S>(functor, values[i], columns[i]);
+      }
+    }
   }
 
   // Hides that the words are what they were, so that values made of them are made again.
@@ -238,13 +160,20 @@ class HeldRows {
     }
   }
 
+  __device__ __forceinline__ bool IsWrittenLast(int o) const {
+    return (!kAligned || o != F::kPreparedOutput) && arguments_.outputs[o] != nullptr;
+  }
+
   // load_next() runs once the row is in registers.
   template <class LoadNext>
   __device__ __forceinline__ void Row(std::int64_t row, bool exists, RawRow& raw,
                                       const LoadNext& load_next) {
     F functor = functor_;
     RowValues values;
-    if constexpr (!kAligned) Realign(row, exists, raw);
+    if constexpr (!kAligned && !kPrepares) {
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) Realign(j, row, exists, j > 0 || kSums > 0, &raw[j]);
+    }
     if constexpr (!kPacked) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) VectorValues<0>(functor, raw, k, values[k]);
@@ -252,12 +181,17 @@ class HeldRows {
     load_next();
     Reduce(&functor, values, exists, raw, std::make_index_sequence<kPhases<F>>{});
     Results results;
-    if (PlainColumns()) {
+    if (!kHoldsColumns && PlainColumns()) {
       Write<true>(functor, values, row, exists, raw, results);
     } else {
       Write<false>(functor, values, row, exists, raw, results);
     }
-    if constexpr (!kAligned) StoreMisaligned(row, exists, results);
+    if constexpr (!kAligned) {
+#pragma unroll
+      for (int o = 0; o < F::kRowOutputs; ++o)
+        if (IsWrittenLast(o))  // (a block's reduction was a barrier)
+          StoreMisaligned(o, row, exists, o > 0 || kLanes > 0, results[o]);
+    }
   }
 
   template <std::size_t... kPhase>
@@ -271,27 +205,31 @@ class HeldRows {
                                               RawRow& raw) {
     constexpr Reduction kOp = F::Phases::At(kPhase);
     using Total = Terms<F, T, kPhase>;
-    ThreadTotals<kOp, Total, kWidth> totals;
+    ThreadTotals<kOp, Total, kChains> sums[kTotals];
     Forget(raw);
     ForEachVector(exists, [&](int k, auto whole) {
       if constexpr (kPacked) VectorValues<kPhase>(*functor, raw, k, values[k]);
       // Of the phases, only those of ops that sum columns look at the column inputs.
       Values<T, kColumns> columns[kWidth];
-      if constexpr (kSums > 0) ColumnValues<false>(held_columns_[k], columns);
+      if constexpr (kSums > 0) ColumnValues(held_columns_[k], columns);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const Total term = functor->Term(Phase<kPhase>{}, values[k][i], columns[i]);
-        if (whole || i < Left(k)) totals.Add(i, term);
+        if (whole || i < Left(k)) sums[k % kTotals].Add(i, term);
       }
     });
-    Total total = totals.Sum();
+    Total totals[kTotals];
+#pragma unroll
+    for (int t = 0; t < kTotals; ++t) totals[t] = sums[t].Sum();
     if constexpr (kLanes > 0) {
-      total = ReduceLanes<kLanes, kOp>(total);
+      totals[0] = ReduceLanes<kLanes, kOp>(totals[0]);
     } else {
-      __shared__ BlockStorage<T> storage;
-      total = ReduceBlock<kOp>(total, threadIdx.x, blockDim.x, 0, &storage);
+      // Rows in turn need another barrier before a phase's storage is used again: the next phase's,
+      // or, if it is the only one, the next row's.
+      __shared__ BlockStorage<T> storage[kStorages];
+      totals[0] = ReduceBlock<kOp>(totals, threadIdx.x, blockDim.x, 0, &storage[turn_]);
     }
-    functor->Finish(Phase<kPhase>{}, total);
+    functor->Finish(Phase<kPhase>{}, totals[0]);
   }
 
   template <bool kPlain>
@@ -300,27 +238,36 @@ class HeldRows {
     Forget(raw);
     // The column inputs are loaded here, one vector ahead: registers for all of them would cost
     // rows in flight.
-    ColumnVectors next;
-    if constexpr (kSums == 0) LoadColumns<kPlain>(0, next);
+    ColumnVectors ahead[2];
+    const auto load_ahead = [&](int k) {
+      if (!kHoldsColumns && k < kVectors)
+        Access::template LoadColumns<kPlain>(functor_, k, ahead[k % 2]);
+    };
+    load_ahead(0);
+    // Before anything is unpacked: over the branches of a misaligned load, values are more
+    // registers than words (float16 layer norm, 32768 x 4095, share of the copy's speed: 0.65, so
+    // 0.85).
+    constexpr bool kBeforeUnpacking = !kAligned && sizeof(S) == 2;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
+      if constexpr (kBeforeUnpacking) load_ahead(k + 1);
       if constexpr (kPacked) VectorValues<kPhases<F>>(functor, raw, k, values[k]);
 #pragma unroll
-      for (int j = kHeld; j < kInputs; ++j) {
+      for (int j = kLoaded; j < kInputs; ++j) {
         if (arguments_.inputs[j] == nullptr || !exists) continue;
         Vector<S, kWidth> late{};
-        Load<false>(Input(j, row), k, &late);
+        Access::template Load<false>(Input(j, row), k, &late);
         T unpacked[kWidth];
         Unpack(late, unpacked);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) values[k][i][j] = unpacked[i];
       }
       Values<T, kColumns> columns[kWidth];
-      if constexpr (kSums > 0) {
-        ColumnValues<false>(held_columns_[k], columns);
+      if constexpr (kHoldsColumns) {
+        ColumnValues(held_columns_[k], columns);
       } else {
-        ColumnValues<kPlain>(next, columns);
-        if (k + 1 < kVectors) LoadColumns<kPlain>(k + 1, next);
+        ColumnValues(ahead[k % 2], columns);
+        if constexpr (!kBeforeUnpacking) load_ahead(k + 1);
       }
       T out[F::kRowOutputs][kWidth];
 #pragma unroll
@@ -329,15 +276,12 @@ class HeldRows {
 #pragma unroll
         for (int o = 0; o < F::kRowOutputs; ++o) out[o][i] = result[o];
         if constexpr (kSums > 0) {
-          const auto term = functor.ColumnTerm(values[k][i]);
-#pragma unroll
-          for (int s = 0; s < kSums; ++s)
-            sums_[s][k][i] = AddRounded(sums_[s][k][i], exists ? Plain(term[s]) : Sum(0));
+          if (exists) sums_.Add(k, i, functor.ColumnTerm(values[k][i]));
         }
       }
 #pragma unroll
       for (int o = 0; o < F::kRowOutputs; ++o) {
-        if (arguments_.outputs[o] == nullptr) continue;
+        if (!IsWrittenLast(o)) continue;
         if constexpr (kAligned) {
           if (exists && Left(k) > 0) StoreAligned(Pack<S>(out[o]), At(Output(o, row), k));
         } else {
@@ -347,105 +291,25 @@ class HeldRows {
     }
   }
 
-  __device__ __forceinline__ void StoreMisaligned(std::int64_t row, bool exists,
-                                                  Results& results) const {
-#pragma unroll
-    for (int o = 0; o < F::kRowOutputs; ++o) {
-      if (arguments_.outputs[o] == nullptr) continue;
-      const Stretch<S> stretch = InRoom(Output(o, row), exists);
-      if (o > 0 || kLanes > 0) SyncRoom();  // (a block's reduction was a barrier)
-      stretch.PutOwned(results[o]);
-      SyncRoom();
-      stretch.Store(results[o], Output(o, row));
-    }
-  }
-
-  // partials[sum][block][column]. The groups of a block add theirs up first, in turn.
-  __device__ __forceinline__ void WriteSums(Sum* partials) {
-    const std::int64_t columns = arguments_.rows.columns;
-    if constexpr (kLanes > 0) {
-      __shared__ Sum shared[kSums][kLanes * kVectors * kWidth];
-      for (int g = 0; g < kGroups; ++g) {
-        if (g == group_) AddSums(g > 0, [&](int s, int column) { return &shared[s][column]; });
-        __syncthreads();
-      }
-      for (int s = 0; s < kSums; ++s)
-        for (int c = threadIdx.x; c < columns; c += kThreads)
-          partials[(s * gridDim.x + blockIdx.x) * columns + c] = shared[s][c];
-    } else {
-      AddSums(false, [&](int s, int column) {
-        return &partials[(s * gridDim.x + blockIdx.x) * columns + column];
-      });
-    }
-  }
-
-  template <class Place>
-  __device__ __forceinline__ void AddSums(bool to_others, const Place& place) {
-#pragma unroll
-    for (int s = 0; s < kSums; ++s)
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k)
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          if (Left(k) <= i) continue;
-          Sum* const sum = place(s, Column(k) + i);
-          *sum = to_others ? *sum + sums_[s][k][i] : sums_[s][k][i];
-        }
-  }
-
   const F& functor_;
-  const Arguments<F, S, W>& arguments_;
-  const int columns_, lanes_, lane_, group_;
-  // Misaligned: all threads of the warp have whole vectors, and another one follows each.
-  const bool whole_;
-  unsigned char* const room_;
+  int turn_ = 0;
   ColumnVectors held_columns_[kVectors] = {};
-  Sum sums_[kSums + 1][kVectors][kWidth] = {};
+  HeldSums<F, S, W, kLanes, kVectors, kAligned> sums_;
 };
 
-// What a multiprocessor of sm_75 takes, and what the smallest of the later ones do.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-inline constexpr int kMostThreads = 1024;
-#else
-inline constexpr int kMostThreads = 1536;
-#endif
-
-template <class F, int kThreads, bool kPacked>
-inline constexpr int kHeldBlocks =
-    std::min(HeldThreads(F::kColumnSums > 0, kPacked && (kEarlyInputs<F> == 1)), kMostThreads) /
-    kThreads;
-
-template <class F, class S, class W, int kLanes, int kVectors, int kThreads, bool kPacked,
+template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
           bool kAligned>
-__global__ void __launch_bounds__(kThreads, kHeldBlocks<F, kThreads, kPacked>)
+__global__ void __maxnreg__(HeldRegisters(sizeof(S), F::kColumnSums > 0, kEarlyInputs<F>,
+                                          kColumnInputs<F> > 0 ? sizeof(W) : 0, kLanes, kVectors,
+                                          kTuning, kAligned))
     HeldKernel(F functor, Arguments<F, S, W> arguments, Compute<S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   WaitForPreviousKernel();
-  HeldRows<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned> rows(functor, arguments, memory);
+  HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAligned> rows(functor, arguments, memory);
   if constexpr (F::kColumnSums > 0) {
     rows.RunAndSum(partials);
   } else {
     rows.RunOnce();
-  }
-}
-
-// The same in the registers that kFewRegisters says: more rows in flight.
-template <class F, class S, class W, int kVectors, int kThreads, bool kAligned>
-__global__ void __maxnreg__(kFewRegisters)
-    HeldFewKernel(F functor, Arguments<F, S, W> arguments, Compute<S>*) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  WaitForPreviousKernel();
-  HeldRows<F, S, W, 0, kVectors, kThreads, false, kAligned>(functor, arguments, memory).RunOnce();
-}
-
-template <class F, class S, class W, int kLanes, int kVectors, int kThreads, bool kPacked,
-          bool kAligned>
-constexpr auto ChooseHeldKernel() {
-  if constexpr (FitsFewRegisters(F::kColumnSums > 0, kEarlyInputs<F> == 1 && sizeof(S) == 4, kLanes,
-                                 kVectors, kAligned && kColumnInputs<F> > 0)) {
-    return HeldFewKernel<F, S, W, kVectors, kThreads, kAligned>;
-  } else {
-    return HeldKernel<F, S, W, kLanes, kVectors, kThreads, kPacked, kAligned>;
   }
 }
 

@@ -24,19 +24,31 @@ enum class Layout {
 
 struct HeldSettings {
   int vectors;       // a thread, of a warp or a block that takes a row
-  int long_vectors;  // a thread, of a block that takes a long row
   int max_threads;   // of such a block
+  int long_vectors;  // a thread, of a block that takes a long row
+  int long_threads;  // at most, of such a block
 };
 
-// Backward holds two rows and sums of the columns: half the vectors. One float32 row fits twice.
-// float32, share of the copy's speed (H200), 4 vectors a thread or in shared memory / 8 vectors:
+// Backward holds two rows and sums of the columns: half the vectors. One float32 row fits twice,
+// and so does a norm's 16-bit row, packed. (Two rows of which only the sum is needed are one row.)
+// Share of the copy's speed (H200), float32, 4 vectors a thread or in shared memory / 8 vectors:
 //
-//   columns   softmax         layer_norm      rms_norm
+//   columns   softmax         layer_norm      rms_norm        add_rms_norm    add_layer_norm
 //   5120      0.971 / 0.994   0.989 / 0.958   0.987 / 0.947
-//   11008     0.635 / 0.953   0.885 / 0.986   0.900 / 0.977
-//   16384     0.594 / 0.981   0.895 / 0.980   0.975 / 0.967
-constexpr HeldSettings Held(bool column_sums, bool one_float) {
-  return {column_sums ? 2 : 4, column_sums ? 2 : one_float ? 8 : 4, 512};
+//   11008     0.635 / 0.953   0.885 / 0.986   0.900 / 0.977   0.908 / 0.980   0.897 / 0.966
+//   16384     0.594 / 0.981   0.895 / 0.980   0.975 / 0.967   0.924 / 0.966   0.917 / 0.967
+//
+// The norms of one row, bfloat16 and float16, 4 vectors a thread / 8 vectors and half the threads:
+//
+//   columns   layer_norm                      rms_norm
+//   4096      0.974 / 0.954   0.969 / 0.955   0.964 / 0.951
+//   5120      0.950 / 0.977   0.948 / 0.981   0.992 / 0.987   1.003 / 0.991
+//   11008     0.949 / 0.971   0.945 / 0.978   0.955 / 0.977   0.891 / 0.982
+//   16384     0.929 / 0.947   0.942 / 0.950   0.931 / 0.963   0.877 / 0.974
+constexpr HeldSettings Held(bool column_sums, bool one_float, bool one_short_norm) {
+  if (column_sums) return {2, 512, 2, 512};
+  if (one_short_norm) return {4, 128, 8, 256};
+  return {4, 512, one_float ? 8 : 4, 512};
 }
 
 // By the row's width alone: a row's result does not depend on how many others there are.
@@ -46,24 +58,61 @@ inline Layout ChooseLayout(const Rows& rows, int width, HeldSettings held) {
   if (vectors <= 32) return Layout::kShort;
   if (vectors <= 32 * held.vectors) return Layout::kWarp;
   if (vectors <= std::int64_t{held.vectors} * held.max_threads) return Layout::kBlock;
-  if (vectors <= std::int64_t{held.long_vectors} * held.max_threads) return Layout::kLong;
+  if (vectors <= std::int64_t{held.long_vectors} * held.long_threads) return Layout::kLong;
   return Layout::kWide;
 }
 
-// Threads at work on a multiprocessor: at 64 registers each, at 128 with sums of the columns, at 40
-// where one row is held packed.
-constexpr int HeldThreads(bool column_sums, bool one_packed) {
-  return column_sums ? 512 : one_packed ? 1536 : 1024;
+// How a row is held.
+enum class Tuning {
+  kThroughput,
+  kPacked,   // as it is stored, a 16-bit one in half the registers: its values are computed again
+             // for each phase
+  kLatency,  // few rows: the column inputs too, from the start
+};
+
+// Registers of a thread: the fewer, the more rows in flight. Share of the copy's speed (H200),
+// 32768 x 4095, not packed at 64 / 56 / 48 registers, packed at 56 / 48 / 40:
+//
+//   bfloat16   softmax      0.92  0.95  0.89    0.91  0.95  0.98
+//              layer_norm   0.81  0.81  0.72    0.81  0.82  0.84
+//              rms_norm     0.90  0.92  0.93    0.93  0.95  0.97
+//              add_rms_norm 0.91  0.83
+//   float16    softmax      0.92  0.97  0.96    0.90  0.94  0.98
+//              layer_norm                       0.82  0.82  0.84
+//              rms_norm     0.89  0.91  0.81    0.94  0.96  0.97
+//   float32    layer_norm   0.82  0.80  0.83
+//              rms_norm     0.93  0.93  0.97
+//              add_rms_norm 0.90  0.75
+//
+// Aligned, 4096 columns: layer norm 0.75 at 48 registers, not packed, and 0.98 at 64; float32 is as
+// fast at 64 as at 48 but for softmax. Sums of the columns, and two rows of 8 vectors each to
+// realign, spill at 64.
+constexpr int HeldRegisters(int bytes, bool column_sums, int inputs, int column_bytes, int lanes,
+                            int vectors, Tuning tuning, bool aligned) {
+  if (column_sums || tuning == Tuning::kLatency) return 128;
+  if (inputs == 2) return vectors > 4 && !aligned ? 128 : 64;
+  if (tuning == Tuning::kPacked && vectors <= 4 && column_bytes <= bytes) return 40;
+  const bool block_of_floats = bytes == 4 && lanes == 0 && vectors <= 4;
+  return block_of_floats && !(aligned && column_bytes > 0) ? 48 : 64;
 }
 
-// A block's row of float32 fits in fewer registers than 64; with two rows it spills. Share of the
-// copy's speed, 32768 x 4095 (H200), at 64 / 48 / 40: softmax 0.84 / 0.93 / 0.94, layer norm 0.82 /
-// 0.86 / 0.73, rms norm 0.93 / 0.97 / 0.84; 4096: softmax 0.97 / 0.99, the norms no better.
-inline constexpr int kFewRegisters = 48;
-constexpr bool FitsFewRegisters(bool column_sums, bool one_float, int lanes, int vectors,
-                                bool aligned_norm) {
-  return !column_sums && one_float && lanes == 0 && vectors <= 4 && !aligned_norm;
-}
+// Few rows are done when the slowest is: twice the threads for each, and nothing is loaded late.
+// They are few as long as multiprocessors hold most of them at once. Microseconds a call, 100 in a
+// CUDA graph, bfloat16 (H200), few / many:
+//
+//   rows           64            132           264           512
+//   layer_norm
+//     4096         1.68 / 2.33   1.98 / 2.53   2.52 / 2.98   3.21 / 3.62
+//     16384        3.15 / 4.38   3.98 / 4.88   6.78 / 6.12   11.9 / 8.12
+//   rms_norm
+//     4096         1.13 / 1.89   1.39 / 2.07   1.79 / 2.49   2.41 / 2.99
+//     16384        2.26 / 3.50   2.98 / 3.92   5.13 / 4.98   9.06 / 6.94
+constexpr int FewRows(int vectors, int threads) { return vectors * threads <= 512 ? 512 : 132; }
+inline constexpr int kLatencyThreads = 512;  // a row at most
+
+// Whether a thread keeps two totals of its row, as if it were two threads with half its vectors
+// each: so the row has the same bits with twice the threads, where rows are few.
+constexpr bool SplitsTotals(int bytes, bool column_sums) { return bytes == 2 && !column_sums; }
 
 // Few large blocks on a multiprocessor wait together: from so many threads a row on, rows are
 // packed and more blocks fit.
@@ -72,7 +121,7 @@ inline constexpr int kPackedThreads = 256;
 // Blocks of the persistent grid that sums columns, at most: as many as an H200's 132
 // multiprocessors hold, all at once. A constant, not the device's count: scratch memory holds a row
 // of sums for each.
-constexpr int SumBlocks(int threads) { return 132 * (HeldThreads(true, false) / threads); }
+constexpr int SumBlocks(int threads) { return 132 * (512 / threads); }
 
 // Rows in shared memory.
 inline constexpr int kWideThreads = 512;

@@ -80,7 +80,7 @@ template <class T>
 struct RmsNormBackward : rowwise::Op<3, 1> {
   using RowInputs = rowwise::Indices<0, 1, 4>;  // grad_y, x, grad_sum
   using ColumnInputs = rowwise::Indices<2>;     // weight
-  using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSum>;
+  using Phases = rowwise::Reductions<rowwise::kSum>;
   static constexpr int kLateInputs = 1;
   static constexpr int kColumnSums = 2;  // grad_weight, grad_bias
   using One = rowwise::Values<T, 1>;
@@ -99,17 +99,12 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
   }
   TWINOP_INLINE T Neutral(int) const { return T(1) - offset; }
 
-  TWINOP_INLINE One Term(rowwise::Phase<0>, Row& row, const One&) const {
-    return {row[1] * row[1]};
+  TWINOP_INLINE Two Term(rowwise::Phase<0>, Row& row, const One& weight) const {
+    return {row[1] * row[1], row[0] * (offset + weight[0]) * row[1]};
   }
-  TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) {
+  TWINOP_INLINE void Finish(rowwise::Phase<0>, const Two& total) {
     rstd = Rsqrt(Quotient(total[0], count, inverse_count) + eps);
-  }
-  TWINOP_INLINE One Term(rowwise::Phase<1>, Row& row, const One& weight) const {
-    return {row[0] * (offset + weight[0]) * (row[1] * rstd)};
-  }
-  TWINOP_INLINE void Finish(rowwise::Phase<1>, const One& total) {
-    mean_g_xhat = Quotient(total[0], count, inverse_count);
+    mean_g_xhat = Quotient(total[1], count, inverse_count) * rstd;
   }
   TWINOP_INLINE One Result(const Row& row, const One& weight) const {
     const T g = row[0] * (offset + weight[0]);
