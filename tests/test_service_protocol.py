@@ -317,6 +317,9 @@ def test_request_ids(served: Served, stub: Any) -> None:
         answer, call = stub.ModelInfer.with_call(request, metadata=metadata)
         assert dict(call.trailing_metadata())["x-request-id"] == expected
         assert answer.id == "own"
+    request.ClearField("id")
+    _, call = stub.ModelInfer.with_call(request)
+    assert "x-request-id" not in dict(call.trailing_metadata())  # made here: only a failure tells it
 
 
 def test_requests_may_follow_each_other_without_waiting(served: Served) -> None:

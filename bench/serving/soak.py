@@ -23,7 +23,7 @@ from twinop.bench import options, report
 from twinop.bench.serving.clients import Outcome, client
 from twinop.bench.serving.mixed import NAME, model
 from twinop.bench.serving.servers import GRPC, REST, Server, free_ports, wait_ready
-from twinop.console import clear_errors
+from twinop.console import clear_errors, out
 
 CLIENTS = 32
 _BROKEN_EACH = 4  # versions one is is
@@ -289,13 +289,15 @@ def _by_protocol(outcome: Outcome) -> dict[str, dict[str, int]]:
 
 
 def show(outcome: Outcome, seconds: float) -> None:
-    early, late, _ = growth(outcome)
-    swaps = f"{len(outcome.swapped)} versions swapped in, {len(outcome.broken)} broken ones refused"
-    table = report.table(
-        f"{outcome.requests} requests in {seconds:.0f} s; {swaps}",
-        ["", REST, GRPC],
-        f"resident memory {early:.0f} MiB after the first fifth, {late:.0f} MiB at the end",
-    )
+    table = report.table("Soak", ["", REST, GRPC])
     for kind in sorted({kind for _, kind in outcome.answered}):
         table.add_row(kind, *(str(outcome.answered[of, kind] or "") for of in (REST, GRPC)))
     report.show(table)
+    early, late, _ = growth(outcome)
+    out.print(
+        f"{outcome.requests} requests in {seconds:.0f} s; {len(outcome.swapped)} versions swapped in, "
+        f"{len(outcome.broken)} broken; resident memory {early:.0f} MiB after the first fifth, {late:.0f} MiB "
+        "at the end",
+        highlight=False,
+        soft_wrap=True,
+    )
