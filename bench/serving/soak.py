@@ -296,8 +296,8 @@ def show(outcome: Outcome, seconds: float) -> None:
     early, late, _ = growth(outcome)
     out.print(
         f"{outcome.requests} requests in {seconds:.0f} s; {len(outcome.swapped)} versions swapped in, "
-        f"{len(outcome.broken)} broken; resident memory {early:.0f} MiB after the first fifth, {late:.0f} MiB "
-        "at the end",
+        f"{len(outcome.broken)} broken; resident memory {early:.0f} MiB after the first fifth, "
+        f"{late:.0f} MiB at the end",
         highlight=False,
         soft_wrap=True,
     )
