@@ -80,12 +80,13 @@ __device__ __forceinline__ void LoadAligned(const T* place, Vector<T, kWidth>* v
   *vector = *reinterpret_cast<const Vector<T, kWidth>*>(place);
 }
 
-// As one access: the compiler may split a structure's.
+// As one access, to global memory: the compiler splits other stores of vectors, even of uint4.
 template <class T, int kWidth, class Place>
 __device__ __forceinline__ void StoreAligned(const Vector<T, kWidth>& vector, Place* place) {
-  static_assert(sizeof(vector) == sizeof(uint4));
-  *reinterpret_cast<uint4*>(place) =
-      make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
+  static_assert(sizeof(vector) == kVectorBytes);
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(place)),
+               "r"(vector.words[0]), "r"(vector.words[1]), "r"(vector.words[2]),
+               "r"(vector.words[3]));
 }
 
 // A vector that may start anywhere: one access where it can be, else element by element. `left`
