@@ -68,6 +68,11 @@ __device__ __forceinline__ void WaitForCluster(Barrier* barrier, std::uint32_t p
       "r"(parity) : "memory");
 }
 
+// Orders what this thread wrote to shared memory before what the copy engine writes there.
+__device__ __forceinline__ void FenceAsync() {
+  TWINOP_HOPPER_ASM("fence.proxy.async.shared::cta;" :: : "memory");
+}
+
 // Global to shared memory, both and the size in units of 16 bytes; the barrier counts the bytes.
 __device__ __forceinline__ void BulkLoad(void* shared, const void* global, std::uint32_t bytes,
                                          Barrier* barrier) {

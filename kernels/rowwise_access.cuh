@@ -199,29 +199,6 @@ class Stretch {
     ForEnds([&](int i) { start[i] = elements[i]; }, [&](int i) { start[i] = elements[i]; });
   }
 
- private:
-  // This thread's k-th. (Unsigned: an address from it is one instruction.)
-  __device__ __forceinline__ std::uint32_t Index(int k) const { return k * threads_ + thread_; }
-
-  template <int kVectors, class Body>
-  __device__ __forceinline__ void ForEachAligned(const Body& body) const {
-    if (whole_) {
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k) body(k);
-    } else {
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k)
-        if (Index(k) < vectors_) body(k);
-    }
-  }
-  // The first threads take the elements before and behind the aligned vectors.
-  template <class Head, class Tail>
-  __device__ __forceinline__ void ForEnds(const Head& head, const Tail& tail) const {
-    if (thread_ >= kWidth) return;
-    if (thread_ < head_) head(thread_);
-    if (tail_ + thread_ < count_) tail(tail_ + thread_);
-  }
-
   // The vector `kWords` words and `bits` bits behind the start of `low`; `high` follows it.
   template <int kWords>
   __device__ __forceinline__ static Aligned Shifted(const Aligned& low, const Aligned& high,
@@ -256,6 +233,29 @@ class Stretch {
       default:
         return body(std::integral_constant<int, 4>{}, bits);
     }
+  }
+
+ private:
+  // This thread's k-th. (Unsigned: an address from it is one instruction.)
+  __device__ __forceinline__ std::uint32_t Index(int k) const { return k * threads_ + thread_; }
+
+  template <int kVectors, class Body>
+  __device__ __forceinline__ void ForEachAligned(const Body& body) const {
+    if (whole_) {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) body(k);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k)
+        if (Index(k) < vectors_) body(k);
+    }
+  }
+  // The first threads take the elements before and behind the aligned vectors.
+  template <class Head, class Tail>
+  __device__ __forceinline__ void ForEnds(const Head& head, const Tail& tail) const {
+    if (thread_ >= kWidth) return;
+    if (thread_ < head_) head(thread_);
+    if (tail_ + thread_ < count_) tail(tail_ + thread_);
   }
 
   const T* start_;

@@ -18,6 +18,8 @@ struct Launch {
   static constexpr int kWidth = kVectorBytes / sizeof(S);
   static constexpr int kHeld = kEarlyInputs<F>;
   static constexpr bool kSums = F::kColumnSums > 0;
+  static constexpr int kRowBytes = kHeld * sizeof(S);
+  static constexpr int kColumnBytes = kColumnInputs<F> * sizeof(W);
   static constexpr bool kOneRow = kHeld == 1 || F::kPreparedOutput >= 0;
   static constexpr bool kShortRow = !kSums && kHeld == 1 && sizeof(S) == 2;
   static constexpr HeldSettings kSettings =
@@ -166,15 +168,41 @@ struct Launch {
     int architecture = 0;
     Status status = Architecture(&architecture);
     if (!status.ok()) return status;
-    WideSettings settings{1, 1, 0};
-    if (architecture >= 90)
-      settings = ChooseWide(arguments.rows.columns, kWidth, kHeld * sizeof(S),
-                            kColumnInputs<F> * sizeof(W), kSums ? kWideSumVectors<S> : 0);
+    const std::int64_t columns = arguments.rows.columns;
+    WideSettings settings{1, 1, kWideThreads, 0};
+    if (architecture >= 90) {
+      if constexpr (!kSums) {
+        const auto choose = [&](bool is_long) {
+          return ChooseHeldWide(columns, kWidth, WideVectors(kHeld, is_long), kRowBytes,
+                                kColumnBytes);
+        };
+        const WideSettings held = choose(false);
+        if (held.stages > 0)
+          return aligned ? RunWideFrom<Source::kHeld, false>(held) : RunHeldMisaligned(held);
+        if constexpr (kHeld == 1 && sizeof(S) == 4) {
+          const WideSettings held_long = choose(true);
+          if (held_long.stages > 0)
+            return aligned ? RunWideFrom<Source::kHeldLong, false>(held_long)
+                           : RunWideFrom<Source::kMisaligned, false>(held_long);
+        }
+      }
+      settings =
+          ChooseWide(columns, kWidth, kRowBytes, kColumnBytes, kSums ? kWideSumVectors<S> : 0);
+    }
     if (settings.stages > 0) {
       if (aligned) return RunWideFrom<Source::kRing, kSums>(settings);
       return RunWideFrom<Source::kMisaligned, kSums>(settings);
     }
     if (aligned) return RunWideFrom<Source::kAligned, false>(settings);
+    return RunWideFrom<Source::kMisaligned, false>(settings);
+  }
+
+  // Misaligned outputs take shared memory too: fewer stages, if that leaves any.
+  Status RunHeldMisaligned(const WideSettings& settings) const {
+    using Held = WideRowsFrom<F, S, W, Source::kHeldMisaligned, false>;
+    for (WideSettings fewer = settings; fewer.stages > 0; --fewer.stages)
+      if (Held::SharedBytes(fewer, arguments.rows.columns) <= WideBytes(kWidth))
+        return RunWideFrom<Source::kHeldMisaligned, false>(fewer);
     return RunWideFrom<Source::kMisaligned, false>(settings);
   }
 
@@ -186,15 +214,11 @@ struct Launch {
       static_assert(sizeof(F) <= kMaxFunctorBytes);
       states = static_cast<F*>(call.scratch);
     }
-    std::int64_t bytes = 0;
-    if (kSource == Source::kRing)
-      bytes =
-          SliceVectors(rows.columns, kWidth, settings.cluster) * kWidth *
-          (kColumnInputs<F> * sizeof(W) + settings.groups * settings.stages * kHeld * sizeof(S));
-    if (kSource == Source::kMisaligned)
-      bytes = WideRows<F, S, W, kSource, kSumOnTheWay>::RoomBytes(settings);
+    const std::int64_t bytes =
+        WideRowsFrom<F, S, W, kSource, kSumOnTheWay>::SharedBytes(settings, rows.columns);
     const auto kernel = WideKernel<F, S, W, kSource, kSumOnTheWay>;
-    Grid grid{settings.cluster, dim3(kWideThreads), 1, static_cast<int>(bytes), settings.cluster};
+    Grid grid{settings.cluster, dim3(settings.groups * settings.threads), 1,
+              static_cast<int>(bytes), settings.cluster};
     int clusters = SumClusters(settings.cluster);
     if (!kSumOnTheWay) {
       Status status = ResidentClusters(kernel, grid, &clusters);

@@ -160,7 +160,7 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N>& total, i
 template <class T, int kPhaseCount>
 struct ClusterStorage {
   alignas(8) hopper::Barrier arrived[2][kPhaseCount];
-  T totals[2][kPhaseCount][2][kMaxCluster];
+  alignas(16) T totals[2][kPhaseCount][2][kMaxCluster];
 };
 
 // Over the blocks of a cluster, each with a total of its own: every block sends it to every other;
@@ -181,9 +181,13 @@ __device__ __forceinline__ Values<T, N> ReduceCluster(Values<T, N> total, std::u
   hopper::WaitForCluster(arrived, (turn >> 1) & 1);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    total[i] = totals[i][0];
-    for (int other = 1; other < blocks; ++other)
-      total[i] = Combine<kOp>(total[i], totals[i][other]);
+    T all[kMaxCluster];  // loaded at once
+#pragma unroll
+    for (int other = 0; other < kMaxCluster; ++other) all[other] = totals[i][other];
+    total[i] = all[0];
+#pragma unroll
+    for (int other = 1; other < kMaxCluster; ++other)
+      if (other < blocks) total[i] = Combine<kOp>(total[i], all[other]);
   }
   return total;
 }

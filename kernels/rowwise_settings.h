@@ -19,7 +19,7 @@ enum class Layout {
   kWarp,   // a warp a row, several vectors a lane
   kBlock,  // a block a row, several vectors a thread
   kLong,   // a block a row, more vectors a thread
-  kWide,   // a block or a cluster a row, in shared memory
+  kWide,   // a block or a cluster of blocks a row, slice by slice
 };
 
 struct HeldSettings {
@@ -123,15 +123,18 @@ inline constexpr int kPackedThreads = 256;
 // of sums for each.
 constexpr int SumBlocks(int threads) { return 132 * (512 / threads); }
 
-// Rows in shared memory.
-inline constexpr int kWideThreads = 512;
+// Wide rows.
+inline constexpr int kWideThreads = 512;  // of a block, at most
 inline constexpr int kMaxCluster = 8;
+inline constexpr int kMaxGroups = 8;
+inline constexpr int kMaxStages = 4;
 // Of the 227 KiB of a block, beside 16 KiB for the reductions of float64 and 8 KiB for the others'.
 constexpr std::int64_t WideBytes(int width) { return (width == 2 ? 208 : 216) << 10; }
 
 struct WideSettings {
   int cluster;  // blocks that share a row
   int groups;   // of threads in a block, each with a row of its own
+  int threads;  // of a group
   int stages;   // rows (slices of rows) in each group's ring; 0: no ring, rows from global memory
 };
 
@@ -150,9 +153,49 @@ inline constexpr int kWideSumVectors = sizeof(S) == 2 ? 4 : 8;
 // clusters of two fill 132, larger ones 128.)
 constexpr int SumClusters(int cluster) { return (cluster <= 2 ? 132 : 128) / cluster; }
 
-// `row_bytes` a column of the held inputs, `column_bytes` of the column inputs, `sum_vectors` of
-// each thread (0: no sums). With sums, the smallest cluster (layer norm backward, bfloat16, 8192 x
-// 16384: 387 us, by clusters of two 401 us, of four 772 us).
+// Slices in registers: 16-byte vectors of a thread, of each of the inputs that are held. `is_long`:
+// one row of float32 fits twice (softmax, 786 x 256000: 0.89 of the copy's speed, from global
+// memory 0.43; but 1024 x 131072, which fits once: 0.91, held long 0.88).
+constexpr int WideVectors(int held, bool is_long) { return (is_long ? 16 : 8) / held; }
+
+// Of the ring, in all groups of a block: what memory needs in flight. More is no better (4096 x
+// 65536, share of the copy's speed, 64 KiB / 128 KiB: add_rms_norm float32 0.94 / 0.93, layer_norm
+// bfloat16 0.91 / 0.90; 32 KiB: rms_norm float32 0.78, 64 KiB 0.95).
+inline constexpr std::int64_t kRingBytes = 56 << 10;
+
+// `vectors_each` of a thread, `row_bytes` a column of the held inputs together, `column_bytes` of
+// the column inputs.
+//
+// As many threads for a slice as hold it, and as many groups of them as there are: while one waits
+// for the blocks that share its row, others work. Of equal ones the largest cluster (4096 x 65536,
+// share of the copy's speed by clusters of 8 / 4 / 2: softmax float32 0.93 / 0.92, layer_norm
+// bfloat16 0.92 / 0.90 / 0.91).
+inline WideSettings ChooseHeldWide(std::int64_t columns, int width, int vectors_each,
+                                   std::int64_t row_bytes, std::int64_t column_bytes) {
+  WideSettings best{1, 1, kWideThreads, 0};
+  std::int64_t most = 0;
+  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+    const std::int64_t vectors = SliceVectors(columns, width, cluster);
+    const std::int64_t warp = vectors_each * 32;
+    const std::int64_t threads = (vectors + warp - 1) / warp * 32;
+    const std::int64_t stage = vectors * width * row_bytes;
+    const std::int64_t stages = (WideBytes(width) - vectors * width * column_bytes) / stage;
+    std::int64_t groups = kWideThreads / threads;
+    if (groups > kMaxGroups) groups = kMaxGroups;
+    if (groups > stages) groups = stages;
+    if (groups < 1 || groups * vectors < most) continue;
+    most = groups * vectors;
+    std::int64_t each = (kRingBytes + groups * stage - 1) / (groups * stage);
+    if (each > stages / groups) each = stages / groups;
+    if (each > kMaxStages) each = kMaxStages;
+    best = {cluster, static_cast<int>(groups), static_cast<int>(threads), static_cast<int>(each)};
+  }
+  return best;
+}
+
+// Rows that stay in shared memory: too wide for registers, or `sum_vectors` of each thread hold
+// sums (0: no sums). With sums, the smallest cluster (layer norm backward, bfloat16, 8192 x 16384:
+// 387 us, by clusters of two 401 us, of four 772 us).
 inline WideSettings ChooseWide(std::int64_t columns, int width, std::int64_t row_bytes,
                                std::int64_t column_bytes, int sum_vectors) {
   const auto stages = [&](int cluster, int groups) -> int {
@@ -161,18 +204,20 @@ inline WideSettings ChooseWide(std::int64_t columns, int width, std::int64_t row
     if (sum_vectors > 0 && groups * vectors > sum_vectors * kWideThreads) return 0;
     const std::int64_t room = WideBytes(width) - slice * column_bytes;
     const std::int64_t count = room / (slice * row_bytes * groups);
-    return count < 2 ? 0 : count < 4 ? static_cast<int>(count) : 4;
+    return count < 2 ? 0 : count < kMaxStages ? static_cast<int>(count) : kMaxStages;
   };
   if (sum_vectors > 0) {
     for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2)
       for (int groups : {4, 2, 1})
-        if (int count = stages(cluster, groups)) return {cluster, groups, count};
+        if (int count = stages(cluster, groups))
+          return {cluster, groups, kWideThreads / groups, count};
   } else {
     for (int groups : {8, 4, 2, 1})
       for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2)
-        if (int count = stages(cluster, groups)) return {cluster, groups, count};
+        if (int count = stages(cluster, groups))
+          return {cluster, groups, kWideThreads / groups, count};
   }
-  return {kMaxCluster, 1, 0};
+  return {kMaxCluster, 1, kWideThreads, 0};
 }
 
 }  // namespace twinop::rowwise
