@@ -191,7 +191,7 @@ SIZES = (0, 1, 2, 3, 4, 5, 7, 31, 33, 63, 64, 65, 127, 1023, 1025, 10007, 65537)
 SHAPES = ((), (1,), (0, 3), (3, 0), (5, 7), (2, 3, 4), (1, 2, 1, 3, 1, 2, 1, 5))
 PAIRS = (((3, 1), (1, 4)), ((5, 7), (7,)), ((), (6,)), ((33, 65), (33, 1)), ((2, 0), (1,)), ((1,), (3, 0, 2)))
 WIDTHS = (1, 2, 3, 8, 31, 32, 33, 64, 127, 128, 129, 255, 257, 1023, 1024, 1025)
-WIDE = (4095, 4096, 4097, 11008, 16383, 16384, 16385, 65537)
+WIDE = (4095, 4096, 4097, 11008, 16383, 16384, 16385, 20000, 65537, 131080)
 ROW_SHAPES = ((7,), (1, 5), (0, 4), (3, 0), (2, 0, 3), (2, 3, 65), (130, 17))
 
 
@@ -206,7 +206,7 @@ def samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
 
 
 def wide_samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
-    """Rows up to 65537 wide; for ops of the row-wise skeleton."""
+    """Rows up to 131080 wide; for ops of the row-wise skeleton."""
     if record.name not in CASES and not record.is_elementwise:
         for seed, width in enumerate(WIDE):
             yield make_sample(record, dtypes, (4 if width < 5000 else 2, width), seed)
