@@ -115,7 +115,7 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
 #pragma unroll
     for (int k = 0; k < kVectors; ++k)
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) Replay<0, S>(Base::functor_, values[k][i], Values<T, 0>{});
+      for (int i = 0; i < kWidth; ++i) Replay<0, S>(functor_, values[k][i], Values<T, 0>{});
   }
   // Where it is in the slice, or, of one that does not exist, any other place.
   template <bool kWhole>
