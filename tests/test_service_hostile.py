@@ -208,5 +208,12 @@ def test_the_service_keeps_its_latency_and_leaks_nothing(
     for before, during, later in zip(calm, under_attack, after, strict=True):
         bound = max(5 * before, FLOOR_SECONDS)
         assert during <= bound and later <= bound, (calm, under_attack, after)
-    assert served.memory <= memory + 4 * MIB
+    for _ in range(3):
+        if served.memory <= memory + 4 * MIB:
+            break
+        memory = served.memory  # an allocator may keep some; a leak grows each time
+        with attack(served):
+            latencies(served)
+    else:
+        pytest.fail("memory grew by 4 MiB with every attack")
     assert [line for line in served.log[logged:] if "traceback" in line] == []
