@@ -13,7 +13,7 @@ from twinop.bench.node_overhead import main as node_overhead
 from twinop.bench.ops import main as report
 from twinop.bench.relu import main as relu
 from twinop.bench.serve import main as serve
-from twinop.bench.serving.soak import main as soak
+from twinop.bench.soak import main as soak
 from twinop.bench.transformer import main as encoder
 from twinop.bench.warm import main as compile_part
 

@@ -105,6 +105,13 @@ def test_help_teaches() -> None:
     assert done.returncode == 0 and "--quick" in done.stdout and "python bench/relu.py" in done.stdout
 
 
+def test_kernels_are_measured_without_what_the_service_needs() -> None:
+    """Where neither KServe nor gRPC is installed, as on a machine that is there for its GPU."""
+    missing = "import sys; sys.modules.update(dict.fromkeys(('kserve', 'grpc', 'tritonclient', 'fastapi')))"
+    done = run(sys.executable, "-c", f"{missing}; import twinop.bench.__main__")
+    assert done.returncode == 0, done.stderr
+
+
 def test_importing_the_folder_itself_is_refused() -> None:
     done = run("-c", "import bench")
     assert done.returncode != 0 and "ImportError: import twinop.bench, not bench" in done.stderr

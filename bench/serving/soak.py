@@ -1,4 +1,4 @@
-"""python -m twinop.bench soak: the service under mixed load while versions are swapped, then ended."""
+"""The service under mixed load while versions are swapped, then ended (bench/soak.py)."""
 
 import asyncio
 import contextlib
@@ -8,22 +8,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
-import torch
-import typer
-
-from twinop.bench import options, report
+from twinop.bench import report
 from twinop.bench.serving.clients import Outcome, client
 from twinop.bench.serving.mixed import NAME, model
 from twinop.bench.serving.servers import GRPC, REST, Server, free_ports, wait_ready
-from twinop.console import clear_errors, out
+from twinop.console import out
 
 CLIENTS = 32
 _BROKEN_EACH = 4  # versions one is is
@@ -66,14 +62,14 @@ def _resident(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def _open_files(pid: int) -> int:
+def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 async def _watch(pid: int, outcome: Outcome) -> None:
     started = time.monotonic()
     while True:
-        outcome.samples.append((time.monotonic() - started, _resident(pid), _open_files(pid)))
+        outcome.samples.append((time.monotonic() - started, _resident(pid), open_files(pid)))
         await asyncio.sleep(0.5)
 
 
@@ -162,93 +158,6 @@ def growth(outcome: Outcome) -> tuple[float, float, int]:
     return resident[0], resident[1], round(files[1] - files[0])
 
 
-def main(
-    requests: Annotated[int, typer.Option(help="Of the soak, at least.")] = 200_000,
-    seconds: Annotated[float, typer.Option(help="Of the soak, at least.")] = 70.0,
-    swap_seconds: Annotated[float, typer.Option(help="From one version to the next.")] = 10.0,
-    ends: Annotated[int, typer.Option(help="Times that SIGTERM comes under load.")] = 20,
-    output: options.JsonFolder = None,
-    commit: options.Commit = None,
-) -> None:
-    """Soak the service: 32 clients send good and bad requests while versions are swapped, then SIGTERM.
-
-    A third comes over gRPC, the rest over HTTP with JSON and binary tensors; a quarter is wrong in some way.
-    Every answer is checked, to the bit, or to HTTP's status or gRPC's code and the message. Each fourth
-    version is a corrupt file. Counts lost and wrong answers, and watches memory and open files.
-
-    Example:
-
-        python -m twinop.bench soak --requests 20000 --seconds 30 --swap-seconds 5 --ends 2
-    """
-    with clear_errors():
-        folder = report.output_folder(output)
-        facts = report.environment(torch.device("cpu"), commit)
-        report.print_environment(facts)
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it tells of each server that went away
-        with tempfile.TemporaryDirectory() as work:
-            models, log = Path(work) / "models", Path(work) / "log"
-            write_version(models, 1)
-            with report.progress("soak", 100) as step, service(models, log) as (server, running):
-                done = 0
-
-                def advance(share: float) -> None:
-                    nonlocal done
-                    while done < int(share * 100):
-                        done += 1
-                        step("")
-
-                idle_files = _open_files(running.pid)
-                started = time.perf_counter()
-                outcome = asyncio.run(
-                    soak(server, running.pid, models, requests, swap_seconds, seconds=seconds, step=advance)
-                )
-                took = time.perf_counter() - started
-                left = _files_left(running.pid, idle_files)
-            finished = []
-            with report.progress("SIGTERM", ends) as step:
-                for _ in range(ends):
-                    with service(models, log) as (server, running):
-                        found = asyncio.run(ended_under_load(server, running, 0.5))
-                        finished.append((found, running.returncode))
-                    step("")
-        verdicts = bars(outcome, left, finished)
-        show(outcome, took)
-        report.show_bars(verdicts)
-        report.write_json(
-            folder / f"soak-{report.machine_name(facts)}.json",
-            "soak",
-            facts,
-            settings={
-                "clients": CLIENTS,
-                "requests": requests,
-                "seconds": seconds,
-                "swap_seconds": swap_seconds,
-                "ends": ends,
-            },
-            seconds=round(took, 1),
-            answered=_by_protocol(outcome),
-            wrong=outcome.wrong[:20],
-            lost=[*outcome.lost, *(lost for found, _ in finished for lost in found.lost)][:20],
-            answers_by_version=dict(sorted(outcome.versions.items())),
-            broken_versions=outcome.broken,
-            rss_mib=dict(zip(("early", "late"), (round(mib, 1) for mib in growth(outcome)[:2]), strict=True)),
-            ends=[
-                {
-                    "answered": found.answered.total(),
-                    "refused": found.refused,
-                    "lost": len(found.lost),
-                    "exit": code,
-                }
-                for found, code in finished
-            ],
-            bars=verdicts,
-            memory=[
-                {"seconds": round(at, 1), "rss_mib": round(mib, 1), "files": files}
-                for at, mib, files in outcome.samples[:: max(len(outcome.samples) // 100, 1)]
-            ],
-        )
-
-
 def bars(outcome: Outcome, left: int, finished: list[tuple[Outcome, int]]) -> list[dict[str, Any]]:
     """`left` are open files after the soak, beyond those before; `finished` are the ends and their codes."""
     early, late, files = growth(outcome)
@@ -273,15 +182,15 @@ def _bar(what: str, value: float, bound: float) -> dict[str, Any]:
     return {"what": what, "value": value, "bar": f"<= {bound:g}", "passed": value <= bound}
 
 
-def _files_left(pid: int, before: int) -> int:
+def files_left(pid: int, before: int) -> int:
     """How many more files the server has open than `before`, once it has seen that the clients are gone."""
     end = time.monotonic() + 10
-    while (left := _open_files(pid) - before) > 0 and time.monotonic() < end:
+    while (left := open_files(pid) - before) > 0 and time.monotonic() < end:
         time.sleep(0.1)
     return left
 
 
-def _by_protocol(outcome: Outcome) -> dict[str, dict[str, int]]:
+def by_protocol(outcome: Outcome) -> dict[str, dict[str, int]]:
     return {
         protocol: {kind: count for (of, kind), count in sorted(outcome.answered.items()) if of == protocol}
         for protocol in (REST, GRPC)
