@@ -108,7 +108,7 @@ def test_help_teaches() -> None:
 def test_kernels_are_measured_without_what_the_service_needs() -> None:
     """Where neither KServe nor gRPC is installed, as on a machine that is there for its GPU."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('kserve', 'grpc', 'tritonclient', 'fastapi')))"
-    done = run(sys.executable, "-c", f"{missing}; import twinop.bench.__main__")
+    done = run("-c", f"{missing}; import twinop.bench.__main__")
     assert done.returncode == 0, done.stderr
 
 
