@@ -56,7 +56,7 @@ def _page(op: str, cells: Sequence[Cell], machine: str, stem: Path) -> Path:
                 _panel(axes[i][j], chosen)
                 axes[i][j].set_title(f"{direction}, {dtype}")
             axes[i][0].set_ylabel("GB/s, read and written")
-        _legend(figure, axes)
+        _finish(figure, axes)
         figure.suptitle(f"{op}: {machine}")
         path = stem.with_name(f"{stem.name}-{op}.png")
         figure.savefig(path, dpi=110)
@@ -82,7 +82,7 @@ def _overview(cells: Sequence[Cell], machine: str, stem: Path) -> list[Path]:
             axis.set_xlabel("")
         for axis in panels[len(ops) :]:
             axis.set_axis_off()
-        _legend(figure, axes)
+        _finish(figure, axes)
         figure.supylabel("GB/s, read and written", fontsize=9)
         figure.suptitle(f"{dtype}, forward, device time, cold L2: {machine}")
         paths = [stem.with_name(f"{stem.name}-overview{suffix}") for suffix in (".svg", ".png")]
@@ -119,12 +119,15 @@ def _panel(
     rows = bool(cells) and cells[0].family == "rows"
     labels = [str(cell.size) if rows else f"$2^{{{cell.size.bit_length() - 1}}}$" for cell in cells]
     axis.set_xticks(range(len(cells)), labels, rotation=45 if rows else 0)
-    axis.set_ylim(bottom=0)
     axis.grid(alpha=0.25)
     axis.set_xlabel("columns" if rows else "elements")
 
 
-def _legend(figure: Any, axes: Any) -> None:
+def _finish(figure: Any, axes: Any) -> None:
+    """Once all lines are drawn: the axes of a row share their limits."""
+    for row in axes:
+        for axis in row:
+            axis.set_ylim(bottom=0)
     lines = {line.get_label(): line for row in axes for axis in row for line in axis.get_lines()}
     figure.legend(lines.values(), lines.keys(), loc="outside right center", frameon=False)
 

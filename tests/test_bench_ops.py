@@ -22,7 +22,7 @@ from twinop.bench.measure import Machine, machine
 from twinop.bench.peers import ENTRIES, Entry
 from twinop.bench.providers import EAGER, Budget, Providers
 from twinop.bench.report import BenchError
-from twinop.bench.runs import backward_run, onnx_nodes
+from twinop.bench.runs import backward_run, onnx_nodes, relative_error
 from twinop.library import find_library, read_library
 
 CPU = torch.device("cpu")
@@ -62,6 +62,15 @@ def test_an_entry_fits_its_record(name: str) -> None:
     for nodes in entry.ort.values():
         written = {wire.strip() for _, wires in nodes.nodes for wire in wires.split("->")[1].split(",")}
         assert set(record.outputs) <= written
+
+
+def test_infinity_is_right_where_the_type_ends() -> None:
+    """pow of float16: 0.01^-3 is 1e6."""
+    expected = torch.tensor([1e6, 2.0], dtype=torch.float64)
+    assert relative_error(expected.half(), expected) == 0
+    assert relative_error(torch.tensor([-float("inf"), 2.0]).half(), expected) == float("inf")
+    assert relative_error(torch.tensor([float("inf"), 2.0]), expected) == float("inf")  # float32 goes on
+    assert relative_error(torch.tensor([float("inf"), 3.0]).half(), expected) == 0.5
 
 
 def test_the_shapes_that_are_promised() -> None:

@@ -217,6 +217,19 @@ def test_plots_of_rows_and_both_directions(tmp_path: Path) -> None:
     assert "ORT built-in" in text and "4095" in text
 
 
+def test_no_line_leaves_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The panels of a row share their scale: that of the highest line, wherever it is."""
+    figures: list[Any] = []
+    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
+    slow, fast = {"twinop in torch": 400.0}, {"twinop in torch": 100.0}
+    draw(cells_of([*rows_of(slow, "relu"), *rows_of(fast, "add")]), "a machine", tmp_path / "ops")
+    panels = [axis for figure in figures for axis in figure.axes if axis.get_lines()]
+    assert len(panels) == 4  # a page each, and the overview
+    for axis in panels:
+        heights = [y for line in axis.get_lines() for y in line.get_ydata()]
+        assert axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > max(heights)
+
+
 # ------------------------------------------------------------------------------- commands
 
 
