@@ -1,5 +1,6 @@
 """Models and libraries that cannot be used, through the real process: what it says, that others go on."""
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -98,11 +99,15 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, libraries: Libraries) -> dict[str, str]:
-    """The environment in which these are the installed libraries."""
+    """The environment in which these are the installed libraries, and no others: there is one with all ops."""
     folder = tmp_path_factory.mktemp("libraries")
     for name in ("custom_relu", "custom_ops", "test_ops"):
         shutil.copy(libraries[name], folder)
-    return {"TWINOP_LIBRARY_DIR": str(folder)}
+    start = (
+        f"import pathlib, twinop.library as l; l.library_folders = lambda: [pathlib.Path({str(folder)!r})]"
+    )
+    (folder / "sitecustomize.py").write_text(start)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from twinop.bench.serving.mixed import Answer, Case, Wrong
 from twinop.bench.serving.servers import GRPC, REST, Server
 
 _SECONDS = 60.0  # an answer that has not come by then is lost
+_PAUSE = 0.02  # before the next connection to a server that ends, or to none
 _NO_ANSWERS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN")  # where gRPC itself says so
 
 
@@ -155,8 +156,9 @@ async def client(server: Server, seed: int, outcome: Outcome, more: Callable[[],
                     outcome.take(case, await connections.ask(case))
                 except _Lost as lost:
                     outcome.lost.append(str(lost))
+                    await asyncio.sleep(_PAUSE)
                     break
                 except _Refused:
                     outcome.refused += 1
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(_PAUSE)
                     break
