@@ -99,14 +99,13 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, libraries: Libraries) -> dict[str, str]:
-    """The environment in which these are the installed libraries, and no others: there is one with all ops."""
+    """The environment in which these are all the installed libraries: there is one that has every op."""
     folder = tmp_path_factory.mktemp("libraries")
     for name in ("custom_relu", "custom_ops", "test_ops"):
         shutil.copy(libraries[name], folder)
-    start = (
-        f"import pathlib, twinop.library as l; l.library_folders = lambda: [pathlib.Path({str(folder)!r})]"
-    )
-    (folder / "sitecustomize.py").write_text(start)
+    found = f"lambda: [pathlib.Path({str(folder)!r})]"
+    patch = f"import pathlib, twinop.library\ntwinop.library.library_folders = {found}\n"
+    (folder / "sitecustomize.py").write_text(patch)
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
