@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kernels/cuda_launch.cuh"
+#include "kernels/cuda_reads.cuh"
 #include "kernels/elementwise.h"
 #include "kernels/elementwise_settings.h"
 
@@ -99,7 +100,7 @@ template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, 
 __global__ void __launch_bounds__(kThreads,
                                   kLoads <= 2 ? BlocksOf(kThreads, kFunctorRegisters<F>) : 0)
     ElementwiseKernel(F functor, std::int64_t count, Outputs<T, kOutputs> out,
-                      Inputs<T, kInputs> in) {
+                      Inputs<T, kInputs> in, Reads reads) {
   using V = Vector<T, kWidth>;
   constexpr auto kIndices = std::make_index_sequence<kInputs>{};
   WaitForPreviousKernel();
@@ -113,7 +114,8 @@ __global__ void __launch_bounds__(kThreads,
     const std::int64_t v = first + j * kThreads;
     if (v < vectors) {
 #pragma unroll
-      for (int k = 0; k < kInputs; ++k) loaded[j][k] = reinterpret_cast<const V*>(in[k])[v];
+      for (int k = 0; k < kInputs; ++k)
+        loaded[j][k] = reinterpret_cast<const V*>(reads.Of(in[k]))[v];
     }
   }
 #pragma unroll
@@ -141,6 +143,12 @@ __global__ void __launch_bounds__(kThreads,
   }
 }
 
+// Of all operands, were none broadcast.
+template <class T>
+Reads ReadsOf(std::int64_t count, int operands) {
+  return Reads(count * operands * static_cast<std::int64_t>(sizeof(T)));
+}
+
 template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
 Status LaunchElementwise(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
                          const Inputs<T, kInputs>& in) {
@@ -148,7 +156,8 @@ Status LaunchElementwise(const Call& call, const F& functor, const Outputs<T, kO
   const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
   const std::int64_t blocks = (count + per_block - 1) / per_block;
   return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kOutputs, kInputs>,
-                      Overlapping({blocks, dim3(kThreads)}), call, functor, count, out, in);
+                      Overlapping({blocks, dim3(kThreads)}), call, functor, count, out, in,
+                      ReadsOf<T>(count, kOutputs + kInputs));
 }
 
 // Tensors that are not one flat sequence of aligned vectors (strided_cuda.cuh).

@@ -74,12 +74,14 @@ __device__ __forceinline__ void FenceAsync() {
 }
 
 // Global to shared memory, both and the size in units of 16 bytes; the barrier counts the bytes.
+// `policy`: how L2 keeps what is read.
 __device__ __forceinline__ void BulkLoad(void* shared, const void* global, std::uint32_t bytes,
-                                         Barrier* barrier) {
+                                         Barrier* barrier, std::uint64_t policy) {
   TWINOP_HOPPER_ASM(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(SharedAddress(shared)),
-      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(SharedAddress(barrier)) : "memory");
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(SharedAddress(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(SharedAddress(barrier)),
+      "l"(policy) : "memory");
 }
 
 // Stores a value at the same place in block `rank` of the cluster; that block's barrier counts its

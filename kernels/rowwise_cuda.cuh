@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda_launch.cuh"
+#include "kernels/cuda_reads.cuh"
 #include "kernels/rowwise_columns.cuh"
 #include "kernels/rowwise_held.cuh"
 #include "kernels/rowwise_settings.h"
@@ -66,6 +67,12 @@ struct Launch {
         break;
     }
     return RunWide(aligned);
+  }
+
+  Reads AllReads() const {
+    constexpr int kOperands = kRowInputs<F> + F::kRowOutputs;
+    return Reads(arguments.rows.count * arguments.rows.columns * kOperands *
+                 static_cast<std::int64_t>(sizeof(S)));
   }
 
   // Behind the rows' functors.
@@ -133,7 +140,7 @@ struct Launch {
     const int bytes = kGroups * Held::RoomBytes(kLanes > 0 ? kLanes : threads);
     Status status = LaunchKernel(HeldKernel<F, S, W, kLanes, kVectors, kTotals, kTuning, kAligned>,
                                  Overlapping({blocks, dim3(threads), 1, bytes}), call, functor,
-                                 arguments, Partials());
+                                 arguments, AllReads(), Partials());
     return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
   }
 
@@ -226,7 +233,7 @@ struct Launch {
     }
     grid.blocks = std::min<std::int64_t>(clusters, rows.count) * settings.cluster;
     Status launched = LaunchKernel(kernel, Overlapping(grid), call, functor, arguments, settings,
-                                   states, Partials());
+                                   AllReads(), states, Partials());
     if constexpr (kSumOnTheWay) {
       if (launched.ok())
         return FinishSums(static_cast<int>(grid.blocks / settings.cluster * settings.groups));

@@ -41,8 +41,9 @@ class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
 
   using Access::RoomBytes;
 
-  __device__ HeldRows(const F& functor, const Arguments<F, S, W>& arguments, unsigned char* room)
-      : Access(arguments, room), functor_(functor) {}
+  __device__ HeldRows(const F& functor, const Arguments<F, S, W>& arguments, const Reads& reads,
+                      unsigned char* room)
+      : Access(arguments, reads, room), functor_(functor) {}
 
   // A row for each group of threads.
   __device__ __forceinline__ void RunOnce() {
@@ -302,10 +303,11 @@ template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuni
 __global__ void __maxnreg__(HeldRegisters(sizeof(S), F::kColumnSums > 0, kEarlyInputs<F>,
                                           kColumnInputs<F> > 0 ? sizeof(W) : 0, kLanes, kVectors,
                                           kTuning, kAligned))
-    HeldKernel(F functor, Arguments<F, S, W> arguments, Compute<S>* partials) {
+    HeldKernel(F functor, Arguments<F, S, W> arguments, Reads reads, Compute<S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   WaitForPreviousKernel();
-  HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAligned> rows(functor, arguments, memory);
+  HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAligned> rows(functor, arguments, reads,
+                                                                       memory);
   if constexpr (F::kColumnSums > 0) {
     rows.RunAndSum(partials);
   } else {

@@ -21,12 +21,12 @@ using WideRowsFrom =
 
 template <class F, class S, class W, Source kSource, bool kSums>
 __global__ void __launch_bounds__(kWideThreads, 1)
-    WideKernel(F functor, Arguments<F, S, W> arguments, WideSettings settings, F* states,
-               Compute<S>* partials) {
+    WideKernel(F functor, Arguments<F, S, W> arguments, WideSettings settings, Reads reads,
+               F* states, Compute<S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ WideStorage<F, S> storage;
   WaitForPreviousKernel();
-  WideRowsFrom<F, S, W, kSource, kSums>(functor, arguments, settings, &storage, memory)
+  WideRowsFrom<F, S, W, kSource, kSums>(functor, arguments, settings, reads, &storage, memory)
       .Run(states, partials);
 }
 

@@ -30,8 +30,9 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
   static_assert(F::kLateInputs == 0 && F::kColumnSums == 0);
 
   __device__ HeldWideRows(const F& functor, const Arguments<F, S, W>& arguments,
-                          const WideSettings& settings, Storage* storage, unsigned char* memory)
-      : Base(arguments, settings, storage, memory),
+                          const WideSettings& settings, const Reads& reads, Storage* storage,
+                          unsigned char* memory)
+      : Base(arguments, settings, reads, storage, memory),
         functor_(functor),
         vectors_(static_cast<int>((length_ + kWidth - 1) / kWidth)),
         whole_((Index(kVectors - 1) / 32 * 32 + (kAligned ? 32 : 33)) * kWidth <= length_),

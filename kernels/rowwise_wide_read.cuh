@@ -32,8 +32,9 @@ class ReadWideRows : WideSlices<F, S, W, kSource == Source::kRing ? Ring::kWhole
   using BatchSums = Sum[F::kColumnSums + 1][kBatch][kWidth];
 
   __device__ ReadWideRows(const F& functor, const Arguments<F, S, W>& arguments,
-                          const WideSettings& settings, Storage* storage, unsigned char* memory)
-      : Base(arguments, settings, storage, memory), functor_(functor) {}
+                          const WideSettings& settings, const Reads& reads, Storage* storage,
+                          unsigned char* memory)
+      : Base(arguments, settings, reads, storage, memory), functor_(functor) {}
 
   static std::int64_t SharedBytes(const WideSettings& settings, std::int64_t columns) {
     const std::int64_t slice = SliceVectors(columns, kWidth, settings.cluster) * kWidth;

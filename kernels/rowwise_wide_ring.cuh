@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda_reads.cuh"
 #include "kernels/hopper.cuh"
 #include "kernels/rowwise_access.cuh"
 #include "kernels/rowwise_reduce.cuh"
@@ -54,9 +55,10 @@ class WideSlices {
   static constexpr int kPhaseCount = kPhases<F>;
 
   __device__ WideSlices(const Arguments<F, S, W>& arguments, const WideSettings& settings,
-                        Storage* storage, unsigned char* memory)
+                        const Reads& reads, Storage* storage, unsigned char* memory)
       : arguments_(arguments),
         settings_(settings),
+        reads_(reads),
         storage_(storage),
         rank_(settings.cluster > 1 ? hopper::ClusterRank() : 0),
         threads_(settings.threads),
@@ -123,7 +125,8 @@ class WideSlices {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c)
           if (arguments_.columns[c] != nullptr && bytes > 0)
-            hopper::BulkLoad(Column(c), arguments_.columns[c] + begin_, bytes, &storage_->columns);
+            hopper::BulkLoad(Column(c), arguments_.columns[c] + begin_, bytes, &storage_->columns,
+                             reads_.Policy());
       }
       hopper::Wait(&storage_->columns, 0);
     } else {
@@ -153,7 +156,8 @@ class WideSlices {
       hopper::ArriveExpecting(full, kHeld * bytes);
       if (bytes == 0) return;
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) hopper::BulkLoad(Stage(stage, j), Input(j, row), bytes, full);
+      for (int j = 0; j < kHeld; ++j)
+        hopper::BulkLoad(Stage(stage, j), Input(j, row), bytes, full, reads_.Policy());
     } else {
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) bytes += FillAnywhere(j, row, Stage(stage, j), full);
@@ -189,7 +193,7 @@ class WideSlices {
       hopper::FenceAsync();
     }
     const auto bytes = static_cast<std::uint32_t>((to - from) * sizeof(S));
-    if (bytes > 0) hopper::BulkLoad(stage + (from - start), from, bytes, full);
+    if (bytes > 0) hopper::BulkLoad(stage + (from - start), from, bytes, full, reads_.Policy());
     return bytes;
   }
   __device__ __forceinline__ static int PastAligned(const S* place) {
@@ -213,7 +217,7 @@ class WideSlices {
   // ---------------------------------------------------------------------------------- a row
 
   __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
-    return arguments_.inputs[j] + row * arguments_.strides[j] + begin_;
+    return reads_.Of(arguments_.inputs[j] + row * arguments_.strides[j] + begin_);
   }
   __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
     return arguments_.outputs[o] + row * arguments_.rows.columns + begin_;
@@ -240,6 +244,7 @@ class WideSlices {
 
   const Arguments<F, S, W>& arguments_;
   const WideSettings& settings_;
+  const Reads& reads_;
   Storage* const storage_;
   const int rank_;
   int threads_;  // of a group

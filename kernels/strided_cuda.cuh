@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
                                                 ? BlocksOf(kThreads, 32)
                                                 : 0)
     StridedKernel(F functor, std::uint32_t count, Outputs<T, kOutputs> out, Inputs<T, kInputs> in,
-                  Accesses<kInputs> accesses, Strides<kOutputs + kInputs> strides) {
+                  Accesses<kInputs> accesses, Strides<kOutputs + kInputs> strides, Reads reads) {
   using V = Vector<T, kWidth>;
   constexpr int kOperands = kOutputs + kInputs;
   constexpr auto kIndices = std::make_index_sequence<kInputs>{};
@@ -178,9 +178,9 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
         const int operand = kOutputs + k;
-        loaded[j][k] =
-            Load<T, kWidth, kGathers>(in[k], accesses.values[k], offsets[j][operand], next[operand],
-                                      strides.row.strides[operand], static_cast<int>(left), inside);
+        loaded[j][k] = Load<T, kWidth, kGathers>(
+            reads.Of(in[k]), accesses.values[k], offsets[j][operand], next[operand],
+            strides.row.strides[operand], static_cast<int>(left), inside);
       }
     }
   }
@@ -220,7 +220,8 @@ Status LaunchStridedKernel(const Call& call, const F& functor,
   return LaunchKernel(StridedKernel<F, T, kWidth, kGathers, kThreads, kLoads, kOutputs, kInputs>,
                       Overlapping({blocks, dim3(kThreads)}), call, functor,
                       static_cast<std::uint32_t>(layout.numel), out, in, accesses,
-                      Strides<kOutputs + kInputs>(layout));
+                      Strides<kOutputs + kInputs>(layout),
+                      ReadsOf<T>(layout.numel, kOutputs + kInputs));
 }
 
 // Whether a vector of the output is one of the operand, too, and aligned.
