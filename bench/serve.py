@@ -79,8 +79,9 @@ def measure(
         cases = [
             (server, protocol, files[protocol, FASTAPI if server.name == FASTAPI else OURS], clients, ready)
             for clients in CLIENTS
-            for server, ready in found
-            for protocol in server.ports
+            for protocol in (REST, GRPC)
+            for server, ready in found  # ours and KServe's are neighbours, which are compared
+            if protocol in server.ports
         ]
         for server, protocol, request, clients, _ in cases:
             if protocol == REST and clients == CLIENTS[0]:
@@ -128,7 +129,7 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for model in dict.fromkeys(row["model"] for row in rows):
         for protocol in (REST, GRPC):
             pairs = (value(model, server, protocol, 1, "p50s_ms") for server in (OURS, KSERVE))
-            ratios = [ours / peers for ours, peers in zip(*pairs, strict=True)]  # of neighbours in time
+            ratios = [ours / peers for ours, peers in zip(*pairs, strict=True)]
             found.append(bar(f"{model}, {protocol}, 1 client: p50 / KServe's", median(ratios), False, 1.1))
             found[-1]["quartiles"] = [round(each, 3) for each in quantiles(ratios, method="inclusive")[::2]]
             if model != "wide":
