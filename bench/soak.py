@@ -63,8 +63,8 @@ def main(
             finished = []
             with report.progress("SIGTERM", ends) as step:
                 for _ in range(ends):
-                    with runs.service(models, log) as (server, running):
-                        found = asyncio.run(runs.ended_under_load(server, running, 0.5))
+                    with runs.service(models, log, "--log-level", "debug") as (server, running):
+                        found = asyncio.run(runs.ended_under_load(server, running, log, 0.5))
                         finished.append((found, running.returncode))
                     step("")
         verdicts = runs.bars(outcome, left, finished)
@@ -95,6 +95,7 @@ def main(
                     "answered": found.answered.total(),
                     "refused": found.refused,
                     "lost": len(found.lost),
+                    "cut off": len(found.cut_off),
                     "exit": code,
                 }
                 for found, code in finished

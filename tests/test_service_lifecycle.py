@@ -256,8 +256,9 @@ def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) 
 def test_sigterm_under_load_answers_all_that_was_accepted(tmp_path: Path) -> None:
     soak.write_version(tmp_path / "models", 1)
     for _ in range(2):
-        with soak.service(tmp_path / "models", tmp_path / "log") as (server, running):
-            outcome = asyncio.run(soak.ended_under_load(server, running, 0.3))
+        log = tmp_path / "log"
+        with soak.service(tmp_path / "models", log, "--log-level", "debug") as (server, running):
+            outcome = asyncio.run(soak.ended_under_load(server, running, log, 0.3))
             assert running.returncode == 0
         assert outcome.lost == outcome.wrong == []
         assert {protocol for protocol, _ in outcome.answered} == {"REST", "gRPC"}

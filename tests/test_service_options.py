@@ -1,10 +1,12 @@
 """Options of `twinop serve` end to end: what they change is seen from outside."""
 
 import json
+import os
+import time
 from pathlib import Path
 
-from service_fixtures import serve, start, tensor
-from service_models import place, relu
+from service_fixtures import Served, serve, start, tensor
+from service_models import mlp, place, relu
 
 ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
 WRONG = ("--provider", "cpu", "--library-sha256", "0" * 64)
@@ -39,6 +41,34 @@ def test_profiles_are_written_when_the_service_ends(tmp_path: Path) -> None:
     assert profiles and any(
         event.get("args", {}).get("op_name") == "CustomRelu" for event in json.loads(profiles[0].read_text())
     )
+
+
+def test_threads_spin_only_where_the_settings_say_so(tmp_path: Path) -> None:
+    x = tensor("x", "FP32", [1, 1024], [1.0] * 1024)
+
+    def share(served: Served) -> float:
+        """Of a core, that the service takes for 40 runs a second."""
+        started, before = time.monotonic(), _cpu_seconds(served)
+        while time.monotonic() < started + 1.5:
+            assert served.infer("m", x).status == 200
+            time.sleep(0.02)
+        return (_cpu_seconds(served) - before) / (time.monotonic() - started)
+
+    found = []
+    for spinning in ("false", "true"):
+        models = tmp_path / spinning
+        place(models, "m", mlp(1024, 1024, 1024))
+        (models / "twinop.toml").write_text(
+            f"[model]\nintra_op_threads = 2\nintra_op_spinning = {spinning}\n"
+        )
+        with serve(models, "--provider", "cpu") as served:
+            found.append(share(served))
+    assert found[0] < found[1] / 2  # one of two threads spins through nearly all of the time
+
+
+def _cpu_seconds(served: Served) -> float:
+    fields = Path(f"/proc/{served.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_settings_file_from_elsewhere(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,9 +15,13 @@ from twinop.bench.serving import mixed_grpc, mixed_rest
 from twinop.bench.serving.mixed import Answer, Case, Wrong
 from twinop.bench.serving.servers import GRPC, REST, Server
 
+# With subchannels of its own, or all clients would share a connection. Each call is one attempt: where a
+# server has just ended, gRPC 1.85 may retry a call that did not reach it without pause and for ever, in the
+# event loop's thread, and take 200 MB a second for it.
+_CHANNEL = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 _SECONDS = 60.0  # an answer that has not come by then is lost
 _PAUSE = 0.02  # before the next connection to a server that ends, or to none
-_NO_ANSWERS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN")  # where gRPC itself says so
+_NO_ANSWERS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN", "CANCELLED")  # where gRPC itself says so
 
 
 @dataclass
@@ -26,6 +31,7 @@ class Outcome:
     Attributes:
         answered: by (protocol, kind).
         lost: were sent on a connection that then closed without an answer.
+        cut_off: such gRPC calls, by id, and what gRPC says of each. It does not say whether they arrived.
         refused: connections of a server that is gone, calls that a stopping server told to go elsewhere.
         versions: how often each version of the model answered.
         samples: now and then the seconds since the start, the server's RSS in MiB, its open files.
@@ -36,6 +42,7 @@ class Outcome:
     answered: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    cut_off: dict[str, str] = field(default_factory=dict)
     refused: int = 0
     versions: Counter[int] = field(default_factory=Counter)
     samples: list[tuple[float, float, int]] = field(default_factory=list)
@@ -44,7 +51,7 @@ class Outcome:
 
     @property
     def requests(self) -> int:
-        return self.answered.total() + len(self.lost)
+        return self.answered.total() + len(self.lost) + len(self.cut_off)
 
     def take(self, case: Case, answer: Answer) -> None:
         self.answered[case.protocol, case.kind] += 1
@@ -63,6 +70,10 @@ class _Refused(Exception):
 
 class _Lost(Exception):
     """The request was sent, and no answer came."""
+
+
+class _CutOff(Exception):
+    """The gRPC call of this id got no answer; whether the server had it, its log knows."""
 
 
 class _Connections:
@@ -86,7 +97,7 @@ class _Connections:
     async def ask(self, case: Case) -> Answer:
         """
         Raises:
-            _Refused, _Lost: no answer.
+            _Refused, _Lost, _CutOff: no answer.
         """
         return await (self._call(case) if case.protocol == GRPC else self._post(case.request))
 
@@ -113,28 +124,26 @@ class _Connections:
             self._streams = None
 
     async def _call(self, case: Case) -> Answer:
-        if self._channel is None:  # with subchannels of its own, or all clients would share a connection
-            options = [("grpc.use_local_subchannel_pool", 1)]
-            self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{self._server.ports[GRPC]}", options)
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{self._server.ports[GRPC]}", _CHANNEL)
+        number = uuid.uuid4().hex
+        call = self._channel.unary_unary(case.method)
         try:
-            body = await self._channel.unary_unary(case.method)(case.request, timeout=_SECONDS)
+            body = await call(case.request, timeout=_SECONDS, metadata=(("x-request-id", number),))
         except grpc.aio.AioRpcError as error:
             code, details = error.code().name, error.details() or ""
             is_servers = "x-request-id" in dict(error.trailing_metadata() or ())
-            if _was_not_taken(code, details, is_servers):
+            if _was_not_taken(details, is_servers):
                 raise _Refused from error
             if code in _NO_ANSWERS and not is_servers:
-                raise _Lost(f"{GRPC}: {code}: {details}") from error
+                raise _CutOff(number, f"{GRPC}: {code}: {details}") from error
             return Answer(code, {}, details.encode())
         return Answer("OK", {}, body)
 
 
-def _was_not_taken(code: str, details: str, is_servers: bool) -> bool:
-    """Nobody listens, or the server said that it is stopping, or gRPC reset the stream: it does so with calls
-    that arrive in the very moment of its shutdown, before anybody has seen them."""
-    if is_servers:
-        return "server is stopping" in details
-    return details.startswith("failed to connect") or code == "CANCELLED"
+def _was_not_taken(details: str, is_servers: bool) -> bool:
+    """Nobody listens, or the server said that it is stopping."""
+    return "server is stopping" in details if is_servers else details.startswith("failed to connect")
 
 
 def some(choose: random.Random) -> Case:
@@ -154,11 +163,13 @@ async def client(server: Server, seed: int, outcome: Outcome, more: Callable[[],
                 case = some(choose)
                 try:
                     outcome.take(case, await connections.ask(case))
+                    continue
                 except _Lost as lost:
                     outcome.lost.append(str(lost))
-                    await asyncio.sleep(_PAUSE)
-                    break
+                except _CutOff as cut_off:
+                    number, said = cut_off.args
+                    outcome.cut_off[number] = said
                 except _Refused:
                     outcome.refused += 1
-                    await asyncio.sleep(_PAUSE)
-                    break
+                await asyncio.sleep(_PAUSE)
+                break

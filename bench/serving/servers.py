@@ -82,12 +82,12 @@ def servers(model: Model, path: Path, provider: str, folder: Path) -> Iterator[l
             [*ours, "--max-batch-size", str(model.rows), *_ports(ports[0], ports[1], "-")],
             ready,
         ),
+        (Server(KSERVE, {REST: ports[4], GRPC: ports[5]}), [*plain, *_ports(ports[4], ports[5], "_")], ready),
         (
             Server(UNBATCHED, {REST: ports[2], GRPC: ports[3]}),
             [*ours, *_ports(ports[2], ports[3], "-")],
             ready,
         ),
-        (Server(KSERVE, {REST: ports[4], GRPC: ports[5]}), [*plain, *_ports(ports[4], ports[5], "_")], ready),
         (
             Server(FASTAPI, {REST: ports[6]}),
             [*python, f"{peers}.fastapi_plain", str(path), provider, str(ports[6])],

@@ -128,11 +128,17 @@ async def soak(
         if task.done():
             task.result()  # raises what went wrong
         task.cancel()
+    outcome.lost += outcome.cut_off.values()  # by a server that was there all the time
     return outcome
 
 
-async def ended_under_load(server: Server, running: subprocess.Popen[bytes], seconds: float) -> Outcome:
-    """SIGTERM while all clients are sending; they go on until the process has ended."""
+async def ended_under_load(
+    server: Server, running: subprocess.Popen[bytes], log: Path, seconds: float
+) -> Outcome:
+    """SIGTERM while all clients are sending; they go on until the process has ended.
+
+    Lost are gRPC calls that were cut off though the server's log, at level debug, has them as accepted.
+    """
     outcome = Outcome()
     end = time.monotonic() + seconds + 60
 
@@ -145,7 +151,22 @@ async def ended_under_load(server: Server, running: subprocess.Popen[bytes], sec
 
     await asyncio.gather(send_signal(), *(client(server, seed, outcome, more) for seed in range(CLIENTS)))
     await asyncio.to_thread(running.wait, 40)
+    accepted = _accepted(log)
+    outcome.lost += [f"{said}: accepted" for number, said in outcome.cut_off.items() if number in accepted]
     return outcome
+
+
+def _accepted(log: Path) -> set[str]:
+    """The ids of gRPC calls that the server began to handle.
+
+    Raises:
+        BenchError: there are none, so that nothing could be found out.
+    """
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    found = {line["request_id"] for line in lines if line["message"] == "accepted"}
+    if not found:
+        raise report.BenchError(f"{log}: the server, at --log-level debug, says of no call that it came")
+    return found
 
 
 def growth(outcome: Outcome) -> tuple[float, float, int]:

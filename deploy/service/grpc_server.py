@@ -135,6 +135,7 @@ class _Front(aio.ServerInterceptor):
             _headers.set(headers | {ids.HEADER: number})
             trailing = ((ids.HEADER, number),)
             logs.bind(request_id=number)
+            _log.debug("accepted")  # the soak holds this against the answers that came
             try:
                 if not is_open:
                     self._check(headers)

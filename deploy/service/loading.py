@@ -207,6 +207,11 @@ def _options(settings: ModelSettings) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _QUIET
     options.intra_op_num_threads = settings.intra_op_threads
+    if not settings.intra_op_spinning:
+        # Threads that spin keep a core from the event loop and from other models. 50 runs a second, two cores
+        # of an EPYC: 19 to 24 ms of processor time a run with spinning, 3 without, and the same latency; one
+        # client without a pause: within 5 % either way, 64 clients: the same throughput.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
 

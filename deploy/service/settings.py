@@ -68,6 +68,9 @@ class ModelSettings(_Settings):
     intra_op_threads: int = Field(
         0, ge=0, description="ONNX Runtime's threads for a run on the CPU; 0: one a core"
     )
+    intra_op_spinning: bool = Field(
+        False, description="these threads wait for their next work in a loop, which keeps the cores busy"
+    )
     versions: (
         Annotated[str, StringConstraints(pattern=r"^(all|latest(:[1-9][0-9]*)?)$")]
         | Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]

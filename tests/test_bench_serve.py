@@ -1,0 +1,37 @@
+"""What the serving report makes of its measurements."""
+
+from typing import Any
+
+import pytest
+
+from twinop.bench.serve import bars
+from twinop.bench.serving.servers import GRPC, KSERVE, OURS, REST
+
+
+def rows(ours: list[float], peers: list[float]) -> list[dict[str, Any]]:
+    """Of the encoder at one client: the p50 of each round."""
+    return [
+        {"model": "encoder", "server": server, "protocol": protocol, "clients": 1}
+        | {"ready_seconds": 1.0, "p50_ms": sorted(p50s)[len(p50s) // 2], "p50s_ms": p50s}
+        for server, p50s in ((OURS, ours), (KSERVE, peers))
+        for protocol in (REST, GRPC)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "peers", "value", "quartiles", "passed"),
+    [
+        ([1.6, 2.4, 2.4, 1.6, 2.4], [1.6, 2.4, 1.6, 1.6, 2.4], 1.0, [1.0, 1.0], True),
+        ([1.8, 2.7, 2.7, 1.8, 2.7], [1.5, 2.0, 1.5, 1.5, 2.0], 1.35, [1.2, 1.35], False),
+        # Medians of 2.4 and 1.6, of rounds that were slow for both or for neither, but for one.
+        ([1.6, 1.6, 2.4, 2.4, 2.4], [1.6, 1.6, 1.6, 2.5, 2.5], 1.0, [0.96, 1.0], True),
+    ],
+)
+def test_at_one_client_rounds_are_compared_in_pairs(
+    ours: list[float], peers: list[float], value: float, quartiles: list[float], passed: bool
+) -> None:
+    found = bars(rows(ours, peers))
+    assert [bar["what"].split(",")[1].strip() for bar in found] == [REST, GRPC]
+    for bar in found:
+        assert (bar["value"], bar["quartiles"], bar["passed"]) == (value, quartiles, passed)
+        assert bar["bar"] == "<= 1.1"
