@@ -12,11 +12,12 @@ from twinop.bench.cells import COPY, OURS, Cell, cells_of
 from twinop.bench.merge import load
 from twinop.bench.report import BenchError
 from twinop.bench.sass import LANES, Kernel, kernels
+from twinop.bench.verdicts import MOST_TOLERANCE
 from twinop.console import clear_errors
 from twinop.library import find_library
 
 MULTIPROCESSORS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132}
-LIMIT_BAR = 0.9  # of the limit's speed
+LIMIT_BAR = 0.9  # of the limit's speed, within the cell's tolerance
 RESIDENT_BYTES = 24 << 20  # outputs up to this take another kernel (kernels/elementwise_settings.h)
 
 FUNCTORS = {
@@ -158,11 +159,13 @@ def _row(
     }
     if measured:
         ours = {name: cell.us(name) for name in OURS if name in cell.rows}
+        tolerance = min(cell.tolerance, MOST_TOLERANCE)
         row |= {
             "us": ours,
             "share_of_limit": {name: round(limit / us, 3) for name, us in ours.items()},
             "share_of_arithmetic": {name: round(least[unit] / us, 3) for name, us in ours.items()},
-            "passed": all(limit / us >= LIMIT_BAR for us in ours.values()),
+            "tolerance": round(tolerance, 4),
+            "passed": all(limit / us >= LIMIT_BAR * (1 - tolerance) for us in ours.values()),
         }
     return row
 
@@ -180,7 +183,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for (op, dtype), row in largest.items():
         shares = row.get("share_of_limit", {})
         share = min(shares.values(), default=None)
-        color = "green" if share is None or share >= LIMIT_BAR else "red"
+        color = "green" if row.get("passed", True) else "red"
         table.add_row(
             f"{op}, {dtype}",
             row["shape"],

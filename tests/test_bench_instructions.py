@@ -85,6 +85,12 @@ def test_the_limit_is_what_takes_longer() -> None:
     assert row["passed"]
 
 
+def test_the_tolerance_is_counted_in() -> None:
+    for us, passed in ((500 / 0.895, True), (500 / 0.89, False)):
+        (row,) = instructions.rows_of(("gelu", counted(50)), document(us))
+        assert (row["tolerance"], row["passed"]) == (0.01, passed), row
+
+
 def test_a_type_that_was_not_measured_has_the_copy_of_as_many_bytes() -> None:
     (row,) = instructions.rows_of(("gelu", counted(200, "float64")), document())
     assert (row["shape"], row["copy_us"], row["limit"]) == ("2^27", 500.0, "arithmetic") and "us" not in row
