@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any
@@ -33,21 +34,34 @@ LONE_ROUNDS = 5
 # ------------------------------------------------------------------------------------------- measuring
 
 
-def bare(path: Path, provider: str, inputs: dict[str, np.ndarray], seconds: float) -> tuple[dict, np.ndarray]:
-    """session.run alone, one caller, no network; and what it gives."""
+def bare(
+    path: Path, provider: str, inputs: dict[str, np.ndarray], seconds: float
+) -> tuple[dict[int, dict[str, float]], np.ndarray]:
+    """session.run alone, no network: by the number of callers, each a thread; and what it gives."""
     import onnxruntime as ort
 
     options_, providers = session_options(provider)
     session = ort.InferenceSession(str(path), options_, providers=providers)
     expected = session.run(None, inputs)[0]
-    times = []
-    end = time.perf_counter() + seconds
-    while (started := time.perf_counter()) < end:
-        session.run(None, inputs)
-        times.append(time.perf_counter() - started)
-    p50, p90, p99 = np.percentile(times, [50, 90, 99]) * 1e3
-    row = {"p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "per_second": len(times) / sum(times)}
-    return {name: round(float(value), 4) for name, value in row.items()}, expected
+
+    def call(end: float) -> list[float]:
+        times = []
+        while (started := time.perf_counter()) < end:
+            session.run(None, inputs)
+            times.append(time.perf_counter() - started)
+        return times
+
+    found = {}
+    for clients in CLIENTS:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            calls = [pool.submit(call, started + seconds) for _ in range(clients)]
+            times = [each for done in calls for each in done.result()]
+        p50, p90, p99 = np.percentile(times, [50, 90, 99]) * 1e3
+        per_second = len(times) / (time.perf_counter() - started)
+        row = {"p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "per_second": per_second}
+        found[clients] = {name: round(float(value), 4) for name, value in row.items()}
+    return found, expected
 
 
 def load(server: Server, protocol: str, request: Path, clients: int, seconds: float) -> dict[str, Any]:
@@ -74,7 +88,10 @@ def measure(
     files = requests(model, folder)
     alone, expected = bare(path, provider, model.inputs(), seconds)
     label = {"model": model.name, "device": provider}
-    rows = [label | {"server": BARE, "protocol": "none", "clients": 1, "ready_seconds": None, **alone}]
+    rows: list[dict[str, Any]] = [
+        label | {"server": BARE, "protocol": "none", "clients": clients, "ready_seconds": None, **row}
+        for clients, row in alone.items()
+    ]
     with servers(model, path.rename(path.with_name(f"{model.name}.onnx")), provider, folder) as found:
         cases = [
             (server, protocol, files[protocol, FASTAPI if server.name == FASTAPI else OURS], clients, ready)

@@ -1,10 +1,12 @@
 """What the serving report makes of its measurements."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from twinop.bench.serve import bars
+from twinop.bench.serve import CLIENTS, bare, bars
+from twinop.bench.serving.models import MODELS, write
 from twinop.bench.serving.servers import GRPC, KSERVE, OURS, REST
 
 
@@ -35,3 +37,12 @@ def test_at_one_client_rounds_are_compared_in_pairs(
     for bar in found:
         assert (bar["value"], bar["quartiles"], bar["passed"]) == (value, quartiles, passed)
         assert bar["bar"] == "<= 1.1"
+
+
+def test_the_session_alone_is_called_by_as_many_threads(tmp_path: Path) -> None:
+    small = MODELS[0]
+    found, expected = bare(write(small, tmp_path), "cpu", small.inputs(), 0.05)
+    assert set(found) == set(CLIENTS) and expected.shape == (1, 16)
+    for row in found.values():
+        assert row["per_second"] > 0 and 0 < row["p50_ms"] <= row["p99_ms"]
+    assert found[64]["p50_ms"] > found[1]["p50_ms"]  # they share the processor
