@@ -5,29 +5,34 @@
 
 #include <cstdint>
 
-#include "kernels/rowwise_wide_ring.cuh"
+#include "kernels/rowwise_wide_batches.cuh"
 
 namespace twinop::rowwise {
 
+// Vectors of a thread. (With sums, which leave few registers and few batches, the last one is full
+// more often: layer norm backward, bfloat16, 16384 x 11008: 623 us, by two vectors 712 us.)
+template <class F, bool kSums>
+inline constexpr int kWideBatch = kSums                  ? 1
+                                  : kEarlyInputs<F> == 1 ? 4
+                                                         : 2;
+
 // kSums: of the columns, on the way. (Without, the rows' functors are kept for a second pass.)
 template <class F, class S, class W, Source kSource, bool kSums>
-class ReadWideRows : WideSlices<F, S, W, kSource == Source::kRing ? Ring::kWhole : Ring::kNone> {
-  using Base = WideSlices<F, S, W, kSource == Source::kRing ? Ring::kWhole : Ring::kNone>;
+class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
+  static constexpr int kBatch = kWideBatch<F, kSums>;
+  using Base = WideBatches<F, S, W, kSource, kBatch>;
   using Base::arguments_, Base::settings_, Base::thread_, Base::threads_, Base::group_;
-  using Base::begin_, Base::length_, Base::rank_, Base::ring_;
+  using Base::AtBatch, Base::ForEachBatch, Base::InRoom, Base::Left;
+  using Base::begin_, Base::length_, Base::rank_;
+  using Base::kWidth, Base::kInputs, Base::kHeld, Base::kColumns, Base::kPhaseCount;
+  using typename Base::Batch;
+  using typename Base::VectorValues;
 
  public:
   using typename Base::Storage;
   using typename Base::T;
   using Sum = Compute<S>;
-  static constexpr int kWidth = Base::kWidth;
-  static constexpr int kInputs = kRowInputs<F>;
-  static constexpr int kHeld = Base::kHeld;
-  static constexpr int kColumns = Base::kColumns;
-  static constexpr int kPhaseCount = Base::kPhaseCount;
-  // Vectors of a thread. (With sums, which leave few registers and few batches, the last one is
-  // full more often: layer norm backward, bfloat16, 16384 x 11008: 623 us, by two vectors 712 us.)
-  static constexpr int kBatch = kSums ? 1 : kHeld == 1 ? 4 : 2;
+  using Base::SharedBytes;
   static constexpr int kSumBatches = kSums ? kWideSumVectors<S> / kBatch : 0;
   using BatchSums = Sum[F::kColumnSums + 1][kBatch][kWidth];
 
@@ -35,16 +40,6 @@ class ReadWideRows : WideSlices<F, S, W, kSource == Source::kRing ? Ring::kWhole
                           const WideSettings& settings, const Reads& reads, Storage* storage,
                           unsigned char* memory)
       : Base(arguments, settings, reads, storage, memory), functor_(functor) {}
-
-  static std::int64_t SharedBytes(const WideSettings& settings, std::int64_t columns) {
-    const std::int64_t slice = SliceVectors(columns, kWidth, settings.cluster) * kWidth;
-    return Base::RingBytes(settings, slice) + settings.groups * RoomBytes(settings.threads);
-  }
-  // For each group: a batch of a misaligned row.
-  static constexpr __host__ __device__ int RoomBytes(int threads) {
-    if (kSource != Source::kMisaligned) return 0;
-    return Stretch<S>::RoomVectors(kBatch * threads) * kVectorBytes;
-  }
 
   __device__ __forceinline__ void Run(F* states, Sum* partials) {
     Base::Begin();
@@ -59,153 +54,6 @@ class ReadWideRows : WideSlices<F, S, W, kSource == Source::kRing ? Ring::kWhole
   }
 
  private:
-  // ---------------------------------------------------------------------------------- vectors
-
-  // This thread's vectors of the slice, kBatch at a time, all of them loaded before the first is
-  // used.
-  struct Batch {
-    Vector<S, kWidth> row[kHeld][kBatch];
-    Vector<W, kWidth> columns[kColumns + 1][kBatch];
-  };
-
-  // body(first, whole): the first of the batch's vectors, and whether all threads have all of them.
-  // Every thread of a warp takes part in every batch.
-  template <class Body>
-  __device__ __forceinline__ void ForEachBatch(const Body& body) const {
-    const std::int64_t vectors = (length_ + kWidth - 1) / kWidth;
-    const int batch = kBatch * threads_;
-    std::int64_t start = 0;
-    if (kSource != Source::kMisaligned)
-      for (; start + batch <= vectors; start += batch) body(start + thread_, std::true_type{});
-    for (; start < vectors; start += batch) body(start + thread_, std::false_type{});
-  }
-
-  // The same for the batch that starts at this vector of the slice, if there is one.
-  template <class Body>
-  __device__ __forceinline__ void AtBatch(int start, const Body& body) const {
-    const int vectors = static_cast<int>((length_ + kWidth - 1) / kWidth);
-    if (kSource != Source::kMisaligned && start + kBatch * threads_ <= vectors) {
-      body(start + thread_, std::true_type{});
-    } else if (start < vectors) {
-      body(start + thread_, std::false_type{});
-    }
-  }
-
-  // Elements of the slice from the batch's b-th vector on.
-  __device__ __forceinline__ std::int64_t Left(std::int64_t first, int b) const {
-    return length_ - (first + b * threads_) * kWidth;
-  }
-
-  template <bool kWhole, class U>
-  __device__ __forceinline__ void Load(const U* slice, std::int64_t first,
-                                       Vector<U, kWidth> (&vectors)[kBatch]) const {
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const U* const place = slice + (first + b * threads_) * kWidth;
-      if constexpr (kSource == Source::kMisaligned) {
-        LoadAnywhere(place, static_cast<int>(min(Left(first, b), std::int64_t{kWidth})),
-                     &vectors[b]);
-      } else if (kWhole || Left(first, b) > 0) {
-        LoadAligned(place, &vectors[b]);
-      }
-    }
-  }
-
-  // The batch's part of a misaligned row, in this group's share of shared memory. To be loaded, it
-  // goes on for `ahead` elements: the last owned vector ends in the aligned one behind the batch.
-  __device__ __forceinline__ Stretch<S> InRoom(const S* slice, std::int64_t first,
-                                               int ahead) const {
-    const std::int64_t left = length_ - (first - thread_) * kWidth;
-    const int batch = kBatch * threads_ * kWidth;
-    return {slice + (first - thread_) * kWidth,
-            static_cast<int>(min(left, std::int64_t{batch + ahead})),
-            thread_,
-            threads_,
-            left >= batch + kWidth,
-            ring_ + group_ * RoomBytes(threads_)};
-  }
-
-  __device__ __forceinline__ void LoadMisaligned(std::int64_t row, std::int64_t first,
-                                                 Batch* batch) const {
-    Pieces<S, kBatch> pieces[kHeld];
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) InRoom(Base::Input(j, row), first, kWidth).Load(&pieces[j]);
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const Stretch<S> stretch = InRoom(Base::Input(j, row), first, kWidth);
-      Base::SyncGroup();
-      stretch.Put(pieces[j]);
-      Base::SyncGroup();
-      stretch.Get(&pieces[j]);
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) batch->row[j][b] = pieces[j].vectors[b];
-    }
-  }
-
-  template <bool kWhole, bool kWithColumns>
-  __device__ __forceinline__ Batch LoadBatch(std::int64_t row, int stage,
-                                             std::int64_t first) const {
-    Batch batch = {};
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      if constexpr (kSource == Source::kRing) {
-        Load<kWhole>(static_cast<const S*>(Base::Stage(stage, j)), first, batch.row[j]);
-      } else if constexpr (kSource == Source::kAligned) {
-        Load<kWhole>(Base::Input(j, row), first, batch.row[j]);
-      }
-    }
-    if constexpr (kSource == Source::kMisaligned) LoadMisaligned(row, first, &batch);
-    if constexpr (kWithColumns) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const W* const column = arguments_.columns[c];
-        if (column == nullptr) continue;
-        if constexpr (kSource == Source::kRing) {
-          Load<kWhole>(static_cast<const W*>(Base::Column(c)), first, batch.columns[c]);
-        } else {
-          Load<kWhole>(column + begin_, first, batch.columns[c]);
-        }
-      }
-    }
-    return batch;
-  }
-
-  // The values of the batch's b-th vector as the phases before kPhase leave them, and of the
-  // columns.
-  struct VectorValues {
-    Values<T, kInputs> row[kWidth];
-    Values<T, kColumns> columns[kWidth];
-  };
-
-  template <int kPhase>
-  __device__ __forceinline__ VectorValues Read(const F& functor, const Batch& batch, int b) const {
-    VectorValues values;
-    T unpacked[kWidth];
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      Unpack(batch.row[j][b], unpacked);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) values.row[i][j] = unpacked[i];
-    }
-#pragma unroll
-    for (int j = kHeld; j < kInputs; ++j)
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) values.row[i][j] = T(0);
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      Unpack(batch.columns[c][b], unpacked);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i)
-        values.columns[i][c] =
-            arguments_.columns[c] != nullptr ? unpacked[i] : T(functor.Neutral(c));
-    }
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) Replay<kPhase, S>(functor, values.row[i], values.columns[i]);
-    return values;
-  }
-
-  // ---------------------------------------------------------------------------------- a row
-
   __device__ __forceinline__ void Row(std::int64_t row, const Turn& turn, F* states) {
     F functor = functor_;
     const int stage = turn.stage;
@@ -240,11 +88,12 @@ class ReadWideRows : WideSlices<F, S, W, kSource == Source::kRing ? Ring::kWhole
     ThreadTotals<F::Phases::At(kPhase), Total, kWidth> totals;
     ForEachBatch([&](std::int64_t first, auto whole) {
       // Of the phases, only those of ops that sum columns look at the column inputs.
-      const Batch batch = LoadBatch<whole, (F::kColumnSums > 0)>(row, turn.stage, first);
+      const Batch batch =
+          Base::template LoadBatch<whole, (F::kColumnSums > 0)>(row, turn.stage, first);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         if (!whole && Left(first, b) <= 0) continue;
-        VectorValues values = Read<kPhase>(*functor, batch, b);
+        VectorValues values = Base::template Read<kPhase>(*functor, batch, b);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
           const Total term = functor->Term(Phase<kPhase>{}, values.row[i], values.columns[i]);
@@ -258,16 +107,16 @@ class ReadWideRows : WideSlices<F, S, W, kSource == Source::kRing ? Ring::kWhole
   template <bool kWhole>
   __device__ __forceinline__ void Write(const F& functor, std::int64_t row, int stage,
                                         std::int64_t first, BatchSums& sums) {
-    const Batch batch = LoadBatch<kWhole, true>(row, stage, first);
+    const Batch batch = Base::template LoadBatch<kWhole, true>(row, stage, first);
     Vector<S, kWidth> late[F::kLateInputs + 1][kBatch] = {};
 #pragma unroll
     for (int j = kHeld; j < kInputs; ++j)
       if (arguments_.inputs[j] != nullptr)
-        Load<kWhole>(Base::Input(j, row), first, late[j - kHeld]);
+        Base::template Load<kWhole>(Base::Input(j, row), first, late[j - kHeld]);
     T out[F::kRowOutputs][kBatch][kWidth];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      VectorValues values = Read<kPhaseCount>(functor, batch, b);
+      VectorValues values = Base::template Read<kPhaseCount>(functor, batch, b);
 #pragma unroll
       for (int j = kHeld; j < kInputs; ++j) {
         T unpacked[kWidth];
