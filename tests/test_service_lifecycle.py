@@ -296,6 +296,41 @@ def test_the_grace_time_ends_the_wait(tmp_path: Path) -> None:
         connection.close()
 
 
+def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> None:
+    """More of them than asyncio's default executor has: nothing else of the end may need one."""
+    place(tmp_path, "m", relu())
+    patched = (
+        "import sys, time\n"
+        "from twinop.deploy.service import endpoints, codec_grpc, codec_rest\n"
+        "from twinop.cli import app\n"
+        "def decode(*arguments):\n"
+        "    time.sleep(60)\n"
+        "endpoints.LARGE = 0\n"
+        "codec_grpc.decode = codec_rest.decode = decode\n"
+        "app(sys.argv[1:])\n"
+    )
+    with serve(tmp_path, *QUICK, "--grace-seconds", "2", program=("-c", patched)) as served:
+        outcomes: list[object] = []
+
+        def over_grpc() -> None:
+            with pytest.raises(grpc.RpcError) as error:
+                call(served, "m")
+            outcomes.append(error.value.code())
+
+        threads = [threading.Thread(target=over_grpc) for _ in range(40)]
+        threads.append(threading.Thread(target=lambda: outcomes.append(served.infer("m", ROW).status)))
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        started = time.monotonic()
+        assert served.stop() == 1
+        assert time.monotonic() - started < 2 + 2
+        for thread in threads:
+            thread.join(10)
+        assert 503 in outcomes and len(outcomes) == 41
+        assert any("grace_seconds (2) were not enough" in line["message"] for line in served.log)
+
+
 # -------------------------------------------------------------------------------- a request alone
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DRAIN_REFUSE_SECONDS = 0.5
+TIMER_SECONDS = 0.01  # uvloop's timers may be that early
 _OPEN = ("/ServerLive", "/ServerReady")  # without a token
 
 _headers: ContextVar[dict[str, str]] = ContextVar("_headers")  # the call's metadata, with its id
@@ -222,19 +224,24 @@ class GrpcServer(GRPCServer):
         self.port = self._bind()
         await self._server.start()
 
-    async def drain(self, grace: float) -> None:
+    async def drain(self, grace: float) -> bool:
         """Takes no more calls; answers those that have come. After `grace` seconds they are cut off.
 
         New calls are told first that the server is stopping: gRPC itself would cancel those that arrive just
         then, and a client could not tell whether they were run. It still does with one that arrives in the
         very moment of `stop`, before any of our code sees it.
+
+        Returns:
+            Whether all were answered.
         """
         if self._server is None:
-            return
+            return True
         self._front.draining = True
         refusing = min(DRAIN_REFUSE_SECONDS, grace) if self._front.was_called else 0.0
         await asyncio.sleep(refusing)
-        await self._server.stop(grace - refusing)
+        rest, started = grace - refusing, time.monotonic()
+        await self._server.stop(rest)  # returns before the time is over if no call is left
+        return not rest or time.monotonic() - started < rest - TIMER_SECONDS
 
     def _bind(self) -> int:
         settings = self.settings

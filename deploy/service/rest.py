@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE_SECONDS = 65  # longer than proxies keep theirs, or they would use a connection that is just closed
 DRAIN_IDLE_SECONDS = 1.0  # a stopping server's open connections may still have a request on its way
+CUT_OFF_SECONDS = 0.5  # to say so to those whose time was over
 _OPEN = {"/v2/health/live", "/v2/health/ready"}  # without a token
 
 
@@ -132,14 +133,17 @@ class RestServer(RESTServer):
             up.cancel()
             await self._serving  # raises what went wrong
 
-    async def drain(self, grace: float) -> None:
+    async def drain(self, grace: float) -> bool:
         """Stops listening; answers what has come and what comes on open connections, then closes them.
 
         What is not answered within `grace` seconds is cut off.
+
+        Returns:
+            Whether all was answered.
         """
         if self._serving is None:
             self._socket.close()
-            return
+            return True
         loop, server = asyncio.get_running_loop(), self._server
         end = loop.time() + grace
         self._front.draining = True
@@ -154,6 +158,10 @@ class RestServer(RESTServer):
         self.config.timeout_graceful_shutdown = max(end - loop.time(), 0)  # type: ignore[assignment]
         server.should_exit = True
         await self._serving
+        cut_off = set(server.server_state.tasks)  # uvicorn has cancelled them
+        if cut_off:
+            await asyncio.wait(cut_off, timeout=CUT_OFF_SECONDS)
+        return not cut_off
 
     def create_application(self) -> FastAPI:
         app = FastAPI(title="twinop", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
