@@ -68,11 +68,12 @@ class Endpoints(V2Endpoints):
         scope, headers = request.scope, request.headers
         if self._repository.get_model(model) is None:
             self._repository.find(model, None)  # says what is wrong
+        logs.bind(model=model)
         body = await bodies.read(request, self._limit)
         version = scope["path_params"].get("model_version", "")
         asked, form = await off_loop(len(body), codec_rest.decode, body, headers, model, version)
         asked.id = ids.of(scope, asked.id)
-        logs.bind(request_id=asked.id, model=model)
+        logs.bind(request_id=asked.id)
         wait_in(scope)
         result, _ = await self.dataplane.infer(model, asked, headers)
         size = sum(array.nbytes for array in result.outputs.values())

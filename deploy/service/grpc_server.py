@@ -48,10 +48,10 @@ class Servicer(InferenceServicer):
             tracing.note(request_id=headers[ids.HEADER])
             if self._repository.get_model(request.model_name) is None:
                 self._repository.find(request.model_name, None)  # says what is wrong
+            logs.bind(model=request.model_name)
             seconds = context.time_remaining()
             asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds)
             asked.id = headers[ids.HEADER]
-            logs.bind(model=asked.model)
             result, _ = await self._data_plane.infer(asked.model, asked, headers)
             size = sum(array.nbytes for array in result.outputs.values())
             return await off_loop(size, codec_grpc.encode, result, form)
@@ -136,7 +136,7 @@ class _Front(aio.ServerInterceptor):
             number = ids.request_id(*given)
             _headers.set(headers | {ids.HEADER: number})
             trailing = ((ids.HEADER, number),)
-            logs.bind(request_id=number)
+            logs.begin(request_id=number)
             _log.debug("accepted")  # the soak holds this against the answers that came
             try:
                 if not is_open:

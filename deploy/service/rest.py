@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twinop.deploy.service import ids, metrics
+from twinop.deploy.service import ids, logs, metrics
 from twinop.deploy.service._kserve import DataPlane, RefreshingServer, RESTServer, metrics_handler
 from twinop.deploy.service.addresses import bound, tls_error
 from twinop.deploy.service.connection import LimitedHttpProtocol, Limits, has_gone
@@ -46,10 +46,13 @@ class Front:
             elif name == b"authorization":
                 authorization = value
         ids.take(scope, given)
+        logs.begin(**({"request_id": ids.of(scope)} if given else {}))
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", ids.of(scope).encode())]
+                number = ids.of(scope)
+                logs.bind(request_id=number)  # for the access log; a body might have had one
+                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
                 if self.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
