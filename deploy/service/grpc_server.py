@@ -1,6 +1,7 @@
 """The gRPC server: KServe's, with our codec, a token, TLS, limits, and failures as gRPC's codes."""
 
 import asyncio
+import functools
 import hmac
 import logging
 import time
@@ -44,7 +45,8 @@ class Servicer(InferenceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         headers = _headers.get()
-        with tracing.request_span("infer", headers), metrics.counting():
+        meant = functools.partial(self._repository.metrics_of, request.model_name, request.model_version)
+        with tracing.request_span("infer", headers), metrics.counting(meant) as counting:
             tracing.note(request_id=headers[ids.HEADER])
             if self._repository.get_model(request.model_name) is None:
                 self._repository.find(request.model_name, None)  # says what is wrong
@@ -52,9 +54,9 @@ class Servicer(InferenceServicer):
             seconds = context.time_remaining()
             asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds)
             asked.id = headers[ids.HEADER]
-            result, _ = await self._data_plane.infer(asked.model, asked, headers)
-            size = sum(array.nbytes for array in result.outputs.values())
-            return await off_loop(size, codec_grpc.encode, result, form)
+            counting.result, _ = await self._data_plane.infer(asked.model, asked, headers)
+            size = sum(array.nbytes for array in counting.result.outputs.values())
+            return await off_loop(size, codec_grpc.encode, counting.result, form)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=await self._repository.ready())
