@@ -380,7 +380,7 @@ def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) 
 
 
 def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
-    before = cancelled(served)
+    before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
     request = pb.ModelInferRequest(model_name="slow")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
     first = stub.ModelInfer.future(request)
@@ -391,6 +391,7 @@ def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
         other.cancel()
     wait_until(lambda: cancelled(served) == before + 5)
     assert first.result(60).model_name == "slow"
+    assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 1
 
 
 def test_deadlines(served: Served, stub: Any) -> None:
