@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 READY_SECONDS = 120  # a machine that compiles meanwhile
+PROGRAM = ("-m", "twinop")
 
 
 @dataclass
@@ -152,12 +153,16 @@ def tensor(name: str, datatype: str, shape: list[int], data: list[Any], **rest: 
 
 @contextmanager
 def serve(
-    models: Path, *options: str, env: Mapping[str, str] | None = None, seconds: float = READY_SECONDS
+    models: Path,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    seconds: float = READY_SECONDS,
+    program: Sequence[str] = PROGRAM,
 ) -> Iterator[Served]:
     """`twinop serve models options`, from ready until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "log"
-        process = start(models, log_path, *options, env=env)
+        process = start(models, log_path, *options, env=env, program=program)
         try:
             ready = _wait_until_ready(process, log_path, seconds)
             served = Served(process, ready["http_port"], ready["grpc_port"], log_path, models)
@@ -170,11 +175,19 @@ def serve(
 
 
 def start(
-    models: Path, log_path: Path, *options: str, env: Mapping[str, str] | None = None
+    models: Path,
+    log_path: Path,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> subprocess.Popen[bytes]:
-    """The server's process, its output going to a file."""
+    """The server's process, its output going to a file.
+
+    Args:
+        program: what Python runs in place of twinop, such as twinop with something in it replaced.
+    """
     ports = ("--http-port", "0", "--grpc-port", "0")
-    command = (sys.executable, "-m", "twinop", "serve", str(models), *ports, *options)
+    command = (sys.executable, *program, "serve", str(models), *ports, *options)
     with log_path.open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})})
 

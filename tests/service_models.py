@@ -122,6 +122,15 @@ def add() -> onnx.ModelProto:
     )
 
 
+def uneven() -> onnx.ModelProto:
+    """total[N, K] = a[N, K] + b[N, L]: the run fails where K and L differ, and neither is 1."""
+    return _model(
+        [node("Add", ["a", "b"], ["total"], domain="")],
+        [_value("a", "FP32", ("N", "K")), _value("b", "FP32", ("N", "L"))],
+        [_value("total", "FP32", ("N", "K"))],
+    )
+
+
 def optional_scale() -> onnx.ModelProto:
     """y = x * scale, where scale[1] is 2 unless it is given (an initializer that is an input too)."""
     return _model(

@@ -17,10 +17,11 @@ import grpc
 import numpy as np
 import onnx
 import pytest
-from service_fixtures import Served, serve, start, tensor, wait_until
+from service_fixtures import Served, receive, serve, start, tensor, wait_until
 from service_models import gather, mlp, place, relu, slow
 
 from twinop.bench.serving import soak
+from twinop.bench.serving.servers import free_ports
 from twinop.deploy.service._kserve import pb, pb_grpc
 
 ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
@@ -108,6 +109,76 @@ def test_what_cannot_be_served_ends_the_start_with_one_message(
     assert process.wait(60) == 1
     log = (tmp_path / "log").read_text()
     assert words in log and "Traceback" not in log
+
+
+def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(tmp_path: Path) -> None:
+    place(tmp_path / "models", "slow", slow(rounds=3000))
+    gate = tmp_path / "gate"
+    patched = (
+        "import os, sys, time\n"
+        "import twinop.deploy.service.repository as r\n"
+        "from twinop.cli import app\n"
+        "load = r.load\n"
+        "def held(*arguments):\n"
+        f"    while not os.path.exists({str(gate)!r}):\n"
+        "        time.sleep(0.02)\n"
+        "    return load(*arguments)\n"
+        "r.load = held\n"
+        "app(sys.argv[1:])\n"
+    )
+    http_port, grpc_port = free_ports(2)
+    ports = ("--http-port", str(http_port), "--grpc-port", str(grpc_port))
+    process = start(tmp_path / "models", tmp_path / "log", *QUICK, *ports, program=("-c", patched))
+    served = Served(process, http_port, grpc_port, tmp_path / "log", tmp_path / "models")
+
+    def status(path: str) -> int:
+        return served.ask("GET", path).status
+
+    def is_live() -> bool:
+        try:
+            return status("/v2/health/live") == 200
+        except ConnectionError:
+            return False
+
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+
+        def grpc_ready() -> bool:
+            ready: bool = stub.ServerReady(pb.ServerReadyRequest(), wait_for_ready=True, timeout=60).ready
+            return ready
+
+        try:
+            wait_until(is_live, 60)
+            wait_until(lambda: states(served) == {("slow", "1"): "LOADING"})
+            assert status("/v2/health/ready") == status("/v2/models/slow/ready") == 503
+            assert not grpc_ready() and stub.ServerLive(pb.ServerLiveRequest()).live
+            assert served.infer("slow", ROW).status == 503
+            with pytest.raises(grpc.RpcError) as error:
+                call(served, "slow")
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+            gate.touch()
+            wait_until(lambda: status("/v2/health/ready") == 200, 60)
+            assert grpc_ready() and served.infer("slow", ROW).status == 200
+
+            waiting = [threading.Thread(target=call, args=(served, "slow")) for _ in range(4)]
+            for thread in waiting:
+                thread.start()
+            wait_until(partial(_in_flight, served, 4))
+            with served.connect() as connection:  # a new one would be refused
+                ask = b"GET /v2/health/ready HTTP/1.1\r\nHost: h\r\n\r\n"
+                connection.sendall(ask)
+                assert receive(connection).status == 200
+                process.send_signal(signal.SIGTERM)
+                wait_until(lambda: not grpc_ready())
+                connection.sendall(ask)
+                assert receive(connection).status == 503
+            for thread in waiting:
+                thread.join(60)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 # -------------------------------------------------------------------------------- versions come and go
@@ -294,6 +365,41 @@ def test_the_grace_time_ends_the_wait(tmp_path: Path) -> None:
         assert time.monotonic() - started < 15
         assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)
         connection.close()
+
+
+def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> None:
+    """More of them than asyncio's default executor has: nothing else of the end may need one."""
+    place(tmp_path, "m", relu())
+    patched = (
+        "import sys, time\n"
+        "from twinop.deploy.service import endpoints, codec_grpc, codec_rest\n"
+        "from twinop.cli import app\n"
+        "def decode(*arguments):\n"
+        "    time.sleep(60)\n"
+        "endpoints.LARGE = 0\n"
+        "codec_grpc.decode = codec_rest.decode = decode\n"
+        "app(sys.argv[1:])\n"
+    )
+    with serve(tmp_path, *QUICK, "--grace-seconds", "2", program=("-c", patched)) as served:
+        outcomes: list[object] = []
+
+        def over_grpc() -> None:
+            with pytest.raises(grpc.RpcError) as error:
+                call(served, "m")
+            outcomes.append(error.value.code())
+
+        threads = [threading.Thread(target=over_grpc) for _ in range(40)]
+        threads.append(threading.Thread(target=lambda: outcomes.append(served.infer("m", ROW).status)))
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        started = time.monotonic()
+        assert served.stop() == 1
+        assert time.monotonic() - started < 2 + 2
+        for thread in threads:
+            thread.join(10)
+        assert 503 in outcomes and len(outcomes) == 41
+        assert any("grace_seconds (2) were not enough" in line["message"] for line in served.log)
 
 
 # -------------------------------------------------------------------------------- a request alone

@@ -361,7 +361,9 @@ def test_work_of_a_client_that_has_gone_is_dropped(served: Served) -> None:
                 time.sleep(0.02)
         wait_until(lambda: cancelled(served) == before + 5)
         assert receive(first).status == 200
-    assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 1
+        first.sendall(slow_request())  # is run behind what was not dropped
+        assert receive(first).status == 200
+    assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 2
 
 
 def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) -> None:
@@ -380,7 +382,7 @@ def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) 
 
 
 def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
-    before = cancelled(served)
+    before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
     request = pb.ModelInferRequest(model_name="slow")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
     first = stub.ModelInfer.future(request)
@@ -391,6 +393,8 @@ def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
         other.cancel()
     wait_until(lambda: cancelled(served) == before + 5)
     assert first.result(60).model_name == "slow"
+    assert stub.ModelInfer(request).model_name == "slow"  # is run behind what was not dropped
+    assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 2
 
 
 def test_deadlines(served: Served, stub: Any) -> None:

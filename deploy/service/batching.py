@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from twinop.deploy.service import logs
 from twinop.deploy.service.errors import DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, ServiceError
 from twinop.deploy.service.request import Request, Result
 from twinop.deploy.service.settings import ModelSettings
@@ -60,7 +61,7 @@ class _Member:
             )
 
 
-_Outcome = dict[str, np.ndarray] | Exception
+_Outcome = dict[str, np.ndarray] | ServiceError
 
 
 class Batcher:
@@ -233,16 +234,17 @@ class Batcher:
         self._loop.call_soon_threadsafe(self._finish, instance, batch, outcomes, started, seconds)
 
     def _outcomes(self, instance: Runner, batch: list[_Member]) -> list[_Outcome]:
-        try:
-            parts = [member.request.inputs for member in batch]
-            found = instance.run(parts, batch[0].outputs)
-            if len(batch) == 1:
-                return [found]
-            if (split := self._split(found, batch)) is not None:
-                return split
-        except Exception as error:
-            if len(batch) == 1:
-                return [error]
+        with logs.about(**_ids(batch), model=self._name, version=self._version):
+            try:
+                parts = [member.request.inputs for member in batch]
+                found = instance.run(parts, batch[0].outputs)
+                if len(batch) == 1:
+                    return [found]
+                if (split := self._split(found, batch)) is not None:
+                    return split
+            except Exception as error:
+                if len(batch) == 1:
+                    return [_as_service_error(error)]
         # One of them fails, or rows do not come out as they went in: each gets what it would have got alone.
         return [outcome for member in batch for outcome in self._outcomes(instance, [member])]
 
@@ -272,7 +274,7 @@ class Batcher:
         self, instance: Runner, batch: list[_Member], outcomes: list[_Outcome], started: float, seconds: float
     ) -> None:
         self._idle.append(instance)
-        if not any(isinstance(outcome, Exception) for outcome in outcomes):  # a failure may be over at once
+        if not any(isinstance(outcome, ServiceError) for outcome in outcomes):  # which may be over at once
             self._short.learn(_bytes(batch), seconds)
         self._seconds_per_run += (seconds - self._seconds_per_run) * 0.1
         self._dispatch()  # the next run starts before these answers are written
@@ -284,8 +286,8 @@ class Batcher:
         for member, outcome in zip(batch, outcomes, strict=True):
             if member.future.done():  # cancelled, or its time was over
                 continue
-            if isinstance(outcome, Exception):
-                member.future.set_exception(_as_service_error(outcome))
+            if isinstance(outcome, ServiceError):
+                member.future.set_exception(outcome)
                 continue
             request = member.request
             queued = started - request.arrived
@@ -309,7 +311,14 @@ def _key(request: Request, outputs: tuple[str, ...]) -> Any:
     return outputs, frozenset((name, array.dtype, array.shape[1:]) for name, array in request.inputs.items())
 
 
-def _as_service_error(error: Exception) -> Exception:
+def _ids(batch: Sequence[_Member]) -> dict[str, Any]:
+    """Whom a log line of their run is about: it is made in no request's task, or in that of another."""
+    if len(batch) == 1:
+        return {"request_id": batch[0].request.id}
+    return {"request_ids": [member.request.id for member in batch]}
+
+
+def _as_service_error(error: Exception) -> ServiceError:
     if isinstance(error, ServiceError):
         return error
     _log.error("a run failed unexpectedly", exc_info=error)

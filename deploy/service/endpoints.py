@@ -1,6 +1,7 @@
 """The protocol's routes over HTTP, and how their failures are answered."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,25 +59,30 @@ class Endpoints(V2Endpoints):
         self._repository = repository
 
     async def infer(self, request: Request) -> Response:
-        with tracing.request_span("infer", request.headers), metrics.counting():
+        model = request.scope["path_params"]["model_name"]
+        version = request.scope["path_params"].get("model_version", "")
+        meant = functools.partial(self._repository.metrics_of, model, version)
+        with tracing.request_span("infer", request.headers), metrics.counting(meant) as counting:
             try:
-                return await self._infer(request, request.scope["path_params"]["model_name"])
+                return await self._infer(request, model, version, counting)
             finally:
                 tracing.note(request_id=ids.of(request.scope))
 
-    async def _infer(self, request: Request, model: str) -> Response:
+    async def _infer(
+        self, request: Request, model: str, version: str, counting: metrics.counting
+    ) -> Response:
         scope, headers = request.scope, request.headers
         if self._repository.get_model(model) is None:
             self._repository.find(model, None)  # says what is wrong
+        logs.bind(model=model)
         body = await bodies.read(request, self._limit)
-        version = scope["path_params"].get("model_version", "")
         asked, form = await off_loop(len(body), codec_rest.decode, body, headers, model, version)
         asked.id = ids.of(scope, asked.id)
-        logs.bind(request_id=asked.id, model=model)
+        logs.bind(request_id=asked.id)
         wait_in(scope)
-        result, _ = await self.dataplane.infer(model, asked, headers)
-        size = sum(array.nbytes for array in result.outputs.values())
-        content, answer_headers = await off_loop(size, codec_rest.encode, result, form)
+        counting.result, _ = await self.dataplane.infer(model, asked, headers)
+        size = sum(array.nbytes for array in counting.result.outputs.values())
+        content, answer_headers = await off_loop(size, codec_rest.encode, counting.result, form)
         return Response(content, headers=answer_headers)
 
     async def ready(self) -> Response:
@@ -181,7 +187,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
-    metrics.failed_without_model(CANCELLED)
     return Response(status_code=CANCELLED.status)  # for nobody
 
 

@@ -1,9 +1,11 @@
 """What a request can fail with: one message, an HTTP status and a gRPC code, both from one table."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc
+from starlette.requests import ClientDisconnect
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,12 @@ class ServiceError(Exception):
         super().__init__(message)
         self.failure = failure
         self.headers = dict(headers or {})
-        self.counted = False  # in the metrics of a model
+
+
+def failure_of(error: BaseException) -> Failure:
+    if isinstance(error, ServiceError):
+        return error.failure
+    return CANCELLED if isinstance(error, asyncio.CancelledError | ClientDisconnect) else INTERNAL
 
 
 def invalid(message: str) -> ServiceError:

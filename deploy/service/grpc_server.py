@@ -1,8 +1,10 @@
 """The gRPC server: KServe's, with our codec, a token, TLS, limits, and failures as gRPC's codes."""
 
 import asyncio
+import functools
 import hmac
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DRAIN_REFUSE_SECONDS = 0.5
+TIMER_SECONDS = 0.01  # uvloop's timers may be that early
 _OPEN = ("/ServerLive", "/ServerReady")  # without a token
 
 _headers: ContextVar[dict[str, str]] = ContextVar("_headers")  # the call's metadata, with its id
@@ -42,17 +45,18 @@ class Servicer(InferenceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         headers = _headers.get()
-        with tracing.request_span("infer", headers), metrics.counting():
+        meant = functools.partial(self._repository.metrics_of, request.model_name, request.model_version)
+        with tracing.request_span("infer", headers), metrics.counting(meant) as counting:
             tracing.note(request_id=headers[ids.HEADER])
             if self._repository.get_model(request.model_name) is None:
                 self._repository.find(request.model_name, None)  # says what is wrong
+            logs.bind(model=request.model_name)
             seconds = context.time_remaining()
             asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds)
             asked.id = headers[ids.HEADER]
-            logs.bind(model=asked.model)
-            result, _ = await self._data_plane.infer(asked.model, asked, headers)
-            size = sum(array.nbytes for array in result.outputs.values())
-            return await off_loop(size, codec_grpc.encode, result, form)
+            counting.result, _ = await self._data_plane.infer(asked.model, asked, headers)
+            size = sum(array.nbytes for array in counting.result.outputs.values())
+            return await off_loop(size, codec_grpc.encode, counting.result, form)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=await self._repository.ready())
@@ -134,7 +138,7 @@ class _Front(aio.ServerInterceptor):
             number = ids.request_id(*given)
             _headers.set(headers | {ids.HEADER: number})
             trailing = ((ids.HEADER, number),)
-            logs.bind(request_id=number)
+            logs.begin(request_id=number)
             _log.debug("accepted")  # the soak holds this against the answers that came
             try:
                 if not is_open:
@@ -222,19 +226,24 @@ class GrpcServer(GRPCServer):
         self.port = self._bind()
         await self._server.start()
 
-    async def drain(self, grace: float) -> None:
+    async def drain(self, grace: float) -> bool:
         """Takes no more calls; answers those that have come. After `grace` seconds they are cut off.
 
         New calls are told first that the server is stopping: gRPC itself would cancel those that arrive just
         then, and a client could not tell whether they were run. It still does with one that arrives in the
         very moment of `stop`, before any of our code sees it.
+
+        Returns:
+            Whether all were answered.
         """
         if self._server is None:
-            return
+            return True
         self._front.draining = True
         refusing = min(DRAIN_REFUSE_SECONDS, grace) if self._front.was_called else 0.0
         await asyncio.sleep(refusing)
-        await self._server.stop(grace - refusing)
+        rest, started = grace - refusing, time.monotonic()
+        await self._server.stop(rest)  # returns before the time is over if no call is left
+        return not rest or time.monotonic() - started < rest - TIMER_SECONDS
 
     def _bind(self) -> int:
         settings = self.settings

@@ -7,7 +7,8 @@ import json
 import logging
 import logging.config
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
@@ -59,13 +60,27 @@ def configure(level: str, access_log: bool = False) -> None:
     logging.captureWarnings(True)
 
 
-def bind(**fields: Any) -> None:
-    """Adds fields to every record of the current task, such as request_id, model and version.
+def begin(**fields: Any) -> None:
+    """Starts a request: every record of the current task has these fields, and none of an earlier request.
 
-    Servers run each request in a task of its own, so nothing has to be undone. A worker thread has no such
-    task: pass `extra=` to its log calls.
+    Servers run each request in a task of its own, so nothing has to be undone.
     """
+    _request.set(fields)
+
+
+def bind(**fields: Any) -> None:
+    """Adds fields to every record of the current task, such as request_id, model and version."""
     _request.set({**_request.get(), **fields})
+
+
+@contextmanager
+def about(**fields: Any) -> Iterator[None]:
+    """Inside, every record has these fields and no others: for what runs outside of a request's task."""
+    before = _request.set(fields)
+    try:
+        yield
+    finally:
+        _request.reset(before)
 
 
 class JsonFormatter(logging.Formatter):

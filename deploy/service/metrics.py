@@ -7,14 +7,13 @@ Labels are looked up once a version, so that an answered request alone in its ru
 import time
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from twinop.deploy.service.errors import Failure, ServiceError
+from twinop.deploy.service.errors import Failure, failure_of
 from twinop.deploy.service.request import Result
 
 _LABELS = ("model", "version")
@@ -59,19 +58,38 @@ def loaded(ok: bool) -> None:
 
 
 def failed_without_model(failure: Failure) -> None:
-    """A request failed before a loaded version was found. Names that clients made up are no labels."""
+    """A request failed that meant no version that is served. Names that clients made up are no labels."""
     FAILURES.labels("", "", failure.reason).inc()
 
 
-@contextmanager
-def counting() -> Iterator[None]:
-    """Around an inference request: a failure that no model has counted is counted without one."""
-    try:
-        yield
-    except ServiceError as error:
-        if not error.counted:
-            failed_without_model(error.failure)
-        raise
+class counting:
+    """Around an inference request, until its answer is ready to be sent: how it ended is counted once.
+
+    That is done under the version that ran it. What fails before, such as a body that is no JSON, counts for
+    the version that was meant, if that is served.
+    """
+
+    def __init__(self, meant: Callable[[], "ModelMetrics | None"]) -> None:
+        """`meant` is asked only if the request fails."""
+        self._meant = meant
+        self.result: Result | None = None  # of a run that went well; its answer may still fail
+
+    def __enter__(self) -> "counting":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        result = self.result
+        if result is not None and result.metrics is not None:
+            if error is None:
+                result.metrics.answered(result, time.monotonic() - result.arrived)
+            else:
+                result.metrics.failed(failure_of(error))
+        elif error is not None and not getattr(error, "counted", False):
+            if (meant := self._meant()) is None:
+                failed_without_model(failure_of(error))
+            else:
+                meant.started()
+                meant.failed(failure_of(error))
 
 
 class Queue(Protocol):

@@ -10,10 +10,12 @@ from typing import Any
 
 from twinop.deploy.service import metrics
 from twinop.deploy.service._kserve import ModelRepository
+from twinop.deploy.service.datatypes import version_number
 from twinop.deploy.service.errors import NOT_FOUND, NOT_READY, OFF, ServiceError
 from twinop.deploy.service.folders import ModelFolder, VersionFolder, scan
 from twinop.deploy.service.instance import without_paths
 from twinop.deploy.service.loading import load
+from twinop.deploy.service.metrics import ModelMetrics
 from twinop.deploy.service.served import ServedModel, Version
 from twinop.deploy.service.settings import Control, ModelSettings, Settings
 from twinop.errors import TwinopError
@@ -74,6 +76,13 @@ class Repository(ModelRepository):
             known = ", ".join(sorted(self.models)) or "none"
             raise ServiceError(NOT_FOUND, f"there is no model {name!r}; models: {known}")
         return model.find(version)
+
+    def metrics_of(self, name: str, version: str) -> ModelMetrics | None:
+        """Of the version that a request means; None if that is not served."""
+        try:
+            return self.find(name, version_number(name, version)).metrics
+        except ServiceError:
+            return None
 
     async def index(self, ready: bool = False) -> list[dict[str, str]]:
         """Every version of every model with its state, as the repository extension lists them.

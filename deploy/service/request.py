@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from twinop.deploy.service.metrics import ModelMetrics
 
 
 @dataclass(slots=True)
@@ -39,3 +43,5 @@ class Result:
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
     batch_size: int = field(default=1)
+    arrived: float = 0.0  # the request's
+    metrics: "ModelMetrics | None" = None  # where it is counted once the answer is made

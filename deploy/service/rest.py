@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twinop.deploy.service import ids, metrics
+from twinop.deploy.service import ids, logs, metrics
 from twinop.deploy.service._kserve import DataPlane, RefreshingServer, RESTServer, metrics_handler
 from twinop.deploy.service.addresses import bound, tls_error
 from twinop.deploy.service.connection import LimitedHttpProtocol, Limits, has_gone
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE_SECONDS = 65  # longer than proxies keep theirs, or they would use a connection that is just closed
 DRAIN_IDLE_SECONDS = 1.0  # a stopping server's open connections may still have a request on its way
+CUT_OFF_SECONDS = 0.5  # to say so to those whose time was over
 _OPEN = {"/v2/health/live", "/v2/health/ready"}  # without a token
 
 
@@ -45,10 +46,13 @@ class Front:
             elif name == b"authorization":
                 authorization = value
         ids.take(scope, given)
+        logs.begin(**({"request_id": ids.of(scope)} if given else {}))
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", ids.of(scope).encode())]
+                number = ids.of(scope)
+                logs.bind(request_id=number)  # for the access log; a body might have had one
+                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
                 if self.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
@@ -132,14 +136,17 @@ class RestServer(RESTServer):
             up.cancel()
             await self._serving  # raises what went wrong
 
-    async def drain(self, grace: float) -> None:
+    async def drain(self, grace: float) -> bool:
         """Stops listening; answers what has come and what comes on open connections, then closes them.
 
         What is not answered within `grace` seconds is cut off.
+
+        Returns:
+            Whether all was answered.
         """
         if self._serving is None:
             self._socket.close()
-            return
+            return True
         loop, server = asyncio.get_running_loop(), self._server
         end = loop.time() + grace
         self._front.draining = True
@@ -154,6 +161,10 @@ class RestServer(RESTServer):
         self.config.timeout_graceful_shutdown = max(end - loop.time(), 0)  # type: ignore[assignment]
         server.should_exit = True
         await self._serving
+        cut_off = set(server.server_state.tasks)  # uvicorn has cancelled them
+        if cut_off:
+            await asyncio.wait(cut_off, timeout=CUT_OFF_SECONDS)
+        return not cut_off
 
     def create_application(self) -> FastAPI:
         app = FastAPI(title="twinop", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)

@@ -1,22 +1,13 @@
 """One model of the service as KServe sees it: its versions, and requests held against what they take."""
 
 import asyncio
-import time
 from typing import Any
 
 from twinop.deploy.feeds import Spec
 from twinop.deploy.service._kserve import InferenceModel, InferenceVerb
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.datatypes import datatype_of
-from twinop.deploy.service.errors import (
-    CANCELLED,
-    INTERNAL,
-    NOT_FOUND,
-    NOT_READY,
-    Failure,
-    ServiceError,
-    invalid,
-)
+from twinop.deploy.service.errors import NOT_FOUND, NOT_READY, ServiceError, failure_of, invalid
 from twinop.deploy.service.loading import LoadedModel
 from twinop.deploy.service.metrics import ModelMetrics
 from twinop.deploy.service.request import Request, Result
@@ -40,7 +31,8 @@ class Version:
         self._outputs = tuple(loaded.outputs)
 
     async def answer(self, request: Request) -> Result:
-        """
+        """The caller's `metrics.counting` counts what it returns; a failure is counted here.
+
         Raises:
             ServiceError: the request does not fit the model, or could not be run.
         """
@@ -49,11 +41,10 @@ class Version:
             outputs = self._checked(request)
             result = await self.batcher.submit(request, outputs)
         except BaseException as error:
-            self.metrics.failed(_failure(error))
-            if isinstance(error, ServiceError):
-                error.counted = True
+            self.metrics.failed(failure_of(error))
+            error.counted = True  # type: ignore[attr-defined]
             raise
-        self.metrics.answered(result, time.monotonic() - request.arrived)
+        result.arrived, result.metrics = request.arrived, self.metrics
         record_run(request, result)
         return result
 
@@ -169,12 +160,6 @@ class ServedModel(InferenceModel):
             known = ", ".join(map(str, sorted(self.versions))) or "none"
             raise ServiceError(NOT_FOUND, f"model {self.name} has no version {version}; it has: {known}")
         return found
-
-
-def _failure(error: BaseException) -> Failure:
-    if isinstance(error, ServiceError):
-        return error.failure
-    return CANCELLED if isinstance(error, asyncio.CancelledError) else INTERNAL
 
 
 def _datatype(spec: Spec) -> str:

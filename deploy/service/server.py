@@ -35,9 +35,9 @@ class Server(ModelServer):
         )
 
     def start(self, models: Any = ()) -> None:
-        """Serves until SIGTERM or SIGINT; returns when all that was accepted is answered.
+        """Serves until SIGTERM or SIGINT, and ends the process when all that was accepted is answered.
 
-        If that takes longer than the grace time, the process ends with exit code 1.
+        The exit code is 0, or 1 if the grace time was over before that.
 
         Raises:
             TwinopError: a port is in use, or a model cannot be loaded.
@@ -45,9 +45,9 @@ class Server(ModelServer):
         _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
-            if self._cut_off or self._repository.loading:  # a thread still runs; Python would wait for it
-                logging.shutdown()
-                os._exit(1 if self._cut_off else 0)
+            # Threads may still load a model, or decode what nobody waits for: Python would wait for them.
+            logging.shutdown()
+            os._exit(1 if self._cut_off else 0)
 
     async def _serve(self) -> None:
         self.setup_event_loop()
@@ -90,12 +90,13 @@ class Server(ModelServer):
         _log.info("stopping: finishing what was accepted, for up to %g s", grace)
         try:
             async with asyncio.timeout(grace + 1):
-                await asyncio.gather(*(front.drain(grace) for front in fronts))
+                self._cut_off = not all(await asyncio.gather(*(front.drain(grace) for front in fronts)))
                 await self._repository.close()
         except TimeoutError:
             self._cut_off = True
+        if self._cut_off:
             _log.error("stopped with requests unanswered: grace_seconds (%g) were not enough", grace)
-        await asyncio.to_thread(tracing.shutdown)
+        tracing.shutdown()  # here, for the threads of to_thread may all be busy
         _log.info("stopped")
 
 

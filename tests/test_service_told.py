@@ -1,0 +1,157 @@
+"""What a real server tells of its requests, good and bad: log lines with their ids, and every metric."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from service_fixtures import Answer, Served, serve, tensor, wait_until
+from service_models import log, place, slow, uneven
+
+from twinop.deploy.service._kserve import pb, pb_grpc
+
+MISFIT = (tensor("a", "FP32", [1, 2], [1, 2]), tensor("b", "FP32", [1, 3], [1, 2, 3]))
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    # A lone request waits half a second for another.
+    place(tmp_path, "uneven", uneven(), settings="max_batch_size = 2\nmax_queue_delay_us = 500_000")
+    with serve(tmp_path, "--provider", "cpu", "--access-log") as server:
+        yield server
+
+
+def ask(served: Served, path: str, body: Any, number: str = "") -> Answer:
+    return served.ask("POST", path, body, {"x-request-id": number} if number else {})
+
+
+# -------------------------------------------------------------------------------- the log
+
+
+def test_the_line_of_a_failed_run_says_whose_it_was(served: Served) -> None:
+    def over_rest() -> None:
+        assert ask(served, "/v2/models/uneven/infer", {"inputs": MISFIT}, "over-rest").status == 500
+
+    other = threading.Thread(target=over_rest)
+    other.start()
+    request = pb.ModelInferRequest(model_name="uneven")
+    for each in MISFIT:
+        request.inputs.add(name=each["name"], datatype="FP32", shape=each["shape"])
+        request.inputs[-1].contents.fp32_contents.extend(each["data"])
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        with pytest.raises(grpc.RpcError) as error:
+            stub = pb_grpc.GRPCInferenceServiceStub(channel)
+            stub.ModelInfer(request, metadata=(("x-request-id", "over-grpc"),))
+        assert error.value.code() is grpc.StatusCode.INTERNAL
+    other.join()
+    lines = [line for line in served.log if line["message"].startswith("a run failed")]
+    assert {(line["model"], line["version"], line["level"]) for line in lines} == {("uneven", 1, "error")}
+    together, *alone = lines  # first joined, then each alone
+    assert "request_id" not in together and not any("request_ids" in line for line in alone)
+    assert sorted(together["request_ids"]) == ["over-grpc", "over-rest"]
+    assert sorted(line["request_id"] for line in alone) == ["over-grpc", "over-rest"]
+
+
+@pytest.mark.parametrize("number", ["", "mine"])
+def test_access_lines_have_the_id_of_the_answer(served: Served, number: str) -> None:
+    good = {"id": "in-body", "inputs": [tensor(name, "FP32", [1, 1], [1]) for name in "ab"]}
+    for path, body, status in (
+        ("/v2/models/uneven/infer", b"{no JSON", 400),
+        ("/v2/models/nobody/infer", good, 404),
+        ("/nowhere", b"", 404),
+        ("/v2/models/uneven/infer", good, 200),
+    ):
+        answer = ask(served, path, body, number)
+        assert answer.status == status
+        line = [line for line in served.log if line["logger"] == "uvicorn.access"][-1]
+        assert (line["path"], line["status"]) == (path, status)
+        assert line["request_id"] == answer.headers["x-request-id"]
+        assert line["request_id"] == number or not number
+        assert line.get("model") == ("uneven" if "uneven" in path else None)
+    assert line["request_id"] == (number or "in-body")
+
+
+def test_a_request_behind_another_on_its_connection_has_nothing_of_it(served: Served) -> None:
+    body = b"{no JSON"
+    first = b"POST /v2/models/uneven/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body)
+    served.exchange(first + body + b"GET /v2 HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+    one, two = (line for line in served.log[-9:] if line.get("path") in ("/v2/models/uneven/infer", "/v2"))
+    assert one["model"] == "uneven" and "model" not in two
+    assert one["request_id"] != two["request_id"]
+
+
+# -------------------------------------------------------------------------------- the metrics
+
+
+def test_every_metric_after_good_and_bad_requests(tmp_path: Path) -> None:
+    place(tmp_path, "slow", slow(8000), settings="max_batch_size = 8")
+    place(tmp_path, "log", log())
+    with serve(tmp_path, "--provider", "cpu") as served:
+
+        def of(model: str, name: str, **labels: str) -> float:
+            return served.metric(f"twinop_{name}", model=model, **labels)
+
+        def is_so(**expected: int) -> None:
+            wait_until(lambda: all(of("slow", name) == number for name, number in expected.items()))
+
+        def infer(rows: int) -> None:
+            assert served.infer("slow", tensor("x", "FP32", [rows, 4], [1.0] * 4 * rows)).status == 200
+
+        began = time.monotonic()
+        threads = [threading.Thread(target=infer, args=(rows,)) for rows in (1, 2, 3)]
+        threads[0].start()
+        is_so(in_flight=1, queued=0)
+        for thread in threads[1:]:
+            thread.start()
+        is_so(in_flight=3, queued=2)  # these share the next run
+        for thread in threads:
+            thread.join()
+        took = time.monotonic() - began
+
+        assert of("slow", "batch_size_count") == of("slow", "compute_seconds_count") == 2
+        assert of("slow", "batch_size_sum") == 1 + 5
+        compute, queue = of("slow", "compute_seconds_sum"), of("slow", "queue_seconds_sum")
+        whole = of("slow", "request_seconds_sum")
+        assert took / 4 < compute < took and compute / 20 < queue < whole - compute
+        assert whole < 3 * took
+        assert of("slow", "queue_seconds_count") == of("slow", "request_seconds_count") == 3
+        assert of("slow", "requests_total") == 3 and of("slow", "failures_total") == 0
+
+        path, text = "/v2/models/slow/infer", {"content-type": "text/plain"}
+        assert ask(served, path, b"{no JSON").status == 400
+        assert served.ask("POST", path, {"inputs": []}, text).status == 415
+        assert served.infer("slow", tensor("x", "FP32", [1, 5], [1] * 5)).status == 400
+        assert served.infer("slow", tensor("x", "FP32", [1, 4], [1] * 5)).status == 400
+        request = pb.ModelInferRequest(model_name="slow")
+        request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+        target = f"127.0.0.1:{served.grpc_port}"
+        with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError):
+            pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+        request.inputs[0].contents.fp32_contents.extend([1] * 4)
+        with grpc.insecure_channel(target) as channel:
+            pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+        assert of("slow", "failures_total", reason="invalid", version="1") == 4
+        assert of("slow", "failures_total", reason="wrong_media", version="1") == 1
+        assert of("slow", "failures_total") == 5 and of("slow", "requests_total") == 4 + 5
+        assert of("slow", "request_seconds_count") == 4 and of("slow", "compute_seconds_count") == 3
+
+        x = tensor("x", "FP32", [1, 4], [-1.0, 1.0, 1.0, 1.0])
+        assert served.infer("log", x).status == 400  # NaN, which JSON cannot say
+        assert of("log", "failures_total") == of("log", "requests_total") == 1
+        assert of("log", "compute_seconds_count") == 1 and of("log", "request_seconds_count") == 0
+        assert served.infer("log", x, parameters={"binary_data_output": True}).status == 200
+        assert of("log", "failures_total") == 1 and of("log", "requests_total") == 2
+
+        assert of("", "failures_total") == 0
+        assert served.infer("nobody", x).status == 404
+        assert served.ask("POST", "/v2/models/log/versions/7/infer", {"inputs": [x]}).status == 404
+        assert of("", "failures_total", reason="not_found") == of("", "failures_total") == 2
+
+        for model in ("slow", "log"):
+            assert of(model, "provider", provider="cpu") == of(model, "provider") == 1
+            assert of(model, "fallback") == of(model, "in_flight") == of(model, "queued") == 0
+        assert served.metric("twinop_loads_total", result="ok") == 2
+        assert served.metric("twinop_loads_total", result="failed") == 0
