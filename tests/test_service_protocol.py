@@ -364,6 +364,21 @@ def test_work_of_a_client_that_has_gone_is_dropped(served: Served) -> None:
     assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 1
 
 
+def test_work_that_a_client_has_sent_ahead_goes_with_it(served: Served) -> None:
+    before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
+    with served.connect() as first:
+        first.sendall(slow_request())
+        time.sleep(0.05)
+        for _ in range(3):
+            with served.connect() as other:
+                other.sendall(slow_request() * 2)  # the second is not begun before the first is answered
+                time.sleep(0.02)
+        wait_until(lambda: cancelled(served) == before + 3)
+        assert receive(first).status == 200
+    time.sleep(0.1)
+    assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 1
+
+
 def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) -> None:
     before = cancelled(served)
     shape = [50_000, 4]
