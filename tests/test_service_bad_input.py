@@ -319,6 +319,24 @@ def test_the_largest_request_passes(served: Served) -> None:
     assert answer.status == 200 and answer.content.endswith(data)
 
 
+LONG_NAMES = {"ASCII": "a" * 20_000, "other": "\N{PILE OF POO}" * 20_000}
+
+
+@pytest.mark.parametrize("name", LONG_NAMES.values(), ids=LONG_NAMES)
+def test_long_names_are_quoted_in_short(served: Served, stub: Any, name: str) -> None:
+    """Clients of gRPC take no more than 8 KiB beside an answer, and what a name encodes to counts."""
+    answer = served.infer("relu", GOOD | {"name": name})
+    assert answer.status == 400 and len(answer.content) < 4000
+    assert answer.error.startswith(f"model relu has no input '{name[:100]}")
+    assert answer.error.endswith("its inputs: x (FP32[N, 4])")
+    request = pb.ModelInferRequest(model_name="relu")
+    request.inputs.add(name=name, datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+    assert refused(stub, request) == (INVALID, answer.error)
+    request.model_name = name
+    code, said = refused(stub, request)
+    assert code is CODES.NOT_FOUND and said.startswith("there is no model ") and len(said) < 4000
+
+
 def test_wrong_routes_and_methods(served: Served) -> None:
     answer = served.ask("GET", "/v2/models/relu/infer")
     assert (
