@@ -22,7 +22,7 @@ from twinop.deploy.service.datatypes import (
     version_number,
 )
 from twinop.deploy.service.errors import invalid
-from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.request import MOST_TENSORS, Request, Result, check_count
 
 
 @dataclass(slots=True)
@@ -33,13 +33,17 @@ class Form:
     raw: bool
 
 
-def decode(message: pb.ModelInferRequest, seconds: float | None) -> tuple[Request, Form]:
-    """`seconds` is what the call's deadline leaves; None for no deadline.
+def decode(
+    message: pb.ModelInferRequest, seconds: float | None, most: int = MOST_TENSORS
+) -> tuple[Request, Form]:
+    """`seconds` is what the call's deadline leaves, None for no deadline; `most` are the inputs, or outputs.
 
     Raises:
         ServiceError: the message contradicts itself; what it holds is held against the model later.
     """
     arrived = time.monotonic()
+    check_count("inputs", len(message.inputs), most)
+    check_count("outputs", len(message.outputs), most)
     raw = len(message.raw_input_contents) > 0
     if raw and len(message.raw_input_contents) != len(message.inputs):
         raise invalid(
@@ -99,13 +103,13 @@ def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
 
 
 def _outputs(message: pb.ModelInferRequest) -> tuple[str, ...] | None:
-    names: list[str] = []
+    names: dict[str, None] = {}
     for output in message.outputs:
         if output.name in names:
             raise invalid(f"output {output.name} is asked for twice")
         if output.parameters:
             refuse_extensions(f"output {output.name}", _parameters(output.parameters))
-        names.append(output.name)
+        names[output.name] = None
     return tuple(names) or None
 
 

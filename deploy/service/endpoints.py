@@ -54,7 +54,10 @@ class Endpoints(V2Endpoints):
 
     def __init__(self, settings: ServerSettings, dataplane: DataPlane, repository: "Repository") -> None:
         super().__init__(dataplane)
-        self._limit = settings.max_request_bytes
+        self._limit = self._json_limit = bodies.Limit(settings.max_request_bytes)
+        if settings.max_json_bytes < settings.max_request_bytes:
+            advice = ": send large tensors as binary data, with Inference-Header-Content-Length"
+            self._json_limit = bodies.Limit(settings.max_json_bytes, "max_json_bytes", "JSON", advice)
         self._repository = repository
 
     async def infer(self, request: Request) -> Response:
@@ -66,11 +69,13 @@ class Endpoints(V2Endpoints):
 
     async def _infer(self, request: Request, model: str) -> Response:
         scope, headers = request.scope, request.headers
-        if self._repository.get_model(model) is None:
-            self._repository.find(model, None)  # says what is wrong
-        body = await bodies.read(request, self._limit)
+        most = self._repository.most_tensors(model)
+        has_binary = codec_rest.HEADER_LENGTH in headers
+        body = await bodies.read(request, self._limit if has_binary else self._json_limit)
         version = scope["path_params"].get("model_version", "")
-        asked, form = await off_loop(len(body), codec_rest.decode, body, headers, model, version)
+        asked, form = await off_loop(
+            len(body), codec_rest.decode, body, headers, model, version, most, self._json_limit
+        )
         asked.id = ids.of(scope, asked.id)
         logs.bind(request_id=asked.id, model=model)
         wait_in(scope)
@@ -117,7 +122,8 @@ class Endpoints(V2Endpoints):
 
     async def _object(self, request: Request) -> dict[str, Any]:
         try:
-            content = orjson.loads(await bodies.read(request, self._limit) or b"{}")
+            body = await bodies.read(request, self._json_limit) or b"{}"
+            content = await off_loop(len(body), orjson.loads, body)
         except orjson.JSONDecodeError as error:
             raise invalid(f"invalid JSON: {error}") from None
         if not isinstance(content, dict):

@@ -44,10 +44,9 @@ class Servicer(InferenceServicer):
         headers = _headers.get()
         with tracing.request_span("infer", headers), metrics.counting():
             tracing.note(request_id=headers[ids.HEADER])
-            if self._repository.get_model(request.model_name) is None:
-                self._repository.find(request.model_name, None)  # says what is wrong
+            most = self._repository.most_tensors(request.model_name)
             seconds = context.time_remaining()
-            asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds)
+            asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds, most)
             asked.id = headers[ids.HEADER]
             logs.bind(model=asked.model)
             result, _ = await self._data_plane.infer(asked.model, asked, headers)

@@ -75,6 +75,16 @@ class Repository(ModelRepository):
             raise ServiceError(NOT_FOUND, f"there is no model {name!r}; models: {known}")
         return model.find(version)
 
+    def most_tensors(self, name: str) -> int:
+        """How many inputs, or outputs, a request to the model may have.
+
+        Raises:
+            ServiceError: there is no such model, or it is not ready.
+        """
+        if name not in self.models:
+            self.find(name)  # says what is wrong
+        return self.models[name].most_tensors
+
     async def index(self, ready: bool = False) -> list[dict[str, str]]:
         """Every version of every model with its state, as the repository extension lists them.
 

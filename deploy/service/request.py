@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from twinop.deploy.service.errors import invalid
+
+MOST_TENSORS = 64  # inputs, or outputs, of a request to a model that has fewer
+
 
 @dataclass(slots=True)
 class Request:
@@ -39,3 +43,13 @@ class Result:
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
     batch_size: int = field(default=1)
+
+
+def check_count(what: str, count: int, most: int) -> None:
+    """Before each of them costs time.
+
+    Raises:
+        ServiceError: there are too many inputs, or outputs.
+    """
+    if count > most:
+        raise invalid(f"{count} {what}: a request to this model has up to {most}")
