@@ -15,6 +15,7 @@ import service_models as models
 from service_fixtures import Answer, Served, receive, serve, start, tensor
 
 from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service.grpc_index import SERVICE
 
 LIMIT = 1 << 20  # max_request_bytes
 CODES = grpc.StatusCode
@@ -358,11 +359,14 @@ def test_wrong_routes_and_methods(served: Served) -> None:
         assert served.ask("GET", path).status in (404, 405)
 
 
-def test_loading_by_request_is_off(served: Served, stub: Any) -> None:
+def test_the_repository_extension_is_off(served: Served, stub: Any) -> None:
+    off = "listing, loading and unloading models by request is off: start with --control explicit"
+    answer = served.ask("POST", "/v2/repository/index")
+    assert answer.status == 403 and answer.error == off
     for what in ("load", "unload"):
         for model in ("relu", "..%2e", "nope"):
             answer = served.ask("POST", f"/v2/repository/models/{model}/{what}")
-            assert answer.status == 403 and "--control explicit" in answer.error
+            assert answer.status == 403 and answer.error == off
     assert served.ask("GET", "/v2/models/relu/ready").status == 200  # nothing was unloaded
     for call, request in (
         (stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="relu")),
@@ -371,6 +375,14 @@ def test_loading_by_request_is_off(served: Served, stub: Any) -> None:
         with pytest.raises(grpc.RpcError) as error:
             call(request)
         assert error.value.code() is CODES.PERMISSION_DENIED
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
+        pytest.raises(grpc.RpcError) as error,
+    ):
+        channel.unary_unary(f"/{SERVICE}/RepositoryIndex")(b"", timeout=30)
+    assert (error.value.code(), error.value.details()) == (CODES.PERMISSION_DENIED, off)
+    assert served.ask("GET", "/v2").json["extensions"] == ["binary_tensor_data"]
+    assert stub.ServerMetadata(pb.ServerMetadataRequest()).extensions == ["binary_tensor_data"]
 
 
 def test_failures_are_counted_by_reason(served: Served) -> None:

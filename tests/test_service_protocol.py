@@ -262,7 +262,7 @@ def test_metadata(served: Served) -> None:
     assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
     assert metadata["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 4]}]
     assert metadata["parameters"]["custom_nodes"] == "CustomRelu x1"
-    assert "binary_tensor_data" in served.ask("GET", "/v2").json["extensions"]
+    assert served.ask("GET", "/v2").json["extensions"] == ["binary_tensor_data", "model_repository"]
     assert "relu" in served.ask("GET", "/v2/models").json["models"]
 
 
@@ -279,8 +279,8 @@ def test_a_model_s_life_over_http(served: Served) -> None:
 
 def test_a_model_s_life_over_grpc(served: Served, triton_grpc: Callable[..., Any]) -> None:
     seen = triton_grpc(service_triton.repository, served.grpc_port, "id_uint8")
-    assert seen.pop("extensions")
     assert seen == {
+        "extensions": ["binary_tensor_data", "model_repository"],
         "live": True,
         "ready": True,
         "model ready": (True, True),

@@ -92,7 +92,7 @@ class Endpoints(V2Endpoints):
         return as_json({"ready": True})
 
     async def metadata(self) -> Response:
-        return as_json(server_metadata(self.dataplane))
+        return as_json(server_metadata(self.dataplane, self._repository))
 
     async def model_metadata(self, model_name: str, model_version: str = "") -> Response:
         return as_json(model_metadata(self._repository, model_name, model_version))
@@ -105,7 +105,7 @@ class Endpoints(V2Endpoints):
         ready = (await self._object(request)).get("ready", False)
         if not isinstance(ready, bool):
             raise invalid(f'"ready" must be true or false, not {shown(ready)}')
-        return as_json(await self._repository.index(ready))
+        return as_json(await self._repository.index_by_request(ready))
 
     async def load(self, request: Request) -> Response:
         parameters = (await self._object(request)).get("parameters") or {}
@@ -131,10 +131,10 @@ class Endpoints(V2Endpoints):
         return content
 
 
-def server_metadata(dataplane: DataPlane) -> dict[str, Any]:
-    """KServe's, with the extensions that we add."""
-    metadata = dataplane.metadata()
-    return metadata | {"extensions": [*metadata["extensions"], "model_repository", "binary_tensor_data"]}
+def server_metadata(dataplane: DataPlane, repository: "Repository") -> dict[str, Any]:
+    """KServe's, with the extensions that are on, as Triton calls them."""
+    extensions = ["binary_tensor_data", *(["model_repository"] if repository.is_controlled else [])]
+    return dataplane.metadata() | {"extensions": extensions}
 
 
 def model_metadata(repository: "Repository", model: str, version: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Servicer(InferenceServicer):
         return pb.ServerReadyResponse(ready=await self._repository.ready())
 
     async def ServerMetadata(self, request: Any, context: Any) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(**server_metadata(self._data_plane))
+        return pb.ServerMetadataResponse(**server_metadata(self._data_plane, self._repository))
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
         try:
