@@ -200,6 +200,33 @@ def test_curl(served: Served) -> None:
         ]
 
 
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_curl_binary(served: Served, datatype: str, tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    data = raw(values(datatype))
+    given = {
+        "name": "x",
+        "datatype": datatype,
+        "shape": [7, 11],
+        "parameters": {"binary_data_size": len(data)},
+    }
+    header = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
+    (tmp_path / "body").write_bytes(header + data)
+    command = [
+        *("curl", "-s", "--fail", "-D", str(tmp_path / "head"), "--data-binary", f"@{tmp_path / 'body'}"),
+        *("-H", "Content-Type: application/octet-stream"),
+        *("-H", f"Inference-Header-Content-Length: {len(header)}"),
+        f"http://127.0.0.1:{served.http_port}/v2/models/id_{datatype.lower()}/infer",
+    ]
+    answer = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    lines = [line.partition(": ") for line in (tmp_path / "head").read_text().lower().splitlines()]
+    length = int({name: value for name, _, value in lines}["inference-header-content-length"])
+    output = json.loads(answer[:length])["outputs"][0]
+    assert output == given | {"name": "y"}
+    assert answer[length:] == data
+
+
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 def test_compressed_requests(served: Served, algorithm: str) -> None:
     array = values("FP32")
