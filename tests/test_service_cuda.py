@@ -194,6 +194,7 @@ def test_cuda_graphs(tmp_path: Path) -> None:
         kept.append((instance.run([{"x": rows}], ["y"])["y"], np.maximum(rows, 0)))
     for found, expected in kept:
         np.testing.assert_array_equal(found, expected)
+    assert set(instance._session._tensors._graphs) == {(("x", (rows, 4)),) for rows in (1, 4)}
 
 
 @cuda
@@ -202,6 +203,7 @@ def test_cuda_graphs_in_several_instances(tmp_path: Path) -> None:
     rows = values("FP32", (2, 3))
     for instance in model.instances * 3:
         np.testing.assert_array_equal(instance.run([{"x": rows}], ["y"])["y"], np.maximum(rows, 0))
+        assert list(instance._session._tensors._graphs) == [(("x", (2, 3)),)]
 
 
 @cuda
