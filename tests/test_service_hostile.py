@@ -19,8 +19,9 @@ from test_service_connection import LIVE, REQUEST, settled
 
 from twinop.deploy.service._kserve import pb, pb_grpc
 
-# Below these a latency is none to complain of, on a machine with other work: median, 99th percentile, mean.
-FLOORS = (0.01, 0.05, 0.01)
+# Below these a latency is none to complain of: median, 99th percentile, mean. On two cores with other tests
+# beside them, endless headers made it 7, 43 and 10 ms.
+FLOORS = (0.015, 0.05, 0.02)
 MIB = 1 << 20
 Attack = Callable[[Served], Iterator[None]]
 
@@ -242,5 +243,5 @@ def test_half_frames_do_not_add_up(served: Served, half: str) -> None:
                 for connection in connections:
                     receive_all(connection)  # until it is closed: header_seconds is 1
             else:
-                wait_until(lambda: served.files >= files + 20)  # alive until keepalive_timeout_ms
+                wait_until(lambda: served.files >= files + 20)  # else closed after a minute
         wait_until(lambda: served.files <= files, 10)
