@@ -1,8 +1,10 @@
 """The real server in a process of its own, on free ports of loopback, and plain clients for it."""
 
+import html
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +19,13 @@ from typing import Any
 
 READY_SECONDS = 120  # a machine that compiles meanwhile
 PROGRAM = ("-m", "twinop")
+
+
+_CARD = re.compile(
+    r'<article class="card" id="[^"]*-(\d+)">\s*<div class="head"><h3>(.*?) <small>.*?</h3>(.*?)</div>'
+    r'\s*(?:<p class="box bad">(.*?)</p>)?',
+    re.S,
+)
 
 
 @dataclass
@@ -83,6 +92,12 @@ class Served:
             if sample.partition("{")[0] == name and all(f'{k}="{v}"' in sample for k, v in labels.items()):
                 total += float(value)
         return total
+
+    def versions(self) -> dict[tuple[str, int], tuple[str, str]]:
+        """The state of each model's versions and why, as the status page has them."""
+        page = self.ask("GET", "/status").content.decode()
+        found = ([html.unescape(re.sub(r"<.*?>", "", part)) for part in card] for card in _CARD.findall(page))
+        return {(name, int(version)): (state.split()[-1], why) for version, name, state, why in found}
 
     def exchange(self, data: bytes, seconds: float = 30) -> bytes:
         """What comes back for raw bytes until the server closes."""

@@ -45,4 +45,3 @@ def test_the_session_alone_is_called_by_as_many_threads(tmp_path: Path) -> None:
     assert set(found) == set(CLIENTS) and expected.shape == (1, 16)
     for row in found.values():
         assert row["per_second"] > 0 and 0 < row["p50_ms"] <= row["p99_ms"]
-    assert found[64]["p50_ms"] > found[1]["p50_ms"]  # they share the processor

@@ -59,6 +59,7 @@ def in_another_process(script: str, *arguments: object) -> None:
 KSERVE = """
 import re, sys
 import kserve, yaml
+from kserve.constants import constants
 from kubernetes import client
 
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": object, "datetime": object,
@@ -87,8 +88,29 @@ def check(kind, value, where):
         model(**{names[name]: each for name, each in value.items()})  # says what is required and missing
 
 
+def expect(found, *known):
+    assert found in known, f"{found!r} is none of {known}"
+
+
 with open(sys.argv[1]) as file:
-    check(sys.argv[2], yaml.safe_load(file), sys.argv[2])
+    document = yaml.safe_load(file)
+check(sys.argv[2], document, sys.argv[2])
+
+# What the types leave to KServe's controller: they are strings.
+version, kind = re.fullmatch(r"V([a-z0-9]+)([A-Z].*)", sys.argv[2]).groups()
+expect(f"v{version}", constants.KSERVE_V1ALPHA1_VERSION, constants.KSERVE_V1BETA1_VERSION)
+expect(document["apiVersion"], f"{constants.KSERVE_GROUP}/v{version}")
+expect(document["kind"], kind)
+protocols = [each.value for each in constants.PredictorProtocol]
+if kind == constants.KSERVE_KIND_INFERENCESERVICE:
+    # The controller's, in Go; its webhook takes a scaleMetric of cpu in this combination only.
+    annotations = document["metadata"]["annotations"]
+    known = {"deploymentMode": "Standard", "autoscalerClass": "hpa"}
+    expect(annotations, {f"{constants.KSERVE_GROUP}/{key}": value for key, value in known.items()})
+    expect(document["spec"]["predictor"]["model"]["protocolVersion"], *protocols)
+else:
+    for protocol in document["spec"]["protocolVersions"]:
+        expect(protocol, *protocols)
 """
 
 
@@ -109,6 +131,12 @@ def test_kserve_types(repo: Path, file: str, kind: str) -> None:
         ("scaleTarget: 70", "scaleTarget: often"),
         ("maxSurge: 1", "maxSurge: [1]"),
         ("modelFormat:\n        name: onnx", "modelFormat:\n        nam: onnx"),
+        ("serving.kserve.io/v1beta1", "serving.kserve.io/v1"),
+        ("kind: InferenceService", "kind: InferenceServices"),
+        ("deploymentMode: Standard", "deploymentMode: Serverless"),
+        ("deploymentMode: Standard", "deployMode: Standard"),
+        ("autoscalerClass: hpa", "autoscalerClass: keda"),
+        ("protocolVersion: v2", "protocolVersion: v3"),
     ],
 )
 def test_kserve_types_refuse(repo: Path, old: str, new: str, tmp_path: Path) -> None:

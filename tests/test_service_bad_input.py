@@ -15,6 +15,7 @@ import service_models as models
 from service_fixtures import Answer, Served, receive, serve, start, tensor
 
 from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service.grpc_index import SERVICE
 
 LIMIT = 1 << 20  # max_request_bytes
 CODES = grpc.StatusCode
@@ -319,6 +320,24 @@ def test_the_largest_request_passes(served: Served) -> None:
     assert answer.status == 200 and answer.content.endswith(data)
 
 
+LONG_NAMES = {"ASCII": "a" * 20_000, "other": "\N{PILE OF POO}" * 20_000}
+
+
+@pytest.mark.parametrize("name", LONG_NAMES.values(), ids=LONG_NAMES)
+def test_long_names_are_quoted_in_short(served: Served, stub: Any, name: str) -> None:
+    """Clients of gRPC take no more than 8 KiB beside an answer, and what a name encodes to counts."""
+    answer = served.infer("relu", GOOD | {"name": name})
+    assert answer.status == 400 and len(answer.content) < 4000
+    assert answer.error.startswith(f"model relu has no input '{name[:100]}")
+    assert answer.error.endswith("its inputs: x (FP32[N, 4])")
+    request = pb.ModelInferRequest(model_name="relu")
+    request.inputs.add(name=name, datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+    assert refused(stub, request) == (INVALID, answer.error)
+    request.model_name = name
+    code, said = refused(stub, request)
+    assert code is CODES.NOT_FOUND and said.startswith("there is no model ") and len(said) < 4000
+
+
 def test_wrong_routes_and_methods(served: Served) -> None:
     answer = served.ask("GET", "/v2/models/relu/infer")
     assert (
@@ -340,11 +359,14 @@ def test_wrong_routes_and_methods(served: Served) -> None:
         assert served.ask("GET", path).status in (404, 405)
 
 
-def test_loading_by_request_is_off(served: Served, stub: Any) -> None:
+def test_the_repository_extension_is_off(served: Served, stub: Any) -> None:
+    off = "listing, loading and unloading models by request is off: start with --control explicit"
+    answer = served.ask("POST", "/v2/repository/index")
+    assert answer.status == 403 and answer.error == off
     for what in ("load", "unload"):
         for model in ("relu", "..%2e", "nope"):
             answer = served.ask("POST", f"/v2/repository/models/{model}/{what}")
-            assert answer.status == 403 and "--control explicit" in answer.error
+            assert answer.status == 403 and answer.error == off
     assert served.ask("GET", "/v2/models/relu/ready").status == 200  # nothing was unloaded
     for call, request in (
         (stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="relu")),
@@ -353,6 +375,14 @@ def test_loading_by_request_is_off(served: Served, stub: Any) -> None:
         with pytest.raises(grpc.RpcError) as error:
             call(request)
         assert error.value.code() is CODES.PERMISSION_DENIED
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
+        pytest.raises(grpc.RpcError) as error,
+    ):
+        channel.unary_unary(f"/{SERVICE}/RepositoryIndex")(b"", timeout=30)
+    assert (error.value.code(), error.value.details()) == (CODES.PERMISSION_DENIED, off)
+    assert served.ask("GET", "/v2").json["extensions"] == ["binary_tensor_data"]
+    assert stub.ServerMetadata(pb.ServerMetadataRequest()).extensions == ["binary_tensor_data"]
 
 
 def test_failures_are_counted_by_reason(served: Served) -> None:

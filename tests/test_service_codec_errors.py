@@ -13,7 +13,7 @@ from service_codecs import FLOATS, decode, rest_request, result
 
 from twinop.deploy.service import codec_grpc, codec_rest
 from twinop.deploy.service._kserve import pb
-from twinop.deploy.service.bodies import decompressed
+from twinop.deploy.service.bodies import Limit, decompressed
 from twinop.deploy.service.datatypes import DATATYPES, Datatype
 from twinop.deploy.service.errors import INVALID, NOT_FOUND, TOO_LARGE, ServiceError
 
@@ -259,13 +259,13 @@ def test_any_json_is_decoded_or_refused(tensor: dict[str, Any]) -> None:
 def test_compressed_bodies(wbits: int, name: str) -> None:
     deflate = zlib.compressobj(wbits=wbits)
     body = deflate.compress(b"x" * 1000) + deflate.flush()
-    assert decompressed(body, wbits, 1000) == b"x" * 1000
+    assert decompressed(body, wbits, Limit(1000)) == b"x" * 1000
     with pytest.raises(ServiceError, match="larger than 999 bytes") as error:
-        decompressed(body, wbits, 999)
+        decompressed(body, wbits, Limit(999))
     assert error.value.failure is TOO_LARGE
     for damaged in (body[:-1], body[:5], body + b"more", b"no " + body):
         with pytest.raises(ServiceError, match="compressed body is"):
-            decompressed(damaged, wbits, 1000)
+            decompressed(damaged, wbits, Limit(1000))
 
 
 def test_a_bomb_is_not_decompressed() -> None:
@@ -273,7 +273,7 @@ def test_a_bomb_is_not_decompressed() -> None:
     bomb = deflate.compress(bytes(1 << 28)) + deflate.flush()
     start = time.perf_counter()
     with pytest.raises(ServiceError, match="the decompressed request is larger than 1000 bytes"):
-        decompressed(bomb, 31, 1000)
+        decompressed(bomb, 31, Limit(1000))
     assert time.perf_counter() - start < 0.1
 
 

@@ -57,11 +57,6 @@ def _in_flight(served: Served, number: int) -> bool:
     return served.metric("twinop_in_flight", model="slow") == number
 
 
-def states(served: Served) -> dict[tuple[str, str], str]:
-    index = served.ask("POST", "/v2/repository/index", {}).json
-    return {(each["name"], each["version"]): each["state"] for each in index}
-
-
 # -------------------------------------------------------------------------------- start
 
 
@@ -149,7 +144,7 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(t
 
         try:
             wait_until(is_live, 60)
-            wait_until(lambda: states(served) == {("slow", "1"): "LOADING"})
+            wait_until(lambda: served.versions().get(("slow", 1), ("",))[0] == "loading")
             assert status("/v2/health/ready") == status("/v2/models/slow/ready") == 503
             assert not grpc_ready() and stub.ServerLive(pb.ServerLiveRequest()).live
             assert served.infer("slow", ROW).status == 503
@@ -192,10 +187,10 @@ def test_a_new_version_takes_over_and_a_broken_one_does_not(tmp_path: Path) -> N
         wait_until(lambda: y_of(served, "m") == [-2, 4, -6, 8])
         (tmp_path / "m" / "3").mkdir()
         (tmp_path / "m" / "3" / "model.onnx").write_bytes(b"half of a model")
-        wait_until(lambda: states(served).get(("m", "3")) == "UNAVAILABLE")
+        wait_until(lambda: served.versions().get(("m", 3), ("",))[0] == "unavailable")
         time.sleep(2.5)  # more scans of the same files
         assert y_of(served, "m") == [-2, 4, -6, 8]
-        assert states(served)[("m", "2")] == "READY"
+        assert served.versions()["m", 2] == ("ready", "")
         (tmp_path / "m" / "3" / "model.onnx").write_bytes(scaled(3).SerializeToString())  # mended
         wait_until(lambda: y_of(served, "m") == [-3, 6, -9, 12])
         shutil.rmtree(tmp_path / "m" / "3")  # taken back
@@ -257,7 +252,10 @@ def test_an_older_version_serves_where_the_newest_is_broken_at_the_start(tmp_pat
     (tmp_path / "m" / "2").mkdir()
     (tmp_path / "m" / "2" / "model.onnx").write_bytes(b"half of a model")
     with serve(tmp_path, *QUICK) as served:
-        assert states(served) == {("m", "1"): "READY", ("m", "2"): "UNAVAILABLE"}
+        assert {key: found[0] for key, found in served.versions().items()} == {
+            ("m", 1): "ready",
+            ("m", 2): "unavailable",
+        }
         time.sleep(2.5)
         assert y_of(served, "m") == [-1, 2, -3, 4]
 
@@ -279,7 +277,7 @@ def test_settings_that_do_not_fit_are_said_and_the_folder_is_followed_on(tmp_pat
     with serve(tmp_path, *QUICK) as served:
         (tmp_path / "m" / "twinop.toml").write_text("max_batchsize = 8")
         place(tmp_path, "bad", scaled(1), config='input { name: "x" data_type: 99 dims: 4 }')
-        wait_until(lambda: states(served).get(("bad", "1")) == "UNAVAILABLE")
+        wait_until(lambda: served.versions().get(("bad", 1), ("",))[0] == "unavailable")
         wait_until(lambda: any("max_batchsize" in line["message"] for line in served.log))
         assert y_of(served, "m") == [-1, 2, -3, 4]
         place(tmp_path, "good", scaled(3))
@@ -320,7 +318,7 @@ def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) 
     assert outcome.requests >= 8000
     assert {protocol for protocol, _ in outcome.answered} == {"REST", "gRPC"}
     assert len(outcome.swapped) >= 2 and set(outcome.swapped) <= outcome.versions.keys()
-    assert outcome.broken and set(outcome.broken.values()) == {"UNAVAILABLE"}
+    assert outcome.broken and set(outcome.broken.values()) == {"unavailable"}
     assert not set(outcome.broken) & outcome.versions.keys()
 
 

@@ -200,6 +200,33 @@ def test_curl(served: Served) -> None:
         ]
 
 
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_curl_binary(served: Served, datatype: str, tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    data = raw(values(datatype))
+    given = {
+        "name": "x",
+        "datatype": datatype,
+        "shape": [7, 11],
+        "parameters": {"binary_data_size": len(data)},
+    }
+    header = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
+    (tmp_path / "body").write_bytes(header + data)
+    command = [
+        *("curl", "-s", "--fail", "-D", str(tmp_path / "head"), "--data-binary", f"@{tmp_path / 'body'}"),
+        *("-H", "Content-Type: application/octet-stream"),
+        *("-H", f"Inference-Header-Content-Length: {len(header)}"),
+        f"http://127.0.0.1:{served.http_port}/v2/models/id_{datatype.lower()}/infer",
+    ]
+    answer = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    lines = [line.partition(": ") for line in (tmp_path / "head").read_text().lower().splitlines()]
+    length = int({name: value for name, _, value in lines}["inference-header-content-length"])
+    output = json.loads(answer[:length])["outputs"][0]
+    assert output == given | {"name": "y"}
+    assert answer[length:] == data
+
+
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 def test_compressed_requests(served: Served, algorithm: str) -> None:
     array = values("FP32")
@@ -262,7 +289,7 @@ def test_metadata(served: Served) -> None:
     assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
     assert metadata["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 4]}]
     assert metadata["parameters"]["custom_nodes"] == "CustomRelu x1"
-    assert "binary_tensor_data" in served.ask("GET", "/v2").json["extensions"]
+    assert served.ask("GET", "/v2").json["extensions"] == ["binary_tensor_data", "model_repository"]
     assert "relu" in served.ask("GET", "/v2/models").json["models"]
 
 
@@ -279,8 +306,8 @@ def test_a_model_s_life_over_http(served: Served) -> None:
 
 def test_a_model_s_life_over_grpc(served: Served, triton_grpc: Callable[..., Any]) -> None:
     seen = triton_grpc(service_triton.repository, served.grpc_port, "id_uint8")
-    assert seen.pop("extensions")
     assert seen == {
+        "extensions": ["binary_tensor_data", "model_repository"],
         "live": True,
         "ready": True,
         "model ready": (True, True),
@@ -364,6 +391,21 @@ def test_work_of_a_client_that_has_gone_is_dropped(served: Served) -> None:
         first.sendall(slow_request())  # is run behind what was not dropped
         assert receive(first).status == 200
     assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 2
+
+
+def test_work_that_a_client_has_sent_ahead_goes_with_it(served: Served) -> None:
+    before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
+    with served.connect() as first:
+        first.sendall(slow_request())
+        time.sleep(0.05)
+        for _ in range(3):
+            with served.connect() as other:
+                other.sendall(slow_request() * 2)  # the second is not begun before the first is answered
+                time.sleep(0.02)
+        wait_until(lambda: cancelled(served) == before + 3)
+        assert receive(first).status == 200
+    time.sleep(0.1)
+    assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 1
 
 
 def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) -> None:

@@ -27,7 +27,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         wait_until(lambda: found.ask("GET", "/v2/models/kernels/versions/2/ready").status == 200)
         (folder / "kernels" / "3").mkdir()
         (folder / "kernels" / "3" / "model.onnx").write_bytes(b"not a model")
-        wait_until(lambda: "UNAVAILABLE" in found.ask("POST", "/v2/repository/index").content.decode())
+        wait_until(lambda: found.versions().get(("kernels", 3), ("",))[0] == "unavailable")
         for _ in range(40):
             assert found.infer("kernels", ROW).status == 200
         for _ in range(7):

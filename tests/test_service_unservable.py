@@ -119,10 +119,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, installed: dict[str, str]) 
         yield found
 
 
-def entry(served: Served) -> dict[str, str]:
-    """Of `bad` in the server's index; {} where it has none."""
-    index = served.ask("POST", "/v2/repository/index").json
-    return next((each for each in index if each["name"] == "bad"), {})
+def entry(served: Served) -> tuple[str, str]:
+    """The state of `bad` and why; nothing where the server does not know it."""
+    return next((found for (name, _), found in served.versions().items() if name == "bad"), ("", ""))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -132,8 +131,8 @@ def test_what_appears_and_cannot_be_served_is_said_and_disturbs_nobody(
     logged = len(served.log)
     case.place(served.root, libraries)
     try:
-        wait_until(lambda: entry(served).get("state") == "UNAVAILABLE")
-        reason = entry(served)["reason"]
+        wait_until(lambda: entry(served)[0] == "unavailable")
+        reason = entry(served)[1]
         errors = [line["message"] for line in served.log[logged:] if line["level"] == "error"]
         for word in case.words:
             assert word in reason and any(word in message for message in errors)
@@ -151,7 +150,7 @@ def test_what_appears_and_cannot_be_served_is_said_and_disturbs_nobody(
         assert "Traceback" not in served.log_path.read_text()
     finally:
         shutil.rmtree(served.root / "bad")
-        wait_until(lambda: entry(served) == {})
+        wait_until(lambda: entry(served) == ("", ""))
 
 
 def said_at_the_end(models: Path, log: Path, *options: str, env: dict[str, str] | None = None) -> str:

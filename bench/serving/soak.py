@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from twinop.console import out
 
 CLIENTS = 32
 _BROKEN_EACH = 4  # versions one is is
-_UNAVAILABLE = "UNAVAILABLE"  # as the server's index has it
+_UNAVAILABLE = "unavailable"  # as the server's status page has it
 
 
 def write_version(folder: Path, version: int, broken: bool = False) -> None:
@@ -74,11 +75,12 @@ async def _watch(pid: int, outcome: Outcome) -> None:
 
 
 def _state(server: Server, version: int) -> str:
-    """Of a version, as the server's index has it; "" where it has none."""
-    url = f"http://127.0.0.1:{server.ports[REST]}/v2/repository/index"
-    with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=30) as answer:
-        states = {entry["version"]: entry["state"] for entry in json.load(answer)}
-    return states.get(str(version), "")
+    """Of a version, as the server's status page has it; "" where it has none."""
+    url = f"http://127.0.0.1:{server.ports[REST]}/status"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        page = answer.read().decode()
+    card = re.search(rf'<article [^>]*id="{NAME}-{version}">.*?</h3>.*?([a-z]+)</span></div>', page, re.S)
+    return card[1] if card is not None else ""
 
 
 async def _swap(server: Server, models: Path, every: float, outcome: Outcome) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -14,7 +15,21 @@ _MEDIA = {"", "application/json", "application/octet-stream", "application/x-www
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's wbits
 
 
-async def read(request: Request, limit: int) -> bytes:
+@dataclass(frozen=True)
+class Limit:
+    """Of a request, or of its JSON; the rest is for the message."""
+
+    bytes: int
+    setting: str = "max_request_bytes"
+    what: str = "request"
+    advice: str = ""
+
+    def exceeded(self, how: str = "") -> ServiceError:
+        said = f"the {how}{self.what} is larger than {self.bytes} bytes ({self.setting}){self.advice}"
+        return ServiceError(TOO_LARGE, said)
+
+
+async def read(request: Request, limit: Limit) -> bytes:
     """
     Raises:
         ServiceError: it is too large, of another content type, or damaged.
@@ -23,8 +38,8 @@ async def read(request: Request, limit: int) -> bytes:
     headers, receive = request.headers, request.receive
     _check_media(headers)
     wbits = _compression(headers)
-    if int(headers.get("content-length", 0)) > limit:
-        raise _too_large(limit)
+    if int(headers.get("content-length", 0)) > limit.bytes:
+        raise limit.exceeded()
     chunks, size, more = [], 0, True
     while more:
         message = await receive()
@@ -32,8 +47,8 @@ async def read(request: Request, limit: int) -> bytes:
             raise ClientDisconnect
         chunks.append(message["body"])
         size += len(chunks[-1])
-        if size > limit:
-            raise _too_large(limit)
+        if size > limit.bytes:
+            raise limit.exceeded()
         more = message["more_body"]
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     if wbits is not None and body:
@@ -70,22 +85,18 @@ def _compression(headers: Mapping[str, str]) -> int | None:
     return _ENCODINGS[given]
 
 
-def decompressed(body: bytes, wbits: int, limit: int) -> bytes:
+def decompressed(body: bytes, wbits: int, limit: Limit) -> bytes:
     """
     Raises:
         ServiceError: it is damaged, or longer than `limit` (no more than that is decompressed).
     """
     inflate = zlib.decompressobj(wbits)
     try:
-        content = inflate.decompress(body, limit + 1)
+        content = inflate.decompress(body, limit.bytes + 1)
     except zlib.error:
         raise invalid("the compressed body is damaged, or not what Content-Encoding says") from None
-    if len(content) > limit:
-        raise _too_large(limit, "decompressed ")
+    if len(content) > limit.bytes:
+        raise limit.exceeded("decompressed ")
     if not inflate.eof or inflate.unused_data:
         raise invalid("the compressed body is cut off, or something follows it")
     return content
-
-
-def _too_large(limit: int, what: str = "") -> ServiceError:
-    return ServiceError(TOO_LARGE, f"the {what}request is larger than {limit} bytes (max_request_bytes)")

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from twinop.deploy.service.datatypes import (
     version_number,
 )
 from twinop.deploy.service.errors import invalid
-from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.request import MOST_TENSORS, Request, Result, check_count
+
+_PIECE = 1 << 16  # elements that are converted without a break for other threads
 
 
 @dataclass(slots=True)
@@ -33,13 +35,17 @@ class Form:
     raw: bool
 
 
-def decode(message: pb.ModelInferRequest, seconds: float | None) -> tuple[Request, Form]:
-    """`seconds` is what the call's deadline leaves; None for no deadline.
+def decode(
+    message: pb.ModelInferRequest, seconds: float | None, most: int = MOST_TENSORS
+) -> tuple[Request, Form]:
+    """`seconds` is what the call's deadline leaves, None for no deadline; `most` are the inputs, or outputs.
 
     Raises:
         ServiceError: the message contradicts itself; what it holds is held against the model later.
     """
     arrived = time.monotonic()
+    check_count("inputs", len(message.inputs), most)
+    check_count("outputs", len(message.outputs), most)
     raw = len(message.raw_input_contents) > 0
     if raw and len(message.raw_input_contents) != len(message.inputs):
         raise invalid(
@@ -85,10 +91,12 @@ def encode(result: Result, form: Form) -> pb.ModelInferResponse:
             data = to_bytes(array)
             answer.raw_output_contents.append(data if isinstance(data, bytes) else data.tobytes())
         else:
-            values: list[Any] = array.ravel().tolist()
-            if kind is BYTES:
-                values = [each.encode() if isinstance(each, str) else each for each in values]
-            getattr(tensor.contents, kind.contents or "").extend(values)
+            contents, flat = getattr(tensor.contents, kind.contents or ""), array.ravel()
+            for start in range(0, flat.size, _PIECE):
+                values: list[Any] = flat[start : start + _PIECE].tolist()
+                if kind is BYTES:
+                    values = [each.encode() if isinstance(each, str) else each for each in values]
+                contents.extend(values)
     return answer
 
 
@@ -99,13 +107,13 @@ def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
 
 
 def _outputs(message: pb.ModelInferRequest) -> tuple[str, ...] | None:
-    names: list[str] = []
+    names: dict[str, None] = {}
     for output in message.outputs:
         if output.name in names:
             raise invalid(f"output {output.name} is asked for twice")
         if output.parameters:
             refuse_extensions(f"output {output.name}", _parameters(output.parameters))
-        names.append(output.name)
+        names[output.name] = None
     return tuple(names) or None
 
 
@@ -122,11 +130,19 @@ def _typed(name: str, kind: Datatype, shape: list[int], contents: pb.InferTensor
     if kind is BYTES:
         return text_array(name, values).reshape(shape)
     if kind.dtype.itemsize < 4 and kind.dtype.kind in "iu":  # sent in fields of 32 bits
-        limits, wide = np.iinfo(kind.dtype), np.array(values, np.int64)
+        limits, wide = np.iinfo(kind.dtype), _numbers(values, np.dtype(np.int64))
         if elements and (wide.min() < limits.min or wide.max() > limits.max):
             at = int(np.argmax((wide < limits.min) | (wide > limits.max)))
             raise invalid(
                 f"input {name}: element {at} is {wide[at]}; {kind.name} has {limits.min} to {limits.max}"
             )
         return wide.astype(kind.dtype).reshape(shape)
-    return np.array(values, kind.dtype).reshape(shape)
+    return _numbers(values, kind.dtype).reshape(shape)
+
+
+def _numbers(values: Sequence[Any], dtype: np.dtype) -> np.ndarray:
+    """As one array; while a large one is made at once, no other thread runs, and no client has an answer."""
+    array = np.empty(len(values), dtype)
+    for start in range(0, len(values), _PIECE):
+        array[start : start + _PIECE] = values[start : start + _PIECE]
+    return array

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import orjson
 
+from twinop.deploy.service.bodies import Limit
 from twinop.deploy.service.datatypes import OF_DTYPE, from_bytes, named, shown, to_bytes, version_number
 from twinop.deploy.service.errors import invalid
 from twinop.deploy.service.json_tensors import from_json, to_json
-from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.request import MOST_TENSORS, Request, Result, check_count
 
 HEADER_LENGTH = "inference-header-content-length"
 
@@ -28,20 +29,30 @@ class Form:
 # -------------------------------------------------------------------------------- requests
 
 
-def decode(body: bytes, headers: Mapping[str, str], model: str, version: str = "") -> tuple[Request, Form]:
-    """
+def decode(
+    body: bytes,
+    headers: Mapping[str, str],
+    model: str,
+    version: str = "",
+    most: int = MOST_TENSORS,
+    json: Limit | None = None,
+) -> tuple[Request, Form]:
+    """`most` are the inputs, or outputs; `json` limits the part that is JSON.
+
     Raises:
         ServiceError: it is not a request of the protocol; what it holds is held against the model later.
     """
     arrived = time.monotonic()
     length = _header_length(headers, len(body))
+    if json is not None and length > json.bytes:
+        raise json.exceeded()
     view = memoryview(body)
     content = _parsed(view[:length])
     if not isinstance(content, dict):
         raise invalid('the request must be a JSON object with "inputs"')
     parameters = _object(content, "parameters", "the request")
     form = Form(_id(content), _flag(parameters, "binary_data_output", "the request"))
-    inputs, rest = _inputs(content, view[length:], HEADER_LENGTH in headers)
+    inputs, rest = _inputs(content, most, view[length:], HEADER_LENGTH in headers)
     if len(rest):
         raise invalid(
             f"{len(rest)} bytes follow the last binary input: binary_data_size must add up to the body"
@@ -49,7 +60,7 @@ def decode(body: bytes, headers: Mapping[str, str], model: str, version: str = "
     return Request(
         model=model,
         inputs=inputs,
-        outputs=_outputs(content, form),
+        outputs=_outputs(content, most, form),
         version=version_number(model, version),
         id=form.id or "",
         deadline=deadline(parameters.get("timeout"), arrived),
@@ -112,11 +123,12 @@ def _object(holder: dict[str, Any], key: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _list(holder: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def _list(holder: dict[str, Any], key: str, most: int) -> list[dict[str, Any]]:
     value = holder.get(key)
     if not isinstance(value, list):
         said = f"not {shown(value)}" if key in holder else "it is missing"
         raise invalid(f'"{key}" must be a list of tensors: {said}')
+    check_count(key, len(value), most)
     for each in value:
         if not isinstance(each, dict) or not isinstance(each.get("name"), str):
             raise invalid(f'"{key}" must hold objects with a "name", not {shown(each)}')
@@ -137,10 +149,10 @@ def _flag(parameters: dict[str, Any], key: str, where: str, default: bool = Fals
     return value
 
 
-def _outputs(content: dict[str, Any], form: Form) -> tuple[str, ...] | None:
+def _outputs(content: dict[str, Any], most: int, form: Form) -> tuple[str, ...] | None:
     if content.get("outputs") in (None, []):
         return None
-    for each in _list(content, "outputs"):
+    for each in _list(content, "outputs", most):
         name = each["name"]
         if name in form.outputs:
             raise invalid(f"output {name} is asked for twice")
@@ -151,11 +163,11 @@ def _outputs(content: dict[str, Any], form: Form) -> tuple[str, ...] | None:
 
 
 def _inputs(
-    content: dict[str, Any], binary: memoryview, has_length: bool
+    content: dict[str, Any], most: int, binary: memoryview, has_length: bool
 ) -> tuple[dict[str, np.ndarray], memoryview]:
     """The tensors, and the bytes that none of them took."""
     inputs: dict[str, np.ndarray] = {}
-    for each in _list(content, "inputs"):
+    for each in _list(content, "inputs", most):
         name = each["name"]
         if name in inputs:
             raise invalid(f"input {name} is given twice")

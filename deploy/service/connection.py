@@ -12,12 +12,13 @@ from typing import Any
 import orjson
 from starlette.responses import JSONResponse
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from twinop.deploy.service import metrics
 from twinop.deploy.service.errors import HEAD_TOO_LARGE, INVALID, TOO_SLOW, Failure
 
 LINGER_SECONDS = 2.0  # closing at once would reset the connection under an answer that is not read yet
+MOST_PIPELINED = 8  # requests that wait on one connection; more stay in the system's buffers
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head = 0  # bytes that came while the head was not complete
         self._timer: asyncio.TimerHandle | None = None
         self._timed = _Stage.IDLE  # what the timer waits for the end of
+        self._started: RequestResponseCycle | None = None  # self.cycle is the newest, which may wait for it
 
     # ---------------------------------------------------------------------------- asyncio's calls
 
@@ -60,10 +62,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
-        cycle = self.cycle
+        self.pipeline.clear()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        cycle = self._started
         if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
             _abandon(cycle.scope)
 
     def data_received(self, data: bytes) -> None:
@@ -108,18 +113,27 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise _Refused  # what follows the head would be taken for another protocol
         self._stage, self._head = _Stage.BODY, 0
         super().on_headers_complete()
+        self._read_on()
 
     def on_message_complete(self) -> None:
         self._stage = _Stage.IDLE
         super().on_message_complete()
-        if not self.pipeline:
-            self.flow.resume_reading()  # else nobody would see that the client has gone
+        self._read_on()
 
     def send_400_response(self, msg: str) -> None:
         if self._stage is _Stage.HEAD and self._head > self._limits.header_bytes:
             self._too_long()
         elif self._stage is not _Stage.REFUSED:
             self._refuse(INVALID, "malformed HTTP/1.1 request, or one with a body that asks for an upgrade")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._started = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _read_on(self) -> None:
+        """Though a request waits or runs: else nobody would see that the client has gone."""
+        if len(self.pipeline) < MOST_PIPELINED:
+            self.flow.resume_reading()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Upgrades are never taken; that is no news."""

@@ -55,7 +55,10 @@ class Endpoints(V2Endpoints):
 
     def __init__(self, settings: ServerSettings, dataplane: DataPlane, repository: "Repository") -> None:
         super().__init__(dataplane)
-        self._limit = settings.max_request_bytes
+        self._limit = self._json_limit = bodies.Limit(settings.max_request_bytes)
+        if settings.max_json_bytes < settings.max_request_bytes:
+            advice = ": send large tensors as binary data, with Inference-Header-Content-Length"
+            self._json_limit = bodies.Limit(settings.max_json_bytes, "max_json_bytes", "JSON", advice)
         self._repository = repository
 
     async def infer(self, request: Request) -> Response:
@@ -72,11 +75,13 @@ class Endpoints(V2Endpoints):
         self, request: Request, model: str, version: str, counting: metrics.counting
     ) -> Response:
         scope, headers = request.scope, request.headers
-        if self._repository.get_model(model) is None:
-            self._repository.find(model, None)  # says what is wrong
+        most = self._repository.most_tensors(model)
         logs.bind(model=model)
-        body = await bodies.read(request, self._limit)
-        asked, form = await off_loop(len(body), codec_rest.decode, body, headers, model, version)
+        has_binary = codec_rest.HEADER_LENGTH in headers
+        body = await bodies.read(request, self._limit if has_binary else self._json_limit)
+        asked, form = await off_loop(
+            len(body), codec_rest.decode, body, headers, model, version, most, self._json_limit
+        )
         asked.id = ids.of(scope, asked.id)
         logs.bind(request_id=asked.id)
         wait_in(scope)
@@ -93,7 +98,7 @@ class Endpoints(V2Endpoints):
         return as_json({"ready": True})
 
     async def metadata(self) -> Response:
-        return as_json(server_metadata(self.dataplane))
+        return as_json(server_metadata(self.dataplane, self._repository))
 
     async def model_metadata(self, model_name: str, model_version: str = "") -> Response:
         return as_json(model_metadata(self._repository, model_name, model_version))
@@ -106,7 +111,7 @@ class Endpoints(V2Endpoints):
         ready = (await self._object(request)).get("ready", False)
         if not isinstance(ready, bool):
             raise invalid(f'"ready" must be true or false, not {shown(ready)}')
-        return as_json(await self._repository.index(ready))
+        return as_json(await self._repository.index_by_request(ready))
 
     async def load(self, request: Request) -> Response:
         parameters = (await self._object(request)).get("parameters") or {}
@@ -123,7 +128,8 @@ class Endpoints(V2Endpoints):
 
     async def _object(self, request: Request) -> dict[str, Any]:
         try:
-            content = orjson.loads(await bodies.read(request, self._limit) or b"{}")
+            body = await bodies.read(request, self._json_limit) or b"{}"
+            content = await off_loop(len(body), orjson.loads, body)
         except orjson.JSONDecodeError as error:
             raise invalid(f"invalid JSON: {error}") from None
         if not isinstance(content, dict):
@@ -131,10 +137,10 @@ class Endpoints(V2Endpoints):
         return content
 
 
-def server_metadata(dataplane: DataPlane) -> dict[str, Any]:
-    """KServe's, with the extensions that we add."""
-    metadata = dataplane.metadata()
-    return metadata | {"extensions": [*metadata["extensions"], "model_repository", "binary_tensor_data"]}
+def server_metadata(dataplane: DataPlane, repository: "Repository") -> dict[str, Any]:
+    """KServe's, with the extensions that are on, as Triton calls them."""
+    extensions = ["binary_tensor_data", *(["model_repository"] if repository.is_controlled else [])]
+    return dataplane.metadata() | {"extensions": extensions}
 
 
 def model_metadata(repository: "Repository", model: str, version: str) -> dict[str, Any]:

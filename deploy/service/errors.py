@@ -35,11 +35,18 @@ OUT_OF_MEMORY = Failure("out_of_memory", 503, grpc.StatusCode.RESOURCE_EXHAUSTED
 DEADLINE = Failure("deadline", 504, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
+_MOST_ASCII = 2000
+_MOST_OTHER = 500  # gRPC sends up to 12 bytes for each; clients take 8 KiB of metadata
+
+
 class ServiceError(Exception):
-    """Ends one request; the message goes to the client, so it never holds a path or a stack trace."""
+    """Ends one request; the message goes to the client, so it never holds a path or a stack trace.
+
+    It may quote what the client sent: of a message that this makes too long the middle is left out.
+    """
 
     def __init__(self, failure: Failure, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
+        super().__init__(_shortened(message))
         self.failure = failure
         self.headers = dict(headers or {})
 
@@ -48,6 +55,11 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, ServiceError):
         return error.failure
     return CANCELLED if isinstance(error, asyncio.CancelledError | ClientDisconnect) else INTERNAL
+
+
+def _shortened(message: str) -> str:
+    most = _MOST_ASCII if message.isascii() else _MOST_OTHER
+    return message if len(message) <= most else f"{message[: most // 2]} ... {message[-most // 2 + 5 :]}"
 
 
 def invalid(message: str) -> ServiceError:

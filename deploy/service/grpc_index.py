@@ -39,7 +39,7 @@ def handler(repository: Any) -> grpc.GenericRpcHandler:
     request, response = messages()
 
     async def index(asked: Any, context: Any) -> Any:
-        return response(models=await repository.index(asked.ready))
+        return response(models=await repository.index_by_request(asked.ready))
 
     call = grpc.unary_unary_rpc_method_handler(index, request.FromString, response.SerializeToString)
     return grpc.method_handlers_generic_handler(SERVICE, {"RepositoryIndex": call})

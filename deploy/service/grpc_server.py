@@ -48,11 +48,10 @@ class Servicer(InferenceServicer):
         meant = functools.partial(self._repository.metrics_of, request.model_name, request.model_version)
         with tracing.request_span("infer", headers), metrics.counting(meant) as counting:
             tracing.note(request_id=headers[ids.HEADER])
-            if self._repository.get_model(request.model_name) is None:
-                self._repository.find(request.model_name, None)  # says what is wrong
+            most = self._repository.most_tensors(request.model_name)
             logs.bind(model=request.model_name)
             seconds = context.time_remaining()
-            asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds)
+            asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds, most)
             asked.id = headers[ids.HEADER]
             counting.result, _ = await self._data_plane.infer(asked.model, asked, headers)
             size = sum(array.nbytes for array in counting.result.outputs.values())
@@ -62,7 +61,7 @@ class Servicer(InferenceServicer):
         return pb.ServerReadyResponse(ready=await self._repository.ready())
 
     async def ServerMetadata(self, request: Any, context: Any) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(**server_metadata(self._data_plane))
+        return pb.ServerMetadataResponse(**server_metadata(self._data_plane, self._repository))
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
         try:

@@ -84,13 +84,23 @@ class Repository(ModelRepository):
         except ServiceError:
             return None
 
+    def most_tensors(self, name: str) -> int:
+        """How many inputs, or outputs, a request to the model may have.
+
+        Raises:
+            ServiceError: there is no such model, or it is not ready.
+        """
+        if name not in self.models:
+            self.find(name)  # says what is wrong
+        return self.models[name].most_tensors
+
     async def index(self, ready: bool = False) -> list[dict[str, str]]:
         """Every version of every model with its state, as the repository extension lists them.
 
         Where clients decide what is loaded, what they may load is among them.
         """
         found = {name: dict(versions) for name, versions in self._known.items()}
-        if self.settings.server.control == Control.EXPLICIT and not ready:
+        if self.is_controlled and not ready:
             for name, folder in (await self._scanned()).items():
                 for version in folder.versions if name not in found else ():
                     found.setdefault(name, {})[version] = _Known(None, State.UNAVAILABLE, "not loaded")
@@ -149,6 +159,14 @@ class Repository(ModelRepository):
             await self._remove(name)
         return folders, gone
 
+    async def index_by_request(self, ready: bool = False) -> list[dict[str, str]]:
+        """
+        Raises:
+            ServiceError: the repository extension is off.
+        """
+        self._require_explicit()
+        return await self.index(ready)
+
     async def load_by_request(self, name: str) -> None:
         """
         Raises:
@@ -180,9 +198,15 @@ class Repository(ModelRepository):
         except TwinopError:
             return {}
 
+    @property
+    def is_controlled(self) -> bool:
+        """Whether clients may list, load and unload models: the repository extension."""
+        return self.settings.server.control == Control.EXPLICIT
+
     def _require_explicit(self) -> None:
-        if self.settings.server.control != Control.EXPLICIT:
-            raise ServiceError(OFF, "loading and unloading by request is off: start with --control explicit")
+        if not self.is_controlled:
+            said = "listing, loading and unloading models by request is off: start with --control explicit"
+            raise ServiceError(OFF, said)
 
     async def _follow(self, folder: ModelFolder, retry: bool = False) -> list[str]:
         """Brings one model to what its folder holds; the problems as messages.

@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twinop.deploy.service.errors import invalid
+
 if TYPE_CHECKING:
     from twinop.deploy.service.metrics import ModelMetrics
+
+MOST_TENSORS = 64  # inputs, or outputs, of a request to a model that has fewer
 
 
 @dataclass(slots=True)
@@ -45,3 +49,13 @@ class Result:
     batch_size: int = field(default=1)
     arrived: float = 0.0  # the request's
     metrics: "ModelMetrics | None" = None  # where it is counted once the answer is made
+
+
+def check_count(what: str, count: int, most: int) -> None:
+    """Before each of them costs time.
+
+    Raises:
+        ServiceError: there are too many inputs, or outputs.
+    """
+    if count > most:
+        raise invalid(f"{count} {what}: a request to this model has up to {most}")

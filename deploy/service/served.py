@@ -10,7 +10,7 @@ from twinop.deploy.service.datatypes import datatype_of
 from twinop.deploy.service.errors import NOT_FOUND, NOT_READY, ServiceError, failure_of, invalid
 from twinop.deploy.service.loading import LoadedModel
 from twinop.deploy.service.metrics import ModelMetrics
-from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.request import MOST_TENSORS, Request, Result
 from twinop.deploy.service.tracing import record_run
 
 
@@ -137,6 +137,12 @@ class ServedModel(InferenceModel):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.versions: dict[int, Version] = {}
+
+    @property
+    def most_tensors(self) -> int:
+        """More inputs or outputs are refused unread; of a few too many the message says which."""
+        all_loaded = [version.loaded for version in self.versions.values()]
+        return max(MOST_TENSORS, *(max(len(each.inputs), len(each.outputs)) for each in all_loaded), 0)
 
     async def healthy(self) -> bool:
         return bool(self.versions)

@@ -117,6 +117,9 @@ class ServerSettings(_Settings):
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     max_request_bytes: int = Field(64 << 20, gt=0)
+    max_json_bytes: int = Field(
+        8 << 20, gt=0, description="of them JSON: while it is read, all other clients wait"
+    )
     max_header_bytes: int = Field(64 << 10, gt=0)
     header_seconds: float = Field(10.0, gt=0, description="in which a request's headers must arrive")
     body_seconds: float = Field(60.0, gt=0, description="in which a request's body must arrive")

@@ -1,0 +1,183 @@
+"""Requests that are small to send and large to read: nobody else waits long for them."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import service_models as models
+from service_fixtures import Answer, Served, serve, tensor
+
+from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service.grpc_index import SERVICE
+
+X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
+TENSORS = 20_000
+JSON_LIMIT = 8 << 20  # max_json_bytes
+LENGTH = "inference-header-content-length"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("models")
+    models.place(folder, "relu", models.relu())
+    models.place(folder, "expand", models.expand())
+    models.place(folder, "int8", models.identity("INT8"))
+    with serve(folder, "--provider", "cpu") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def stub(served: Served) -> Iterator[Any]:
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        yield pb_grpc.GRPCInferenceServiceStub(channel)
+
+
+def post(served: Served, body: bytes, **headers: str) -> Answer:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return served.ask("POST", "/v2/models/relu/infer", body, names)
+
+
+def refused(stub: Any, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as error:
+        stub.ModelInfer(request, timeout=60)
+    return error.value.code(), error.value.details()
+
+
+@contextmanager
+def quick(seconds: float = 1.0) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+# -------------------------------------------------------------------------------- many tensors
+
+
+def test_many_outputs(served: Served, stub: Any) -> None:
+    outputs = [{"name": str(index)} for index in range(TENSORS)]
+    request = pb.ModelInferRequest(model_name="relu", outputs=outputs)
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+    assert request.ByteSize() < 256 << 10  # read on the event loop
+    with quick():
+        said = refused(stub, request)
+    expected = f"{TENSORS} outputs: a request to this model has up to 64"
+    assert said == (grpc.StatusCode.INVALID_ARGUMENT, expected)
+    with quick():
+        answer = served.infer("relu", X, outputs=outputs)
+    assert answer.status == 400 and answer.error == expected
+
+
+def test_many_inputs(served: Served, stub: Any) -> None:
+    inputs = [tensor(str(index), "FP32", [1], [0]) for index in range(TENSORS)]
+    with quick(2):
+        answer = served.infer("relu", *inputs)
+    expected = f"{TENSORS} inputs: a request to this model has up to 64"
+    assert answer.status == 400 and answer.error == expected
+    request = pb.ModelInferRequest(model_name="relu", inputs=[{"name": "x"}] * TENSORS)
+    with quick():
+        assert refused(stub, request) == (grpc.StatusCode.INVALID_ARGUMENT, expected)
+
+
+# -------------------------------------------------------------------------------- large tensors
+
+
+def test_json_has_a_limit_of_its_own(served: Served) -> None:
+    rows = JSON_LIMIT // 16  # 4 numbers of 2 characters: half of the limit is reached
+    body = json.dumps({"inputs": [X | {"shape": [rows, 4], "data": [0] * (4 * rows)}]}, separators=(",", ":"))
+    fits = body.encode().ljust(JSON_LIMIT)
+    assert post(served, fits).status == 200
+    for headers in ({}, {LENGTH: str(len(fits) + 1)}):
+        answer = post(served, fits + b" ", **headers)
+        assert answer.status == 413
+        assert f"the JSON is larger than {JSON_LIMIT} bytes (max_json_bytes)" in answer.error
+        assert "send large tensors as binary data" in answer.error
+
+
+def test_binary_tensors_may_be_larger_than_json(served: Served) -> None:
+    rows = JSON_LIMIT // 16 + 1000
+    given = {"name": "x", "datatype": "FP32", "shape": [rows, 4]}
+    header = {
+        "inputs": [given | {"parameters": {"binary_data_size": rows * 16}}],
+        "parameters": {"binary_data_output": True},
+    }
+    text, data = json.dumps(header).encode(), np.ones((rows, 4), np.float32).tobytes()
+    answer = post(served, text + data, **{LENGTH: str(len(text))})
+    assert answer.status == 200 and answer.content.endswith(data)
+
+
+def numbers() -> bytes:
+    data = [0.25] * (JSON_LIMIT // 5 // 4 * 4 - 400)
+    return json.dumps(
+        {"inputs": [X | {"shape": [len(data) // 4, 4], "data": data}]}, separators=(",", ":")
+    ).encode()
+
+
+def tensors() -> bytes:
+    return b'{"inputs":[%b{}]}' % (b'{"name":"x"},' * (JSON_LIMIT // 13 - 2))
+
+
+@pytest.mark.parametrize("body", [numbers, tensors], ids=["numbers", "tensors"])
+def test_others_do_not_wait_for_the_largest_json(served: Served, body: Callable[[], bytes]) -> None:
+    content = body()
+    assert JSON_LIMIT * 0.9 < len(content) <= JSON_LIMIT
+    answers: list[Answer] = []
+    assert longest_wait(served, lambda: answers.extend(post(served, content) for _ in range(3))) < 0.6
+    assert len(answers) == 3
+
+
+def test_others_do_not_wait_for_large_typed_tensors(served: Served) -> None:
+    size = 30_000_000
+    request = pb.ModelInferRequest(model_name="int8")
+    given = request.inputs.add(name="x", datatype="INT8", shape=[1, size])
+    given.contents.ParseFromString(b"\x12" + varint(size) + b"\5" * size)  # int_contents, packed
+    data, answers = request.SerializeToString(), list[bytes]()
+
+    def send() -> None:
+        options = (("grpc.max_receive_message_length", -1),)
+        with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}", options) as channel:
+            answers.append(channel.unary_unary(f"/{SERVICE}/ModelInfer")(data, timeout=60))
+
+    assert longest_wait(served, send) < 0.6
+    assert len(answers) == 1 and len(answers[0]) >= size
+
+
+def longest_wait(served: Served, send: Callable[[], None]) -> float:
+    """The longest of others, in seconds, while one sends; on two cores, one of which the sender may have."""
+    sender, longest = threading.Thread(target=send), 0.0
+    sender.start()
+    while sender.is_alive():
+        start = time.monotonic()
+        assert served.infer("relu", X).status == 200
+        longest = max(longest, time.monotonic() - start)
+    return longest
+
+
+def varint(number: int) -> bytes:
+    digits = [number >> shift & 0x7F for shift in range(0, max(number.bit_length(), 1), 7)]
+    return bytes([*(digit | 0x80 for digit in digits[:-1]), digits[-1]])
+
+
+# -------------------------------------------------------------------------------- much memory
+
+
+def test_more_memory_than_there_is(served: Served, stub: Any) -> None:
+    """A few bytes that ask for 2 ** 45 numbers."""
+    x = tensor("x", "FP32", [1], [1])
+    good = served.infer("expand", x, tensor("shape", "INT64", [2], [3, 2]))
+    assert good.status == 200
+    answer = served.infer("expand", x, tensor("shape", "INT64", [1], [1 << 45]))
+    assert answer.status == 503 and "not enough memory for this request" in answer.error
+    assert served.infer("expand", x, tensor("shape", "INT64", [2], [3, 2])).json == good.json
+    request = pb.ModelInferRequest(model_name="expand")
+    request.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(1)
+    shape = request.inputs.add(name="shape", datatype="INT64", shape=[1]).contents.int64_contents
+    shape.append(1 << 45)
+    assert refused(stub, request) == (grpc.StatusCode.RESOURCE_EXHAUSTED, answer.error)
+    shape[0] = 6
+    assert list(stub.ModelInfer(request, timeout=60).outputs[0].contents.fp32_contents) == [1] * 6
