@@ -24,7 +24,7 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
   using Base::arguments_, Base::settings_, Base::thread_, Base::threads_, Base::group_;
   using Base::AtBatch, Base::ForEachBatch, Base::InRoom, Base::Left;
   using Base::begin_, Base::length_, Base::rank_;
-  using Base::kWidth, Base::kInputs, Base::kHeld, Base::kColumns, Base::kPhaseCount;
+  using Base::kWidth, Base::kInputs, Base::kHeld, Base::kPhaseCount;
   using typename Base::Batch;
   using typename Base::VectorValues;
 

@@ -53,7 +53,7 @@ SHAPES = ((1, 3), (5, 3), (2, 3), (300, 3), (1, 3), (0, 3))
 @pytest.fixture
 def staged_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The buffers' arithmetic needs no GPU: torch's CPU stands in for one."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="the GPU is asked through torch")
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **more: empty(*sizes, **more))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

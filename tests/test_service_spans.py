@@ -18,7 +18,9 @@ PARENTS = {"HTTP": TRACE, "gRPC": TRACE[::-1]}  # the client's trace, a protocol
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    pytest.importorskip(
+        "opentelemetry.exporter.otlp.proto.http.trace_exporter", reason="spans are sent by this exporter"
+    )
     found = Collector()
     yield found
     found.close()

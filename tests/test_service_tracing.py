@@ -79,7 +79,9 @@ def _attributes(owner: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    pytest.importorskip(
+        "opentelemetry.exporter.otlp.proto.http.trace_exporter", reason="spans are sent by this exporter"
+    )
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SERVICE_NAME", "OTEL_TRACES_SAMPLER"):
         monkeypatch.delenv(name, raising=False)
     found = Collector()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tritonclient")
+pytest.importorskip("tritonclient", reason="its protocol buffers judge what we write and read")
 
 import service_models
 
@@ -230,7 +230,7 @@ def test_what_cannot_be_written() -> None:
 
 def test_beside_kserve_in_one_process(tmp_path: Path) -> None:
     """Both register messages called inference.*; the order must not matter."""
-    pytest.importorskip("kserve")
+    pytest.importorskip("kserve", reason="the service is KServe's server")
     (tmp_path / "config.pbtxt").write_text("max_batch_size: 3")
     ours = (
         "from pathlib import Path; from twinop.deploy.service.triton_config import read_config; "

@@ -141,8 +141,8 @@ class ServedModel(InferenceModel):
     @property
     def most_tensors(self) -> int:
         """More inputs or outputs are refused unread; of a few too many the message says which."""
-        all_loaded = [version.loaded for version in self.versions.values()]
-        return max(MOST_TENSORS, *(max(len(each.inputs), len(each.outputs)) for each in all_loaded), 0)
+        each_loaded = (version.loaded for version in self.versions.values())
+        return max([MOST_TENSORS, *(max(len(each.inputs), len(each.outputs)) for each in each_loaded)])
 
     async def healthy(self) -> bool:
         return bool(self.versions)
