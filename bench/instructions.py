@@ -77,7 +77,7 @@ def main(
 
 
 def chosen(found: Sequence[Kernel]) -> list[tuple[str, Kernel]]:
-    """(op, kernel) for large tensors: two vectors for each thread where there is such a kernel."""
+    """(op, kernel) for large tensors: the most vectors for each thread that there is a kernel for."""
     by_key: dict[tuple[str, str], Kernel] = {}
     for kernel in sorted(found, key=lambda kernel: kernel.vectors):
         by_key[kernel.functor, kernel.dtype] = kernel

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from twinop.bench.report import BenchError
 
-# A kernel of one vector or two for each thread, by its mangled name: functor, type of its arithmetic, type
+# An elementwise kernel, by its mangled name: functor, type of its arithmetic, type
 # of the tensors, width, threads, vectors, outputs, inputs.
 _KERNEL = re.compile(
     r"ElementwiseKernelINS_\d+([A-Za-z0-9]+?)I(?:f|d|NS_6NarrowE)EE(f|d|\d+__half|\d+__nv_bfloat16)"
     r"Li(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E"
 )
+_RESIDENT = (128, 4)  # threads and vectors of the kernels for tensors that stay in L2
 _DTYPES = {"f": "float32", "d": "float64", "6__half": "float16", "13__nv_bfloat16": "bfloat16"}
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
 
@@ -85,7 +86,7 @@ def find_cuobjdump() -> str:
 
 
 def kernels(library: Path) -> list[Kernel]:
-    """The elementwise kernels of a library that take whole vectors, one or two for a thread.
+    """The elementwise kernels of a library that take whole vectors from memory.
 
     Raises:
         BenchError: cuobjdump failed, or the library has no such kernels for compute capability 9.0.
@@ -119,8 +120,8 @@ def _kernel(name: str, body: dict[int, Instruction]) -> Kernel | None:
     if match is None:
         return None
     functor, dtype = match[1], _DTYPES[match[2]]
-    width, _, vectors, outputs, inputs = map(int, match.groups()[2:])
-    if width == 1 or vectors > 2:
+    width, threads, vectors, outputs, inputs = map(int, match.groups()[2:])
+    if width == 1 or (threads, vectors) == _RESIDENT:
         return None
     path = shortest_path(body, vectors * inputs, vectors * outputs)
     units = Counter(instruction.unit for instruction in path)

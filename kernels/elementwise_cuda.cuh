@@ -184,7 +184,8 @@ Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>
     return LaunchElementwise<F, T, kWidth, kThreads, kLoads>(call, functor, out, in);
   if (bytes <= kResidentMaxBytes)
     return LaunchElementwise<F, T, kWidth, kThreads, kResidentLoads>(call, functor, out, in);
-  return LaunchElementwise<F, T, kWidth, kThreads, kFunctorLoads<F>>(call, functor, out, in);
+  return LaunchElementwise<F, T, kWidth, kFunctorThreads<F>, kFunctorLoads<F>>(call, functor, out,
+                                                                               in);
 }
 
 template <template <class> class F>

@@ -11,7 +11,7 @@ from twinop.bench import instructions, sass
 from twinop.bench.__main__ import app
 from twinop.bench.report import BenchError
 
-NAME = "_ZN6twinop17ElementwiseKernelINS_{functor}EE{dtype}Li{width}ELi128ELi{vectors}ELi1ELi1EEEvT_l"
+NAME = "_ZN6twinop17ElementwiseKernelINS_{functor}EE{dtype}Li{width}ELi{threads}ELi{vectors}ELi1ELi1EEEvT_l"
 SHORT = """
         /*0000*/                   S2R R0, SR_TID.X ;             /* 0x0000000000007919 */
                                                                   /* 0x000e220000002100 */
@@ -29,8 +29,10 @@ SHORT = """
 """
 
 
-def kernel(functor: str = "4GeluIf", dtype: str = "f", width: int = 4, vectors: int = 1) -> str:
-    name = NAME.format(functor=functor, dtype=dtype, width=width, vectors=vectors)
+def kernel(
+    functor: str = "4GeluIf", dtype: str = "f", width: int = 4, threads: int = 128, vectors: int = 1
+) -> str:
+    name = NAME.format(functor=functor, dtype=dtype, width=width, threads=threads, vectors=vectors)
     return f"\t\tFunction : {name}\n{SHORT}"
 
 
@@ -44,11 +46,13 @@ def test_the_shortest_way_that_loads_and_stores_is_counted() -> None:
 
 
 def test_kernels_of_other_widths_are_left_out() -> None:
-    names = [("4ReluINS_6NarrowE", "13__nv_bfloat16", 8, 2), ("4ReluIf", "f", 1, 1), ("4ReluIf", "f", 4, 4)]
-    text = "\n".join(kernel(*name) for name in names) + "\t\tFunction : _Z5otherv\n" + SHORT
-    with pytest.raises(BenchError, match="makes 2 loads and 2 stores"):
-        list(sass.read(text.splitlines()))
-    assert list(sass.read("\n".join(kernel(*name) for name in names[1:]).splitlines())) == []
+    scalar, resident = kernel(width=1), kernel(threads=128, vectors=4)
+    others = f"{scalar}\n{resident}\n\t\tFunction : _Z5otherv\n{SHORT}"
+    assert list(sass.read(others.splitlines())) == []
+    two = kernel("4ReluINS_6NarrowE", "13__nv_bfloat16", 8, vectors=2)
+    for vectors, counted in ((2, two), (4, kernel(threads=64, vectors=4))):
+        with pytest.raises(BenchError, match=f"makes {vectors} loads and {vectors} stores"):
+            list(sass.read(f"{others}\n{counted}".splitlines()))
 
 
 def document(us: float = 600.0) -> dict[str, Any]:
@@ -97,7 +101,7 @@ def test_a_type_that_was_not_measured_has_the_copy_of_as_many_bytes() -> None:
     assert instructions.elements_of("32768x4096") == 2**27
 
 
-def test_large_tensors_take_the_kernel_of_two_vectors() -> None:
+def test_large_tensors_take_the_kernel_of_most_vectors() -> None:
     assert instructions.chosen([counted(1, vectors=2), counted(2)]) == [("gelu", counted(1, vectors=2))]
 
 

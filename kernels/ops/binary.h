@@ -22,7 +22,8 @@ struct Mul {
 // exponent that is no integer.
 template <class T>
 struct Power {
-  static constexpr int kLoads = 2;
+  static constexpr int kLoads = kIsNarrow<T> ? 4 : 2;
+  static constexpr int kThreads = kIsNarrow<T> ? 64 : 128;
   static constexpr int kRegisters = sizeof(T) == 8 ? 0 : kIsNarrow<T> ? 40 : 32;
   static constexpr bool kHasPlain = sizeof(T) == sizeof(float);  // on CUDA: elementwise_cuda.cuh
 
