@@ -111,6 +111,9 @@ struct Op {
   // Whether Term replaces the row's values by what is dear to compute again (on the CPU, where a
   // row of values as they lie in memory is read again, not held).
   static constexpr bool kReplacesValues = false;
+  // Whether the phases are the sum of a term and the squares of what is left of it without its
+  // mean.
+  static constexpr bool kMoments = false;
   using ColumnInputs = Indices<>;
 
   // Where nothing is needed of a row but one value of each element, and that value is an output too

@@ -24,7 +24,9 @@ struct Launch {
   static constexpr bool kOneRow = kHeld == 1 || F::kPreparedOutput >= 0;
   static constexpr bool kShortRow = !kSums && kHeld == 1 && sizeof(S) == 2;
   static constexpr HeldSettings kSettings =
-      Held(kSums, kOneRow && sizeof(S) == 4, kShortRow&& kColumnInputs<F> > 0);
+      Held(kSums, kShortRow&& kColumnInputs<F> > 0, kOneRow, sizeof(S));
+  // (One column: a multiple of no vector's width.)
+  static constexpr bool kHasElements = MovesElements(sizeof(S), kSums, 1);
   // Two rows that are both needed to the end: their values spilled (softmax backward, float16,
   // 32768 x 4096: 0.74 of the copy's speed, packed 1.00).
   static constexpr Tuning kDefaultTuning =
@@ -40,33 +42,32 @@ struct Launch {
     if constexpr (kColumnInputs<F> == 0 && !kSums) {
       if (rows.inner != 1) return RunApart();
     }
-    const bool aligned = Aligned();
+    const Moves moves = RowMoves();
     constexpr int kVectors = kSettings.vectors;
     switch (ChooseLayout(rows, kWidth, kSettings)) {
       case Layout::kPart:
-        return aligned ? RunHeld<8, 1, 1, true>() : RunHeld<8, 1, 1, false>();
+        return RunHeld<8, 1, 1>(moves);
       case Layout::kShort:
-        return aligned ? RunHeld<32, 1, 1, true>() : RunHeld<32, 1, 1, false>();
+        return RunHeld<32, 1, 1>(moves);
       case Layout::kWarp:
-        return aligned ? RunHeld<32, kVectors, 1, true, kDefaultTuning>()
-                       : RunHeld<32, kVectors, 1, false, kDefaultTuning>();
+        return RunHeld<32, kVectors, 1, kDefaultTuning>(moves);
       case Layout::kBlock:
-        return RunBlock<kVectors>(aligned);
+        return RunBlock<kVectors>(moves);
       case Layout::kLong:
-        if constexpr (kSettings.long_vectors > kVectors) {
+        if constexpr (kSettings.HasLongRows()) {
           // (sm_75 has not the shared memory that a misaligned row of float32 goes through.)
           int architecture = 80;
           if constexpr (sizeof(S) == 4) {
             Status status = Architecture(&architecture);
             if (!status.ok()) return status;
           }
-          if (architecture >= 80) return RunBlock<kSettings.long_vectors>(aligned);
+          if (architecture >= 80) return RunBlock<kSettings.long_vectors>(moves);
         }
         break;
       case Layout::kWide:
         break;
     }
-    return RunWide(aligned);
+    return RunWide(moves == Moves::kVectors);
   }
 
   Reads AllReads() const {
@@ -81,7 +82,12 @@ struct Launch {
                                 kMaxFunctorBytes * arguments.rows.count);
   }
 
-  // Whether each vector is one access in all tensors. Chosen by alignment: it changes no sum.
+  Moves RowMoves() const {
+    if (MovesElements(sizeof(S), kSums, arguments.rows.columns)) return Moves::kElements;
+    return Aligned() ? Moves::kVectors : Moves::kRealigned;
+  }
+
+  // Whether each vector is one access in all tensors.
   bool Aligned() const {
     const Rows& rows = arguments.rows;
     if (rows.columns % kWidth != 0) return false;
@@ -98,37 +104,50 @@ struct Launch {
 
   // A block a row.
   template <int kVectors>
-  Status RunBlock(bool aligned) const {
+  Status RunBlock(Moves moves) const {
     constexpr bool kLong = kVectors > kSettings.vectors;
     constexpr bool kSplits = SplitsTotals(sizeof(S), kSums);
     constexpr int kTotals = kSplits ? 2 : 1;
     const int threads = BlockThreads(kVectors);
+    const bool aligned = moves == Moves::kVectors;
     const auto few = [&](int vectors, int row_threads) {
       return aligned && row_threads <= kLatencyThreads &&
              arguments.rows.count <= FewRows(vectors, row_threads);
     };
     if constexpr (kSplits) {
       if (few(kVectors / 2, 2 * threads))
-        return RunHeld<0, kVectors / 2, 1, true, Tuning::kLatency>(2 * threads);
+        return RunMoved<0, kVectors / 2, 1, Tuning::kLatency, Moves::kVectors>(2 * threads);
     } else if constexpr (!kSums && !kLong && kColumnInputs<F> > 0) {
-      if (few(kVectors, threads)) return RunHeld<0, kVectors, 1, true, Tuning::kLatency>(threads);
+      if (few(kVectors, threads))
+        return RunMoved<0, kVectors, 1, Tuning::kLatency, Moves::kVectors>(threads);
     }
     if constexpr (kShortRow) {
       if (aligned && (kLong || threads >= kPackedThreads))
-        return RunHeld<0, kVectors, kTotals, true, Tuning::kPacked>(threads);
+        return RunMoved<0, kVectors, kTotals, Tuning::kPacked, Moves::kVectors>(threads);
+      if (aligned) return RunMoved<0, kVectors, kTotals, kDefaultTuning, Moves::kVectors>(threads);
+      // Of 8 vectors a thread a misaligned row spills (layer norm, bfloat16, 16384 x 8191, share of
+      // the copy's speed: 0.67, so 0.80). Twice the threads with one total each give the same bits.
+      constexpr int kHalves = kLong ? 2 : 1;
+      return RunMoved<0, kVectors / kHalves, kTotals / kHalves, Tuning::kPacked, Moves::kRealigned>(
+          kHalves * threads);
+    } else {
+      return RunHeld<0, kVectors, kTotals, kDefaultTuning>(moves, threads);
     }
-    if (aligned) return RunHeld<0, kVectors, kTotals, true, kDefaultTuning>(threads);
-    constexpr Tuning kMisaligned = kShortRow ? Tuning::kPacked : kDefaultTuning;
-    // Of 8 vectors a thread a misaligned row spills (layer norm, bfloat16, 16384 x 8191, share of
-    // the copy's speed: 0.67, so 0.80). Twice the threads with one total each give the same bits.
-    if constexpr (kSplits && kLong)
-      return RunHeld<0, kVectors / 2, 1, false, kMisaligned>(2 * threads);
-    return RunHeld<0, kVectors, kTotals, false, kMisaligned>(threads);
   }
 
-  template <int kLanes, int kVectors, int kTotals, bool kAligned,
-            Tuning kTuning = Tuning::kThroughput>
-  Status RunHeld(int threads = kGroupThreads) const {
+  template <int kLanes, int kVectors, int kTotals, Tuning kTuning = Tuning::kThroughput>
+  Status RunHeld(Moves moves, int threads = kGroupThreads) const {
+    if constexpr (kHasElements) {
+      if (moves == Moves::kElements)
+        return RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kElements>(threads);
+    }
+    return moves == Moves::kVectors
+               ? RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kVectors>(threads)
+               : RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kRealigned>(threads);
+  }
+
+  template <int kLanes, int kVectors, int kTotals, Tuning kTuning, Moves kMoves>
+  Status RunMoved(int threads) const {
     constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
     const Rows& rows = arguments.rows;
     std::int64_t blocks = (rows.count + kGroups - 1) / kGroups;
@@ -136,9 +155,9 @@ struct Launch {
       constexpr std::int64_t kRoom = kPartials * 8 / sizeof(T);  // in scratch memory
       blocks = std::min({blocks, std::int64_t{SumBlocks(threads)}, kRoom});
     }
-    using Held = HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAligned>;
+    using Held = HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>;
     const int bytes = kGroups * Held::RoomBytes(kLanes > 0 ? kLanes : threads);
-    Status status = LaunchKernel(HeldKernel<F, S, W, kLanes, kVectors, kTotals, kTuning, kAligned>,
+    Status status = LaunchKernel(HeldKernel<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>,
                                  Overlapping({blocks, dim3(threads), 1, bytes}), call, functor,
                                  arguments, AllReads(), Partials());
     return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);

@@ -2,48 +2,42 @@
 // the first use, reduces and writes.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "kernels/cuda_launch.cuh"
-#include "kernels/rowwise_held_access.cuh"
 #include "kernels/rowwise_held_sums.cuh"
-#include "kernels/rowwise_reduce.cuh"
+#include "kernels/rowwise_held_values.cuh"
 
 namespace twinop::rowwise {
 
-// kTotals of each thread: with two it adds up what two threads with half its vectors would.
 template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
-          bool kAligned>
-class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
+          Moves kMoves>
+class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves> {
  public:
-  using Access = HeldAccess<F, S, W, kLanes, kVectors, kAligned>;
+  using Base = HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>;
+  using Access = typename Base::Access;
   using T = ElementCompute<S>;
   using Sum = Compute<S>;
-  static constexpr int kWidth = Access::kWidth;
-  static constexpr int kInputs = kRowInputs<F>;
+  using Base::kColumns;
+  using Base::kHeld;
+  using Base::kInputs;
+  using Base::kPacked;
+  using Base::kPrepares;
+  using Base::kSums;
+  using Base::kWidth;
   static constexpr int kLoaded = kEarlyInputs<F>;
-  static constexpr bool kPrepares = F::kPreparedOutput >= 0;
-  static constexpr int kHeld = kPrepares ? 1 : kLoaded;
-  static constexpr int kColumns = Access::kColumns;
-  static constexpr int kSums = F::kColumnSums;
-  static constexpr bool kPacked = kTuning == Tuning::kPacked;
   static constexpr bool kHoldsColumns = kSums > 0 || kTuning == Tuning::kLatency;
-  static constexpr int kChains = std::min(kWidth, 4);
-  static constexpr int kStorages = kSums > 0 && kPhases<F> == 1 ? 2 : 1;
 
-  using typename Access::ColumnVectors;
-  using typename Access::RowPieces;
-  using typename Access::RowVectors;
-  using RawRow = RowPieces[kHeld];
-  using RowValues = Values<T, kInputs>[kVectors][kWidth];
-  using Results = RowVectors[F::kRowOutputs];  // of a misaligned row
+  using typename Base::ColumnVectors;
+  using typename Base::RawRow;
+  using typename Base::RowValues;
+  using Results = typename Access::RowVectors[F::kRowOutputs];  // of a misaligned row
 
   using Access::RoomBytes;
 
   __device__ HeldRows(const F& functor, const Arguments<F, S, W>& arguments, const Reads& reads,
                       unsigned char* room)
-      : Access(arguments, reads, room), functor_(functor) {}
+      : Base(arguments, reads, room), functor_(functor) {}
 
   // A row for each group of threads.
   __device__ __forceinline__ void RunOnce() {
@@ -52,7 +46,7 @@ class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
     // (float32, 8192 x 16384, share of the copy's speed: layer norm 0.92, not knowing it 0.98;
     // softmax 0.98, not knowing it 0.92).
     constexpr bool kKnown =
-        kLanes == 0 && (kColumns == 0 || !kAligned || kTuning == Tuning::kLatency);
+        kLanes == 0 && (kColumns == 0 || kMoves != Moves::kVectors || kTuning == Tuning::kLatency);
     const bool exists = kKnown || row < arguments_.rows.count;
     RawRow raw = {};
     if constexpr (kHoldsColumns) HoldColumns();
@@ -84,25 +78,26 @@ class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
       Row(row, kLanes == 0 || row < count, raw, [&] {
         if (row + stride < count) LoadRow(row + stride, next);
       });
-      if constexpr (kStorages == 2) turn_ ^= 1;
+      Base::TakeTurns();
     }
     sums_.Write(*this, arguments_.rows.columns, partials);
   }
 
  private:
   using Access::arguments_;
-  using Access::At;
-  using Access::Column;
-  using Access::ForEachVector;
+  using Access::Asks;
   using Access::group_;
   using Access::Input;
+  using Access::kDirect;
   using Access::kGroups;
-  using Access::Left;
   using Access::LoadInput;
   using Access::Output;
   using Access::PlainColumns;
   using Access::Realign;
   using Access::StoreMisaligned;
+  using Base::ColumnValues;
+  using Base::Forget;
+  using Base::held_columns_;
 
   __device__ __forceinline__ void HoldColumns() {
 #pragma unroll
@@ -115,54 +110,8 @@ class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
     for (int j = 0; j < kHeld; ++j) LoadInput(j, row, &raw[j]);
   }
 
-  __device__ __forceinline__ static void ColumnValues(const ColumnVectors& columns,
-                                                      Values<T, kColumns> (&values)[kWidth]) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      T unpacked[kWidth];
-      Unpack(columns[c], unpacked);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) values[i][c] = unpacked[i];
-    }
-  }
-
-  // The values of the row's k-th vector as the phases before kPhase leave them.
-  template <int kPhase>
-  __device__ __forceinline__ void VectorValues(const F& functor, const RawRow& raw, int k,
-                                               Values<T, kInputs> (&values)[kWidth]) const {
-#pragma unroll
-    for (int j = 0; j < kInputs; ++j) {
-      T unpacked[kWidth];
-      if (j < kHeld) Unpack(raw[j < kHeld ? j : 0].vectors[k], unpacked);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) values[i][j] = j < kHeld ? unpacked[i] : T(0);
-    }
-    Values<T, kColumns> columns[kWidth] = {};
-    if constexpr (kSums > 0) ColumnValues(held_columns_[k], columns);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      if constexpr (kPrepares) {
-        ReplayPhases<kPhase>(functor, values[i], columns[i]);
-      } else {
-        Replay<kPhase, S>(functor, values[i], columns[i]);
-      }
-    }
-  }
-
-  // Hides that the words are what they were, so that values made of them are made again.
-  __device__ __forceinline__ static void Forget(RawRow& raw) {
-    if constexpr (kPacked) {
-#pragma unroll
-      for (auto& input : raw)
-#pragma unroll
-        for (auto& vector : input.vectors)
-#pragma unroll
-          for (auto& word : vector.words) asm volatile("" : "+r"(word));
-    }
-  }
-
   __device__ __forceinline__ bool IsWrittenLast(int o) const {
-    return (!kAligned || o != F::kPreparedOutput) && arguments_.outputs[o] != nullptr;
+    return (!kDirect || o != F::kPreparedOutput) && arguments_.outputs[o] != nullptr;
   }
 
   // load_next() runs once the row is in registers.
@@ -171,66 +120,28 @@ class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
                                       const LoadNext& load_next) {
     F functor = functor_;
     RowValues values;
-    if constexpr (!kAligned && !kPrepares) {
+    if constexpr (!kDirect && !kPrepares) {
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) Realign(j, row, exists, j > 0 || kSums > 0, &raw[j]);
     }
     if constexpr (!kPacked) {
 #pragma unroll
-      for (int k = 0; k < kVectors; ++k) VectorValues<0>(functor, raw, k, values[k]);
+      for (int k = 0; k < kVectors; ++k) Base::template VectorValues<0>(functor, raw, k, values[k]);
     }
     load_next();
-    Reduce(&functor, values, exists, raw, std::make_index_sequence<kPhases<F>>{});
+    Base::Reduce(&functor, values, exists, raw);
     Results results;
     if (!kHoldsColumns && PlainColumns()) {
       Write<true>(functor, values, row, exists, raw, results);
     } else {
       Write<false>(functor, values, row, exists, raw, results);
     }
-    if constexpr (!kAligned) {
+    if constexpr (!kDirect) {
 #pragma unroll
       for (int o = 0; o < F::kRowOutputs; ++o)
         if (IsWrittenLast(o))  // (a block's reduction was a barrier)
           StoreMisaligned(o, row, exists, o > 0 || kLanes > 0, results[o]);
     }
-  }
-
-  template <std::size_t... kPhase>
-  __device__ __forceinline__ void Reduce(F* functor, RowValues& values, bool exists, RawRow& raw,
-                                         std::index_sequence<kPhase...>) {
-    (ReducePhase<static_cast<int>(kPhase)>(functor, values, exists, raw), ...);
-  }
-
-  template <int kPhase>
-  __device__ __forceinline__ void ReducePhase(F* functor, RowValues& values, bool exists,
-                                              RawRow& raw) {
-    constexpr Reduction kOp = F::Phases::At(kPhase);
-    using Total = Terms<F, T, kPhase>;
-    ThreadTotals<kOp, Total, kChains> sums[kTotals];
-    Forget(raw);
-    ForEachVector(exists, [&](int k, auto whole) {
-      if constexpr (kPacked) VectorValues<kPhase>(*functor, raw, k, values[k]);
-      // Of the phases, only those of ops that sum columns look at the column inputs.
-      Values<T, kColumns> columns[kWidth];
-      if constexpr (kSums > 0) ColumnValues(held_columns_[k], columns);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const Total term = functor->Term(Phase<kPhase>{}, values[k][i], columns[i]);
-        if (whole || i < Left(k)) sums[k % kTotals].Add(i, term);
-      }
-    });
-    Total totals[kTotals];
-#pragma unroll
-    for (int t = 0; t < kTotals; ++t) totals[t] = sums[t].Sum();
-    if constexpr (kLanes > 0) {
-      totals[0] = ReduceLanes<kLanes, kOp>(totals[0]);
-    } else {
-      // Rows in turn need another barrier before a phase's storage is used again: the next phase's,
-      // or, if it is the only one, the next row's.
-      __shared__ BlockStorage<T> storage[kStorages];
-      totals[0] = ReduceBlock<kOp>(totals, threadIdx.x, blockDim.x, 0, &storage[turn_]);
-    }
-    functor->Finish(Phase<kPhase>{}, totals[0]);
   }
 
   template <bool kPlain>
@@ -248,16 +159,16 @@ class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
     // Before anything is unpacked: over the branches of a misaligned load, values are more
     // registers than words (float16 layer norm, 32768 x 4095, share of the copy's speed: 0.65, so
     // 0.85).
-    constexpr bool kBeforeUnpacking = !kAligned && sizeof(S) == 2;
+    constexpr bool kBeforeUnpacking = !kDirect && sizeof(S) == 2;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       if constexpr (kBeforeUnpacking) load_ahead(k + 1);
-      if constexpr (kPacked) VectorValues<kPhases<F>>(functor, raw, k, values[k]);
+      if constexpr (kPacked) Base::template VectorValues<kPhases<F>>(functor, raw, k, values[k]);
 #pragma unroll
       for (int j = kLoaded; j < kInputs; ++j) {
         if (arguments_.inputs[j] == nullptr || !exists) continue;
         Vector<S, kWidth> late{};
-        Access::template Load<false>(Input(j, row), k, &late);
+        Access::template Load<false>(Input(j, row), k, Access::columns_, &late);
         T unpacked[kWidth];
         Unpack(late, unpacked);
 #pragma unroll
@@ -283,8 +194,8 @@ class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
 #pragma unroll
       for (int o = 0; o < F::kRowOutputs; ++o) {
         if (!IsWrittenLast(o)) continue;
-        if constexpr (kAligned) {
-          if (exists && Left(k) > 0) StoreAligned(Pack<S>(out[o]), At(Output(o, row), k));
+        if constexpr (kDirect) {
+          if (exists && Asks(k)) Access::template Store<kPlain>(Pack<S>(out[o]), Output(o, row), k);
         } else {
           results[o][k] = Pack<S>(out[o]);
         }
@@ -293,21 +204,19 @@ class HeldRows : HeldAccess<F, S, W, kLanes, kVectors, kAligned> {
   }
 
   const F& functor_;
-  int turn_ = 0;
-  ColumnVectors held_columns_[kVectors] = {};
-  HeldSums<F, S, W, kLanes, kVectors, kAligned> sums_;
+  HeldSums<F, S, W, kLanes, kVectors, kMoves> sums_;
 };
 
 template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
-          bool kAligned>
+          Moves kMoves>
 __global__ void __maxnreg__(HeldRegisters(sizeof(S), F::kColumnSums > 0, kEarlyInputs<F>,
                                           kColumnInputs<F> > 0 ? sizeof(W) : 0, kLanes, kVectors,
-                                          kTuning, kAligned))
+                                          kTuning, kMoves))
     HeldKernel(F functor, Arguments<F, S, W> arguments, Reads reads, Compute<S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   WaitForPreviousKernel();
-  HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAligned> rows(functor, arguments, reads,
-                                                                       memory);
+  HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves> rows(functor, arguments, reads,
+                                                                     memory);
   if constexpr (F::kColumnSums > 0) {
     rows.RunAndSum(partials);
   } else {

@@ -12,10 +12,14 @@
 namespace twinop::rowwise {
 
 // kLanes 0: a block a row, of as many threads as it is launched with.
-template <class F, class S, class W, int kLanes, int kVectors, bool kAligned>
+template <class F, class S, class W, int kLanes, int kVectors, Moves kMoves>
 class HeldAccess {
  public:
   static constexpr int kWidth = kVectorBytes / sizeof(S);
+  // Of kElements, a lane's elements are all so many columns apart: a warp takes a stretch of the
+  // row, its lanes neighbouring elements, and one address serves them all.
+  static constexpr int kApart = kMoves != Moves::kElements ? 1 : kLanes == 8 ? 8 : 32;
+  static constexpr bool kDirect = kMoves != Moves::kRealigned;  // not through shared memory
   static constexpr int kColumns = kColumnInputs<F>;
   static constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
 
@@ -31,24 +35,32 @@ class HeldAccess {
         lanes_(kLanes > 0 ? kLanes : BlockLanes()),
         lane_(static_cast<int>(kLanes > 0 ? threadIdx.x % kLanes : threadIdx.x)),
         group_(kLanes > 0 ? threadIdx.x / kLanes : 0),
-        whole_(!kAligned && __all_sync(0xFFFFFFFFu, Left(kVectors - 1) >= 2 * kWidth)),
+        whole_(kMoves != Moves::kVectors &&
+               __all_sync(0xFFFFFFFFu, Left(kVectors - 1) > kWholeLeft)),
         room_(Remembered(room) + group_ * RoomBytes(lanes_)) {}
 
   // Of shared memory, for each group of threads: one row at a time, where it is misaligned.
   static constexpr __host__ __device__ int RoomBytes(int lanes) {
-    return kAligned ? 0 : Stretch<S>::RoomVectors(lanes * kVectors) * kVectorBytes;
+    return kDirect ? 0 : Stretch<S>::RoomVectors(lanes * kVectors) * kVectorBytes;
   }
 
   // The first element of this lane's k-th vector, and the elements of the row from there on: none,
   // or all where tensors are aligned.
-  __device__ __forceinline__ int Column(int k) const { return (k * lanes_ + lane_) * kWidth; }
+  __device__ __forceinline__ int Column(int k) const {
+    if constexpr (kMoves == Moves::kElements)
+      return (lane_ / kApart * kVectors + k) * kApart * kWidth + lane_ % kApart;
+    return (k * lanes_ + lane_) * kWidth;
+  }
   __device__ __forceinline__ int Left(int k) const { return columns_ - Column(k); }
+  __device__ __forceinline__ bool Has(int k, int i) const { return Left(k) > i * kApart; }
   __device__ __forceinline__ int Group() const { return group_; }
 
  protected:
   // (Unsigned: an address from it is one instruction.)
   template <class U>
   __device__ __forceinline__ U* At(U* row, int k) const {
+    if constexpr (kMoves == Moves::kElements)
+      return row + static_cast<std::uint32_t>(Column(0)) + k * kApart * kWidth;
     return row + static_cast<std::uint32_t>(Column(k));
   }
 
@@ -56,13 +68,13 @@ class HeldAccess {
   // misaligned rows most warps have whole vectors only, which spares them all comparisons.
   template <class Body>
   __device__ __forceinline__ void ForEachVector(bool exists, const Body& body) const {
-    if (!kAligned && whole_) {
+    if (kMoves != Moves::kVectors && whole_) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) body(k, std::true_type{});
     } else {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
-        if (exists && Left(k) > 0) body(k, std::bool_constant<kAligned>{});
+        if (exists && Left(k) > 0) body(k, std::bool_constant<kMoves == Moves::kVectors>{});
     }
   }
 
@@ -70,29 +82,51 @@ class HeldAccess {
     const S* const input = arguments_.inputs[j] + row * arguments_.strides[j];
     // One misaligned row is not faster so (32768 x 4095, float32 layer norm 2 %, bfloat16 softmax
     // 3 % slower); two, of which one is held, are by 4 to 6 %.
-    return kAligned || F::kPreparedOutput >= 0 ? reads_.Of(input) : input;
+    return kDirect || F::kPreparedOutput >= 0 ? reads_.Of(input) : input;
   }
   __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
     return arguments_.outputs[o] + row * arguments_.rows.columns;
   }
 
+  // Of a row that has `count` elements.
   template <bool kPlain, class U>
-  __device__ __forceinline__ void Load(const U* row, int k, Vector<U, kWidth>* vector) const {
-    if constexpr (kAligned) {
-      if (Left(k) > 0) LoadAligned(At(row, k), vector);
+  __device__ __forceinline__ void Load(const U* row, int k, int count,
+                                       Vector<U, kWidth>* vector) const {
+    if constexpr (kMoves == Moves::kElements) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        if (kPlain || Column(k) + i * kApart < count) vector->Set(i, At(row, k)[i * kApart]);
+    } else if constexpr (kMoves == Moves::kVectors) {
+      if (Column(k) < count) LoadAligned(At(row, k), vector);
     } else if constexpr (kPlain) {
       LoadAligned(At(row, k), vector);
     } else {
-      LoadAnywhere(At(row, k), Left(k), vector);
+      LoadAnywhere(At(row, k), count - Column(k), vector);
+    }
+  }
+
+  // Whether to move a vector at all. (Of single elements each is asked for itself.)
+  __device__ __forceinline__ bool Asks(int k) const {
+    return kMoves == Moves::kElements || Left(k) > 0;
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ void Store(const Vector<S, kWidth>& vector, S* row, int k) const {
+    if constexpr (kMoves == Moves::kElements) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        if (kPlain || Has(k, i)) At(row, k)[i * kApart] = vector.Get(i);
+    } else {
+      StoreAligned(vector, At(row, k));
     }
   }
 
   // A misaligned row as it lies in memory; Realign gives each thread its vectors.
   __device__ __forceinline__ void LoadInput(int j, std::int64_t row, RowPieces* pieces) const {
-    if constexpr (kAligned) {
+    if constexpr (kDirect) {
 #pragma unroll  // (of two branches, each would wait for its loads)
       for (int k = 0; k < kVectors; ++k)
-        if (Left(k) > 0) LoadAligned(At(Input(j, row), k), &pieces->vectors[k]);
+        if (Asks(k)) Load<false>(Input(j, row), k, columns_, &pieces->vectors[k]);
     } else {
       InRoom(Input(j, row), true).Load(pieces);
     }
@@ -113,7 +147,7 @@ class HeldAccess {
   __device__ __forceinline__ void LoadPrepared(std::int64_t row, bool exists,
                                                RowPieces* raw) const {
     static_assert(kEarlyInputs<F> == 2);
-    if constexpr (kAligned) {
+    if constexpr (kDirect) {
       if (exists) {
         LoadInput(0, row, raw);
         // Of 8 vectors, registers are left for two of the other row (float32, 8192 x 16384,
@@ -124,14 +158,14 @@ class HeldAccess {
           Vector<S, kWidth> others[kChunk];
 #pragma unroll
           for (int i = 0; i < kChunk; ++i)
-            if (Left(first + i) > 0) LoadAligned(At(Input(1, row), first + i), &others[i]);
+            if (Asks(first + i)) Load<false>(Input(1, row), first + i, columns_, &others[i]);
 #pragma unroll
           for (int i = 0; i < kChunk; ++i) {
             if (Left(first + i) <= 0) continue;
             auto& vector = raw->vectors[first + i];
             vector = Prepared(vector, others[i]);
             if (S* const output = arguments_.outputs[F::kPreparedOutput])
-              StoreAligned(vector, At(Output(F::kPreparedOutput, row), first + i));
+              Store<false>(vector, Output(F::kPreparedOutput, row), first + i);
           }
         }
       }
@@ -169,11 +203,11 @@ class HeldAccess {
 
   // Whether there is nothing to ask before this thread's part of the column inputs is loaded.
   __device__ __forceinline__ bool PlainColumns() const {
-    bool plain = kAligned || whole_;
+    bool plain = kMoves == Moves::kVectors || whole_;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const auto place = reinterpret_cast<std::uintptr_t>(arguments_.columns[c]);
-      plain = plain && place != 0 && (kAligned || place % kVectorBytes == 0);
+      plain = plain && place != 0 && (kDirect || place % kVectorBytes == 0);
     }
     return plain;
   }
@@ -183,18 +217,19 @@ class HeldAccess {
                                               ColumnVectors& columns) const {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      bool present = true;
+      int count = columns_;
       if constexpr (!kPlain) {
         columns[c] = Neutral(functor, c);
-        present = arguments_.columns[c] != nullptr;
+        const bool present = arguments_.columns[c] != nullptr;
+        if constexpr (kDirect) {
+          // Hidden, so that the load is predicated: behind a branch it would wait for those before.
+          if (!present) count = 0;
+          asm("" : "+r"(count));
+        } else if (!present) {
+          continue;
+        }
       }
-      if constexpr (!kPlain && kAligned) {
-        // Hidden, so that the load is predicated: behind a branch it would wait for those before.
-        int count = present ? columns_ : 0;
-        asm("" : "+r"(count));
-        present = Column(k) < count;
-      }
-      if (present) Load<kPlain>(arguments_.columns[c], k, &columns[c]);
+      Load<kPlain>(arguments_.columns[c], k, count, &columns[c]);
     }
   }
 
@@ -209,10 +244,12 @@ class HeldAccess {
   const Arguments<F, S, W>& arguments_;
   const Reads& reads_;
   const int columns_, lanes_, lane_, group_;
-  // Misaligned: all threads of the warp have whole vectors, and another one follows each.
+  // All threads of the warp have whole vectors; of a realigned row, another one follows each.
   const bool whole_;
 
  private:
+  static constexpr int kWholeLeft = kDirect ? (kWidth - 1) * kApart : 2 * kWidth - 1;
+
   // Hides what the address is made of: the compiler would make it anew for each access.
   static __device__ __forceinline__ unsigned char* Remembered(unsigned char* shared) {
     std::uint32_t address = hopper::SharedAddress(shared);

@@ -8,10 +8,10 @@
 namespace twinop::rowwise {
 
 // What one thread adds up of the columns that it has of every row.
-template <class F, class S, class W, int kLanes, int kVectors, bool kAligned>
+template <class F, class S, class W, int kLanes, int kVectors, Moves kMoves>
 class HeldSums {
  public:
-  using Access = HeldAccess<F, S, W, kLanes, kVectors, kAligned>;
+  using Access = HeldAccess<F, S, W, kLanes, kVectors, kMoves>;
   using Sum = Compute<S>;
   static constexpr int kWidth = Access::kWidth;
   static constexpr int kSums = F::kColumnSums;

@@ -18,7 +18,7 @@ enum class Layout {
   kShort,  // a warp a row, one vector a lane
   kWarp,   // a warp a row, several vectors a lane
   kBlock,  // a block a row, several vectors a thread
-  kLong,   // a block a row, more vectors a thread
+  kLong,   // a block a row, more vectors a thread or more threads
   kWide,   // a block or a cluster of blocks a row, slice by slice
 };
 
@@ -27,6 +27,8 @@ struct HeldSettings {
   int max_threads;   // of such a block
   int long_vectors;  // a thread, of a block that takes a long row
   int long_threads;  // at most, of such a block
+
+  constexpr bool HasLongRows() const { return long_vectors * long_threads > vectors * max_threads; }
 };
 
 // Backward holds two rows and sums of the columns: half the vectors. One float32 row fits twice,
@@ -45,10 +47,14 @@ struct HeldSettings {
 //   5120      0.950 / 0.977   0.948 / 0.981   0.992 / 0.987   1.003 / 0.991
 //   11008     0.949 / 0.971   0.945 / 0.978   0.955 / 0.977   0.891 / 0.982
 //   16384     0.929 / 0.947   0.942 / 0.950   0.931 / 0.963   0.877 / 0.974
-constexpr HeldSettings Held(bool column_sums, bool one_float, bool one_short_norm) {
+//
+// Two float32 rows of that length (softmax backward), by twice the threads: 16384 columns 1.04,
+// 11008 columns 1.04; in shared memory 1.00, 1.00.
+constexpr HeldSettings Held(bool column_sums, bool one_short_norm, bool one_row, int bytes) {
   if (column_sums) return {2, 512, 2, 512};
   if (one_short_norm) return {4, 128, 8, 256};
-  return {4, 512, one_float ? 8 : 4, 512};
+  if (bytes != 4) return {4, 512, 4, 512};
+  return one_row ? HeldSettings{4, 512, 8, 512} : HeldSettings{4, 512, 4, 1024};
 }
 
 // By the row's width alone: a row's result does not depend on how many others there are.
@@ -60,6 +66,24 @@ inline Layout ChooseLayout(const Rows& rows, int width, HeldSettings held) {
   if (vectors <= std::int64_t{held.vectors} * held.max_threads) return Layout::kBlock;
   if (vectors <= std::int64_t{held.long_vectors} * held.long_threads) return Layout::kLong;
   return Layout::kWide;
+}
+
+// How a row moves between memory and registers. kRealigned changes no sum, so alignment may choose
+// it instead of kVectors; kElements does, so the width alone chooses it.
+enum class Moves {
+  kVectors,    // whole aligned vectors
+  kRealigned,  // aligned vectors, realigned through shared memory
+  kElements,   // element by element, neighbouring lanes on neighbouring elements
+};
+
+// Rows of which not every one is aligned: elements of 4 bytes fill a warp's access, those of 2
+// bytes half of it. Share of the copy's speed (H200), 32768 x 4095, realigned / element by element:
+//
+//              softmax         layer_norm      rms_norm        add_rms_norm
+//   float32    0.95 / 1.02     0.82 / 1.01     0.97 / 1.01
+//   bfloat16   0.96 / 0.70     0.80 / 0.54     0.92 / 0.73     0.93 / 0.70
+constexpr bool MovesElements(int bytes, bool column_sums, std::int64_t columns) {
+  return bytes >= 4 && !column_sums && columns % (kVectorBytes / bytes) != 0;
 }
 
 // How a row is held.
@@ -74,26 +98,25 @@ enum class Tuning {
 // 32768 x 4095, not packed at 64 / 56 / 48 registers, packed at 56 / 48 / 40:
 //
 //   bfloat16   softmax      0.92  0.95  0.89    0.91  0.95  0.98
-//              layer_norm   0.81  0.81  0.72    0.81  0.82  0.84
+//              layer_norm                             0.87  0.85
 //              rms_norm     0.90  0.92  0.93    0.93  0.95  0.97
 //              add_rms_norm 0.91  0.83
 //   float16    softmax      0.92  0.97  0.96    0.90  0.94  0.98
-//              layer_norm                       0.82  0.82  0.84
+//              layer_norm                             0.87  0.85
 //              rms_norm     0.89  0.91  0.81    0.94  0.96  0.97
-//   float32    layer_norm   0.82  0.80  0.83
-//              rms_norm     0.93  0.93  0.97
-//              add_rms_norm 0.90  0.75
 //
 // Aligned, 4096 columns: layer norm 0.75 at 48 registers, not packed, and 0.98 at 64; float32 is as
 // fast at 64 as at 48 but for softmax. Sums of the columns, and two rows of 8 vectors each to
 // realign, spill at 64.
 constexpr int HeldRegisters(int bytes, bool column_sums, int inputs, int column_bytes, int lanes,
-                            int vectors, Tuning tuning, bool aligned) {
+                            int vectors, Tuning tuning, Moves moves) {
   if (column_sums || tuning == Tuning::kLatency) return 128;
-  if (inputs == 2) return vectors > 4 && !aligned ? 128 : 64;
-  if (tuning == Tuning::kPacked && vectors <= 4 && column_bytes <= bytes) return 40;
+  if (inputs == 2) return vectors > 4 && moves == Moves::kRealigned ? 128 : 64;
+  if (tuning == Tuning::kPacked && vectors <= 4 && column_bytes <= bytes)
+    return column_bytes > 0 && moves == Moves::kRealigned ? 48 : 40;
   // Two column inputs of a warp's row: at 64 they spill (layer norm, bfloat16, 32768 x 1024, share
   // of the copy's speed at 64 / 80: 0.86 / 0.92; 512 columns, which need fewer: 0.77 / 0.72).
+  const bool aligned = moves == Moves::kVectors;
   if (bytes == 2 && lanes == 32 && vectors > 1 && aligned && column_bytes > 0) return 72;
   const bool block_of_floats = bytes == 4 && lanes == 0 && vectors <= 4;
   return block_of_floats && !(aligned && column_bytes > 0) ? 48 : 64;

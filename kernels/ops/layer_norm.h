@@ -15,6 +15,7 @@ struct LayerNorm : rowwise::Op<1, 1> {
   using RowInputs = rowwise::Indices<0>;
   using ColumnInputs = rowwise::Indices<1, 2>;  // weight, bias
   using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSquares>;
+  static constexpr bool kMoments = true;
   using One = rowwise::Values<T, 1>;
   using Columns = rowwise::Values<T, 2>;
 
@@ -52,6 +53,7 @@ struct AddLayerNorm : rowwise::Op<2, 2> {
   using RowInputs = rowwise::Indices<0, 1>;     // x, residual
   using ColumnInputs = rowwise::Indices<2, 3>;  // weight, bias
   using Phases = typename LayerNorm<T>::Phases;
+  static constexpr bool kMoments = true;
   static constexpr int kPreparedOutput = 1;
   using One = rowwise::Values<T, 1>;
   using Row = rowwise::Values<T, 2>;
