@@ -19,7 +19,7 @@ from twinop.bench.serving.figure import draw
 from twinop.bench.serving.load import Load, arguments
 from twinop.bench.serving.models import MODELS, Model, session_options, write
 from twinop.bench.serving.requests import METHOD, check, requests
-from twinop.bench.serving.servers import FASTAPI, GRPC, KSERVE, OURS, REST, UNBATCHED, Server, servers
+from twinop.bench.serving.servers import FASTAPI, GRPC, KSERVE, OURS, REST, UNBATCHED, Server, more, servers
 from twinop.console import clear_errors, out
 
 BARE = "session.run"
@@ -214,7 +214,8 @@ def main(
         facts = report.environment(where, commit)
         report.print_environment(facts)
         rows: list[dict[str, Any]] = []
-        steps = len(chosen) * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS) * 7
+        pairs = sum(7 + len(more(model, where.type)) for model in chosen)
+        steps = pairs * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
         with report.progress("serve", steps) as step, tempfile.TemporaryDirectory() as work:
             for model in chosen:
                 rows += measure(model, where.type, seconds, rounds, Path(work), step)

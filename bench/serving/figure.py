@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from twinop.bench.serving.models import MODELS
-from twinop.bench.serving.servers import FASTAPI, GRPC, KSERVE, OURS, REST, UNBATCHED
+from twinop.bench.serving.servers import FASTAPI, GRAPHS, GRPC, INSTANCES, KSERVE, OURS, REST, UNBATCHED
 
 _STYLES: dict[tuple[str, str], dict[str, Any]] = {
     (OURS, REST): {"color": "#1f4e9e", "marker": "o", "linewidth": 2.0},
     (OURS, GRPC): {"color": "#0b8a5f", "marker": "^", "linewidth": 2.0},
     (UNBATCHED, REST): {"color": "#1f4e9e", "marker": "o", "linestyle": ":"},
+    (INSTANCES, REST): {"color": "#8a3fa0", "marker": "v", "linestyle": "--"},
+    (GRAPHS, REST): {"color": "#8a3fa0", "marker": "*", "linestyle": "-."},
     (KSERVE, REST): {"color": "#c65d21", "marker": "s"},
     (KSERVE, GRPC): {"color": "#e8a33d", "marker": "D"},
     (FASTAPI, REST): {"color": "#6b6b6b", "marker": "x"},

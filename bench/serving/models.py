@@ -15,13 +15,17 @@ from twinop.record import DOMAIN, DOMAIN_VERSION
 
 @dataclass(frozen=True)
 class Model:
-    """`rows` is the largest batch that the server may join; `inputs` are one request's."""
+    """`rows` is the largest batch that the server may join; `inputs` are one request's.
+
+    `graphs`: whether ONNX Runtime runs all of it on the GPU, as CUDA graphs need.
+    """
 
     name: str
     title: str
     rows: int
     build: Callable[[], onnx.ModelProto]
     inputs: Callable[[], dict[str, np.ndarray]]
+    graphs: bool = True
 
 
 def mlp(*widths: int) -> onnx.ModelProto:
@@ -69,7 +73,7 @@ def _sentence() -> dict[str, np.ndarray]:
 MODELS = (
     Model("small", "MLP 64-128-128-16", 64, lambda: mlp(64, 128, 128, 16), lambda: _row(64)),
     Model("wide", "MLP 1024-4096-4096-1024", 64, lambda: mlp(1024, 4096, 4096, 1024), lambda: _row(1024)),
-    Model("encoder", "encoder, 4 layers, 256 wide, 64 tokens", 16, _encoder, _sentence),
+    Model("encoder", "encoder, 4 layers, 256 wide, 64 tokens", 16, _encoder, _sentence, graphs=False),
 )
 
 

@@ -15,6 +15,7 @@ from twinop.bench import report
 from twinop.bench.serving.models import Model
 
 OURS, UNBATCHED, KSERVE, FASTAPI = "twinop", "twinop, unbatched", "KServe", "FastAPI"
+INSTANCES, GRAPHS = "twinop, 2 instances", "twinop, CUDA graphs"  # on a GPU
 REST, GRPC = "REST", "gRPC"
 _START_SECONDS = 120
 
@@ -68,18 +69,24 @@ def wait_ready(server: Server, path: str, running: subprocess.Popen[bytes], log:
     raise report.BenchError(f"{server.name} was not ready in {_START_SECONDS} s:\n{log.read_text()[-2000:]}")
 
 
+def more(model: Model, provider: str) -> list[str]:
+    """The servers, over REST alone, that there are only on a GPU."""
+    return [INSTANCES, *([GRAPHS] if model.graphs else [])] if provider == "cuda" else []
+
+
 @contextlib.contextmanager
 def servers(model: Model, path: Path, provider: str, folder: Path) -> Iterator[list[tuple[Server, float]]]:
     """All servers of one model, side by side; with the seconds that each took to be ready."""
-    ports = free_ports(7)
+    ports = free_ports(9)
     python, peers = [sys.executable, "-m"], "twinop.bench.serving"
     ours = [*python, "twinop", "serve", str(path), "--provider", provider, "--log-level", "warning"]
     plain = [*python, f"{peers}.kserve_plain", model.name, str(path), provider]
+    joining = [*ours, "--max-batch-size", str(model.rows)]
     ready = f"/v2/models/{model.name}/ready"
     cases = [
         (
             Server(OURS, {REST: ports[0], GRPC: ports[1]}),
-            [*ours, "--max-batch-size", str(model.rows), *_ports(ports[0], ports[1], "-")],
+            [*joining, *_ports(ports[0], ports[1], "-")],
             ready,
         ),
         (Server(KSERVE, {REST: ports[4], GRPC: ports[5]}), [*plain, *_ports(ports[4], ports[5], "_")], ready),
@@ -94,6 +101,13 @@ def servers(model: Model, path: Path, provider: str, folder: Path) -> Iterator[l
             "/openapi.json",
         ),
     ]
+    for name, port, options in (
+        (INSTANCES, ports[7], ["--instances", "2"]),
+        (GRAPHS, ports[8], ["--cuda-graph"]),
+    ):
+        if name in more(model, provider):
+            command = [*joining, *options, "--no-grpc", "--http-port", str(port)]
+            cases.append((Server(name, {REST: port}), command, ready))
     with contextlib.ExitStack() as stack:
         started = []
         for server, command, probe in cases:
