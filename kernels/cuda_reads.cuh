@@ -18,13 +18,13 @@ namespace twinop {
 //
 // So it is whether L2 was full of other lines to write, to read, or of the kernel's own before;
 // keeping what is written last or least is 1 to 3 % slower. It takes from the next kernel: ten
-// copies within 40 MB right after it take 115 us, so 104 us. Of less than some four times what L2
-// holds it is no gain (microseconds kept last / as usual, bfloat16, relu of 2^24 elements 19.7
-// / 19.3, of 2^25 34.9 / 34.5, of 2^26 66.1 / 66.3; add of 2^25 51.2 / 51.1, of 2^26 95.9 / 97.2).
+// copies within 40 MB right after it take 115 us, so 104 us. Of about what L2 holds it is no gain
+// (relu, bfloat16, microseconds kept last / as usual: 2^24 elements 19.7 / 19.3, 2^26 66.1 / 66.3;
+// add of 2^24 27.5 / 27.9, of 2^26 95.9 / 97.2).
 class Reads {
  public:
   explicit Reads(std::int64_t bytes) {
-    constexpr std::int64_t kMinBytes = 256 << 20;
+    constexpr std::int64_t kMinBytes = 96 << 20;
     if (bytes >= kMinBytes) property_ = cuda::access_property::persisting{};
   }
 

@@ -164,11 +164,19 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
 
   V loaded[kLoads][kInputs];
   std::int64_t offsets[kLoads][kOperands];
+  std::uint32_t place = 0;
 #pragma unroll
   for (int j = 0; j < kLoads; ++j) {
     const std::uint32_t v = first + j * kThreads;
     if (v < vectors) {
-      const std::uint32_t place = strides.Locate(v * kWidth, offsets[j]);
+      if (j > 0 && place + kThreads * kWidth < strides.row.size.divisor) {  // the same row
+        place += kThreads * kWidth;
+#pragma unroll
+        for (int k = 0; k < kOperands; ++k)
+          offsets[j][k] = offsets[j - 1][k] + kThreads * kWidth * strides.row.strides[k];
+      } else {
+        place = strides.Locate(v * kWidth, offsets[j]);
+      }
       const std::uint32_t left = strides.row.size.divisor - place;
       // The row goes on for a vector on both sides: what lies around it may be no part of the
       // tensor.
@@ -260,7 +268,7 @@ Status LaunchLayout(const Call& call, const F& functor, Layout<kOutputs + kInput
   bool vectors = true;
   for (int k = 0; k < kOutputs; ++k) vectors = vectors && IsVector<kWidth>(layout, k, out[k]);
   const bool whole_rows = layout.sizes[0] % kWidth == 0;
-  bool gathers = false;
+  int shifted = 0, gathered = 0;
   Accesses<kInputs> accesses;
   for (int k = 0; k < kInputs; ++k) {
     const int operand = kOutputs + k;
@@ -269,15 +277,22 @@ Status LaunchLayout(const Call& call, const F& functor, Layout<kOutputs + kInput
       access = Access::kVector;
     } else if (layout.IsScalar(operand) || (whole_rows && layout.strides[operand][0] == 0)) {
       access = Access::kScalar;
+    } else if (layout.strides[operand][0] == 1) {
+      access = Access::kShifted;
+      ++shifted;
     } else {
-      access = layout.strides[operand][0] == 1 ? Access::kShifted : Access::kGather;
-      gathers = true;
+      access = Access::kGather;
+      ++gathered;
     }
   }
+  const bool gathers = shifted + gathered > 0;
   // Of a vector that is gathered, one part may lie in one row and the other in the next.
   if (!vectors || (gathers && layout.sizes[0] < kWidth))
     return LaunchStridedKernel<1, false, kStridedThreads, kStridedScalarLoads>(
         call, functor, layout, out, in, accesses);
+  if (sizeof(T) == 4 && shifted == kInputs)
+    return LaunchStridedKernel<1, false, kStridedThreads, kStridedElements>(call, functor, layout,
+                                                                            out, in, accesses);
   if (gathers)
     return LaunchStridedKernel<kWidth, true, kStridedThreads, kStridedLoads>(call, functor, layout,
                                                                              out, in, accesses);
