@@ -13,7 +13,7 @@ from twinop.library import find_library
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich takes it for good when it is imported
 
 if importlib.util.find_spec("kserve") is None:  # a GPU machine with what the kernels need and no more
-    collect_ignore_glob = ["test_service_*.py", "test_pack*.py"]
+    collect_ignore_glob = ["test_service_*.py", "test_pack*.py", "test_bench_soak.py"]
 
 
 @cache
