@@ -98,6 +98,10 @@ def versions() -> dict[str, Any]:
     }
 
 
+def _write(output: Path, facts: dict[str, Any], runs: dict[str, Any]) -> None:
+    output.write_text(json.dumps({**facts, "runs": runs}, indent=1) + "\n")
+
+
 def main(
     output: Annotated[Path, typer.Option(help="The JSON file to write.")],
     commit: Annotated[str, typer.Option(help="The commit under test.")] = "",
@@ -114,16 +118,15 @@ def main(
     os.environ["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
     sys.path.insert(0, str(ROOT))
     parallel = [f"--numprocesses={workers}"] if workers > 1 else []
+    facts = {**versions(), "commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime())}
     runs = {"tests": run_pytest(marker, [], logs / "tests.log", [*parallel, *(only or [])])}
+    _write(output, facts, runs)  # whatever becomes of the sanitizers
     if sanitizers:
         console.print(f"compute-sanitizer {', '.join(TOOLS)} ...")
         with ThreadPoolExecutor() as pool:  # each a process of its own
             found = pool.map(lambda tool: sanitize(tool, logs / f"{tool}.log"), TOOLS)
             runs |= dict(zip(TOOLS, found, strict=True))
-    date = time.strftime("%Y-%m-%d", time.gmtime())
-    output.write_text(
-        json.dumps({**versions(), "commit": commit, "date": date, "runs": runs}, indent=1) + "\n"
-    )
+        _write(output, facts, runs)
 
     table = Table("run", "tests", "passed", "failed", "skipped", "reports", "seconds")
     good = True
