@@ -1,12 +1,20 @@
 """A packed folder for the tests of `twinop pack`."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import onnx
-from service_models import relu
+from service_models import identity, relu
 
 from twinop.deploy.pack.packing import Options, Packed, pack
+
+yaml = importlib.import_module("yaml")
+CASES: dict[str, dict[str, Any]] = {
+    "gpu": {"gpu": True, "max_batch_size": 64, "image": "registry.example.com/team/relu:1"},
+    "cpu": {"gpu": False},
+    "no-library": {"gpu": False, "min_replicas": 2, "max_replicas": 2},
+}
 
 
 def saved(folder: Path, model: onnx.ModelProto | None = None, name: str = "custom_relu") -> Path:
@@ -19,3 +27,17 @@ def packed(folder: Path, model: onnx.ModelProto | None = None, **options: Any) -
     """The packed folder and what is said of it."""
     output = folder / "repo"
     return output, pack(Options(saved(folder, model), output, **options))
+
+
+def packed_case(folder: Path, case: str) -> Path:
+    """The packed folder of one of CASES."""
+    model = identity("FP32") if case == "no-library" else None
+    return packed(folder, model, **CASES[case])[0]
+
+
+def document(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def container(repo: Path) -> Any:
+    return document(repo / "kubernetes/servingruntime.yaml")["spec"]["containers"][0]

@@ -1,9 +1,7 @@
-"""Start, swap, load, unload, stop: the real server, and nothing lost on the way."""
+"""Start and stop of the real server: ready when it can answer, and at the end nothing lost."""
 
 import asyncio
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,51 +9,17 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
-import numpy as np
 import onnx
 import pytest
-from service_fixtures import Served, receive, serve, start, tensor, wait_until
-from service_models import gather, mlp, place, relu, slow
+from service_fixtures import Served, receive, serve, start, wait_until
+from service_models import place, relu, slow
+from service_rows import QUICK, ROW, call, in_flight, y_of
 
 from twinop.bench.serving import soak
 from twinop.bench.serving.servers import free_ports
 from twinop.deploy.service._kserve import pb, pb_grpc
-
-ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
-QUICK = ("--provider", "cpu")
-
-
-def y_of(served: Served, model: str) -> list[float]:
-    answer = served.infer(model, ROW)
-    assert answer.status == 200, answer
-    data: list[float] = answer.json["outputs"][0]["data"]
-    return data
-
-
-def call(served: Served, model: str, seconds: float = 60) -> Any:
-    """ROW over gRPC."""
-    request = pb.ModelInferRequest(
-        model_name=model, raw_input_contents=[np.array(ROW["data"], "f4").tobytes()]
-    )
-    request.inputs.add(name="x", datatype="FP32", shape=ROW["shape"])
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        return pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=seconds)
-
-
-def scaled(factor: float) -> onnx.ModelProto:
-    """A model whose answers tell which version it is."""
-    model = mlp(4, 4, custom=False)
-    weight = onnx.numpy_helper.from_array(np.eye(4, dtype=np.float32) * np.float32(factor), "w0")
-    model.graph.initializer[0].CopyFrom(weight)
-    return model
-
-
-def _in_flight(served: Served, number: int) -> bool:
-    return served.metric("twinop_in_flight", model="slow") == number
-
 
 # -------------------------------------------------------------------------------- start
 
@@ -159,7 +123,7 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(t
             waiting = [threading.Thread(target=call, args=(served, "slow")) for _ in range(4)]
             for thread in waiting:
                 thread.start()
-            wait_until(partial(_in_flight, served, 4))
+            wait_until(partial(in_flight, served, 4))
             with served.connect() as connection:  # a new one would be refused
                 ask = b"GET /v2/health/ready HTTP/1.1\r\nHost: h\r\n\r\n"
                 connection.sendall(ask)
@@ -176,114 +140,7 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(t
             process.wait()
 
 
-# -------------------------------------------------------------------------------- versions come and go
-
-
-def test_a_new_version_takes_over_and_a_broken_one_does_not(tmp_path: Path) -> None:
-    place(tmp_path, "m", scaled(1))
-    with serve(tmp_path, *QUICK) as served:
-        assert y_of(served, "m") == [-1, 2, -3, 4]
-        place(tmp_path, "m", scaled(2), version=2)
-        wait_until(lambda: y_of(served, "m") == [-2, 4, -6, 8])
-        (tmp_path / "m" / "3").mkdir()
-        (tmp_path / "m" / "3" / "model.onnx").write_bytes(b"half of a model")
-        wait_until(lambda: served.versions().get(("m", 3), ("",))[0] == "unavailable")
-        time.sleep(2.5)  # more scans of the same files
-        assert y_of(served, "m") == [-2, 4, -6, 8]
-        assert served.versions()["m", 2] == ("ready", "")
-        (tmp_path / "m" / "3" / "model.onnx").write_bytes(scaled(3).SerializeToString())  # mended
-        wait_until(lambda: y_of(served, "m") == [-3, 6, -9, 12])
-        shutil.rmtree(tmp_path / "m" / "3")  # taken back
-        wait_until(lambda: y_of(served, "m") == [-2, 4, -6, 8])
-
-
-def test_changed_files_are_loaded_again(tmp_path: Path) -> None:
-    path = place(tmp_path, "m", scaled(1))
-    with serve(tmp_path, *QUICK) as served:
-        path.write_bytes(scaled(5).SerializeToString())
-        wait_until(lambda: y_of(served, "m") == [-5, 10, -15, 20])
-
-
-def test_models_come_and_go(tmp_path: Path) -> None:
-    place(tmp_path, "a", scaled(1))
-    with serve(tmp_path, *QUICK) as served:
-        place(tmp_path, "b", scaled(2))
-        wait_until(lambda: served.ask("GET", "/v2/models/b/ready").status == 200)
-        shutil.rmtree(tmp_path / "a")
-        wait_until(lambda: served.ask("GET", "/v2/models/a").status == 404)
-        assert y_of(served, "b") == [-2, 4, -6, 8]
-
-
-def test_all_versions_are_served_where_the_settings_say_so(tmp_path: Path) -> None:
-    for version in (1, 2):
-        place(tmp_path, "m", scaled(version), version, settings='versions = "all"')
-    with serve(tmp_path, *QUICK) as served:
-        for version in (1, 2):
-            path = f"/v2/models/m/versions/{version}/infer"
-            answer = served.ask("POST", path, {"inputs": [ROW]})
-            assert answer.json["outputs"][0]["data"] == [-version, 2 * version, -3 * version, 4 * version]
-            assert answer.json["model_version"] == str(version)
-        assert "it has: 1, 2" in served.ask("POST", "/v2/models/m/versions/3/infer", {"inputs": [ROW]}).error
-
-
-def test_load_and_unload_by_request(tmp_path: Path) -> None:
-    place(tmp_path, "m", scaled(1))
-    with serve(tmp_path, *QUICK, "--control", "explicit") as served:
-        place(tmp_path, "m", scaled(2), version=2)
-        time.sleep(2.5)
-        assert y_of(served, "m") == [-1, 2, -3, 4]  # nobody follows the folder
-        assert served.ask("POST", "/v2/repository/models/m/load").status == 200
-        assert y_of(served, "m") == [-2, 4, -6, 8]
-        assert served.ask("POST", "/v2/repository/models/m/unload").status == 200
-        assert served.infer("m", ROW).status == 404
-        assert served.ask("POST", "/v2/repository/models/m/unload").status == 404
-        assert served.ask("POST", "/v2/repository/models/none/load").status == 404
-        assert served.ask("POST", "/v2/repository/models/m/load").status == 200
-        assert y_of(served, "m") == [-2, 4, -6, 8]
-        (tmp_path / "broken").mkdir()
-        (tmp_path / "broken" / "model.onnx").write_bytes(b"no")
-        answer = served.ask("POST", "/v2/repository/models/broken/load")
-        assert answer.status == 503 and "could not be loaded" in answer.error
-        assert str(tmp_path) not in answer.error
-
-
-def test_an_older_version_serves_where_the_newest_is_broken_at_the_start(tmp_path: Path) -> None:
-    place(tmp_path, "m", scaled(1))
-    (tmp_path / "m" / "2").mkdir()
-    (tmp_path / "m" / "2" / "model.onnx").write_bytes(b"half of a model")
-    with serve(tmp_path, *QUICK) as served:
-        assert {key: found[0] for key, found in served.versions().items()} == {
-            ("m", 1): "ready",
-            ("m", 2): "unavailable",
-        }
-        time.sleep(2.5)
-        assert y_of(served, "m") == [-1, 2, -3, 4]
-
-
-def test_a_folder_that_is_away_for_a_moment_changes_nothing(tmp_path: Path) -> None:
-    models = tmp_path / "models"
-    place(models, "m", scaled(1))
-    with serve(models, *QUICK) as served:
-        models.rename(tmp_path / "away")
-        time.sleep(2.5)
-        assert y_of(served, "m") == [-1, 2, -3, 4]
-        (tmp_path / "away").rename(models)
-        place(models, "n", scaled(2))
-        wait_until(lambda: served.infer("n", ROW).status == 200)
-
-
-def test_settings_that_do_not_fit_are_said_and_the_folder_is_followed_on(tmp_path: Path) -> None:
-    place(tmp_path, "m", scaled(1))
-    with serve(tmp_path, *QUICK) as served:
-        (tmp_path / "m" / "twinop.toml").write_text("max_batchsize = 8")
-        place(tmp_path, "bad", scaled(1), config='input { name: "x" data_type: 99 dims: 4 }')
-        wait_until(lambda: served.versions().get(("bad", 1), ("",))[0] == "unavailable")
-        wait_until(lambda: any("max_batchsize" in line["message"] for line in served.log))
-        assert y_of(served, "m") == [-1, 2, -3, 4]
-        place(tmp_path, "good", scaled(3))
-        wait_until(lambda: served.infer("good", ROW).status == 200)
-        (tmp_path / "bad" / "config.pbtxt").unlink()
-        wait_until(lambda: served.infer("bad", ROW).status == 200)
+# -------------------------------------------------------------------------------- stop
 
 
 def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -> None:
@@ -302,24 +159,6 @@ def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -
     assert process.stdout is not None and process.stdout.readline() == b"loading\n"
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
-
-
-# -------------------------------------------------------------------------------- under load
-
-
-def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
-    """A small soak; `python -m twinop.bench soak` is the long one."""
-    soak.write_version(tmp_path / "models", 1)
-    (tmp_path / "models" / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
-    with soak.service(tmp_path / "models", tmp_path / "log") as (server, running):
-        run = soak.soak(server, running.pid, tmp_path / "models", 8000, 1.5, seconds=10)
-        outcome = asyncio.run(run)
-    assert outcome.lost == outcome.wrong == [] and outcome.refused == 0
-    assert outcome.requests >= 8000
-    assert {protocol for protocol, _ in outcome.answered} == {"REST", "gRPC"}
-    assert len(outcome.swapped) >= 2 and set(outcome.swapped) <= outcome.versions.keys()
-    assert outcome.broken and set(outcome.broken.values()) == {"unavailable"}
-    assert not set(outcome.broken) & outcome.versions.keys()
 
 
 def test_sigterm_under_load_answers_all_that_was_accepted(tmp_path: Path) -> None:
@@ -398,74 +237,3 @@ def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> No
             thread.join(10)
         assert 503 in outcomes and len(outcomes) == 41
         assert any("grace_seconds (2) were not enough" in line["message"] for line in served.log)
-
-
-# -------------------------------------------------------------------------------- a request alone
-
-
-def test_a_poisoned_request_in_a_batch_fails_alone(tmp_path: Path) -> None:
-    place(tmp_path, "gather", gather(), settings="max_batch_size = 32")
-    with serve(tmp_path, *QUICK) as served:
-        statuses: dict[int, int] = {}
-
-        def ask(number: int) -> None:
-            index = 99 if number % 8 == 3 else number % 10
-            statuses[number] = served.infer("gather", tensor("index", "INT64", [1], [index])).status
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(64)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert {number for number, status in statuses.items() if status != 200} == set(range(3, 64, 8))
-
-
-def test_a_full_queue_says_when_to_come_back_and_a_deadline_is_kept(tmp_path: Path) -> None:
-    place(tmp_path, "slow", slow(rounds=5000), settings="max_queue = 1")
-    with serve(tmp_path, *QUICK) as served:
-        background = [threading.Thread(target=served.infer, args=("slow", ROW)) for _ in range(2)]
-        for number, thread in enumerate(background, 1):
-            thread.start()
-            wait_until(partial(_in_flight, served, number))
-        full = served.infer("slow", ROW)
-        assert full.status == 429 and "requests waiting" in full.error
-        assert int(full.headers["retry-after"]) >= 1
-        with pytest.raises(grpc.RpcError) as error:
-            call(served, "slow")
-        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert error.value.details() == full.error
-        assert int(dict(error.value.trailing_metadata())["retry-after"]) >= 1
-        assert served.metric("twinop_failures_total", model="slow", reason="overloaded") == 2
-        for thread in background:
-            thread.join()
-        late = served.infer("slow", ROW, parameters={"timeout": 10_000})  # microseconds
-        assert late.status == 504
-        assert served.metric("twinop_failures_total", model="slow", reason="deadline") == 1
-        with pytest.raises(grpc.RpcError) as error:
-            call(served, "slow", 0.05)
-        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-def test_the_service_survives_the_end_of_a_client(tmp_path: Path) -> None:
-    """Its request leaves the queue, and is counted as cancelled."""
-    place(tmp_path, "slow", slow(rounds=5000))
-    with serve(tmp_path, *QUICK) as served:
-        first = threading.Thread(target=served.infer, args=("slow", ROW))
-        first.start()
-        wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 1)
-        script = (
-            "import http.client, sys\n"
-            f"c = http.client.HTTPConnection('127.0.0.1', {served.http_port})\n"
-            f"body = {json.dumps({'inputs': [ROW]})!r}\n"
-            "c.request('POST', '/v2/models/slow/infer', body)\n"
-            "print('sent', flush=True)\n"
-            "c.getresponse()\n"
-        )
-        client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-        assert client.stdout is not None and client.stdout.readline() == b"sent\n"
-        wait_until(lambda: served.metric("twinop_queued", model="slow") == 1)
-        os.kill(client.pid, signal.SIGKILL)
-        client.wait()
-        wait_until(lambda: served.metric("twinop_queued", model="slow") == 0)
-        first.join()
-        assert served.metric("twinop_failures_total", model="slow", reason="cancelled") == 1

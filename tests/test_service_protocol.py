@@ -1,32 +1,22 @@
-"""The Open Inference Protocol against the real server, by clients that others wrote and by hand."""
+"""The Open Inference Protocol against the real server: outputs, versions, ids, connections, deadlines."""
 
 import json
-import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import service_models as models
-import service_triton
-import tritonclient.http as triton_http
 from service_fixtures import Served, receive, serve, split, tensor, wait_until
 
 from twinop.deploy.service._kserve import pb, pb_grpc
-
-DATATYPES = list(models.ELEMENTS)
-NUMBERS = [name for name in DATATYPES if name != "BYTES"]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
-    for datatype in DATATYPES:
-        models.place(folder, f"id_{datatype.lower()}", models.identity(datatype))
     models.place(folder, "relu", models.relu())
     models.place(folder, "two_versions", models.relu())
     models.place(folder, "two_versions", models.identity("FP32"), 2, settings='versions = "all"')
@@ -38,203 +28,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def triton_grpc() -> Iterator[Callable[..., Any]]:
-    with service_triton.triton_grpc() as call:
-        yield call
-
-
-@pytest.fixture(scope="module")
 def stub(served: Served) -> Iterator[Any]:
     with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
         yield pb_grpc.GRPCInferenceServiceStub(channel)
-
-
-def values(datatype: str, seed: int = 0) -> np.ndarray:
-    """7 x 11 of any bits: NaN with payloads, infinities, -0, subnormals; strings of all kinds."""
-    random = np.random.default_rng(seed)
-    dtype = models.NUMPY[datatype]
-    if datatype == "BYTES":
-        texts = ["", "a", "zwei\n", "\0", "\N{SNOWMAN}", "\N{PILE OF POO}", '"quoted\\"']
-        array = np.empty((7, 11), object)
-        array[:] = random.choice(np.array(texts, object), (7, 11))
-        return array
-    if datatype == "BOOL":
-        return random.integers(0, 2, (7, 11)).astype(bool)
-    array = np.frombuffer(random.bytes(77 * dtype.itemsize), dtype).reshape(7, 11).copy()
-    if array.dtype.kind not in "iu":
-        array[0, :4] = [np.nan, np.inf, -np.inf, -0.0]
-    return array
-
-
-def finite(datatype: str) -> np.ndarray:
-    array = values(datatype)
-    with np.errstate(invalid="ignore"):
-        return array if datatype == "BYTES" else np.where(np.isfinite(array), array, array.dtype.type(-0.0))
-
-
-def raw(array: np.ndarray) -> bytes:
-    """As the protocol sends it."""
-    if array.dtype == object:
-        texts = [text.encode() if isinstance(text, str) else text for text in array.ravel()]
-        return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    return array.tobytes()
-
-
-# -------------------------------------------------------------------------------- datatypes and clients
-
-
-@pytest.mark.parametrize("is_binary", [True, False], ids=["binary", "json"])
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_tritonclient_http(served: Served, datatype: str, is_binary: bool) -> None:
-    if not is_binary and datatype in ("FP16", "BF16"):
-        pytest.skip("tritonclient sends these only as binary data")
-    array = values(datatype) if is_binary else finite(datatype)
-    with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
-        given = triton_http.InferInput("x", list(array.shape), datatype)
-        given.set_data_from_numpy(array, binary_data=is_binary)
-        wanted = [triton_http.InferRequestedOutput("y", binary_data=is_binary)]
-        result = client.infer(f"id_{datatype.lower()}", [given], outputs=wanted, request_id="7")
-    answer = result.get_response()
-    assert (answer["id"], answer["model_version"]) == ("7", "1")
-    assert answer["outputs"][0]["datatype"] == datatype
-    assert raw(result.as_numpy("y")) == raw(array)
-
-
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_tritonclient_grpc(served: Served, triton_grpc: Callable[..., Any], datatype: str) -> None:
-    array = values(datatype)
-    model = f"id_{datatype.lower()}"
-    kind, output = triton_grpc(service_triton.echoed, served.grpc_port, model, datatype, array)
-    assert kind == datatype and raw(output) == raw(array)
-
-
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_a_request_by_hand(served: Served, datatype: str) -> None:
-    array = values(datatype)
-    data = raw(array)
-    header = json.dumps(
-        {
-            "inputs": [
-                {
-                    "name": "x",
-                    "datatype": datatype,
-                    "shape": [7, 11],
-                    "parameters": {"binary_data_size": len(data)},
-                }
-            ],
-            "outputs": [{"name": "y", "parameters": {"binary_data": True}}],
-        }
-    ).encode()
-    head = (
-        f"POST /v2/models/id_{datatype.lower()}/versions/1/infer HTTP/1.1\r\n"
-        f"Host: here\r\nContent-Type: application/octet-stream\r\nConnection: close\r\n"
-        f"Inference-Header-Content-Length: {len(header)}\r\nContent-Length: {len(header) + len(data)}\r\n\r\n"
-    )
-    answer = split(served.exchange(head.encode() + header + data))
-    assert (answer.status, answer.headers["connection"]) == (200, "close")
-    assert answer.headers["content-type"] == "application/octet-stream"
-    length = int(answer.headers["inference-header-content-length"])
-    assert answer.content[length:] == data
-    assert json.loads(answer.content[:length]) == {
-        "model_name": f"id_{datatype.lower()}",
-        "model_version": "1",
-        "outputs": [
-            {
-                "name": "y",
-                "datatype": datatype,
-                "shape": [7, 11],
-                "parameters": {"binary_data_size": len(data)},
-            }
-        ],
-    }
-
-
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_json(served: Served, datatype: str) -> None:
-    array = finite(datatype)
-    plain = array.astype(np.float32) if datatype in ("FP16", "BF16") else array
-    answer = served.infer(f"id_{datatype.lower()}", tensor("x", datatype, [7, 11], plain.tolist()))
-    output = answer.json["outputs"][0]
-    assert (output["name"], output["datatype"], output["shape"]) == ("y", datatype, [7, 11])
-    wide = np.float64 if datatype in ("FP16", "BF16") else array.dtype
-    again = np.array(output["data"], wide)
-    assert raw(again.astype(array.dtype)) == raw(array)
-
-
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_grpc_typed(stub: Any, datatype: str) -> None:
-    array = finite(datatype)
-    given: dict[str, Any] = {"name": "x", "datatype": datatype, "shape": [7, 11]}
-    request = pb.ModelInferRequest(model_name=f"id_{datatype.lower()}", inputs=[given])
-    field = {
-        "FP32": "fp32",
-        "FP64": "fp64",
-        "BOOL": "bool",
-        "BYTES": "bytes",
-        "INT64": "int64",
-        "UINT64": "uint64",
-    }
-    if datatype in ("FP16", "BF16"):
-        request.raw_input_contents.append(raw(array))
-    else:
-        name = field.get(datatype, "uint" if datatype.startswith("U") else "int")
-        items = [text.encode() for text in array.ravel()] if datatype == "BYTES" else array.ravel().tolist()
-        getattr(request.inputs[0].contents, f"{name}_contents").extend(items)
-    answer = stub.ModelInfer(request)
-    if datatype in ("FP16", "BF16"):
-        assert answer.raw_output_contents[0] == raw(array)
-    else:
-        assert answer.outputs[0].contents == request.inputs[0].contents
-
-
-def test_curl(served: Served) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("needs curl")
-    body = '{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [-1, 0, 1, 2.5]}]}'
-    url = f"http://127.0.0.1:{served.http_port}/v2/models/relu/infer"
-    for options in ((), ("--http1.0",), ("-H", "Expect: 100-continue")):
-        command = ["curl", "-s", "--fail", *options, "--json", body, url]
-        output = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
-        assert output["outputs"] == [
-            {"name": "y", "datatype": "FP32", "shape": [1, 4], "data": [0, 0, 1, 2.5]}
-        ]
-
-
-@pytest.mark.parametrize("datatype", DATATYPES)
-def test_curl_binary(served: Served, datatype: str, tmp_path: Path) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("needs curl")
-    data = raw(values(datatype))
-    given = {
-        "name": "x",
-        "datatype": datatype,
-        "shape": [7, 11],
-        "parameters": {"binary_data_size": len(data)},
-    }
-    header = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
-    (tmp_path / "body").write_bytes(header + data)
-    command = [
-        *("curl", "-s", "--fail", "-D", str(tmp_path / "head"), "--data-binary", f"@{tmp_path / 'body'}"),
-        *("-H", "Content-Type: application/octet-stream"),
-        *("-H", f"Inference-Header-Content-Length: {len(header)}"),
-        f"http://127.0.0.1:{served.http_port}/v2/models/id_{datatype.lower()}/infer",
-    ]
-    answer = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
-    lines = [line.partition(": ") for line in (tmp_path / "head").read_text().lower().splitlines()]
-    length = int({name: value for name, _, value in lines}["inference-header-content-length"])
-    output = json.loads(answer[:length])["outputs"][0]
-    assert output == given | {"name": "y"}
-    assert answer[length:] == data
-
-
-@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_compressed_requests(served: Served, algorithm: str) -> None:
-    array = values("FP32")
-    with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
-        given = triton_http.InferInput("x", list(array.shape), "FP32")
-        given.set_data_from_numpy(array)
-        result = client.infer("id_fp32", [given], request_compression_algorithm=algorithm)
-    assert result.as_numpy("y").tobytes() == array.tobytes()
 
 
 # -------------------------------------------------------------------------------- what can be asked for
@@ -291,37 +87,6 @@ def test_metadata(served: Served) -> None:
     assert metadata["parameters"]["custom_nodes"] == "CustomRelu x1"
     assert served.ask("GET", "/v2").json["extensions"] == ["binary_tensor_data", "model_repository"]
     assert "relu" in served.ask("GET", "/v2/models").json["models"]
-
-
-def test_a_model_s_life_over_http(served: Served) -> None:
-    with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
-        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("relu", "1")
-        index = {each["name"]: each for each in client.get_model_repository_index()}
-        assert index["relu"] == {"name": "relu", "version": "1", "state": "READY", "reason": ""}
-        client.unload_model("id_int8")
-        assert not client.is_model_ready("id_int8")
-        client.load_model("id_int8")
-        assert client.is_model_ready("id_int8")
-
-
-def test_a_model_s_life_over_grpc(served: Served, triton_grpc: Callable[..., Any]) -> None:
-    seen = triton_grpc(service_triton.repository, served.grpc_port, "id_uint8")
-    assert seen == {
-        "extensions": ["binary_tensor_data", "model_repository"],
-        "live": True,
-        "ready": True,
-        "model ready": (True, True),
-        "metadata": ("onnxruntime_onnx", ["1"], [("x", "UINT8", [-1, -1])]),
-        "unloaded": "StatusCode.NOT_FOUND",
-        "index": ("1", "UNAVAILABLE", "not loaded"),
-        "index of the ready": False,
-        "loaded with parameters": (
-            "StatusCode.INVALID_ARGUMENT",
-            "a model is loaded from its folder as it is: parameters are not taken",
-        ),
-        "loaded": True,
-        "index of the ready, loaded": True,
-    }
 
 
 # -------------------------------------------------------------------------------- ids, connections

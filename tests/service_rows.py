@@ -1,0 +1,43 @@
+"""One row of four numbers, what real servers answer to it, and a model whose answers tell its version."""
+
+from typing import Any
+
+import grpc
+import numpy as np
+import onnx
+from service_fixtures import Served, tensor
+from service_models import mlp
+
+from twinop.deploy.service._kserve import pb, pb_grpc
+
+ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
+QUICK = ("--provider", "cpu")
+
+
+def y_of(served: Served, model: str) -> list[float]:
+    answer = served.infer(model, ROW)
+    assert answer.status == 200, answer
+    data: list[float] = answer.json["outputs"][0]["data"]
+    return data
+
+
+def call(served: Served, model: str, seconds: float = 60) -> Any:
+    """ROW over gRPC."""
+    request = pb.ModelInferRequest(
+        model_name=model, raw_input_contents=[np.array(ROW["data"], "f4").tobytes()]
+    )
+    request.inputs.add(name="x", datatype="FP32", shape=ROW["shape"])
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        return pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=seconds)
+
+
+def scaled(factor: float) -> onnx.ModelProto:
+    """A model whose answers tell which version it is."""
+    model = mlp(4, 4, custom=False)
+    weight = onnx.numpy_helper.from_array(np.eye(4, dtype=np.float32) * np.float32(factor), "w0")
+    model.graph.initializer[0].CopyFrom(weight)
+    return model
+
+
+def in_flight(served: Served, number: int) -> bool:
+    return served.metric("twinop_in_flight", model="slow") == number

@@ -1,0 +1,217 @@
+"""What `twinop pack` writes for KServe and Triton, held against their types and schemas; all offline."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pack_fixtures import CASES, container, document, packed_case
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def repo(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packed_case(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def in_another_process(script: str, *arguments: object) -> None:
+    """KServe's and tritonclient's messages have the same names, so neither is imported here."""
+    python = [sys.executable, "-c", script, *map(str, arguments)]
+    ran = subprocess.run(python, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+# -------------------------------------------------------------------------------- Kubernetes
+
+KSERVE = """
+import re, sys
+import kserve, yaml
+from kserve.constants import constants
+from kubernetes import client
+
+PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": object, "datetime": object,
+         "ResourceQuantity": (int, str), "IntstrIntOrString": (int, str)}
+
+
+def check(kind, value, where):
+    inner = re.fullmatch(r"[lL]ist\\[(.*)\\]", kind)
+    entries = re.fullmatch(r"[dD]ict[\\[(]([^,]*), (.*)[\\])]", kind)
+    if kind in PLAIN:
+        assert isinstance(value, PLAIN[kind]), f"{where}: {value!r} is no {kind}"
+    elif inner:
+        for index, each in enumerate(value):
+            check(inner[1], each, f"{where}[{index}]")
+    elif entries:
+        for key, each in value.items():
+            check(entries[1], key, f"{where} key")
+            check(entries[2], each, f"{where}.{key}")
+    else:
+        kind = re.sub(r"^K8sIoApi[A-Z][a-z]+", "", kind)
+        model = getattr(kserve, kind, None) or getattr(client, kind)
+        names = {there: here for here, there in model.attribute_map.items()}
+        assert set(value) <= set(names), f"{where}: {set(value) - set(names)} are no fields of {kind}"
+        for name, each in value.items():
+            check(model.openapi_types[names[name]], each, f"{where}.{name}")
+        model(**{names[name]: each for name, each in value.items()})  # says what is required and missing
+
+
+def expect(found, *known):
+    assert found in known, f"{found!r} is none of {known}"
+
+
+with open(sys.argv[1]) as file:
+    document = yaml.safe_load(file)
+check(sys.argv[2], document, sys.argv[2])
+
+# What the types leave to KServe's controller: they are strings.
+version, kind = re.fullmatch(r"V([a-z0-9]+)([A-Z].*)", sys.argv[2]).groups()
+expect(f"v{version}", constants.KSERVE_V1ALPHA1_VERSION, constants.KSERVE_V1BETA1_VERSION)
+expect(document["apiVersion"], f"{constants.KSERVE_GROUP}/v{version}")
+expect(document["kind"], kind)
+protocols = [each.value for each in constants.PredictorProtocol]
+if kind == constants.KSERVE_KIND_INFERENCESERVICE:
+    # The controller's, in Go; its webhook takes a scaleMetric of cpu in this combination only.
+    annotations = document["metadata"]["annotations"]
+    known = {"deploymentMode": "Standard", "autoscalerClass": "hpa"}
+    expect(annotations, {f"{constants.KSERVE_GROUP}/{key}": value for key, value in known.items()})
+    expect(document["spec"]["predictor"]["model"]["protocolVersion"], *protocols)
+else:
+    for protocol in document["spec"]["protocolVersions"]:
+        expect(protocol, *protocols)
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [("servingruntime", "V1alpha1ServingRuntime"), ("inferenceservice", "V1beta1InferenceService")],
+)
+def test_kserve_types(repo: Path, file: str, kind: str) -> None:
+    """The types of KServe's SDK, made from the same OpenAPI document as its CRDs."""
+    in_another_process(KSERVE, repo / f"kubernetes/{file}.yaml", kind)
+
+
+@pytest.mark.parametrize("repo", ["cpu"], indirect=True)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("maxReplicas:", "maxReplica:"),
+        ("scaleTarget: 70", "scaleTarget: often"),
+        ("maxSurge: 1", "maxSurge: [1]"),
+        ("modelFormat:\n        name: onnx", "modelFormat:\n        nam: onnx"),
+        ("serving.kserve.io/v1beta1", "serving.kserve.io/v1"),
+        ("kind: InferenceService", "kind: InferenceServices"),
+        ("deploymentMode: Standard", "deploymentMode: Serverless"),
+        ("deploymentMode: Standard", "deployMode: Standard"),
+        ("autoscalerClass: hpa", "autoscalerClass: keda"),
+        ("protocolVersion: v2", "protocolVersion: v3"),
+    ],
+)
+def test_kserve_types_refuse(repo: Path, old: str, new: str, tmp_path: Path) -> None:
+    text = (repo / "kubernetes/inferenceservice.yaml").read_text()
+    assert old in text
+    (tmp_path / "wrong.yaml").write_text(text.replace(old, new))
+    with pytest.raises(AssertionError, match="AssertionError|ValueError|ValidationError"):
+        in_another_process(KSERVE, tmp_path / "wrong.yaml", "V1beta1InferenceService")
+
+
+def test_pod_fits_kubernetes_schema(repo: Path) -> None:
+    """The pod that KServe makes: the runtime's container, with what the predictor adds."""
+    kubernetes_validate = importlib.import_module("kubernetes_validate")
+    runtime = document(repo / "kubernetes/servingruntime.yaml")["spec"]
+    predictor = document(repo / "kubernetes/inferenceservice.yaml")["spec"]["predictor"]
+    pod = {key: runtime[key] for key in ("containers", "volumes", "tolerations") if key in runtime}
+    for key in ("terminationGracePeriodSeconds", "automountServiceAccountToken"):
+        pod[key] = predictor[key]
+    labels = {"app": "x"}
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": document(repo / "kubernetes/servingruntime.yaml")["metadata"],
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "strategy": predictor["deploymentStrategy"],
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
+    pod["containers"][0]["livenessProbe"]["httpGett"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_service_and_runtime_agree(repo: Path) -> None:
+    runtime = document(repo / "kubernetes/servingruntime.yaml")
+    service = document(repo / "kubernetes/inferenceservice.yaml")
+    predictor = service["spec"]["predictor"]
+    formats = [(each["name"], each["version"]) for each in runtime["spec"]["supportedModelFormats"]]
+    assert predictor["model"]["runtime"] == runtime["metadata"]["name"]
+    assert tuple(predictor["model"]["modelFormat"].values()) in formats
+    assert predictor["model"]["protocolVersion"] in runtime["spec"]["protocolVersions"]
+    assert predictor["scaleMetric"] in ("cpu", "memory")  # what a HorizontalPodAutoscaler knows
+    assert 1 <= predictor["minReplicas"] <= predictor["maxReplicas"]
+    for kind in (runtime, service):
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", kind["metadata"]["name"])
+
+
+def test_container_is_hardened_and_probed(repo: Path) -> None:
+    found = container(repo)
+    assert found["name"] == "kserve-container"
+    security = found["securityContext"]
+    assert security["runAsNonRoot"] and security["readOnlyRootFilesystem"] and security["runAsUser"] == 10001
+    assert security["capabilities"] == {"drop": ["ALL"]} and not security["allowPrivilegeEscalation"]
+    assert found["startupProbe"]["httpGet"]["path"] == found["readinessProbe"]["httpGet"]["path"]
+    assert found["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
+    assert found["livenessProbe"]["httpGet"]["path"] == "/v2/health/live"
+    assert found["ports"][0]["containerPort"] == 8080
+    secret = found["env"][0]["valueFrom"]["secretKeyRef"]
+    assert secret["name"].endswith("-token") and "value" not in found["env"][0]
+
+
+def test_resources(repo: Path) -> None:
+    found = container(repo)["resources"]
+    gpu = "KIND_GPU" in (repo / "models/custom_relu/config.pbtxt").read_text()
+    assert ("nvidia.com/gpu" in found["limits"]) == ("nvidia.com/gpu" in found["requests"]) == gpu
+    assert found["requests"]["cpu"] == found["limits"]["cpu"] == "2"
+
+
+def test_grace_is_longer_than_what_it_covers(repo: Path) -> None:
+    from twinop.deploy.service.settings import read_settings
+
+    sleep = container(repo)["lifecycle"]["preStop"]["exec"]["command"]
+    needed = int(sleep[1]) + read_settings(None, {}).server.grace_seconds
+    predictor = document(repo / "kubernetes/inferenceservice.yaml")["spec"]["predictor"]
+    assert predictor["terminationGracePeriodSeconds"] > needed
+    compose = document(repo / "docker-compose.yml")["services"]["twinop"]
+    assert int(compose["stop_grace_period"].removesuffix("s")) > needed
+
+
+# -------------------------------------------------------------------------------- Triton
+
+TRITON = """
+import sys
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as proto
+
+config = text_format.Parse(open(sys.argv[1]).read(), proto.ModelConfig())
+assert config.name == "custom_relu" and config.backend == "onnxruntime", config
+assert list(config.model_operations.op_library_filename) == sys.argv[2:], config
+assert config.default_model_filename == "model.onnx", config
+assert bool(config.max_batch_size) == config.HasField("dynamic_batching"), config
+for each in (*config.input, *config.output):
+    assert each.data_type == proto.TYPE_FP32 and list(each.dims) in ([4], [-1, 4], [-1, -1]), each
+"""
+
+
+def test_triton_reads_config_pbtxt(repo: Path) -> None:
+    libraries = list((repo / "models").rglob("*.so"))
+    expected = [f"/mnt/models/{path.relative_to(repo / 'models')}" for path in libraries]
+    in_another_process(TRITON, repo / "models/custom_relu/config.pbtxt", *expected)
+
+
+def test_the_library_lies_where_config_pbtxt_says(repo: Path) -> None:
+    """In Triton's container and in ours, models/ is at the place that the path begins with."""
+    assert "COPY models /mnt/models" in (repo / "Dockerfile").read_text()
+    readme = (repo / "README.md").read_text()
+    assert '-v "$PWD/models:/mnt/models:ro"' in readme and "--model-repository=/mnt/models" in readme
