@@ -5,6 +5,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -105,6 +107,24 @@ inline Grid Overlapping(Grid grid) {
   return grid;
 }
 
+// Lets the kernel have so much dynamic shared memory, and never less than it was let before:
+// another thread's launch may be about to need that.
+inline Status AllowSharedBytes(const void* kernel, int bytes) {
+  int device = 0;
+  Status found = CudaStatus(cudaGetDevice(&device), "asking for the device");
+  if (!found.ok()) return found;
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, int> allowed;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& most = allowed[{device, kernel}];
+  if (bytes <= most) return {};
+  Status asked =
+      CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+                 "asking for shared memory");
+  if (asked.ok()) most = bytes;
+  return asked;
+}
+
 // A grid as the runtime wants it. The kernel is allowed its shared memory.
 class LaunchConfig {
  public:
@@ -133,9 +153,7 @@ class LaunchConfig {
   Status Allow(Kernel kernel) const {
     constexpr int kDefaultSharedBytes = 48 << 10;
     if (shared_bytes_ <= kDefaultSharedBytes) return {};
-    return CudaStatus(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
-        "asking for shared memory");
+    return AllowSharedBytes(reinterpret_cast<const void*>(kernel), shared_bytes_);
   }
 
   cudaLaunchConfig_t config{};
