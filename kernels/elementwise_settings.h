@@ -94,7 +94,8 @@ constexpr int BlocksOf(int threads, int registers) {
 //   40                  1.005       0.970       0.955       1.002       0.977
 //   32                  1.037       0.957       0.946       0.981       0.956
 //
-// (In 16 bits 32 are too few: some spill. Gelu takes 30 if left alone; told that it may take 40, it
+// (In 16 bits 32 are too few: some spill; pow has four vectors there by now, and 40 registers where
+// tensors are too small for them. Gelu takes 30 if left alone; told that it may take 40, it
 // does, and bf16 falls from 1.011 to 0.976.)
 template <class F, class = void>
 inline constexpr int kFunctorRegisters = 0;
@@ -118,10 +119,11 @@ inline constexpr int kFunctorRegisters<F, std::void_t<decltype(F::kRegisters)>> 
 inline constexpr int kStridedThreads = 128;
 inline constexpr int kStridedLoads = 1;        // vectors per thread
 inline constexpr int kStridedScalarLoads = 2;  // elements per thread where there are no vectors
-// Where no input has vectors, elements of 4 bytes are as good as vectors put together of two loads,
-// or better (SwiGLU of two halves of a row, float32, share of the copy's speed, vectors / 128 x 2,
-// x 3, x 4, x 6: 32768 x 4095 0.93 / 0.91, 1.00, 1.04, 0.86; rows of 127 0.84 / 0.84, 0.84, 0.87,
-// 0.79), where one has, they are not (0.88 / 0.80), and those of 2 bytes never (0.91 / 0.73).
+// Where every input would have to be put together of two loads a vector, elements of 4 bytes are as
+// good or better (SwiGLU of two halves of a row, float32, share of the copy's speed, vectors / 128
+// x 2, x 3, x 4, x 6: 32768 x 4095 0.93 / 0.91, 1.00, 1.04, 0.86; rows of 127 0.84 / 0.84, 0.84,
+// 0.87, 0.79). Where one has vectors, they are not (0.88 / 0.80), and those of 2 bytes never (0.91
+// / 0.73).
 inline constexpr int kStridedElements = 4;
 // Elements of one launch, counted in 32 bits; half of what a Divider takes, as the last block may
 // reach behind the end.

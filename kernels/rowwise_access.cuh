@@ -1,6 +1,6 @@
 // Reading and writing the vectors of a row, 16 bytes of storage each, wherever the row starts. A
 // thread owns whole vectors, side by side, whatever the alignment: only the accesses differ, never
-// who sums what.
+// who sums what. (Rows that move element by element do without: rowwise_held_access.cuh.)
 #pragma once
 
 #include <cstdint>
@@ -116,13 +116,13 @@ struct Pieces {
 // of the next: a thread has one of the two itself, the other comes from its neighbour through
 // shared memory, by accesses of whole vectors without bank conflicts.
 //
-// Share of the copy's speed, 32768 x 4095 (H200), bf16 and float32:
+// Share of the copy's speed, 32768 x 4095 (H200), bf16:
 //
-//                             softmax         layer_norm      rms_norm        add_rms_norm
-//   as here                   0.98   0.93     0.79   0.86     0.93   0.97     0.89   0.91
-//   the same, when compared   0.93   0.79     0.75   0.81     0.90   0.93     0.88   0.90
-//   a warp for itself         0.88   0.74     0.71   0.81     0.83   0.90     0.73   0.63
-//   two loads a vector        0.49   0.57     0.33   0.44     0.41   0.59     0.39   0.67
+//                             softmax   layer_norm   rms_norm   add_rms_norm
+//   as here                   0.98      0.79         0.93       0.89
+//   the same, when compared   0.93      0.75         0.90       0.88
+//   a warp for itself         0.88      0.71         0.83       0.73
+//   two loads a vector        0.49      0.33         0.41       0.39
 template <class T>
 class Stretch {
  public:

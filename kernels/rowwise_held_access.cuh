@@ -80,8 +80,8 @@ class HeldAccess {
 
   __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
     const S* const input = arguments_.inputs[j] + row * arguments_.strides[j];
-    // One misaligned row is not faster so (32768 x 4095, float32 layer norm 2 %, bfloat16 softmax
-    // 3 % slower); two, of which one is held, are by 4 to 6 %.
+    // One realigned row is not faster so (32768 x 4095, bfloat16 softmax 3 % slower); two, of which
+    // one is held, are by 4 to 6 %.
     return kDirect || F::kPreparedOutput >= 0 ? reads_.Of(input) : input;
   }
   __device__ __forceinline__ S* Output(int o, std::int64_t row) const {

@@ -171,8 +171,9 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
     Values<T, kInputs> zero = {};
     const T minus_mean = functor->Term(Phase<1>{}, zero, {})[0];
     const T left = Fma(sum, minus_mean, all);
-    constexpr float kMostCancelled = 64;               // 6 of 24 bits
-    if (Plain(all) <= kMostCancelled * Plain(left)) {  // not NaN
+    constexpr float kMostCancelled = 64;  // 6 of 24 bits
+    // (Not if it is NaN; of large bfloat16 numbers the squares may be infinite.)
+    if (Plain(all) <= kMostCancelled * Plain(left) && Plain(all) < INFINITY) {
       functor->Finish(Phase<1>{}, One{{left}});
       if constexpr (!kPacked) {  // the values as the phase would leave them
 #pragma unroll

@@ -9,7 +9,8 @@ namespace twinop {
 
 // y = (x - mean) / sqrt(variance + eps) * weight + bias over `axis` and all dimensions behind it
 // (Ba et al. 2016; ONNX LayerNormalization). Two passes over the held row: the mean, then the mean
-// square of what is left, which does not cancel (mean 1e4, std 1 is fine).
+// square of what is left, which does not cancel (mean 1e4, std 1 is fine); or both at once, where
+// they would not cancel either (rowwise_held_values.cuh).
 template <class T>
 struct LayerNorm : rowwise::Op<1, 1> {
   using RowInputs = rowwise::Indices<0>;
@@ -46,8 +47,8 @@ struct LayerNorm : rowwise::Op<1, 1> {
   }
 };
 
-// sum = x + residual, rounded to the tensors' type; y = layer_norm(sum): bit for bit what the two
-// ops give one after the other.
+// sum = x + residual, rounded to the tensors' type; y = layer_norm(sum), of the rounded sum, as the
+// two ops give it one after the other.
 template <class T>
 struct AddLayerNorm : rowwise::Op<2, 2> {
   using RowInputs = rowwise::Indices<0, 1>;     // x, residual
