@@ -65,10 +65,10 @@ class _Gate:
 _gate = _Gate()
 
 
-# Joined requests of so many bytes are joined in pinned memory, from which the GPU fetches faster; of fewer,
-# asking torch for it takes longer than it gains. Microseconds on an H200, pageable / pinned: 64 requests of
-# 4 KiB 131 / 154, 64 of 64 KiB 1208 / 974, 16 of 1 MiB 4724 / 3370. A request alone would have to be copied
-# there first (4 MiB: 763 / 936). Binding torch tensors on the GPU takes 100 us more for a run of 60.
+# Inputs that are so many bytes together are joined in pinned memory, from which the GPU fetches faster; of
+# fewer, asking torch for it takes longer than it gains. Microseconds on an H200, pageable / pinned: 64
+# requests of 4 KiB 131 / 154, 64 of 64 KiB 1208 / 974, 16 of 1 MiB 4724 / 3370. A request alone would have to
+# be copied there first (4 MiB: 763 / 936). To bind tensors of torch takes 100 us more for a run of 60.
 _PINNED_BYTES = 1 << 20
 
 
@@ -101,7 +101,8 @@ class Instance:
                     return self._session.run(self._joined(parts), outputs)
             except Exception as error:
                 if _NO_MEMORY.search(str(error)):
-                    _empty_torch_cache()  # what torch keeps for later, ONNX Runtime may need now
+                    with _gate.shared():  # which frees memory
+                        _empty_torch_cache()  # what torch keeps for later, ONNX Runtime may need now
                 raise
 
     def stop_capturing(self) -> None:
