@@ -290,9 +290,11 @@ Status LaunchLayout(const Call& call, const F& functor, Layout<kOutputs + kInput
   if (!vectors || (gathers && layout.sizes[0] < kWidth))
     return LaunchStridedKernel<1, false, kStridedThreads, kStridedScalarLoads>(
         call, functor, layout, out, in, accesses);
-  if (sizeof(T) == 4 && shifted == kInputs)
-    return LaunchStridedKernel<1, false, kStridedThreads, kStridedElements>(call, functor, layout,
-                                                                            out, in, accesses);
+  if constexpr (sizeof(T) == 4) {
+    if (shifted == kInputs)
+      return LaunchStridedKernel<1, false, kStridedThreads, kStridedElements>(call, functor, layout,
+                                                                              out, in, accesses);
+  }
   if (gathers)
     return LaunchStridedKernel<kWidth, true, kStridedThreads, kStridedLoads>(call, functor, layout,
                                                                              out, in, accesses);
