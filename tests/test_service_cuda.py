@@ -14,9 +14,10 @@ import pytest
 import service_models
 
 from twinop.deploy import session
+from twinop.deploy.errors import RunError
 from twinop.deploy.service.errors import OUT_OF_MEMORY, RUN_FAILED, ServiceError
 from twinop.deploy.service.folders import scan
-from twinop.deploy.service.instance import _PINNED_BYTES, Instance, _Gate, _Graphs, _Pinned
+from twinop.deploy.service.instance import _PINNED_BYTES, Instance, _Gate, _gate, _Graphs, _Pinned
 from twinop.deploy.service.loading import LoadedModel, load
 from twinop.deploy.service.settings import ModelSettings, ServerSettings
 
@@ -113,6 +114,23 @@ def test_one_alone_or_many() -> None:
     for thread in threads:
         thread.join(10)
     assert seen == [0] * 40
+
+
+def test_memory_is_freed_while_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's, which ONNX Runtime may need; freeing it would break a capture."""
+    running = []
+    freeing = "twinop.deploy.service.instance._empty_torch_cache"
+    monkeypatch.setattr(freeing, lambda: running.append(_gate._running))
+
+    def run(feeds: Any, outputs: Any) -> Any:
+        raise RunError("CUDA failure 2: out of memory")
+
+    opened: Any = SimpleNamespace(
+        device="cuda:0", stream=None, inputs={}, outputs={}, cuda_graph=False, run=run
+    )
+    with pytest.raises(ServiceError, match="not enough memory for this request"):
+        Instance(opened).run([{}], [])
+    assert running == [1] and not _gate._running
 
 
 @cuda
