@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from twinop.deploy.service._kserve import pb_grpc
+
 READY_SECONDS = 120  # a machine that compiles meanwhile
 PROGRAM = ("-m", "twinop")
 
@@ -62,6 +66,12 @@ class Served:
         return self.process.wait(seconds)
 
     # -------------------------------------------------------------------------------- clients
+
+    @contextmanager
+    def stub(self) -> Iterator[Any]:
+        """gRPC calls, on a connection of their own."""
+        with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
+            yield pb_grpc.GRPCInferenceServiceStub(channel)
 
     def connect(self, seconds: float = 30) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.http_port), seconds)

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import grpc
 import numpy as np
 import onnx
 from service_fixtures import Served, tensor
 from service_models import mlp
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 
 ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
 QUICK = ("--provider", "cpu")
@@ -27,8 +26,8 @@ def call(served: Served, model: str, seconds: float = 60) -> Any:
         model_name=model, raw_input_contents=[np.array(ROW["data"], "f4").tobytes()]
     )
     request.inputs.add(name="x", datatype="FP32", shape=ROW["shape"])
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        return pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=seconds)
+    with served.stub() as stub:
+        return stub.ModelInfer(request, timeout=seconds)
 
 
 def scaled(factor: float) -> onnx.ModelProto:

@@ -11,7 +11,7 @@ import pytest
 import service_models as models
 from service_fixtures import Answer, Served, receive, serve, tensor
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 from twinop.deploy.service.grpc_index import SERVICE
 
 LIMIT = 1 << 20  # max_request_bytes
@@ -44,8 +44,8 @@ def served(server: Served) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def stub(server: Served) -> Iterator[Any]:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        yield pb_grpc.GRPCInferenceServiceStub(channel)
+    with server.stub() as found:
+        yield found
 
 
 def refused(stub: Any, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, str]:

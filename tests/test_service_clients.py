@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import service_models as models
@@ -15,7 +14,7 @@ import service_triton
 import tritonclient.http as triton_http
 from service_fixtures import Served, serve, split, tensor
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 
 DATATYPES = list(models.ELEMENTS)
 
@@ -38,8 +37,8 @@ def triton_grpc() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def stub(served: Served) -> Iterator[Any]:
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        yield pb_grpc.GRPCInferenceServiceStub(channel)
+    with served.stub() as found:
+        yield found
 
 
 def values(datatype: str, seed: int = 0) -> np.ndarray:

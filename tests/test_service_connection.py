@@ -15,7 +15,7 @@ import pytest
 import service_models as models
 from service_fixtures import Served, receive, receive_all, serve, split, tensor, wait_until
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 
 X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
 BODY = json.dumps({"inputs": [X]}).encode()
@@ -33,8 +33,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (folder / "twinop.toml").write_text("[server]\nheader_seconds = 1.0\nbody_seconds = 2.0\n")
     with serve(folder) as served:
         answers_well(served)
-        with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-            pb_grpc.GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest())
+        with served.stub() as stub:
+            stub.ServerLive(pb.ServerLiveRequest())
         yield served
 
 
@@ -61,8 +61,7 @@ def settled(server: Served) -> None:
 def answers_well(server: Served, most: float = 1.0) -> None:
     """Over HTTP and gRPC, 20 times, at usual speed: `most` is for the slowest but two."""
     seconds = []
-    with server.connect() as connection, grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+    with server.connect() as connection, server.stub() as stub:
         for _ in range(20):
             start = time.perf_counter()
             connection.sendall(REQUEST)
@@ -282,8 +281,7 @@ def test_every_accepted_request_is_answered_at_the_end(tmp_path: Path) -> None:
 def test_grpc_calls_are_answered_or_told_to_go_elsewhere_at_the_end(tmp_path: Path) -> None:
     models.place(tmp_path, "relu", models.relu())
     models.place(tmp_path, "slow", models.slow(5000))
-    with serve(tmp_path) as served, grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+    with serve(tmp_path) as served, served.stub() as stub:
         request = pb.ModelInferRequest(model_name="relu")
         request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
         refusals: list[grpc.StatusCode] = []

@@ -13,7 +13,7 @@ import pytest
 import service_models as models
 from service_fixtures import Answer, Served, serve, tensor
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 from twinop.deploy.service.grpc_index import SERVICE
 
 X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
@@ -34,8 +34,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def stub(served: Served) -> Iterator[Any]:
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        yield pb_grpc.GRPCInferenceServiceStub(channel)
+    with served.stub() as found:
+        yield found
 
 
 def post(served: Served, body: bytes, **headers: str) -> Answer:

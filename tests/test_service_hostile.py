@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-import grpc
 import numpy as np
 import pytest
 import service_models as models
 from service_fixtures import Served, receive, receive_all, serve, split, wait_until
 from test_service_connection import LIVE, REQUEST, settled
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 
 # Below these a latency is none to complain of: median, 99th percentile, mean. On two cores with other tests
 # beside them, endless headers made it 7, 43 and 10 ms.
@@ -187,8 +186,7 @@ def latencies(served: Served, count: int = 100) -> tuple[float, ...]:
     message = pb.ModelInferRequest(model_name="relu")
     message.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([-1, 0, 1, 2])
     seconds = []
-    with served.connect() as connection, grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+    with served.connect() as connection, served.stub() as stub:
         for _ in range(count):
             time.sleep(0.01)
             start = time.perf_counter()

@@ -11,7 +11,7 @@ import pytest
 import service_models as models
 from service_fixtures import Served, receive, serve, split, tensor, wait_until
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def stub(served: Served) -> Iterator[Any]:
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        yield pb_grpc.GRPCInferenceServiceStub(channel)
+    with served.stub() as found:
+        yield found
 
 
 # -------------------------------------------------------------------------------- what can be asked for

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import service_models as models
 from service_fixtures import Served, serve, tensor
 from test_service_tracing import PARENT, TRACE, Collector, _attributes
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 
 ROW = tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])
 PARENTS = {"HTTP": TRACE, "gRPC": TRACE[::-1]}  # the client's trace, a protocol each
@@ -37,8 +36,7 @@ def ask_over_both(served: Served, model: str) -> None:
     )  # fmt: skip
     request = pb.ModelInferRequest(model_name=model)
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend(ROW["data"])
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+    with served.stub() as stub:
         call = stub.ModelInfer.future(
             request, metadata=tuple(metadata("gRPC", f"gRPC-{model}").items()), timeout=30
         )

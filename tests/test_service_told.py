@@ -11,7 +11,7 @@ import pytest
 from service_fixtures import Answer, Served, serve, tensor, wait_until
 from service_models import log, place, slow, uneven
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 
 MISFIT = (tensor("a", "FP32", [1, 2], [1, 2]), tensor("b", "FP32", [1, 3], [1, 2, 3]))
 
@@ -41,11 +41,9 @@ def test_the_line_of_a_failed_run_says_whose_it_was(served: Served) -> None:
     for each in MISFIT:
         request.inputs.add(name=each["name"], datatype="FP32", shape=each["shape"])
         request.inputs[-1].contents.fp32_contents.extend(each["data"])
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        with pytest.raises(grpc.RpcError) as error:
-            stub = pb_grpc.GRPCInferenceServiceStub(channel)
-            stub.ModelInfer(request, metadata=(("x-request-id", "over-grpc"),))
-        assert error.value.code() is grpc.StatusCode.INTERNAL
+    with served.stub() as stub, pytest.raises(grpc.RpcError) as error:
+        stub.ModelInfer(request, metadata=(("x-request-id", "over-grpc"),))
+    assert error.value.code() is grpc.StatusCode.INTERNAL
     other.join()
     lines = [line for line in served.log if line["message"].startswith("a run failed")]
     assert {(line["model"], line["version"], line["level"]) for line in lines} == {("uneven", 1, "error")}
@@ -127,12 +125,11 @@ def test_every_metric_after_good_and_bad_requests(tmp_path: Path) -> None:
         assert served.infer("slow", tensor("x", "FP32", [1, 4], [1] * 5)).status == 400
         request = pb.ModelInferRequest(model_name="slow")
         request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
-        target = f"127.0.0.1:{served.grpc_port}"
-        with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError):
-            pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
-        request.inputs[0].contents.fp32_contents.extend([1] * 4)
-        with grpc.insecure_channel(target) as channel:
-            pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+        with served.stub() as stub:
+            with pytest.raises(grpc.RpcError):
+                stub.ModelInfer(request)
+            request.inputs[0].contents.fp32_contents.extend([1] * 4)
+            stub.ModelInfer(request)
         assert of("slow", "failures_total", reason="invalid", version="1") == 4
         assert of("slow", "failures_total", reason="wrong_media", version="1") == 1
         assert of("slow", "failures_total") == 5 and of("slow", "requests_total") == 4 + 5

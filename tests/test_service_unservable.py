@@ -15,7 +15,7 @@ from service_fixtures import Served, serve, start, tensor, wait_until
 from service_loads import other_machine
 
 from twinop.deploy.cuda import has_gpu
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service._kserve import pb
 
 ROW = tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])
 Libraries = dict[str, Path]
@@ -140,11 +140,8 @@ def test_what_appears_and_cannot_be_served_is_said_and_disturbs_nobody(
         refused = served.infer("bad", ROW)
         assert refused.status == 503 and refused.error == "model bad is not ready"
         request = pb.ModelInferRequest(model_name="bad")
-        with (
-            grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
-            pytest.raises(grpc.RpcError) as error,
-        ):
-            pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=30)
+        with served.stub() as stub, pytest.raises(grpc.RpcError) as error:
+            stub.ModelInfer(request, timeout=30)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert served.infer("good", ROW).json["outputs"][0]["data"] == [0, 2, 0, 4]
         assert "Traceback" not in served.log_path.read_text()
