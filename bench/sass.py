@@ -11,8 +11,8 @@ from pathlib import Path
 
 from twinop.bench.report import BenchError
 
-# An elementwise kernel, by its mangled name: functor, type of its arithmetic, type
-# of the tensors, width, threads, vectors, outputs, inputs.
+# An elementwise kernel, by its mangled name: functor, type of its arithmetic, type of the tensors, width,
+# threads, vectors, outputs, inputs.
 _KERNEL = re.compile(
     r"ElementwiseKernelINS_\d+([A-Za-z0-9]+?)I(?:f|d|NS_6NarrowE)EE(f|d|\d+__half|\d+__nv_bfloat16)"
     r"Li(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E"

@@ -69,15 +69,18 @@ def wait_ready(server: Server, path: str, running: subprocess.Popen[bytes], log:
     raise report.BenchError(f"{server.name} was not ready in {_START_SECONDS} s:\n{log.read_text()[-2000:]}")
 
 
-def more(model: Model, provider: str) -> list[str]:
-    """The servers, over REST alone, that there are only on a GPU."""
-    return [INSTANCES, *([GRAPHS] if model.graphs else [])] if provider == "cuda" else []
+def more(model: Model, provider: str) -> dict[str, list[str]]:
+    """The servers, over REST alone, that there are only on a GPU: their options by name."""
+    if provider != "cuda":
+        return {}
+    return {INSTANCES: ["--instances", "2"]} | ({GRAPHS: ["--cuda-graph"]} if model.graphs else {})
 
 
 @contextlib.contextmanager
 def servers(model: Model, path: Path, provider: str, folder: Path) -> Iterator[list[tuple[Server, float]]]:
     """All servers of one model, side by side; with the seconds that each took to be ready."""
-    ports = free_ports(9)
+    further = more(model, provider)
+    ports = free_ports(7 + len(further))
     python, peers = [sys.executable, "-m"], "twinop.bench.serving"
     ours = [*python, "twinop", "serve", str(path), "--provider", provider, "--log-level", "warning"]
     plain = [*python, f"{peers}.kserve_plain", model.name, str(path), provider]
@@ -101,13 +104,9 @@ def servers(model: Model, path: Path, provider: str, folder: Path) -> Iterator[l
             "/openapi.json",
         ),
     ]
-    for name, port, options in (
-        (INSTANCES, ports[7], ["--instances", "2"]),
-        (GRAPHS, ports[8], ["--cuda-graph"]),
-    ):
-        if name in more(model, provider):
-            command = [*joining, *options, "--no-grpc", "--http-port", str(port)]
-            cases.append((Server(name, {REST: port}), command, ready))
+    for port, (name, options) in zip(ports[7:], further.items(), strict=True):
+        command = [*joining, *options, "--no-grpc", "--http-port", str(port)]
+        cases.append((Server(name, {REST: port}), command, ready))
     with contextlib.ExitStack() as stack:
         started = []
         for server, command, probe in cases:
