@@ -268,7 +268,8 @@ Status LaunchLayout(const Call& call, const F& functor, Layout<kOutputs + kInput
   bool vectors = true;
   for (int k = 0; k < kOutputs; ++k) vectors = vectors && IsVector<kWidth>(layout, k, out[k]);
   const bool whole_rows = layout.sizes[0] % kWidth == 0;
-  int shifted = 0, gathered = 0;
+  bool gathers = false;
+  int shifted = 0;
   Accesses<kInputs> accesses;
   for (int k = 0; k < kInputs; ++k) {
     const int operand = kOutputs + k;
@@ -277,15 +278,12 @@ Status LaunchLayout(const Call& call, const F& functor, Layout<kOutputs + kInput
       access = Access::kVector;
     } else if (layout.IsScalar(operand) || (whole_rows && layout.strides[operand][0] == 0)) {
       access = Access::kScalar;
-    } else if (layout.strides[operand][0] == 1) {
-      access = Access::kShifted;
-      ++shifted;
     } else {
-      access = Access::kGather;
-      ++gathered;
+      access = layout.strides[operand][0] == 1 ? Access::kShifted : Access::kGather;
+      shifted += access == Access::kShifted;
+      gathers = true;
     }
   }
-  const bool gathers = shifted + gathered > 0;
   // Of a vector that is gathered, one part may lie in one row and the other in the next.
   if (!vectors || (gathers && layout.sizes[0] < kWidth))
     return LaunchStridedKernel<1, false, kStridedThreads, kStridedScalarLoads>(

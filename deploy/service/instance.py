@@ -65,7 +65,7 @@ class _Gate:
 _gate = _Gate()
 
 
-# Inputs that are so many bytes together are joined in pinned memory, from which the GPU fetches faster; of
+# An input that is so many bytes when joined is joined in pinned memory, from which the GPU fetches faster; of
 # fewer, asking torch for it takes longer than it gains. Microseconds on an H200, pageable / pinned: 64
 # requests of 4 KiB 131 / 154, 64 of 64 KiB 1208 / 974, 16 of 1 MiB 4724 / 3370. A request alone would have to
 # be copied there first (4 MiB: 763 / 936). To bind tensors of torch takes 100 us more for a run of 60.
