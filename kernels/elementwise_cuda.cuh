@@ -68,10 +68,10 @@ __device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&
   }
 }
 
-// A functor most of whose values need no special cases says which by `static bool
-// IsPlain(values...)` and has `static T Plain(values...)`, the same result: where a warp's vectors
-// hold nothing else, they take it. (One branch for all: one for each element would keep their
-// arithmetic from being interleaved, and a warp that parts would go both ways.)
+// A functor most of whose values need no special cases has `static bool IsPlain(values...)` and
+// `static ... TryPlain(values...)`, of `value`, the same result, and whether that is `plain`, too:
+// where a warp's vectors hold nothing else, they take it. (One branch for all: one for each element
+// would keep their arithmetic from being interleaved, and a warp that parts would go both ways.)
 template <class F, class = void>
 inline constexpr bool kHasPlain = false;
 template <class F>
@@ -82,12 +82,18 @@ __device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)
                                       const Vector<T, kWidth> (&in)[kInputs],
                                       std::index_sequence<I...> indices) {
   if constexpr (kHasPlain<F>) {
+    constexpr unsigned kAll = 0xFFFFFFFFu;
     bool plain = true;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) plain = plain & F::IsPlain(Get(in[I], i)...);
-    if (__all_sync(0xFFFFFFFFu, plain)) {
-      ApplyEach([](auto... values) { return F::Plain(values...); }, out, in, indices);
-      return;
+    if (__all_sync(kAll, plain)) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const auto result = F::TryPlain(Get(in[I], i)...);
+        plain = plain & result.plain;
+        Round(result.value, &out[0].values[i]);
+      }
+      if (__all_sync(kAll, plain)) return;
     }
   }
   ApplyEach(functor, out, in, indices);
@@ -184,8 +190,7 @@ Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>
     return LaunchElementwise<F, T, kWidth, kThreads, kLoads>(call, functor, out, in);
   if (bytes <= kResidentMaxBytes)
     return LaunchElementwise<F, T, kWidth, kThreads, kResidentLoads>(call, functor, out, in);
-  return LaunchElementwise<F, T, kWidth, kFunctorThreads<F>, kFunctorLoads<F>>(call, functor, out,
-                                                                               in);
+  return LaunchElementwise<F, T, kWidth, kThreads, kFunctorLoads<F>>(call, functor, out, in);
 }
 
 template <template <class> class F>

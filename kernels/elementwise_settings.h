@@ -47,28 +47,12 @@ inline constexpr int kResidentLoads = 4;
 //   2^26, x 1      0.954  0.942  0.995  0.989  0.966  0.983  0.969  0.974  0.969  0.979
 //   2^26, x 2      0.984  0.985  0.984  1.011  0.989  1.009  0.987  0.998  0.985  1.000
 //
-// float64, 2^26, x 2 / x 4: gelu 366 / 359 us, softplus 314 / 308 us, log 271 / 263 us; tanh 255 /
-// 264 us.
-//
 // Few elements have too few threads then: gelu of 1 x 4096 in a CUDA graph takes 1.26 us with two,
 // 1.03 us with one.
 template <class F, class = void>
 inline constexpr int kFunctorLoads = kLoads;
 template <class F>
 inline constexpr int kFunctorLoads<F, std::void_t<decltype(F::kLoads)>> = F::kLoads;
-
-// And how many threads a block then has, `static constexpr int kThreads = 64;`: smaller blocks make
-// room for the next one sooner. Pow, share of the copy's speed:
-//
-//   threads x vectors, registers   bf16 2^24   2^26    2^28    fp16 2^24   2^26    2^28
-//   128 x 2, 40                    0.91        0.95    0.94    0.91        0.97    0.95
-//   128 x 3, 40                    0.90        0.95    0.95    0.90        0.98    0.96
-//   128 x 4, its choice (63)       0.88        0.94    0.94    0.88        0.99    0.98
-//   64 x 4, its choice             0.90        0.97    0.97    0.90        0.99    0.98
-template <class F, class = void>
-inline constexpr int kFunctorThreads = kThreads;
-template <class F>
-inline constexpr int kFunctorThreads<F, std::void_t<decltype(F::kThreads)>> = F::kThreads;
 
 // What __launch_bounds__ takes: the blocks of a multiprocessor's 64 K registers, if it takes so
 // many threads; or 0, for the compiler to choose.
@@ -86,17 +70,24 @@ constexpr int BlocksOf(int threads, int registers) {
 }
 
 // Registers of a thread, up to two vectors, where a functor says `static constexpr int kRegisters`:
-// left alone, the compiler may overlap the elements' arithmetic further than pays. Pow, two
-// vectors, share of the copy's speed:
+// left alone, the compiler may overlap the elements' arithmetic further than pays. Pow, share of
+// the copy's speed:
 //
-//   registers           fp32 2^28   bf16 2^28   bf16 2^26   fp16 2^28   fp16 2^26
-//   its choice, 38, 49  0.935       0.830       0.829       0.876       0.865
-//   40                  1.005       0.970       0.955       1.002       0.977
-//   32                  1.037       0.957       0.946       0.981       0.956
+//   vectors, registers   bf16 2^24   2^25    2^26    2^28    fp16 2^24   2^25    2^26    2^28
+//   1, 40                0.88        0.90    0.91    0.92    0.88        0.87    0.91    0.93
+//   2, 48                0.94        0.96    0.98    1.00    0.95        0.96    0.98    1.01
+//   2, 40                0.96        0.98    1.00    1.03    0.96        0.98    1.00    1.03
+//   2, 32 (some spill)   0.77        0.83    0.88    0.91    0.92        0.94    1.00    1.03
+//   4, its choice        0.94        0.99    1.02    1.04    0.94        0.98    1.02    1.04
 //
-// (In 16 bits 32 are too few: some spill; pow has four vectors there by now, and 40 registers where
-// tensors are too small for them. Gelu takes 30 if left alone; told that it may take 40, it
-// does, and bf16 falls from 1.011 to 0.976.)
+//   float32: 2 vectors, 40 registers 0.97, 0.98, 0.99, 0.99; 32 registers 0.99, 1.00, 1.01, 1.02.
+//
+// float64 is faster with more than the compiler takes (2^26 elements, microseconds by 2 vectors and
+// its choice / 4 and its choice / 2 and 64): pow 437 / 416 / 416, gelu 316 / 305 / 294, softplus
+// 275 / 261 / 260; log 253, 253, 254.
+//
+// (Gelu takes 30 if left alone; told that it may take 40, it does, and bf16 falls from 1.011 to
+// 0.976.)
 template <class F, class = void>
 inline constexpr int kFunctorRegisters = 0;
 template <class F>

@@ -19,6 +19,12 @@
 
 namespace twinop {
 
+// x < 0; of -0 and NaN either.
+template <class T>
+TWINOP_INLINE bool IsNegative(T x) {
+  return x < T(0);
+}
+
 // ---------------------------------------------------------------------------------- exponential
 
 // x = n ln 2 + r, |r| <= ln 2 / 2. Adding `shift` leaves the integer n in the last bits of the sum,
@@ -151,7 +157,7 @@ TWINOP_INLINE T Tanh(T x) {
 
 // ---------------------------------------------------------------------------------- the normal law
 
-// |x|, but no further than the normal law has a density.
+// |x|, but no further than the normal law has a density (of NaN any number).
 template <class T>
 TWINOP_INLINE T NormalDistance(T x) {
   const T t = std::fabs(x);

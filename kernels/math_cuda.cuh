@@ -49,6 +49,16 @@ TWINOP_INLINE float HardwareReciprocal(float x) {
   return 1 / x;
 #endif
 }
+// To 20 bits.
+TWINOP_INLINE double HardwareReciprocal(double x) {
+#if defined(__CUDA_ARCH__)
+  double y;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
+  return y;
+#else
+  return 1 / x;
+#endif
+}
 
 TWINOP_INLINE float HardwareRsqrt(float x) {
 #if defined(__CUDA_ARCH__)
@@ -70,14 +80,40 @@ TWINOP_INLINE T Divide(T a, T b, T inverse) {
 }
 
 TWINOP_INLINE float Divide(float a, float b) { return Divide(a, b, HardwareReciprocal(b)); }
-TWINOP_INLINE double Divide(double a, double b) { return a / b; }
+
+// The words of a double: what the integer units do the FP64 unit, of half the width, need not.
+TWINOP_INLINE std::uint32_t UpperOf(double x) {
+  return static_cast<std::uint32_t>(BitsOf(x) >> 32);
+}
+TWINOP_INLINE std::uint32_t LowerOf(double x) { return static_cast<std::uint32_t>(BitsOf(x)); }
+TWINOP_INLINE double OfWords(std::uint32_t upper, std::uint32_t lower) {
+  return ValueOf(static_cast<std::uint64_t>(upper) << 32 | lower);
+}
+
+TWINOP_INLINE bool IsNegative(double x) { return static_cast<std::int32_t>(UpperOf(x)) < 0; }
+TWINOP_INLINE double NormalDistance(double x) {
+  const std::uint32_t upper = UpperOf(x) & 0x7FFFFFFFu;
+  constexpr std::uint32_t kMost = 0x404710A3;  // of kMaxNormal
+  return OfWords(upper < kMost ? upper : kMost, LowerOf(x));
+}
+
+// 1 / b of a b of moderate size, to 40 bits. (The compiler's division has a slow path for others:
+// with a branch for each element, their arithmetic is not interleaved.)
+TWINOP_INLINE double ApproximateInverse(double b) {
+  const double near = HardwareReciprocal(b);
+  return Fma(near, Fma(-b, near, 1.0), near);
+}
+TWINOP_INLINE double Divide(double a, double b) { return Divide(a, b, ApproximateInverse(b)); }
 
 // 1 / (1 + z) of z in [0, 1]: the inverse of the rounded sum, corrected against the exact one.
 TWINOP_INLINE float InverseOfOnePlus(float z) {
   const float inverse = HardwareReciprocal(1 + z);
   return Fma(inverse, Fma(-z, inverse, 1 - inverse), inverse);
 }
-TWINOP_INLINE double InverseOfOnePlus(double z) { return 1 / (1 + z); }
+TWINOP_INLINE double InverseOfOnePlus(double z) {
+  const double inverse = ApproximateInverse(1 + z);
+  return Fma(inverse, Fma(-z, inverse, 1 - inverse), inverse);
+}
 
 // The hardware's logarithm is NaN, -infinity or infinity where it must be: one instruction for
 // four.

@@ -22,14 +22,13 @@ struct Mul {
 // exponent that is no integer.
 template <class T>
 struct Power {
-  static constexpr int kLoads = kIsNarrow<T> ? 4 : 2;
-  static constexpr int kThreads = kIsNarrow<T> ? 64 : 128;
-  static constexpr int kRegisters = sizeof(T) == 8 ? 0 : kIsNarrow<T> ? 40 : 32;
-  static constexpr bool kHasPlain = sizeof(T) == sizeof(float);  // on CUDA: elementwise_cuda.cuh
+  static constexpr int kLoads = 2;
+  static constexpr int kRegisters = sizeof(T) == 8 ? 64 : kIsNarrow<T> ? 40 : 32;
+  static constexpr bool kHasPlain = true;  // on CUDA: elementwise_cuda.cuh
 
   TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }
-  TWINOP_INLINE static bool IsPlain(T a, T b) { return IsPlainPow(a, b); }
-  TWINOP_INLINE static T Plain(T a, T b) { return PlainPow(a, b); }
+  TWINOP_INLINE static bool IsPlain(T a, T) { return IsPlainBase(a); }
+  TWINOP_INLINE static auto TryPlain(T a, T b) { return TryPlainPow(a, b); }
 };
 
 // The derivatives are torch's (derivatives.yaml), in torch's operators: second derivatives follow

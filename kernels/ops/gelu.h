@@ -10,12 +10,15 @@ namespace twinop {
 // negative: x (1 + erf(x / sqrt(2))) / 2 would lose all digits there.
 template <class T>
 struct Gelu {
-  static constexpr int kLoads = sizeof(T) == 8 ? 4 : 2;
+  static constexpr int kLoads = 2;
+  static constexpr int kRegisters = sizeof(T) == 8 ? 64 : 0;
 
   TWINOP_INLINE T operator()(T x) const {
+    const T unscale = Format<T>::kUnscale;
     const T t = NormalDistance(x);
     const T tail = ScaledBell(t) * Mills(t);  // Phi(-t)
-    return x < T(0) ? x * tail * Format<T>::kUnscale : x * Fma(-tail, T(Format<T>::kUnscale), T(1));
+    const bool negative = IsNegative(x);
+    return x * (negative ? tail : Fma(-tail, unscale, T(1))) * (negative ? unscale : T(1));
   }
 };
 // Phi(x) + x Phi'(x)

@@ -17,7 +17,7 @@ struct ExponentialBackward {
 
 template <class T>
 struct Logarithm {
-  static constexpr int kLoads = sizeof(T) == 8 ? 4 : 2;
+  static constexpr int kLoads = 2;
 
   TWINOP_INLINE T operator()(T x) const { return Log(x); }
 };
