@@ -21,6 +21,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "kernels/math.h"
 #include "kernels/numeric.h"
 #include "kernels/registry.h"
 
@@ -36,6 +37,22 @@ struct Values {
   TWINOP_INLINE T& operator[](int i) { return values[i]; }
   TWINOP_INLINE const T& operator[](int i) const { return values[i]; }
 };
+
+// Terms that are products, each added to its sum with one rounding.
+template <class T, int N>
+struct Products {
+  Values<T, N> first, second;
+};
+
+// The t-th sum with the t-th of the terms added.
+template <class T, int N>
+TWINOP_INLINE T WithTerm(T sum, const Values<T, N>& terms, int t) {
+  return sum + terms[t];
+}
+template <class T, int N>
+TWINOP_INLINE T WithTerm(T sum, const Products<T, N>& terms, int t) {
+  return Fma(terms.first[t], terms.second[t], sum);
+}
 
 // A value as it will be read again from a tensor of S.
 template <class S, class T>
@@ -134,10 +151,15 @@ inline constexpr int kColumnInputs = F::ColumnInputs::kCount;
 template <class F>
 inline constexpr int kPhases = F::Phases::kCount;
 
+// What a phase's terms add up to.
+template <class T, int N>
+Values<T, N> SumsOf(const Values<T, N>&);
+template <class T, int N>
+Values<T, N> SumsOf(const Products<T, N>&);
 template <class F, class T, int kPhase>
-using Terms =
-    decltype(std::declval<F>().Term(Phase<kPhase>{}, std::declval<Values<T, kRowInputs<F>>&>(),
-                                    std::declval<Values<T, kColumnInputs<F>>>()));
+using Terms = decltype(SumsOf(std::declval<F>().Term(Phase<kPhase>{},
+                                                     std::declval<Values<T, kRowInputs<F>>&>(),
+                                                     std::declval<Values<T, kColumnInputs<F>>>())));
 
 // A row's values as they are after the phases before kPhase, from the prepared values.
 template <int kPhase, class F, class T, int kRow, int kColumn>

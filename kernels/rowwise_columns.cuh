@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kSumThreads)
     for (int i = 0; i < kWidth; ++i) {
       const auto term = functor.ColumnTerm(values[i]);
 #pragma unroll
-      for (int s = 0; s < F::kColumnSums; ++s) sums[s][i] = AddRounded(sums[s][i], Plain(term[s]));
+      for (int s = 0; s < F::kColumnSums; ++s) sums[s][i] = Plain(WithTerm(T(sums[s][i]), term, s));
     }
   }
 #pragma unroll

@@ -26,6 +26,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
   using Base::kSums;
   using Base::kWidth;
   static constexpr int kLoaded = kEarlyInputs<F>;
+  static_assert(kInputs <= kLoaded + 1);
   static constexpr bool kHoldsColumns = kSums > 0 || kTuning == Tuning::kLatency;
 
   using typename Base::ColumnVectors;
@@ -65,6 +66,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
   // columns on the way.
   __device__ __forceinline__ void RunAndSum(Sum* partials) {
     HoldColumns();
+    Base::BeginRows();
     const std::int64_t count = arguments_.rows.count;
     const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kGroups;
     std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kGroups;
@@ -78,7 +80,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
       Row(row, kLanes == 0 || row < count, raw, [&] {
         if (row + stride < count) LoadRow(row + stride, next);
       });
-      Base::TakeTurns();
+      Base::NextRow();
     }
     sums_.Write(*this, arguments_.rows.columns, partials);
   }
@@ -127,14 +129,21 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
     if constexpr (!kPacked) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) Base::template VectorValues<0>(functor, raw, k, values[k]);
+      if constexpr (kSums > 0) Base::Pin(values);
     }
     load_next();
     Base::Reduce(&functor, values, exists, raw);
     Results results;
-    if (!kHoldsColumns && PlainColumns()) {
-      Write<true>(functor, values, row, exists, raw, results);
+    if constexpr (kLoaded < kInputs) {
+      if (arguments_.inputs[kLoaded] != nullptr) {
+        Write<false, true>(functor, values, row, exists, raw, results);
+      } else {
+        Write<false, false>(functor, values, row, exists, raw, results);
+      }
+    } else if (!kHoldsColumns && PlainColumns()) {
+      Write<true, false>(functor, values, row, exists, raw, results);
     } else {
-      Write<false>(functor, values, row, exists, raw, results);
+      Write<false, false>(functor, values, row, exists, raw, results);
     }
     if constexpr (!kDirect) {
 #pragma unroll
@@ -144,7 +153,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
     }
   }
 
-  template <bool kPlain>
+  template <bool kPlain, bool kLate>
   __device__ __forceinline__ void Write(const F& functor, RowValues& values, std::int64_t row,
                                         bool exists, RawRow& raw, Results& results) {
     Forget(raw);
@@ -165,8 +174,8 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
       if constexpr (kBeforeUnpacking) load_ahead(k + 1);
       if constexpr (kPacked) Base::template VectorValues<kPhases<F>>(functor, raw, k, values[k]);
 #pragma unroll
-      for (int j = kLoaded; j < kInputs; ++j) {
-        if (arguments_.inputs[j] == nullptr || !exists) continue;
+      for (int j = kLoaded; kLate && j < kInputs; ++j) {
+        if (!exists) continue;
         Vector<S, kWidth> late{};
         Access::template Load<false>(Input(j, row), k, Access::columns_, &late);
         T unpacked[kWidth];

@@ -56,6 +56,14 @@ class HeldAccess {
   __device__ __forceinline__ int Group() const { return group_; }
 
  protected:
+  // Hides what the address is made of: the compiler would make it anew for each access.
+  template <class U>
+  static __device__ __forceinline__ U* Remembered(U* shared) {
+    std::uint32_t address = hopper::SharedAddress(shared);
+    asm("" : "+r"(address));
+    return static_cast<U*>(__cvta_shared_to_generic(address));
+  }
+
   // (Unsigned: an address from it is one instruction.)
   template <class U>
   __device__ __forceinline__ U* At(U* row, int k) const {
@@ -74,18 +82,18 @@ class HeldAccess {
     } else {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
-        if (exists && Left(k) > 0) body(k, std::bool_constant<kMoves == Moves::kVectors>{});
+        if (exists && Asks(k)) body(k, std::bool_constant<kMoves == Moves::kVectors>{});
     }
   }
 
   __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
-    const S* const input = arguments_.inputs[j] + row * arguments_.strides[j];
+    const S* const input = Offset(arguments_.inputs[j], row * arguments_.strides[j]);
     // One realigned row is not faster so (32768 x 4095, bfloat16 softmax 3 % slower); two, of which
     // one is held, are by 4 to 6 %.
     return kDirect || F::kPreparedOutput >= 0 ? reads_.Of(input) : input;
   }
   __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
-    return arguments_.outputs[o] + row * arguments_.rows.columns;
+    return Offset(arguments_.outputs[o], row * arguments_.rows.columns);
   }
 
   // Of a row that has `count` elements.
@@ -97,7 +105,8 @@ class HeldAccess {
       for (int i = 0; i < kWidth; ++i)
         if (kPlain || Column(k) + i * kApart < count) vector->Set(i, At(row, k)[i * kApart]);
     } else if constexpr (kMoves == Moves::kVectors) {
-      if (Column(k) < count) LoadAligned(At(row, k), vector);
+      if ((kLanes == 0 && k == 0 && count > 0) || Column(k) < count)
+        LoadAligned(At(row, k), vector);
     } else if constexpr (kPlain) {
       LoadAligned(At(row, k), vector);
     } else {
@@ -107,7 +116,8 @@ class HeldAccess {
 
   // Whether to move a vector at all. (Of single elements each is asked for itself.)
   __device__ __forceinline__ bool Asks(int k) const {
-    return kMoves == Moves::kElements || Left(k) > 0;
+    // (Of a block that takes a row, every thread has a vector.)
+    return kMoves == Moves::kElements || (kLanes == 0 && kDirect && k == 0) || Left(k) > 0;
   }
 
   template <bool kPlain>
@@ -124,9 +134,10 @@ class HeldAccess {
   // A misaligned row as it lies in memory; Realign gives each thread its vectors.
   __device__ __forceinline__ void LoadInput(int j, std::int64_t row, RowPieces* pieces) const {
     if constexpr (kDirect) {
+      const S* const start = Input(j, row);
 #pragma unroll  // (of two branches, each would wait for its loads)
       for (int k = 0; k < kVectors; ++k)
-        if (Asks(k)) Load<false>(Input(j, row), k, columns_, &pieces->vectors[k]);
+        if (Asks(k)) Load<false>(start, k, columns_, &pieces->vectors[k]);
     } else {
       InRoom(Input(j, row), true).Load(pieces);
     }
@@ -250,11 +261,14 @@ class HeldAccess {
  private:
   static constexpr int kWholeLeft = kDirect ? (kWidth - 1) * kApart : 2 * kWidth - 1;
 
-  // Hides what the address is made of: the compiler would make it anew for each access.
-  static __device__ __forceinline__ unsigned char* Remembered(unsigned char* shared) {
-    std::uint32_t address = hopper::SharedAddress(shared);
-    asm("" : "+r"(address));
-    return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
+  // The product is hidden, where rows follow rows: the compiler would make it anew for each access.
+  template <class U>
+  static __device__ __forceinline__ U* Offset(U* tensor, std::int64_t elements) {
+    if constexpr (F::kColumnSums == 0) return tensor + elements;
+    std::int64_t bytes = elements * static_cast<std::int64_t>(sizeof(S));
+    asm("" : "+l"(bytes));
+    using Byte = std::conditional_t<std::is_const_v<U>, const unsigned char, unsigned char>;
+    return reinterpret_cast<U*>(reinterpret_cast<Byte*>(tensor) + bytes);
   }
 
   // Hidden too: the compiler would load it again for each use.

@@ -13,6 +13,7 @@ class HeldSums {
  public:
   using Access = HeldAccess<F, S, W, kLanes, kVectors, kMoves>;
   using Sum = Compute<S>;
+  using T = ElementCompute<S>;
   static constexpr int kWidth = Access::kWidth;
   static constexpr int kSums = F::kColumnSums;
   static_assert(kSums == 0 || kMoves != Moves::kElements);  // a vector is of neighbouring columns
@@ -20,7 +21,7 @@ class HeldSums {
   template <class Term>
   __device__ __forceinline__ void Add(int k, int i, const Term& term) {
 #pragma unroll
-    for (int s = 0; s < kSums; ++s) sums_[s][k][i] = AddRounded(sums_[s][k][i], Plain(term[s]));
+    for (int s = 0; s < kSums; ++s) sums_[s][k][i] = Plain(WithTerm(T(sums_[s][k][i]), term, s));
   }
 
   // partials[sum][block][column]. The groups of a block add theirs up first, in turn.

@@ -82,6 +82,18 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
     }
   }
 
+  // Hides what the values are made of: they would be unpacked again for each phase.
+  __device__ __forceinline__ static void Pin(RowValues& values) {
+    if constexpr (sizeof(S) == 2) {
+#pragma unroll
+      for (auto& vector : values)
+#pragma unroll
+        for (auto& value : vector)
+#pragma unroll
+          for (int j = 0; j < kHeld; ++j) asm("" : "+f"(value[j].value));
+    }
+  }
+
   // All phases, one after another.
   __device__ __forceinline__ void Reduce(F* functor, RowValues& values, bool exists, RawRow& raw) {
     if constexpr (F::kMoments && kLanes == 0 && sizeof(S) == 2) {
@@ -91,16 +103,24 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
     }
   }
 
-  // Before the next row is reduced.
-  __device__ __forceinline__ void TakeTurns() {
-    if constexpr (kStorages == 2) turn_ ^= 1;
+  // Before the first of several rows is reduced, and before each of the others.
+  __device__ __forceinline__ void BeginRows() {
+    if constexpr (kLanes == 0) {
+      __shared__ BlockStorage<T> storage[2];
+      storage_ = Access::Remembered(storage);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        storage_[i].template Pad<F::Phases::At(0)>(threadIdx.x, blockDim.x / 32);
+    }
+  }
+  __device__ __forceinline__ void NextRow() {
+    if constexpr (kPhases<F> == 1) turn_ ^= 1;
   }
 
   ColumnVectors held_columns_[kVectors] = {};
 
  private:
   static constexpr int kChains = std::min(kWidth, 4);
-  static constexpr int kStorages = kSums > 0 && kPhases<F> == 1 ? 2 : 1;
 
   template <std::size_t... kPhase>
   __device__ __forceinline__ void ReduceEach(F* functor, RowValues& values, bool exists,
@@ -122,7 +142,7 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
       if constexpr (kSums > 0) ColumnValues(held_columns_[k], columns);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const Total term = functor->Term(Phase<kPhase>{}, values[k][i], columns[i]);
+        const auto term = functor->Term(Phase<kPhase>{}, values[k][i], columns[i]);
         if (whole || Has(k, i)) sums[k % kTotals].Add(i, term);
       }
     });
@@ -134,8 +154,14 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
     } else {
       // Rows in turn need another barrier before a phase's storage is used again: the next phase's,
       // or, if it is the only one, the next row's.
-      __shared__ BlockStorage<T> storage[kStorages];
-      totals[0] = ReduceBlock<kOp>(totals, threadIdx.x, blockDim.x, 0, &storage[turn_]);
+      if constexpr (kSums > 0) {
+        static_assert(kPhases<F> <= 2);
+        totals[0] = ReduceBlock<kOp, true>(totals, threadIdx.x, blockDim.x, 0,
+                                           &storage_[kPhases<F> == 1 ? turn_ : kPhase]);
+      } else {
+        __shared__ BlockStorage<T> storage;
+        totals[0] = ReduceBlock<kOp>(totals, threadIdx.x, blockDim.x, 0, &storage);
+      }
     }
     functor->Finish(Phase<kPhase>{}, totals[0]);
   }
@@ -186,6 +212,7 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
     }
   }
 
+  BlockStorage<T>* storage_;
   int turn_ = 0;
 };
 

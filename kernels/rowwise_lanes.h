@@ -30,6 +30,15 @@ TWINOP_INLINE T Combine(T a, T b) {
   return a + b;
 }
 
+template <Reduction kOp, class T, class Terms>
+TWINOP_INLINE T WithTerm(T total, const Terms& terms, int t) {
+  if constexpr (kOp == kSum) {
+    return rowwise::WithTerm(total, terms, t);
+  } else {
+    return Combine<kOp>(total, kOp == kSquares ? terms[t] * terms[t] : terms[t]);
+  }
+}
+
 template <Reduction kOp, class T, int kCount>
 TWINOP_INLINE void Clear(T (&totals)[kCount][kLanes]) {
   for (int t = 0; t < kCount; ++t)
@@ -129,9 +138,7 @@ TWINOP_INLINE void AddTerms(const Functors functors, const Window<F, S, W>& wind
     auto row = RowValues<kPhase, kHeld>(functors[i], window, i);
     const auto terms = functors[i].Term(Phase<kPhase>{}, row, ColumnValues(window, i));
     for (int t = 0; t < kCount; ++t) {
-      constexpr Reduction kOp = F::Phases::At(kPhase);
-      const auto term = kOp == kSquares ? terms[t] * terms[t] : terms[t];
-      const auto total = Combine<kOp>(totals[t][i], term);
+      const auto total = WithTerm<F::Phases::At(kPhase)>(totals[t][i], terms, t);
       totals[t][i] = exist[i] ? total : totals[t][i];
     }
     if constexpr (kHeld && kPhase >= kHoldPhase<F, S>)
@@ -150,7 +157,8 @@ TWINOP_INLINE void WriteResults(const Functors functors, const Window<F, S, W>& 
     const auto result = functors[i].Result(row, ColumnValues(window, i));
     if constexpr (F::kColumnSums > 0) {
       const auto terms = functors[i].ColumnTerm(row);
-      for (int s = 0; s < F::kColumnSums; ++s) window.sums[s][i] += terms[s];
+      for (int s = 0; s < F::kColumnSums; ++s)
+        window.sums[s][i] = WithTerm(window.sums[s][i], terms, s);
     }
     for (int k = 0; k < F::kRowOutputs; ++k) Round(result[k], &window.out[k][i]);
   }

@@ -59,6 +59,15 @@ struct ThreadTotals {
     }
   }
 
+  __device__ __forceinline__ void Add(int i, const Products<T, kTerms>& term) {
+    static_assert(kOp == kSum);
+#pragma unroll
+    for (int t = 0; t < kTerms; ++t) {
+      T& total = totals[i % kChains][t];
+      total = WithTerm(total, term, t);
+    }
+  }
+
   __device__ __forceinline__ Total Sum() {
 #pragma unroll
     for (int half = kChains / 2; half > 0; half /= 2)
@@ -82,18 +91,47 @@ __device__ __forceinline__ Values<T, N> ReduceLanes(Values<T, N> value) {
   return value;
 }
 
+// Over a warp, kCount totals at once: lane i gets that of values[i % kCount]. Of two, even lanes
+// add the first one's, odd lanes the second one's, as if each were alone.
+template <Reduction kOp, class T, int kCount>
+__device__ __forceinline__ T ReduceWarp(T (&values)[kCount], unsigned lane) {
+#pragma unroll
+  for (int apart = 1; apart < 32; apart *= 2) {
+    const bool odd = (lane & apart) != 0;
+#pragma unroll
+    for (int i = 0; i < (kCount + 2 * apart - 1) / (2 * apart); ++i) {
+      const bool paired = 2 * apart <= kCount;
+      T& first = values[paired ? 2 * i : i];
+      T& second = values[paired ? 2 * i + 1 : i];
+      const T given = odd ? first : second, kept = odd ? second : first;
+      values[i] = Combine<kOp>(kept, T(__shfl_xor_sync(0xFFFFFFFFu, Plain(given), apart)));
+    }
+  }
+  return values[0];
+}
+
 // A place for each warp's total, or for two.
 template <class T>
 struct BlockStorage {
   static constexpr int kPlaces = 32;
+  static constexpr int kPer = 16 / sizeof(T);  // of one access
   alignas(16) T values[2][kPlaces];
+
+  // What is read behind the totals of `count` warps; by the threads of the first one.
+  template <Reduction kOp>
+  __device__ __forceinline__ void Pad(unsigned thread, unsigned count) {
+    if (thread >= count && thread < min(32u, count + kPer - 1)) {
+#pragma unroll
+      for (auto& value : values) value[thread] = Start<kOp, T>();
+    }
+  }
 };
 
 // Over a group of `threads` threads of the block (a multiple of 32), which share a barrier; all of
 // them get the result. Thread i with two totals has those of threads i and i + threads of a group
 // of twice as many with one: the same order of additions, the same bits. Each reads all warps'
 // totals: a broadcast, 100 cycles less than a second round of shuffles.
-template <Reduction kOp, class T, int N, int kTotals>
+template <Reduction kOp, bool kPadded = false, class T, int N, int kTotals>
 __device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N> (&totals)[kTotals],
                                                     int thread, int threads, int barrier,
                                                     BlockStorage<T>* storage) {
@@ -103,24 +141,17 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N> (&totals)
   const unsigned warp = static_cast<unsigned>(thread) / 32;
   const unsigned warps = static_cast<unsigned>(threads) / 32;
   const unsigned count = kTotals * warps;
-  Values<T, N> value = totals[0];
+  T values[kTotals * N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    // Of two totals, even lanes add the first one's, odd lanes the second one's.
-    const T given = kTotals == 2 && lane % 2 == 0 ? totals[kTotals - 1][i] : value[i];
-    if (kTotals == 2 && lane % 2 == 1) value[i] = totals[kTotals - 1][i];
-    value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(given), 1)));
-#pragma unroll
-    for (int apart = 2; apart < 32; apart *= 2)
-      value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(value[i]), apart)));
-    if (lane < kTotals) storage->values[i][warp + lane * warps] = value[i];
-    if (warp == 0 && lane >= count && lane < count + kPer - 1)
-      storage->values[i][lane] = Start<kOp, T>();
-  }
+  for (int i = 0; i < kTotals * N; ++i) values[i] = totals[i % kTotals][i / kTotals];
+  const T sum = ReduceWarp<kOp>(values, lane);
+  if (lane < kTotals * N) storage->values[lane / kTotals][warp + lane % kTotals * warps] = sum;
+  if constexpr (!kPadded) storage->template Pad<kOp>(thread, count);
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
   struct alignas(16) Part {
     T values[kPer];
   };
+  Values<T, N> value;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const Part* const parts = reinterpret_cast<const Part*>(storage->values[i]);

@@ -156,7 +156,7 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
     ForEachVector([&](int k, auto whole) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const Total term = functor->Term(Phase<kPhase>{}, values[k][i], Values<T, kColumns>{});
+        const auto term = functor->Term(Phase<kPhase>{}, values[k][i], Values<T, kColumns>{});
         if (whole || (kAligned ? Index(k) < vectors_ : i < Left(k))) totals.Add(i, term);
       }
     });

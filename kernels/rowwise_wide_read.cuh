@@ -96,7 +96,7 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
         VectorValues values = Base::template Read<kPhase>(*functor, batch, b);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          const Total term = functor->Term(Phase<kPhase>{}, values.row[i], values.columns[i]);
+          const auto term = functor->Term(Phase<kPhase>{}, values.row[i], values.columns[i]);
           if (kSource != Source::kMisaligned || i < Left(first, b)) totals.Add(i, term);
         }
       }
@@ -133,7 +133,7 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
           const auto term = functor.ColumnTerm(values.row[i]);
 #pragma unroll
           for (int s = 0; s < F::kColumnSums; ++s)
-            sums[s][b][i] = AddRounded(sums[s][b][i], Plain(term[s]));
+            sums[s][b][i] = Plain(WithTerm(T(sums[s][b][i]), term, s));
         }
       }
     }

@@ -95,6 +95,7 @@ struct LayerNormBackward : rowwise::Op<3, 1> {
   static constexpr int kColumnSums = 2;  // grad_weight, grad_bias
   using One = rowwise::Values<T, 1>;
   using Two = rowwise::Values<T, 2>;
+  using Products = rowwise::Products<T, 2>;
   using Row = rowwise::Values<T, 3>;
 
   T count, inverse_count, eps, mean, rstd, mean_g, mean_g_xhat;
@@ -106,26 +107,27 @@ struct LayerNormBackward : rowwise::Op<3, 1> {
   }
   TWINOP_INLINE T Neutral(int) const { return T(1); }
 
-  TWINOP_INLINE Two Term(rowwise::Phase<0>, Row& row, const One& weight) const {
-    return {row[1], row[0] * weight[0]};
+  TWINOP_INLINE Products Term(rowwise::Phase<0>, Row& row, const One& weight) const {
+    return {{row[1], row[0]}, {T(1), weight[0]}};
   }
   TWINOP_INLINE void Finish(rowwise::Phase<0>, const Two& total) {
     mean = Quotient(total[0], count, inverse_count);
     mean_g = Quotient(total[1], count, inverse_count);
   }
-  TWINOP_INLINE Two Term(rowwise::Phase<1>, Row& row, const One& weight) const {
+  TWINOP_INLINE Products Term(rowwise::Phase<1>, Row& row, const One& weight) const {
     const T centred = row[1] - mean;
-    return {centred * centred, row[0] * weight[0] * centred};
+    return {{centred, row[0] * weight[0]}, {centred, centred}};
   }
   TWINOP_INLINE void Finish(rowwise::Phase<1>, const Two& total) {
     rstd = Rsqrt(Quotient(total[0], count, inverse_count) + eps);
     mean_g_xhat = Quotient(total[1], count, inverse_count) * rstd;
   }
   TWINOP_INLINE One Result(const Row& row, const One& weight) const {
-    const T g = row[0] * weight[0];
-    return {Fma(rstd, Fma(-Xhat(row), mean_g_xhat, g - mean_g), row[2])};
+    return {Fma(rstd, Fma(-Xhat(row), mean_g_xhat, Fma(row[0], weight[0], -mean_g)), row[2])};
   }
-  TWINOP_INLINE Two ColumnTerm(const Row& row) const { return {row[0] * Xhat(row), row[0]}; }
+  TWINOP_INLINE Products ColumnTerm(const Row& row) const {
+    return {{row[0], row[0]}, {Xhat(row), T(1)}};
+  }
 
  private:
   TWINOP_INLINE T Xhat(const Row& row) const { return (row[1] - mean) * rstd; }

@@ -85,6 +85,7 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
   static constexpr int kColumnSums = 2;  // grad_weight, grad_bias
   using One = rowwise::Values<T, 1>;
   using Two = rowwise::Values<T, 2>;
+  using Products = rowwise::Products<T, 2>;
   using Row = rowwise::Values<T, 3>;
 
   T count, inverse_count, eps, offset, rstd, mean_g_xhat;
@@ -99,8 +100,8 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
   }
   TWINOP_INLINE T Neutral(int) const { return T(1) - offset; }
 
-  TWINOP_INLINE Two Term(rowwise::Phase<0>, Row& row, const One& weight) const {
-    return {row[1] * row[1], row[0] * (offset + weight[0]) * row[1]};
+  TWINOP_INLINE Products Term(rowwise::Phase<0>, Row& row, const One& weight) const {
+    return {{row[1], row[0] * (offset + weight[0])}, {row[1], row[1]}};
   }
   TWINOP_INLINE void Finish(rowwise::Phase<0>, const Two& total) {
     rstd = Rsqrt(Quotient(total[0], count, inverse_count) + eps);
@@ -110,7 +111,9 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
     const T g = row[0] * (offset + weight[0]);
     return {Fma(rstd, Fma(-(row[1] * rstd), mean_g_xhat, g), row[2])};
   }
-  TWINOP_INLINE Two ColumnTerm(const Row& row) const { return {row[0] * (row[1] * rstd), row[0]}; }
+  TWINOP_INLINE Products ColumnTerm(const Row& row) const {
+    return {{row[0], row[0]}, {row[1] * rstd, T(1)}};
+  }
 };
 
 // For the second derivative (kernels/norm.h).
