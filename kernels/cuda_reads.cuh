@@ -17,14 +17,23 @@ namespace twinop {
 //   float32             1.02 / 1.01 / 0.99    1.02 / 0.98 / 0.95       0.99 / 0.93 / 0.93
 //
 // So it is whether L2 was full of other lines to write, to read, or of the kernel's own before;
-// keeping what is written last or least is 1 to 3 % slower. It takes from the next kernel: ten
-// copies within 40 MB right after it take 115 us, so 104 us. Of about what L2 holds it is no gain
-// (relu, bfloat16, microseconds kept last / as usual: 2^24 elements 19.7 / 19.3, 2^26 66.1 / 66.3;
-// add of 2^24 27.5 / 27.9, of 2^26 95.9 / 97.2).
+// keeping what is written last or least is 1 to 3 % slower.
+//
+// Of little more than L2 holds it is a gain where L2 is full of lines to write, as it is behind
+// another kernel (relu, bfloat16, tensors that L2 does not hold, microseconds as usual / kept last;
+// after reads only):
+//
+//   elements   2^23          2^24          2^25          2^26          2^27
+//              12.5 / 11.9   20.5 / 19.6   35.6 / 34.8   67.1 / 65.9   128.5 / 126.8
+//   (reads)    10.7 / 10.7   17.7 / 17.7   32.1 / 31.7   63.0 / 62.5   124.4 / 123.6
+//
+// It takes from the next kernels: what is kept outlives a memset of 1 GiB. Of 32 MiB, to read the
+// same takes 13.8 us then, to read others 15.6, both 15.1 without; ten copies within 40 MB right
+// after it take 115 us, so 104 us. So what L2 could hold is not kept.
 class Reads {
  public:
   explicit Reads(std::int64_t bytes) {
-    constexpr std::int64_t kMinBytes = 96 << 20;
+    constexpr std::int64_t kMinBytes = 64 << 20;
     if (bytes >= kMinBytes) property_ = cuda::access_property::persisting{};
   }
 
