@@ -1,6 +1,5 @@
 """Timing several runs against each other: in turn, so that all see the same clocks and neighbours."""
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,8 +10,9 @@ import torch
 
 Run = Callable[[], object]
 
-_FLUSH_BYTES = 1 << 30  # larger than any L2
-_FLUSHES = 2  # memsets of 0.3 ms each: longer than any host needs to queue a run
+_FLUSH_BYTES = (
+    1 << 30
+)  # read and set in 0.6 ms: longer than any host needs to queue a run, and larger than any L2
 
 
 @dataclass(frozen=True)
@@ -82,25 +82,20 @@ def host_times(
 
 
 class DeviceTimer:
-    """Device time on one CUDA stream: memsets before each run hide the host and empty the L2."""
+    """Device time on one CUDA stream: a read and a memset before each run hide the host and empty the L2."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=stream.device)
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self.flush = torch.zeros(_FLUSH_BYTES // 8, dtype=torch.int64, device=stream.device)
 
     def _empty_cache(self) -> None:
-        """Of lines that the run before marked to be kept, too: they outlive a memset.
+        """Leaves L2 full of lines to write, as a kernel finds it behind others.
 
-        (After relu of 2^24 elements in bfloat16 on an H200, reading its 32 MiB takes 13.8 us instead of
-        15.1, reading others 15.6.)
+        A memset alone does not evict what a run marked to be kept: after relu of 2^24 elements in bfloat16 on
+        an H200 its 32 MiB were read in 13.8 us instead of 15.1, others in 15.6; not so after other reads.
         """
-        torch.cuda.synchronize(self.stream.device)
-        code = self._driver.cuCtxResetPersistingL2Cache()
-        if code:
-            raise RuntimeError(f"cuCtxResetPersistingL2Cache failed with code {code}")
-        for _ in range(_FLUSHES):
-            self.flush.zero_()
+        self.flush.amax()
+        self.flush.zero_()
 
     def times(self, runs: Mapping[str, Run], *, rounds: int, warmup: int = 3) -> dict[str, Time]:
         """Device time of what each run queues on the stream, which is also torch's current one meanwhile."""
