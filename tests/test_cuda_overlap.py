@@ -56,9 +56,10 @@ def numbers(shape: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(shape[1], device="cuda").bfloat16()
 
 
-@pytest.mark.parametrize(
-    "shape", [pytest.param(s, marks=pytest.mark.sanitizer) if s == (64, 1000) else s for s in SHAPES], ids=str
-)
+WATCHED = pytest.param((64, 1000), marks=(pytest.mark.sanitizer, pytest.mark.torch_writes))
+
+
+@pytest.mark.parametrize("shape", [WATCHED if shape == (64, 1000) else shape for shape in SHAPES], ids=str)
 def test_each_waits_for_the_one_before(shape: tuple[int, int]) -> None:
     """On a side stream, and in a CUDA graph: other numbers each time, so that stale ones would show."""
     expected = [chain(*numbers(shape, seed), synchronized=True) for seed in range(4)]

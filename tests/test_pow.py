@@ -1,5 +1,6 @@
 """pow: C's special cases, how exact it is, and that a result does not depend on its neighbours."""
 
+import numpy as np
 import pytest
 import torch
 from test_math_ulp import DEVICES, HALVES, errors
@@ -23,7 +24,7 @@ def pairs(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
 def samples(dtype: torch.dtype, device: str, count: int = 1 << 20) -> tuple[Tensor, Tensor]:
     """Bases of all magnitudes, exponents with which the result is in range."""
     u, v = torch.rand(2, count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    least, most = (-14, 15) if dtype == torch.float16 else (-125, 126)
+    least, most = {torch.float16: (-14, 15), torch.float64: (-1000, 1000)}.get(dtype, (-125, 126))
     a = torch.exp2(least + (most - least) * u).to(dtype)
     a[: count // 2] = torch.exp2(u[: count // 2] - 0.5).to(dtype)  # next to 1: large exponents
     a[a == 1] = 1.5
@@ -50,8 +51,17 @@ def test_error(dtype: torch.dtype, device: str) -> None:
     assert float(errors(torch_op.pow(a, b), exact, dtype).max()) <= (0.51 if dtype in HALVES else 2.2)
 
 
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant <= 52, reason="no longer floats than float64 here")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", (*HALVES, torch.float32), ids=str)
+def test_error_of_float64(device: str) -> None:
+    a, b = samples(torch.float64, device)
+    exact = np.power(a.cpu().numpy().astype(np.longdouble), b.cpu().numpy())
+    distance = np.abs(torch_op.pow(a, b).cpu().numpy() - exact)
+    assert float((distance / np.spacing(exact.astype(np.float64))).max()) <= 0.9
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (*HALVES, torch.float32, torch.float64), ids=str)
 def test_neighbours_do_not_matter(dtype: torch.dtype, device: str) -> None:
     """Vectors of ordinary numbers take a shorter way on CUDA: the same bits."""
     a, b = samples(dtype, device, 1 << 12)
