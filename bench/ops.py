@@ -87,9 +87,10 @@ def main(
     own nodes, and apex, quack, flashinfer where installed. A provider whose result is wrong (against fp64) or
     that raises is reported with the reason and not timed.
 
-    On a GPU: device time. Every run is queued behind a 1 GiB memset, which hides the host and empties the L2.
-    All providers of a cell run in turn in one process, on random data; medians; the copy and our op are timed
-    twice, and what a run differs from itself, or 1 %, is the tolerance. Latency: calls in a CUDA graph.
+    On a GPU: device time. Every run is queued behind a read and a memset of 1 GiB, which hide the host and
+    empty the L2. All providers of a cell run in turn in one process, on random data; medians; the copy and
+    our op are timed twice, and what a run differs from itself, or 1 %, is the tolerance. Latency: calls in a
+    CUDA graph.
 
     On a CPU: wall time, fp32.
 

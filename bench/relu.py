@@ -238,9 +238,9 @@ def main(
 ) -> None:
     """Measure ReLU's bandwidth and compare it with torch's, torch.compile's, ONNX Runtime's and a plain copy.
 
-    On a GPU: device time. Every run is queued behind a 1 GiB memset, which hides the host and empties the L2,
-    and timed with events on the one stream that torch and ONNX Runtime share; fp32, bf16 and fp16. Green is
-    0.98 of the copy or more.
+    On a GPU: device time. Every run is queued behind a read and a memset of 1 GiB, which hide the host and
+    empty the L2, and timed with events on the one stream that torch and ONNX Runtime share; fp32, bf16 and
+    fp16. Green is 0.98 of the copy or more.
 
     On a CPU: wall time, fp32, against the built-in Relu of ONNX Runtime and of torch. Green is at most 5 %
     slower than the built-in.

@@ -68,8 +68,9 @@ __device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&
   }
 }
 
-// A functor most of whose values need no special cases has `static bool IsPlain(values...)` and
-// `static ... TryPlain(values...)`, of `value`, the same result, and whether that is `plain`, too:
+// A functor of one result, most of whose values need no special cases, says `kHasPlain = true` and
+// has `static bool IsPlain(values...)` and `static ... TryPlain(values...)`: `value`, the same
+// result, and whether that is `plain`, too:
 // where a warp's vectors hold nothing else, they take it. (One branch for all: one for each element
 // would keep their arithmetic from being interleaved, and a warp that parts would go both ways.)
 template <class F, class = void>
@@ -82,6 +83,7 @@ __device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)
                                       const Vector<T, kWidth> (&in)[kInputs],
                                       std::index_sequence<I...> indices) {
   if constexpr (kHasPlain<F>) {
+    static_assert(kOutputs == 1);
     constexpr unsigned kAll = 0xFFFFFFFFu;
     bool plain = true;
 #pragma unroll

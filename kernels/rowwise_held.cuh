@@ -129,7 +129,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
     if constexpr (!kPacked) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) Base::template VectorValues<0>(functor, raw, k, values[k]);
-      if constexpr (kSums > 0) Base::Pin(values);
+      if constexpr (Access::kHidesAddresses) Base::Pin(values);
     }
     load_next();
     Base::Reduce(&functor, values, exists, raw);

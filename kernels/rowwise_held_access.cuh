@@ -113,6 +113,8 @@ class HeldAccess {
     }
   }
 
+  // Where rows follow rows. (Of a warp's misaligned ones the pieces would be spilled.)
+  static constexpr bool kHidesAddresses = F::kColumnSums > 0 && (kLanes == 0 || kDirect);
   // Where rows follow rows in a block, its threads are no more than a row's vectors.
   static constexpr bool kHasFirst = F::kColumnSums > 0 && kLanes == 0 && kDirect;
   __device__ __forceinline__ bool HasVector(int k) const {
@@ -143,7 +145,7 @@ class HeldAccess {
 #pragma unroll  // (of two branches, each would wait for its loads)
       for (int k = 0; k < kVectors; ++k)
         if (Asks(k))
-          Load<false>(F::kColumnSums > 0 ? start : Input(j, row), k, columns_, &pieces->vectors[k]);
+          Load<false>(kHidesAddresses ? start : Input(j, row), k, columns_, &pieces->vectors[k]);
     } else {
       InRoom(Input(j, row), true).Load(pieces);
     }
@@ -267,10 +269,10 @@ class HeldAccess {
  private:
   static constexpr int kWholeLeft = kDirect ? (kWidth - 1) * kApart : 2 * kWidth - 1;
 
-  // The product is hidden, where rows follow rows: the compiler would make it anew for each access.
+  // The product is hidden: the compiler would make it anew for each access.
   template <class U>
   static __device__ __forceinline__ U* Offset(U* tensor, std::int64_t elements) {
-    if constexpr (F::kColumnSums == 0) return tensor + elements;
+    if constexpr (!kHidesAddresses) return tensor + elements;
     std::int64_t bytes = elements * static_cast<std::int64_t>(sizeof(S));
     asm("" : "+l"(bytes));
     using Byte = std::conditional_t<std::is_const_v<U>, const unsigned char, unsigned char>;

@@ -108,6 +108,7 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
     if constexpr (kLanes == 0) {
       __shared__ BlockStorage<T> storage[2];
       storage_ = Access::Remembered(storage);
+      static_assert(F::Phases::At(0) == F::Phases::At(kPhases<F> - 1));
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         storage_[i].template Pad<F::Phases::At(0)>(threadIdx.x, blockDim.x / 32);

@@ -91,6 +91,7 @@ __device__ __forceinline__ Values<T, N> ReduceLanes(Values<T, N> value) {
 // totals instead of ten, but more registers: layer norm in float16 would spill.)
 template <Reduction kOp, class T, int kCount>
 __device__ __forceinline__ T ReduceWarp(T (&values)[kCount], unsigned lane) {
+  static_assert(kCount <= 2);
 #pragma unroll
   for (int apart = 1; apart < 32; apart *= 2) {
     const bool odd = (lane & apart) != 0;

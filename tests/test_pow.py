@@ -11,6 +11,7 @@ from twinop import torch_op
 INFINITY = float("inf")
 NUMBERS = [0.0, 1.0, 2.0, 0.5, 3.0, 1.5, 2.5, 127.0, 255.0, 2047.0, 2048.0, 1e-40, 6e-8, 1e30, 3e38, INFINITY]
 NUMBERS += [8388609.0, 16777217.0, 1 - 2.0**-24, 1 + 2.0**-23]
+NUMBERS += [5e-324, 1e-310, 1.7e308, 2.0**52 + 1, 2.0**53 - 1, 2.0**63, 1 - 2.0**-53, 1 + 2.0**-52]
 SPECIAL = [*NUMBERS, *(-number for number in NUMBERS), float("nan")]
 
 
@@ -24,7 +25,7 @@ def pairs(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
 def samples(dtype: torch.dtype, device: str, count: int = 1 << 20) -> tuple[Tensor, Tensor]:
     """Bases of all magnitudes, exponents with which the result is in range."""
     u, v = torch.rand(2, count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    least, most = {torch.float16: (-14, 15), torch.float64: (-1000, 1000)}.get(dtype, (-125, 126))
+    least, most = {torch.float16: (-14, 15), torch.float64: (-1060, 1023)}.get(dtype, (-125, 126))
     a = torch.exp2(least + (most - least) * u).to(dtype)
     a[: count // 2] = torch.exp2(u[: count // 2] - 0.5).to(dtype)  # next to 1: large exponents
     a[a == 1] = 1.5
