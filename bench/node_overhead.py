@@ -175,7 +175,7 @@ def main(
         content: dict[str, Any] = {}
         if where.type == "cuda":
             rows = measure_cuda(where, CUDA_NODES, 15 if quick else 51)
-            show(rows, "wall: a run and the wait for it. device: between events, behind a memset of 1 GiB.")
+            show(rows, "wall: a run and the wait for it. device: between events, behind a memset.")
             verdicts = [bar(rows, CUDA_NODES, f"CUDA graph, {what}") for what in ("wall", "device")]
         else:
             rows = measure_cpu(CPU_NODES, 301 if quick else 20001, 0.5 if quick else 8.0)

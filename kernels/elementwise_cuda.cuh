@@ -70,9 +70,9 @@ __device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&
 
 // A functor of one result, most of whose values need no special cases, says `kHasPlain = true` and
 // has `static bool IsPlain(values...)` and `static ... TryPlain(values...)`: `value`, the same
-// result, and whether that is `plain`, too:
-// where a warp's vectors hold nothing else, they take it. (One branch for all: one for each element
-// would keep their arithmetic from being interleaved, and a warp that parts would go both ways.)
+// result, and whether that is `plain`, too. Where a warp's vectors hold nothing else, they take it.
+// (One branch for all: one for each element would keep their arithmetic from being interleaved, and
+// a warp that parts would go both ways.)
 template <class F, class = void>
 inline constexpr bool kHasPlain = false;
 template <class F>

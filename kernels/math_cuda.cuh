@@ -93,8 +93,8 @@ TWINOP_INLINE double OfWords(std::uint32_t upper, std::uint32_t lower) {
 TWINOP_INLINE bool IsNegative(double x) { return static_cast<std::int32_t>(UpperOf(x)) < 0; }
 TWINOP_INLINE double NormalDistance(double x) {
   const std::uint32_t upper = UpperOf(x) & 0x7FFFFFFFu;
-  constexpr std::uint32_t kMost = 0x404710A3;  // of kMaxNormal
-  return OfWords(upper < kMost ? upper : kMost, LowerOf(x));
+  const std::uint32_t most = UpperOf(Format<double>::kMaxNormal);
+  return OfWords(upper < most ? upper : most, LowerOf(x));
 }
 
 // 1 / b of a b of moderate size, to 40 bits. (The compiler's division has a slow path for others:

@@ -49,8 +49,8 @@ TWINOP_INLINE Parts<double> PartsOf(double a) {
 }
 
 TWINOP_INLINE bool IsPlainBase(double a) {
-  constexpr std::uint32_t kMinNormal = 0x00100000, kInfinite = 0x7FF00000;  // upper words
-  return UpperOf(a) - kMinNormal < kInfinite - kMinNormal;
+  const std::uint32_t least = UpperOf(Format<double>::kMinNormal);
+  return UpperOf(a) - least < UpperOf(kInfinity<double>) - least;
 }
 
 // log2(a) to 64 bits.
@@ -128,9 +128,8 @@ TWINOP_INLINE double PlainPow(Parts<double> a, double b) {
 TWINOP_INLINE PowerIfPlain<double> TryPlainPow(double a, double b) {
   const Sum<double> x = TimesLog2(PartsOf(a), b);
   const ScaledPower power = PreciseExp2(x);
-  constexpr std::uint32_t kLimit = 0x408FE000;  // the upper word of 1020
   return {TimesPowerOf2(power.value, LowerOf(power.integer)),
-          (UpperOf(x.high) & 0x7FFFFFFFu) < kLimit};
+          (UpperOf(x.high) & 0x7FFFFFFFu) < UpperOf(1020.0)};
 }
 
 }  // namespace twinop
