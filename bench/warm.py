@@ -23,7 +23,7 @@ from twinop.bench.peers import Entry, resolve
 from twinop.bench.providers import COMPILE, Budget, Providers
 from twinop.console import clear_errors, err
 
-COMPILED = (COMPILE, "Triton", "Liger")
+COMPILED = (COMPILE, "Triton", "Liger", "quack", "flashinfer")
 _LIMIT = 150.0  # seconds for all of it
 
 
@@ -79,7 +79,7 @@ def main(
     device: Annotated[str, typer.Option(help="As in report.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="As in report.")] = False,
 ) -> None:
-    """Compile a part of a report's cells for torch.compile, Triton and Liger, and measure nothing."""
+    """Compile a part of a report's cells for those that keep what they compiled, and measure nothing."""
     with clear_errors():
         where = report.choose_device(device)
         entries = choose(ops)

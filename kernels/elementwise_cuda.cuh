@@ -105,8 +105,9 @@ __device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)
 // so that each is coalesced across the warp, and all are issued before the first use. The elements
 // behind the last whole vector go to the first threads of the grid.
 template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
-__global__ void __launch_bounds__(kThreads,
-                                  kLoads <= 2 ? BlocksOf(kThreads, kFunctorRegisters<F>) : 0)
+__global__ void __launch_bounds__(kThreads, kLoads <= 2 || sizeof(T) == 8
+                                                ? BlocksOf(kThreads, kFunctorRegisters<F>)
+                                                : 0)
     ElementwiseKernel(F functor, std::int64_t count, Outputs<T, kOutputs> out,
                       Inputs<T, kInputs> in, Reads reads) {
   using V = Vector<T, kWidth>;

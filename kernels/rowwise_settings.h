@@ -105,21 +105,38 @@ enum class Tuning {
 //              layer_norm                             0.87  0.85
 //              rms_norm     0.89  0.91  0.81    0.94  0.96  0.97
 //
-// Aligned, 4096 columns: layer norm 0.75 at 48 registers, not packed, and 0.98 at 64; float32 is as
-// fast at 64 as at 48 but for softmax. Sums of the columns, and two rows of 8 vectors each to
-// realign, spill at 64.
+// Aligned, 4096 columns: layer norm 0.75 at 48 registers, not packed, and 0.98 at 64. Blocks of
+// float32, microseconds at 64 / 48: where threads are just too many for one more row at 64, it is a
+// gain, else it costs little.
+//
+//   columns      4096             5120
+//   layer_norm   252.0 / 253.0    319.8 / 313.8
+//   rms_norm     252.3 / 252.8    313.0 / 314.2
+//
+// Sums of the columns, and two rows of 8 vectors each to realign, spill at 64. So do a warp's rows
+// of which there are two, or which have two column inputs (32768 x 1024, microseconds at 64 / 72 /
+// 80: add_rms_norm, float16, 68.6 / 67.7 / 67.6, add_layer_norm, bfloat16, 69.0 / 67.8 / 68.0), and
+// 16-bit rows with float32 weights. Of these, float16, as they were / at 80 / at 96:
+//
+//                    layer_norm          rms_norm            add_layer_norm      add_rms_norm
+//   32768 x 1023      63.7  57.2  58.7    44.0  45.9  46.1    89.8  80.0  82.6    86.0  74.0  74.9
+//           1024      47.0  42.0  43.1    37.4  37.6  37.4    81.8  69.2  69.0    81.7  69.4  68.1
+//           2048     102.7  74.5  78.5    72.2  68.1  68.1   146.3 130.5 130.3   142.0 129.9 130.2
+//           4095     177.8 189.1 204.6   149.3 162.4 162.8   333.6 298.4 305.5   337.6 275.4 282.7
+//           4096     198.5 146.4 157.7   137.4 131.5 131.6   285.2 255.8 255.0   278.1 255.2 254.9
+//           5120     335.0 163.8 175.2   161.5 162.2 162.1   354.2 316.3 316.2   345.7 316.3 316.1
+//   16384 x 8192     251.5 132.4 132.7   130.1 130.5 130.6   286.8 256.2 261.9   279.4 255.5 252.8
+//   8192 x 16384     253.9 142.2 156.1   130.4 130.8 131.0   289.6 310.9 312.9   279.8 271.3 271.0
 constexpr int HeldRegisters(int bytes, bool column_sums, int inputs, int column_bytes, int lanes,
                             int vectors, Tuning tuning, Moves moves) {
   if (column_sums || tuning == Tuning::kLatency) return 128;
-  if (inputs == 2) return vectors > 4 && moves == Moves::kRealigned ? 128 : 64;
-  if (tuning == Tuning::kPacked && vectors <= 4 && column_bytes <= bytes)
-    return column_bytes > 0 && moves == Moves::kRealigned ? 48 : 40;
-  // Two column inputs of a warp's row: at 64 they spill (layer norm, bfloat16, 32768 x 1024, share
-  // of the copy's speed at 64 / 80: 0.86 / 0.92; 512 columns, which need fewer: 0.77 / 0.72).
-  const bool aligned = moves == Moves::kVectors;
-  if (bytes == 2 && lanes == 32 && vectors > 1 && aligned && column_bytes > 0) return 72;
-  const bool block_of_floats = bytes == 4 && lanes == 0 && vectors <= 4;
-  return block_of_floats && !(aligned && column_bytes > 0) ? 48 : 64;
+  const bool realigned = moves == Moves::kRealigned;
+  if (inputs == 2 && vectors > 4 && realigned) return 128;
+  if (bytes == 2 && column_bytes > bytes) return inputs == 1 && lanes == 0 && realigned ? 64 : 80;
+  if (tuning == Tuning::kPacked && vectors * inputs <= 4)
+    return column_bytes > 0 && realigned ? 48 : 40;
+  if (bytes == 2 && lanes == 32 && vectors > 1 && !realigned && column_bytes > 0) return 72;
+  return inputs == 1 && bytes == 4 && lanes == 0 && vectors <= 4 ? 48 : 64;
 }
 
 // Few rows are done when the slowest is: twice the threads for each, and nothing is loaded late.

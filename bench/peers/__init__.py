@@ -265,6 +265,7 @@ ENTRIES: dict[str, Entry] = {
         peers={
             "Triton": "triton_rows:add_rms_norm",
             "Liger": "liger:add_rms_norm",
+            "quack": "others:quack_add_rms_norm",
         },
         ort={
             "ORT SkipSimplifiedLayerNormalization": ort(

@@ -1,6 +1,11 @@
 """Kernels in numba.cuda: one thread per element. It reads torch's tensors in place, but knows no bfloat16."""
 
+import numpy as np
 import torch
+
+if not hasattr(np, "row_stack"):  # gone in NumPy 2.5; numba-cuda of before that names it when imported
+    np.row_stack = np.vstack
+
 from numba import cuda
 
 THREADS = 256

@@ -27,6 +27,12 @@ def quack_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return rmsnorm(x, weight, eps=1e-6)
 
 
+def quack_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    from quack.rmsnorm import rmsnorm
+
+    return rmsnorm(x, weight, residual=residual, eps=1e-6, prenorm=True)
+
+
 def flashinfer_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     from flashinfer.norm import rmsnorm
 

@@ -10,7 +10,7 @@ namespace twinop {
 // negative: x (1 + erf(x / sqrt(2))) / 2 would lose all digits there.
 template <class T>
 struct Gelu {
-  static constexpr int kLoads = 2;
+  static constexpr int kLoads = sizeof(T) == 8 ? 4 : 2;
   static constexpr int kRegisters = sizeof(T) == 8 ? 64 : 0;
 
   TWINOP_INLINE T operator()(T x) const {
