@@ -84,9 +84,10 @@ constexpr int BlocksOf(int threads, int registers) {
 //
 // float64 is faster with more than the compiler takes (2^26 elements, microseconds by 2 vectors and
 // its choice / 4 and its choice / 2 and 64): pow 437 / 416 / 416, gelu 316 / 305 / 294, softplus
-// 275 / 261 / 260; log 253, 253, 254. Of gelu as it is now, registers (as given, as taken) and
-// microseconds: 2 vectors 64, 44: 291; 3 64, 48: 287; 4 64, 52: 286; 4 48, 46: 293; 6 64, 60: 285.
-// (That NaN is one and the same takes 6 of them, elements behind the last vector take 3.)
+// 275 / 261 / 260; log 253, 253, 254. Of gelu as it is now, in a copy of the kernel (as given, as
+// taken, microseconds): 2 vectors 64, 44: 291; 3 64, 48: 287; 4 64, 52: 286; 4 48, 46: 293; 6 64,
+// 60: 285. In the report the change from 2 to 4 is one from 292 to 290. (That every NaN is the same
+// one takes 6 us, the elements behind the last vector 3.)
 //
 // (Gelu takes 30 if left alone; told that it may take 40, it does, and bf16 falls from 1.011 to
 // 0.976.)
