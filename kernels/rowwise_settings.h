@@ -116,7 +116,7 @@ enum class Tuning {
 // Sums of the columns, and two rows of 8 vectors each to realign, spill at 64. So do a warp's rows
 // of which there are two, or which have two column inputs (32768 x 1024, microseconds at 64 / 72 /
 // 80: add_rms_norm, float16, 68.6 / 67.7 / 67.6, add_layer_norm, bfloat16, 69.0 / 67.8 / 68.0), and
-// 16-bit rows with float32 weights. Of these, float16, as they were / at 80 / at 96:
+// 16-bit rows with float32 weights. Of these, float16, microseconds as they were / at 80 / at 96:
 //
 //                    layer_norm          rms_norm            add_layer_norm      add_rms_norm
 //   32768 x 1023      63.7  57.2  58.7    44.0  45.9  46.1    89.8  80.0  82.6    86.0  74.0  74.9
