@@ -275,8 +275,8 @@ class Providers:
 
 def reason_of(failure: Exception) -> str:
     """One line; of ONNX Runtime's, what it says behind its codes."""
-    lines = f"{type(failure).__name__}: {failure}".strip().splitlines()
-    text = next((line for line in lines if line.strip()), "?")
+    first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+    text = f"{type(failure).__name__}: {first}" if first else type(failure).__name__
     return re.sub(r"^BenchError: .*?\[ONNXRuntimeError\] : \d+ : (\w+) : ", r"\1: ", text)[:300]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from twinop import torch_op
-from twinop.bench import latency, numerics, peers
+from twinop.bench import latency, measure, numerics, peers
 from twinop.bench.cases import BACKWARD, FORWARD, Case, choose, family_of, latency_table, make_inputs, table
 from twinop.bench.cells import IN_ORT, IN_TORCH, cells_of
 from twinop.bench.measure import Machine, machine
@@ -154,11 +154,21 @@ def raising(x: Tensor) -> Tensor:
     raise ValueError("no kernel for this\nand more")
 
 
+def raising_after_a_blank(x: Tensor) -> Tensor:
+    raise ValueError("\n  no kernel for this\nand more")
+
+
+def raising_silently(x: Tensor) -> Tensor:
+    raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
         (wrong, r"wrong result: relative error [0-9.e+]+"),
         (raising, "ValueError: no kernel for this"),
+        (raising_after_a_blank, "ValueError: no kernel for this"),
+        (raising_silently, "NotImplementedError"),
         (None, "ModuleNotFoundError: No module named 'nothing_like_it'"),
     ],
 )
@@ -177,6 +187,22 @@ def test_a_peer_that_fails_is_reported_and_not_timed(
     assert {row["provider"] for row in where.report.rows} >= {EAGER} and "Peer" not in {
         row["provider"] for row in where.report.rows
     }
+
+
+def test_short_runs_take_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Timer:
+        def times(self, runs: Any, *, rounds: int) -> dict[str, Any]:
+            asked.append(rounds)
+            return {}
+
+    monkeypatch.setattr(measure, "_SHORT_BYTES", 1024)
+    where = on_cpu("eager")
+    monkeypatch.setattr(where, "timer", Timer())
+    for shape in ((6,), (192,)):  # 48 and 1536 bytes, read and written
+        where.cell(replace(small("relu"), shape=shape), ENTRIES["relu"])
+    assert asked == [3 * where.rounds, where.rounds]
 
 
 def test_a_peer_that_spoils_its_inputs_gets_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
