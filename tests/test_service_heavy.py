@@ -128,7 +128,7 @@ def test_others_do_not_wait_for_the_largest_json(served: Served, body: Callable[
     assert JSON_LIMIT * 0.9 < len(content) <= JSON_LIMIT
     answers: list[Answer] = []
     assert longest_wait(served, lambda: answers.extend(post(served, content) for _ in range(3))) < 0.6
-    assert len(answers) in (3, 6, 9)
+    assert len(answers) == 3
 
 
 def test_others_do_not_wait_for_large_typed_tensors(served: Served) -> None:
@@ -144,24 +144,18 @@ def test_others_do_not_wait_for_large_typed_tensors(served: Served) -> None:
             answers.append(channel.unary_unary(f"/{SERVICE}/ModelInfer")(data, timeout=60))
 
     assert longest_wait(served, send) < 0.6
-    assert answers and all(len(answer) >= size for answer in answers)
+    assert len(answers) == 1 and len(answers[0]) >= size
 
 
 def longest_wait(served: Served, send: Callable[[], None]) -> float:
-    """The longest of others, in seconds, while one sends; on two cores, one of which the sender may have.
-
-    The shortest of three, if they are long: what a busy machine makes others wait for does not come back.
-    """
-    waits: list[float] = []
-    while len(waits) < 3 and min(waits, default=1.0) > 0.5:
-        sender, longest = threading.Thread(target=send), 0.0
-        sender.start()
-        while sender.is_alive():
-            start = time.monotonic()
-            assert served.infer("relu", X).status == 200
-            longest = max(longest, time.monotonic() - start)
-        waits.append(longest)
-    return min(waits)
+    """The longest of others, in seconds, while one sends; on two cores, one of which the sender may have."""
+    sender, longest = threading.Thread(target=send), 0.0
+    sender.start()
+    while sender.is_alive():
+        start = time.monotonic()
+        assert served.infer("relu", X).status == 200
+        longest = max(longest, time.monotonic() - start)
+    return longest
 
 
 def varint(number: int) -> bytes:
