@@ -94,7 +94,7 @@ def test_grpc_raw_keeps_every_bit(kind: Datatype, data: st.DataObject) -> None:
     message.inputs.add(name="x", datatype=kind.name, shape=array.shape)
     decoded, form = codec_grpc.decode(message, None)
     assert bits(decoded.inputs["x"]) == bits(array)
-    answer = codec_grpc.encode(result(decoded.inputs["x"]), form)
+    answer = pb.ModelInferResponse.FromString(codec_grpc.encode(result(decoded.inputs["x"]), form))
     assert answer.raw_output_contents[0] == bits(array)
     assert list(answer.outputs[0].shape) == list(array.shape) and not answer.outputs[0].HasField("contents")
 
@@ -110,7 +110,7 @@ def test_grpc_typed_keeps_every_value(kind: Datatype, data: st.DataObject) -> No
     message.inputs.append(typed(array, kind))
     decoded, form = codec_grpc.decode(message, None)
     assert bits(decoded.inputs["x"]) == bits(array)
-    answer = codec_grpc.encode(result(decoded.inputs["x"]), form)
+    answer = pb.ModelInferResponse.FromString(codec_grpc.encode(result(decoded.inputs["x"]), form))
     assert not answer.raw_output_contents
     again = typed(array, kind, "y").contents
     assert answer.outputs[0].contents == again
@@ -127,7 +127,9 @@ def test_grpc_typed_carries_what_is_not_finite(name: str, value: float) -> None:
 
 def test_grpc_answers_are_raw_where_a_type_has_no_typed_field() -> None:
     outputs = {"a": np.ones(2, np.float32), "b": np.ones(2, ml_dtypes.bfloat16)}
-    answer = codec_grpc.encode(Result("m", 1, outputs), codec_grpc.Form("7", raw=False))
+    answer = pb.ModelInferResponse.FromString(
+        codec_grpc.encode(Result("m", 1, outputs), codec_grpc.Form("7", False))
+    )
     assert [len(raw) for raw in answer.raw_output_contents] == [8, 4]
     assert (answer.id, answer.model_name, answer.model_version) == ("7", "m", "1")
 

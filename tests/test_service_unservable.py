@@ -129,7 +129,9 @@ def test_what_appears_and_cannot_be_served_is_said_and_disturbs_nobody(
     served: Served, libraries: Libraries, case: Case
 ) -> None:
     logged = len(served.log)
-    case.place(served.root, libraries)
+    staged = served.root.with_name("staged")  # a library that is still being copied is one cut short
+    case.place(staged, libraries)
+    (staged / "bad").rename(served.root / "bad")
     try:
         wait_until(lambda: entry(served)[0] == "unavailable")
         reason = entry(served)[1]

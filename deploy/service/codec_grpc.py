@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from twinop.deploy.service import wire
 from twinop.deploy.service._kserve import pb
 from twinop.deploy.service.codec_rest import deadline, refuse_extensions
 from twinop.deploy.service.datatypes import (
@@ -21,10 +22,11 @@ from twinop.deploy.service.datatypes import (
     to_bytes,
     version_number,
 )
-from twinop.deploy.service.errors import invalid
+from twinop.deploy.service.errors import TOO_LARGE, ServiceError, invalid
 from twinop.deploy.service.request import MOST_TENSORS, Request, Result, check_count
 
 _PIECE = 1 << 16  # elements that are converted without a break for other threads
+_MOST_BYTES = (2 << 30) - 1  # of a message
 
 
 @dataclass(slots=True)
@@ -36,9 +38,14 @@ class Form:
 
 
 def decode(
-    message: pb.ModelInferRequest, seconds: float | None, most: int = MOST_TENSORS
+    message: pb.ModelInferRequest,
+    seconds: float | None,
+    most: int = MOST_TENSORS,
+    bulk: wire.Bulk | None = None,
 ) -> tuple[Request, Form]:
     """`seconds` is what the call's deadline leaves, None for no deadline; `most` are the inputs, or outputs.
+
+    `bulk` holds what was taken out of `message` before protobuf read it.
 
     Raises:
         ServiceError: the message contradicts itself; what it holds is held against the model later.
@@ -46,10 +53,11 @@ def decode(
     arrived = time.monotonic()
     check_count("inputs", len(message.inputs), most)
     check_count("outputs", len(message.outputs), most)
-    raw = len(message.raw_input_contents) > 0
-    if raw and len(message.raw_input_contents) != len(message.inputs):
+    typed = bulk.typed if bulk is not None else {}
+    raw = bulk.raw if bulk is not None else message.raw_input_contents
+    if raw and len(raw) != len(message.inputs):
         raise invalid(
-            f"{len(message.inputs)} inputs, but {len(message.raw_input_contents)} raw_input_contents: "
+            f"{len(message.inputs)} inputs, but {len(raw)} raw_input_contents: "
             "every input needs one, in the same order"
         )
     inputs: dict[str, np.ndarray] = {}
@@ -60,11 +68,12 @@ def decode(
         kind, shape = named(name, tensor.datatype), list(tensor.shape)
         if not raw:
             refuse_extensions(f"input {name}", _parameters(tensor.parameters))
-            inputs[name] = _typed(name, kind, shape, tensor.contents)
-        elif tensor.HasField("contents"):
+            field, values = typed.get(index) or _contents(tensor.contents, kind)
+            inputs[name] = _typed(name, kind, shape, field, values)
+        elif index in typed or tensor.HasField("contents"):
             raise invalid(f"input {name} has contents besides raw_input_contents: send one of them")
         else:
-            inputs[name] = from_bytes(name, kind, shape, message.raw_input_contents[index])
+            inputs[name] = from_bytes(name, kind, shape, raw[index])
     parameters = _parameters(message.parameters) if message.parameters else {}
     until = deadline(parameters.get("timeout"), arrived)
     if seconds is not None:
@@ -77,27 +86,50 @@ def decode(
         id=message.id,
         deadline=until,
         arrived=arrived,
-    ), Form(message.id, raw)
+    ), Form(message.id, bool(raw))
 
 
-def encode(result: Result, form: Form) -> pb.ModelInferResponse:
-    """Raw where the request was raw, or where a type has no typed field (FP16, BF16)."""
+def encode(result: Result, form: Form) -> bytes:
+    """A ModelInferResponse; raw where the request was raw, or where a type has no typed field (FP16, BF16).
+
+    Raises:
+        ServiceError: it is larger than protobuf's messages can be.
+    """
     answer = pb.ModelInferResponse(model_name=result.model, model_version=str(result.version), id=form.id)
     kinds = [OF_DTYPE[array.dtype] for array in result.outputs.values()]
-    raw = form.raw or any(kind.contents is None for kind in kinds)
+    is_raw = form.raw or any(kind.contents is None for kind in kinds)
+    if sum(array.nbytes for array in result.outputs.values()) > _MOST_BYTES:
+        raise _too_large()
+    parts, raw = [answer.SerializeToString()], list[Any]()
     for (name, array), kind in zip(result.outputs.items(), kinds, strict=True):
-        tensor = answer.outputs.add(name=name, datatype=kind.name, shape=array.shape)
-        if raw:
-            data = to_bytes(array)
-            answer.raw_output_contents.append(data if isinstance(data, bytes) else data.tobytes())
+        tensor = pb.ModelInferResponse.InferOutputTensor(name=name, datatype=kind.name, shape=array.shape)
+        contents: list[Any] = []
+        if is_raw:
+            raw += wire.prefixed(answer.RAW_OUTPUT_CONTENTS_FIELD_NUMBER, to_bytes(array))
+        elif kind is BYTES:
+            _add_strings(tensor.contents.bytes_contents, array.ravel())
         else:
-            contents, flat = getattr(tensor.contents, kind.contents or ""), array.ravel()
-            for start in range(0, flat.size, _PIECE):
-                values: list[Any] = flat[start : start + _PIECE].tolist()
-                if kind is BYTES:
-                    values = [each.encode() if isinstance(each, str) else each for each in values]
-                contents.extend(values)
-    return answer
+            numbers = wire.contents(kind.contents or "", array)
+            contents = wire.prefixed(tensor.CONTENTS_FIELD_NUMBER, *numbers) if numbers else []
+        parts += wire.prefixed(answer.OUTPUTS_FIELD_NUMBER, tensor.SerializeToString(), *contents)
+    parts += raw
+    if sum(memoryview(part).nbytes for part in parts) > _MOST_BYTES:  # a number may take ten bytes
+        raise _too_large()
+    return b"".join(parts)
+
+
+def _add_strings(field: Any, flat: np.ndarray) -> None:
+    for start in range(0, flat.size, _PIECE):
+        values = flat[start : start + _PIECE].tolist()
+        field.extend(each.encode() if isinstance(each, str) else each for each in values)
+
+
+def _too_large() -> ServiceError:
+    return ServiceError(
+        TOO_LARGE,
+        "the outputs are larger than the 2 GiB that a gRPC message can have: ask for fewer of them, or over "
+        "HTTP as binary data",
+    )
 
 
 def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
@@ -117,14 +149,18 @@ def _outputs(message: pb.ModelInferRequest) -> tuple[str, ...] | None:
     return tuple(names) or None
 
 
-def _typed(name: str, kind: Datatype, shape: list[int], contents: pb.InferTensorContents) -> np.ndarray:
+def _contents(given: pb.InferTensorContents, kind: Datatype) -> tuple[str, Sequence[Any]]:
+    """A field that is set, and its values: first of all one that `kind` is not sent in."""
+    fields = sorted(given.ListFields(), key=lambda each: each[0].name == kind.contents)
+    return (fields[0][0].name, fields[0][1]) if fields else (kind.contents or "", ())
+
+
+def _typed(name: str, kind: Datatype, shape: list[int], field: str, values: Any) -> np.ndarray:
     elements = count(name, shape)
     if kind.contents is None:
         raise invalid(f"input {name}: {kind.name} has no typed contents: send raw_input_contents")
-    for field, _ in contents.ListFields():
-        if field.name != kind.contents:
-            raise invalid(f"input {name}: {kind.name} is sent in {kind.contents}, not in {field.name}")
-    values = getattr(contents, kind.contents)
+    if field != kind.contents:
+        raise invalid(f"input {name}: {kind.name} is sent in {kind.contents}, not in {field}")
     if len(values) != elements:
         raise invalid(f"input {name}: {len(values)} elements in contents, but shape {shape} has {elements}")
     if kind is BYTES:
@@ -140,8 +176,10 @@ def _typed(name: str, kind: Datatype, shape: list[int], contents: pb.InferTensor
     return _numbers(values, kind.dtype).reshape(shape)
 
 
-def _numbers(values: Sequence[Any], dtype: np.dtype) -> np.ndarray:
-    """As one array; while a large one is made at once, no other thread runs, and no client has an answer."""
+def _numbers(values: Sequence[Any] | np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """As one array; while a large one is made of a list at once, no other thread runs."""
+    if isinstance(values, np.ndarray):
+        return np.require(values, dtype, "A")  # vector code may fault on odd addresses
     array = np.empty(len(values), dtype)
     for start in range(0, len(values), _PIECE):
         array[start : start + _PIECE] = values[start : start + _PIECE]

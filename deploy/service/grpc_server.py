@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from twinop.deploy.service import codec_grpc, grpc_index, ids, logs, metrics, tracing
+from twinop.deploy.service import codec_grpc, grpc_index, ids, logs, metrics, tracing, wire
 from twinop.deploy.service._kserve import DataPlane, GRPCServer, InferenceServicer, pb, pb_grpc
 from twinop.deploy.service.addresses import address_error, tls_error
 from twinop.deploy.service.datatypes import version_number
@@ -43,15 +43,18 @@ class Servicer(InferenceServicer):
         super().__init__(dataplane, None)
         self._repository = repository
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+    async def ModelInfer(self, request: wire.InferRequest, context: Any) -> bytes:
         headers = _headers.get()
-        meant = functools.partial(self._repository.metrics_of, request.model_name, request.model_version)
+        message = request.message
+        meant = functools.partial(self._repository.metrics_of, message.model_name, message.model_version)
         with tracing.request_span("infer", headers), metrics.counting(meant) as counting:
             tracing.note(request_id=headers[ids.HEADER])
-            most = self._repository.most_tensors(request.model_name)
-            logs.bind(model=request.model_name)
+            most = self._repository.most_tensors(message.model_name)
+            logs.bind(model=message.model_name)
             seconds = context.time_remaining()
-            asked, form = await off_loop(request.ByteSize(), codec_grpc.decode, request, seconds, most)
+            asked, form = await off_loop(
+                request.size, codec_grpc.decode, message, seconds, most, request.bulk
+            )
             asked.id = headers[ids.HEADER]
             counting.result, _ = await self._data_plane.infer(asked.model, asked, headers)
             size = sum(array.nbytes for array in counting.result.outputs.values())
@@ -123,16 +126,18 @@ class _Front(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.unary_unary is None:
             return handler
+        is_infer = method.endswith("/ModelInfer")  # whose answer is bytes already
+        parse = wire.parse if is_infer else handler.request_deserializer
         self._wrapped[method] = grpc.unary_unary_rpc_method_handler(
-            self._around(handler.unary_unary, handler.request_deserializer, is_open=method.endswith(_OPEN)),
-            response_serializer=handler.response_serializer,
+            self._around(handler.unary_unary, parse, is_open=method.endswith(_OPEN)),
+            response_serializer=None if is_infer else handler.response_serializer,
         )
         return self._wrapped[method]
 
     def _around(self, method: Method, parse: Callable[[bytes], Any], is_open: bool) -> Method:
         async def guarded(data: bytes, context: aio.ServicerContext) -> Any:
             headers = dict(context.invocation_metadata())
-            request = _parsed(parse, data)
+            request = await off_loop(len(data), _parsed, parse, data)
             given = (headers.get(ids.HEADER, ""), getattr(request, "id", ""))
             number = ids.request_id(*given)
             _headers.set(headers | {ids.HEADER: number})
