@@ -142,6 +142,17 @@ def test_headers_without_end(served: Served) -> None:
         assert served.memory < before + (4 << 20)
 
 
+def test_what_follows_a_refused_head_is_read_at_leisure(served: Served) -> None:
+    """At full speed two endless senders had a core of the server's, and others waited 45 ms instead of 5."""
+    with served.connect() as connection:
+        connection.sendall(LIVE[:-2] + b"X-A: " + b"a" * 100_000)
+        sent, piece, end = 0, b"a" * (1 << 20), time.monotonic() + 1
+        while time.monotonic() < end:
+            sent += connection.send(piece)
+        assert receive(connection).status == 431
+    assert sent < 64 << 20
+
+
 def test_a_long_request_line(served: Served) -> None:
     answer = split(served.exchange(b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: h\r\n\r\n"))
     assert answer.status == 431
