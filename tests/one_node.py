@@ -9,7 +9,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
-from twinop.library import find_library
+from twinop.library import Library, find_library, read_library
 from twinop.record import DOMAIN, DOMAIN_VERSION, Record
 
 ONNX_TYPES = {
@@ -36,13 +36,13 @@ def onnxruntime() -> Any:
     return ort
 
 
-def library_of(record: Record) -> Path:
-    from twinop.library import read_library
+@cache
+def _libraries() -> tuple[Library, ...]:
+    return tuple(read_library(find_library(stem)) for stem in ("custom_ops", "test_ops"))
 
-    for stem in ("custom_ops", "test_ops"):
-        if record.name in read_library(find_library(stem)).records:
-            return find_library(stem)
-    raise AssertionError(f"no library holds {record.name}")
+
+def library_of(record: Record) -> Path:
+    return next(library.path for library in _libraries() if record.name in library.records)
 
 
 def one_node_model(

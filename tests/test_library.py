@@ -124,10 +124,10 @@ def test_damaged_records(damaged: Callable[[bytes], Path], before: bytes, after:
 
 
 def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path) -> bytes:
+    def refuse(self: Path, mode: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root reads every file
+    monkeypatch.setattr(Path, "open", refuse)  # root reads every file
     with pytest.raises(LibraryError, match=r"cannot be read: Permission denied"):
         read_library(LIBRARY)
 

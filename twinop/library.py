@@ -1,7 +1,6 @@
 """Custom-op libraries as files: finding them, and reading their records without loading them."""
 
 import json
-import mmap
 import os
 import platform
 import struct
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from typing import BinaryIO
 
 from twinop.errors import LibraryError
 from twinop.record import Record
@@ -45,10 +45,11 @@ def read_library(path: str | os.PathLike[str]) -> Library:
     if not path.is_file():
         raise LibraryError(f"{path}: no such file. ./build.sh builds the libraries into build/")
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            section = _read_section(path, file, _SECTION)
+            exports = _read_section(path, file, ".dynstr")
     except OSError as error:
         raise LibraryError(f"{path}: cannot be read: {error.strerror}. Mend its permissions") from error
-    section = _read_section(path, data, _SECTION)
     build: dict[str, str] = {}
     records: dict[str, Record] = {}
     try:
@@ -66,42 +67,54 @@ def read_library(path: str | os.PathLike[str]) -> Library:
         cuda_archs=build.get("cuda_archs", "none"),
         cuda_version=build.get("cuda_version", ""),
         records=dict(sorted(records.items())),
-        exports_ort=_EXPORT + b"\0" in _read_section(path, data, ".dynstr"),
+        exports_ort=_EXPORT + b"\0" in exports,
     )
 
 
-def _read_section(path: Path, data: bytes | mmap.mmap, wanted: str) -> bytes:
-    """One section of a 64-bit little-endian ELF file (System V ABI, chapter 4)."""
-    if data[:4] != b"\x7fELF":
+def _read_section(path: Path, file: BinaryIO, wanted: str) -> bytes:
+    """One section of a 64-bit little-endian ELF file (System V ABI, chapter 4); the rest may have 500 MB.
+
+    Not by mmap: it kills a process that reads what another cuts short meanwhile.
+    """
+    file.seek(0)
+    head = file.read(64)
+    if head[:4] != b"\x7fELF":
         raise LibraryError(
             f"{path}: not a shared library (ELF file). Expected a file such as libcustom_relu.so"
         )
     machine = platform.machine()
     try:
-        (number,) = struct.unpack_from("<H", data, 18)
+        (number,) = struct.unpack_from("<H", head, 18)
         built_for = _MACHINES.get(number, f"machine {number}")
-        if data[4:6] != b"\x02\x01" or built_for != machine:
+        if head[4:6] != b"\x02\x01" or built_for != machine:
             raise LibraryError(
                 f"{path}: built for {built_for}, this machine is {machine}. Build it here with ./build.sh"
             )
-        (table,) = struct.unpack_from("<Q", data, 40)
-        entry_size, count, names_index = struct.unpack_from("<HHH", data, 58)
-        if table + count * entry_size > len(data):
-            raise IndexError("section headers")
-        headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_size) for i in range(count)]
-        names = headers[names_index][4]
-        for name_offset, _, _, _, offset, size in headers:
-            start = names + name_offset
-            if data[start : start + len(wanted) + 1] == wanted.encode() + b"\0":
-                if offset + size > len(data):
-                    raise LibraryError(f"{path}: the file is cut short. Copy or build it again")
-                return data[offset : offset + size]
+        (table,) = struct.unpack_from("<Q", head, 40)
+        entry_size, count, names_index = struct.unpack_from("<HHH", head, 58)
+        entries = _read(file, table, count * entry_size)
+        headers = [struct.unpack_from("<IIQQQQ", entries, i * entry_size) for i in range(count)]
+        names = _read(file, *headers[names_index][4:])
+        for name, _, _, _, offset, size in headers:
+            if names[name : name + len(wanted) + 1] == wanted.encode() + b"\0":
+                return _read(file, offset, size)
     except (struct.error, ValueError, IndexError) as error:
         raise LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again") from error
     raise LibraryError(
         f"{path}: a shared library, but without twinop records (section {wanted}). "
         "Expected one built by twinop, such as build/libcustom_relu.so"
     )
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    """
+    Raises:
+        ValueError: the file ends before.
+    """
+    if offset + size > file.seek(0, os.SEEK_END):
+        raise ValueError("the file is cut short")
+    file.seek(offset)
+    return file.read(size)
 
 
 def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
@@ -111,12 +124,9 @@ def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
         LibraryError: not an ELF file, damaged, or for another machine.
     """
     path = Path(path)
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):  # some have 500 MB
-        names = _read_section(path, data, ".dynstr")
-        dynamic = _read_section(path, data, ".dynamic")
+    with path.open("rb") as file:
+        names = _read_section(path, file, ".dynstr")
+        dynamic = _read_section(path, file, ".dynamic")
     entries = struct.iter_unpack("<qQ", dynamic)
     return [names[value : names.index(b"\0", value)].decode() for tag, value in entries if tag == 1]
 
