@@ -10,6 +10,9 @@ import pytest
 
 from twinop.library import find_library
 
+# Two test processes on two cores: threads of torch's that wait in a loop keep others from working (97 s of
+# tests, so 59). Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich takes it for good when it is imported
 
 if importlib.util.find_spec("kserve") is None:  # a GPU machine with what the kernels need and no more
