@@ -1,25 +1,30 @@
 """`python -m twinop.bench`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperGroup
 
-from twinop.bench.instructions import main as instructions
-from twinop.bench.matmul import main as matmul
-from twinop.bench.merge import compare, merge
-from twinop.bench.ncu import main as kernels
-from twinop.bench.node_overhead import main as node_overhead
-from twinop.bench.ops import main as report
-from twinop.bench.relu import main as relu
-from twinop.bench.serve import main as serve
-from twinop.bench.soak import main as soak
-from twinop.bench.transformer import main as encoder
-from twinop.bench.warm import main as compile_part
+from twinop.lazy_commands import LazyGroup
 
 
-class _ReportByDefault(TyperGroup):
+class Commands(LazyGroup):
     """Options without a command are the report's."""
+
+    modules: ClassVar = {
+        "report": "twinop.bench.ops:main",
+        "merge": "twinop.bench.merge:merge",
+        "compare": "twinop.bench.merge:compare",
+        "compile": "twinop.bench.warm:main",
+        "kernels": "twinop.bench.ncu:main",
+        "instructions": "twinop.bench.instructions:main",
+        "matmul": "twinop.bench.matmul:main",
+        "encoder": "twinop.bench.transformer:main",
+        "relu": "twinop.bench.relu:main",
+        "serve": "twinop.bench.serve:main",
+        "soak": "twinop.bench.soak:main",
+        "node-overhead": "twinop.bench.node_overhead:main",
+    }
+    unlisted: ClassVar = {"compile", "kernels"}  # the report runs them
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0].startswith("-") and args[0] != "--help"):
@@ -27,26 +32,13 @@ class _ReportByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    cls=_ReportByDefault,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Performance reports: tables here, and JSON and plots in bench/results/ (or --output). "
-    "Without a command: [bold]report[/].",
-)
-app.command("report")(report)
-app.command("merge")(merge)
-app.command("compare")(compare)
-app.command("compile", hidden=True)(compile_part)
-app.command("kernels", hidden=True)(kernels)
-app.command("instructions")(instructions)
-app.command("matmul")(matmul)
-app.command("encoder")(encoder)
-app.command("relu")(relu)
-app.command("serve")(serve)
-app.command("soak")(soak)
-app.command("node-overhead")(node_overhead)
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+@app.callback()
+def bench() -> None:
+    """Performance reports: tables here, JSON and plots in bench/results/ (--output). Default: report."""
+
 
 if __name__ == "__main__":
     app(prog_name="python -m twinop.bench")

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from twinop.bench import relu, report
+from twinop.bench.__main__ import Commands
 from twinop.bench.report import BenchError
 from twinop.bench.timing import DeviceTimer, Time, host_times
 
@@ -108,7 +109,9 @@ def test_help_teaches() -> None:
 def test_kernels_are_measured_without_what_the_service_needs() -> None:
     """Where neither KServe nor gRPC is installed, as on a machine that is there for its GPU."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('kserve', 'grpc', 'tritonclient', 'fastapi')))"
-    done = run("-c", f"{missing}; import twinop.bench.__main__")
+    modules = {entry.partition(":")[0] for entry in Commands.modules.values()}
+    assert {"twinop.bench.ops", "twinop.bench.serve"} <= modules
+    done = run("-c", f"{missing}; import twinop.bench.__main__, {', '.join(modules)}")
     assert done.returncode == 0, done.stderr
 
 

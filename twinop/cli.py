@@ -1,45 +1,28 @@
-"""The command `twinop`. A command's module and what it needs (torch, ONNX Runtime) is imported when used."""
+"""The command `twinop`."""
 
-import importlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 import typer
 from rich.table import Table
-from typer.core import TyperGroup
 
 from twinop.console import clear_errors, out
+from twinop.lazy_commands import LazyGroup
 from twinop.library import find_library, read_library
 
-_COMMANDS = {
-    "export": "twinop.export.to_onnx",
-    "run": "twinop.deploy.run_onnx",
-    "serve": "twinop.deploy.serve",
-    "pack": "twinop.deploy.pack.command",
-    "bench": "twinop.bench.__main__",
-}
-"""Commands that are the `main` of a module, or its `app`."""
 
-
-class _Lazy(TyperGroup):
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*_COMMANDS, *super().list_commands(ctx)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _COMMANDS:
-            return super().get_command(ctx, cmd_name)
-        module = importlib.import_module(_COMMANDS[cmd_name])
-        if hasattr(module, "app"):
-            group = typer.main.get_command(module.app)
-            group.name = cmd_name
-            return group
-        part = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-        part.command(cmd_name)(module.main)
-        return typer.main.get_command(part)
+class Commands(LazyGroup):
+    modules: ClassVar = {
+        "export": "twinop.export.to_onnx:main",
+        "run": "twinop.deploy.run_onnx:main",
+        "serve": "twinop.deploy.serve:main",
+        "pack": "twinop.deploy.pack.command:main",
+        "bench": "twinop.bench.__main__:bench",
+    }
 
 
 app = typer.Typer(
-    cls=_Lazy,
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -1,0 +1,84 @@
+"""`twinop` and `python -m twinop.bench`: help without what the commands need, and errors as one message."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from twinop import cli
+from twinop.bench import __main__ as bench
+from twinop.lazy_commands import LazyGroup
+
+GROUPS = [
+    pytest.param(cli.app, cli.Commands, id="twinop"),
+    pytest.param(bench.app, bench.Commands, id="bench"),
+]
+
+
+def twinop(*arguments: str, code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    start = f"{code}\nimport sys; from twinop.cli import app; app(sys.argv[1:], prog_name='twinop')"
+    env = os.environ | {"COLUMNS": "300"} | environment
+    command = [sys.executable, "-c", start, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+
+
+@pytest.mark.parametrize(("app", "commands"), GROUPS)
+def test_help_lists_each_command_with_the_first_sentence_of_its_own(
+    app: typer.Typer, commands: type[LazyGroup]
+) -> None:
+    listed = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).output
+    for name, entry in commands.modules.items():
+        module, _, function = entry.partition(":")
+        said = (
+            getattr(importlib.import_module(module), function).__doc__.split("\n\n")[0].replace("\n    ", " ")
+        )
+        line = next((line for line in listed.splitlines() if line.startswith(f"│ {name} ")), "")
+        assert bool(line) == (name not in commands.unlisted)
+        assert not line or said.replace("[bold]", "").replace("[/]", "") in line
+
+
+WITHOUT = """
+import sys
+class Finder:
+    def find_spec(self, name, *rest):
+        if name in {missing}:
+            raise ModuleNotFoundError("No module named " + name, name=name)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
+def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None:
+    """It was a stack trace where torch was not installed, or nothing was built."""
+    missing = ("torch", "numpy", "onnx", "onnxruntime", "onnxscript", "kserve", "matplotlib")
+    code = WITHOUT.format(missing=missing)
+    done = twinop(*arguments, code=code, TWINOP_LIBRARY_DIR="/nowhere")
+    assert done.returncode == 0 and done.stderr == "" and "Usage: twinop" in done.stdout
+
+
+def test_a_package_that_is_missing() -> None:
+    code = WITHOUT.format(missing=("torch",))
+    for arguments in (["export"], ["bench", "relu"]):
+        done = twinop(*arguments, code=code)
+        assert done.returncode == 1 and done.stdout == ""
+        expected = "error: this command needs the package torch, which is not installed here. In a checkout "
+        assert done.stderr.startswith(f"{expected}./build.sh") and len(done.stderr.splitlines()) == 1
+
+
+def test_nothing_was_built() -> None:
+    code = "import twinop.library as library; library.library_folders = lambda: []"
+    done = twinop("bench", "relu", code=code)
+    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: libtwinop_torch.so not found") and "./build.sh" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"), [(["expor"], "export"), (["bench", "soakk"], "soak"), (["op"], "ops")]
+)
+def test_a_command_that_there_is_not(arguments: list[str], meant: str) -> None:
+    done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and f"No such command '{arguments[-1]}'. Did you mean '{meant}'" in done.stderr

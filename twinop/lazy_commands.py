@@ -1,0 +1,84 @@
+"""Groups of commands, each imported with what it needs (torch, ONNX Runtime) when it is used."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from twinop.console import clear_errors
+from twinop.errors import TwinopError
+
+
+class LazyGroup(TyperGroup):
+    """Lists its commands without importing them: what each does is read from its docstring in the source.
+
+    Attributes:
+        modules: by command, `module:function`; of a module that has an `app`, that is the command.
+        unlisted: those of them that the help does not mention.
+    """
+
+    modules: ClassVar[dict[str, str]] = {}
+    unlisted: ClassVar[set[str]] = set()
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        listed = {name: TyperCommand(name, hidden=name in self.unlisted) for name in self.modules}
+        self.commands = {**listed, **self.commands}
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Of a listed one as much as the help shows."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and cmd_name in self.modules:
+            command.help = _docstring(self.modules[cmd_name])
+        return command
+
+    def invoke(self, ctx: Any) -> Any:
+        with clear_errors(), _packages():
+            return super().invoke(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _imported(name, self.modules[name]) if name in self.modules else command, rest
+
+
+@contextmanager
+def _packages() -> Iterator[None]:
+    """
+    Raises:
+        TwinopError: a package that the command needs is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "twinop"):
+            raise
+        raise TwinopError(
+            f"this command needs the package {package}, which is not installed here. In a checkout "
+            "./build.sh installs all that is needed; requirements/ lists it"
+        ) from error
+
+
+def _docstring(entry: str) -> str | None:
+    module, _, function = entry.partition(":")
+    source = Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
+    nodes = ast.parse(source).body
+    found = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function)
+    return ast.get_docstring(found)
+
+
+def _imported(name: str, entry: str) -> Any:
+    path, _, function = entry.partition(":")
+    module = importlib.import_module(path)
+    if hasattr(module, "app"):
+        group = typer.main.get_command(module.app)
+        group.name = name
+        return group
+    part = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
+    part.command(name)(getattr(module, function))
+    return typer.main.get_command(part)
