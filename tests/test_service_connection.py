@@ -1,6 +1,7 @@
 """Clients that misbehave below the protocol: the service goes on answering, and its files come back."""
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -151,6 +152,28 @@ def test_what_follows_a_refused_head_is_read_at_leisure(served: Served) -> None:
             sent += connection.send(piece)
         assert receive(connection).status == 431
     assert sent < 64 << 20
+
+
+def test_requests_are_told_apart_however_they_arrive(tmp_path: Path) -> None:
+    """Thousands in one piece, heads as long as they may be, bodies that are longer."""
+    models.place(tmp_path, "relu", models.relu())
+    longest = len(REQUEST) - len(BODY) + 3  # a longer Content-Length
+    (tmp_path / "twinop.toml").write_text(f"[server]\nmax_header_bytes = {longest}\n")
+    assert len(LIVE) < longest < len(BODY) * 2
+    padded = REQUEST.replace(BODY, BODY + b" " * 60_000)
+    padded = padded.replace(b"Length: %d" % len(BODY), b"Length: %d" % (len(BODY) + 60_000))
+    last = LIVE.replace(b"Host: h", b"Connection: close")
+    with serve(tmp_path) as served, served.connect() as connection:
+        sender = threading.Thread(
+            target=connection.sendall, args=((LIVE * 700 + REQUEST + padded) * 5 + last,)
+        )
+        sender.start()
+        answers = receive_all(connection)
+        sender.join()
+        assert answers.count(b"HTTP/1.1 200 OK\r\n") == answers.count(b"HTTP/1.1 ") == 702 * 5 + 1
+        assert re.findall(rb"live|outputs", answers) == ([b"live"] * 700 + [b"outputs"] * 2) * 5 + [b"live"]
+        assert answers.count(b'"data":[0.0,0.0,1.0,2.0]') == 10
+        assert split(served.exchange(LIVE[:-2] + b"A: " + b"a" * longest + b"\r\n\r\n")).status == 431
 
 
 def test_a_long_request_line(served: Served) -> None:

@@ -75,15 +75,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._stage is _Stage.REFUSED:
             self._rest()
-            return
-        if self._stage is not _Stage.BODY:
+        at = 0
+        while at < len(data) and self._stage is not _Stage.REFUSED:
             room = self._limits.header_bytes + 1 - self._head
-            if 0 < room < len(data):  # no more of a head is read than it takes to refuse it
-                self.data_received(data[:room])
-                self.data_received(data[room:])
-                return
-            self._head += len(data)
-        super().data_received(data)
+            is_body = self._stage is _Stage.BODY
+            part = data[at:] if is_body or room <= 0 else data[at : at + room]  # so much refuses a head
+            self._head += 0 if is_body else len(part)
+            at += len(part)
+            super().data_received(part)
+            self._look_at_the_time()
+
+    def _look_at_the_time(self) -> None:
         stage = self._stage
         if stage is _Stage.HEAD:
             if self._head > self._limits.header_bytes:
