@@ -109,6 +109,7 @@ BAD_BODIES = {
     "Infinity": (b'{"inputs": [{"data": [-Infinity]}]}', "JSON has no NaN or Infinity"),
     "too large for a double": (b'{"inputs": [{"data": [1e999]}]}', "invalid JSON: number is infinity"),
     "binary without its header": (b'{"inputs": []}\0\0\0', "need the header Inference-Header-Content-Length"),
+    "braces in it": (b'{"inputs": []}' + b"{\0" * 60_000, "need the header Inference-Header-Content-Length"),
     "a list": (b"[]", "must be a JSON object"),
     "too deep": (b"[" * 100_000, "invalid JSON"),
     "no inputs": (b"{}", '"inputs" must be a list of tensors: it is missing'),

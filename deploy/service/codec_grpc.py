@@ -26,7 +26,6 @@ from twinop.deploy.service.errors import TOO_LARGE, ServiceError, invalid
 from twinop.deploy.service.request import MOST_TENSORS, Request, Result, check_count
 
 _PIECE = 1 << 16  # elements that are converted without a break for other threads
-_MOST_BYTES = (2 << 30) - 1  # of a message
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ def encode(result: Result, form: Form) -> bytes:
     answer = pb.ModelInferResponse(model_name=result.model, model_version=str(result.version), id=form.id)
     kinds = [OF_DTYPE[array.dtype] for array in result.outputs.values()]
     is_raw = form.raw or any(kind.contents is None for kind in kinds)
-    if sum(array.nbytes for array in result.outputs.values()) > _MOST_BYTES:
+    if sum(array.nbytes for array in result.outputs.values()) > wire.MOST_BYTES:
         raise _too_large()
     parts, raw = [answer.SerializeToString()], list[Any]()
     for (name, array), kind in zip(result.outputs.items(), kinds, strict=True):
@@ -112,10 +111,9 @@ def encode(result: Result, form: Form) -> bytes:
             numbers = wire.contents(kind.contents or "", array)
             contents = wire.prefixed(tensor.CONTENTS_FIELD_NUMBER, *numbers) if numbers else []
         parts += wire.prefixed(answer.OUTPUTS_FIELD_NUMBER, tensor.SerializeToString(), *contents)
-    parts += raw
-    if sum(memoryview(part).nbytes for part in parts) > _MOST_BYTES:  # a number may take ten bytes
-        raise _too_large()
-    return b"".join(parts)
+        if sum(memoryview(part).nbytes for part in parts + raw) > wire.MOST_BYTES:  # up to ten bytes a number
+            raise _too_large()
+    return b"".join(parts + raw)
 
 
 def _add_strings(field: Any, flat: np.ndarray) -> None:

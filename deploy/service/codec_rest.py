@@ -121,8 +121,8 @@ def _parsed(text: memoryview) -> Any:
 
 def _objects(text: bytes) -> int:
     """At most how many there are; those in strings are told apart where it matters."""
-    if (count := text.count(b"{")) <= _MOST_OBJECTS:
-        return count
+    if (count := text.count(b"{")) <= _MOST_OBJECTS or b"\0" in text:  # which no JSON has
+        return min(count, _MOST_OBJECTS)
     plain = np.frombuffer(text.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     in_string = np.cumsum(plain == ord('"'), dtype=np.uint8) & 1
     return int(np.count_nonzero((plain == ord("{")) & (in_string == 0)))

@@ -137,7 +137,8 @@ class _Front(aio.ServerInterceptor):
     def _around(self, method: Method, parse: Callable[[bytes], Any], is_open: bool) -> Method:
         async def guarded(data: bytes, context: aio.ServicerContext) -> Any:
             headers = dict(context.invocation_metadata())
-            request = await off_loop(len(data), _parsed, parse, data)
+            refusal = None if is_open else self._refusal(headers)
+            request = await off_loop(len(data), _parsed, parse, data) if refusal is None else None
             given = (headers.get(ids.HEADER, ""), getattr(request, "id", ""))
             number = ids.request_id(*given)
             _headers.set(headers | {ids.HEADER: number})
@@ -145,8 +146,9 @@ class _Front(aio.ServerInterceptor):
             logs.begin(request_id=number)
             _log.debug("accepted")  # the soak holds this against the answers that came
             try:
-                if not is_open:
-                    self._check(headers)
+                if refusal is not None:
+                    metrics.failed_without_model(refusal.failure)
+                    raise refusal
                 if request is None:  # gRPC itself would say UNKNOWN, and log a bug
                     raise _unreadable()
                 answer = await method(request, context)
@@ -162,16 +164,14 @@ class _Front(aio.ServerInterceptor):
 
         return guarded
 
-    def _check(self, headers: dict[str, str]) -> None:
-        refusal = None
+    def _refusal(self, headers: dict[str, str]) -> ServiceError | None:
+        """Before anything is read of what a client sent who may not."""
         if self._token and not self._allowed(headers.get("authorization", "")):
             said = "this server wants a token: send the metadata authorization: Bearer <token>"
-            refusal = ServiceError(UNAUTHENTICATED, said)
-        elif self.draining:
-            refusal = ServiceError(NOT_READY, "the server is stopping: send the request to another")
-        if refusal is not None:
-            metrics.failed_without_model(refusal.failure)
-            raise refusal
+            return ServiceError(UNAUTHENTICATED, said)
+        if self.draining:
+            return ServiceError(NOT_READY, "the server is stopping: send the request to another")
+        return None
 
     def _allowed(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")

@@ -16,11 +16,13 @@ from twinop.deploy.service._kserve import pb
 
 LARGE = 256 << 10  # bytes of a request: what is smaller protobuf reads faster than we do
 _LARGE_INPUT = 64 << 10
-_MOST_FIELDS = 1024  # that are looked at one by one, of a message
+_MOST_FIELDS = 1024  # that are looked at one by one: each takes some 10 us
 _PIECE = 1 << 16  # numbers, or bytes of them, that are converted without a break for other threads
 _LENGTH = 2  # the wire type of strings, messages and packed numbers
 _SIZES = {1: 8, 5: 4}  # of the wire types of fixed size
 _LONGEST = 10  # bytes of a number
+_LONGEST_KEY = 5  # bytes of a field's key
+MOST_BYTES = (2 << 30) - 1  # of a message
 
 _CONTENTS = pb.InferTensorContents.DESCRIPTOR
 _DTYPES = {
@@ -88,13 +90,13 @@ def parse(data: bytes) -> InferRequest:
 
 def _split(data: memoryview) -> InferRequest:
     rest: list[Any] = []
-    bulk, inputs = Bulk(), 0
-    for each in _fields(data):
+    bulk, inputs, left = Bulk(), 0, iter(range(_MOST_FIELDS))
+    for each in _fields(data, left):
         if each.number == pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER and each.value is not None:
             bulk.raw.append(each.value)
         elif each.number == pb.ModelInferRequest.INPUTS_FIELD_NUMBER and each.value is not None:
             tensor = each.value
-            if len(tensor) > _LARGE_INPUT and (found := _typed(tensor)) is not None:
+            if len(tensor) > _LARGE_INPUT and (found := _typed(tensor, left)) is not None:
                 tensor, bulk.typed[inputs] = found
             rest += prefixed(each.number, tensor)
             inputs += 1
@@ -103,30 +105,33 @@ def _split(data: memoryview) -> InferRequest:
     return InferRequest(pb.ModelInferRequest.FromString(b"".join(rest)), len(data), bulk)
 
 
-def _typed(tensor: memoryview) -> tuple[memoryview, tuple[str, np.ndarray]] | None:
+def _typed(tensor: memoryview, left: Iterator[int]) -> tuple[memoryview, tuple[str, np.ndarray]] | None:
     """The tensor without its contents, and these; None where they are not packed numbers of one field."""
     rest: list[memoryview] = []
     packed: list[_Field] = []
-    for each in _fields(tensor):
+    for each in _fields(tensor, left):
         is_contents = each.number == pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
         if is_contents and each.value is not None:
-            packed += _fields(each.value)
+            packed += _fields(each.value, left)
         else:
             rest.append(each.whole)
-    numbers = {each.number for each in packed}
-    kind = _CONTENTS.fields_by_number.get(numbers.pop()) if len(numbers) == 1 else None
+    fields = {each.number for each in packed}
+    kind = _CONTENTS.fields_by_number.get(fields.pop()) if len(fields) == 1 else None
     if kind is None or kind.cpp_type not in _DTYPES:
         return None
     parts = [_numbers(each.value, np.dtype(_DTYPES[kind.cpp_type])) for each in packed]
-    return memoryview(b"".join(rest)), (kind.name, parts[0] if len(parts) == 1 else np.concatenate(parts))
+    numbers = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return (memoryview(b"".join(rest)), (kind.name, numbers)) if numbers.size else None
 
 
-def _fields(data: memoryview) -> Iterator[_Field]:
-    at = count = 0
+def _fields(data: memoryview, left: Iterator[int]) -> Iterator[_Field]:
+    """`left` has an item for each field that may still be looked at, of the whole message."""
+    at = 0
     while at < len(data):
-        start, count = at, count + 1
+        start, value = at, None
         key, at = _varint(data, at)
-        value = None
+        if next(left, None) is None or at - start > _LONGEST_KEY:
+            raise _LeftToProtobuf
         if key & 7 == _LENGTH:
             size, at = _varint(data, at)
             value = data[at : at + size]
@@ -135,7 +140,7 @@ def _fields(data: memoryview) -> Iterator[_Field]:
             _, at = _varint(data, at)
         else:
             at += _SIZES.get(key & 7, len(data))  # groups are of another time
-        if at > len(data) or count > _MOST_FIELDS:
+        if at > len(data):
             raise _LeftToProtobuf
         yield _Field(key >> 3, data[start:at], value)
 
@@ -196,8 +201,10 @@ def contents(name: str, array: np.ndarray) -> list[Any]:
 
 def _packed(flat: np.ndarray) -> list[bytes]:
     """Whole numbers, seven bits a byte, the lowest first; negative ones as their 64 bits."""
-    parts, shifts = [], np.arange(0, 7 * _LONGEST, 7, dtype=np.uint64)
+    parts, size, shifts = [], 0, np.arange(0, 7 * _LONGEST, 7, dtype=np.uint64)
     for start in range(0, flat.size, _PIECE):
+        if size > MOST_BYTES:
+            break  # it will be refused
         values = flat[start : start + _PIECE].astype(np.uint64)[:, None]
         width = int(np.count_nonzero(values.max() >> shifts)) or 1
         digits = values >> shifts[:width]
@@ -206,6 +213,7 @@ def _packed(flat: np.ndarray) -> list[bytes]:
         more = np.zeros_like(is_used)
         more[:, :-1] = is_used[:, 1:]
         parts.append((digits & 0x7F | more * np.uint64(0x80)).astype(np.uint8)[is_used].tobytes())
+        size += len(parts[-1])
     return parts
 
 
