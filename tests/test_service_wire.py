@@ -29,6 +29,7 @@ def _all_are_large() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "LARGE", 0)
         patch.setattr(wire, "_LARGE_INPUT", 0)
+        patch.setattr(codec_grpc, "_FEW", 1)
         yield
 
 

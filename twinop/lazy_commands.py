@@ -30,12 +30,10 @@ class LazyGroup(TyperGroup):
         listed = {name: TyperCommand(name, hidden=name in self.unlisted) for name in self.modules}
         self.commands = {**listed, **self.commands}
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Of a listed one as much as the help shows."""
-        command = super().get_command(ctx, cmd_name)
-        if command is not None and cmd_name in self.modules:
-            command.help = _docstring(self.modules[cmd_name])
-        return command
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for name, entry in self.modules.items():
+            self.commands[name].help = _docstring(entry)
+        super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         with clear_errors(), _packages():
@@ -66,7 +64,7 @@ def _packages() -> Iterator[None]:
 
 def _docstring(entry: str) -> str | None:
     module, _, function = entry.partition(":")
-    source = Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
+    source = Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text("utf-8")
     nodes = ast.parse(source).body
     found = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function)
     return ast.get_docstring(found)

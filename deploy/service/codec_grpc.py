@@ -25,7 +25,7 @@ from twinop.deploy.service.datatypes import (
 from twinop.deploy.service.errors import TOO_LARGE, ServiceError, invalid
 from twinop.deploy.service.request import MOST_TENSORS, Request, Result, check_count
 
-_PIECE = 1 << 16  # elements that are converted without a break for other threads
+_FEW = 128  # numbers of an answer: fewer are faster by protobuf (an answer of 4 INT64: 7 us, by numpy 17)
 
 
 @dataclass(slots=True)
@@ -105,21 +105,21 @@ def encode(result: Result, form: Form) -> bytes:
         contents: list[Any] = []
         if is_raw:
             raw += wire.prefixed(answer.RAW_OUTPUT_CONTENTS_FIELD_NUMBER, to_bytes(array))
-        elif kind is BYTES:
-            _add_strings(tensor.contents.bytes_contents, array.ravel())
+        elif kind is BYTES or array.size < _FEW:
+            _add(getattr(tensor.contents, kind.contents or ""), array.ravel())
         else:
             numbers = wire.contents(kind.contents or "", array)
-            contents = wire.prefixed(tensor.CONTENTS_FIELD_NUMBER, *numbers) if numbers else []
+            contents = wire.prefixed(tensor.CONTENTS_FIELD_NUMBER, *numbers)
         parts += wire.prefixed(answer.OUTPUTS_FIELD_NUMBER, tensor.SerializeToString(), *contents)
-        if sum(memoryview(part).nbytes for part in parts + raw) > wire.MOST_BYTES:  # up to ten bytes a number
+        if wire.size_of(parts) + wire.size_of(raw) > wire.MOST_BYTES:  # up to ten bytes a number
             raise _too_large()
     return b"".join(parts + raw)
 
 
-def _add_strings(field: Any, flat: np.ndarray) -> None:
-    for start in range(0, flat.size, _PIECE):
-        values = flat[start : start + _PIECE].tolist()
-        field.extend(each.encode() if isinstance(each, str) else each for each in values)
+def _add(field: Any, flat: np.ndarray) -> None:
+    for start in range(0, flat.size, wire.PIECE):
+        values = flat[start : start + wire.PIECE].tolist()
+        field.extend([each.encode() if isinstance(each, str) else each for each in values])
 
 
 def _too_large() -> ServiceError:
@@ -179,6 +179,6 @@ def _numbers(values: Sequence[Any] | np.ndarray, dtype: np.dtype) -> np.ndarray:
     if isinstance(values, np.ndarray):
         return np.require(values, dtype, "A")  # vector code may fault on odd addresses
     array = np.empty(len(values), dtype)
-    for start in range(0, len(values), _PIECE):
-        array[start : start + _PIECE] = values[start : start + _PIECE]
+    for start in range(0, len(values), wire.PIECE):
+        array[start : start + wire.PIECE] = values[start : start + wire.PIECE]
     return array

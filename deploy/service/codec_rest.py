@@ -15,9 +15,7 @@ from twinop.deploy.service.json_tensors import from_json, to_json
 from twinop.deploy.service.request import MOST_TENSORS, Request, Result, check_count
 
 HEADER_LENGTH = "inference-header-content-length"
-_MOST_OBJECTS = (
-    50_000  # of JSON: while they are made, no other client is answered (650,000: for 0.3 to 0.7 s)
-)
+_MOST_OBJECTS = 50_000  # of JSON: while they are made, nobody else is answered (650,000: for 0.3 to 0.7 s)
 
 
 @dataclass(slots=True)
@@ -105,8 +103,8 @@ def _header_length(headers: Mapping[str, str], whole: int) -> int:
 
 
 def _parsed(text: memoryview) -> Any:
-    if len(text) > 2 * _MOST_OBJECTS and (objects := _objects(bytes(text))) > _MOST_OBJECTS:
-        raise invalid(f"the JSON has {objects} objects: a request has one for each tensor, and a few more")
+    if len(text) > 2 * _MOST_OBJECTS:
+        _check_objects(bytes(text))
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -119,13 +117,19 @@ def _parsed(text: memoryview) -> Any:
     raise invalid(said)
 
 
-def _objects(text: bytes) -> int:
-    """At most how many there are; those in strings are told apart where it matters."""
-    if (count := text.count(b"{")) <= _MOST_OBJECTS or b"\0" in text:  # which no JSON has
-        return min(count, _MOST_OBJECTS)
+def _check_objects(text: bytes) -> None:
+    """Before they are made.
+
+    Raises:
+        ServiceError: there are far more than a request has, those in strings not counted.
+    """
+    if text.count(b"{") <= _MOST_OBJECTS or b"\0" in text:  # that is no JSON, which is better said by others
+        return
     plain = np.frombuffer(text.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     in_string = np.cumsum(plain == ord('"'), dtype=np.uint8) & 1
-    return int(np.count_nonzero((plain == ord("{")) & (in_string == 0)))
+    objects = int(np.count_nonzero((plain == ord("{")) & (in_string == 0)))
+    if objects > _MOST_OBJECTS:
+        raise invalid(f"the JSON has {objects} objects: a request has one for each tensor, and a few more")
 
 
 def _object(holder: dict[str, Any], key: str, where: str) -> dict[str, Any]:

@@ -83,9 +83,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._head += 0 if is_body else len(part)
             at += len(part)
             super().data_received(part)
-            self._look_at_the_time()
+            self._watch_stage()
 
-    def _look_at_the_time(self) -> None:
+    def _watch_stage(self) -> None:
         stage = self._stage
         if stage is _Stage.HEAD:
             if self._head > self._limits.header_bytes:

@@ -33,6 +33,7 @@ from twinop.deploy.service.errors import (
     ServiceError,
     invalid,
 )
+from twinop.deploy.service.request import LARGE
 from twinop.deploy.service.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ _log = logging.getLogger(__name__)
 
 
 Made = TypeVar("Made")
-LARGE = 256 << 10  # bytes of a request or an answer
 
 
 async def off_loop(size: int, work: Callable[..., Made], *arguments: Any) -> Made:

@@ -11,6 +11,7 @@ from twinop.deploy.service.errors import invalid
 if TYPE_CHECKING:
     from twinop.deploy.service.metrics import ModelMetrics
 
+LARGE = 256 << 10  # bytes of a request or an answer: from here on it is worked on in a thread
 MOST_TENSORS = 64  # inputs, or outputs, of a request to a model that has fewer
 
 

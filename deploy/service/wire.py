@@ -5,7 +5,7 @@ typed contents that took up to 0.7 s, and no other client was answered. What is 
 still left to them. The format: https://protobuf.dev/programming-guides/encoding
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,11 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 
 from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.request import LARGE
 
-LARGE = 256 << 10  # bytes of a request: what is smaller protobuf reads faster than we do
 _LARGE_INPUT = 64 << 10
 _MOST_FIELDS = 1024  # that are looked at one by one: each takes some 10 us
-_PIECE = 1 << 16  # numbers, or bytes of them, that are converted without a break for other threads
+PIECE = 1 << 16  # numbers, or bytes of them, that are converted without a break for other threads
 _LENGTH = 2  # the wire type of strings, messages and packed numbers
 _SIZES = {1: 8, 5: 4}  # of the wire types of fixed size
 _LONGEST = 10  # bytes of a number
@@ -166,7 +166,7 @@ def _varints(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
     array = np.empty(np.count_nonzero(is_last), dtype)
     start = done = 0
     while start < data.size:
-        ends = np.flatnonzero(is_last[start : start + _PIECE]) + start
+        ends = np.flatnonzero(is_last[start : start + PIECE]) + start
         if not ends.size:
             raise _LeftToProtobuf
         starts = np.concatenate(([start], ends[:-1] + 1))
@@ -187,8 +187,12 @@ def _varints(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def prefixed(number: int, *parts: Any) -> list[Any]:
     """A field of some length: what stands before its value, and the value's parts."""
-    size = sum(memoryview(part).nbytes for part in parts)
-    return [bytes([*_digits(number << 3 | _LENGTH), *_digits(size)]), *parts]
+    return [bytes([*_digits(number << 3 | _LENGTH), *_digits(size_of(parts))]), *parts]
+
+
+def size_of(parts: Sequence[Any]) -> int:
+    """In bytes, of arrays and bytes."""
+    return sum(memoryview(part).nbytes for part in parts)
 
 
 def contents(name: str, array: np.ndarray) -> list[Any]:
@@ -196,16 +200,16 @@ def contents(name: str, array: np.ndarray) -> list[Any]:
     kind = _CONTENTS.fields_by_name[name]
     flat: np.ndarray = array.ravel().astype(_DTYPES[kind.cpp_type], copy=False)
     parts = [flat] if flat.dtype.kind in "fb" else _packed(flat)
-    return prefixed(kind.number, *parts) if flat.size else []
+    return prefixed(kind.number, *parts)
 
 
 def _packed(flat: np.ndarray) -> list[bytes]:
     """Whole numbers, seven bits a byte, the lowest first; negative ones as their 64 bits."""
     parts, size, shifts = [], 0, np.arange(0, 7 * _LONGEST, 7, dtype=np.uint64)
-    for start in range(0, flat.size, _PIECE):
+    for start in range(0, flat.size, PIECE):
         if size > MOST_BYTES:
             break  # it will be refused
-        values = flat[start : start + _PIECE].astype(np.uint64)[:, None]
+        values = flat[start : start + PIECE].astype(np.uint64)[:, None]
         width = int(np.count_nonzero(values.max() >> shifts)) or 1
         digits = values >> shifts[:width]
         is_used = digits != 0
