@@ -1,18 +1,20 @@
 """Performance reports: tables, plots and recorded results (`bench/results/`).
 
-    python -m twinop.bench                  # every op beside its peers and a plain copy; --help says more
-    python -m twinop.bench merge A B        # parts of such a report, put together
-    python -m twinop.bench compare OLD NEW  # what became slower
-    python -m twinop.bench encoder          # a transformer in ONNX Runtime, with twinop's nodes and without
-    python -m twinop.bench matmul           # the teaching kernel beside cuBLAS
-    python -m twinop.bench relu             # the variants of ReLU's kernel
-    python -m twinop.bench node-overhead    # what a custom node costs beside a built-in one
+    twinop bench                  # every op beside its peers and a plain copy; see --help
+    twinop bench merge A B        # combine partial reports into one
+    twinop bench compare OLD NEW  # list what became slower
+    twinop bench draw REPORT      # draw the plots of a recorded report, such as one op's page
+    twinop bench instructions     # the time that each kernel's machine instructions take at least
+    twinop bench encoder          # a transformer in ONNX Runtime, with and without twinop's nodes
+    twinop bench node-overhead    # the cost of a custom node and of a built-in one
+    twinop bench serve            # the inference service beside plain servers
+    twinop bench soak             # the inference service under load while versions change
 
-Each report measures everything that it compares in one process, in turn: only such numbers can be compared.
-Which op has which peers stands in one table, `bench/peers/__init__.py`.
+A report measures everything that it compares in one process, in turn, because only such numbers are
+comparable. `bench/peers/__init__.py` lists the ops and their peers.
 """
 
 if __name__ != "twinop.bench":
     raise ImportError(
-        f"import twinop.bench, not {__name__}: put the repository root on PYTHONPATH, no folder inside it"
+        f"import twinop.bench, not {__name__}: put the repository root on PYTHONPATH, not a folder inside it"
     )

@@ -1,18 +1,21 @@
-"""What is measured of each op: shapes, dtypes, directions, bytes; derived from the op's record."""
+"""What is measured of each op: shapes, dtypes, directions, inputs and exact results, from the op's record."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twinop import torch_op
-from twinop.bench.cells import DOUBLE
-from twinop.bench.peers import ENTRIES, Entry
-from twinop.bench.report import BenchError, size_name
 from twinop.record import Record
+
+from .cells import DOUBLE
+from .peers import ENTRIES, Entry
+from .report import BenchError, size_name
+from .timing import Run
 
 FORWARD, BACKWARD = "forward", "backward"
 BANDWIDTH, LATENCY = "bandwidth", "latency"
@@ -22,7 +25,7 @@ UNARY, BINARY, ROWS = "unary", "binary", "rows"
 
 SIZES = tuple(1 << exponent for exponent in (28, 27, 26, 25, 24))
 DOUBLE_SIZE = 1 << 26
-SHAPES = (  # rows x columns; the first is the one that the other reports quote
+SHAPES = (  # rows x columns
     (32768, 4096),
     (32768, 1024),
     (8192, 16384),
@@ -31,7 +34,6 @@ SHAPES = (  # rows x columns; the first is the one that the other reports quote
     (32768, 5120),
     (16384, 11008),
 )
-WIDE = 65536
 BACKWARD_SHAPES = ((32768, 4096), (32768, 1024), (8192, 16384), (16384, 11008))
 LATENCY_ROWS = (1, 8, 64)
 LATENCY_COLUMNS = 4096
@@ -44,7 +46,7 @@ QUICK_SHAPES = SHAPES[:4]
 
 @dataclass(frozen=True)
 class Case:
-    """One cell: an op on one shape and dtype. `shape` is that of the output (of each, where two)."""
+    """One cell to measure: an op on one shape and dtype. `shape` is the shape of each output."""
 
     entry: str
     family: str
@@ -69,7 +71,7 @@ class Case:
 
     @property
     def aligned(self) -> bool:
-        """Every row starts where a 16-byte load may."""
+        """Whether every row starts at a multiple of 16 bytes."""
         return self.family != ROWS or self.columns * self.torch_dtype.itemsize % 16 == 0
 
     def __str__(self) -> str:
@@ -77,9 +79,9 @@ class Case:
 
 
 def family_of(record: Record, entry: Entry) -> str:
-    """By the record: element-wise ops of one input, of two, and those that know rows.
+    """Returns the family of an op: elementwise of one or two inputs, or row-wise.
 
-    swiglu is measured on the rows of a feed-forward layer, as its peers are written for them.
+    swiglu counts as row-wise: it is measured on the rows of a feed-forward layer, as its peers expect.
     """
     if not record.is_elementwise or "swiglu" in record.name:
         return ROWS
@@ -87,10 +89,10 @@ def family_of(record: Record, entry: Entry) -> str:
 
 
 def choose(names: str | None) -> dict[str, Entry]:
-    """The entries of these names (comma-separated; an op's name stands for all of its entries).
+    """Returns the entries with these comma-separated names, or all entries of the built ops.
 
     Raises:
-        BenchError: unknown, or not in the libraries that were built.
+        BenchError: a name is unknown, or its op is not in the built libraries.
     """
     built = torch_op.records()
     if names is None:
@@ -108,7 +110,7 @@ def choose(names: str | None) -> dict[str, Entry]:
 
 
 def without_entry() -> list[str]:
-    """Registered ops that the table of peers does not know: nothing is measured of them."""
+    """Returns the registered ops that are not in the table of peers, so that nothing measures them."""
     known = {entry.op for entry in ENTRIES.values()} | {"matmul"}
     return [
         name for name, record in torch_op.records().items() if not record.is_backward and name not in known
@@ -116,7 +118,7 @@ def without_entry() -> list[str]:
 
 
 def table(name: str, entry: Entry, device: str, quick: bool) -> list[Case]:
-    """All bandwidth cells of an op, the most telling first."""
+    """Returns all bandwidth cells of an op, the most important first."""
     family = family_of(torch_op.records()[entry.op], entry)
     rows = family == ROWS
     if device == "cpu":
@@ -136,6 +138,7 @@ def table(name: str, entry: Entry, device: str, quick: bool) -> list[Case]:
 
 
 def latency_table(name: str, entry: Entry, quick: bool) -> list[Case]:
+    """Returns the latency cells of an op: few rows."""
     family = family_of(torch_op.records()[entry.op], entry)
     rows = LATENCY_ROWS[-1:] if quick else LATENCY_ROWS
     return [
@@ -155,7 +158,7 @@ def input_shape(name: str, case: Case) -> tuple[int, ...]:
 
 
 def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
-    """Random inputs by name: normal; weights around one, as trained ones are."""
+    """Draws inputs by name from the normal distribution; weights lie around one, as trained ones do."""
     inputs = {}
     for name in entry.input_names:
         tensor = torch.randn(input_shape(name, case), dtype=case.torch_dtype, device=device)
@@ -166,13 +169,13 @@ def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Ten
 
 
 def make_outputs(case: Case, entry: Entry, device: torch.device) -> tuple[Tensor, ...]:
-    """Outputs to write to, or the gradients that backward starts from: random, both."""
+    """Draws random tensors: the outputs to overwrite, or the gradients that backward starts from."""
     count = len(torch_op.records()[entry.op].outputs)
     return tuple(torch.randn(case.shape, dtype=case.torch_dtype, device=device) for _ in range(count))
 
 
 def bytes_moved(inputs: Sequence[Tensor], outputs: Sequence[Tensor], case: Case) -> int:
-    """Each tensor read or written once. Backward reads inputs and gradients, and writes gradients."""
+    """Counts each tensor once. Backward reads the inputs and gradients and writes gradients of the inputs."""
 
     def total(tensors: Sequence[Tensor]) -> int:
         return sum(math.prod(t.shape) for t in tensors) * case.torch_dtype.itemsize
@@ -182,3 +185,43 @@ def bytes_moved(inputs: Sequence[Tensor], outputs: Sequence[Tensor], case: Case)
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+# ------------------------------------------------------------------------------------------- exact results
+
+
+def backward_run(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
+    """Returns a run of backward alone. Forward has run once, and its graph is retained.
+
+    Args:
+        grads: the gradients of the outputs.
+    """
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        outputs = as_tuple(function(*leaves))
+    return partial(torch.autograd.grad, outputs, leaves, list(grads), retain_graph=True)
+
+
+def reference(
+    case: Case, entry: Entry, inputs: Mapping[str, Tensor], grads: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Computes the outputs, or the gradients of the inputs, in float64."""
+    if case.direction == BACKWARD:
+        exact = [tensor.double() for tensor in inputs.values()]
+        return as_tuple(backward_run(entry.eager, exact, [grad.double() for grad in grads])())
+    if entry.reference is not None:
+        return as_tuple(entry.reference(*inputs.values()))
+    return as_tuple(entry.eager(*(tensor.double() for tensor in inputs.values())))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Returns the relative error of the whole tensor in the 2-norm.
+
+    NaN counts as an infinite error. Infinity is correct for values beyond the range of `actual`'s dtype.
+    """
+    if actual.shape != expected.shape:
+        return float("inf")
+    beyond = torch.isinf(actual) & (actual == expected.to(actual.dtype))
+    error = torch.linalg.vector_norm((actual.double() - expected).masked_fill_(beyond, 0))
+    value = float(error / torch.linalg.vector_norm(expected.masked_fill(beyond, 0)))
+    return value if value == value else float("inf")

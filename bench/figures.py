@@ -1,18 +1,20 @@
-"""The report's plots, as Triton's perf_report draws them: GB/s against size, a line a provider."""
+"""The plots: GB/s against size for the ops, latency and throughput against clients for the service."""
 
+import io
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from twinop.bench.cells import COPY, DOUBLE, Cell, providers_of
+from .cells import COPY, DOUBLE, IN_ORT, IN_TORCH, Cell, Row, cells_of, providers_of
+from .serving.servers import FASTAPI, GRAPHS, GRPC, INSTANCES, KSERVE, MODELS, OURS, REST, UNBATCHED
 
-# twinop's two runtimes in strong colours, peers in pale ones; dashes are the ceiling.
-_STYLES: Mapping[str, Mapping[str, Any]] = {
+# Strong colours for twinop's two runtimes, pale ones for peers, dashes for the copy.
+_OPS_STYLES: Mapping[str, Mapping[str, Any]] = {
     COPY: {"color": "black", "linestyle": "--", "linewidth": 1.4, "marker": "", "zorder": 1},
-    "twinop in torch": {"color": "#1f4e9e", "marker": "o", "linewidth": 2.0, "zorder": 4},
-    "twinop in ORT": {"color": "#0b8a5f", "marker": "^", "linewidth": 2.0, "zorder": 3},
+    IN_TORCH: {"color": "#1f4e9e", "marker": "o", "linewidth": 2.0, "zorder": 4},
+    IN_ORT: {"color": "#0b8a5f", "marker": "^", "linewidth": 2.0, "zorder": 3},
     "torch eager": {"color": "#c65d21", "marker": "s"},
     "torch.compile": {"color": "#e8a33d", "marker": "D"},
     "torch.compile max-autotune": {"color": "#a97200", "marker": "d"},
@@ -25,59 +27,70 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
     "flashinfer": {"color": "#b03030", "marker": "h"},
 }
 _ORT_COLORS = ("#8c2f6b", "#b9779f", "#d9b3ca")
-_LETTERING: Any = {
-    "svg.hashsalt": "twinop",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+_SERVE_STYLES: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    (OURS, REST): {"color": "#1f4e9e", "marker": "o", "linewidth": 2.0},
+    (OURS, GRPC): {"color": "#0b8a5f", "marker": "^", "linewidth": 2.0},
+    (UNBATCHED, REST): {"color": "#1f4e9e", "marker": "o", "linestyle": ":"},
+    (INSTANCES, REST): {"color": "#8a3fa0", "marker": "v", "linestyle": "--"},
+    (GRAPHS, REST): {"color": "#8a3fa0", "marker": "*", "linestyle": "-."},
+    (KSERVE, REST): {"color": "#c65d21", "marker": "s"},
+    (KSERVE, GRPC): {"color": "#e8a33d", "marker": "D"},
+    (FASTAPI, REST): {"color": "#6b6b6b", "marker": "x"},
 }
+_SERVE_PANELS = (("p50_ms", "p50, ms"), ("p99_ms", "p99, ms"), ("per_second", "requests per second"))
+_LETTERING: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
-def draw(cells: Sequence[Cell], machine: str, stem: Path) -> list[Path]:
-    """Writes `stem`-OP.png for each op, `stem`-overview.png and .svg; returns what it wrote."""
-    cells = [cell for cell in cells if cell.kind == "bandwidth" and cell.dtype != DOUBLE]
-    paths = []
-    for op in dict.fromkeys(cell.op for cell in cells):
-        paths.append(_page(op, [cell for cell in cells if cell.op == op], machine, stem))
-    if cells:
-        paths += _overview(cells, machine, stem)
-    return paths
+# ------------------------------------------------------------------------------------------- the ops
+
+
+def draw_ops(rows: Sequence[Row], machine: str, stem: Path, pages: Sequence[str] = ()) -> list[Path]:
+    """Draws a report's bandwidths: `stem`-overview.png, or instead `stem`-OP.png for each op of `pages`.
+
+    Returns:
+        The files that were written.
+    """
+    cells = [cell for cell in cells_of(rows) if cell.kind == "bandwidth" and cell.dtype != DOUBLE]
+    if pages:
+        return [_page(op, [cell for cell in cells if cell.op == op], machine, stem) for op in pages]
+    return [_overview(cells, machine, stem)] if cells else []
 
 
 def _page(op: str, cells: Sequence[Cell], machine: str, stem: Path) -> Path:
-    """A panel a dtype; a second row of panels for backward."""
+    """Draws a panel for each dtype, and a second row of panels for backward."""
     directions = list(dict.fromkeys(cell.direction for cell in cells))
     dtypes = list(dict.fromkeys(cell.dtype for cell in cells))
-    shape = (len(directions), len(dtypes))
-    with _figure(*shape, (2.4 + 4.0 * len(dtypes), 0.5 + 3.4 * len(directions))) as (plt, figure, axes):
+    size = (2.4 + 4.0 * len(dtypes), 0.5 + 3.4 * len(directions))
+    path = stem.with_name(f"{stem.name}-{op}.png")
+    with _figure(len(directions), len(dtypes), size, path, sharey="row") as (figure, axes):
         for i, direction in enumerate(directions):
             for j, dtype in enumerate(dtypes):
-                chosen = [c for c in cells if (c.direction, c.dtype) == (direction, dtype)]
-                _panel(axes[i][j], chosen)
+                _panel(axes[i][j], [c for c in cells if (c.direction, c.dtype) == (direction, dtype)])
                 axes[i][j].set_title(f"{direction}, {dtype}")
             axes[i][0].set_ylabel("GB/s, read and written")
         _finish(figure, axes)
         figure.suptitle(f"{op}: {machine}")
-        path = stem.with_name(f"{stem.name}-{op}.png")
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
     return path
 
 
-def _overview(cells: Sequence[Cell], machine: str, stem: Path) -> list[Path]:
-    """A small panel an op: forward, in the first dtype that was measured."""
+def _overview(cells: Sequence[Cell], machine: str, stem: Path) -> Path:
+    """Draws a small panel for each op: forward, in the first dtype of the report."""
     dtype = cells[0].dtype
     chosen = [cell for cell in cells if cell.direction == "forward" and cell.dtype == dtype]
     ops = list(dict.fromkeys(cell.op for cell in chosen))
     columns = min(len(ops), 4)
     rows = math.ceil(len(ops) / columns)
-    with _figure(rows, columns, (2.6 + 2.9 * columns, 0.8 + 2.3 * rows)) as (plt, figure, axes):
+    path = stem.with_name(f"{stem.name}-overview.png")
+    with _figure(rows, columns, (2.6 + 2.9 * columns, 0.8 + 2.3 * rows), path, sharey="row") as (
+        figure,
+        axes,
+    ):
         panels = [axis for line in axes for axis in line]
         for axis, op in zip(panels, ops, strict=False):
             mine = [cell for cell in chosen if cell.op == op]
-            best = _stock(mine)
-            others = {name for name in providers_of(mine) if name.startswith("ORT") and name != best}
-            _panel(axis, mine, {best: "ORT built-in"} if best else {}, hidden=others)
+            best = _fastest_of_ort(mine)
+            hidden = {n for n in providers_of(mine) if n.startswith(("ORT", f"{IN_TORCH},", f"{IN_ORT},"))}
+            _panel(axis, mine, {best: "ORT built-in"} if best else {}, hidden=hidden - {best})
             axis.set_title(op)
             axis.set_xlabel("")
         for axis in panels[len(ops) :]:
@@ -85,33 +98,25 @@ def _overview(cells: Sequence[Cell], machine: str, stem: Path) -> list[Path]:
         _finish(figure, axes)
         figure.supylabel("GB/s, read and written", fontsize=9)
         figure.suptitle(f"{dtype}, forward, device time, cold L2: {machine}")
-        paths = [stem.with_name(f"{stem.name}-overview{suffix}") for suffix in (".svg", ".png")]
-        figure.savefig(paths[0], metadata={"Date": None})
-        figure.savefig(paths[1], dpi=110)
-        plt.close(figure)
-    return paths
+    return path
 
 
-def _stock(cells: Sequence[Cell]) -> str | None:
-    """The fastest of ONNX Runtime's own, where it is measured."""
+def _fastest_of_ort(cells: Sequence[Cell]) -> str | None:
+    """Returns the fastest provider of ONNX Runtime's own."""
     names = [name for name in providers_of(cells) if name.startswith("ORT")]
-    return min(
-        names, key=lambda name: sum(cell.us(name) for cell in cells if name in cell.rows), default=None
-    )
+    times = {name: sum(cell.us(name) for cell in cells if name in cell.rows) for name in names}
+    return min(names, key=times.__getitem__, default=None)
 
 
 def _panel(
-    axis: Any,
-    cells: Sequence[Cell],
-    names: Mapping[str, str] | None = None,
-    hidden: Collection[str] = (),
+    axis: Any, cells: Sequence[Cell], names: Mapping[str, str] | None = None, hidden: Collection[str] = ()
 ) -> None:
-    """Sizes at equal distances, the smallest first: 4095 and 4096 columns lie apart."""
+    """Draws a line for each provider, with the sizes at equal distances, because 4095 is next to 4096."""
     cells = sorted(cells, key=lambda cell: cell.size)
     ort = 0
     for provider in (name for name in providers_of(cells) if name not in hidden):
-        points = [(i, c.rows[provider]["gb_per_s"]) for i, c in enumerate(cells) if provider in c.rows]
-        style = {"markersize": 4, "linewidth": 1.1} | dict(_STYLES.get(provider, {"marker": "s"}))
+        points = [(i, cell.gb_per_s(provider)) for i, cell in enumerate(cells) if provider in cell.rows]
+        style = {"markersize": 4, "linewidth": 1.1} | dict(_OPS_STYLES.get(provider, {"marker": "s"}))
         if provider.startswith("ORT"):
             style["color"] = _ORT_COLORS[ort % len(_ORT_COLORS)]
             ort += 1
@@ -124,23 +129,68 @@ def _panel(
 
 
 def _finish(figure: Any, axes: Any) -> None:
-    """Once all lines are drawn: the axes of a row share their limits."""
-    for row in axes:
-        for axis in row:
-            axis.set_ylim(bottom=0)
-    lines = {line.get_label(): line for row in axes for axis in row for line in axis.get_lines()}
+    """Starts each axis at 0 and adds the legend. Call it last, because the axes of a row share limits."""
+    for axis in axes.flat:
+        axis.set_ylim(bottom=0)
+    lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
     figure.legend(lines.values(), lines.keys(), loc="outside right center", frameon=False)
 
 
+# ------------------------------------------------------------------------------------------- the service
+
+
+def draw_serve(rows: Sequence[Row], machine: str, path: Path) -> Path:
+    """Draws the serving report: a column of panels for each model, a line for each server and protocol."""
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
+    models = [model for model in MODELS if any(row["model"] == model.name for row in rows)]
+    clients = sorted({each["clients"] for each in rows})
+    size = (1.2 + 3.6 * len(models), 8.0)
+    with _figure(len(_SERVE_PANELS), len(models), size, path) as (figure, axes):
+        for column, model in enumerate(models):
+            for axis, (key, label) in zip(axes[:, column], _SERVE_PANELS, strict=True):
+                for (server, protocol), style in _SERVE_STYLES.items():
+                    wanted = (model.name, server, protocol)
+                    chosen = [r for r in rows if (r["model"], r["server"], r["protocol"]) == wanted]
+                    points = sorted((each["clients"], each[key]) for each in chosen)
+                    if points:
+                        axis.plot(*zip(*points, strict=True), label=f"{server}, {protocol}", **style)
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(clients, [str(each) for each in clients])
+                axis.xaxis.set_minor_locator(NullLocator())
+                axis.set_yscale("log")
+                axis.yaxis.set_major_formatter(ScalarFormatter())
+                axis.grid(alpha=0.25)
+                if column == 0:
+                    axis.set_ylabel(label)
+            axes[0][column].set_title(model.title)
+            axes[-1][column].set_xlabel("clients")
+        lines = axes[0][0].get_legend_handles_labels()
+        figure.legend(*lines, loc="outside lower center", ncols=3, frameon=False)
+        figure.suptitle(f"The inference service beside plain servers: {machine}, through loopback")
+    return path
+
+
 @contextmanager
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
+def _figure(
+    rows: int, columns: int, size: tuple[float, float], path: Path, sharey: Any = False
+) -> Iterator[Any]:
+    """Yields a figure and its axes, and writes the PNG file when the body is done."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from PIL import Image
 
     with plt.rc_context(_LETTERING):
         figure, axes = plt.subplots(
-            rows, columns, figsize=size, squeeze=False, layout="constrained", sharey="row"
+            rows, columns, figsize=size, squeeze=False, layout="constrained", sharey=sharey
         )
-        yield plt, figure, axes
+        yield figure, axes
+        buffer = io.BytesIO()
+        figure.savefig(buffer, dpi=110)
+        plt.close(figure)
+    with Image.open(buffer) as image:
+        # A palette makes the file a third as large. The octree keeps the colours of thin lines.
+        palette = image.convert("RGB").quantize(method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        palette.save(path, optimize=True)

@@ -1,4 +1,4 @@
-"""python -m twinop.bench instructions: is arithmetic what limits an op, and how near to that limit is it?"""
+"""Whether arithmetic limits an op, and how close it is to that limit: `twinop bench instructions`."""
 
 import math
 from collections.abc import Sequence
@@ -7,18 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from twinop.bench import options, report
-from twinop.bench.cells import COPY, OURS, Cell, cells_of
-from twinop.bench.merge import load
-from twinop.bench.report import BenchError
-from twinop.bench.sass import LANES, Kernel, kernels
-from twinop.bench.verdicts import MOST_TOLERANCE
 from twinop.console import clear_errors
 from twinop.library import find_library
 
+from . import report
+from .cells import COPY, MOST_TOLERANCE, OURS, Cell, cells_of
+from .recording import Output, output_folder, read_ops, write_json
+from .report import BenchError
+from .sass import LANES, Kernel, kernels
+
 MULTIPROCESSORS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132}
 LIMIT_BAR = 0.9  # of the limit's speed, within the cell's tolerance
-RESIDENT_BYTES = 24 << 20  # outputs up to this take another kernel (kernels/elementwise_settings.h)
+RESIDENT_BYTES = 24 << 20  # smaller outputs stay in L2 and use another kernel
 
 FUNCTORS = {
     "gelu": "Gelu",
@@ -37,47 +37,48 @@ FUNCTORS = {
 }
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 CAPTION = (
-    "Instructions an element, on the shortest way through the vector path. arithmetic: the least time that "
-    "the unit in brackets needs. limit: arithmetic or the copy, whichever takes longer. Types that are not "
-    "in the report have the copy of as many bytes."
+    "Instructions per element on the shortest path through the vector loop. arithmetic: the least time of "
+    "the unit in brackets. limit: the slower of arithmetic and the copy. A dtype that the report does not "
+    "have is compared with a copy of as many bytes."
 )
 
 
 def main(
     ops_report: Annotated[
-        Path, typer.Argument(metavar="REPORT", help="A report's JSON file, measured on a GPU.")
+        Path, typer.Argument(metavar="REPORT", help="The JSON file of an ops report from a GPU.")
     ] = report.RESULTS / "ops-nvidia-h200.json",
     library: Annotated[
         Path | None,
         typer.Option(
-            help="The library that was measured; else libcustom_ops.so, found as ever.", show_default=False
+            help="The library that was measured. Default: the libcustom_ops.so that Python finds.",
+            show_default=False,
         ),
     ] = None,
-    output: options.JsonFolder = None,
+    output: Output = None,
 ) -> None:
-    """Hold measured times of elementwise ops against what their instructions take at least.
+    """Compare measured times of elementwise ops with the least time that their instructions take.
 
-    Counts the machine instructions of each kernel by unit (cuobjdump; no GPU is needed) and divides by what a
-    multiprocessor takes in a clock, at the clock that the report names.
+    Counts the machine instructions of each kernel by unit, with cuobjdump and without a GPU. Divides the
+    counts by what a multiprocessor executes per clock, at the clock in the report.
 
     Example:
 
-        python -m twinop.bench instructions bench/results/ops-nvidia-h200.json
+        twinop bench instructions bench/results/ops-nvidia-h200.json
     """
     with clear_errors():
-        document = load(ops_report)
-        folder = report.output_folder(output)
+        document = read_ops(ops_report)
+        folder = output_folder(output)
         facts = document["environment"]
         found = kernels(library or find_library("custom_ops"))
         rows = [row for kernel in chosen(found) for row in rows_of(kernel, document)]
         show(rows)
         path = folder / f"instructions-{report.machine_name(facts)}.json"
         settings = {"lanes": LANES, "clock_mhz": clock_mhz(document), "measured": ops_report.name}
-        report.write_json(path, "instructions", facts, settings=settings, rows=rows)
+        write_json(path, "instructions", facts, settings=settings, rows=rows)
 
 
 def chosen(found: Sequence[Kernel]) -> list[tuple[str, Kernel]]:
-    """(op, kernel) for large tensors: the most vectors for each thread that there is a kernel for."""
+    """Returns (op, kernel) for large tensors: the kernels with most vectors per thread."""
     by_key: dict[tuple[str, str], Kernel] = {}
     for kernel in sorted(found, key=lambda kernel: kernel.vectors):
         by_key[kernel.functor, kernel.dtype] = kernel
@@ -86,9 +87,10 @@ def chosen(found: Sequence[Kernel]) -> list[tuple[str, Kernel]]:
 
 
 def clock_mhz(document: dict[str, Any]) -> float:
-    """
+    """Returns the clock of the multiprocessors.
+
     Raises:
-        BenchError: the report does not say, as it was not measured on a GPU.
+        BenchError: the report has none, because it was not measured on a GPU.
     """
     clocks = document.get("clocks") or {}
     text = (clocks.get("after") or clocks.get("before") or {}).get("clocks.sm", "")
@@ -101,10 +103,10 @@ def clock_mhz(document: dict[str, Any]) -> float:
 
 
 def microseconds(kernel: Kernel, elements: int, document: dict[str, Any]) -> dict[str, float]:
-    """What each unit needs at least.
+    """Returns the least time of each unit.
 
     Raises:
-        BenchError: a GPU whose multiprocessors are not known here.
+        BenchError: the number of the GPU's multiprocessors is not known here.
     """
     gpu = document["environment"].get("gpu")
     if gpu not in MULTIPROCESSORS:
@@ -116,7 +118,7 @@ def microseconds(kernel: Kernel, elements: int, document: dict[str, Any]) -> dic
 
 
 def rows_of(op_kernel: tuple[str, Kernel], document: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each shape; without times of ours where the dtype was not measured."""
+    """Returns a row for each shape, without twinop's times if the dtype was not measured."""
     op, kernel = op_kernel
     cells = [
         cell
@@ -135,7 +137,7 @@ def rows_of(op_kernel: tuple[str, Kernel], document: dict[str, Any]) -> list[dic
 
 
 def elements_of(shape: str) -> int:
-    """Of 2^28, 32768x4096."""
+    """Returns the number of elements of a shape such as 2^28 or 32768x4096."""
     sizes = (part.split("^") for part in shape.split("x"))
     return math.prod(int(size[0]) ** int(size[-1] if len(size) > 1 else 1) for size in sizes)
 
@@ -171,10 +173,10 @@ def _row(
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """The largest shape of each op and dtype."""
+    """Prints the largest shape of each op and dtype."""
     units = list(LANES)
     columns = ["", "shape", *units, "arithmetic, us", "copy, us", "measured, us", "share of the limit"]
-    table = report.table("Instructions an element, and the time they take at least", columns, CAPTION)
+    table = report.table("Instructions per element, and the time they take at least", columns, CAPTION)
     largest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         kept = largest.get((row["op"], row["dtype"]))
@@ -183,7 +185,6 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for (op, dtype), row in largest.items():
         shares = row.get("share_of_limit", {})
         share = min(shares.values(), default=None)
-        color = "green" if row.get("passed", True) else "red"
         table.add_row(
             f"{op}, {dtype}",
             row["shape"],
@@ -191,6 +192,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['arithmetic_us']:.1f} ({row['unit']})",
             f"{row['copy_us']:.1f}",
             f"{max(row['us'].values()):.1f}" if shares else "",
-            f"[{color}]{share:.2f}[/] of {row['limit']}" if share is not None else f"{row['limit']}",
+            f"{report.flag(f'{share:.2f}', row['passed'])} of {row['limit']}"
+            if share is not None
+            else row["limit"],
         )
     report.show(table)

@@ -1,4 +1,4 @@
-"""Measuring the cells of the case table: every provider of a cell in one process, in turn."""
+"""Measuring of cells: all providers of a cell in one process, in turn."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,30 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinop.bench import report
-from twinop.bench.cases import Case, bytes_moved, latency_table, make_inputs, make_outputs, table
-from twinop.bench.cells import AGAIN, COPY, IN_ORT, IN_TORCH
-from twinop.bench.latency import latencies
-from twinop.bench.peers import Entry
-from twinop.bench.providers import Providers
-from twinop.bench.runs import reference
-from twinop.bench.timing import DeviceTimer, Run, Time, host_times
-from twinop.bench.warm import configure_compiler
+from twinop import torch_op
 from twinop.console import err
 
-# 0.13 ms on an H200, of which one run differs from the next by 1 to 2 %: three times the rounds.
-_SHORT_BYTES = 512 << 20
+from . import report, runtime
+from .cases import (
+    LATENCY,
+    Case,
+    bytes_moved,
+    latency_table,
+    make_inputs,
+    make_outputs,
+    reference,
+    table,
+)
+from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
+from .peers import Entry
+from .providers import Problem, Providers, Subject, onnx_nodes, reason_of
+from .timing import DeviceTimer, Run, Time, host_times
+
+SHORT_BYTES = 512 << 20
+"""Cells that move less than this take 0.13 ms on an H200 and are noisier: they get three times the rounds."""
+
+CALLS = 100
+"""The calls in the CUDA graph of a latency cell, one after another."""
 
 
 @dataclass
-class Report:
-    """What a report has measured so far. Rows are dicts as they stand in the JSON file."""
+class Measured:
+    """What has been measured so far. Rows are dicts, as in the JSON file."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)  # where the report's own time went
+    seconds: dict[str, float] = field(default_factory=dict)  # the report's own time, by activity
 
-    def spend(self, what: str, start: float) -> None:
-        self.seconds[what] = round(self.seconds.get(what, 0.0) + time.perf_counter() - start, 2)
+    def spend(self, what: str, seconds: float) -> None:
+        self.seconds[what] = round(self.seconds.get(what, 0.0) + seconds, 2)
 
     def add(self, case: Case, device: str, moved: int, times: Mapping[str, Time]) -> None:
         for provider, each in times.items():
@@ -47,65 +58,53 @@ class Report:
                 "aligned": case.aligned,
                 "bytes": moved,
                 "provider": provider,
-                "median_us": round(each.median * 1e6, 3),
-                "low_us": round(each.low * 1e6, 3),
-                "runs": each.runs,
-                "gb_per_s": round(moved / each.median * 1e-9, 2),
             }
-            if each.host is not None:
-                row["host_us"] = round(each.host * 1e6, 1)
-            self.rows.append(row)
+            self.rows.append(row | each.row())
 
 
 @dataclass
 class Machine:
-    """The device that is measured, and its clock."""
+    """The device to measure, with its providers and its timer.
+
+    Attributes:
+        rounds: on a GPU, of each cell; on a CPU, at most.
+        seconds: of each cell on a CPU, at most.
+        timer: None on a CPU.
+    """
 
     device: torch.device
     providers: Providers
     rounds: int
-    seconds: float  # of a cell on the CPU
+    seconds: float
     timer: DeviceTimer | None
-    report: Report = field(default_factory=Report)
+    measured: Measured = field(default_factory=Measured)
     _sources: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def cell(self, case: Case, entry: Entry) -> None:
-        """Builds, checks and measures one cell."""
+        """Builds, checks and measures all providers of one cell."""
         start = time.perf_counter()
         compiled = self.providers.budget.spent
         inputs = make_inputs(case, entry, self.device)
         outputs = make_outputs(case, entry, self.device)
-        expected = reference(case, entry, inputs, outputs)
         moved = bytes_moved(list(inputs.values()), outputs, case)
+        expected = reference(case, entry, inputs, outputs)
         subjects = self.providers.build(case, entry, inputs, outputs)
         subjects = self.providers.check(case, subjects, expected)
-        del expected
+        del expected  # the float64 tensors are large
         compiled = self.providers.budget.spent - compiled
-        self.report.seconds["compiling"] = round(self.report.seconds.get("compiling", 0.0) + compiled, 2)
-        self.report.spend("building and checking", start + compiled)
+        self.measured.spend("compiling", compiled)
+        self.measured.spend("building and checking", time.perf_counter() - start - compiled)
         start = time.perf_counter()
-        runs = {name: subject.run for name, subject in subjects.items()}
-        self.report.add(case, self.device.type, moved, self._times(runs, moved, case.torch_dtype))
-        self.report.spend("measuring", start)
-
-    def latency(self, case: Case, entry: Entry) -> None:
-        """As `cell`, but of few rows, in a CUDA graph of many calls: what a launch costs."""
-        inputs = make_inputs(case, entry, self.device)
-        outputs = make_outputs(case, entry, self.device)
-        expected = reference(case, entry, inputs, outputs)
-        moved = bytes_moved(list(inputs.values()), outputs, case)
-        start = time.perf_counter()
-        compiled = self.providers.budget.spent
-        subjects = self.providers.check(case, self.providers.build(case, entry, inputs, outputs), expected)
-        compiled = self.providers.budget.spent - compiled
-        self.report.seconds["compiling"] = round(self.report.seconds.get("compiling", 0.0) + compiled, 2)
-        assert self.timer is not None
-        times = latencies(self.providers, self.timer, case, entry, subjects, inputs, outputs, self.rounds)
-        self.report.add(case, self.device.type, moved, times)
-        self.report.spend("latency", start + compiled)
+        if case.kind == LATENCY:
+            times = self._latencies(case, entry, subjects, inputs, outputs)
+        else:
+            runs = {name: subject.run for name, subject in subjects.items()}
+            times = self._times(runs, moved, case.torch_dtype)
+        self.measured.add(case, self.device.type, moved, times)
+        self.measured.spend("latency" if case.kind == LATENCY else "measuring", time.perf_counter() - start)
 
     def _copy(self, moved: int, dtype: torch.dtype) -> Run:
-        """copy_ of a tensor, such that as many bytes move."""
+        """Returns a copy_ that moves as many bytes."""
         size = max(moved // 2 // dtype.itemsize, 1)
         if dtype not in self._sources or self._sources[dtype].numel() < size:
             self._sources[dtype] = torch.randn(size, dtype=dtype, device=self.device)
@@ -114,13 +113,14 @@ class Machine:
         return lambda: target.copy_(source)
 
     def _times(self, runs: dict[str, Run], moved: int, dtype: torch.dtype) -> dict[str, Time]:
+        """Measures the runs, the copy, and twinop and the copy a second time."""
         if IN_TORCH in runs:
             runs[IN_TORCH + AGAIN] = runs[IN_TORCH]
         runs[COPY] = self._copy(moved, dtype)
         runs[COPY + AGAIN] = runs[COPY]
         if self.timer is not None:
-            return self.timer.times(runs, rounds=self.rounds * (3 if moved < _SHORT_BYTES else 1))
-        # The threads of either pool spin on for a while after a run: each runtime is measured apart.
+            return self.timer.times(runs, rounds=self.rounds * (3 if moved < SHORT_BYTES else 1))
+        # The threads of either pool spin for a while after a run, so each runtime is measured by itself.
         if IN_ORT in runs:
             runs[IN_ORT + AGAIN] = runs[IN_ORT]
         in_ort = {name: run for name, run in runs.items() if "ORT" in name}
@@ -130,14 +130,106 @@ class Machine:
             times |= host_times(part, rounds=self.rounds, seconds=self.seconds)
         return times
 
+    # ------------------------------------------------------------------------------------ latency
+
+    def _latencies(
+        self,
+        case: Case,
+        entry: Entry,
+        subjects: Mapping[str, Subject],
+        inputs: Mapping[str, Tensor],
+        outputs: Sequence[Tensor],
+    ) -> dict[str, Time]:
+        """Measures the device time of one call in a CUDA graph, where launches cost and the host does not.
+
+        torch's providers are captured: a graph holds CALLS calls of the same function. ONNX Runtime captures
+        by itself: a model holds CALLS nodes that read the same inputs.
+        """
+        assert self.timer is not None
+        replays: dict[str, Run] = {}
+        for name, subject in subjects.items():
+            try:
+                if subject.bound:
+                    replays[name] = self._ort_replay(entry, name, inputs, outputs)
+                else:
+                    replays[name] = captured(subject.run, self.timer.stream)
+            except Exception as failure:  # a peer that cannot be captured
+                self.providers.problems.append(Problem(case, name, reason_of(failure)))
+        if IN_TORCH in replays:
+            replays[IN_TORCH + AGAIN] = replays[IN_TORCH]
+        times = self.timer.times(replays, rounds=self.rounds)
+        return {
+            name: Time(each.median / CALLS, each.low / CALLS, each.runs, each.host)
+            for name, each in times.items()
+        }
+
+    def _ort_replay(
+        self, entry: Entry, provider: str, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]
+    ) -> Run:
+        """Returns a run of a session with ONNX Runtime's own CUDA graph, which its first runs capture."""
+        nodes, opset = onnx_nodes(entry, provider)
+        bound = dict(zip(torch_op.records()[entry.op].outputs, outputs, strict=True))
+        model = runtime.one_op(runtime.repeat(nodes, CALLS), inputs, bound, opset, fixed=True)
+        session = runtime.open_session(
+            model,
+            self.device,
+            cpu_threads=self.providers.threads,
+            stream=self.providers.stream,
+            cuda_graph=True,
+        )
+        first = runtime.bind(session, inputs, bound)
+        for _ in range(3):
+            first()
+        return runtime.bind(session, inputs, bound, synchronize=False)
+
+
+def captured(run: Run, stream: torch.cuda.Stream) -> Run:
+    """Returns the replay of a CUDA graph of CALLS calls.
+
+    It does not use torch.cuda.graph(), which collects garbage for each of hundreds of graphs.
+    """
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize(stream.device)
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")  # of the current stream, which is `stream`
+    try:
+        for _ in range(CALLS):
+            run()
+    finally:
+        graph.capture_end()
+    graph.replay()
+    return graph.replay
+
+
+# ------------------------------------------------------------------------------------------- all cells
+
+
+def configure_compiler() -> None:
+    """Sets the compiler's options. All processes of a report must agree, or their caches do not match."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    functorch.donated_buffer = False  # backward runs many times on the tensors that forward saved
+    inductor.autotune_local_cache = False
+
 
 def machine(device: torch.device, providers: Providers, *, rounds: int, seconds: float) -> Machine:
+    """Prepares a device to be measured."""
     timer = None
     if device.type == "cuda":
         assert providers.stream is not None
         timer = DeviceTimer(providers.stream)
     configure_compiler()
     return Machine(device, providers, rounds, seconds, timer)
+
+
+def cases_of(name: str, entry: Entry, device: str, *, quick: bool, kinds: Sequence[str]) -> list[Case]:
+    """Returns all cells of an op of these kinds. There are no latencies on a CPU."""
+    cases = table(name, entry, device, quick) if "bandwidth" in kinds else []
+    if LATENCY in kinds and device == "cuda":
+        cases += latency_table(name, entry, quick)
+    return cases
 
 
 def measure(
@@ -148,12 +240,11 @@ def measure(
     kinds: Sequence[str],
     save: Callable[[], object],
 ) -> None:
-    """All cells of these ops; `save` is called after each op, for a report that is cut off."""
-    cells: dict[str, list[Case]] = {}
-    for name, entry in entries.items():
-        cells[name] = table(name, entry, where.device.type, quick) if "bandwidth" in kinds else []
-        if "latency" in kinds and where.device.type == "cuda":
-            cells[name] += latency_table(name, entry, quick)
+    """Measures all cells of these ops. It calls `save` after each op, in case the report is interrupted."""
+    cells = {
+        name: cases_of(name, entry, where.device.type, quick=quick, kinds=kinds)
+        for name, entry in entries.items()
+    }
     with ExitStack() as stack:
         step = stack.enter_context(report.progress("cells", sum(map(len, cells.values()))))
         if where.providers.stream is not None:
@@ -164,10 +255,7 @@ def measure(
             start = time.perf_counter()
             for case in cells[name]:
                 step(str(case))
-                if case.kind == "latency":
-                    where.latency(case, entry)
-                else:
-                    where.cell(case, entry)
+                where.cell(case, entry)
             where.providers.close()
             if where.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -1,49 +1,32 @@
-"""Reports that were measured in parts, put together; and two reports compared."""
+"""The commands that merge, compare and draw recorded reports."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from twinop.bench import options, report
-from twinop.bench.cells import OURS, Cell, cells_of
-from twinop.bench.numerics import verdicts as numeric_verdicts
-from twinop.bench.report import BenchError
-from twinop.bench.verdicts import verdicts
 from twinop.console import clear_errors, out
 
+from . import report
+from .cells import OURS, Cell, cells_of, numeric_verdicts, verdicts
+from .figures import draw_ops, draw_serve
+from .recording import Name, Output, output_folder, read_json, read_ops, write_json
+from .report import BenchError
+from .tables import show_document
+
 REGRESSION = 0.03
-# The commit is the last.
-_SAME = ("device", "gpu", "driver", "cpu", "torch", "onnxruntime", "twinop", "commit")
-
-
-def load(path: Path) -> dict[str, Any]:
-    """A report's document.
-
-    Raises:
-        BenchError: not there, or not a report of the ops.
-    """
-    try:
-        document = json.loads(path.read_text())
-    except OSError as error:
-        raise BenchError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise BenchError(f"{path}: not a JSON file: {error}") from error
-    if not isinstance(document, dict) or document.get("benchmark") != "ops":
-        raise BenchError(f"{path}: not a report of `python -m twinop.bench` (its benchmark is not 'ops')")
-    return document
+_SAME = ("device", "gpu", "driver", "cpu", "torch", "onnxruntime", "twinop", "commit")  # the commit is last
 
 
 def merged(documents: Sequence[dict[str, Any]], several_commits: bool = False) -> dict[str, Any]:
-    """One document of all rows; where two measured the same cell, the later one's cell stands.
+    """Combines reports into one. Where two have the same cell, the cell of the later one counts.
 
     Args:
-        several_commits: the parts may be of several commits, which the document then lists with their ops.
+        several_commits: allow parts of several commits; the result lists the ops of each commit.
 
     Raises:
-        BenchError: they come from different machines, versions or commits.
+        BenchError: the parts come from different machines, versions or commits.
     """
     first = documents[0]
     for other in documents[1:]:
@@ -63,32 +46,37 @@ def merged(documents: Sequence[dict[str, Any]], several_commits: bool = False) -
             for entry in document[key]:
                 names = ("op", "direction", "dtype", "shape", "provider")
                 store[str([entry.get(name) for name in names])] = entry
-    found = list(cells.values())
     commits = [document["environment"]["commit"] for document in documents]
-    keys = [key for document in documents for key in document["seconds"]]
+    settings = [
+        document["settings"]
+        | {"commit": commit, "ops": list(dict.fromkeys(r["op"] for r in document["rows"]))}
+        for document, commit in zip(documents, commits, strict=True)
+    ]
+    seconds = {key: 0.0 for document in documents for key in document["seconds"]}
+    for document in documents:
+        for key, value in document["seconds"].items():
+            seconds[key] = round(seconds[key] + value, 1)
     return {
         "environment": first["environment"] | {"commit": " ".join(dict.fromkeys(commits))},
-        "settings": {
-            "parts": [
-                document["settings"]
-                | {"commit": commit, "ops": list(dict.fromkeys(row["op"] for row in document["rows"]))}
-                for document, commit in zip(documents, commits, strict=True)
-            ]
-        },
+        "settings": {"parts": settings},
         "clocks": {"before": first["clocks"]["before"], "after": documents[-1]["clocks"]["after"]},
-        "seconds": {
-            key: round(sum(document["seconds"].get(key, 0.0) for document in documents), 1)
-            for key in dict.fromkeys(keys)
-        },
+        "seconds": seconds,
         "not_measured": list(problems.values()),
-        "bars": verdicts(found) + numeric_verdicts(list(numerics.values())),
-        "rows": [dict(row) for cell in found for row in cell.rows.values()],
+        "bars": verdicts(list(cells.values())) + numeric_verdicts(list(numerics.values())),
+        "rows": [dict(row) for cell in cells.values() for row in cell.rows.values()],
         "numerics": list(numerics.values()),
     }
 
 
 def compare_with(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether none of our cells is slower than it was by 3 % or its tolerance; shows those that are."""
+    """Prints which of twinop's cells are slower than before, by more than 3 % and both tolerances.
+
+    Returns:
+        Whether there are none.
+
+    Raises:
+        BenchError: the reports have no cell in common.
+    """
     before = {cell.key: cell for cell in cells_of(old["rows"])}
     slower, compared = [], 0
     for cell in cells_of(new["rows"]):
@@ -105,7 +93,7 @@ def compare_with(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     if slower:
         table = report.table("Slower than before", ["", "was, us", "is, us", "ratio"])
         for ratio, name, cell, was in sorted(slower, key=lambda each: -each[0]):
-            times = (f"{was.us(name):.2f}", f"{cell.us(name):.2f}", f"[red]{ratio:.3f}[/]")
+            times = (f"{was.us(name):.2f}", f"{cell.us(name):.2f}", report.flag(f"{ratio:.3f}", False))
             table.add_row(f"{name}, {cell.name}", *times)
         report.show(table)
     out.print(f"{compared} cells compared, {len(slower)} slower by more than 3 %", highlight=False)
@@ -113,42 +101,80 @@ def compare_with(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def merge(
-    reports: Annotated[list[Path], typer.Argument(help="JSON files of partial reports.")],
-    output: options.PlotFolder = None,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Of the files, without suffix; else ops-MACHINE.", show_default=False),
-    ] = None,
+    reports: Annotated[list[Path], typer.Argument(help="The JSON files of partial reports.")],
+    output: Output = None,
+    name: Name = None,
     several_commits: Annotated[
         bool,
         typer.Option(
             "--several-commits",
-            help="Where what lies between them touches other ops; the file says which is whose.",
+            help="Allow parts of several commits, if the commits between them change other ops. "
+            "The file lists the ops of each commit.",
         ),
     ] = False,
 ) -> None:
-    """Put partial reports of one machine and commit together: one JSON file, its plots and verdicts.
+    """Combine partial reports of one machine and commit into one JSON file, with its overview and verdicts.
 
     Example:
 
-        python -m twinop.bench merge part1.json part2.json --output bench/results
+        twinop bench merge part1.json part2.json --output bench/results
     """
-    from twinop.bench.ops import show
-
     with clear_errors():
-        document = merged([load(path) for path in reports], several_commits)
-        folder = report.output_folder(output)
+        document = merged([read_ops(path) for path in reports], several_commits)
+        folder = output_folder(output)
         facts = document.pop("environment")
         path = folder / f"{name or 'ops-' + report.machine_name(facts)}.json"
-        report.write_json(path, "ops", facts, **document)
-        show(document, facts, path)
+        write_json(path, "ops", facts, **document)
+        show_document(document)
+        announce(draw_ops(document["rows"], report.machine_title(facts), path.with_suffix("")))
 
 
 def compare(
     old: Annotated[Path, typer.Argument(help="The JSON file of the older report.")],
-    new: Annotated[Path, typer.Argument(help="That of the newer one.")],
+    new: Annotated[Path, typer.Argument(help="The JSON file of the newer report.")],
 ) -> None:
-    """Compare two reports: exit code 1 if a cell of ours became slower by more than 3 % and its tolerance."""
+    """Compare two reports: exit code 1 if a cell of twinop's lost more than 3 % and its tolerance."""
     with clear_errors():
-        if not compare_with(load(old), load(new)):
+        if not compare_with(read_ops(old), read_ops(new)):
             raise typer.Exit(1)
+
+
+def draw(
+    recorded: Annotated[
+        Path, typer.Argument(metavar="REPORT", help="The JSON file of an ops or serve report.")
+    ],
+    op: Annotated[
+        str | None,
+        typer.Option(help="Draw the pages of these ops, such as gelu,softmax; or all.", show_default=False),
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Draw a recorded report: the overview, or with --op a page for each op.
+
+    A page has a panel for each dtype, forward and backward. Nothing is measured.
+
+    Examples:
+
+        twinop bench draw bench/results/ops-nvidia-h200.json --op gelu
+
+        twinop bench draw bench/results/serve-nvidia-h200.json
+    """
+    with clear_errors():
+        document = read_json(recorded)
+        stem = output_folder(output) / recorded.stem
+        title = report.machine_title(document["environment"])
+        if document["benchmark"] == "serve" and op is None:
+            announce([draw_serve(document["rows"], title, stem.with_suffix(".png"))])
+            return
+        rows = read_ops(recorded)["rows"]
+        known = list(dict.fromkeys(row["op"] for row in rows))
+        wanted = [] if op is None else known if op == "all" else [part.strip() for part in op.split(",")]
+        if unknown := [name for name in wanted if name not in known]:
+            raise BenchError(f"--op {','.join(unknown)}: not in {recorded}. It has {', '.join(known)}")
+        announce(draw_ops(rows, title, stem, wanted))
+
+
+def announce(paths: Iterable[Path]) -> None:
+    """Prints the names of the files that were written."""
+    for path in paths:
+        out.print(f"wrote {path}", highlight=False, soft_wrap=True)

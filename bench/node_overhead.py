@@ -1,50 +1,49 @@
-"""python bench/node_overhead.py: what a custom node costs in ONNX Runtime, beside a built-in one."""
+"""The cost of a custom node in ONNX Runtime, and of a built-in one: `twinop bench node-overhead`."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
-
-if __name__ == "__main__":  # a script: the root comes first, and this folder is not a place to import from
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 import typer
 
-from twinop.bench import options, report, runtime
-from twinop.bench.timing import DeviceTimer, Run, Time, host_times
 from twinop.console import clear_errors
 
+from . import report, runtime
+from .recording import Commit, Device, Output, Recording
+from .timing import DeviceTimer, Run, Time, host_times
+
 OPS = {"twinop": "CustomRelu", "built-in": "Relu"}
-AGAIN = "built-in again"  # the same session once more: what the two differ by is noise
+AGAIN = "built-in again"  # the same session a second time: the difference between the two is noise
 
 CPU_NODES = (20, 200)
 CUDA_NODES = 50
-NOISE = 0.01  # of the ratio of two medians, at least; more where the built-in, timed twice, differs by more
+NOISE = 0.01  # the least noise of a ratio of two medians
 
 
 class Chains:
-    """A chain of one-element nodes for each op: sessions, and tensors that live as long as they do."""
+    """A chain of one-element nodes for each op: the sessions, and the tensors that they are bound to."""
 
     def __init__(self, device: torch.device, nodes: int, **options: Any) -> None:
         self.x = torch.randn(1, device=device)
         self.y = torch.empty_like(self.x)
         self.sessions = {
-            name: runtime.open_session(runtime.chain(op, nodes, torch.float32, 1), device, **options)
+            name: runtime.open_session(
+                runtime.chain(op, nodes, torch.float32, 1), device, library="custom_relu", **options
+            )
             for name, op in OPS.items()
         }
         for name, run in self.runs().items():
             self.y.fill_(123.0)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            for _ in range(3):  # with CUDA graphs: allocate, capture, replay
+            for _ in range(3):  # with a CUDA graph: allocate, capture, replay
                 run()
             if not torch.equal(self.y, torch.relu(self.x)):
                 raise report.BenchError(f"{name}: {nodes} nodes are not torch.relu: nothing is measured")
 
     def runs(self, synchronize: bool = True) -> dict[str, Run]:
         runs = {
-            name: runtime.bound_run(session, self.x, self.y, synchronize=synchronize)
+            name: runtime.bind(session, {"x": self.x}, {"y": self.y}, synchronize=synchronize)
             for name, session in self.sessions.items()
         }
         return runs | {AGAIN: runs["built-in"]}
@@ -52,22 +51,15 @@ class Chains:
 
 def rows_of(device: str, nodes: int, what: str, times: dict[str, Time]) -> list[dict[str, Any]]:
     return [
-        {
-            "device": device,
-            "nodes": nodes,
-            "provider": name,
-            "time": what,
-            "median_us": round(time.median * 1e6, 3),
-            "low_us": round(time.low * 1e6, 3),
-            "ns_per_node": round(time.median * 1e9 / nodes, 1),
-            "runs": time.runs,
-        }
+        {"device": device, "nodes": nodes, "provider": name, "time": what}
+        | time.row()
+        | {"ns_per_node": round(time.median * 1e9 / nodes, 1)}
         for name, time in times.items()
     ]
 
 
 def measure_cpu(nodes: Sequence[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Wall time of chains of several lengths: their difference is what a node costs, their rest the run."""
+    """Measures the wall time of chains of several lengths."""
     rows: list[dict[str, Any]] = []
     with report.progress("node overhead", len(nodes)) as step:
         for count in nodes:
@@ -78,7 +70,7 @@ def measure_cpu(nodes: Sequence[int], rounds: int, seconds: float) -> list[dict[
 
 
 def measure_cuda(device: torch.device, nodes: int, rounds: int) -> list[dict[str, Any]]:
-    """With and without CUDA graph: wall time of a run and the wait for it; device time behind a memset."""
+    """Measures wall time with the wait for the device, and device time, with and without a CUDA graph."""
     rows: list[dict[str, Any]] = []
     stream = torch.cuda.Stream(device)
     timer = DeviceTimer(stream)
@@ -99,7 +91,7 @@ def find(rows: Sequence[dict[str, Any]], nodes: int, what: str, provider: str) -
 
 
 def compare(rows: Sequence[dict[str, Any]], nodes: int, what: str) -> tuple[float, float]:
-    """The custom chain's time over the built-in's, and that of the built-in timed again."""
+    """Returns the time of the custom chain, and of the built-in one again, relative to the built-in one."""
     ours, theirs, again = (find(rows, nodes, what, name)["median_us"] for name in (*OPS, AGAIN))
     return ours / theirs, again / theirs
 
@@ -117,7 +109,7 @@ def bar(rows: Sequence[dict[str, Any]], nodes: int, what: str) -> dict[str, Any]
 
 def show(rows: Sequence[dict[str, Any]], caption: str) -> None:
     columns = ["chain", "twinop, us", "built-in, us", "twinop, ns/node", "built-in", "ratio", "noise"]
-    table = report.table("A chain of one-element nodes, fp32", columns, caption)
+    table = report.table("A chain of one-element nodes, float32", columns, caption)
     for nodes, what in dict.fromkeys((row["nodes"], row["time"]) for row in rows):
         ours, theirs = (find(rows, nodes, what, name) for name in OPS)
         ratio, again = compare(rows, nodes, what)
@@ -125,76 +117,55 @@ def show(rows: Sequence[dict[str, Any]], caption: str) -> None:
             f"{nodes} nodes, {what}",
             *(f"{row['median_us']:.2f}" for row in (ours, theirs)),
             *(f"{row['ns_per_node']:.0f}" for row in (ours, theirs)),
-            f"[{'green' if bar(rows, nodes, what)['passed'] else 'red'}]{ratio:.3f}[/]",
+            report.flag(f"{ratio:.3f}", bar(rows, nodes, what)["passed"]),
             f"{again:.3f}",
         )
     report.show(table)
 
 
 def slopes(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Nanoseconds that one more node costs: between the shortest and the longest chain."""
+    """Returns the nanoseconds that one more node costs, from the shortest and the longest chain."""
     few, many = min(row["nodes"] for row in rows), max(row["nodes"] for row in rows)
-    return {
-        name: round(
-            (find(rows, many, "wall", name)["median_us"] - find(rows, few, "wall", name)["median_us"])
-            * 1e3
-            / (many - few),
-            1,
-        )
-        for name in (*OPS, AGAIN)
-    }
+
+    def us(nodes: int, name: str) -> float:
+        return float(find(rows, nodes, "wall", name)["median_us"])
+
+    return {name: round((us(many, name) - us(few, name)) * 1e3 / (many - few), 1) for name in (*OPS, AGAIN)}
 
 
 def main(
-    device: options.Device = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer runs: seconds, for a look.")] = False,
-    output: options.JsonFolder = None,
-    commit: options.Commit = None,
+    device: Device = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A quick look: fewer runs, in seconds.")] = False,
+    output: Output = None,
+    commit: Commit = None,
 ) -> None:
     """Measure what a node costs: a chain of CustomRelu nodes against a chain of ONNX Runtime's Relu.
 
-    The tensors have one element, so that nothing but the overhead is left. Graph optimisation is off for both
-    chains, so that neither is folded, and the nodes of the graph that runs are counted. Both are run in turn,
-    in one process, on a shared thread pool; medians.
+    The tensors have one element, so only the overhead remains. Graph optimisation is off for both chains,
+    because ONNX Runtime would fold them, and the report counts the nodes of the graph that runs. Both chains
+    run in turn, in one process, on a shared thread pool; the report keeps medians.
 
-    On a CPU: chains of 20 and 200 nodes; their difference is what one more node costs. On a GPU: 50 nodes,
-    with and without a CUDA graph, wall time and device time.
+    On a CPU: chains of 20 and 200 nodes. Their difference gives the cost of one more node. On a GPU: 50
+    nodes, with and without a CUDA graph, wall time and device time.
 
-    Examples:
+    Example:
 
-        python -m twinop.bench node-overhead
-
-        python bench/node_overhead.py --device cpu --quick
+        twinop bench node-overhead --device cpu --quick
     """
     with clear_errors():
         where = report.choose_device(device)
-        folder = report.output_folder(output)
-        facts = report.environment(where, commit)
-        report.print_environment(facts)
-        before = report.clocks(where)
+        recording = Recording("node-overhead", where, output, commit)
         content: dict[str, Any] = {}
         if where.type == "cuda":
             rows = measure_cuda(where, CUDA_NODES, 15 if quick else 51)
-            show(rows, "wall: a run and the wait for it. device: between events, behind a memset.")
+            show(rows, "wall: a run and the wait for it. device: between events, after a memset.")
             verdicts = [bar(rows, CUDA_NODES, f"CUDA graph, {what}") for what in ("wall", "device")]
         else:
             rows = measure_cpu(CPU_NODES, 301 if quick else 20001, 0.5 if quick else 8.0)
             content["slope_ns_per_node"] = slope = slopes(rows)
             each = ", ".join(f"{name} {value:.0f} ns" for name, value in slope.items())
-            show(rows, f"Medians; noise: the built-in's, timed twice. One more node costs: {each}.")
+            show(rows, f"Medians. noise: the built-in chain, measured twice. One more node costs: {each}.")
             verdicts = [bar(rows, CPU_NODES[-1], "wall")]
         report.show_bars(verdicts)
-        report.write_json(
-            folder / f"node-overhead-{report.machine_name(facts)}.json",
-            "node-overhead",
-            facts,
-            settings={"quick": quick, "graph_optimization": "off", "cpu_threads": 2},
-            clocks={"before": before, "after": report.clocks(where)},
-            **content,
-            bars=verdicts,
-            rows=rows,
-        )
-
-
-if __name__ == "__main__":
-    typer.run(main)
+        settings = {"quick": quick, "graph_optimization": "off", "cpu_threads": 2}
+        recording.write(settings=settings, **content, bars=verdicts, rows=rows)

@@ -1,39 +1,33 @@
-"""How exact every op is: the largest error in units in the last place, beside torch's and ONNX Runtime's."""
+"""The accuracy of every op: its largest error in units in the last place, beside torch and ONNX Runtime."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twinop import torch_op
-from twinop.bench import report
-from twinop.bench.cases import ROWS, Case, family_of, input_shape, make_outputs
-from twinop.bench.cells import IN_ORT, IN_TORCH, OURS
-from twinop.bench.peers import Entry
-from twinop.bench.providers import EAGER, Problem, Providers, reason_of
-from twinop.bench.runs import reference
-from twinop.bench.verdicts import Verdict
+
+from . import report
+from .cases import ROWS, UNARY, Case, family_of, input_shape, make_outputs, reference
+from .cells import IN_ORT, IN_TORCH
+from .peers import Entry
+from .providers import EAGER, Problem, Providers, reason_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 ELEMENTS = 1 << 22
 SHAPE = (512, 4096)
 SHIFTED = ("layer_norm", "add_layer_norm")
-"""A result near zero is a difference of larger numbers here: its error is counted in ulp of 1 at least."""
-
-CAPTION = (
-    "ulp: of the exact result in the result's dtype (layer_norm: of 1 at least); 0.5 is correctly rounded. "
-    "16-bit types of one input: every finite value."
-)
+"""Ops whose results near zero are differences of larger numbers. Their ulp is at least the ulp of 1."""
 
 
 def providers(entries: Mapping[str, Entry]) -> list[str]:
-    """Whose errors are compared."""
+    """Returns the names of the providers whose errors are compared."""
     return [IN_TORCH, IN_ORT, EAGER, *(name for entry in entries.values() for name in entry.ort)]
 
 
 def measure(who: Providers, entries: Mapping[str, Entry]) -> list[dict[str, Any]]:
-    """A row for each op, dtype and provider: the largest error over all outputs."""
+    """Returns a row for each op, dtype and provider, with the largest error over all outputs."""
     rows: list[dict[str, Any]] = []
     with report.progress("numerics", len(entries) * len(DTYPES)) as step, torch.no_grad():
         for name, entry in entries.items():
@@ -58,7 +52,7 @@ def _op(who: Providers, name: str, entry: Entry, dtype: str) -> list[dict[str, A
         try:
             results = subject.result()
             error = max(ulp_error(a, b, least) for a, b in zip(results, expected, strict=True))
-        except Exception as failure:  # whatever a peer raises
+        except Exception as failure:  # any error of a peer
             who.problems.append(Problem(case, provider, reason_of(failure)))
             continue
         rows.append(
@@ -76,8 +70,12 @@ def _op(who: Providers, name: str, entry: Entry, dtype: str) -> list[dict[str, A
 
 
 def draw(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
-    """Inputs of all magnitudes: every finite value where there are few, else normal and log-uniform ones."""
-    if case.family == "unary" and case.torch_dtype.itemsize == 2:
+    """Draws inputs of all magnitudes.
+
+    An op of one input gets every finite value of a 16-bit dtype. Other elementwise ops get normal and
+    log-uniform values, row-wise ops normal ones.
+    """
+    if case.family == UNARY and case.torch_dtype.itemsize == 2:
         every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=device).to(torch.int16)
         x = every.view(case.torch_dtype)
         x = x[x.isfinite()]
@@ -98,9 +96,14 @@ def draw(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
 
 
 def ulp_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """The largest distance from `expected` (fp64), in ulp of `actual`'s dtype at max(|expected|, least).
+    """Returns the largest distance between `actual` and `expected` in units in the last place (ulp).
 
-    Results beyond the dtype's range are left out. NaN or infinity for any other counts as infinite.
+    Expected values beyond the range of `actual`'s dtype do not count. NaN or infinity for any other value is
+    an infinite error.
+
+    Args:
+        expected: the exact result in float64.
+        least: an ulp is that of max(|expected|, least) in `actual`'s dtype.
     """
     info = torch.finfo(actual.dtype)
     kept = expected.abs() <= info.max
@@ -111,49 +114,3 @@ def ulp_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
     ulp = torch.ldexp(torch.full_like(exact, info.eps), exponent - 1)
     inf = float("inf")
     return float(((given - exact).abs() / ulp).nan_to_num(inf, posinf=inf).max())
-
-
-def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """Ours is never the worst; element-wise 16-bit results are within 1 ulp."""
-    found: list[Verdict] = []
-    for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
-        errors = {r["provider"]: r["max_ulp"] for r in rows if (r["op"], r["dtype"]) == (op, dtype)}
-        family = next(row["family"] for row in rows if row["op"] == op)
-        others = {name: error for name, error in errors.items() if name not in OURS}
-        for ours in filter(errors.__contains__, OURS):
-            value = errors[ours]
-            if others:
-                worst = max(others, key=others.__getitem__)
-                group = "numerics, never the worst"
-                bar = {"bar": f"<= {others[worst]} ({worst})", "passed": bool(value <= others[worst] + 1e-3)}
-                found.append(
-                    {"group": group, "what": f"{group}: {ours}, {op}, {dtype}", "value": value} | bar
-                )
-            if family != ROWS and dtype != "float32":
-                group = "numerics, element-wise in 16 bits, ulp"
-                bar = {"bar": "<= 1", "passed": bool(value <= 1)}
-                found.append(
-                    {"group": group, "what": f"{group}: {ours}, {op}, {dtype}", "value": value} | bar
-                )
-    return found
-
-
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    if not rows:
-        return
-    device = rows[0]["device"]
-    columns = ["", "dtype", IN_TORCH, IN_ORT, EAGER, "ONNX Runtime's own"]
-    table = report.table(f"Largest error in ulp, {device}", columns, CAPTION)
-    for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
-        errors = {r["provider"]: r["max_ulp"] for r in rows if (r["op"], r["dtype"]) == (op, dtype)}
-        others = [error for name, error in errors.items() if name not in OURS]
-        cells = []
-        for name in (IN_TORCH, IN_ORT, EAGER):
-            text = f"{errors[name]:.3g}" if name in errors else ""
-            if name in OURS and name in errors and others:
-                good = errors[name] <= max(others) + 1e-3
-                text = f"[{'green' if good else 'red'}]{text}[/]"
-            cells.append(text)
-        ort = {name.removeprefix("ORT "): e for name, e in errors.items() if name.startswith("ORT ")}
-        table.add_row(op, dtype, *cells, "; ".join(f"{name} {error:.3g}" for name, error in ort.items()))
-    report.show(table)

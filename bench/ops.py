@@ -1,125 +1,124 @@
-"""python -m twinop.bench: every op beside its peers, in torch and in ONNX Runtime."""
+"""The report on all ops, in torch and in ONNX Runtime, beside their peers: `twinop bench`."""
 
 import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
-
-if __name__ == "__main__":  # a script: the root comes first, and this folder is not a place to import from
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 import typer
 
-from twinop.bench import numerics, options, report
-from twinop.bench.cases import choose, without_entry
-from twinop.bench.cells import cells_of
-from twinop.bench.figures import draw
-from twinop.bench.measure import machine, measure
-from twinop.bench.merge import compare_with, load
-from twinop.bench.providers import Budget, Providers
-from twinop.bench.report import BenchError
-from twinop.bench.tables import show_cells, show_problems, show_seconds, show_verdicts
-from twinop.bench.verdicts import verdicts
-from twinop.bench.warm import warm
-from twinop.console import clear_errors, err, out
+from twinop.console import clear_errors, err
 
-KINDS = ("bandwidth", "latency", "numerics")
+from . import numerics, report
+from .cases import choose, make_inputs, make_outputs, without_entry
+from .cells import cells_of, numeric_verdicts, verdicts
+from .figures import draw_ops
+from .measure import cases_of, configure_compiler, machine, measure
+from .merge import announce, compare_with
+from .peers import Entry, resolve
+from .profiling import profile_kernels, write_trace
+from .providers import COMPILE, Budget, Providers
+from .recording import Commit, Device, Name, Ops, Output, Recording, read_ops
+from .report import BenchError
+from .tables import show_document
+
+KINDS = "bandwidth,latency,numerics"
+
+Parts = Annotated[
+    str | None,
+    typer.Option(
+        help="Parts of providers' names, such as twinop,eager,liger. Default: all.", show_default=False
+    ),
+]
+Kinds = Annotated[str, typer.Option(help="What to measure: bandwidth,latency,numerics.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A quick look: bfloat16, few shapes, few runs.")]
 
 
 def main(
-    ops: Annotated[
-        str | None, typer.Option(help="Such as gelu,softmax; else all.", show_default=False)
-    ] = None,
-    providers: Annotated[
-        str | None,
-        typer.Option(
-            help="Parts of providers' names, such as twinop,eager,liger; else all.", show_default=False
-        ),
-    ] = None,
-    kinds: Annotated[str, typer.Option(help="What to measure, of bandwidth,latency,numerics.")] = ",".join(
-        KINDS
-    ),
-    device: options.Device = "auto",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="bfloat16, few shapes, few runs: for a look.")
-    ] = False,
-    output: options.PlotFolder = None,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Of the files, without suffix; else ops-MACHINE.", show_default=False),
-    ] = None,
+    ops: Ops = None,
+    providers: Parts = None,
+    kinds: Kinds = KINDS,
+    device: Device = "auto",
+    quick: Quick = False,
+    output: Output = None,
+    name: Name = None,
     compare: Annotated[
         Path | None,
-        typer.Option(help="An older report: exit code 1 if a cell of ours lost 3 %.", show_default=False),
+        typer.Option(
+            help="An older report. Exit code 1 if a cell of twinop's lost more than 3 %.", show_default=False
+        ),
     ] = None,
     compile_seconds: Annotated[
-        int, typer.Option(help="Time that torch.compile may take in all, shared out over the ops.", min=0)
+        int, typer.Option(help="Seconds for torch.compile in all, divided among the ops.", min=0)
     ] = 200,
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Processes that compile in advance, in parallel; else half of the cores, none on a CPU.",
+            help="Processes that compile in advance. Default: half of the cores, none on a CPU.",
             min=0,
             show_default=False,
         ),
     ] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads, of ONNX Runtime and of torch.", min=1)] = 2,
+    threads: Annotated[int, typer.Option(help="CPU threads of ONNX Runtime and of torch.", min=1)] = 2,
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Measure nothing; write a chrome trace of one run of each provider.", show_default=False
+            help="Measure nothing; write a chrome trace of three runs of each provider.", show_default=False
         ),
     ] = None,
     ncu: Annotated[
         bool,
         typer.Option(
-            "--ncu", help="Measure nothing; run Nsight Compute on our kernels, or print the command."
+            "--ncu", help="Measure nothing; run Nsight Compute on twinop's kernels, or print the command."
         ),
     ] = False,
-    plots: Annotated[bool, typer.Option(help="Draw the plots, as `merge` does.")] = True,
-    commit: options.Commit = None,
+    plots: Annotated[bool, typer.Option(help="Draw the overview.")] = True,
+    commit: Commit = None,
 ) -> None:
-    """Measure every op beside its peers and a plain copy, and say which bars are met.
+    """Measure every op beside its peers and a plain copy, and list the bars that are met.
 
     Peers: torch eager, torch.compile (also max-autotune), Triton, numba, load_inline, Liger, ONNX Runtime's
-    own nodes, and apex, quack, flashinfer where installed. A provider whose result is wrong (against fp64) or
-    that raises is reported with the reason and not timed.
+    own nodes, and apex, quack and flashinfer if they are installed. A provider that fails, or whose result is
+    wrong against float64, is listed with the reason and not timed.
 
-    On a GPU: device time. Every run is queued behind a read and a memset of 1 GiB, which hide the host and
-    empty the L2. All providers of a cell run in turn in one process, on random data; medians; the copy and
-    our op are timed twice, and what a run differs from itself, or 1 %, is the tolerance. Latency: calls in a
-    CUDA graph.
+    On a GPU: device time. A read and a memset of 1 GiB precede each run; they hide the host and empty L2. All
+    providers of a cell run in turn, in one process, on random data; the report keeps medians. The copy and
+    twinop's op run twice, and the tolerance is the difference between the two runs, at least 1 %. Latencies
+    are those of calls in a CUDA graph.
 
-    On a CPU: wall time, fp32.
+    On a CPU: wall time, float32.
 
-    The report may be split: several runs with --ops and --name, then `merge`.
+    To split a report, run it several times with --ops and --name, then use `merge`. An interrupted report
+    leaves NAME.partial.json. `draw` draws the page of an op from the JSON file.
 
     Examples:
 
-        python -m twinop.bench
+        twinop bench
 
-        python -m twinop.bench --ops gelu,softmax --quick --output /tmp/report
+        twinop bench --ops gelu,softmax --quick --output /tmp/report
 
-        python -m twinop.bench --ops rms_norm --providers twinop,liger --kinds bandwidth
+        twinop bench --ops rms_norm --providers twinop,liger --kinds bandwidth
 
-        python -m twinop.bench --ops gelu --trace gelu.json
+        twinop bench --ops gelu --trace gelu.json
 
-        python -m twinop.bench --ops gelu --ncu
+        twinop bench --ops gelu --ncu
     """
     with clear_errors():
         where = report.choose_device(device)
         entries = choose(ops)
         wanted = [part.strip() for part in providers.split(",")] if providers else None
         chosen = [kind.strip() for kind in kinds.split(",")]
-        if unknown := set(chosen) - set(KINDS):
-            raise BenchError(f"--kinds {', '.join(sorted(unknown))}: expected some of {', '.join(KINDS)}")
-        old = load(compare) if compare else None
+        if unknown := set(chosen) - set(known := KINDS.split(",")):
+            raise BenchError(f"--kinds {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+        old = read_ops(compare) if compare else None
         if ncu:
-            from twinop.bench.ncu import profile
-
-            profile(where, entries)
+            profile_kernels(where, entries)
             return
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
         who = Providers(where, stream, threads, wanted, Budget(compile_seconds, len(entries)))
@@ -129,18 +128,15 @@ def main(
             torch.set_num_threads(threads)
         device_of = machine(where, who, rounds=rounds, seconds=seconds)
         if trace is not None:
-            from twinop.bench.trace import write_trace
-
             write_trace(device_of, entries, trace)
             return
 
-        folder = report.output_folder(output)
-        facts = report.environment(where, commit)
-        report.print_environment(facts)
+        recording = Recording("ops", where, output, commit, name)
         if names := without_entry():
             err.print(f"not in bench/peers: {', '.join(names)}", markup=False, highlight=False)
-        path = folder / f"{name or 'ops-' + report.machine_name(facts)}.json"
-        before, started = report.clocks(where), time.perf_counter()
+        measured, started = device_of.measured, time.perf_counter()
+        exact: list[dict[str, Any]] = []
+        precise = Providers(where, stream, threads, wanted, Budget(0, 0), only=numerics.providers(entries))
         settings = {
             "quick": quick,
             "rounds": rounds,
@@ -148,36 +144,34 @@ def main(
             "cpu_threads": threads,
         }
 
-        exact: list[dict[str, Any]] = []
-        precise = Providers(where, stream, threads, wanted, Budget(0, 0), only=numerics.providers(entries))
-
         def save(last: bool = False) -> dict[str, Any]:
-            content: dict[str, Any] = {
+            document: dict[str, Any] = {
                 "settings": settings,
-                "clocks": {"before": before, "after": report.clocks(where) if last else None},
-                "seconds": device_of.report.seconds | {"all": round(time.perf_counter() - started, 1)},
+                "seconds": measured.seconds | {"all": round(time.perf_counter() - started, 1)},
                 "not_measured": [problem.row() for problem in (*precise.problems, *who.problems)],
-                "bars": verdicts(cells_of(device_of.report.rows)) + numerics.verdicts(exact),
-                "rows": device_of.report.rows,
+                "bars": verdicts(cells_of(measured.rows)) + numeric_verdicts(exact),
+                "rows": measured.rows,
                 "numerics": exact,
             }
-            report.write_json(path, "ops", facts, quiet=True, **content)
-            return content
+            recording.write(last=last, **document)
+            return document
 
         count = workers if workers is not None else (_half_the_cores() if where.type == "cuda" else 0)
         if count:
-            options = [f"--kinds={kinds}", f"--device={where.type}", *(["--quick"] if quick else [])]
-            options += [f"--ops={ops}"] if ops else []
-            options += [f"--providers={providers}"] if providers else []
-            device_of.report.seconds["compiling in advance"] = round(warm(options, count), 1)
+            line = [f"--kinds={kinds}", f"--device={where.type}", *(["--quick"] if quick else [])]
+            line += [f"--ops={ops}"] if ops else []
+            line += [f"--providers={providers}"] if providers else []
+            measured.spend("compiling in advance", compile_in_advance(line, count))
         if "numerics" in chosen:
             start = time.perf_counter()
             exact += numerics.measure(precise, entries)
-            device_of.report.spend("numerics", start)
+            measured.spend("numerics", time.perf_counter() - start)
         measure(device_of, entries, quick=quick, kinds=chosen, save=save)
         document = save(last=True)
-        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
-        show(document, facts, path, plots)
+        show_document(document)
+        if plots:
+            title = report.machine_title(recording.facts)
+            announce(draw_ops(document["rows"], title, recording.path.with_suffix("")))
         if old is not None and not compare_with(old, document):
             raise typer.Exit(1)
 
@@ -186,18 +180,89 @@ def _half_the_cores() -> int:
     return min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
 
 
-def show(document: dict[str, Any], facts: dict[str, Any], path: Path, plots: bool = True) -> None:
-    """Tables on the terminal and plots beside the JSON file."""
-    cells = cells_of(document["rows"])
-    show_cells(cells)
-    numerics.show(document["numerics"])
-    show_problems(document["not_measured"])
-    show_verdicts(document["bars"])
-    show_seconds(document["seconds"])
-    title = facts.get("gpu") or f"{facts['cpu']} (CPU)"
-    for written in draw(cells, title, path.with_suffix("")) if plots else ():
-        out.print(f"wrote {written}", highlight=False, soft_wrap=True)
+# ------------------------------------------------------------------------------------------- compiling
+#
+# torch.compile and Triton cache what they compile on disk. Several processes fill the caches in parallel
+# before the report begins. Only the report autotunes, because it needs the GPU to itself.
+
+COMPILED = (COMPILE, "Triton", "Liger", "quack", "flashinfer")
+_LIMIT = 150.0  # seconds for the compilation in advance
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def compile_in_advance(line: Sequence[str], workers: int) -> float:
+    """Runs `twinop bench compile` with these options in several processes and waits for them.
+
+    A failure here costs only time: the report meets it again and lists it.
+
+    Returns:
+        The seconds it took.
+    """
+    start = time.perf_counter()
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as log, report.progress("compiling", 1) as step:
+        step(f"in {workers} processes")
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "twinop.bench", "compile", *line, "--part", f"{i}/{workers}"],
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+            for i in range(workers)
+        ]
+        for process in processes:
+            try:
+                process.wait(max(_LIMIT - (time.perf_counter() - start), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if any(process.returncode for process in processes):
+            log.seek(0)
+            codes = [process.returncode for process in processes]
+            last = (log.read().strip().splitlines() or [""])[-1]
+            err.print(f"compiling in advance: exit codes {codes}: {last}", markup=False, highlight=False)
+    return time.perf_counter() - start
+
+
+def compile_part(
+    part: Annotated[
+        str, typer.Option(help="Which cells: i/n is every n-th, starting with the i-th.")
+    ] = "0/1",
+    ops: Ops = None,
+    providers: Parts = None,
+    kinds: Kinds = KINDS,
+    device: Device = "auto",
+    quick: Quick = False,
+) -> None:
+    """Compile part of a report's cells for the providers that cache their code. Measures nothing."""
+    with clear_errors():
+        where = report.choose_device(device)
+        entries = choose(ops)
+        wanted = [name.strip() for name in providers.split(",")] if providers else None
+        index, count = map(int, part.split("/"))
+        configure_compiler()
+        stream = torch.cuda.Stream(where) if where.type == "cuda" else None
+        who = Providers(where, stream, 2, wanted, Budget(1e9, 1), only=COMPILED)
+        who.budget.next_op()
+        cases = [
+            (case, entry)
+            for name, entry in entries.items()
+            for case in cases_of(name, entry, where.type, quick=quick, kinds=kinds.split(","))
+        ]
+        if index == 0 and where.type == "cuda":
+            _build_inline(entries, who)
+        with torch.no_grad():
+            for case, entry in cases[index::count]:
+                inputs = make_inputs(case, entry, where)
+                outputs = make_outputs(case, entry, where)
+                for subject in who.build(case, entry, inputs, outputs).values():
+                    with suppress(Exception):  # the report meets it again and lists it
+                        subject.result()
+
+
+def _build_inline(entries: Mapping[str, Entry], who: Providers) -> None:
+    """Compiles the C++ extension, in one process only because the others would wait for it."""
+    wanted = who.wanted is None or any(part in "load_inline" for part in who.wanted)
+    if wanted and any("load_inline" in entry.peers for entry in entries.values()):
+        with suppress(Exception):
+            resolve("others:inline_module")()

@@ -1,40 +1,46 @@
-"""Who computes a cell, and how: twinop in both runtimes, torch, the compiled torch, and the peers."""
+"""The providers of a cell: twinop in both runtimes, torch, torch.compile, and the peers."""
 
 import re
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from onnx import NodeProto, helper
 from torch import Tensor
 
 from twinop import torch_op
-from twinop.bench import peers, runtime
-from twinop.bench.cases import FORWARD, Case, as_tuple
-from twinop.bench.cells import DOUBLE, IN_ORT, IN_TORCH
-from twinop.bench.peers import Entry
-from twinop.bench.runs import backward_run, named, onnx_nodes, relative_error
-from twinop.bench.timing import Restored, Run
+from twinop.record import DOMAIN
 from twinop.torch_op.registry import functions
+
+from . import peers, runtime
+from .cases import FORWARD, Case, as_tuple, backward_run, relative_error
+from .cells import DOUBLE, IN_ORT, IN_TORCH
+from .peers import Entry
+from .timing import Restored, Run
 
 EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "torch.compile max-autotune"
 _MODES = {COMPILE: "default", AUTOTUNE: "max-autotune-no-cudagraphs"}
 
-# The relative error (2-norm, against fp64) above which a result is wrong, and not timed.
+# The largest relative error (2-norm, against float64) of a result that is timed.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4, "float64": 1e-10}
+
+# The shapes that the compiler may autotune, which takes long.
+AUTOTUNED = ((1 << 28,), (1 << 26,), (32768, 4096), (4096, 65536), (64, 4096))
 
 
 @dataclass
 class Subject:
-    """A run, and the tensors that it writes where it does not return them."""
+    """A run, and the tensors that it writes if it does not return them."""
 
     run: Run
     bound: tuple[Tensor, ...] = ()
 
     def result(self) -> tuple[Tensor, ...]:
-        """Runs once."""
+        """Runs once and returns the outputs."""
         for tensor in self.bound:
             tensor.fill_(float("nan"))
         if isinstance(self.run, Restored):
@@ -45,7 +51,7 @@ class Subject:
 
 @dataclass
 class Budget:
-    """Seconds for torch.compile, shared out evenly over the ops that are still to come."""
+    """The seconds that torch.compile may take, divided evenly among the remaining ops."""
 
     seconds: float
     ops: int
@@ -63,7 +69,7 @@ class Budget:
 
 @dataclass
 class Problem:
-    """A cell of a provider that was not measured."""
+    """The reason why a provider was not measured in a cell."""
 
     case: Case
     provider: str
@@ -83,12 +89,13 @@ class Problem:
 
 @dataclass
 class Providers:
-    """Builds the runs of a cell.
+    """Builds and checks the runs of a cell.
 
     Args:
+        stream: the stream of torch and ONNX Runtime; None on the CPU.
+        threads: of ONNX Runtime's pool.
         wanted: parts of providers' names, or None for all.
-        stream: of torch and ONNX Runtime alike; None on the CPU.
-        only: build these alone, by their full names.
+        only: build these providers only, by their full names.
     """
 
     device: torch.device
@@ -98,11 +105,11 @@ class Providers:
     budget: Budget
     only: Sequence[str] | None = None
     problems: list[Problem] = field(default_factory=list)
-    ran: dict[str, list[str]] = field(default_factory=dict)  # ONNX Runtime's own: the nodes that really ran
     _sessions: dict[tuple[str, ...], Any] = field(default_factory=dict)
     _broken: dict[str, str] = field(default_factory=dict)
 
     def takes(self, provider: str) -> bool:
+        """Whether the options choose this provider."""
         if self.only is not None and provider not in self.only:
             return False
         return self.wanted is None or any(part.lower() in provider.lower() for part in self.wanted)
@@ -110,23 +117,26 @@ class Providers:
     def build(
         self, case: Case, entry: Entry, inputs: Mapping[str, Tensor], outputs: tuple[Tensor, ...]
     ) -> dict[str, Subject]:
-        """All providers of a cell that can be built; why others cannot goes to `problems`.
+        """Builds all providers of a cell that it can. The others go to `problems` with the reason.
 
         Args:
-            outputs: where ONNX Runtime writes; of a backward case, the gradients of the outputs.
+            outputs: where ONNX Runtime writes; in a backward case, the gradients of the outputs.
         """
-        makers: dict[str, Callable[[], Subject]] = {
-            IN_TORCH: lambda: self._torch(self._ours(entry), case, inputs, outputs),
-            EAGER: lambda: self._torch(entry.eager, case, inputs, outputs),
-        }
+        makers: dict[str, Callable[[], Subject]] = {}
+        for suffix, attributes in entry.all_variants():
+            ours = partial(functions[entry.op], **attributes)
+            makers[IN_TORCH + suffix] = partial(self._torch, ours, case, inputs, outputs)
+            if case.direction == FORWARD:
+                provider = IN_ORT + suffix
+                makers[provider] = partial(self._onnx, case, entry, provider, inputs, outputs)
+        makers[EAGER] = partial(self._torch, entry.eager, case, inputs, outputs)
         if case.direction == FORWARD:
-            makers[IN_ORT] = lambda: self._onnx(case, entry, IN_ORT, inputs, outputs)
             for provider in entry.ort:
                 makers[provider] = partial(self._onnx, case, entry, provider, inputs, outputs)
         for provider, peer in entry.peers.items():
             if case.direction == FORWARD or provider == "Liger":
-                makers[provider] = partial(self._peer, provider, peer, case, inputs, outputs)
-        torch._dynamo.reset()  # one function is compiled for 8 shapes at most
+                makers[provider] = partial(self._peer, peer, case, inputs, outputs)
+        torch._dynamo.reset()  # it compiles one function for at most 8 shapes
         for provider in _MODES:
             if self._compiles(provider, case):
                 makers[provider] = partial(self._compiled, provider, entry, case, inputs, outputs)
@@ -141,13 +151,13 @@ class Providers:
     def check(
         self, case: Case, subjects: dict[str, Subject], expected: Sequence[Tensor]
     ) -> dict[str, Subject]:
-        """Those whose result is right; the others become problems."""
+        """Returns the subjects whose result is correct. The others go to `problems`."""
         good: dict[str, Subject] = {}
         for provider, subject in subjects.items():
             start = time.perf_counter()
             try:
                 error = max(relative_error(a, b) for a, b in zip(subject.result(), expected, strict=True))
-            except Exception as failure:  # whatever a peer raises when it runs at last
+            except Exception as failure:  # any error of a peer that fails when it runs
                 self._remember(case, provider, failure)
                 continue
             finally:
@@ -160,7 +170,7 @@ class Providers:
         return good
 
     def close(self) -> None:
-        """Ends the sessions."""
+        """Closes the sessions."""
         self._sessions.clear()
 
     # ------------------------------------------------------------------------------------ makers
@@ -171,17 +181,14 @@ class Providers:
             return
         try:
             built[provider] = make()
-        except Exception as failure:  # no library, no kernel for the dtype, a compiler that is missing
+        except Exception as failure:  # a missing library or compiler, or no kernel for the dtype
             self._remember(case, provider, failure)
 
     def _remember(self, case: Case, provider: str, failure: Exception) -> None:
         reason = reason_of(failure)
         self.problems.append(Problem(case, provider, reason))
         if isinstance(failure, ImportError) or provider == "load_inline":
-            self._broken[provider] = reason  # a minute's compilation is not tried again
-
-    def _ours(self, entry: Entry) -> Callable[..., Any]:
-        return partial(functions[entry.op], **entry.attributes)
+            self._broken[provider] = reason  # do not repeat a compilation of a minute
 
     def _torch(
         self,
@@ -195,28 +202,21 @@ class Providers:
         return Subject(backward_run(function, list(inputs.values()), outputs))
 
     def _peer(
-        self,
-        provider: str,
-        peer: str,
-        case: Case,
-        inputs: Mapping[str, Tensor],
-        outputs: Sequence[Tensor],
+        self, peer: str, case: Case, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]
     ) -> Subject:
         function = peers.resolve(peer)
-        if case.direction == FORWARD:
-            return Subject(partial(function, *inputs.values()))
-        if peer not in peers.SPOILS_INPUTS:
-            return Subject(backward_run(function, list(inputs.values()), outputs))
+        if case.direction == FORWARD or peer not in peers.OVERWRITES_INPUTS:
+            return self._torch(function, case, inputs, outputs)
         own = [tensor.clone() for tensor in inputs.values()]
 
         def restore() -> None:
             for tensor, original in zip(own, inputs.values(), strict=True):
-                tensor.data.copy_(original)  # .data: autograd must not see that the saved tensors change
+                tensor.data.copy_(original)  # .data hides from autograd that the saved tensors change
 
         return Subject(Restored(backward_run(function, own, outputs), restore))
 
     def _compiles(self, provider: str, case: Case) -> bool:
-        """Within the budget, and the long autotuning for one dtype and few shapes only."""
+        """Whether the budget allows a compilation, and the case an autotuned one."""
         if self.device.type == "cpu" and self.wanted is None:
             return False
         if provider == AUTOTUNE and (case.dtype != "bfloat16" or case.shape not in AUTOTUNED):
@@ -236,9 +236,8 @@ class Providers:
     ) -> Subject:
         start = time.perf_counter()
         try:
-            compiled = torch.compile(
-                named(entry.eager, provider), fullgraph=True, dynamic=False, mode=_MODES[provider]
-            )
+            function = _renamed(entry.eager, provider)
+            compiled = torch.compile(function, fullgraph=True, dynamic=False, mode=_MODES[provider])
             return self._torch(compiled, case, inputs, outputs)
         finally:
             self.budget.spent += time.perf_counter() - start
@@ -254,31 +253,50 @@ class Providers:
         bound = dict(zip(torch_op.records()[entry.op].outputs, outputs, strict=True))
         key = (case.entry, case.dtype, str(len(case.shape)), provider)
         if key not in self._sessions:
-            self._sessions[key] = self._open(entry, provider, inputs, bound)
-        session = self._sessions[key]
-        run = runtime.bind(session, inputs, bound, synchronize=self.stream is None)
+            nodes, opset = onnx_nodes(entry, provider)
+            self._sessions[key] = runtime.open_session(
+                runtime.one_op(nodes, inputs, bound, opset),
+                self.device,
+                cpu_threads=self.threads,
+                stream=self.stream,
+                optimize=not provider.startswith(IN_ORT),
+            )
+        run = runtime.bind(self._sessions[key], inputs, bound, synchronize=self.stream is None)
         return Subject(run, tuple(bound.values()))
 
-    def _open(
-        self, entry: Entry, provider: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-    ) -> Any:
-        nodes, opset = onnx_nodes(entry, provider)
-        return runtime.open_session(
-            runtime.one_op(nodes, inputs, outputs, opset),
-            self.device,
-            library="custom_ops",
-            cpu_threads=self.threads,
-            stream=self.stream,
-            optimize=provider != IN_ORT,
-        )
+
+def onnx_nodes(entry: Entry, provider: str) -> tuple[list[NodeProto], int]:
+    """Returns the nodes of a provider in ONNX Runtime, and their opset."""
+    if provider.startswith(IN_ORT):
+        record = torch_op.records()[entry.op]
+        attributes = dict(entry.all_variants())[provider.removeprefix(IN_ORT)]
+        last = max(i for i, each in enumerate(record.inputs) if each.name in entry.input_names)
+        given = [each.name if each.name in entry.input_names else "" for each in record.inputs[: last + 1]]
+        outputs = list(record.outputs)
+        return [helper.make_node(record.onnx_name, given, outputs, "node0", domain=DOMAIN, **attributes)], 20
+    described = entry.ort[provider]
+    nodes = []
+    for i, (op_type, wires) in enumerate(described.nodes):
+        sources, targets = ([name.strip() for name in side.split(",")] for side in wires.split("->"))
+        options = dict(described.attributes) if i == 0 else {}
+        domain = described.domain if i == 0 else ""
+        nodes.append(helper.make_node(op_type, sources, targets, f"node{i}", domain=domain, **options))
+    return nodes, described.opset
 
 
 def reason_of(failure: Exception) -> str:
-    """One line; of ONNX Runtime's, what it says behind its codes."""
+    """Returns one line for an error; for ONNX Runtime's errors, the text after its codes."""
     first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
     text = f"{type(failure).__name__}: {first}" if first else type(failure).__name__
     return re.sub(r"^BenchError: .*?\[ONNXRuntimeError\] : \d+ : (\w+) : ", r"\1: ", text)[:300]
 
 
-# Where the compiler may try all of its settings: it takes its time.
-AUTOTUNED = ((1 << 28,), (1 << 26,), (32768, 4096), (4096, 65536), (64, 4096))
+def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns a function with its own code object, because the compiler caches its results by code object."""
+
+    def call(*inputs: Tensor) -> Any:
+        return function(*inputs)
+
+    name = "".join(letter if letter.isalnum() else "_" for letter in name)
+    code = call.__code__.replace(co_name=name)
+    return types.FunctionType(code, call.__globals__, name, None, call.__closure__)

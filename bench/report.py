@@ -1,10 +1,10 @@
-"""What the reports share: the machine they ran on, tables, JSON, progress."""
+"""What all reports share: the facts about the machine, tables and progress bars."""
 
-import json
 import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -20,24 +20,25 @@ from twinop.console import err, out
 from twinop.errors import TwinopError
 from twinop.library import find_library, read_library
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results"  # the recorded reports
+TELL_SECONDS = 10.0
 
 
 class BenchError(TwinopError):
-    """A report cannot be made here, or what would be measured is not what was meant."""
+    """A report cannot be made here, or would not measure what it should."""
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one.
+    """Returns the device for `--device`; `auto` takes the GPU if there is one.
 
     Raises:
-        BenchError: an unknown name, or CUDA where torch has none.
+        BenchError: the name is unknown, or it is `cuda` and torch sees no GPU.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise BenchError(f"--device {name}: expected auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise BenchError(
-            f"--device cuda: torch {torch.__version__} sees no GPU. Take --device cpu, or a machine with one"
+            f"--device cuda: torch {torch.__version__} sees no GPU. Use --device cpu, or a machine with a GPU"
         )
     use_cuda = name != "cpu" and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
@@ -47,7 +48,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Where and with what a report is made."""
+    """Returns the date, commit, machine and versions that a report is made with."""
     import onnxruntime
 
     library = read_library(find_library("custom_relu"))
@@ -75,7 +76,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
 
 
 def clocks(device: torch.device) -> dict[str, str] | None:
-    """The GPU's clocks, power and temperature now, as nvidia-smi has them; None without a GPU."""
+    """Returns the GPU's current clocks, power and temperature from nvidia-smi, or None for a CPU."""
     if device.type != "cuda":
         return None
     names = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.draw", "temperature.gpu")
@@ -84,9 +85,8 @@ def clocks(device: torch.device) -> dict[str, str] | None:
 
 
 def _nvidia_smi(device: torch.device, query: str) -> str:
-    uuid = getattr(
-        torch.cuda.get_device_properties(device), "uuid", None
-    )  # as CUDA_VISIBLE_DEVICES renumbers
+    # By UUID, because CUDA_VISIBLE_DEVICES renumbers the devices.
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     identifier = f"GPU-{uuid}" if uuid is not None else str(device.index or 0)
     command = ["nvidia-smi", f"--id={identifier}", f"--query-gpu={query}", "--format=csv,noheader"]
     return _output(command) or "unknown"
@@ -118,52 +118,17 @@ def _cpu_model() -> str:
 
 
 def machine_name(facts: Mapping[str, Any]) -> str:
-    """For file names: nvidia-h200, amd-epyc-2-cores."""
+    """Returns the machine's name for file names, such as nvidia-h200 or amd-epyc-2-cores."""
     text = facts.get("gpu") or f"{facts['cpu']} {facts['cpu_cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-# ------------------------------------------------------------------------------------------- output
+def machine_title(facts: Mapping[str, Any]) -> str:
+    """Returns the machine's name for the titles of plots."""
+    return str(facts.get("gpu") or f"{facts['cpu']}, {facts['cpu_cores']} cores")
 
 
-def output_folder(folder: Path | None) -> Path:
-    """Makes the folder, before anything is measured.
-
-    Raises:
-        BenchError: it cannot be made or written to.
-    """
-    folder = folder or RESULTS
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BenchError(
-            f"--output {folder}: cannot be made: {error.strerror}. Name another folder"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise BenchError(f"--output {folder}: not writable. Name another folder")
-    return folder
-
-
-def write_json(
-    path: Path, benchmark: str, facts: Mapping[str, Any], *, quiet: bool = False, **content: Any
-) -> None:
-    """One report: {"benchmark", "environment", ...content}."""
-    document = {"benchmark": benchmark, "environment": dict(facts), **content}
-    path.write_text(_dumps(document))
-    if not quiet:
-        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
-
-
-def _dumps(document: Mapping[str, Any]) -> str:
-    """JSON with a line for each entry of a list of dicts: they are many, and read and compared as lines."""
-    fields = []
-    for name, value in document.items():
-        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            lines = ",\n  ".join(map(json.dumps, value))
-            fields.append(f" {json.dumps(name)}: [\n  {lines}\n ]")
-        else:
-            fields.append(f" {json.dumps(name)}: " + json.dumps(value, indent=1).replace("\n", "\n "))
-    return "{\n" + ",\n".join(fields) + "\n}\n"
+# ------------------------------------------------------------------------------------------- the terminal
 
 
 def print_environment(facts: Mapping[str, Any]) -> None:
@@ -174,21 +139,26 @@ def print_environment(facts: Mapping[str, Any]) -> None:
 
 
 def show(content: Table) -> None:
-    """Prints a table; where there is no terminal whose width counts, in its full width."""
+    """Prints a table, at full width if the output is not a terminal."""
     console = out if out.is_terminal else Console(file=out.file, width=160)
     console.print(content)
 
 
 def table(title: str, columns: Sequence[str], caption: str | None = None) -> Table:
-    """The first column is text, the others are numbers."""
+    """Returns an empty table. The first column is text, the others are numbers."""
     result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for i, column in enumerate(columns):
         result.add_column(column, justify="left" if i == 0 else "right", no_wrap=i > 0)
     return result
 
 
+def flag(text: str, good: bool) -> str:
+    """Returns the text in green or red markup."""
+    return f"[{'green' if good else 'red'}]{text}[/]"
+
+
 def show_bars(verdicts: Sequence[Mapping[str, Any]]) -> None:
-    """What was promised and missed, and how much was met."""
+    """Prints the bars that are missed, and the number of those that are met."""
     missed = [bar for bar in verdicts if not bar["passed"]]
     for bar in missed:
         text = f"[red]missed:[/] {bar['what']}: {bar['value']}, bar {bar['bar']}"
@@ -197,18 +167,28 @@ def show_bars(verdicts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def size_name(elements: int) -> str:
+    """Returns 2^28 for a power of two, else the number."""
     exponent = elements.bit_length() - 1
     return f"2^{exponent}" if elements == 1 << exponent else str(elements)
 
 
 @contextmanager
 def progress(what: str, steps: int) -> Iterator[Any]:
-    """Shows a bar on stderr while the body runs; yields a function that takes one step and its name."""
+    """Shows a progress bar on stderr. Yields a function that advances it and takes the name of a step.
+
+    If stderr is not a terminal, it prints a line every 10 seconds instead.
+    """
     columns = (TextColumn(what), BarColumn(), TextColumn("{task.fields[now]}"), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(what, total=steps, now="")
+        done, told = 0, time.monotonic()
 
         def step(name: str) -> None:
+            nonlocal done, told
+            done += 1
             bar.update(task, advance=1, now=name)
+            if not err.is_terminal and time.monotonic() > told + TELL_SECONDS:
+                told = time.monotonic()
+                err.print(f"{what}: {done} of {steps}, {name}", markup=False, highlight=False, soft_wrap=True)
 
         yield step

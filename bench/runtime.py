@@ -1,4 +1,4 @@
-"""ONNX Runtime's side of the reports: models of one op, sessions, bindings to torch's memory."""
+"""ONNX Runtime's side of the reports: models, sessions, and bindings to torch's memory."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import torch  # before onnxruntime: both then use one set of CUDA libraries
-from onnx import TensorProto, helper
+import torch  # before onnxruntime, so that both use the same CUDA libraries
+from onnx import NodeProto, TensorProto, helper
 
-from twinop.bench.report import BenchError
-from twinop.bench.timing import Run
 from twinop.library import find_library
 from twinop.record import DOMAIN, DOMAIN_VERSION
+
+from .report import BenchError
+from .timing import Run
 
 ONNX_TYPES = {
     torch.float32: TensorProto.FLOAT,
@@ -24,17 +25,16 @@ ONNX_TYPES = {
 }
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
-
 share_pool = True
-"""Whether the sessions of this process share one pool of threads: then none can have one of its own."""
+"""Whether all sessions of this process share one thread pool. Then no session can have its own."""
 
 
 @cache
 def onnxruntime(cpu_threads: int) -> Any:
-    """The module. All sessions of this process share one pool of `cpu_threads` threads (`share_pool`).
+    """Returns the module, with a pool of `cpu_threads` threads for all sessions (see `share_pool`).
 
-    With a pool each, the threads of the session that ran last would go on spinning for a while, on the cores
-    that the next one needs. (Sessions with a pool of their own cannot be opened in this process any more.)
+    The threads of separate pools would spin for a while after each run, on the cores that the next session
+    needs. Once the shared pool exists, the process cannot open a session with a pool of its own.
     """
     import onnxruntime as ort
 
@@ -46,10 +46,17 @@ def onnxruntime(cpu_threads: int) -> Any:
     return ort
 
 
+# ------------------------------------------------------------------------------------------- models
+
+
 def chain(
     op_type: str, nodes: int, dtype: torch.dtype, size: int | str, **attributes: Any
 ) -> onnx.ModelProto:
-    """x -> op -> op -> ... -> y on tensors of one dimension; `size` is a number or a dimension's name."""
+    """Returns the model x -> op -> op -> ... -> y on one-dimensional tensors.
+
+    Args:
+        size: the number of elements, or the name of a dynamic dimension.
+    """
     domain = DOMAIN if op_type.startswith("Custom") else ""
     names = ["x", *(f"t{i}" for i in range(1, nodes)), "y"]
     graph = helper.make_graph(
@@ -66,16 +73,16 @@ def chain(
 
 
 def one_op(
-    nodes: Sequence[onnx.NodeProto],
+    nodes: Sequence[NodeProto],
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
     opset: int = 20,
     fixed: bool = False,
 ) -> onnx.ModelProto:
-    """A model of these nodes; its inputs and outputs have these tensors' dtypes and ranks.
+    """Returns a model of these nodes, whose inputs and outputs have these tensors' dtypes and ranks.
 
     Args:
-        fixed: their sizes too; else any.
+        fixed: give the model these tensors' sizes too, instead of dynamic dimensions.
     """
 
     def values(tensors: Mapping[str, torch.Tensor]) -> list[onnx.ValueInfoProto]:
@@ -94,11 +101,35 @@ def one_op(
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
+def repeat(nodes: Sequence[NodeProto], times: int) -> list[NodeProto]:
+    """Copies the nodes many times over the same inputs. The last copy keeps the names of the outputs."""
+    copies = []
+    inner = {name for node in nodes for name in node.output if name}
+    for i in range(times):
+        last = i == times - 1
+
+        def rename(name: str, i: int = i, last: bool = last) -> str:
+            return name if last or name not in inner else f"{name}_{i}"
+
+        for j, node in enumerate(nodes):
+            copy = NodeProto()
+            copy.CopyFrom(node)
+            copy.name = f"copy{i}_{j}"
+            del copy.input[:], copy.output[:]
+            copy.input.extend(map(rename, node.input))
+            copy.output.extend(map(rename, node.output))
+            copies.append(copy)
+    return copies
+
+
+# ------------------------------------------------------------------------------------------- sessions
+
+
 def open_session(
     model: onnx.ModelProto,
     device: torch.device,
     *,
-    library: str = "custom_relu",
+    library: str = "custom_ops",
     cpu_threads: int,
     stream: torch.cuda.Stream | None = None,
     cuda_graph: bool = False,
@@ -106,15 +137,15 @@ def open_session(
     fallback: bool = False,
     planned_nodes: list[str] | None = None,
 ) -> Any:
-    """A session that runs the model as it stands: no graph optimisation, no other provider.
+    """Opens a session that runs the model unchanged: no graph optimisation, no second provider.
 
     Args:
-        optimize: let ONNX Runtime optimize the graph as far as it can; then it may have other nodes.
-        fallback: nodes may run on the CPU beside the GPU.
-        planned_nodes: gets the types of the nodes that will run.
+        optimize: let ONNX Runtime optimise the graph fully, which may change its nodes.
+        fallback: allow nodes on the CPU beside the GPU.
+        planned_nodes: receives the types of the nodes that will run.
 
     Raises:
-        BenchError: the provider is missing, refuses a node, or the graph that will run has other nodes.
+        BenchError: the provider is missing or refuses a node, or other nodes would run than the model has.
     """
     ort = onnxruntime(cpu_threads)
     options = ort.SessionOptions()
@@ -137,11 +168,11 @@ def open_session(
             session = ort.InferenceSession(
                 model.SerializeToString(), options, providers=[(provider, provider_options), *cpu]
             )
-        except Exception as error:  # onnxruntime has no common base class of its errors
+        except Exception as error:  # onnxruntime's errors have no common base class
             raise BenchError(f"ONNX Runtime's {provider} does not run this model: {error}") from error
         if session.get_providers()[0] != provider:
             raise BenchError(
-                f"{provider} was asked for and not taken; `twinop run model.onnx --provider cuda` says why"
+                f"ONNX Runtime did not take {provider}; `twinop run model.onnx --provider cuda` says why"
             )
         wanted = [node.op_type for node in model.graph.node]
         found = [node.op_type for node in onnx.load(planned).graph.node]
@@ -154,11 +185,6 @@ def open_session(
     return session
 
 
-def bound_run(session: Any, x: torch.Tensor, y: torch.Tensor, *, synchronize: bool = True) -> Run:
-    """`bind` for a model of one input and one output."""
-    return bind(session, {"x": x}, {"y": y}, synchronize=synchronize)
-
-
 def bind(
     session: Any,
     inputs: Mapping[str, torch.Tensor],
@@ -166,7 +192,7 @@ def bind(
     *,
     synchronize: bool = True,
 ) -> Run:
-    """A run of the session on these tensors' own memory.
+    """Returns a run of the session on these tensors' own memory.
 
     Args:
         synchronize: wait for the device before returning.
@@ -174,15 +200,13 @@ def bind(
     import onnxruntime as ort
 
     binding = session.io_binding()
-    binding.tensors = (dict(inputs), dict(outputs))  # it knows addresses: keeps them alive as long as itself
+    binding.tensors = (dict(inputs), dict(outputs))  # a binding holds addresses only: keep the tensors alive
     for bind_tensor, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
         for name, tensor in tensors.items():
             place = (tensor.device.type, tensor.device.index or 0)
             bind_tensor(name, *place, ONNX_TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
     if synchronize:
         return partial(session.run_with_iobinding, binding)
-    run_options = (
-        ort.RunOptions()
-    )  # costs the host 30 us: the Python side looks for an entry that is not there
+    run_options = ort.RunOptions()
     run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return partial(session.run_with_iobinding, binding, run_options)

@@ -1,4 +1,4 @@
-"""The machine code of our elementwise kernels: how many instructions an element takes, by unit."""
+"""The machine code of the elementwise kernels: instructions per element, by unit."""
 
 import re
 import shutil
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from twinop.bench.report import BenchError
+from .report import BenchError
 
-# An elementwise kernel, by its mangled name: functor, type of its arithmetic, type of the tensors, width,
-# threads, vectors, outputs, inputs.
+# The mangled name of an elementwise kernel: functor, arithmetic type, tensor type, width, threads, vectors,
+# outputs, inputs.
 _KERNEL = re.compile(
     r"ElementwiseKernelINS_\d+([A-Za-z0-9]+?)I(?:f|d|NS_6NarrowE)EE(f|d|\d+__half|\d+__nv_bfloat16)"
     r"Li(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E"
@@ -21,7 +21,7 @@ _RESIDENT = (128, 4)  # threads and vectors of the kernels for tensors that stay
 _DTYPES = {"f": "float32", "d": "float64", "6__half": "float16", "13__nv_bfloat16": "bfloat16"}
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
 
-# Lanes of one multiprocessor of compute capability 9.0 in a clock (CUDA C++ Programming Guide, throughput of
+# Lanes per clock of one multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide, throughput of
 # arithmetic instructions). Each of its 4 schedulers issues one instruction of 32 lanes.
 LANES = {"issue": 128, "FMA": 128, "ALU": 64, "XU": 16, "FP64": 64, "LSU": 32}
 _UNITS = {
@@ -29,7 +29,7 @@ _UNITS = {
     "XU": "MUFU FRND F2F F2I I2F",
     "FP64": "DFMA DADD DMUL DSETP",
     "LSU": "LDG STG LDS STS LDL STL LDC",
-    "": "BRA BSSY BSYNC EXIT CALL RET NOP S2R S2UR VOTE WARPSYNC BREAK",  # issued, at no unit that counts
+    "": "BRA BSSY BSYNC EXIT CALL RET NOP S2R S2UR VOTE WARPSYNC BREAK",  # units that are not counted
 }
 _UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names.split()}
 
@@ -42,7 +42,7 @@ class Instruction:
 
     @property
     def unit(self) -> str:
-        """What executes it; the ALU is where everything else goes but the uniform registers' arithmetic."""
+        """The unit that executes it: the ALU by default, none for arithmetic in uniform registers."""
         short = self.name.split(".")[0]
         return _UNIT_OF.get(short, "" if short.startswith("U") else "ALU")
 
@@ -57,9 +57,9 @@ class Kernel:
     dtype: str
     vectors: int
     elements: int
-    """That a thread computes."""
+    """Elements that a thread computes."""
     units: dict[str, int]
-    """Instructions of a thread by unit; `issue` is all of them."""
+    """Instructions of a thread by unit. `issue` counts all of them."""
 
     @property
     def per_element(self) -> dict[str, float]:
@@ -67,29 +67,30 @@ class Kernel:
 
     @property
     def clocks(self) -> dict[str, float]:
-        """Of a multiprocessor for one element, by unit."""
+        """Clocks of a multiprocessor for one element, by unit."""
         return {unit: self.units[unit] / self.elements / lanes for unit, lanes in LANES.items()}
 
 
 def find_cuobjdump() -> str:
-    """
+    """Returns the path of cuobjdump.
+
     Raises:
-        BenchError: it is nowhere.
+        BenchError: it or nvdisasm, which it needs, is not installed.
     """
     found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
     if found is None or shutil.which("nvdisasm", path=f"{Path(found).parent}:/usr/local/cuda/bin") is None:
         raise BenchError(
-            "no cuobjdump and nvdisasm here: parts of the CUDA toolkit (packages cuda-cuobjdump and "
+            "no cuobjdump and nvdisasm here. They are parts of the CUDA toolkit (packages cuda-cuobjdump and "
             "cuda-nvdisasm). Put the folder of both on PATH"
         )
     return found
 
 
 def kernels(library: Path) -> list[Kernel]:
-    """The elementwise kernels of a library that take whole vectors from memory.
+    """Returns the elementwise kernels of a library that load whole vectors.
 
     Raises:
-        BenchError: cuobjdump failed, or the library has no such kernels for compute capability 9.0.
+        BenchError: cuobjdump failed, or the library has no such kernel for compute capability 9.0.
     """
     command = [find_cuobjdump(), "-sass", "-arch", "sm_90", str(library)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -104,7 +105,7 @@ def kernels(library: Path) -> list[Kernel]:
 
 
 def read(lines: Iterable[str]) -> Iterator[Kernel]:
-    """The kernels in cuobjdump's output."""
+    """Returns the kernels in cuobjdump's output."""
     name, body = "", dict[int, Instruction]()
     for line in (*lines, "Function : "):
         if "Function : " in line:
@@ -130,15 +131,16 @@ def _kernel(name: str, body: dict[int, Instruction]) -> Kernel | None:
 
 
 def shortest_path(body: dict[int, Instruction], loads: int, stores: int) -> list[Instruction]:
-    """The fewest instructions from the entry to an exit that make so many 16-byte loads and stores: a lower
-    bound of what a thread whose vectors are whole executes.
+    """Returns the shortest path from the entry to an exit with this number of 16-byte loads and stores.
+
+    It is a lower bound for a thread that handles whole vectors only.
 
     Raises:
         BenchError: there is no such path.
     """
     addresses = sorted(body)
     following = dict(pairwise(addresses))
-    start = (addresses[0] if addresses else 0, -1, 0, 0)  # where, where a call returns to, loads, stores
+    start = (addresses[0] if addresses else 0, -1, 0, 0)  # address, return address, loads, stores
     before: dict[tuple[int, int, int, int], tuple[int, int, int, int] | None] = {start: None}
     queue = deque([start] if addresses else [])
     while queue:
@@ -172,4 +174,4 @@ def shortest_path(body: dict[int, Instruction], loads: int, stores: int) -> list
             if to in body and following_state not in before:
                 before[following_state] = state
                 queue.append(following_state)
-    raise BenchError(f"no way through the kernel makes {loads} loads and {stores} stores of 16 bytes")
+    raise BenchError(f"no path through the kernel makes {loads} loads and {stores} stores of 16 bytes")

@@ -1,4 +1,4 @@
-"""Timing several runs against each other: in turn, so that all see the same clocks and neighbours."""
+"""Timing of several runs in turn, so that all of them meet the same clocks and the same other load."""
 
 import statistics
 import time
@@ -10,16 +10,17 @@ import torch
 
 Run = Callable[[], object]
 
-_FLUSH_BYTES = (
-    1 << 30
-)  # read and set in 0.6 ms: longer than any host needs to queue a run, and larger than any L2
+_FLUSH_BYTES = 1 << 30  # larger than any L2; reading and setting it hides the host for 0.6 ms
 
 
 @dataclass(frozen=True)
 class Time:
-    """Of one run, in seconds. Nine of ten runs took longer than `low`.
+    """The times of one run in seconds.
 
-    `host`: of device times, what queueing a run took the host; as `low`, for a full queue makes it wait.
+    Attributes:
+        low: the tenth percentile.
+        host: of device times, what the host took to queue a run; the tenth percentile, because a full queue
+            makes the host wait.
     """
 
     median: float
@@ -33,10 +34,18 @@ class Time:
         queueing = sorted(host)[len(host) // 10] if host else None
         return cls(statistics.median(ordered), ordered[len(ordered) // 10], len(ordered), queueing)
 
+    def row(self) -> dict[str, Any]:
+        """Returns the fields of a report's row."""
+        return {
+            "median_us": round(self.median * 1e6, 3),
+            "low_us": round(self.low * 1e6, 3),
+            "runs": self.runs,
+        } | ({"host_us": round(self.host * 1e6, 1)} if self.host is not None else {})
+
 
 @dataclass(frozen=True)
 class Restored:
-    """A run that spoils its inputs: `restore` mends them before each, outside the time."""
+    """A run that overwrites its inputs. `restore` repairs them before each run, outside the measured time."""
 
     run: Run
     restore: Run
@@ -53,11 +62,11 @@ def _restore(run: Run) -> None:
 def host_times(
     runs: Mapping[str, Run], *, rounds: int, seconds: float, warmup: int = 5, after: Run | None = None
 ) -> dict[str, Time]:
-    """Wall time of runs that are over when they return.
+    """Measures the wall time of runs that are complete when they return.
 
     Args:
-        runs: by name. Every round runs each once, in turn another one first.
-        rounds: at most this many.
+        runs: by name. Each round executes each of them once and starts with a different one.
+        rounds: the largest number of rounds.
         seconds: stop after this time, once there are 15 rounds.
         after: called after each run, within its time (a synchronize).
     """
@@ -82,23 +91,22 @@ def host_times(
 
 
 class DeviceTimer:
-    """Device time on one CUDA stream: a read and a memset before each run hide the host and empty the L2."""
+    """Measures device time on one CUDA stream. Other work before each run hides the host and empties L2."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self.flush = torch.zeros(_FLUSH_BYTES // 8, dtype=torch.int64, device=stream.device)
 
     def _empty_cache(self) -> None:
-        """Leaves L2 full of lines to write, as a kernel finds it behind others.
+        """Fills L2 with other lines.
 
-        A memset alone does not evict what a run marked to be kept: after relu of 2^24 elements in bfloat16 on
-        an H200 its 32 MiB were read in 13.8 us instead of 15.1, others in 15.6; not so after other reads.
+        The read comes first because a memset does not evict the lines that a kernel has marked to keep.
         """
         self.flush.amax()
         self.flush.zero_()
 
     def times(self, runs: Mapping[str, Run], *, rounds: int, warmup: int = 3) -> dict[str, Time]:
-        """Device time of what each run queues on the stream, which is also torch's current one meanwhile."""
+        """Measures the device time of what each run queues on the stream, which is torch's current one."""
         events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runs}
         host: dict[str, list[float]] = {name: [] for name in runs}
         order = list(runs.items())

@@ -7,14 +7,14 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
-from PIL import Image
+from rich.console import Console
 
-from twinop.bench import relu, report
+from twinop.bench import node_overhead, ops, recording, report
 from twinop.bench.__main__ import Commands
+from twinop.bench.recording import read_json
 from twinop.bench.report import BenchError
 from twinop.bench.timing import DeviceTimer, Time, host_times
 
@@ -24,16 +24,14 @@ ON_GPU = {"gpu", "driver", "cuda_torch", "cuda_archs"}
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != str(ROOT)]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(path)}  # bench finds the root by itself
+    variables = os.environ | {"TWINOP_COMMIT": "abc123"} | environment
     return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=variables | {"TWINOP_COMMIT": "abc123"} | environment,
-        timeout=280,
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=variables, timeout=280
     )
+
+
+def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run("-m", "twinop.bench", *arguments, **environment)
 
 
 def check_origin(document: dict[str, Any], benchmark: str) -> None:
@@ -41,7 +39,11 @@ def check_origin(document: dict[str, Any], benchmark: str) -> None:
     assert document["benchmark"] == benchmark and document["settings"]
     assert environment.keys() >= ENVIRONMENT | (ON_GPU if environment["device"] == "cuda" else set())
     for bar in document.get("bars", []):
-        assert bar.keys() >= {"what", "value", "bar", "passed"} and isinstance(bar["passed"], bool)
+        if benchmark == "ops":  # a line for each group
+            assert bar["cells"] == bar["met"] + len(bar["missed"])
+            assert not any(missed["passed"] for missed in bar["missed"])
+        else:
+            assert bar.keys() >= {"what", "value", "bar", "passed"} and isinstance(bar["passed"], bool)
 
 
 def check_document(document: dict[str, Any], benchmark: str) -> None:
@@ -52,38 +54,11 @@ def check_document(document: dict[str, Any], benchmark: str) -> None:
         assert 0 < row["low_us"] <= row["median_us"] and row["runs"] > 0
 
 
-def test_relu_report(tmp_path: Path) -> None:
-    done = run(
-        "-m",
-        "twinop.bench",
-        "relu",
-        "--device",
-        "cpu",
-        "--quick",
-        "--log2-sizes",
-        "4,7",
-        f"--output={tmp_path}",
-    )
+def test_node_overhead_report(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--quick", "--output", str(tmp_path), "--commit", "def456"]
+    done = bench("node-overhead", *options)
     assert done.returncode == 0, done.stderr
-    assert "twinop in ORT" in done.stdout and "bars met" in done.stdout
-    (path,) = tmp_path.glob("relu-*.json")
-    document = json.loads(path.read_text())
-    check_document(document, "relu")
-    assert document["environment"]["commit"] == "abc123"
-    assert {row["elements"] for row in document["rows"]} == {16, 128}
-    assert {relu.IN_ORT, relu.ORT_RELU, relu.IN_TORCH, relu.EAGER, relu.COPY} <= {
-        row["provider"] for row in document["rows"]
-    }
-    with Image.open(path.with_suffix(".png")) as image:
-        image.load()
-        assert image.format == "PNG" and min(image.size) > 300
-    assert ElementTree.parse(path.with_suffix(".svg")).getroot().tag.endswith("svg")
-
-
-def test_node_overhead_report_run_as_a_script(tmp_path: Path) -> None:
-    script = ROOT / "bench" / "node_overhead.py"
-    done = run(str(script), "--device", "cpu", "--quick", "--output", str(tmp_path), "--commit", "def456")
-    assert done.returncode == 0, done.stderr
+    assert "200 nodes, wall" in done.stdout and "bars met" in done.stdout
     (path,) = tmp_path.glob("node-overhead-*.json")
     document = json.loads(path.read_text())
     check_document(document, "node-overhead")
@@ -95,24 +70,87 @@ def test_node_overhead_report_run_as_a_script(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(report.RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_recorded_results_say_where_they_come_from(path: Path) -> None:
-    document = json.loads(path.read_text())
+    document = read_json(path)
     of_no_kernel = document["benchmark"] in ("instructions", "serve", "soak")
     (check_origin if of_no_kernel else check_document)(document, document["benchmark"])
     assert document["environment"]["commit"] != "unknown"
 
 
 def test_help_teaches() -> None:
-    done = run("-m", "twinop.bench", "relu", "--help", COLUMNS="200")
-    assert done.returncode == 0 and "--quick" in done.stdout and "python bench/relu.py" in done.stdout
+    done = bench("node-overhead", "--help", COLUMNS="200")
+    assert done.returncode == 0 and "--quick" in done.stdout
+    assert "twinop bench node-overhead --device cpu" in done.stdout
+
+
+def test_the_time_that_it_takes_is_said_before_anything_is_imported() -> None:
+    """torch alone takes seconds."""
+    missing = "import sys; sys.modules.update(dict.fromkeys(('torch', 'onnxruntime', 'numpy', 'onnx')))"
+    for command, takes in Commands.takes.items():
+        done = run("-c", f"{missing}; from twinop.bench.__main__ import app; app([{command!r}])")
+        said = f"{command}: with the default options this takes {takes}"
+        assert done.returncode == 1 and done.stderr.splitlines()[0] == said
+    timeless = {"merge", "compare", "draw"}
+    assert Commands.takes.keys() == Commands.modules.keys() - Commands.unlisted - timeless
+
+
+def test_a_log_is_told_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(report, "err", Console(file=sys.stderr))
+    with report.progress("cells", 2) as step:
+        step("first")
+        step("second")
+    assert "cells: 1 of 2, first\ncells: 2 of 2, second\n" in capsys.readouterr().err
+
+
+def test_results_are_not_written_over_the_recorded_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recording.output_folder(None).resolve() == tmp_path / "bench-results"
+    ignored = subprocess.run(["git", "check-ignore", "-q", "bench-results/ops.json"], cwd=ROOT, check=False)
+    assert ignored.returncode in (0, 128)  # 128: not a clone
+
+
+def test_an_interrupted_report_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, save: Any, **options: Any) -> None:
+        save()
+        raise KeyboardInterrupt
+
+    def make() -> None:
+        options = {"device": "cpu", "quick": True, "name": "report", "plots": False}
+        ops.main(ops="relu", kinds="bandwidth", output=tmp_path, **options)  # type: ignore[arg-type]
+
+    old = tmp_path / "report.json"
+    old.write_text("{}")
+    monkeypatch.setattr(ops, "measure", interrupted)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    assert old.read_text() == "{}"
+    check_origin(json.loads((tmp_path / "report.partial.json").read_text()), "ops")
+
+    monkeypatch.setattr(ops, "measure", lambda *arguments, save, **options: save())
+    make()
+    check_origin(json.loads(old.read_text()), "ops")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+MISSING = "import sys; sys.modules.update(dict.fromkeys(('kserve', 'grpc', 'tritonclient', 'fastapi')))"
 
 
 def test_kernels_are_measured_without_what_the_service_needs() -> None:
     """Where neither KServe nor gRPC is installed, as on a machine that is there for its GPU."""
-    missing = "import sys; sys.modules.update(dict.fromkeys(('kserve', 'grpc', 'tritonclient', 'fastapi')))"
-    modules = {entry.partition(":")[0] for entry in Commands.modules.values()}
-    assert {"twinop.bench.ops", "twinop.bench.serve"} <= modules
-    done = run("-c", f"{missing}; import twinop.bench.__main__, {', '.join(modules)}")
+    modules = {entry.partition(":")[0] for entry in Commands.modules.values()} - {"twinop.bench.serving.soak"}
+    assert {"twinop.bench.ops", "twinop.bench.serving.serve"} <= modules
+    done = run("-c", f"{MISSING}; import twinop.bench.__main__, {', '.join(modules)}")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_soak_names_the_package_that_is_missing() -> None:
+    done = run("-c", f"{MISSING}; from twinop.bench.__main__ import app; app(['soak'])", COLUMNS="200")
+    assert done.returncode == 1 and "this command needs the package grpc" in done.stderr
 
 
 def test_importing_the_folder_itself_is_refused() -> None:
@@ -124,12 +162,11 @@ def test_importing_the_folder_itself_is_refused() -> None:
     ("arguments", "message"),
     [
         (["--device", "tpu"], "--device tpu: expected auto, cpu or cuda"),
-        (["--device", "cpu", "--log2-sizes", "x"], "--log2-sizes x: expected numbers from 0 to 31"),
         (["--device", "cpu", "--output", "README.md/results"], "--output README.md/results: cannot be made"),
     ],
 )
 def test_bad_options_are_one_message(arguments: list[str], message: str) -> None:
-    done = run("bench/relu.py", "--quick", *arguments, COLUMNS="200")
+    done = bench("node-overhead", "--quick", *arguments, COLUMNS="200")
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
@@ -158,11 +195,10 @@ runtime.open_session(model, torch.device("cpu"), cpu_threads=2)
     assert done.returncode == 1 and message in done.stderr
 
 
-def test_a_wrong_result_is_not_measured() -> None:
-    x = torch.randn(8)
-    y = torch.empty_like(x)
-    with pytest.raises(BenchError, match="broken is not torch.relu"):
-        relu.check({"broken": lambda: y.copy_(x)}, x, y)
+def test_a_wrong_result_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_overhead, "OPS", {"broken": "Neg", "built-in": "Relu"})
+    with pytest.raises(BenchError, match="broken: 1 nodes are not torch.relu: nothing is measured"):
+        node_overhead.Chains(torch.device("cpu"), 1, cpu_threads=1)
 
 
 def test_host_times_runs_all_in_turn() -> None:
@@ -187,10 +223,8 @@ def test_device_times_leave_the_host_out() -> None:
 
 
 @pytest.mark.cuda
-def test_reports_on_the_gpu(tmp_path: Path) -> None:
-    for command in (["relu", "--log2-sizes", "12,20"], ["node-overhead"]):
-        done = run("-m", "twinop.bench", *command, "--device", "cuda", "--quick", "--output", str(tmp_path))
-        assert done.returncode == 0, done.stderr
-    for benchmark in ("relu", "node-overhead"):
-        (path,) = tmp_path.glob(f"{benchmark}-*.json")
-        check_document(json.loads(path.read_text()), benchmark)
+def test_node_overhead_report_on_the_gpu(tmp_path: Path) -> None:
+    done = bench("node-overhead", "--device", "cuda", "--quick", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("node-overhead-*.json")
+    check_document(json.loads(path.read_text()), "node-overhead")

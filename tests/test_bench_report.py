@@ -1,124 +1,23 @@
-"""What the report makes of its measurements: verdicts, files, plots, commands, messages."""
+"""What the report makes of its measurements: files, plots, commands, messages."""
 
 import importlib.util
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_rows import FAST, rows_of
 from PIL import Image
 from typer.testing import CliRunner
 
-from twinop import torch_op
-from twinop.bench import merge, ncu, numerics, verdicts
+from twinop.bench import profiling
 from twinop.bench.__main__ import app
 from twinop.bench.cases import BACKWARD, FORWARD
-from twinop.bench.cells import IN_ORT, IN_TORCH, Cell, cells_of
-from twinop.bench.figures import draw
+from twinop.bench.cells import IN_ORT, IN_TORCH, cells_of
+from twinop.bench.figures import draw_ops
 from twinop.bench.providers import EAGER
+from twinop.bench.recording import pack, read_ops, unpack
 from twinop.bench.report import BenchError
-
-# ------------------------------------------------------------------------------- verdicts
-
-
-def rows_of(
-    times: Mapping[str, float], op: str = "relu", shape: str = "2^28", **other: Any
-) -> list[dict[str, Any]]:
-    family = "rows" if "x" in shape else "unary"
-    row = {
-        "kind": "bandwidth",
-        "device": "cuda",
-        "op": op,
-        "family": family,
-        "direction": "forward",
-        "dtype": "bfloat16",
-        "shape": shape,
-        "aligned": True,
-        "bytes": 1 << 30,
-        "runs": 9,
-    }
-    return [
-        row
-        | other
-        | {"provider": name, "median_us": us, "low_us": us, "gb_per_s": 1e3 * (1 << 30) / us * 1e-6}
-        for name, us in times.items()
-    ]
-
-
-def failed(rows: list[dict[str, Any]]) -> set[str]:
-    return {verdict["group"] for verdict in verdicts.verdicts(cells_of(rows)) if not verdict["passed"]}
-
-
-COPY = {"torch copy_": 100.0, "torch copy_ again": 100.5}
-
-
-@pytest.mark.parametrize(
-    ("times", "op", "shape", "missed"),
-    [
-        ({IN_TORCH: 101.0, EAGER: 110.0}, "relu", "2^28", set()),
-        ({IN_TORCH: 105.0, EAGER: 110.0}, "relu", "2^28", {"share of the copy, unary"}),
-        ({IN_TORCH: 101.0, EAGER: 99.0}, "relu", "2^28", {"forward, against the best peer"}),
-        ({IN_TORCH: 107.0}, "softmax", "32768x4096", set()),
-        ({IN_TORCH: 110.0}, "softmax", "32768x4096", {"share of the copy, rows"}),
-        ({IN_TORCH: 110.0}, "softmax", "4096x65536", set()),
-        ({IN_TORCH: 105.0}, "swiglu", "32768x4096", {"share of the copy, rows"}),
-        ({IN_ORT: 100.0, "ORT Softmax": 200.0}, "softmax", "32768x4096", set()),
-        (
-            {IN_ORT: 100.0, "ORT Softmax": 150.0},
-            "softmax",
-            "32768x4096",
-            {"in ORT, times as fast as its built-in"},
-        ),
-    ],
-)
-def test_verdicts(times: dict[str, float], op: str, shape: str, missed: set[str]) -> None:
-    assert failed(rows_of(COPY | times, op, shape)) == missed
-
-
-def test_a_run_that_differs_from_itself_is_the_tolerance() -> None:
-    times = COPY | {IN_TORCH: 105.0, IN_TORCH + " again": 110.0}
-    [cell] = cells_of(rows_of(times))
-    assert cell.tolerance == pytest.approx(5 / 105)
-    assert failed(rows_of(times)) == set()
-    noisy = COPY | {IN_TORCH: 150.0, IN_TORCH + " again": 300.0}
-    assert failed(rows_of(noisy)) == {"share of the copy, unary"}, "noise does not excuse everything"
-
-
-@pytest.mark.parametrize("aligned", [True, False])
-def test_misaligned_rows_have_a_bar_of_their_own(aligned: bool) -> None:
-    missed = failed(rows_of(COPY | {IN_TORCH: 115.0}, "softmax", "32768x4095", aligned=aligned))
-    assert missed == ({"share of the copy, rows"} if aligned else set())
-
-
-def test_backward_is_held_against_torch_compile_and_liger() -> None:
-    times = COPY | {IN_TORCH: 100.0, EAGER: 50.0, "Liger": 120.0}
-    assert failed(rows_of(times, direction="backward")) == set()
-    times["torch.compile"] = 90.0
-    assert failed(rows_of(times, direction="backward")) == {"backward, against the best peer"}
-
-
-def test_cpu_bars() -> None:
-    times = {IN_ORT: 107.0, "ORT Relu": 100.0, IN_TORCH: 100.0, EAGER: 100.0}
-    assert failed(rows_of(times, device="cpu")) == {"CPU, element-wise, time"}
-    times = {IN_ORT: 120.0, "ORT Softmax": 100.0, IN_TORCH: 130.0, EAGER: 200.0}
-    assert failed(rows_of(times, "softmax", "512x4096", device="cpu")) == {"CPU, rows, speed"}
-
-
-def test_numeric_verdicts() -> None:
-    def row(provider: str, error: float) -> dict[str, Any]:
-        return {
-            "op": "exp",
-            "family": "unary",
-            "dtype": "float16",
-            "provider": provider,
-            "max_ulp": error,
-            "device": "cpu",
-        }
-
-    found = numerics.verdicts([row(IN_TORCH, 0.9), row(IN_ORT, 1.5), row(EAGER, 1.0), row("ORT Exp", 0.5)])
-    assert [verdict["passed"] for verdict in found] == [True, True, False, False]
-
 
 # ------------------------------------------------------------------------------- files
 
@@ -149,21 +48,21 @@ def command(*arguments: str, code: int = 0) -> str:
     return " ".join(done.output.split())
 
 
-FAST = COPY | {IN_TORCH: 100.0, EAGER: 130.0}
-
-
 def test_parts_are_merged(tmp_path: Path) -> None:
     first = saved(tmp_path / "1.json", rows_of(FAST) + rows_of(FAST, "gelu"))
     second = saved(tmp_path / "2.json", rows_of({name: us * 2 for name, us in FAST.items()}, "gelu"))
     command("merge", str(first), str(second), "--output", str(tmp_path / "out"))
-    whole = merge.load(tmp_path / "out" / "ops-nvidia-h200.json")
+    whole = read_ops(tmp_path / "out" / "ops-nvidia-h200.json")
     cells = {cell.op: cell for cell in cells_of(whole["rows"])}
     assert cells["relu"].us(IN_TORCH) == 100 and cells["gelu"].us(IN_TORCH) == 200
     assert whole["bars"]
-    for name in ("relu", "gelu", "overview"):
-        with Image.open(tmp_path / "out" / f"ops-nvidia-h200-{name}.png") as image:
-            image.load()
-            assert min(image.size) > 200
+    check_png(tmp_path / "out" / "ops-nvidia-h200-overview.png")
+
+
+def check_png(path: Path) -> None:
+    with Image.open(path) as image:
+        image.load()
+        assert image.format == "PNG" and min(image.size) > 200
 
 
 def test_parts_of_different_commits_are_refused(tmp_path: Path) -> None:
@@ -193,7 +92,8 @@ def test_reports_without_a_common_cell_are_refused(tmp_path: Path) -> None:
     [
         (None, "cannot be read"),
         ("{", "not a JSON file"),
-        ('{"benchmark": "relu"}', "its benchmark is not 'ops'"),
+        ("[]", "not a report of `twinop bench`"),
+        ('{"benchmark": "relu"}', "a report of 'relu', expected one of 'ops'"),
     ],
 )
 def test_other_files_are_refused(content: str | None, message: str, tmp_path: Path) -> None:
@@ -201,28 +101,123 @@ def test_other_files_are_refused(content: str | None, message: str, tmp_path: Pa
     if content is not None:
         path.write_text(content)
     with pytest.raises(BenchError, match=message):
-        merge.load(path)
+        read_ops(path)
 
 
-def test_plots_of_rows_and_both_directions(tmp_path: Path) -> None:
+def test_rows_are_stored_by_cell(tmp_path: Path) -> None:
+    """One line for each cell, from which the same rows are read."""
+    rows = rows_of(FAST) + rows_of({IN_TORCH: 3.0}, "softmax", "32768x4096")
+    rows[1]["host_us"] = 7.5  # not of all
+    columns, cells = pack(rows, ("median_us", "low_us", "runs", "host_us"))
+    assert columns == ["median_us", "low_us", "runs", "host_us"] and len(cells) == 2
+    assert unpack(cells, columns) == [dict(row) for row in rows]
+    part = saved(tmp_path / "part.json", rows)
+    command("merge", str(part), "--output", str(tmp_path), "--name=whole")
+    text = (tmp_path / "whole.json").read_text()
+    assert text.count('"op": "softmax"') == 1
+    assert read_ops(tmp_path / "whole.json")["rows"] == read_ops(part)["rows"] == rows
+
+
+def test_files_with_a_line_for_each_provider_are_read(tmp_path: Path) -> None:
+    """As they were written before; they can be merged with newer ones and compared."""
+    rows = rows_of(FAST)
+    old = saved(tmp_path / "old.json", [row | {"gb_per_s": 4294.97} for row in rows])
+    command("merge", str(old), "--output", str(tmp_path), "--name=new")
+    new = tmp_path / "new.json"
+    assert len(json.loads(new.read_text())["rows"]) == 1 and read_ops(new)["rows"] == rows
+    assert "1 cells compared, 0 slower" in command("compare", str(old), str(new))
+
+
+def test_bars_are_stored_by_group(tmp_path: Path) -> None:
+    slow = FAST | {IN_TORCH: 120.0}
+    part = saved(tmp_path / "part.json", rows_of(FAST) + rows_of(slow, "silu"))
+    command("merge", str(part), "--output", str(tmp_path), "--name=whole")
+    bars = {bar["group"]: bar for bar in read_ops(tmp_path / "whole.json")["bars"]}
+    found = bars["share of the copy, unary"]
+    assert (found["cells"], found["met"]) == (2, 1)
+    [missed] = found["missed"]
+    assert "silu" in missed["what"] and (missed["value"], missed["passed"]) == (0.833, False)
+
+
+# ------------------------------------------------------------------------------- plots
+
+
+def recorded(tmp_path: Path) -> Path:
     rows = [
         row
         for shape in ("32768x1024", "32768x4095", "32768x4096")
         for direction in (FORWARD, BACKWARD)
         for row in rows_of(FAST | {"ORT Softmax": 200.0}, "softmax", shape, direction=direction)
     ]
-    paths = draw(cells_of(rows), "a machine", tmp_path / "ops")
-    assert [path.name for path in paths] == ["ops-softmax.png", "ops-overview.svg", "ops-overview.png"]
-    text = paths[1].read_text()
-    assert "ORT built-in" in text and "4095" in text
+    return saved(tmp_path / "ops.json", [*rows, *rows_of(FAST, "relu")])
 
 
-def test_no_line_leaves_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], ["overview"]),
+        (["--op=softmax"], ["softmax"]),
+        (["--op=relu, softmax"], ["relu", "softmax"]),
+        (["--op=all"], ["relu", "softmax"]),
+    ],
+)
+def test_plots_are_drawn_from_the_file(options: list[str], names: list[str], tmp_path: Path) -> None:
+    text = command("draw", str(recorded(tmp_path)), *options, f"--output={tmp_path / 'plots'}")
+    paths = [tmp_path / "plots" / f"ops-{name}.png" for name in names]
+    assert sorted((tmp_path / "plots").iterdir()) == paths
+    for path in paths:
+        check_png(path)
+        assert path.name in text
+
+
+def test_the_plot_of_the_service(tmp_path: Path) -> None:
+    row = {"model": "small", "server": "twinop", "protocol": "REST", "p50_ms": 1.0, "p99_ms": 2.0}
+    rows = [row | {"clients": clients, "per_second": 900.0} for clients in (1, 16, 64)]
+    path = tmp_path / "serve.json"
+    path.write_text(json.dumps(document(rows) | {"benchmark": "serve"}))
+    command("draw", str(path), f"--output={tmp_path}")
+    check_png(tmp_path / "serve.png")
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "options", "message"),
+    [
+        ("ops", ["--op=gelu"], "--op gelu: not in"),
+        ("ops", ["--op=gelu"], "It has softmax, relu"),
+        ("encoder", [], "a report of 'encoder', expected one of 'ops'"),
+        ("serve", ["--op=relu"], "a report of 'serve', expected one of 'ops'"),
+    ],
+)
+def test_what_cannot_be_drawn(benchmark: str, options: list[str], message: str, tmp_path: Path) -> None:
+    path = recorded(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"benchmark": benchmark}))
+    assert message in command("draw", str(path), *options, f"--output={tmp_path}", code=1)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    monkeypatch.setattr("matplotlib.pyplot.close", found.append)
+    return found
+
+
+def test_what_the_overview_shows(figures: list[Any], tmp_path: Path) -> None:
+    """The fastest of ONNX Runtime's own ops under one name, and neither the others nor the variants."""
+    times = FAST | {"ORT Gelu": 200.0, "ORT FastGelu": 150.0, f"{IN_TORCH}, scalar": 500.0}
+    draw_ops(rows_of(times, "gelu"), "a machine", tmp_path / "ops")
+    [figure] = figures
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.texts] == ["torch copy_", IN_TORCH, EAGER, "ORT built-in"]
+    [line] = [each for each in figure.axes[0].get_lines() if each.get_label() == "ORT built-in"]
+    assert line.get_ydata()[0] == pytest.approx((1 << 30) * 1e-3 / 150)
+
+
+def test_no_line_leaves_a_panel(figures: list[Any], tmp_path: Path) -> None:
     """The panels of a row share their scale: that of the highest line, wherever it is."""
-    figures: list[Any] = []
-    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
     slow, fast = {"twinop in torch": 400.0}, {"twinop in torch": 100.0}
-    draw(cells_of([*rows_of(slow, "relu"), *rows_of(fast, "add")]), "a machine", tmp_path / "ops")
+    rows = [*rows_of(slow, "relu"), *rows_of(fast, "add")]
+    for pages in ((), ("relu", "add")):
+        draw_ops(rows, "a machine", tmp_path / "ops", pages)
     panels = [axis for figure in figures for axis in figure.axes if axis.get_lines()]
     assert len(panels) == 4  # a page each, and the overview
     for axis in panels:
@@ -239,7 +234,8 @@ def test_report_on_the_cpu(tmp_path: Path) -> None:
     text = command(*options, f"--output={tmp_path}")
     assert "relu, float32, CPU: microseconds" in text and "bars met" in text
     (path,) = tmp_path.glob("ops-*.json")
-    report = merge.load(path)
+    check_png(path.with_name(f"{path.stem}-overview.png"))
+    report = read_ops(path)
     assert report["environment"]["device"] == "cpu" and report["environment"]["commit"] == "abc"
     assert {row["provider"] for row in report["rows"]} >= {IN_TORCH, IN_ORT, EAGER, "ORT Relu"}
     assert "slower by more than 3 %" in command("compare", str(path), str(path))
@@ -282,17 +278,11 @@ def test_ncu_output_is_read() -> None:
         f'"0","1","{name}","Compute (SM) Throughput","%","93.5"',
         f'"1","1","{name}","DRAM Throughput","%","50"',
     ]
-    kernels = ncu.parse("\n".join(lines))
+    kernels = profiling.parse("\n".join(lines))
     assert [found for found, _ in kernels] == ["elementwise::Kernel<Gelu<float>, (int)4>"] * 2
     assert kernels[0][1]["Duration"] == "63.10 us"
-    assert ncu.limit(kernels[0][1]) == "[green]arithmetic[/]"
-    assert ncu.limit(kernels[1][1]) == "[red]DRAM[/]" and ncu.limit({}) == ""
-
-
-@pytest.mark.skipif("matmul" not in torch_op.records(), reason="no matmul in these libraries")
-def test_matmul(tmp_path: Path) -> None:
-    text = command("matmul", "--device=cpu", "--quick", "--output", str(tmp_path))
-    assert "TFLOP/s" in text and "naive" in text and "tiled, in ORT" in text
+    assert profiling.limit(kernels[0][1]) == "[green]arithmetic[/]"
+    assert profiling.limit(kernels[1][1]) == "[red]DRAM[/]" and profiling.limit({}) == ""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
@@ -311,7 +301,7 @@ def test_report_on_the_gpu(tmp_path: Path) -> None:
     options = ["--device=cuda", "--quick", "--ops=relu", "--workers=1", f"--output={tmp_path}"]
     text = command(*options)
     (path,) = tmp_path.glob("ops-*.json")
-    report = merge.load(path)
+    report = read_ops(path)
     for kind, wanted in (("bandwidth", {"torch copy_"}), ("latency", set())):
         found = {row["provider"] for row in report["rows"] if row["kind"] == kind}
         assert found >= wanted | {IN_TORCH, IN_ORT, EAGER, "torch.compile", "ORT Relu"}, text
@@ -321,14 +311,6 @@ def test_report_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.cuda
 def test_other_commands_on_the_gpu(tmp_path: Path) -> None:
     command("kernels", "--device=cuda", "--ops=relu")
-    if "matmul" in torch_op.records():
-        assert "cuBLAS" in command("matmul", "--device=cuda", "--quick", f"--output={tmp_path}")
     trace = tmp_path / "trace.json"
     command("--device=cuda", "--ops=relu", "--providers=twinop", "--trace", str(trace))
     assert "twinop" in trace.read_text()
-
-
-def test_a_cell_knows_its_best_peer() -> None:
-    [cell] = cells_of(rows_of(FAST | {"Triton": 120.0}))
-    assert isinstance(cell, Cell) and cell.best_peer == "Triton" and cell.size == 1 << 28
-    assert cell.share(IN_TORCH) == 1.0

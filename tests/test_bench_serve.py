@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from twinop.bench.serve import CLIENTS, bare, bars
-from twinop.bench.serving.models import MODELS, write
-from twinop.bench.serving.servers import GRPC, KSERVE, OURS, REST
+from twinop.bench.serving.serve import CLIENTS, bare, bars
+from twinop.bench.serving.servers import GRPC, KSERVE, MODELS, OURS, REST, write
 
 
 def rows(ours: list[float], peers: list[float]) -> list[dict[str, Any]]:

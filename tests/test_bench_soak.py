@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from twinop.bench.report import BenchError
-from twinop.bench.serving import clients, mixed_grpc, soak
+from twinop.bench.serving import clients, mixed, soak
 from twinop.bench.serving.servers import GRPC, REST, Server, free_ports
 
 _HEADERS, _SETTINGS, _GOAWAY = 1, 4, 7  # frames of HTTP/2
@@ -61,7 +61,7 @@ def refusing() -> Iterator[Refusing]:
 
 def test_a_call_is_one_attempt(refusing: Refusing, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's own retries of what a server has not seen may go on for ever, and take all memory."""
-    monkeypatch.setattr(clients, "some", mixed_grpc.good)
+    monkeypatch.setattr(clients, "some", mixed.grpc_good)
     outcome = clients.Outcome()
     asyncio.run(clients.client(refusing.server, 0, outcome, lambda: len(outcome.cut_off) < 3))
     assert (refusing.calls, outcome.requests, len(outcome.cut_off)) == (3, 3, 3)
@@ -77,7 +77,7 @@ class Every(Container[str]):
 def test_calls_are_lost_that_the_server_had_accepted(
     refusing: Refusing, monkeypatch: pytest.MonkeyPatch, accepted: Any, lost: bool
 ) -> None:
-    monkeypatch.setattr(soak, "_accepted", lambda log: accepted)
+    monkeypatch.setattr(soak, "accepted", lambda log: accepted)
     with subprocess.Popen(["sleep", "60"]) as running:
         ending = soak.ended_under_load(refusing.server, running, Path("log"), 0.2)
         outcome = asyncio.run(ending)
@@ -88,7 +88,7 @@ def test_what_the_log_says_was_accepted(tmp_path: Path) -> None:
     log = tmp_path / "log"
     lines = [{"message": "accepted", "request_id": "a"}, {"message": "ready", "request_id": "b"}]
     log.write_text("\n".join(["WARNING of gRPC's", *map(json.dumps, lines)]))
-    assert soak._accepted(log) == {"a"}
+    assert soak.accepted(log) == {"a"}
     log.write_text(json.dumps(lines[1]))
-    with pytest.raises(BenchError, match="says of no call that it came"):
-        soak._accepted(log)
+    with pytest.raises(BenchError, match="lists no call that it accepted"):
+        soak.accepted(log)

@@ -1,9 +1,9 @@
-"""Which op has which peers: the one table of the report.
+"""The table of the ops and their peers.
 
-An entry says what an op is measured on, what torch itself computes there (the eager peer, the function that
-torch.compile gets, and in fp64 the reference), and who else offers the op. A peer is a function
-`"module:name"` of this package that takes the op's inputs, or nodes of ONNX Runtime's own. A module is
-imported when its peer is built: what is not installed is reported, and the others run.
+An entry gives the inputs of an op, torch's own function (the eager peer, the input of torch.compile and, in
+float64, the reference) and the op's other implementations. A peer is a function `"module:name"` of this
+package that takes the op's inputs, or nodes of ONNX Runtime's own. If a peer's library is not installed, the
+report says so and measures the others.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SPOILS_INPUTS = ("liger:swiglu",)
-"""Peers whose backward writes the gradients over the inputs that forward saved."""
+OVERWRITES_INPUTS = ("others:liger_swiglu",)
+"""The peers whose backward overwrites the inputs that forward saved with the gradients."""
 
 MICROSOFT = "com.microsoft"  # ONNX Runtime's fused nodes
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """One or more nodes of ONNX Runtime's own: ("Mul", "x, x -> y"), attributes, domain, opset."""
+    """One or more nodes of ONNX Runtime's own, such as ("Mul", "x, x -> y")."""
 
     nodes: tuple[tuple[str, str], ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)  # of the first node
@@ -40,13 +40,14 @@ class Entry:
 
     Args:
         op: the op's name in the registry.
-        inputs: those of its inputs that are given.
-        eager: torch's own, of these inputs.
+        inputs: the names of the inputs to pass.
+        eager: torch's own function of these inputs.
         peers: provider -> "module:function" of this package.
-        ort: provider -> ONNX Runtime's nodes; the first is what a stock export holds.
-        backward: its gradient is measured too.
-        positive: inputs that must be positive.
-        reference: exact result, where it is not `eager` of the inputs in fp64.
+        ort: provider -> ONNX Runtime's nodes; the first one is what a stock export holds.
+        variants: other values of the op's attribute `variant`, measured beside the default.
+        backward: measure the gradient too.
+        positive: the inputs that must be positive.
+        reference: the exact result, if it is not `eager` of the inputs in float64.
     """
 
     op: str
@@ -55,6 +56,7 @@ class Entry:
     peers: Mapping[str, str] = field(default_factory=dict)
     ort: Mapping[str, Nodes] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    variants: tuple[str, ...] = ()
     backward: bool = False
     positive: tuple[str, ...] = ()
     reference: Callable[..., Any] | None = None
@@ -63,9 +65,14 @@ class Entry:
     def input_names(self) -> list[str]:
         return self.inputs.split()
 
+    def all_variants(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns (suffix of the provider's name, attributes) of the default and of each variant."""
+        own = dict(self.attributes)
+        return [("", own), *((f", {variant}", own | {"variant": variant}) for variant in self.variants)]
+
 
 def _gelu_exact(x: Tensor) -> Tensor:
-    """torch's formula cancels where x is negative: in fp64 it is 0 below -8.3, and should not be."""
+    """torch's formula cancels for negative x: in float64 it is 0 below -8.3, where the result is not."""
     x = x.double()
     return 0.5 * x * torch.erfc(x * -(0.5**0.5))
 
@@ -99,7 +106,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 
 def _of_rounded_sum(norm: Callable[..., Tensor]) -> Callable[..., Any]:
-    """In fp64, but of the sum as the tensors hold it: what the norm of add_* sees by definition."""
+    """Returns the norm in float64 of the sum in the tensors' dtype, which is what add_* ops define."""
 
     def reference(x: Tensor, residual: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         total = (x + residual).double()
@@ -118,14 +125,15 @@ ENTRIES: dict[str, Entry] = {
         "relu",
         "x",
         torch.relu,
-        peers={"load_inline": "inline:relu"},
+        peers={"load_inline": "others:inline_relu"},
+        variants=("vec4", "scalar"),
         ort={"ORT Relu": ort("Relu", "x -> y")},
     ),
     "gelu": Entry(
         "gelu",
         "x",
         F.gelu,
-        peers={"Triton": "triton_elementwise:gelu", "load_inline": "inline:gelu"},
+        peers={"Triton": "triton_kernels:gelu", "load_inline": "others:inline_gelu"},
         ort={
             "ORT Gelu": ort("Gelu", "x -> y"),
             "ORT contrib Gelu": ort("Gelu", "x -> y", MICROSOFT),
@@ -137,7 +145,7 @@ ENTRIES: dict[str, Entry] = {
         "gelu",
         "x",
         lambda x: F.gelu(x, approximate="tanh"),
-        peers={"Triton": "triton_elementwise:gelu_tanh"},
+        peers={"Triton": "triton_kernels:gelu_tanh"},
         ort={
             "ORT Gelu": ort("Gelu", "x -> y", approximate="tanh"),
             "ORT FastGelu": ort("FastGelu", "x -> y", MICROSOFT),
@@ -165,9 +173,9 @@ ENTRIES: dict[str, Entry] = {
         "x",
         torch.square,
         peers={
-            "Triton": "triton_elementwise:square",
-            "numba": "numba_kernels:square",
-            "load_inline": "inline:square",
+            "Triton": "triton_kernels:square",
+            "numba": "others:numba_square",
+            "load_inline": "others:inline_square",
         },
         ort={"ORT Mul": ort("Mul", "x, x -> y")},
     ),
@@ -178,7 +186,7 @@ ENTRIES: dict[str, Entry] = {
         "swiglu",
         "x gate",
         lambda x, gate: F.silu(gate) * x,
-        peers={"Triton": "triton_elementwise:swiglu", "Liger": "liger:swiglu"},
+        peers={"Triton": "triton_kernels:swiglu", "Liger": "others:liger_swiglu"},
         ort={
             "ORT Sigmoid, Mul, Mul": Nodes(_SIGMOID_MUL),
             "ORT QuickGelu, Mul": Nodes(
@@ -191,7 +199,7 @@ ENTRIES: dict[str, Entry] = {
         "swiglu_packed",
         "x",
         _swiglu_packed,
-        peers={"Liger": "liger:swiglu_packed", "flashinfer": "others:flashinfer_silu_and_mul"},
+        peers={"Liger": "others:liger_swiglu_packed", "flashinfer": "others:flashinfer_silu_and_mul"},
         ort={
             "ORT Split, Sigmoid, Mul, Mul": Nodes(
                 (*_SPLIT, ("Mul", "t, value -> y")), {"axis": -1, "num_outputs": 2}
@@ -204,8 +212,8 @@ ENTRIES: dict[str, Entry] = {
         "x",
         lambda x: torch.softmax(x, -1),
         peers={
-            "Triton": "triton_rows:softmax",
-            "Liger": "liger:softmax",
+            "Triton": "triton_kernels:softmax",
+            "Liger": "others:liger_softmax",
             "quack": "others:quack_softmax",
         },
         ort={"ORT Softmax": ort("Softmax", "x -> y", axis=-1)},
@@ -216,8 +224,8 @@ ENTRIES: dict[str, Entry] = {
         "x weight bias",
         _layer_norm,
         peers={
-            "Triton": "triton_rows:layer_norm",
-            "Liger": "liger:layer_norm",
+            "Triton": "triton_kernels:layer_norm",
+            "Liger": "others:liger_layer_norm",
             "apex": "others:apex_layer_norm",
         },
         ort={
@@ -230,8 +238,8 @@ ENTRIES: dict[str, Entry] = {
         "x weight",
         _rms_norm,
         peers={
-            "Triton": "triton_rows:rms_norm",
-            "Liger": "liger:rms_norm",
+            "Triton": "triton_kernels:rms_norm",
+            "Liger": "others:liger_rms_norm",
             "apex": "others:apex_rms_norm",
             "quack": "others:quack_rms_norm",
             "flashinfer": "others:flashinfer_rms_norm",
@@ -263,8 +271,8 @@ ENTRIES: dict[str, Entry] = {
         "x residual weight",
         _add_rms_norm,
         peers={
-            "Triton": "triton_rows:add_rms_norm",
-            "Liger": "liger:add_rms_norm",
+            "Triton": "triton_kernels:add_rms_norm",
+            "Liger": "others:liger_add_rms_norm",
             "quack": "others:quack_add_rms_norm",
         },
         ort={
@@ -275,11 +283,11 @@ ENTRIES: dict[str, Entry] = {
         reference=_of_rounded_sum(_rms_norm),
     ),
 }
-"""By name in the report: gelu stands there twice, once for each formula."""
+"""By name in the report. gelu has two entries, one for each formula."""
 
 
 def resolve(peer: str) -> Callable[..., Any]:
-    """The function that "module:name" names.
+    """Returns the function "module:name".
 
     Raises:
         ImportError: its library is not installed.

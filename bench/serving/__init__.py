@@ -1,1 +1,1 @@
-"""The serving report: servers, models, and the clients that load them."""
+"""The reports on the inference service: `serve` compares it with others, `soak` tests it under load."""

@@ -1,4 +1,4 @@
-"""Clients of the soak: each sends one request after the other over HTTP and gRPC, and checks the answers."""
+"""The clients of the soak, which send one request after another over HTTP and gRPC and check the answers."""
 
 import asyncio
 import random
@@ -11,32 +11,36 @@ from typing import Self
 
 import grpc
 
-from twinop.bench.serving import mixed_grpc, mixed_rest
-from twinop.bench.serving.mixed import Answer, Case, Wrong
-from twinop.bench.serving.servers import GRPC, REST, Server
+from .mixed import Answer, Case, Wrong, read_answer, some
+from .servers import GRPC, REST, Server
 
-# With subchannels of its own, or all clients would share a connection. Each call is one attempt: where a
-# server has just ended, gRPC 1.85 may retry a call that did not reach it without pause and for ever, in the
-# event loop's thread, and take 200 MB a second for it.
+# A pool of its own gives each client its own connection. Each call is one attempt: after a server has ended,
+# gRPC 1.85 may retry a call forever without a pause, in the event loop's thread, and take 200 MB per second.
 _CHANNEL = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
-_SECONDS = 60.0  # an answer that has not come by then is lost
-_PAUSE = 0.02  # before the next connection to a server that ends, or to none
-_NO_ANSWERS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN", "CANCELLED")  # where gRPC itself says so
+_SECONDS = 60.0  # an answer that takes longer is lost
+_PAUSE = 0.02  # before a new connection to a server that is ending or gone
+_NO_ANSWERS = (
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "UNKNOWN",
+    "CANCELLED",
+)  # if gRPC reports it, not the server
 
 
 @dataclass
 class Outcome:
-    """What became of the requests.
+    """The results of the requests.
 
     Attributes:
-        answered: by (protocol, kind).
-        lost: were sent on a connection that then closed without an answer.
-        cut_off: such gRPC calls, by id, and what gRPC says of each. It does not say whether they arrived.
-        refused: connections of a server that is gone, calls that a stopping server told to go elsewhere.
-        versions: how often each version of the model answered.
-        samples: now and then the seconds since the start, the server's RSS in MiB, its open files.
-        swapped: the versions that were put there to be served.
-        broken: of the corrupt ones that were put there: their state in the server's index.
+        answered: the number of answers by (protocol, kind).
+        wrong: what was wrong about wrong answers.
+        lost: the requests whose connection closed without an answer.
+        cut_off: the same for gRPC calls, by id. gRPC does not tell whether they reached the server.
+        refused: connections to a server that is gone, and calls that a stopping server rejected.
+        versions: the number of answers of each version of the model.
+        samples: at intervals, the seconds since the start, the server's RSS in MiB and its open files.
+        swapped: the valid versions that were added.
+        broken: the corrupt versions that were added, with their state in the server's index.
     """
 
     answered: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -65,19 +69,19 @@ class Outcome:
 
 
 class _Refused(Exception):
-    """Nobody listens, or the server is stopping: the request was not taken."""
+    """Nobody listens, or the server is stopping, and did not accept the request."""
 
 
 class _Lost(Exception):
-    """The request was sent, and no answer came."""
+    """The request was sent, but no answer came."""
 
 
 class _CutOff(Exception):
-    """The gRPC call of this id got no answer; whether the server had it, its log knows."""
+    """The gRPC call with this id got no answer. The server's log tells whether the server had accepted it."""
 
 
 class _Connections:
-    """One client's connection for each protocol, made when it is needed."""
+    """One client's connections, one for each protocol, opened on demand."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -95,9 +99,10 @@ class _Connections:
             await self._channel.close()
 
     async def ask(self, case: Case) -> Answer:
-        """
+        """Sends one request and returns the answer.
+
         Raises:
-            _Refused, _Lost, _CutOff: no answer.
+            _Refused, _Lost, _CutOff: there is no answer.
         """
         return await (self._call(case) if case.protocol == GRPC else self._post(case.request))
 
@@ -111,7 +116,7 @@ class _Connections:
         try:
             async with asyncio.timeout(_SECONDS):
                 writer.write(request)
-                answer = await mixed_rest.read_answer(reader)
+                answer = await read_answer(reader)
         except (EOFError, OSError) as error:
             raise _Lost(f"{REST}: {error!r}") from error
         if answer.headers.get("connection") == "close":
@@ -142,18 +147,12 @@ class _Connections:
 
 
 def _was_not_taken(details: str, is_servers: bool) -> bool:
-    """Nobody listens, or the server said that it is stopping."""
+    """Whether nobody listens, or the server said that it is stopping."""
     return "server is stopping" in details if is_servers else details.startswith("failed to connect")
 
 
-def some(choose: random.Random) -> Case:
-    """A third over gRPC; three good ones for each bad one."""
-    source = mixed_grpc if choose.random() < 1 / 3 else mixed_rest
-    return choose.choice(source.BAD) if choose.random() < 0.25 else source.good(choose)
-
-
 async def client(server: Server, seed: int, outcome: Outcome, more: Callable[[], bool]) -> None:
-    """Sends one request after the other while `more()`; opens new connections now and then."""
+    """Sends one request after another while `more()`. Opens new connections after at most 500 requests."""
     choose = random.Random(seed)
     while more():
         async with _Connections(server) as connections:

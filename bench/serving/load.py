@@ -1,8 +1,13 @@
-"""python -m twinop.bench.serving.load: clients that send one request over and over, each as soon as it has
-its answer. A process of its own, so that the server's Python has its core to itself."""
+"""The clients of the serving report, and the requests that they send.
+
+`python -m twinop.bench.serving.load JSON` runs the clients in a process of their own. Each client sends the
+same request again as soon as it has its answer.
+"""
 
 import asyncio
+import http.client
 import json
+import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -12,29 +17,97 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from .. import report
+from .servers import FASTAPI, GRPC, OURS, REST, Model, Server
+
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+
+# ------------------------------------------------------------------------------------------- requests
+
+
+def requests(model: Model, folder: Path) -> dict[tuple[str, str], Path]:
+    """Writes the requests as files, and returns them by protocol and server: FastAPI or another."""
+    from twinop.deploy.service._kserve import pb
+
+    inputs = model.inputs()
+    raw = [array.tobytes() for array in inputs.values()]
+    tensors = [
+        {"name": name, "shape": list(array.shape), "datatype": _datatype(array)}
+        for name, array in inputs.items()
+    ]
+    sizes = [{"parameters": {"binary_data_size": len(each)}} for each in raw]
+    described = [tensor | size for tensor, size in zip(tensors, sizes, strict=True)]
+    header = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
+    message = pb.ModelInferRequest(model_name=model.name, inputs=tensors, raw_input_contents=raw)
+    length = f"Inference-Header-Content-Length: {len(header)}\r\n"
+    found = {
+        (REST, OURS): _post(f"/v2/models/{model.name}/infer", header + b"".join(raw), length),
+        (REST, FASTAPI): _post("/infer", b"".join(raw), ""),
+        (GRPC, OURS): message.SerializeToString(),
+    }
+    paths = {}
+    for number, (key, content) in enumerate(found.items()):
+        paths[key] = folder / f"{model.name}-request-{number}"
+        paths[key].write_bytes(content)
+    return paths
+
+
+def _post(path: str, body: bytes, more: str) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\n{more}"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _datatype(array: np.ndarray) -> str:
+    return {"float32": "FP32", "int64": "INT64"}[array.dtype.name]
+
+
+def check(server: Server, request: Path, expected: np.ndarray) -> None:
+    """Sends the HTTP request once and compares the answer.
+
+    Raises:
+        BenchError: the answer differs from the output of a session.
+    """
+    with socket.create_connection(("127.0.0.1", server.ports[REST]), timeout=30) as connection:
+        connection.sendall(request.read_bytes())
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        body = answer.read()
+    tail = np.frombuffer(body[-expected.nbytes :], expected.dtype) if answer.status == 200 else np.empty(0)
+    if tail.size != expected.size or not np.allclose(tail, expected.ravel(), rtol=1e-3, atol=1e-4):
+        raise report.BenchError(f"{server.name} gives a wrong answer ({answer.status}): {body[:300]!r}")
+
+
+# ------------------------------------------------------------------------------------------- clients
+
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent: an HTTP request's bytes, or a gRPC message; for how long, by how many clients."""
+    """What to send, by how many clients, and for how long.
+
+    Args:
+        request: a file with the bytes of an HTTP request, or with a gRPC message.
+        grpc_method: empty for HTTP.
+        warm_up: seconds before the measurement.
+    """
 
     port: int
-    request: str  # a file
+    request: str
     clients: int
     seconds: float
-    grpc_method: str = ""  # empty: HTTP
+    grpc_method: str = ""
     warm_up: float = 0.5
 
 
-_CHUNKED = 0  # no length: KServe's binary answers come in chunks, of which the last is empty
+_CHUNKED = 0  # no content length: KServe sends binary answers in chunks, with an empty one at the end
 
 
 class _Http(asyncio.Protocol):
-    """One keep-alive connection. The answers' heads are read no further than their length."""
+    """One persistent connection. Of an answer's head it reads only the status and the length."""
 
     def __init__(self, request: bytes, times: list[tuple[float, float]], failed: list[str]) -> None:
         self._request, self._times, self._failed = request, times, failed
         self._buffer = bytearray()
-        self._missing = -1  # bytes of the answer; -1: its head is not there yet
+        self._missing = -1  # length of the answer in bytes; -1 until its head has arrived
         self.done = asyncio.get_running_loop().create_future()
         self.stop = False
 
@@ -97,7 +170,7 @@ async def _grpc(load: Load, request: bytes, times: list[tuple[float, float]], fa
     end = time.perf_counter() + load.warm_up + load.seconds
 
     async def client() -> None:
-        # Channels of the same arguments share a connection: an argument of its own keeps them apart.
+        # A pool of its own keeps each channel on its own connection.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{load.port}", options) as channel:
             call = channel.unary_unary(load.grpc_method)
@@ -113,7 +186,7 @@ async def _grpc(load: Load, request: bytes, times: list[tuple[float, float]], fa
 
 
 def run(load: Load) -> dict[str, Any]:
-    """Latencies in milliseconds, throughput in requests per second."""
+    """Runs the clients. Returns latencies in milliseconds, and the throughput in requests per second."""
     times: list[tuple[float, float]] = []
     failed: list[str] = []
     request = Path(load.request).read_bytes()
@@ -133,13 +206,9 @@ def run(load: Load) -> dict[str, Any]:
     }
 
 
-def arguments(load: Load) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        __spec__.name if __spec__ else "twinop.bench.serving.load",
-        json.dumps(asdict(load)),
-    ]
+def command(load: Load) -> list[str]:
+    """Returns the command line that runs the clients."""
+    return [sys.executable, "-m", "twinop.bench.serving.load", json.dumps(asdict(load))]
 
 
 if __name__ == "__main__":

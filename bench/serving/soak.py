@@ -1,64 +1,37 @@
-"""The service under mixed load while versions are swapped, then ended (bench/soak.py)."""
+"""The inference service under mixed load while versions change, and at SIGTERM: `twinop bench soak`."""
 
 import asyncio
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from twinop.bench import report
-from twinop.bench.serving.clients import Outcome, client
-from twinop.bench.serving.mixed import NAME, model
-from twinop.bench.serving.servers import GRPC, REST, Server, free_ports, wait_ready
-from twinop.console import out
+import torch
+import typer
+
+from twinop.console import clear_errors, out
+
+from .. import report
+from ..recording import Commit, Output, Recording
+from .clients import Outcome, client
+from .mixed import write_version
+from .servers import GRPC, REST, SOAKED, Server, service
 
 CLIENTS = 32
-_BROKEN_EACH = 4  # versions one is is
-_UNAVAILABLE = "unavailable"  # as the server's status page has it
-
-
-def write_version(folder: Path, version: int, broken: bool = False) -> None:
-    """A new version directory, as a copy over the network makes it: the folder first, the file in pieces."""
-    target = folder / NAME / str(version)
-    target.mkdir(parents=True)
-    data = model(version).SerializeToString()
-    if broken:
-        data = data[: len(data) // 2]
-    with (target / "model.onnx").open("wb") as file:
-        file.write(data[:20])
-        file.flush()
-        time.sleep(0.05)
-        file.write(data[20:])
-
-
-@contextlib.contextmanager
-def service(models: Path, log: Path, *more: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """The server and its process, ready."""
-    server = Server("twinop", dict(zip((REST, GRPC), free_ports(2), strict=True)))
-    command = [sys.executable, "-m", "twinop", "serve", str(models), "--http-port", str(server.ports[REST])]
-    command += ["--grpc-port", str(server.ports[GRPC]), "--provider", "cpu", "--max-batch-size", "32"]
-    command += ["--log-level", "warning", *more]
-    with log.open("ab") as file:
-        running = subprocess.Popen(command, stdout=file, stderr=file)
-    try:
-        wait_ready(server, f"/v2/models/{NAME}/ready", running, log)
-        yield server, running
-    finally:
-        running.kill()
-        running.wait()
+_BROKEN_EACH = 4  # every fourth version is corrupt
 
 
 def _resident(pid: int) -> float:
+    """Returns the resident memory of a process in MiB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -75,31 +48,30 @@ async def _watch(pid: int, outcome: Outcome) -> None:
 
 
 def _state(server: Server, version: int) -> str:
-    """Of a version, as the server's status page has it; "" where it has none."""
+    """Returns the state of a version on the server's status page, or "" if it is not there."""
     url = f"http://127.0.0.1:{server.ports[REST]}/status"
     with urllib.request.urlopen(url, timeout=30) as answer:
         page = answer.read().decode()
-    card = re.search(rf'<article [^>]*id="{NAME}-{version}">.*?</h3>.*?([a-z]+)</span></div>', page, re.S)
+    card = re.search(rf'<article [^>]*id="{SOAKED}-{version}">.*?</h3>.*?([a-z]+)</span></div>', page, re.S)
     return card[1] if card is not None else ""
 
 
 async def _swap(server: Server, models: Path, every: float, outcome: Outcome) -> None:
-    """A new version each `every` seconds; half of that later the one before goes, or the new one if it is
-    broken."""
+    """Adds a version every `every` seconds, and half of that later removes the old or a corrupt one."""
     version, served = 1, 1
     await asyncio.sleep(every)
     while True:
         version += 1
         broken = version % _BROKEN_EACH == 0
         await asyncio.to_thread(write_version, models, version, broken)
-        await asyncio.sleep(every / 2)  # until it is served, the one before is
+        await asyncio.sleep(every / 2)  # the previous version serves until the new one does
         if broken:
             outcome.broken[version] = await asyncio.to_thread(_state, server, version)
             gone = version
         else:
             outcome.swapped.append(version)
             gone, served = served, version
-        shutil.rmtree(models / NAME / str(gone))
+        shutil.rmtree(models / SOAKED / str(gone))
         await asyncio.sleep(every / 2)
 
 
@@ -113,7 +85,12 @@ async def soak(
     seconds: float = 0.0,
     step: Callable[[float], None] = lambda share: None,
 ) -> Outcome:
-    """At least so many requests, for at least so many seconds. `step` hears how much of that is done."""
+    """Sends at least this many requests for at least this many seconds, while versions change.
+
+    Args:
+        every: the seconds from one version to the next.
+        step: receives the share that is done.
+    """
     outcome = Outcome()
     started = time.monotonic()
 
@@ -128,18 +105,18 @@ async def soak(
     await asyncio.gather(*(client(server, seed, outcome, more) for seed in range(CLIENTS)))
     for task in (watching, swapping):
         if task.done():
-            task.result()  # raises what went wrong
+            task.result()  # raises the task's error
         task.cancel()
-    outcome.lost += outcome.cut_off.values()  # by a server that was there all the time
+    outcome.lost += outcome.cut_off.values()  # the server was there all the time
     return outcome
 
 
 async def ended_under_load(
     server: Server, running: subprocess.Popen[bytes], log: Path, seconds: float
 ) -> Outcome:
-    """SIGTERM while all clients are sending; they go on until the process has ended.
+    """Sends SIGTERM while all clients are sending. They go on until the process has ended.
 
-    Lost are gRPC calls that were cut off though the server's log, at level debug, has them as accepted.
+    A gRPC call that was cut off is lost if the server's log, at level debug, says that it was accepted.
     """
     outcome = Outcome()
     end = time.monotonic() + seconds + 60
@@ -153,26 +130,29 @@ async def ended_under_load(
 
     await asyncio.gather(send_signal(), *(client(server, seed, outcome, more) for seed in range(CLIENTS)))
     await asyncio.to_thread(running.wait, 40)
-    accepted = _accepted(log)
-    outcome.lost += [f"{said}: accepted" for number, said in outcome.cut_off.items() if number in accepted]
+    known = accepted(log)
+    outcome.lost += [f"{said}: accepted" for number, said in outcome.cut_off.items() if number in known]
     return outcome
 
 
-def _accepted(log: Path) -> set[str]:
-    """The ids of gRPC calls that the server began to handle.
+def accepted(log: Path) -> set[str]:
+    """Returns the ids of the gRPC calls that the server began to handle.
 
     Raises:
-        BenchError: there are none, so that nothing could be found out.
+        BenchError: the log has none, so it does not tell which calls are lost.
     """
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     found = {line["request_id"] for line in lines if line["message"] == "accepted"}
     if not found:
-        raise report.BenchError(f"{log}: the server, at --log-level debug, says of no call that it came")
+        raise report.BenchError(f"{log}: the server, at --log-level debug, lists no call that it accepted")
     return found
 
 
+# ------------------------------------------------------------------------------------------- reporting
+
+
 def growth(outcome: Outcome) -> tuple[float, float, int]:
-    """Medians of RSS after the first fifth and at the end, in MiB; by how many the open files have grown."""
+    """Returns the median RSS in MiB after the first fifth and at the end, and the growth of open files."""
     samples = outcome.samples
     early = samples[len(samples) // 5 : len(samples) * 2 // 5]
     late = samples[len(samples) * 4 // 5 :]
@@ -182,54 +162,139 @@ def growth(outcome: Outcome) -> tuple[float, float, int]:
 
 
 def bars(outcome: Outcome, left: int, finished: list[tuple[Outcome, int]]) -> list[dict[str, Any]]:
-    """`left` are open files after the soak, beyond those before; `finished` are the ends and their codes."""
+    """Returns the verdicts.
+
+    Args:
+        left: the files that the server has open after the soak, beyond those before it.
+        finished: the outcome and the exit code of each SIGTERM.
+    """
     early, late, files = growth(outcome)
     ends = len(finished)
+    values = {
+        "requests lost": len(outcome.lost),
+        "wrong answers": len(outcome.wrong),
+        "connections or calls refused": outcome.refused,
+        "new versions that never answered": len(set(outcome.swapped) - outcome.versions.keys()),
+        "broken versions not refused": sum(s != "unavailable" for s in outcome.broken.values()),
+        "answers of a broken version": sum(outcome.versions[v] for v in outcome.broken),
+        "growth of resident memory": round(late / early - 1, 4),
+        "growth of open files": files,
+        "open files left when the clients had gone": left,
+        f"requests lost at {ends} ends": sum(len(found.lost) for found, _ in finished),
+        f"wrong answers at {ends} ends": sum(len(found.wrong) for found, _ in finished),
+        f"exits that were not 0, of {ends}": sum(code != 0 for _, code in finished),
+    }
+    bounds = {"growth of resident memory": 0.05}
     return [
-        _bar("requests lost", len(outcome.lost), 0),
-        _bar("wrong answers", len(outcome.wrong), 0),
-        _bar("connections or calls refused", outcome.refused, 0),
-        _bar("new versions that never answered", len(set(outcome.swapped) - outcome.versions.keys()), 0),
-        _bar("broken versions not refused", sum(s != _UNAVAILABLE for s in outcome.broken.values()), 0),
-        _bar("answers of a broken version", sum(outcome.versions[v] for v in outcome.broken), 0),
-        _bar("growth of resident memory", round(late / early - 1, 4), 0.05),
-        _bar("growth of open files", files, 0),
-        _bar("open files left when the clients had gone", left, 0),
-        _bar(f"requests lost at {ends} ends", sum(len(found.lost) for found, _ in finished), 0),
-        _bar(f"wrong answers at {ends} ends", sum(len(found.wrong) for found, _ in finished), 0),
-        _bar(f"exits that were not 0, of {ends}", sum(code != 0 for _, code in finished), 0),
+        {"what": what, "value": value, "bar": f"<= {bound:g}", "passed": value <= bound}
+        for what, value in values.items()
+        for bound in [bounds.get(what, 0)]
     ]
 
 
-def _bar(what: str, value: float, bound: float) -> dict[str, Any]:
-    return {"what": what, "value": value, "bar": f"<= {bound:g}", "passed": value <= bound}
-
-
-def files_left(pid: int, before: int) -> int:
-    """How many more files the server has open than `before`, once it has seen that the clients are gone."""
+def _files_left(pid: int, before: int) -> int:
+    """Returns how many more files the server has open than `before`, after waiting for it to close some."""
     end = time.monotonic() + 10
     while (left := open_files(pid) - before) > 0 and time.monotonic() < end:
         time.sleep(0.1)
     return left
 
 
-def by_protocol(outcome: Outcome) -> dict[str, dict[str, int]]:
-    return {
-        protocol: {kind: count for (of, kind), count in sorted(outcome.answered.items()) if of == protocol}
-        for protocol in (REST, GRPC)
-    }
-
-
-def show(outcome: Outcome, seconds: float) -> None:
+def _show(outcome: Outcome, seconds: float) -> None:
     table = report.table("Soak", ["", REST, GRPC])
     for kind in sorted({kind for _, kind in outcome.answered}):
         table.add_row(kind, *(str(outcome.answered[of, kind] or "") for of in (REST, GRPC)))
     report.show(table)
     early, late, _ = growth(outcome)
     out.print(
-        f"{outcome.requests} requests in {seconds:.0f} s; {len(outcome.swapped)} versions swapped in, "
-        f"{len(outcome.broken)} broken; resident memory {early:.0f} MiB after the first fifth, "
-        f"{late:.0f} MiB at the end",
+        f"{outcome.requests} requests in {seconds:.0f} s; {len(outcome.swapped)} valid and "
+        f"{len(outcome.broken)} broken versions added; resident memory {early:.0f} MiB after the first "
+        f"fifth, {late:.0f} MiB at the end",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _content(outcome: Outcome, finished: list[tuple[Outcome, int]]) -> dict[str, Any]:
+    """Returns the results as the JSON file has them."""
+    by_protocol = {
+        protocol: {kind: count for (of, kind), count in sorted(outcome.answered.items()) if of == protocol}
+        for protocol in (REST, GRPC)
+    }
+    early, late, _ = growth(outcome)
+    return {
+        "answered": by_protocol,
+        "wrong": outcome.wrong[:20],
+        "lost": [*outcome.lost, *(lost for found, _ in finished for lost in found.lost)][:20],
+        "answers_by_version": dict(sorted(outcome.versions.items())),
+        "broken_versions": outcome.broken,
+        "rss_mib": {"early": round(early, 1), "late": round(late, 1)},
+        "ends": [
+            {
+                "answered": found.answered.total(),
+                "refused": found.refused,
+                "lost": len(found.lost),
+                "cut off": len(found.cut_off),
+                "exit": code,
+            }
+            for found, code in finished
+        ],
+        "memory": [
+            {"seconds": round(at, 1), "rss_mib": round(mib, 1), "files": files}
+            for at, mib, files in outcome.samples[:: max(len(outcome.samples) // 100, 1)]
+        ],
+    }
+
+
+def main(
+    requests: Annotated[int, typer.Option(help="Least number of requests of the soak.")] = 200_000,
+    seconds: Annotated[float, typer.Option(help="Least duration of the soak.")] = 70.0,
+    swap_seconds: Annotated[float, typer.Option(help="Seconds from one version to the next.")] = 10.0,
+    ends: Annotated[int, typer.Option(help="How often SIGTERM is sent under load.")] = 20,
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """Soak the service: 32 clients send valid and invalid requests while versions change, then SIGTERM.
+
+    A third of the requests uses gRPC, the rest HTTP with JSON and binary tensors; a quarter is invalid. Every
+    answer is checked: each bit of a tensor, or the status and message of a refusal. Every fourth version is a
+    corrupt file. The report counts lost and wrong answers, and watches memory and open files.
+
+    Example:
+
+        twinop bench soak --requests 20000 --seconds 30 --swap-seconds 5 --ends 2
+    """
+    with clear_errors(), tempfile.TemporaryDirectory() as work:
+        recording = Recording("soak", torch.device("cpu"), output, commit)
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC reports each server that went away
+        models, log = Path(work) / "models", Path(work) / "log"
+        write_version(models, 1)
+        with report.progress("soak", 100) as step, service(models, log) as (server, running):
+            done = 0
+
+            def advance(share: float) -> None:
+                nonlocal done
+                while done < int(share * 100):
+                    done += 1
+                    step("")
+
+            idle_files = open_files(running.pid)
+            started = time.perf_counter()
+            load = soak(server, running.pid, models, requests, swap_seconds, seconds=seconds, step=advance)
+            outcome = asyncio.run(load)
+            took = time.perf_counter() - started
+            left = _files_left(running.pid, idle_files)
+        finished = []
+        with report.progress("SIGTERM", ends) as step:
+            for _ in range(ends):
+                with service(models, log, "--log-level", "debug") as (server, running):
+                    found = asyncio.run(ended_under_load(server, running, log, 0.5))
+                    finished.append((found, running.returncode))
+                step("")
+        _show(outcome, took)
+        verdicts = bars(outcome, left, finished)
+        report.show_bars(verdicts)
+        settings = {"clients": CLIENTS, "requests": requests, "seconds": seconds}
+        settings |= {"swap_seconds": swap_seconds, "ends": ends}
+        content = _content(outcome, finished)
+        recording.write(settings=settings, seconds=round(took, 1), bars=verdicts, **content)

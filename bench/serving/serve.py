@@ -1,4 +1,4 @@
-"""python -m twinop.bench serve: the inference service beside plain servers, loaded by clients of its own."""
+"""The inference service beside plain servers: `twinop bench serve`."""
 
 import json
 import os
@@ -14,30 +14,48 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from twinop.bench import options, report
-from twinop.bench.serving.figure import draw
-from twinop.bench.serving.load import Load, arguments
-from twinop.bench.serving.models import MODELS, Model, session_options, write
-from twinop.bench.serving.requests import METHOD, check, requests
-from twinop.bench.serving.servers import FASTAPI, GRPC, KSERVE, OURS, REST, UNBATCHED, Server, more, servers
-from twinop.console import clear_errors, out
+from twinop.console import clear_errors
+
+from .. import report
+from ..figures import draw_serve
+from ..merge import announce
+from ..recording import Commit, Device, Output, Recording
+from .load import METHOD, Load, check, command, requests
+from .servers import (
+    FASTAPI,
+    GRPC,
+    KSERVE,
+    MODELS,
+    OURS,
+    REST,
+    UNBATCHED,
+    Model,
+    Server,
+    more,
+    servers,
+    session_options,
+    write,
+)
 
 BARE = "session.run"
 CLIENTS = (1, 16, 64)
 
-# At one client, so many rounds for each of the others. On two cores here a run takes 1.6 or 2.5 ms (encoder),
-# 2.0 or 3.2 ms (wide), for a second or more at a time, whoever serves: of three rounds, chance made 1.5 of a
-# ratio that is 1.0 in fifteen.
 LONE_ROUNDS = 5
+"""With one client there are this many times the rounds.
 
-
-# ------------------------------------------------------------------------------------------- measuring
+On two cores, runs switch between two speeds, 1 : 1.5, for seconds at a time, whichever server is measured.
+Three rounds are too few to average that out.
+"""
 
 
 def bare(
     path: Path, provider: str, inputs: dict[str, np.ndarray], seconds: float
 ) -> tuple[dict[int, dict[str, float]], np.ndarray]:
-    """session.run alone, no network: by the number of callers, each a thread; and what it gives."""
+    """Measures session.run without a network.
+
+    Returns:
+        A row for each number of callers, each in a thread of its own; and the output.
+    """
     import onnxruntime as ort
 
     options_, providers = session_options(provider)
@@ -65,13 +83,14 @@ def bare(
 
 
 def load(server: Server, protocol: str, request: Path, clients: int, seconds: float) -> dict[str, Any]:
-    """
+    """Measures one server once.
+
     Raises:
-        BenchError: an answer was an error.
+        BenchError: the clients failed, or an answer was an error.
     """
     method = METHOD if protocol == GRPC else ""
-    command = arguments(Load(server.ports[protocol], str(request), clients, seconds, method))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds * 10 + 60, check=False)
+    line = command(Load(server.ports[protocol], str(request), clients, seconds, method))
+    done = subprocess.run(line, capture_output=True, text=True, timeout=seconds * 10 + 60, check=False)
     if done.returncode:
         raise report.BenchError(f"the clients of {server.name} ended:\n{done.stderr[-2000:]}")
     found = json.loads(done.stdout)
@@ -83,7 +102,12 @@ def load(server: Server, protocol: str, request: Path, clients: int, seconds: fl
 def measure(
     model: Model, provider: str, seconds: float, rounds: int, folder: Path, step: Any
 ) -> list[dict[str, Any]]:
-    """The rows of one model: medians over rounds that take the servers in turn, every other one backwards."""
+    """Measures all servers of one model.
+
+    Returns:
+        A row for each server, protocol and number of clients, with medians over the rounds. A round takes the
+        servers in turn, and every other round takes them in reverse.
+    """
     path = write(model, folder)
     files = requests(model, folder)
     alone, expected = bare(path, provider, model.inputs(), seconds)
@@ -97,7 +121,7 @@ def measure(
             (server, protocol, files[protocol, FASTAPI if server.name == FASTAPI else OURS], clients, ready)
             for clients in CLIENTS
             for protocol in (REST, GRPC)
-            for server, ready in found  # ours and KServe's are neighbours, which are compared
+            for server, ready in found  # twinop and KServe, which are compared, are neighbours
             if protocol in server.ports
         ]
         for server, protocol, request, clients, _ in cases:
@@ -109,7 +133,7 @@ def measure(
             for kept, (server, protocol, request, clients, _) in turns if turn % 2 else reversed(turns):
                 if len(kept) == rounds and clients > 1:
                     continue
-                step(f"{model.name}: {server.name}, {protocol}, {clients} clients")
+                step(f"{model.name}: {server.name}, {protocol}, clients: {clients}")
                 kept.append(load(server, protocol, request, clients, seconds))
     for kept, (server, protocol, _, clients, ready) in zip(runs, cases, strict=True):
         medians = {
@@ -126,13 +150,11 @@ def measure(
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the verdicts. At one client, each round's p50 is compared with KServe's in the same round."""
+
     def value(model: str, server: str, protocol: str, clients: int, key: str) -> Any:
-        [row] = [
-            row
-            for row in rows
-            if (row["model"], row["server"], row["protocol"], row["clients"])
-            == (model, server, protocol, clients)
-        ]
+        wanted = (model, server, protocol, clients)
+        [row] = [r for r in rows if (r["model"], r["server"], r["protocol"], r["clients"]) == wanted]
         return row[key]
 
     def bar(what: str, value: float, least: bool, bound: float) -> dict[str, Any]:
@@ -159,50 +181,46 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints a table for each model: a column per number of clients, a row per server and protocol."""
+    columns = [f"{clients} clients" if clients > 1 else "1 client" for clients in CLIENTS]
     for model in MODELS:
         chosen = [row for row in rows if row["model"] == model.name]
         if not chosen:
             continue
-        columns = [f"{clients} clients" if clients > 1 else "1 client" for clients in CLIENTS]
-        table = report.table(
-            f"{model.title}: p50 / p99 ms, requests a second", ["", *columns, "ready after"],
-        )  # fmt: skip
+        title = f"{model.title}: p50 / p99 ms, requests per second"
+        table = report.table(title, ["", *columns, "ready after"])
         for key in dict.fromkeys((row["server"], row["protocol"]) for row in chosen):
-            cells, ready = [], ""
-            for clients in CLIENTS:
-                here = [
-                    row
-                    for row in chosen
-                    if (row["server"], row["protocol"], row["clients"]) == (*key, clients)
-                ]
-                cells += [f"{r['p50_ms']:.2f} / {r['p99_ms']:.2f}, {r['per_second']:.0f}" for r in here] or [
-                    ""
-                ]
-                ready = next((f"{r['ready_seconds']:.1f} s" for r in here if r["ready_seconds"]), ready)
-            name = key[0] if key[1] == "none" else f"{key[0]}, {key[1]}"
-            table.add_row(name, *cells, ready)
+            here = {r["clients"]: r for r in chosen if (r["server"], r["protocol"]) == key}
+            cells = [
+                f"{r['p50_ms']:.2f} / {r['p99_ms']:.2f}, {r['per_second']:.0f}" if r else ""
+                for r in map(here.get, CLIENTS)
+            ]
+            ready = next((f"{r['ready_seconds']:.1f} s" for r in here.values() if r["ready_seconds"]), "")
+            table.add_row(key[0] if key[1] == "none" else f"{key[0]}, {key[1]}", *cells, ready)
         report.show(table)
 
 
 def main(
-    models: Annotated[str, typer.Option(help="Of small,wide,encoder.")] = "small,wide,encoder",
-    device: options.Device = "auto",
-    seconds: Annotated[float, typer.Option(help="Of load, for each server and number of clients.")] = 2.0,
+    models: Annotated[
+        str, typer.Option(help="Models to measure: small,wide,encoder.")
+    ] = "small,wide,encoder",
+    device: Device = "auto",
+    seconds: Annotated[float, typer.Option(help="Seconds of load per server and number of clients.")] = 2.0,
     rounds: Annotated[
         int,
-        typer.Option(help=f"The median of so many is kept; of {LONE_ROUNDS} times as many at one client."),
+        typer.Option(help=f"Rounds, whose median is kept; {LONE_ROUNDS} times as many with one client."),
     ] = 3,
-    output: options.PlotFolder = None,
-    commit: options.Commit = None,
+    output: Output = None,
+    commit: Commit = None,
 ) -> None:
-    """Measure the inference service beside plain KServe, FastAPI by hand, and session.run alone.
+    """Measure the inference service beside plain KServe, a plain FastAPI server, and session.run alone.
 
-    One machine, through loopback; the clients run in a process of their own, each sending its next
-    request when it has its answer.
+    Everything runs on one machine, through loopback. The clients run in a process of their own, and each
+    sends its next request when it has its answer.
 
     Example:
 
-        python -m twinop.bench serve --models small --rounds 1
+        twinop bench serve --models small --rounds 1
     """
     with clear_errors():
         where = report.choose_device(device)
@@ -210,9 +228,7 @@ def main(
         if unknown := set(models.split(",")) - {model.name for model in MODELS}:
             known = ", ".join(model.name for model in MODELS)
             raise report.BenchError(f"--models {','.join(sorted(unknown))}: expected some of {known}")
-        folder = report.output_folder(output)
-        facts = report.environment(where, commit)
-        report.print_environment(facts)
+        recording = Recording("serve", where, output, commit)
         rows: list[dict[str, Any]] = []
         pairs = sum(7 + len(more(model, where.type)) for model in chosen)
         steps = pairs * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
@@ -224,8 +240,6 @@ def main(
         report.show_bars(verdicts)
         settings: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
         settings |= {"rounds_at_one_client": rounds * LONE_ROUNDS, "cpus": os.cpu_count()}
-        path = folder / f"serve-{report.machine_name(facts)}.json"
-        machine = facts.get("gpu") or f"{facts['cpu']}, {facts['cpu_cores']} cores"
-        figure = draw(rows, machine, path.with_suffix(".png"))
-        out.print(f"wrote {figure}", highlight=False, soft_wrap=True)
-        report.write_json(path, "serve", facts, settings=settings, bars=verdicts, rows=rows)
+        recording.write(settings=settings, bars=verdicts, rows=rows)
+        title = report.machine_title(recording.facts)
+        announce([draw_serve(rows, title, recording.path.with_suffix(".png"))])

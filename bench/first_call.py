@@ -1,0 +1,102 @@
+"""What the first call of an op costs in a fresh process: `twinop bench first-call LIBRARY...`."""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from twinop.console import clear_errors, out
+
+from . import report
+from .recording import Commit, Output, Recording
+
+OPS = ("CustomRelu", "CustomGelu", "CustomSoftmax", "CustomLayerNorm")
+_STEPS = ("register", "session", "first run", "second run")
+
+# Plain ONNX Runtime, so that libraries of any version of twinop can be compared.
+_PROGRAM = """
+import json, sys, time
+import numpy as np, onnx, torch, onnxruntime
+from onnx import TensorProto, helper
+library, op, provider = sys.argv[1:]
+onnxruntime.preload_dlls()
+names = ["x", "weight"] if op == "CustomLayerNorm" else ["x"]
+shapes = {"x": [64, 4096], "weight": [4096]}
+values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes[name]) for name in names]
+y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [64, 4096])
+graph = helper.make_graph([helper.make_node(op, names, ["y"], domain="custom_domain")], "g", values, [y])
+imports = [helper.make_opsetid("", 20), helper.make_opsetid("custom_domain", 1)]
+model = helper.make_model(graph, ir_version=10, opset_imports=imports).SerializeToString()
+feeds = {name: np.ones(shapes[name], np.float32) for name in names}
+if provider == "CUDAExecutionProvider":
+    torch.zeros(1, device="cuda")  # the context, which every program pays for
+options = onnxruntime.SessionOptions()
+times = [time.perf_counter()]
+options.register_custom_ops_library(library)
+times.append(time.perf_counter())
+session = onnxruntime.InferenceSession(model, options, providers=[provider])
+times.append(time.perf_counter())
+for _ in range(2):
+    session.run(None, feeds)
+    times.append(time.perf_counter())
+print(json.dumps([b - a for a, b in zip(times, times[1:])]))
+"""
+
+
+def measure(libraries: list[Path], provider: str, rounds: int) -> list[dict[str, Any]]:
+    """Runs each op of each library in processes of its own, in turn; returns medians in milliseconds."""
+    found: dict[tuple[Path, str], list[list[float]]] = {}
+    with report.progress("first call", rounds * len(OPS)) as step:
+        for _ in range(rounds):
+            for op in OPS:
+                step(op)
+                for library in libraries:
+                    command = [sys.executable, "-c", _PROGRAM, str(library), op, provider]
+                    done = subprocess.run(command, capture_output=True, text=True)
+                    if done.returncode != 0:
+                        raise report.BenchError(f"{library}, {op}: {done.stderr.strip().splitlines()[-1]}")
+                    times = json.loads(done.stdout.splitlines()[-1])
+                    found.setdefault((library, op), []).append(times)
+    return [
+        {
+            "library": str(library),
+            "bytes": library.stat().st_size,
+            "op": op,
+            **{
+                f"{step}_ms": round(statistics.median(each) * 1e3, 3)
+                for step, each in zip(_STEPS, zip(*runs, strict=True), strict=True)
+            },
+        }
+        for (library, op), runs in found.items()
+    ]
+
+
+def main(
+    libraries: Annotated[list[Path], typer.Argument(help="Libraries to compare.", exists=True)],
+    rounds: Annotated[int, typer.Option(help="Processes for each op and library.", min=1)] = 7,
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """Measures registering a library, creating a session and the first two runs, in fresh processes.
+
+    Examples:
+
+      twinop bench first-call build/libcustom_ops.so old/libcustom_ops.so
+    """
+    with clear_errors():
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        recording = Recording("first-call", device, output, commit)
+        provider = "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
+        rows = measure([library.absolute() for library in libraries], provider, rounds)
+        columns = ["op", "library", "MB", *(f"{step}, ms" for step in _STEPS)]
+        table = report.table("First calls in a fresh process, medians", columns)
+        for row in sorted(rows, key=lambda row: row["op"]):
+            times = (f"{row[f'{step}_ms']:.2f}" for step in _STEPS)
+            table.add_row(row["op"], row["library"], f"{row['bytes'] / 1e6:.1f}", *times)
+        out.print(table)
+        recording.write(rows=rows)
