@@ -9,7 +9,7 @@ usage: ./build.sh [command] [arguments]
   build     (default) set up .venv, compile into build/, install .venv/bin/twinop
   demo      build, export custom_relu.onnx, run it and compare with torch
   test      build, run the tests; arguments go to pytest, --all adds the slow tests
-  bench     build, run a benchmark: ./build.sh bench relu --help
+  bench     build, run a performance report: ./build.sh bench --ops gelu --quick; bench --help lists the others
   format    format and fix the sources (ruff, clang-format)
   clean     remove build/, build-*/, .venv/ and the tools' caches
 
@@ -20,7 +20,7 @@ Environment:
                       https://download.pytorch.org/whl/cpu
   TWINOP_CUDA_ARCHS   native (default), all, or a list such as 80,90
   ORT_ROOT            an ONNX Runtime release, unpacked or .tgz, to take the headers from; also TWINOP_CACHE,
-                      TWINOP_ORT_URL, TWINOP_ORT_VERSION, TWINOP_ORT_SHA256: see cmake/ort_sdk.py
+                      TWINOP_ORT_URL, TWINOP_ORT_VERSION, TWINOP_ORT_SHA256: see cmake/OrtHeaders.cmake
 END
 }
 
@@ -57,13 +57,22 @@ check_prerequisites() {
 
 # .venv with the pinned requirements. The stamp names what it was made from: an equal one costs no network.
 setup() {
-  local device stamp=$venv/twinop-stamp want
+  local device stamp=$venv/twinop-stamp made_for want rest
   device=$(device)
   check_prerequisites
-  want="$root $device $("$python" -V) ${TWINOP_TORCH_INDEX:-} $(cat requirements/*.txt | sha256sum)"
+  made_for="$root $device $("$python" -V) "
+  if [[ -z ${TWINOP_TORCH_INDEX:-} && -f $stamp && $(<"$stamp") == "$made_for"* ]]; then
+    rest=$(<"$stamp")
+    rest=${rest#"$made_for"}
+    TWINOP_TORCH_INDEX=${rest%% *} # which .venv was made with
+  fi
+  want="$made_for${TWINOP_TORCH_INDEX:-} $(cat requirements/*.txt | sha256sum)"
   if [[ -f $stamp && $(<"$stamp") == "$want" ]]; then return; fi
   say "setting up .venv for $device (the first time takes minutes)"
-  if [[ ! -f $stamp || $(<"$stamp") != "$root $device $("$python" -V) "* ]]; then
+  if [[ $device == cpu && -z ${TWINOP_TORCH_INDEX:-} ]]; then
+    say "without a GPU, TWINOP_TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch's CPU build: much smaller"
+  fi
+  if [[ ! -f $stamp || $(<"$stamp") != "$made_for"* ]]; then
     rm -rf "$venv" # moved, another Python or the other ONNX Runtime, which shares its files
     "$python" -m venv "$venv" ||
       fail "$python cannot make a virtual environment (Debian, Ubuntu: install python3-venv)."
@@ -96,10 +105,26 @@ format() {
   ruff check --fix # last: it fails for what it cannot mend
 }
 
+# timm and torchvision, in a folder that only tests/architectures looks into; it says why.
+image_models() {
+  local folder=$venv/architectures want
+  want=$(sha256sum <requirements/architectures.txt)
+  if [[ -f $folder/stamp && $(<"$folder/stamp") == "$want" ]]; then return; fi
+  say "installing timm and torchvision into .venv/architectures"
+  rm -rf "$folder"
+  mkdir "$folder"
+  if "$venv/bin/python" -m pip install --quiet ${TWINOP_TORCH_INDEX:+--extra-index-url "$TWINOP_TORCH_INDEX"} \
+    --no-deps --target "$folder" -r requirements/architectures.txt; then
+    echo "$want" >"$folder/stamp"
+  else
+    say "timm and torchvision could not be installed: the tests of their models will be skipped"
+  fi
+}
+
 run_tests() {
   local arguments=()
   for argument in "$@"; do # `-m ''` takes back pyproject.toml's -m 'not slow'
-    if [[ $argument == --all ]]; then arguments+=(-m ""); else arguments+=("$argument"); fi
+    if [[ $argument == --all ]]; then arguments+=(-m ""); image_models; else arguments+=("$argument"); fi
   done
   python tests/ort_versions.py # the ONNX Runtime releases that one .so file must serve
   python -m pytest "${arguments[@]}"
@@ -108,14 +133,13 @@ run_tests() {
 command=${1:-build}
 shift || true
 case $command in
-  build) build ;;
+  build)
+    build
+    say "done; .venv/bin/twinop export writes a first model, .venv/bin/twinop --help lists the commands"
+    ;;
   demo) build; python export/to_onnx.py; python deploy/run_onnx.py custom_relu.onnx ;;
   test) build; run_tests "$@" ;;
-  bench)
-    [[ -n ${1:-} && -f bench/$1.py ]] || fail "bench ${1:-}: expected the name of a file in bench/ without .py"
-    build
-    python "bench/$1.py" "${@:2}"
-    ;;
+  bench) build; python -m twinop.bench "$@" ;;
   format) format ;;
   clean) rm -rf build build-* .venv dist .mypy_cache .pytest_cache .ruff_cache .hypothesis ;;
   -h | --help | help) usage ;;

@@ -1,19 +1,14 @@
 # What the adapters compile against: ORT's headers (a custom-op library does not link ORT) and LibTorch's
 # stable ABI. Python is the interpreter whose torch is used.
+include(OrtHeaders)
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
 
-# ---- ONNX Runtime headers: cmake/ort_sdk.py finds or fetches them and prints the include folder. Asked at
-# every configure (0.1 s): ORT_ROOT may have changed, or the cache may be gone.
-set(TWINOP_ORT_INCLUDE "" CACHE PATH "Folder of onnxruntime_c_api.h; found by cmake/ort_sdk.py when empty")
+# Asked for at every configure: ORT_ROOT may have changed, or the cache may be gone.
+set(TWINOP_ORT_INCLUDE "" CACHE PATH "Folder of onnxruntime_c_api.h; cmake/OrtHeaders.cmake finds it when empty")
 set(ort_include "${TWINOP_ORT_INCLUDE}")
 if(NOT ort_include)
-  execute_process(COMMAND "${Python_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/cmake/ort_sdk.py"
-                  OUTPUT_VARIABLE ort_include RESULT_VARIABLE failed OUTPUT_STRIP_TRAILING_WHITESPACE)
-  if(failed)
-    message(FATAL_ERROR "No ONNX Runtime headers: see the lines above.")
-  endif()
+  twinop_find_ort_headers(ort_include)
 endif()
-message(STATUS "ONNX Runtime headers: ${ort_include}")
 add_library(twinop_ort_headers INTERFACE)
 target_include_directories(twinop_ort_headers SYSTEM INTERFACE "${ort_include}")
 
@@ -24,7 +19,8 @@ s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s else '')"
                 OUTPUT_VARIABLE torch OUTPUT_STRIP_TRAILING_WHITESPACE)
 if(NOT torch)
   message(FATAL_ERROR "PyTorch is not installed for ${Python_EXECUTABLE}. "
-                      "./build.sh installs it into .venv; or: pip install torch")
+                      "./build.sh installs it into .venv. pip hides it from what it builds: "
+                      "`pip install torch scikit-build-core ninja`, then `pip install --no-build-isolation .`")
 endif()
 add_library(twinop_torch_headers INTERFACE)
 target_include_directories(twinop_torch_headers SYSTEM INTERFACE "${torch}/include")

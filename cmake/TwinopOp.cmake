@@ -16,25 +16,45 @@ function(twinop_add_op name header)
   target_link_libraries(twinop_op_${name} PUBLIC twinop_kernels_api)
 endfunction()
 
-# twinop_add_ort_library(custom_relu OPS relu): lib<name>.so, an ONNX Runtime custom-op library of these ops.
-function(twinop_add_ort_library name)
-  cmake_parse_arguments(arg "" "" "OPS" ${ARGN})
-  add_library(${name} SHARED)
-  target_link_libraries(${name} PRIVATE twinop_ort_adapter twinop_core ${arg_OPS} twinop_cuda_runtime)
-  twinop_finish_library(${name} ort_customop/exports.map)
-endfunction()
+# twinop_add_library(mish DOMAIN mish [DOMAIN_VERSION 1] [OPS twinop_op_mish ...] [mish.h ...])
+#
+# lib<name>.so: the ops as one file for ONNX Runtime and PyTorch. The domain is the one that ONNX models name
+# and, with "_" for ".", the namespace in torch.ops. Ops are headers, or targets of twinop_add_op.
+set(TWINOP_RESERVED_DOMAINS ai.onnx aten prim com.microsoft)
 
-# twinop_add_torch_library(twinop_torch OPS relu): lib<name>.so, the same ops for PyTorch.
-function(twinop_add_torch_library name)
-  cmake_parse_arguments(arg "" "" "OPS" ${ARGN})
-  add_library(${name} SHARED)
-  target_link_libraries(${name} PRIVATE twinop_torch_adapter twinop_core ${arg_OPS} twinop_cuda_runtime
-                                        twinop_libtorch)
-  twinop_finish_library(${name} torch_op/exports.map)
+function(twinop_add_library name)
+  cmake_parse_arguments(arg "" "DOMAIN;DOMAIN_VERSION" "OPS" ${ARGN})
+  if(NOT "${arg_DOMAIN}" MATCHES "^[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z0-9_]+)*$")
+    message(FATAL_ERROR "twinop_add_library(${name} DOMAIN \"${arg_DOMAIN}\"): expected a domain such as mish or "
+                        "my.ops: letters, digits and _, with dots between")
+  endif()
+  foreach(reserved IN LISTS TWINOP_RESERVED_DOMAINS)
+    if(arg_DOMAIN STREQUAL reserved OR arg_DOMAIN MATCHES "^${reserved}[.]")
+      message(FATAL_ERROR "twinop_add_library(${name} DOMAIN ${arg_DOMAIN}): this domain belongs to ONNX, ONNX "
+                          "Runtime or PyTorch; choose another one")
+    endif()
+  endforeach()
+  if(NOT arg_DOMAIN_VERSION)
+    set(arg_DOMAIN_VERSION 1)
+  endif()
+  foreach(header IN LISTS arg_UNPARSED_ARGUMENTS)
+    cmake_path(GET header STEM op)
+    cmake_path(ABSOLUTE_PATH header BASE_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}")
+    twinop_add_op(${op} "${header}")
+    list(APPEND arg_OPS twinop_op_${op})
+  endforeach()
+  set(source "${CMAKE_CURRENT_BINARY_DIR}/ops/library_${name}.cpp")
+  file(CONFIGURE OUTPUT "${source}" @ONLY CONTENT
+       "#include \"kernels/library.h\"\n\nTWINOP_LIBRARY(\"${arg_DOMAIN}\", ${arg_DOMAIN_VERSION})\n")
+  add_library(${name} SHARED "${source}")
+  target_link_libraries(${name} PRIVATE twinop_options ${arg_OPS} twinop_ort twinop_cuda_runtime)
+  twinop_finish_library(${name} ort_customop/exports.map)
+  # The adapter is an archive, which nothing refers to. Each library calls its own twinop_library.
+  target_link_options(${name} PRIVATE "LINKER:--undefined=RegisterCustomOps" "LINKER:-Bsymbolic")
 endfunction()
 
 function(twinop_finish_library name exports)
-  set(map "${PROJECT_SOURCE_DIR}/${exports}")
+  set(map "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../${exports}")
   # nodelete: a runtime may unload the library with its last session and load it again for the next one, and what
   # the library set up for the life of the process (the ops, the CUDA runtime) would be lost every time.
   target_link_options(${name} PRIVATE "LINKER:--version-script=${map}" "LINKER:--no-undefined"

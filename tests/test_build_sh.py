@@ -16,7 +16,8 @@ case "$1 $2" in
   "-V "*) echo "Python 3.11.7" ;;
   "-m venv") [ -e "$FAIL_VENV" ] && exit 1
     mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$FAKES/cmake" "$3/bin/cmake" ;;
-  "-m pip") echo "pip $*" >>"$LOG"; [ ! -e "$FAIL_PIP" ] ;;
+  "-m pip") echo "pip $*" >>"$LOG"
+    case "$*" in *"$FAIL_PIP_FOR"*) [ ! -e "$FAIL_PIP" ] ;; esac ;;
   "-m pytest") shift 2; for word in "$@"; do echo "pytest [$word]" >>"$LOG"; done ;;
   "-c "*) exit 0 ;;
 esac
@@ -111,8 +112,32 @@ def test_paths_are_relative_to_the_caller(tmp_path, build):
 
 
 def test_torch_index(tmp_path, build):
-    build(TWINOP_TORCH_INDEX="https://index.example/cpu")
+    said = build(TWINOP_TORCH_INDEX="https://index.example/cpu").stderr
     assert "--extra-index-url https://index.example/cpu " in log(tmp_path)[0]
+    assert "whl/cpu" not in said
+    build()  # need not say it again
+    assert not any("requirements" in line for line in log(tmp_path))
+    with (tmp_path / "a tree/requirements/dev.txt").open("a") as file:
+        file.write("# changed\n")
+    build()
+    assert "--extra-index-url https://index.example/cpu " in log(tmp_path)[0]
+    build(TWINOP_DEVICE="cuda")
+    assert "--extra-index-url" not in log(tmp_path)[0]
+
+
+def test_without_a_gpu_the_cpu_build_of_torch_is_named(build):
+    hint = "TWINOP_TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch's CPU build"
+    assert hint in build().stderr
+    assert hint not in build().stderr  # only while it is installed
+    assert hint not in build(TWINOP_DEVICE="cuda").stderr
+
+
+def test_the_end_says_what_to_type(build):
+    assert (
+        build()
+        .stderr.splitlines()[-1]
+        .startswith("twinop: done; .venv/bin/twinop export writes a first model")
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,6 +155,22 @@ def test_arguments_go_to_pytest(tmp_path, build, arguments, expected):
     ]
 
 
+def test_all_tests_get_the_image_models(tmp_path, build):
+    build()
+    log(tmp_path)
+    (tmp_path / "fail pip").touch()
+    done = build("test", "--all", FAIL_PIP_FOR="--target")
+    assert done.returncode == 0
+    assert "could not be installed: the tests of their models will be skipped" in done.stderr
+    folder = tmp_path / "a tree/.venv/architectures"
+    wanted = f"--no-deps --target {folder} -r requirements/architectures.txt"
+    assert [line.endswith(wanted) for line in log(tmp_path)].count(True) == 1
+    (tmp_path / "fail pip").unlink()
+    for times in (1, 0):
+        assert build("test", "--all").returncode == 0
+        assert [line.endswith(wanted) for line in log(tmp_path)].count(True) == times
+
+
 def test_help(build):
     for word in ("--help", "-h", "help"):
         done = build(word)
@@ -144,8 +185,6 @@ def test_help(build):
     ("arguments", "env", "message"),
     [
         (["frob"], {}, "unknown command: frob"),
-        (["bench"], {}, "bench : expected the name of a file in bench/ without .py"),
-        (["bench", "none"], {}, "bench none: expected the name of a file in bench/ without .py"),
         ([], {"TWINOP_DEVICE": "tpu"}, "TWINOP_DEVICE=tpu: expected cpu or cuda"),
         (
             [],

@@ -1,11 +1,14 @@
 """CUDA or not, and for which architectures: what cmake/TwinopCuda.cmake decides, configured on its own."""
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from ort_versions import CMAKE, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = """
@@ -17,11 +20,40 @@ message(STATUS "result: cuda=${{TWINOP_CUDA}} archs=${{TWINOP_CUDA_ARCH_LIST}}")
 """
 
 
-def configure(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / "CMakeLists.txt").write_text(PROJECT.format(root=ROOT))
-    command = ["cmake", "-S", str(folder), "-B", str(folder / "build"), *options]
+def configure(
+    folder: Path, *options: str, cmake: str | Path = "cmake", more: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "CMakeLists.txt").write_text(PROJECT.format(root=ROOT) + more)
+    command = [cmake, "-S", str(folder), "-B", str(folder / "build"), *options]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TWINOP_CUDA")}
-    return subprocess.run(command, capture_output=True, text=True, env=inherited | environment)
+    return subprocess.run(command, capture_output=True, text=True, env=inherited | variables)
+
+
+@pytest.fixture
+def oldest_cmake() -> Path:
+    """CMake of the version that CMakeLists.txt asks for."""
+    return environment(CMAKE).with_name("cmake")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("DOMAIN ai.onnx", "this domain belongs to ONNX, ONNX Runtime or PyTorch; choose another one"),
+        (
+            "DOMAIN com.microsoft.mine",
+            "this domain belongs to ONNX, ONNX Runtime or PyTorch; choose another one",
+        ),
+        (
+            "DOMAIN 9lives",
+            "expected a domain such as mish or my.ops: letters, digits and _, with dots between",
+        ),
+        ("", "expected a domain such as mish or my.ops"),
+    ],
+)
+def test_domains_that_no_library_can_have(arguments: str, message: str, tmp_path: Path) -> None:
+    call = f"include(TwinopOp)\ntwinop_add_library(mish {arguments} mish.h)\n"
+    result = configure(tmp_path, "-DTWINOP_WITH_CUDA=OFF", more=call)
+    assert result.returncode != 0 and message in one_line(result.stderr)
 
 
 def fake_nvcc(folder: Path, *archs: str) -> Path:
@@ -43,6 +75,58 @@ def test_an_architecture_that_nvcc_does_not_know(tmp_path: Path) -> None:
         f"TWINOP_CUDA_ARCHS=120: this nvcc ({nvcc}) does not know architecture 120; it knows 75 80 90. "
         "Choose one of these, or install a newer CUDA toolkit and set CUDACXX to its nvcc."
     ) in one_line(result.stderr)
+
+
+def test_the_oldest_cmake_knows_the_same_architectures(tmp_path: Path, oldest_cmake: Path) -> None:
+    nvcc = fake_nvcc(tmp_path, "80", "90")
+    option = f"-DCMAKE_CUDA_COMPILER={nvcc}"
+    result = configure(tmp_path, option, cmake=oldest_cmake, TWINOP_CUDA_ARCHS="80-real,90,120a")
+    assert result.returncode != 0 and "does not know architecture 120a; it knows 80 90" in one_line(
+        result.stderr
+    )
+    assert result.stderr.count("CMake Error") == 1
+
+
+def test_the_oldest_cmake_configures_the_project(tmp_path: Path, oldest_cmake: Path) -> None:
+    version = subprocess.run([oldest_cmake, "--version"], capture_output=True, text=True).stdout
+    required = re.search(r"cmake_minimum_required\(VERSION (.*)\)", (ROOT / "CMakeLists.txt").read_text())
+    assert required is not None and f"cmake version {required[1]}." in version
+    command: list[str | Path] = [
+        oldest_cmake,
+        "-S",
+        ROOT,
+        "-B",
+        tmp_path,
+        "-G",
+        "Ninja",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Generating done" in result.stdout
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    """As in the environment of its own in which pip builds."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    python = f"-DPython_EXECUTABLE={tmp_path}/bare/bin/python"
+    command: list[str | Path] = [
+        "cmake",
+        "-S",
+        ROOT,
+        "-B",
+        tmp_path / "build",
+        "-G",
+        "Ninja",
+        "-DTWINOP_WITH_CUDA=OFF",
+        python,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    said = one_line(result.stderr)
+    assert (
+        result.returncode != 0 and f"PyTorch is not installed for {tmp_path}/bare/bin/python. ./build" in said
+    )
+    assert "`pip install torch scikit-build-core ninja`, then `pip install --no-build-isolation .`" in said
 
 
 def test_nonsense_architectures(tmp_path: Path) -> None:
@@ -85,7 +169,12 @@ def test_cuda_can_be_left_out(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 @pytest.mark.parametrize(
     ("wanted", "archs"),
-    [("native", None), ("80,90", "80,90"), ("90-real", "90-real"), ("all", "75-real,")],
+    [
+        ("native", None),
+        ("90,80", "80-real,90"),
+        ("90-real", "90-real"),
+        ("all", "75-real,"),
+    ],
 )
 def test_architectures_with_the_nvcc_at_hand(wanted: str, archs: str | None, tmp_path: Path) -> None:
     result = configure(tmp_path, TWINOP_CUDA_ARCHS=wanted)

@@ -1,0 +1,254 @@
+# twinop_find_ort_headers(<variable>): the folder of onnxruntime_c_api.h.
+#
+# A custom-op library gets every function at run time, so headers are all that a build needs; those of any release
+# from 1.18 serve every runtime. The first of these that has them wins:
+#
+#   1. ORT_ROOT: a release, unpacked or .tgz, or a folder in the layout of the sources or of Debian's package.
+#      If it cannot be used, that is an error.
+#   2. The cache: TWINOP_CACHE, else $XDG_CACHE_HOME/twinop, else ~/.cache/twinop.
+#   3. The release tarball, its SHA-256 checked. TWINOP_ORT_VERSION with TWINOP_ORT_SHA256 chooses another one,
+#      TWINOP_ORT_URL a mirror (the folder of v<version>/<file>).
+#   4. Debian's libonnxruntime-dev, unpacked but not installed.
+#
+# `cmake -P cmake/OrtHeaders.cmake` prints the folder. The variables are environment variables.
+
+set(TWINOP_ORT_PINNED 1.23.2)
+set(TWINOP_ORT_PINNED_SHA256 2083e361072a79ce16a90dcd5f5cb3ab92574a82a3ce0ac01e5cfa3158176f53)  # x86-64
+set(TWINOP_ORT_OLDEST_API 18)
+if(NOT TWINOP_APT_ETC)
+  set(TWINOP_APT_ETC /etc/apt)  # the tests have one of their own
+endif()
+set(TWINOP_ORT_RELEASES https://github.com/microsoft/onnxruntime/releases/download)
+
+function(twinop_find_ort_headers result)
+  set(cache "$ENV{HOME}/.cache/twinop")
+  if(NOT "$ENV{TWINOP_CACHE}" STREQUAL "")
+    string(REGEX REPLACE "^~/" "$ENV{HOME}/" cache "$ENV{TWINOP_CACHE}")
+  elseif(NOT "$ENV{XDG_CACHE_HOME}" STREQUAL "")
+    set(cache "$ENV{XDG_CACHE_HOME}/twinop")
+  endif()
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E make_directory "${cache}" ERROR_QUIET)
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E touch "${cache}/lock" RESULT_VARIABLE failed ERROR_QUIET)
+  if(failed)
+    message(FATAL_ERROR "The cache folder ${cache} cannot be written. Set TWINOP_CACHE to a folder that you may write.")
+  endif()
+
+  if(NOT "$ENV{ORT_ROOT}" STREQUAL "")
+    _twinop_ort_root("${cache}" include)
+  else()
+    file(LOCK "${cache}/lock" GUARD FUNCTION TIMEOUT 600)  # two builds, one download
+    _twinop_ort_fetch("${cache}" include)
+  endif()
+
+  file(STRINGS "${include}/onnxruntime_c_api.h" api REGEX "^[ \t]*#[ \t]*define[ \t]+ORT_API_VERSION[ \t]+[0-9]+")
+  string(REGEX MATCH "[0-9]+" api "${api}")
+  if(NOT api GREATER_EQUAL TWINOP_ORT_OLDEST_API)
+    message(FATAL_ERROR "${include}: the headers declare API '${api}'; twinop needs API ${TWINOP_ORT_OLDEST_API} (release "
+                        "1.${TWINOP_ORT_OLDEST_API}) or later. Use release ${TWINOP_ORT_PINNED}, or unset ORT_ROOT: then "
+                        "the headers are fetched.")
+  endif()
+  message(STATUS "ONNX Runtime headers: API ${api}, ${include}")
+  set(${result} "${include}" PARENT_SCOPE)
+endfunction()
+
+# The folder below `root` that holds the header, or "": a release, Debian's package installed (/usr) or unpacked, the
+# sources, the folder itself.
+function(_twinop_ort_include root result)
+  set(${result} "" PARENT_SCOPE)
+  foreach(layout include include/onnxruntime include/onnxruntime/core/session usr/include/onnxruntime .)
+    if(EXISTS "${root}/${layout}/onnxruntime_c_api.h")
+      get_filename_component(found "${root}/${layout}" ABSOLUTE)
+      set(${result} "${found}" PARENT_SCOPE)
+      return()
+    endif()
+  endforeach()
+endfunction()
+
+# ---- ORT_ROOT
+
+function(_twinop_ort_root cache result)
+  set(where "ORT_ROOT=$ENV{ORT_ROOT}")
+  set(advice "Correct the path, or unset ORT_ROOT: then the headers are fetched.")
+  string(REGEX REPLACE "^~/" "$ENV{HOME}/" root "$ENV{ORT_ROOT}")
+  get_filename_component(root "${root}" ABSOLUTE)
+  if(NOT EXISTS "${root}")
+    message(FATAL_ERROR "${where} does not exist. Expected an unpacked ONNX Runtime release or its .tgz. ${advice}")
+  endif()
+  if(NOT IS_DIRECTORY "${root}")
+    file(SHA256 "${root}" digest)  # another file of the same name has another place in the cache
+    string(SUBSTRING "${digest}" 0 16 digest)
+    _twinop_ort_include("${cache}/ort-${digest}" include)
+    if(NOT include)
+      _twinop_ort_unpack("${root}" "${cache}/ort-${digest}" include error)
+    endif()
+    if(NOT include)
+      message(FATAL_ERROR "${where}: ${error}. Expected a complete release such as "
+                          "onnxruntime-linux-x64-gpu-${TWINOP_ORT_PINNED}.tgz. ${advice}")
+    endif()
+  else()
+    _twinop_ort_include("${root}" include)
+    if(NOT include AND (IS_DIRECTORY "${root}/capi" OR IS_DIRECTORY "${root}/onnxruntime/capi"))
+      message(FATAL_ERROR "${where} is a Python package: the onnxruntime wheels have no C headers. ${advice}")
+    elseif(NOT include)
+      message(FATAL_ERROR "${where} has no onnxruntime_c_api.h. Expected include/onnxruntime_c_api.h below it, or "
+                          "include/onnxruntime/onnxruntime_c_api.h. ${advice}")
+    endif()
+  endif()
+  set(${result} "${include}" PARENT_SCOPE)
+endfunction()
+
+# Puts the headers of a tarball into `folder`, by a rename at the end: an interrupted run leaves no half of them.
+function(_twinop_ort_unpack tarball folder result error)
+  set(${result} "" PARENT_SCOPE)
+  set(work "${folder}.new")
+  file(REMOVE_RECURSE "${work}" "${folder}")
+  file(MAKE_DIRECTORY "${work}/all")
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E tar tf "${tarball}" OUTPUT_VARIABLE members RESULT_VARIABLE failed
+                  ERROR_QUIET)
+  if(members MATCHES "(^|\n)/|\\.\\./")
+    set(${error} "it has files outside its own folder" PARENT_SCOPE)
+    return()
+  endif()
+  if(NOT failed AND members MATCHES "onnxruntime_c_api\\.h")
+    execute_process(COMMAND "${CMAKE_COMMAND}" -E tar xf "${tarball}" "*.h" WORKING_DIRECTORY "${work}/all"
+                    RESULT_VARIABLE failed ERROR_QUIET)
+  endif()
+  file(GLOB_RECURSE headers "${work}/all/onnxruntime_c_api.h")
+  if(failed)
+    set(${error} "it is not a complete tarball" PARENT_SCOPE)
+  elseif(NOT headers)
+    set(${error} "it holds no onnxruntime_c_api.h" PARENT_SCOPE)
+  else()
+    list(GET headers 0 header)
+    get_filename_component(include "${header}" DIRECTORY)
+    file(MAKE_DIRECTORY "${work}/keep")
+    file(RENAME "${include}" "${work}/keep/include")
+    file(RENAME "${work}/keep" "${folder}")
+    set(${result} "${folder}/include" PARENT_SCOPE)
+  endif()
+  file(REMOVE_RECURSE "${work}")
+endfunction()
+
+# ---- the cache, the release, Debian's package
+
+function(_twinop_ort_fetch cache result)
+  set(version "$ENV{TWINOP_ORT_VERSION}")
+  if(NOT version)
+    set(version ${TWINOP_ORT_PINNED})
+  endif()
+  if(NOT version MATCHES "^1\\.[0-9]+\\.[0-9]+$" OR version VERSION_LESS 1.${TWINOP_ORT_OLDEST_API})
+    message(FATAL_ERROR "TWINOP_ORT_VERSION=${version}: expected a release such as ${TWINOP_ORT_PINNED}, "
+                        "1.${TWINOP_ORT_OLDEST_API}.0 or later.")
+  endif()
+  cmake_host_system_information(RESULT machine QUERY OS_PLATFORM)
+  if(NOT machine STREQUAL x86_64)
+    set(name "onnxruntime-linux-${machine}-${version}.tgz")
+  elseif(version VERSION_LESS 1.28)
+    set(name "onnxruntime-linux-x64-gpu-${version}.tgz")
+  else()
+    set(name "onnxruntime-linux-x64-gpu_cuda13-${version}.tgz")
+  endif()
+  set(url "${TWINOP_ORT_RELEASES}/v${version}/${name}")
+  if(NOT "$ENV{TWINOP_ORT_URL}" STREQUAL "")
+    set(url "$ENV{TWINOP_ORT_URL}/v${version}/${name}")
+  endif()
+  set(sha256 "$ENV{TWINOP_ORT_SHA256}")
+  if(NOT sha256 AND name STREQUAL "onnxruntime-linux-x64-gpu-${TWINOP_ORT_PINNED}.tgz")
+    set(sha256 ${TWINOP_ORT_PINNED_SHA256})
+  endif()
+
+  _twinop_ort_include("${cache}/ort-${version}" include)
+  if(NOT include AND "$ENV{TWINOP_ORT_VERSION}" STREQUAL "")
+    _twinop_ort_include("${cache}/ort-debian" include)
+  endif()
+  if(include)
+    set(${result} "${include}" PARENT_SCOPE)
+    return()
+  endif()
+
+  if(NOT sha256 MATCHES "^[0-9a-fA-F]+$")
+    set(tried "${url}: its SHA-256 is not known here. Set TWINOP_ORT_SHA256 to the one that its publisher gives")
+  else()
+    message(STATUS "ONNX Runtime headers: downloading ${url}")
+    file(DOWNLOAD "${url}" "${cache}/${name}" STATUS status INACTIVITY_TIMEOUT 5)  # EXPECTED_HASH ends CMake here
+    list(GET status 0 code)
+    list(GET status 1 reason)
+    file(SHA256 "${cache}/${name}" actual)
+    string(TOLOWER "${sha256}" sha256)
+    if(code)
+      set(tried "${url}: ${reason}")
+    elseif(NOT actual STREQUAL sha256)
+      set(tried "${url}: refused and removed: its SHA-256 is ${actual}, expected ${sha256}")
+    else()
+      _twinop_ort_unpack("${cache}/${name}" "${cache}/ort-${version}" include tried)
+    endif()
+    file(REMOVE "${cache}/${name}")
+  endif()
+  if(NOT include AND "$ENV{TWINOP_ORT_VERSION}" STREQUAL "")
+    message(STATUS "ONNX Runtime headers: ${tried}; trying Debian's libonnxruntime-dev")
+    _twinop_ort_debian("${cache}" include debian)
+    string(APPEND tried "\n  Debian's libonnxruntime-dev: ${debian}")
+  endif()
+  if(NOT include)
+    message(FATAL_ERROR "No ONNX Runtime headers found.\n  ${tried}\nRun again with network access; or download ${url} on "
+                        "another machine and set ORT_ROOT to the file; or install libonnxruntime-dev (Debian 13 or "
+                        "later) and set ORT_ROOT=/usr.")
+  endif()
+  set(${result} "${include}" PARENT_SCOPE)
+endfunction()
+
+# Downloads the package of Debian 13 through the machine's own mirror; nothing is installed, root is not needed.
+function(_twinop_ort_debian cache result error)
+  set(${result} "" PARENT_SCOPE)
+  file(GLOB sources ${TWINOP_APT_ETC}/sources.list ${TWINOP_APT_ETC}/sources.list.d/*)
+  foreach(file IN LISTS sources)
+    file(STRINGS "${file}" lines REGEX "^[^#]*https?://[^ ]+/debian/?( |$)")
+    list(APPEND mirrors ${lines})
+  endforeach()
+  string(REGEX MATCH "https?://[^ ;]+/debian/?" mirror "${mirrors}")
+  find_program(TWINOP_APT_GET apt-get)
+  if(NOT TWINOP_APT_GET OR NOT mirror)
+    set(${error} "this machine has no apt-get with a Debian mirror" PARENT_SCOPE)
+    return()
+  endif()
+  set(work "${cache}/apt")
+  file(REMOVE_RECURSE "${work}")
+  file(MAKE_DIRECTORY "${work}/lists/partial" "${work}/cache/archives/partial" "${work}/parts")
+  set(keyring /usr/share/keyrings/debian-archive-keyring.gpg)
+  set(options "")
+  if(EXISTS ${keyring})
+    set(options "[signed-by=${keyring}] ")
+  endif()
+  file(WRITE "${work}/sources.list" "deb ${options}${mirror} trixie main\n")
+  # Read after the machine's own configuration, whose hooks may need root.
+  file(WRITE "${work}/apt.conf"
+       "Dir::Etc::sourcelist \"${work}/sources.list\";\nDir::Etc::sourceparts \"${work}/parts\";\n"
+       "Dir::State::Lists \"${work}/lists\";\nDir::Cache \"${work}/cache\";\nAPT::Sandbox::User \"root\";\n"
+       "APT::Update::Error-Mode \"any\";\nAcquire::Languages \"none\";\nAcquire::http::Timeout \"10\";\n"
+       "#clear APT::Update::Pre-Invoke;\n#clear APT::Update::Post-Invoke;\n#clear APT::Update::Post-Invoke-Success;\n")
+  set(reasons "")
+  foreach(command update "download;libonnxruntime-dev")
+    execute_process(COMMAND "${TWINOP_APT_GET}" -qq -c "${work}/apt.conf" ${command} WORKING_DIRECTORY "${work}"
+                    ERROR_VARIABLE reason OUTPUT_QUIET TIMEOUT 300)
+    string(APPEND reasons "${reason}")
+  endforeach()
+  file(GLOB package "${work}/libonnxruntime-dev_*.deb")
+  if(package)
+    execute_process(COMMAND dpkg -x "${package}" "${work}/unpacked" ERROR_QUIET)
+  endif()
+  _twinop_ort_include("${work}/unpacked" include)
+  if(include)
+    file(MAKE_DIRECTORY "${cache}/ort-debian")
+    file(RENAME "${include}" "${cache}/ort-debian/include")
+    set(${result} "${cache}/ort-debian/include" PARENT_SCOPE)
+  else()
+    string(REGEX MATCH "E: [^\n]*" reason "${reasons}")
+    set(${error} "apt-get could not fetch it from ${mirror}: ${reason}" PARENT_SCOPE)
+  endif()
+  file(REMOVE_RECURSE "${work}")
+endfunction()
+
+if(CMAKE_SCRIPT_MODE_FILE STREQUAL CMAKE_CURRENT_LIST_FILE)
+  twinop_find_ort_headers(include)
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E echo "${include}")
+endif()

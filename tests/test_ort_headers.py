@@ -1,0 +1,281 @@
+"""cmake/OrtHeaders.cmake: where it finds ONNX Runtime's headers, and what it says where it cannot.
+
+A local HTTP server stands in for the release site, and shell scripts for apt-get and dpkg. Nothing here uses
+the network.
+"""
+
+import hashlib
+import io
+import os
+import subprocess
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "cmake/OrtHeaders.cmake"
+HEADER = "include/onnxruntime_c_api.h"
+OTHER = "onnxruntime-linux-x64-gpu_cuda13-1.31.1.tgz"
+Find = Callable[..., Path]
+
+
+def header(api: int = 23) -> bytes:
+    return f"#pragma once\n#define ORT_API_VERSION {api}\n".encode()
+
+
+def folder(root: Path, files: dict[str, bytes]) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def tarball(path: Path, files: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+class Refused(Exception):
+    pass
+
+
+@pytest.fixture
+def find(tmp_path: Path) -> Find:
+    """Runs the script with a cache of its own; keyword arguments are environment variables."""
+
+    def call(**env: object) -> Path:
+        own = {"TWINOP_CACHE": tmp_path / "the cache", "TWINOP_ORT_URL": "http://127.0.0.1:9"}
+        inherited = {name: value for name, value in os.environ.items() if "ORT_" not in name}
+        done = subprocess.run(
+            ["cmake", f"-DTWINOP_APT_ETC={tmp_path}/etc", "-P", str(SCRIPT)],
+            env=inherited | {name: str(value) for name, value in (own | env).items()},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            raise Refused(" ".join(done.stderr.split()))
+        return Path(done.stdout.splitlines()[-1])
+
+    return call
+
+
+# ----------------------------------------------------------------------------- ORT_ROOT
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["include", "include/onnxruntime", "include/onnxruntime/core/session", "usr/include/onnxruntime", "."],
+)
+def test_folder_layouts(inner: str, tmp_path: Path, find: Find) -> None:
+    root = folder(tmp_path / "an ort", {f"{inner}/onnxruntime_c_api.h": header()})
+    assert find(ORT_ROOT=root) == root / inner
+
+
+@pytest.mark.parametrize("top", ["onnxruntime-linux-x64-gpu-1.23.2/", "./onnxruntime-x/", ""])
+def test_tarballs(top: str, tmp_path: Path, find: Find) -> None:
+    files = {f"{top}{HEADER}": header(), f"{top}include/other.h": b"", f"{top}lib/libonnxruntime.so.1": b"x"}
+    file = tarball(tmp_path / "down loads/ort.tgz", files)
+    include = find(ORT_ROOT=file)
+    assert (include / "onnxruntime_c_api.h").read_bytes() == header() and (include / "other.h").exists()
+    assert not list((tmp_path / "the cache").rglob("*.so*"))
+    tarball(file, {f"{top}{HEADER}": header(24)})  # new content under the old name is seen
+    assert (find(ORT_ROOT=file) / "onnxruntime_c_api.h").read_bytes() == header(24)
+
+
+def test_relative_paths_and_home(tmp_path: Path, find: Find) -> None:
+    folder(tmp_path / "ort", {HEADER: header(18)})
+    assert find(ORT_ROOT="ort") == find(ORT_ROOT="~/ort", HOME=tmp_path) == tmp_path / "ort/include"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"has no onnxruntime_c_api\.h\. Expected include/onnxruntime_c_api\.h below it"),
+        (
+            {"capi/x.so": b""},
+            r"is a Python package: the onnxruntime wheels have no C headers\. Correct the path",
+        ),
+        ({"onnxruntime/capi/x.so": b""}, r"is a Python package"),
+        ({HEADER: header(17)}, r"declare API '17'; twinop needs API 18 \(release 1\.18\) or later"),
+        ({HEADER: b"// nothing\n"}, r"declare API ''; twinop needs API 18"),
+    ],
+)
+def test_folders_that_cannot_be_used(
+    files: dict[str, bytes], message: str, tmp_path: Path, find: Find
+) -> None:
+    with pytest.raises(Refused, match=message):
+        find(ORT_ROOT=folder(tmp_path / "ort", files))
+    with pytest.raises(Refused, match=r"ORT_ROOT=/no/such does not exist.*or unset ORT_ROOT"):
+        find(ORT_ROOT="/no/such")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\3\4 a zip", "it is not a complete tarball"),
+        (b"", "it (is not a complete tarball|holds no onnxruntime_c_api.h)"),
+        ({"lib/libonnxruntime.so.1": b""}, "it holds no onnxruntime_c_api.h"),
+        ({"../include/evil.h": b"", HEADER: header()}, "it has files outside its own folder"),
+    ],
+)
+def test_tarballs_that_cannot_be_used(
+    content: bytes | dict[str, bytes], message: str, tmp_path: Path, find: Find
+) -> None:
+    file = tmp_path / "ort.tgz"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        tarball(file, content)
+    with pytest.raises(Refused, match=f"ORT_ROOT=.*: {message}. Expected a complete release such as"):
+        find(ORT_ROOT=file)
+    assert not list(tmp_path.rglob("*.h"))
+
+
+def test_a_tarball_cut_short(tmp_path: Path, find: Find) -> None:
+    file = tarball(tmp_path / "ort.tgz", {HEADER: header() + os.urandom(100_000)})
+    file.write_bytes(file.read_bytes()[:50_000])
+    with pytest.raises(Refused, match="it is not a complete tarball"):
+        find(ORT_ROOT=file)
+
+
+# ----------------------------------------------------------------------------- the cache and the release
+
+
+class Site(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[dict[str, str], Path]]:
+    """Environment variables for a release 1.31.1 on a server of our own, and the file that it serves."""
+    file = tarball(tmp_path / "site/v1.31.1" / OTHER, {f"ort/{HEADER}": header(31)})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: Site(*a, directory=str(tmp_path / "site")))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield (
+        {
+            "TWINOP_ORT_URL": f"http://127.0.0.1:{server.server_port}",
+            "TWINOP_ORT_VERSION": "1.31.1",
+            "TWINOP_ORT_SHA256": hashlib.sha256(file.read_bytes()).hexdigest().upper(),
+        },
+        file,
+    )
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_release_then_the_cache(site: tuple[dict[str, str], Path], tmp_path: Path, find: Find) -> None:
+    env, file = site
+    include = find(**env)
+    assert include == tmp_path / "the cache/ort-1.31.1/include"
+    file.unlink()
+    assert find(**env) == include
+    assert sorted(path.name for path in (tmp_path / "the cache").iterdir()) == ["lock", "ort-1.31.1"]
+    (include / "onnxruntime_c_api.h").unlink()  # a damaged cache is not trusted
+    with pytest.raises(Refused, match=r"No ONNX Runtime headers found.*response code said error"):
+        find(**env)
+
+
+def test_a_release_with_another_checksum_is_refused(
+    site: tuple[dict[str, str], Path], tmp_path: Path, find: Find
+) -> None:
+    env, file = site
+    tarball(file, {f"ort/{HEADER}": header() + b"// evil\n"})
+    with pytest.raises(
+        Refused, match=r"refused and removed: its SHA-256 is [0-9a-f]{64}, expected [0-9a-f]{64}"
+    ):
+        find(**env)
+    assert [path.name for path in (tmp_path / "the cache").iterdir()] == ["lock"]
+
+
+def test_a_release_asked_for_is_never_another_one(
+    site: tuple[dict[str, str], Path], tmp_path: Path, find: Find
+) -> None:
+    env, _ = site
+    folder(tmp_path / "the cache/ort-debian", {HEADER: header()})
+    assert find() == tmp_path / "the cache/ort-debian/include"
+    with pytest.raises(Refused, match=r"v1\.24\.4/onnxruntime-linux-x64-gpu-1\.24\.4\.tgz"):
+        find(TWINOP_ORT_VERSION="1.24.4", TWINOP_ORT_SHA256="0" * 64)
+    del env["TWINOP_ORT_SHA256"]
+    with pytest.raises(
+        Refused, match=r"gpu_cuda13-1\.31\.1\.tgz: its SHA-256 is not known.*Set TWINOP_ORT_SHA256"
+    ):
+        find(**env)
+
+
+@pytest.mark.parametrize("version", ["1.17.3", "latest", "1.23", "../1.23.2"])
+def test_versions_that_are_refused(version: str, find: Find) -> None:
+    with pytest.raises(Refused, match=r"TWINOP_ORT_VERSION=.*: expected a release such as 1\.23\.2"):
+        find(TWINOP_ORT_VERSION=version)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, find: Find) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused, match=r"cache folder .*/file/x cannot be written\. Set TWINOP_CACHE"):
+        find(TWINOP_CACHE=tmp_path / "file/x")
+
+
+# ----------------------------------------------------------------------------- Debian
+
+
+@pytest.fixture
+def apt(tmp_path: Path) -> str:
+    """A PATH with stand-ins for apt-get, which writes down its sources, and dpkg."""
+    scripts = {
+        "apt-get": f"""[ -e '{tmp_path}/fail' ] && {{ echo "E: no route" >&2; exit 100; }}
+            [ "$4" = update ] && cat sources.list >'{tmp_path}/log'
+            [ "$4" = download ] && : >"$5_1.2_amd64.deb"; exit 0""",
+        "dpkg": """mkdir -p "$3/usr/include/onnxruntime" &&
+            echo "#define ORT_API_VERSION 21" >"$3/usr/include/onnxruntime/onnxruntime_c_api.h" """,
+    }
+    programs = folder(
+        tmp_path / "programs", {name: f"#!/bin/sh\n{text}\n".encode() for name, text in scripts.items()}
+    )
+    for name in scripts:
+        (programs / name).chmod(0o755)
+    return f"{programs}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (
+            "sources.list",
+            "# deb http://other.example/debian x main\ndeb http://mirror.example/debian trixie main\n",
+        ),
+        (
+            "sources.list.d/debian.sources",
+            "Types: deb\nURIs: http://mirror.example/debian\nSuites: bookworm\n",
+        ),
+    ],
+)
+def test_debians_package_through_the_machines_mirror(
+    file: str, text: str, tmp_path: Path, find: Find, apt: str
+) -> None:
+    folder(tmp_path / "etc", {file: text.encode()})
+    assert find(PATH=apt) == tmp_path / "the cache/ort-debian/include"
+    assert (tmp_path / "log").read_text().endswith("http://mirror.example/debian trixie main\n")
+    assert sorted(path.name for path in (tmp_path / "the cache").iterdir()) == ["lock", "ort-debian"]
+
+
+def test_without_any_way_the_message_lists_them(tmp_path: Path, find: Find, apt: str) -> None:
+    with pytest.raises(
+        Refused, match=r"No ONNX Runtime headers found.*no apt-get with a Debian mirror.*set ORT_ROOT"
+    ):
+        find(PATH=apt)
+    folder(tmp_path / "etc", {"sources.list": b"deb https://mirror.example/debian/ trixie main\n"})
+    (tmp_path / "fail").touch()
+    with pytest.raises(
+        Refused, match=r"apt-get could not fetch it from https://mirror\.example/debian/: E: no route"
+    ):
+        find(PATH=apt)
