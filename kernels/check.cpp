@@ -1,5 +1,6 @@
 #include "kernels/check.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -27,7 +28,7 @@ std::string AllSizes(const Record& record, const Tensor* inputs) {
 
 // An attribute that is wrong whatever the inputs are.
 Status WrongAttribute(const Record& record, const Argument& argument, const std::string& message) {
-  return Status::Error(std::string(kDomain) + "::" + std::string(record.schema.name.view()) +
+  return Status::Error(std::string(record.domain) + "::" + std::string(record.schema.name.view()) +
                        ": attribute " + std::string(argument.name.view()) + " " + message);
 }
 
@@ -42,6 +43,42 @@ bool SameSizes(const Tensor& tensor, const std::int64_t* sizes, std::size_t rank
   for (std::size_t i = 0; i < rank; ++i)
     if (tensor.sizes[i] != sizes[i]) return false;
   return true;
+}
+
+// How many dimensions `text` needs of an input: x[-2] needs two. So does `x[:-2] + ...` where it
+// says what the input's own shape is.
+std::size_t NeededRank(std::string_view text, const std::string& input, bool is_own_shape) {
+  const std::string indexed = input + "[";
+  std::size_t needed = 0;
+  for (std::size_t at = text.find(indexed); at != text.npos; at = text.find(indexed, at + 1)) {
+    if (at > 0 && Scanner::IsWord(text[at - 1])) continue;  // the end of a longer name
+    std::string_view rest = text.substr(at + indexed.size());
+    const bool is_slice = rest.substr(0, 1) == ":";
+    if (is_slice) rest.remove_prefix(1);
+    std::int64_t index = 0;
+    auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), index);
+    if (error != std::errc() || end == rest.data() + rest.size() || *end != ']') continue;
+    if (is_slice && (index >= 0 || !is_own_shape)) continue;
+    needed = std::max(needed, static_cast<std::size_t>(index < 0 ? -index : index + 1));
+  }
+  return needed;
+}
+
+// What is wrong with the first input that has fewer dimensions than the record's shapes need, or
+// "".
+std::string TooFewDimensions(const Record& record, const Tensor* inputs) {
+  for (std::size_t i = 0; i < record.schema.input_count; ++i) {
+    if (!inputs[i].present) continue;
+    const std::string name(record.schema.input(i).name.view());
+    const std::size_t rank = inputs[i].rank;
+    std::size_t needed = NeededRank(record.shapes_text, name, false);
+    needed = std::max(needed, NeededRank(record.input_shapes_text, name, false));
+    needed = std::max(needed, NeededRank(record.input_shape_texts[i], name, true));
+    if (rank < needed)
+      return name + " has " + std::to_string(rank) + " dimension" + (rank == 1 ? "" : "s") +
+             ", expected at least " + std::to_string(needed) + " (unsqueeze adds one)";
+  }
+  return "";
 }
 
 // Fills `shape` from a tensor view.
@@ -66,18 +103,22 @@ Status WithExpression(const Record& record, std::string_view text, const Tensor*
     ShapeExpression expression(text, scope);
     evaluate(expression);
   } catch (const char* reason) {
-    return Failure(record, inputs, std::string(reason) + ": " + std::string(text));
+    const std::string too_few = TooFewDimensions(record, inputs);
+    return Status::Error(too_few.empty() ? std::string(reason) + ": " + std::string(text)
+                                         : too_few);
   }
   return {};
 }
 
 Status EvaluateShape(const Record& record, std::string_view text, const Tensor* inputs,
                      const Attribute* attributes, std::int64_t* sizes, std::size_t* rank) {
-  return WithExpression(record, text, inputs, attributes, [&](ShapeExpression& expression) {
-    Shape shape = expression.EvaluateShape();
-    *rank = shape.rank;
-    for (std::size_t i = 0; i < shape.rank; ++i) sizes[i] = shape.dims[i].value;
-  });
+  Status status =
+      WithExpression(record, text, inputs, attributes, [&](ShapeExpression& expression) {
+        Shape shape = expression.EvaluateShape();
+        *rank = shape.rank;
+        for (std::size_t i = 0; i < shape.rank; ++i) sizes[i] = shape.dims[i].value;
+      });
+  return status.ok() ? Status() : Failure(record, inputs, status.message());
 }
 
 }  // namespace
@@ -90,13 +131,14 @@ std::string Describe(std::string_view name, const Tensor& tensor) {
 
 Status Failure(const Record& record, const Tensor* inputs, std::string_view message) {
   const Schema& schema = record.schema;
-  std::string text = std::string(kDomain) + "::" + std::string(schema.name.view()) + "(";
+  std::string text = std::string(record.domain) + "::" + std::string(schema.name.view()) + "(";
   for (std::size_t i = 0; i < schema.input_count; ++i)
     text += (i > 0 ? ", " : "") + Describe(schema.input(i).name.view(), inputs[i]);
   return Status::Error(text + "): " + std::string(message));
 }
 
-Status ParseDefault(const Record& record, std::size_t index, Attribute* value) {
+Status ParseDefault(const Record& record, std::size_t index, Attribute* value,
+                    AttributeStorage* storage) {
   const Argument& argument = record.schema.attribute(index);
   std::string_view text = argument.default_text;
   auto number = [](std::string_view digits, auto* result) {
@@ -117,15 +159,17 @@ Status ParseDefault(const Record& record, std::size_t index, Attribute* value) {
       break;
     }
     case Kind::kString:
-      value->s = text.substr(1, text.size() - 2);
+      storage->text = text.substr(1, text.size() - 2);
+      value->s = std::string_view(storage->text);
       break;
     default: {  // int[]: "[1, 2]"
       Scanner scan(text);
       scan.Expect("[");
+      value->ints = storage->ints;
       value->count = 0;
       while (!scan.Accept("]")) {
         if (value->count > 0) scan.Expect(",");
-        value->ints[value->count++] = scan.Integer();
+        storage->ints[value->count++] = scan.Integer();
       }
     }
   }
@@ -225,6 +269,8 @@ Status CheckInputShape(const Record& record, std::size_t input, const Tensor* in
     TWINOP_RETURN_IF_ERROR(EvaluateShape(record, text, inputs, attributes, expected, &rank));
     if (SameSizes(tensor, expected, rank)) return {};
   }
+  if (const std::string too_few = TooFewDimensions(record, inputs); !too_few.empty())
+    return Failure(record, inputs, too_few);
   return Failure(record, inputs,
                  std::string(record.schema.input(input).name.view()) + " has shape " +
                      Sizes(tensor.sizes, tensor.rank) + ", expected " + std::string(text) + " = " +
@@ -284,19 +330,26 @@ Status OutputShape(const Record& record, std::size_t output, const Tensor* input
   return EvaluateShape(record, record.ShapeText(output), inputs, attributes, sizes, rank);
 }
 
-Status ScratchBytes(const Record& record, const Tensor* inputs, const Attribute* attributes,
-                    std::int64_t* bytes) {
-  *bytes = 0;
-  if (record.scratch_text == "0") return {};
-  return WithExpression(record, record.scratch_text, inputs, attributes,
+Status EvaluateScratch(const Record& record, const Call& call, std::int64_t* bytes) {
+  return WithExpression(record, record.scratch_text, call.inputs, call.attributes,
                         [&](ShapeExpression& expression) {
                           *bytes = expression.EvaluateInt();
                           if (*bytes < 0) throw "the scratch size would be negative";
                         });
 }
 
-Status CheckAliases(const Record& record, const Tensor* inputs, const Tensor* outputs) {
+Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes) {
+  *bytes = 0;
+  if (record.scratch_size == nullptr) return {};
+  ErrorText error;
+  if (record.scratch_size(ToC(call), bytes, &error) == 0) return {};
+  return Failure(record, call.inputs, error.text);
+}
+
+Status CheckAliases(const Record& record, const Call& call) {
   const Schema& schema = record.schema;
+  const Tensor* inputs = call.inputs;
+  const Tensor* outputs = call.outputs;
   auto overlap = [](const Tensor& a, const Tensor& b) {
     const char* p = a.as<char>();
     const char* q = b.as<char>();
@@ -304,14 +357,15 @@ Status CheckAliases(const Record& record, const Tensor* inputs, const Tensor* ou
   };
   for (std::size_t o = 0; o < schema.output_count; ++o) {
     if (!outputs[o].present) continue;
-    for (std::size_t i = 0; i < schema.input_count; ++i) {
+    for (std::size_t i = 0; i < call.input_count; ++i) {
       if (!inputs[i].present || !overlap(inputs[i], outputs[o])) continue;
       bool same = inputs[i].data == outputs[o].data && inputs[i].bytes() == outputs[o].bytes();
       if (same && record.InPlaceInput(o) == static_cast<int>(i)) continue;
       return Failure(
           record, inputs,
           "output " + std::string(schema.outputs[o].view()) + " overlaps the memory of input " +
-              std::string(schema.input(i).name.view()) + "; give the output memory of its own");
+              std::string(schema.input(std::min(i, schema.input_count - 1)).name.view()) +
+              "; give the output memory of its own");
     }
   }
   return {};

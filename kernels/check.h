@@ -10,8 +10,18 @@ namespace twinop {
 // "x: float32[2, 3]"
 std::string Describe(std::string_view name, const Tensor& tensor);
 
-// The attributes' defaults as written in the schema. Required attributes stay zero.
-Status ParseDefault(const Record& record, std::size_t attribute, Attribute* value);
+// `message` with the op and all its tensors before it.
+Status Failure(const Record& record, const Tensor* inputs, std::string_view message);
+
+// What an attribute's value points to.
+struct AttributeStorage {
+  std::string text;                  // str
+  std::int64_t ints[kMaxList] = {};  // int[]
+};
+
+// An attribute's default as written in the schema. Required attributes stay zero.
+Status ParseDefault(const Record& record, std::size_t index, Attribute* value,
+                    AttributeStorage* storage);
 
 // What is wrong with an attribute whatever the inputs are: it is none of its choices, or outside
 // its limits, or an int[] longer than kMaxList.
@@ -28,14 +38,21 @@ Status CheckShapes(const Record& record, const Tensor* inputs, const Attribute* 
 Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs,
                    const Attribute* attributes, std::int64_t* sizes, std::size_t* rank);
 
-// Bytes of scratch memory.
-Status ScratchBytes(const Record& record, const Tensor* inputs, const Attribute* attributes,
-                    std::int64_t* bytes);
+// The value of the record's scratch expression for a call (the text alone, without the op's name,
+// on failure).
+Status EvaluateScratch(const Record& record, const Call& call, std::int64_t* bytes);
+
+// The bytes of scratch memory that a call needs, from the op's own function.
+Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes);
 
 // No output overlaps an input, but where the record allows it to be the very same memory.
-Status CheckAliases(const Record& record, const Tensor* inputs, const Tensor* outputs);
+Status CheckAliases(const Record& record, const Call& call);
 
-// `message` with the op and all its tensors before it.
-Status Failure(const Record& record, const Tensor* inputs, std::string_view message);
+// Runs the op's launcher.
+inline Status Launch(const Record& record, twinop_launch launch, const Call& call) {
+  ErrorText error;
+  if (__builtin_expect(launch(ToC(call), &error) == 0, true)) return {};
+  return Failure(record, call.inputs, error.text);
+}
 
 }  // namespace twinop

@@ -60,7 +60,9 @@ constexpr JsonWriter WriteJson(const Record& record) {
   for (std::size_t i = 0; i < schema.input_count; ++i) {
     bool optional = schema.input(i).kind == Kind::kOptionalTensor;
     json.Next().Raw("{").Field("name", schema.input(i).name.view());
-    json.Key("optional").Raw(optional ? "true" : "false").Raw("}");
+    json.Key("optional").Raw(optional ? "true" : "false");
+    if (schema.input(i).kind == Kind::kTensorList) json.Key("repeated").Raw("true");
+    json.Raw("}");
   }
   json.Raw("]").Key("attributes").Raw("[");
   for (std::size_t i = 0; i < schema.attribute_count; ++i) {
@@ -80,11 +82,12 @@ constexpr JsonWriter WriteJson(const Record& record) {
   json.Field("scratch", record.scratch_text).Field("in_place", record.in_place_text);
   json.Field("choices", record.choices_text).Field("gradient", record.gradient_text);
   json.Field("autocast", record.autocast_text).Field("rows", record.rows_text);
+  json.Field("memory", record.memory_text);
   json.Field("layout", record.is_elementwise ? "elementwise" : "contiguous")
       .Key("devices")
       .Raw("[");
-  if (record.cpu_launcher != nullptr) json.Next().String("cpu");
-  if (record.cuda_launcher != nullptr) json.Next().String("cuda");
+  if (record.cpu_launch != nullptr) json.Next().String("cpu");
+  if (record.cuda_launch != nullptr) json.Next().String("cuda");
   json.Raw("]}");
   return json;
 }

@@ -1,20 +1,19 @@
 // The op record: the one place that says what an op is. The torch registration, fakes, autograd,
 // the ORT custom op, both exporters and the JSON in the library are all derived from it.
 //
-// The record is text plus two launchers, so that Python can give one as well (twinop/record.py).
+// The record is text plus functions. The texts stand in the library's table (kernels/abi.h) and, as
+// JSON, in its file; adapters and Python (twinop/record.py) read the record from them again.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string_view>
 
 #include "kernels/call.h"
 #include "kernels/schema.h"
 
 namespace twinop {
-
-inline constexpr const char* kDomain = "custom_domain";
-inline constexpr int kDomainVersion = 1;
 
 // "y = x; s = x[:-1]": the text behind `name`, empty where there is none.
 constexpr std::string_view Entry(std::string_view entries, std::string_view name) {
@@ -102,8 +101,18 @@ struct Record {
   // not the last, all of x is. Holds for inputs of as many dimensions as the first; the others, as
   // all inputs of an op without `rows`, are contiguous.
   std::string_view rows_text = "";
-  Launcher cpu_launcher = nullptr;
-  Launcher cuda_launcher = nullptr;
+  // Inputs that lie in host memory on every device, "lengths = host": sizes and the like, which the
+  // launcher reads itself.
+  std::string_view memory_text = "";
+
+  // The library's domain, known once the library is loaded.
+  std::string_view domain = "custom_domain";
+  // The op's functions, as kernels/abi.h describes them.
+  twinop_launch cpu_launch = nullptr;
+  twinop_launch cuda_launch = nullptr;
+  decltype(twinop_op::scratch_size) scratch_size = nullptr;
+  decltype(twinop_op::create) create_state = nullptr;
+  decltype(twinop_op::destroy) destroy_state = nullptr;
 
   // What the texts say, read once: every call asks. An input's index, or Schema::kNotFound.
   std::int8_t same_shape_inputs[kMaxOutputs] = {};         // whose shape the output has
@@ -115,6 +124,7 @@ struct Record {
   bool has_input_shapes = false;
   bool has_limits = false;
   bool broadcasts = false;
+  bool host_inputs[kMaxArguments] = {};
   std::uint8_t combination_count = 0;
   DType input_types[kMaxCombinations][kMaxArguments] = {};
   DType output_types[kMaxCombinations][kMaxOutputs] = {};
@@ -150,9 +160,27 @@ struct Record {
     return With(&Record::autocast_text, text);
   }
   constexpr Record rows(std::string_view text) const { return With(&Record::rows_text, text); }
+  constexpr Record memory(std::string_view text) const { return With(&Record::memory_text, text); }
   constexpr Record elementwise() const { return With(&Record::is_elementwise, true); }
-  constexpr Record cpu(Launcher launcher) const { return With(&Record::cpu_launcher, launcher); }
-  constexpr Record cuda(Launcher launcher) const { return With(&Record::cuda_launcher, launcher); }
+  constexpr Record cpu(twinop_launch launch) const { return With(&Record::cpu_launch, launch); }
+  constexpr Record cuda(twinop_launch launch) const { return With(&Record::cuda_launch, launch); }
+  // The op keeps a State for each kernel: made by
+  //   static Status State::Create(const Call& call, std::unique_ptr<State>* state)
+  // from the attributes and the inputs that are constant; a launcher finds it in call.state.
+  template <class State>
+  constexpr Record state() const {
+    Record copy = *this;
+    copy.create_state = [](const twinop_call* call, void** state, twinop_error* error) {
+      return AtBoundary(error, [=] {
+        std::unique_ptr<State> made;
+        Status status = State::Create(FromC(call), &made);
+        *state = made.release();
+        return status;
+      });
+    };
+    copy.destroy_state = [](void* state) { delete static_cast<State*>(state); };
+    return copy;
+  }
 
   // ------------------------------------------------------------------------------ questions
 
@@ -209,6 +237,7 @@ struct Record {
     for (std::size_t i = 0; i < schema.input_count; ++i) {
       input_shape_texts[i] = Entry(input_shapes_text, schema.input(i).name.view());
       if (!input_shape_texts[i].empty()) input_slices[i] = ReadSlice(input_shape_texts[i]);
+      host_inputs[i] = Entry(memory_text, schema.input(i).name.view()) == "host";
     }
     has_input_shapes = !input_shapes_text.empty();
     has_limits = !limits_text.empty();

@@ -1,6 +1,6 @@
 // The teaching pair behind relu's attribute `variant`: what one writes first (a thread an element)
 // and second (a thread a 16-byte vector). `auto` is the elementwise skeleton. All give the same
-// bits; the benchmark shows the difference (bench/relu.py).
+// bits; `twinop bench --ops relu` shows the difference.
 #pragma once
 
 #include "kernels/elementwise.h"

@@ -3,9 +3,9 @@
 //   rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6) -> Tensor
 //   add_rms_norm(Tensor x, Tensor residual, ...) -> (Tensor y, Tensor sum)
 //
-// Arguments are tensors (`Tensor`, `Tensor?`) or attributes (`int`, `float`, `bool`, `str`,
-// `int[]`). It runs at compile time, so a malformed schema does not compile: the error names the
-// throw below.
+// Arguments are tensors (`Tensor`, `Tensor?`, as the last one `Tensor[]`) or attributes (`int`,
+// `float`, `bool`, `str`, `int[]`). It runs at compile time, so a malformed schema does not
+// compile: the error names the throw below.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@
 namespace twinop {
 
 inline constexpr std::size_t kMaxArguments = 16;  // of one op, tensors and attributes together
-inline constexpr std::size_t kMaxOutputs = 4;
+inline constexpr std::size_t kMaxOutputs = 8;
 inline constexpr std::size_t kMaxList = 8;  // entries of an int[] attribute: axes, pads, strides
 inline constexpr std::size_t kMaxName = 48;
 
@@ -36,10 +36,19 @@ struct Name {
   constexpr std::string_view view() const { return {text, size}; }
 };
 
-enum class Kind : std::uint8_t { kTensor, kOptionalTensor, kInt, kFloat, kBool, kString, kIntList };
+enum class Kind : std::uint8_t {
+  kTensor,
+  kOptionalTensor,
+  kTensorList,
+  kInt,
+  kFloat,
+  kBool,
+  kString,
+  kIntList,
+};
 
 constexpr bool IsTensor(Kind kind) {
-  return kind == Kind::kTensor || kind == Kind::kOptionalTensor;
+  return kind == Kind::kTensor || kind == Kind::kOptionalTensor || kind == Kind::kTensorList;
 }
 
 constexpr std::string_view KindName(Kind kind) {
@@ -48,6 +57,8 @@ constexpr std::string_view KindName(Kind kind) {
       return "Tensor";
     case Kind::kOptionalTensor:
       return "Tensor?";
+    case Kind::kTensorList:
+      return "Tensor[]";
     case Kind::kInt:
       return "int";
     case Kind::kFloat:
@@ -109,6 +120,10 @@ struct Schema {
     for (std::size_t i = 0; i < input_count; ++i)
       if (input(i).kind == Kind::kOptionalTensor) return true;
     return false;
+  }
+  // The last input stands for any number of tensors, of one dtype: one or more.
+  constexpr bool HasRepeatedInput() const {
+    return input_count > 0 && input(input_count - 1).kind == Kind::kTensorList;
   }
   // A backward op is a torch op only: no ONNX name, no ORT kernel.
   constexpr bool IsBackward() const {
@@ -216,12 +231,15 @@ constexpr Name OnnxName(std::string_view name) {
 
 constexpr Kind ParseKind(Scanner& scan) {
   std::string_view word = scan.Word();
-  if (word == "Tensor") return scan.Accept("?") ? Kind::kOptionalTensor : Kind::kTensor;
+  if (word == "Tensor") {
+    if (scan.Accept("[]")) return Kind::kTensorList;
+    return scan.Accept("?") ? Kind::kOptionalTensor : Kind::kTensor;
+  }
   if (word == "int") return scan.Accept("[]") ? Kind::kIntList : Kind::kInt;
   if (word == "float") return Kind::kFloat;
   if (word == "bool") return Kind::kBool;
   if (word == "str") return Kind::kString;
-  throw "a schema's argument is not Tensor, Tensor?, int, float, bool, str or int[]";
+  throw "a schema's argument is not Tensor, Tensor?, Tensor[], int, float, bool, str or int[]";
 }
 
 constexpr bool IsFloat(Scanner& scan) {
@@ -238,6 +256,7 @@ constexpr bool IsLiteral(Kind kind, std::string_view text) {
   Scanner scan(text);
   switch (kind) {
     case Kind::kTensor:
+    case Kind::kTensorList:
       return false;
     case Kind::kOptionalTensor:
       return text == "None";
@@ -292,6 +311,7 @@ constexpr Schema ParseSchema(std::string_view text) {
     auto index = static_cast<std::uint8_t>(schema.argument_count++);
     if (IsTensor(argument.kind)) {
       if (schema.attribute_count > 0) throw "a schema lists its tensors before its attributes";
+      if (schema.HasRepeatedInput()) throw "a schema's Tensor[] is its last tensor";
       schema.input_arguments[schema.input_count++] = index;
     } else {
       schema.attribute_arguments[schema.attribute_count++] = index;

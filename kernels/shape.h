@@ -41,12 +41,25 @@ struct Shape {
   }
 };
 
+// The text of a str attribute, NUL-terminated.
+struct Text {
+  const char* data = "";
+  std::size_t size = 0;
+
+  constexpr Text() = default;
+  constexpr Text(std::string_view text)  // NOLINT(google-explicit-constructor): it is the same
+      : data(text.data()), size(text.size()) {}
+  constexpr operator std::string_view() const { return {data, size}; }
+  friend constexpr bool operator==(Text a, std::string_view b) { return std::string_view(a) == b; }
+};
+
+// twinop_attribute (kernels/abi.h) for C++.
 struct Attribute {
-  std::int64_t i = 0;  // int, bool
-  double f = 0;        // float, narrowed to fp32 (ONNX has no other)
-  std::string_view s;  // str
-  std::int64_t ints[kMaxList] = {};
-  std::size_t count = 0;  // of ints
+  std::int64_t i = 0;                  // int, bool
+  double f = 0;                        // float, rounded to fp32: ONNX has no other
+  Text s;                              // str
+  const std::int64_t* ints = nullptr;  // int[]
+  std::size_t count = 0;               // entries of ints
 };
 
 // The shape of an optional input that is absent: it has no elements (and so has its gradient).

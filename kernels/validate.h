@@ -28,10 +28,12 @@ constexpr void ValidateShapes(const Record& record) {
   const Shape* inputs[kMaxArguments] = {};
   for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i] = &unknown;
   Attribute attributes[kMaxArguments] = {};
+  std::int64_t list[kMaxList] = {};
+  for (std::int64_t& entry : list) entry = kUnknownSize;
   for (Attribute& attribute : attributes) {
     attribute.i = kUnknownSize;
     attribute.count = kMaxList;
-    for (std::int64_t& entry : attribute.ints) entry = kUnknownSize;
+    attribute.ints = list;
   }
   ShapeScope scope{&schema, inputs, attributes};
   for (std::size_t i = 0; i < schema.output_count; ++i)
@@ -85,8 +87,35 @@ constexpr void ValidateGradient(const Record& record) {
   }
 }
 
+// "lengths = host"
+constexpr void ValidateMemory(const Record& record) {
+  ValidateEntries(record.memory_text,
+                  [&](std::string_view name) { return record.schema.FindInput(name) >= 0; });
+  for (std::size_t i = 0; i < record.schema.input_count; ++i)
+    if (!Entry(record.memory_text, record.schema.input(i).name.view()).empty() &&
+        !record.host_inputs[i])
+      throw "a record's memory is host";
+  if (record.host_inputs[0]) throw "a record's first input is in the device's memory";
+  if (!record.memory_text.empty() && (record.is_elementwise || !record.rows_text.empty()))
+    throw "an op with inputs in host memory is neither elementwise nor row-wise";
+}
+
+// The table of a library (kernels/abi.h) has NUL-terminated texts.
+constexpr void ValidateTermination(std::string_view text) {
+  if (text.data()[text.size()] != '\0') throw "a record's texts are whole string literals";
+}
+
 constexpr bool Validate(const Record& record) {
   const Schema& schema = record.schema;
+  if (schema.HasRepeatedInput() && (record.is_elementwise || !record.rows_text.empty()))
+    throw "an op with a Tensor[] is neither elementwise nor row-wise";
+  if (schema.HasRepeatedInput() && !record.gradient_text.empty())
+    throw "an op with a Tensor[] has no gradient";
+  ValidateMemory(record);
+  for (std::string_view text : {schema.text, record.dtypes_text, record.shapes_text,
+                                record.input_shapes_text, record.limits_text, record.in_place_text,
+                                record.choices_text, record.rows_text, record.memory_text})
+    ValidateTermination(text);
   ValidateShapes(record);
   if (record.is_elementwise) ValidateElementwise(record);
   auto input = [&](std::string_view name) { return schema.FindInput(name) >= 0; };

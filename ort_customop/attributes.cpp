@@ -1,22 +1,21 @@
 // A node's attributes, read once when its kernel is created.
-#include "kernels/check.h"
 #include "ort_customop/api.h"
 
 namespace twinop::ort {
 namespace {
 
 using Getter = bool (*)(const OrtApi*, const OrtKernelInfo*, const char* name, Attribute*,
-                        std::string*);
+                        AttributeStorage*);
 
 bool Ok(const OrtApi* api, OrtStatus* status) { return OwnedStatus(api, status).ok(); }
 
 bool GetInt(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
-            std::string*) {
+            AttributeStorage*) {
   return Ok(api, api->KernelInfoGetAttribute_int64(info, name, &value->i));
 }
 
 bool GetFloat(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
-              std::string*) {
+              AttributeStorage*) {
   float narrow = 0;
   if (!Ok(api, api->KernelInfoGetAttribute_float(info, name, &narrow))) return false;
   value->f = narrow;
@@ -24,26 +23,28 @@ bool GetFloat(const OrtApi* api, const OrtKernelInfo* info, const char* name, At
 }
 
 bool GetString(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
-               std::string* text) {
+               AttributeStorage* storage) {
   std::size_t size = 0;
   // The first call only asks for the size, and says so with a failure on some versions.
   Ok(api, api->KernelInfoGetAttribute_string(info, name, nullptr, &size));
   if (size == 0) return false;
-  text->resize(size);
-  if (!Ok(api, api->KernelInfoGetAttribute_string(info, name, text->data(), &size))) return false;
-  text->resize(size - 1);  // without the NUL
-  value->s = *text;
+  std::string& text = storage->text;
+  text.resize(size);
+  if (!Ok(api, api->KernelInfoGetAttribute_string(info, name, text.data(), &size))) return false;
+  text.resize(size - 1);  // without the NUL
+  value->s = std::string_view(text);
   return true;
 }
 
 bool GetIntList(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
-                std::string*) {
+                AttributeStorage* storage) {
   std::size_t count = 0;
   Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &count));
   if (count == 0) return false;
   value->count = count;
   if (count > kMaxList) return true;  // refused by the caller
-  return Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, value->ints, &count));
+  value->ints = storage->ints;
+  return Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, storage->ints, &count));
 }
 
 struct Reader {
@@ -65,26 +66,26 @@ const Reader& ReaderOf(Kind kind) {
 }  // namespace
 
 Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info,
-                      Attribute* values, std::string* strings) {
+                      Attribute* values, AttributeStorage* storage) {
   const Schema& schema = record.schema;
   for (std::size_t i = 0; i < schema.attribute_count; ++i) {
     const Argument& argument = schema.attribute(i);
     const std::string name(argument.name.view());
     const Reader& wanted = ReaderOf(argument.kind);
-    if (!wanted.get(api, info, name.c_str(), &values[i], &strings[i])) {
+    if (!wanted.get(api, info, name.c_str(), &values[i], &storage[i])) {
       // ORT gives one code for an attribute that is missing and for one of another type: try the
       // others.
       for (const Reader& reader : kReaders) {
         Attribute other;
-        std::string text;
-        if (reader.get(api, info, name.c_str(), &other, &text))
+        AttributeStorage other_storage;
+        if (reader.get(api, info, name.c_str(), &other, &other_storage))
           return Status::Error("attribute " + name + " is " + reader.onnx_kind + ", expected " +
                                wanted.onnx_kind);
       }
       if (!argument.has_default)
         return Status::Error("attribute " + name + " (" + std::string(KindName(argument.kind)) +
                              ") is missing and has no default");
-      TWINOP_RETURN_IF_ERROR(ParseDefault(record, i, &values[i]));
+      TWINOP_RETURN_IF_ERROR(ParseDefault(record, i, &values[i], &storage[i]));
     }
     TWINOP_RETURN_IF_ERROR(CheckAttribute(record, i, values[i]));
   }

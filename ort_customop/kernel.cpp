@@ -1,91 +1,54 @@
-// A kernel: what ORT creates for a node and calls for a run.
+// A run of a kernel.
 //
-// Compute is the sequence that every binding has: views of the inputs, outputs, check, empty
-// return, stream, launch. ORT has set the device and checked the dtypes; it allocates the outputs.
-#include <memory>
+// Compute is the sequence that every binding has: views of the inputs, check, outputs, empty
+// return, stream, launch. ORT has checked the dtypes and allocates the outputs; the launcher makes
+// the kernel's device the current one.
+#include "ort_customop/kernel.h"
 
-#include "kernels/check.h"
+#include <algorithm>
+#include <memory>
+#include <vector>
+
 #include "kernels/numeric.h"
-#include "ort_customop/api.h"
 #include "ort_customop/scratch.h"
 
 namespace twinop::ort {
 namespace {
 
-// Small: what a run reads of each node's kernel is one cache line, and few pages for a model of
-// many nodes.
-struct Kernel {
-  const Op* op;
-  const OrtApi* api;
-  TypeAndShapeReference type_and_shape;       // null before ORT 1.24
-  OrtAllocator* scratch_allocator = nullptr;  // null if the op needs no scratch memory
-  std::unique_ptr<Attribute[]> attributes;
-  std::unique_ptr<std::string[]> strings;  // what `attributes[i].s` points to
-  std::string node;                        // its name in the model
+// The inputs of one call. An op with a repeated input may have more than fit here.
+struct Inputs {
+  using Sizes = std::int64_t[kMaxRank];
 
-  ~Kernel() {
-    if (scratch_allocator != nullptr) api->ReleaseAllocator(scratch_allocator);
+  Tensor few[kMaxArguments];
+  Sizes few_sizes[kMaxArguments];
+  std::vector<Tensor> many;
+  std::unique_ptr<Sizes[]> many_sizes;
+  Tensor* tensors = few;
+  std::size_t count = 0;
+
+  Status Read(const Kernel& kernel, OrtKernelContext* context) {
+    const OrtApi* api = kernel.api;
+    const std::size_t listed = kernel.op->record->schema.input_count;
+    Sizes* sizes = few_sizes;
+    std::size_t given = 0;  // a node may leave out optional inputs at its end
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInputCount(context, &given));
+    count = std::max(listed, given);
+    if (__builtin_expect(count > kMaxArguments, false)) {
+      many.resize(count);
+      many_sizes.reset(new Sizes[count]);
+      tensors = many.data();
+      sizes = many_sizes.get();
+    }
+    for (std::size_t i = 0; i < given; ++i) {
+      const OrtValue* value = nullptr;
+      TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInput(context, i, &value));
+      if (value == nullptr) continue;
+      TWINOP_RETURN_IF_ERROR(
+          ReadTensor(kernel, value, std::min(i, listed - 1), sizes[i], &tensors[i]));
+    }
+    return {};
   }
 };
-
-Status AtNode(const Kernel& kernel, const Status& status) {
-  const char* provider = kernel.op->on_cuda ? "CUDA" : "CPU";
-  return Status::Error(std::string(kernel.op->record->schema.onnx_name.view()) + " node '" +
-                       kernel.node + "' (" + provider + "): " + status.message());
-}
-
-// Dimensions of a tensor: ORT's own memory where the runtime shows it, else copied to `buffer`.
-Status ReadShape(const Kernel& kernel, const OrtValue* value, std::int64_t* buffer,
-                 Tensor* tensor) {
-  const OrtApi* api = kernel.api;
-  if (kernel.type_and_shape != nullptr) {
-    ONNXTensorElementDataType type;
-    TWINOP_RETURN_IF_ORT_ERROR(api,
-                               kernel.type_and_shape(value, &type, &tensor->sizes, &tensor->rank));
-  } else {
-    OrtTensorTypeAndShapeInfo* info = nullptr;
-    TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorTypeAndShape(value, &info));
-    auto release = [api](OrtTensorTypeAndShapeInfo* info) {
-      api->ReleaseTensorTypeAndShapeInfo(info);
-    };
-    std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(release)> owned(info, release);
-    TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensionsCount(info, &tensor->rank));
-    if (tensor->rank <= kMaxRank)
-      TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensions(info, buffer, tensor->rank));
-    tensor->sizes = buffer;
-  }
-  if (tensor->rank > kMaxRank)
-    return Status::Error("a tensor has " + std::to_string(tensor->rank) + " dimensions, at most " +
-                         std::to_string(kMaxRank) + " are supported");
-  return {};
-}
-
-std::int64_t Numel(const std::int64_t* sizes, std::size_t rank) {
-  std::int64_t numel = 1;
-  for (std::size_t i = 0; i < rank; ++i) numel *= sizes[i];
-  return numel;
-}
-
-Status ReadInputs(const Kernel& kernel, OrtKernelContext* context, Tensor* inputs,
-                  std::int64_t (*buffers)[kMaxRank]) {
-  const OrtApi* api = kernel.api;
-  std::size_t given = 0;  // a node may leave out optional inputs at its end
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInputCount(context, &given));
-  for (std::size_t i = 0; i < given; ++i) {
-    const OrtValue* value = nullptr;
-    TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInput(context, i, &value));
-    if (value == nullptr) continue;
-    Tensor& tensor = inputs[i];
-    TWINOP_RETURN_IF_ERROR(ReadShape(kernel, value, buffers[i], &tensor));
-    // The C API has one accessor, which is not const; inputs are only read.
-    TWINOP_RETURN_IF_ORT_ERROR(
-        api, api->GetTensorMutableData(const_cast<OrtValue*>(value), &tensor.data));
-    tensor.numel = Numel(tensor.sizes, tensor.rank);
-    tensor.dtype = kernel.op->input_types[i];
-    tensor.present = true;
-  }
-  return {};
-}
 
 Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Tensor* inputs,
                        Tensor* outputs, std::int64_t (*sizes)[kMaxRank]) {
@@ -101,7 +64,7 @@ Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Te
     tensor.sizes = sizes[i];
     tensor.numel = Numel(tensor.sizes, tensor.rank);
     tensor.dtype = kernel.op->output_types[i];
-    tensor.present = true;
+    tensor.present = 1;
   }
   return {};
 }
@@ -137,49 +100,41 @@ void ParallelFor(void* pool, std::int64_t count, std::int64_t grain, Context::Ra
 }
 
 // Queues the kernel.
-TWINOP_INLINE Status Launch(const Kernel& kernel, OrtKernelContext* ort_context,
-                            const Tensor* inputs, Tensor* outputs, void* scratch) {
+TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_context, Call* call) {
   const OrtApi* api = kernel.api;
   Pool pool{api, ort_context};
-  Context context;
+  Context context = ContextOf(kernel);
   context.parallel_for = ParallelFor;
   context.pool = &pool;
   if (kernel.op->on_cuda)  // in every call: ORT may run a session on another stream next time
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->KernelContext_GetGPUComputeStream(ort_context, &context.stream));
-
-  Call call;
-  call.inputs = inputs;
-  call.outputs = outputs;
-  call.attributes = kernel.attributes.get();
-  call.scratch = scratch;
-  call.context = &context;
-  Status status = kernel.op->launcher(call);
-  if (!status.ok()) return Failure(*kernel.op->record, inputs, status.message());
-  return {};
+  call->context = &context;
+  return Launch(*kernel.op->record, kernel.op->launch, *call);
 }
 
 Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   const Record& record = *kernel.op->record;
-  Tensor inputs[kMaxArguments];
+  Inputs inputs;
   Tensor outputs[kMaxOutputs];
-  std::int64_t input_sizes[kMaxArguments][kMaxRank];
   std::int64_t output_sizes[kMaxOutputs][kMaxRank];
-  TWINOP_RETURN_IF_ERROR(ReadInputs(kernel, context, inputs, input_sizes));
-  TWINOP_RETURN_IF_ERROR(CheckShapes(record, inputs, kernel.attributes.get()));
-  TWINOP_RETURN_IF_ERROR(AllocateOutputs(kernel, context, inputs, outputs, output_sizes));
-  TWINOP_RETURN_IF_ERROR(CheckAliases(record, inputs, outputs));
+  TWINOP_RETURN_IF_ERROR(inputs.Read(kernel, context));
+  TWINOP_RETURN_IF_ERROR(CheckShapes(record, inputs.tensors, kernel.attributes.get()));
+  TWINOP_RETURN_IF_ERROR(AllocateOutputs(kernel, context, inputs.tensors, outputs, output_sizes));
+  Call call = CallOf(kernel, inputs.tensors, inputs.count, outputs);
+  TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
 
   bool empty = true;
   for (std::size_t i = 0; i < record.schema.output_count; ++i)
     empty = empty && outputs[i].numel == 0;
   if (empty) return {};
-  Scratch scratch(kernel.scratch_allocator);
+  Scratch scratch(kernel.allocator);
   std::int64_t bytes = 0;
-  TWINOP_RETURN_IF_ERROR(ScratchBytes(record, inputs, kernel.attributes.get(), &bytes));
+  TWINOP_RETURN_IF_ERROR(ScratchBytes(record, call, &bytes));
   TWINOP_RETURN_IF_ERROR(
       scratch.Allocate(kernel.api, context, kernel.op->on_cuda, static_cast<std::size_t>(bytes)));
-  return Launch(kernel, context, inputs, outputs, scratch.data());
+  call.scratch = scratch.data();
+  return LaunchOn(kernel, context, &call);
 }
 
 OrtStatusPtr ComputeKernel(void* data, OrtKernelContext* context) {
@@ -219,7 +174,7 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
     tensor.rank = rank;
     tensor.sizes = sizes;
     tensor.numel = numel;
-    tensor.present = true;
+    tensor.present = 1;
     return tensor;
   };
   Tensor input = view(x_data, op.input_types[0]);
@@ -231,52 +186,22 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
   Tensor output = view(y_data, op.output_types[0]);
   const bool in_place =
       y_data == x_data && input.dtype == output.dtype && op.record->InPlaceInput(0) == 0;
-  if (!in_place && !CheckAliases(*op.record, &input, &output).ok())
-    return ComputeKernel(data, context);
+  Call call = CallOf(kernel, &input, 1, &output);
+  if (!in_place && !CheckAliases(*op.record, call).ok()) return ComputeKernel(data, context);
   return Guard(api, [&] {
-    Status status = Launch(kernel, context, &input, &output, nullptr);
+    Status status = LaunchOn(kernel, context, &call);
     return status.ok() ? nullptr : ToOrt(api, AtNode(kernel, status));
   });
 }
 
 }  // namespace
 
-OrtStatusPtr CreateKernel(const OrtCustomOp* ort_op, const OrtApi* api, const OrtKernelInfo* info,
-                          void** result) {
-  return Guard(api, [&] {
-    const Op& op = *static_cast<const Op*>(ort_op);
-    auto kernel = std::make_unique<Kernel>();
-    kernel->op = &op;
-    kernel->api = api;
-    kernel->type_and_shape = GetTypeAndShapeReference(op.api24);
-    std::size_t size = 0;
-    OwnedStatus(api, api->KernelInfo_GetNodeName(info, nullptr, &size));
-    kernel->node.resize(size);
-    if (size > 0) OwnedStatus(api, api->KernelInfo_GetNodeName(info, kernel->node.data(), &size));
-    if (!kernel->node.empty()) kernel->node.pop_back();  // the NUL
-    kernel->attributes = std::make_unique<Attribute[]>(op.record->schema.attribute_count);
-    kernel->strings = std::make_unique<std::string[]>(op.record->schema.attribute_count);
-    Status status =
-        ReadAttributes(*op.record, api, info, kernel->attributes.get(), kernel->strings.get());
-    if (!status.ok()) return ToOrt(api, AtNode(*kernel, status), ORT_INVALID_GRAPH);
-    if (op.record->scratch_text != "0") {
-      if (OrtStatus* error =
-              api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->scratch_allocator))
-        return error;
-    }
-    *result = kernel.release();
-    return static_cast<OrtStatusPtr>(nullptr);
-  });
-}
-
 ComputeFunction FindCompute(const Record& record, const OrtApi* api24) {
   const Schema& schema = record.schema;
   const bool unary = schema.input_count == 1 && !schema.HasOptionalInput() &&
-                     schema.output_count == 1 && record.same_shape_inputs[0] == 0 &&
-                     record.scratch_text == "0";
+                     !schema.HasRepeatedInput() && schema.output_count == 1 &&
+                     record.same_shape_inputs[0] == 0 && record.scratch_size == nullptr;
   return unary && api24 != nullptr ? ComputeUnary : ComputeKernel;
 }
-
-void DestroyKernel(void* kernel) { delete static_cast<Kernel*>(kernel); }
 
 }  // namespace twinop::ort

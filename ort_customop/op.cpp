@@ -68,19 +68,26 @@ ONNXTensorElementDataType OnnxType(DType dtype) {
       return ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX128;
     case DType::kBool:
       return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+    case DType::kUInt16:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16;
+    case DType::kUInt32:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT32;
+    case DType::kUInt64:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT64;
     case DType::kNone:
       break;
   }
   return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 }
 
-Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const OrtApi* api,
-          const OrtApi* api24, int runtime_minor) {
+Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,
+          const OrtApi* api, const OrtApi* api24, int runtime_minor) {
   Op op{};
   const Schema& schema = record.schema;
   op.record = &record;
+  op.domain_version = domain_version;
   op.on_cuda = on_cuda;
-  op.launcher = on_cuda ? record.cuda_launcher : record.cpu_launcher;
+  op.launch = on_cuda ? record.cuda_launch : record.cpu_launch;
   op.api = api;
   op.api24 = api24;
   for (std::size_t i = 0; i < schema.input_count; ++i)
@@ -104,15 +111,21 @@ Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const Ort
     return Self(op).record->schema.output_count;
   };
   op.GetInputCharacteristic = [](const OrtCustomOp* op, std::size_t i) {
-    return Self(op).record->schema.input(i).kind == Kind::kOptionalTensor ? INPUT_OUTPUT_OPTIONAL
-                                                                          : INPUT_OUTPUT_REQUIRED;
+    const Kind kind = Self(op).record->schema.input(i).kind;
+    return kind == Kind::kOptionalTensor ? INPUT_OUTPUT_OPTIONAL
+           : kind == Kind::kTensorList   ? INPUT_OUTPUT_VARIADIC
+                                         : INPUT_OUTPUT_REQUIRED;
   };
+  op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };  // one dtype
   op.GetOutputCharacteristic = [](const OrtCustomOp*, std::size_t) {
     return INPUT_OUTPUT_REQUIRED;
   };
-  op.GetInputMemoryType = [](const OrtCustomOp*, std::size_t) { return OrtMemTypeDefault; };
-  op.GetStartVersion = [](const OrtCustomOp*) { return kDomainVersion; };
-  op.GetEndVersion = [](const OrtCustomOp*) { return kDomainVersion; };
+  op.GetInputMemoryType = [](const OrtCustomOp* op, std::size_t i) {
+    return Self(op).record->host_inputs[i] ? OrtMemTypeCPUInput : OrtMemTypeDefault;
+  };
+  op.GetStartVersion = [](const OrtCustomOp* op) { return Self(op).domain_version; };
+  op.GetEndVersion = [](const OrtCustomOp* op) { return Self(op).domain_version; };
   op.CreateKernelV2 = CreateKernel;
   op.KernelComputeV2 = FindCompute(record, api24);
   op.KernelDestroy = DestroyKernel;

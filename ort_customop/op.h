@@ -7,17 +7,18 @@
 
 #include <string>
 
-#include "kernels/record.h"
+#include "kernels/check.h"
 
 namespace twinop::ort {
 
-// The oldest API that has every function used here, apart from the one in tensor_info.h.
+// The oldest API that has every function used here, apart from TypeAndShapeReference (api.h).
 inline constexpr std::uint32_t kApiVersion = 18;
 
 struct Op : OrtCustomOp {
   const Record* record;
+  std::int32_t domain_version;
   bool on_cuda;
-  Launcher launcher;
+  twinop_launch launch;
   DType input_types[kMaxArguments];
   DType output_types[kMaxOutputs];
   const OrtApi* api;
@@ -25,8 +26,8 @@ struct Op : OrtCustomOp {
 };
 
 // `runtime_minor` is 23 for ORT 1.23.2.
-Op MakeOp(const Record& record, std::size_t combination, bool on_cuda, const OrtApi* api,
-          const OrtApi* api24, int runtime_minor);
+Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,
+          const OrtApi* api, const OrtApi* api24, int runtime_minor);
 
 // Callbacks that live in files of their own.
 OrtStatusPtr CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
@@ -38,8 +39,8 @@ OrtStatusPtr InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context);
 
 ONNXTensorElementDataType OnnxType(DType dtype);
 
-// Reads the node's attributes (attributes.cpp); `strings` keeps the text of str attributes alive.
+// Reads the node's attributes (attributes.cpp).
 Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelInfo* info,
-                      Attribute* values, std::string* strings);
+                      Attribute* values, AttributeStorage* storage);
 
 }  // namespace twinop::ort

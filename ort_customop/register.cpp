@@ -1,10 +1,10 @@
-// RegisterCustomOps: the one symbol that the library exports.
+// RegisterCustomOps: what ONNX Runtime calls when it loads the library.
 #include <cstdlib>
 #include <deque>
 #include <memory>
 #include <mutex>
 
-#include "kernels/registry.h"
+#include "kernels/table.h"
 #include "ort_customop/api.h"
 
 namespace twinop::ort {
@@ -19,24 +19,27 @@ int RuntimeMinor(const OrtApiBase* base) {
 // The ops and their domain. Sessions keep pointers to them, so they live until the process ends.
 class Library {
  public:
-  Status Build(const OrtApiBase* base, const OrtApi* api) {
+  Status Build(const twinop_table& table, const OrtApiBase* base, const OrtApi* api) {
     const OrtApi* api24 = RuntimeMinor(base) >= 24 ? base->GetApi(24) : nullptr;
-    for (const Record* record : Registry()) {
-      if (record->schema.IsBackward()) continue;
-      for (std::size_t c = 0; c < record->CombinationCount(); ++c) {
+    for (std::size_t i = 0; i < table.op_count; ++i) {
+      const Record& record = records_.emplace_back(ReadRecord(table, *table.ops[i]));
+      if (record.schema.IsBackward()) continue;
+      for (std::size_t c = 0; c < record.CombinationCount(); ++c) {
         for (bool on_cuda : {false, true}) {
-          if ((on_cuda ? record->cuda_launcher : record->cpu_launcher) == nullptr) continue;
-          ops_.push_back(MakeOp(*record, c, on_cuda, api, api24, RuntimeMinor(base)));
+          if ((on_cuda ? record.cuda_launch : record.cpu_launch) == nullptr) continue;
+          ops_.push_back(
+              MakeOp(record, table.domain_version, c, on_cuda, api, api24, RuntimeMinor(base)));
         }
       }
     }
-    TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateCustomOpDomain(kDomain, &domain_));
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateCustomOpDomain(table.domain, &domain_));
     for (Op& op : ops_) TWINOP_RETURN_IF_ORT_ERROR(api, api->CustomOpDomain_Add(domain_, &op));
     return {};
   }
   OrtCustomOpDomain* domain() const { return domain_; }
 
  private:
+  std::deque<Record> records_;
   std::deque<Op> ops_;
   OrtCustomOpDomain* domain_ = nullptr;
 };
@@ -54,8 +57,12 @@ OrtStatusPtr Register(OrtSessionOptions* options, const OrtApiBase* base) {
     static Library* library = nullptr;  // never deleted: sessions may outlive static destructors
     std::lock_guard<std::mutex> lock(mutex);
     if (library == nullptr) {
+      const twinop_table* table = twinop_library(TWINOP_ABI_VERSION);
+      Status status = CheckTable(table, "its ONNX Runtime adapter");
+      if (!status.ok()) return ToOrt(api, status);
       auto fresh = std::make_unique<Library>();
-      if (Status status = fresh->Build(base, api); !status.ok()) return ToOrt(api, status);
+      status = fresh->Build(*table, base, api);
+      if (!status.ok()) return ToOrt(api, status);
       library = fresh.release();
     }
     return api->AddCustomOpDomain(options, library->domain());

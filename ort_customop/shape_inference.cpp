@@ -39,21 +39,22 @@ Status ReadInput(const OrtApi* api, OrtShapeInferContext* context, std::size_t i
 }
 
 Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Record& record,
-                     std::size_t index, Attribute* value) {
+                     std::size_t index, Attribute* value, AttributeStorage* storage) {
   const Argument& argument = record.schema.attribute(index);
   const OrtOpAttr* attribute = nullptr;
   OwnedStatus found(api,
                     api->ShapeInferContext_GetAttribute(context, argument.name.text, &attribute));
   if (!found.ok() || attribute == nullptr)
-    return argument.has_default ? ParseDefault(record, index, value) : Status();
+    return argument.has_default ? ParseDefault(record, index, value, storage) : Status();
   // Sizes depend on ints only.
   std::size_t bytes = 0;
   if (argument.kind == Kind::kInt || argument.kind == Kind::kBool) {
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value->i, sizeof(value->i), &bytes));
   } else if (argument.kind == Kind::kIntList) {
-    TWINOP_RETURN_IF_ORT_ERROR(api, api->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, value->ints,
-                                                    sizeof(value->ints), &bytes));
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, storage->ints,
+                                                    sizeof(storage->ints), &bytes));
+    value->ints = storage->ints;
     value->count = bytes / sizeof(std::int64_t);
   }
   return {};
@@ -119,8 +120,9 @@ Status Infer(const Op& op, OrtShapeInferContext* context) {
     TWINOP_RETURN_IF_ERROR(ReadInput(api, context, i, &types[i], &shapes[i]));
   }
   Attribute attributes[kMaxArguments];
+  AttributeStorage storage[kMaxArguments];
   for (std::size_t i = 0; i < schema.attribute_count; ++i)
-    TWINOP_RETURN_IF_ERROR(ReadAttribute(api, context, record, i, &attributes[i]));
+    TWINOP_RETURN_IF_ERROR(ReadAttribute(api, context, record, i, &attributes[i], &storage[i]));
   ShapeScope scope{&schema, inputs, attributes};
   for (std::size_t i = 0; i < schema.output_count; ++i) {
     Shape shape = ShapeExpression(record.ShapeText(i), scope).EvaluateShape();

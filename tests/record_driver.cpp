@@ -60,6 +60,7 @@ Record WithFields(const std::string& schema, const std::vector<std::string>& req
     if (field == "shapes") record = record.shapes(request[i + 1]);
     if (field == "input_shapes") record = record.input_shapes(request[i + 1]);
     if (field == "limits") record = record.limits(request[i + 1]);
+    if (field == "memory") record = record.memory(request[i + 1]);
     if (field == "rows") record = record.rows(request[i + 1]);
     if (field == "elementwise") record = record.elementwise();
     if (field == "scratch") record = record.scratch(request[i + 1]);
@@ -71,15 +72,17 @@ Record WithFields(const std::string& schema, const std::vector<std::string>& req
   return record;
 }
 
-void ReadValues(const Schema& schema, const std::string& text, Attribute* attributes) {
+void ReadValues(const Schema& schema, const std::string& text, Attribute* attributes,
+                AttributeStorage* storage) {
   std::vector<std::string> values = Split(text, ';');
   for (std::size_t i = 0; i < schema.attribute_count; ++i) {
     Kind kind = schema.attribute(i).kind;
     if (kind == Kind::kInt || kind == Kind::kBool) attributes[i].i = std::stoll(values.at(i));
     if (kind == Kind::kFloat && !values.at(i).empty()) attributes[i].f = std::stod(values[i]);
     if (kind != Kind::kIntList) continue;
+    attributes[i].ints = storage[i].ints;
     for (const std::string& value : SplitList(values.at(i), ','))
-      attributes[i].ints[attributes[i].count++] = std::stoll(value);
+      storage[i].ints[attributes[i].count++] = std::stoll(value);
   }
 }
 
@@ -91,14 +94,15 @@ std::string CheckCall(const std::vector<std::string>& request) {
   Tensor inputs[kMaxArguments];
   for (std::size_t i = 0; i < record.schema.input_count; ++i) {
     if (texts.at(i) == "-") continue;
-    inputs[i].present = true;
+    inputs[i].present = 1;
     inputs[i].dtype = DType::kFloat32;
     inputs[i].sizes = sizes[i];
     for (const std::string& size : SplitList(texts[i], ','))
       sizes[i][inputs[i].rank++] = std::stoll(size);
   }
   Attribute attributes[kMaxArguments] = {};
-  ReadValues(record.schema, request.at(3), attributes);
+  AttributeStorage storage[kMaxArguments];
+  ReadValues(record.schema, request.at(3), attributes, storage);
   for (std::size_t i = 0; i < record.schema.attribute_count; ++i)
     if (Status status = CheckAttribute(record, i, attributes[i]); !status.ok())
       return status.message();
@@ -127,7 +131,8 @@ std::string EvaluateShape(const std::vector<std::string>& request) {
       shapes[i].Push(Dim{size == "?" ? -1 : std::stoll(size), nullptr});
   }
   Attribute attributes[kMaxArguments] = {};
-  ReadValues(schema, request.at(4), attributes);
+  AttributeStorage storage[kMaxArguments];
+  ReadValues(schema, request.at(4), attributes, storage);
   Shape result =
       ShapeExpression(request.at(2), ShapeScope{&schema, inputs, attributes}).EvaluateShape();
   if (!result.known_rank) return "*";
@@ -145,11 +150,12 @@ std::string Defaults(const Record& record) {
     text += i > 0 ? "|" : "";
     if (!record.schema.attribute(i).has_default) continue;
     Attribute value;
-    Status status = ParseDefault(record, i, &value);
+    AttributeStorage storage;
+    Status status = ParseDefault(record, i, &value, &storage);
     if (!status.ok()) return "error " + status.message();
     switch (record.schema.attribute(i).kind) {
       case Kind::kString:
-        text += value.s;
+        text += std::string_view(value.s);
         break;
       case Kind::kFloat: {
         char digits[64];

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinop.errors import LibraryError
-from twinop.library import find_library, read_library
+from twinop.errors import ForeignLibraryError, LibraryError
+from twinop.library import ABI_VERSION, _sections, find_library, read_library
 
+ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = find_library("custom_relu")
 DATA = LIBRARY.read_bytes()
 _SCRATCH = tempfile.TemporaryDirectory()
@@ -37,8 +38,24 @@ def test_a_good_library() -> None:
     assert library.records["relu"].devices == (("cpu",) if library.cuda_archs == "none" else ("cpu", "cuda"))
 
 
-def test_a_torch_library_is_no_ort_library() -> None:
-    assert not read_library(find_library("twinop_torch")).exports_ort
+def test_a_library_without_the_ort_adapter(damaged: Callable[[bytes], Path]) -> None:
+    assert not read_library(damaged(DATA.replace(b"RegisterCustomOps\0", b"RegisterCustomOpz\0"))).exports_ort
+
+
+def test_the_version_of_the_interface(damaged: Callable[[bytes], Path]) -> None:
+    header = (ROOT / "kernels/abi.h").read_text()
+    assert f"#define TWINOP_ABI_VERSION {ABI_VERSION}\n" in header
+    text = f'"abi":{ABI_VERSION},'.encode()
+    assert DATA.count(text) == 1
+    with pytest.raises(
+        LibraryError,
+        match=r"built by twinop .*, with version 7 of the binary interface; twinop .* reads version 1\.",
+    ):
+        read_library(damaged(DATA.replace(text, b'"abi":7,')))
+    with pytest.raises(LibraryError, match=r"was built by twinop .*, before libraries served torch; "):
+        read_library(damaged(DATA.replace(text, b'"bai":1,')))
+    with pytest.raises(LibraryError, match=r"does not say what built it, before libraries served torch"):
+        read_library(damaged(DATA.replace(b'{"twinop":', b'{"twinpo":')))
 
 
 def test_missing(tmp_path: Path) -> None:
@@ -63,6 +80,29 @@ def test_truncated(damaged: Callable[[bytes], Path]) -> None:
     for size in sizes:
         with pytest.raises(LibraryError, match="cut short"):
             read_library(damaged(DATA[:size]))
+
+
+@pytest.mark.parametrize("name", [".dynsym", ".dynstr", ".rela.dyn", ".text", ".twinop", ".eh_frame"])
+def test_a_page_of_zeros(damaged: Callable[[bytes], Path], name: str) -> None:
+    """In what runs, what the loader reads and the records: most of them ended the process by SIGSEGV."""
+    with LIBRARY.open("rb") as file:
+        section = _sections(LIBRARY, file)[name]
+    pages = {at // 4096 for at in range(section.offset, section.offset + section.size)} - {0}
+    assert pages
+    for page in sorted(pages)[:: len(pages) // 20 + 1]:
+        data = DATA[: page * 4096] + bytes(4096) + DATA[(page + 1) * 4096 :]
+        with pytest.raises(
+            LibraryError, match=r"damaged: from byte \d+ on, a page of its section \.\w+.*zeros"
+        ):
+            read_library(damaged(data))
+
+
+def test_zeros_at_the_end(damaged: Callable[[bytes], Path]) -> None:
+    """Where the section headers and their names are: the library looked like one without records."""
+    for size in (100, len(DATA) - HEADERS, len(DATA) - HEADERS + 0x200, len(DATA) // 2):
+        with pytest.raises(LibraryError, match="damaged or cut short") as error:
+            read_library(damaged(DATA[:-size] + bytes(size)))
+        assert not isinstance(error.value, ForeignLibraryError)
 
 
 def test_cut_inside_the_records(damaged: Callable[[bytes], Path]) -> None:
@@ -101,7 +141,7 @@ def test_another_machine(damaged: Callable[[bytes], Path], offset: int, value: b
 
 
 def test_a_foreign_library() -> None:
-    with pytest.raises(LibraryError, match=r"without twinop records .*Expected one built by twinop"):
+    with pytest.raises(ForeignLibraryError, match=r"without twinop records .*Expected one built by twinop"):
         read_library(np.random.mtrand.__file__)
 
 

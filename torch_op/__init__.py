@@ -5,9 +5,16 @@
     y = torch_op.relu(x)                 # = torch.ops.custom_domain.relu(x); works under torch.func as well
     model = torch_op.replace_modules(model)   # nn.ReLU -> CustomReLU, nn.LayerNorm -> CustomLayerNorm ...
 
-Importing this package loads `libtwinop_torch.so`. `load_library(path)` adds the ops of another library; each
-op of a loaded library is a function here (`torch_op.<name>`), with autograd, a fake for torch.compile and
-export, a vmap rule and clear errors, all derived from the op's record (`kernels/ops/<name>.h`).
+Importing this package loads `libcustom_ops.so`: each of its ops is a function here (`torch_op.<name>`), with
+autograd, a fake for torch.compile and export, a vmap rule and clear errors, all derived from the op's record
+(`kernels/ops/<name>.h`). `load(path)` does the same for another library and returns its ops:
+
+    mish = torch_op.load("build/libmish.so")
+    y = mish.mish(x)                 # = torch.ops.mish.mish(x); the library's domain is the namespace
+
+A package that AOTInductor compiled names the ops as `torch.ops` does, and no library. The process that loads
+the package loads the libraries of these ops first: `from twinop import torch_op`, then `torch_op.load(path)`
+for those of other domains.
 
 Inputs may be views. Elementwise ops read any strides where they are, and row-wise ops (softmax, the norms,
 packed swiglu) rows at one distance from each other, such as the columns of a wider tensor; all else is copied
@@ -42,7 +49,7 @@ from twinop.torch_op.modules import (
     CustomSwiGLU,
     CustomTanh,
 )
-from twinop.torch_op.registry import functions, load_library, records
+from twinop.torch_op.registry import Ops, functions, load, records
 from twinop.torch_op.replace import Replacement, replace_modules
 
 __all__ = [
@@ -57,13 +64,14 @@ __all__ = [
     "CustomSoftplus",
     "CustomSwiGLU",
     "CustomTanh",
+    "Ops",
     "Replacement",
-    "load_library",
+    "load",
     "records",
     "replace_modules",
 ]
 
-load_library(find_library("twinop_torch"))
+load(find_library("custom_ops"))
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

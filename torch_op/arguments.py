@@ -1,13 +1,13 @@
 """A record's arguments as a Python signature."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from twinop.errors import RecordError
-from twinop.record import DOMAIN, Record
+from twinop.record import Record
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -34,6 +34,17 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
     return dict(bound.arguments)
 
 
+def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an op's arguments, those of a `Tensor[]` too."""
+    tensors = []
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += [entry for entry in value if isinstance(entry, torch.Tensor)]
+    return tensors
+
+
 def numbers_as_tensors(
     record: Record, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sequence[Any]:
@@ -52,7 +63,7 @@ def numbers_as_tensors(
         like = next((value for value in arguments[:count] if isinstance(value, torch.Tensor)), None)
         if like is None:
             names = ", ".join(entry.name for entry in record.inputs)
-            raise RecordError(f"{DOMAIN}::{record.name}: none of {names} is a tensor; one must be")
+            raise RecordError(f"{record.qualified_name}: none of {names} is a tensor; one must be")
         value: Any = number
         arguments[i] = torch.full((), value, dtype=like.dtype, device=like.device)
     return arguments

@@ -9,8 +9,9 @@ derivatives.
 """
 
 import ast
+import builtins
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.autograd import forward_ad
 
 from twinop.errors import RecordError
 from twinop.record import DOMAIN, Record
-from twinop.torch_op.arguments import bind, numbers_as_tensors, signature_of
+from twinop.torch_op.arguments import bind, numbers_as_tensors, signature_of, tensors_of
 
 
 def _narrow(value: Any) -> Any:
@@ -49,7 +50,7 @@ class _Formulas:
             once = (
                 "it can be differentiated once, not twice" if self.record.is_backward else "detach its inputs"
             )
-            raise RecordError(f"{DOMAIN}::{self.record.name} has no derivative; {once}")
+            raise RecordError(f"{self.record.qualified_name} has no derivative; {once}")
         needed, selected = set(wanted), []
         for i in reversed(range(len(self.code))):
             if needed & set(self.record.gradients[i].inputs):
@@ -65,6 +66,45 @@ class _Formulas:
             result |= zip(names, values, strict=True)
             scope = {f"grad_{name}": value for name, value in zip(names, values, strict=True)} | scope
         return result
+
+
+def check_formulas(record: Record, ops: Iterable[str]) -> None:
+    """Checks that the record's formulas are Python, give gradients of its inputs, and use only what there is.
+
+    Args:
+        ops: the ops that a formula may call.
+
+    Raises:
+        RecordError: a formula does not parse, or one of its names is unknown.
+    """
+    inputs = [entry.name for entry in record.inputs]
+    outputs = [f"grad_{name}" for name in record.outputs] if len(record.outputs) > 1 else ["grad"]
+    attributes = [entry.name for entry in record.attributes]
+    known = [*inputs, *record.outputs, *attributes, *outputs]  # in the order of the message
+    for gradient in record.gradients:
+        where = f"{record.domain}::{record.name}: derivative `{', '.join(gradient.names)} = {gradient.text}`"
+        try:
+            tree = ast.parse(gradient.text, mode="eval")
+        except SyntaxError as error:
+            raise RecordError(f"{where} is not a Python expression: {error.msg}") from error
+        if wrong := [name for name in gradient.inputs if name not in inputs]:
+            raise RecordError(
+                f"{where} is of {', '.join(wrong)}, expected inputs of the op: {', '.join(inputs)}"
+            )
+        if unknown := sorted(_free_names(tree) - {*known, *ops, "torch", *dir(builtins)}):
+            raise RecordError(
+                f"{where} uses {', '.join(unknown)}, expected {', '.join(known)}, torch, or an op by its name"
+            )
+        known += [f"grad_{name}" for name in gradient.inputs]
+
+
+def _free_names(tree: ast.AST) -> set[str]:
+    """The names that an expression takes from outside, not those of its lambdas and comprehensions."""
+    own = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    return _names(tree) - own
 
 
 def _names(tree: ast.AST, but_shapes: bool = False) -> set[str]:
@@ -134,13 +174,17 @@ def make_function(
         # The dispatcher leaves out trailing defaults. Without Signature.bind a call of 1024
         # elements on the CPU takes 5.8 us instead of 9.0.
         arguments = bind(signature, args, kwargs).values() if kwargs else args + defaults[len(args) :]
-        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        tensors = tensors_of(arguments)
         _refuse_forward_mode(record, tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            if record.has_repeated_input:
+                raise RecordError(
+                    f"{record.qualified_name} takes a list of tensors and has no derivative; detach them"
+                )
             if torch._C._are_functorch_transforms_active():
                 raise RecordError(
-                    f"torch.func transforms do not see through torch.ops.{DOMAIN}.{record.name}: "
-                    f"call twinop.torch_op.{record.name} instead"
+                    f"torch.func transforms do not see through torch.ops.{record.namespace}.{record.name}: "
+                    f"call {_function_path(record)} instead"
                 )
             return OpFunction.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
@@ -159,13 +203,18 @@ def make_function(
     function.__name__ = function.__qualname__ = record.name
     function.__module__ = "twinop.torch_op"
     function.__doc__ = (
-        f"{DOMAIN}::{record.schema}\n\nDtypes: {record.dtypes}."
+        f"{record.domain}::{record.schema}\n\nDtypes: {record.dtypes}."
         + (f" Limits: {record.limits}." if record.limits else "")
         + _views(record)
         + (" The inputs broadcast; one may be a Python number." if record.broadcasts else "")
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel
+
+
+def _function_path(record: Record) -> str:
+    own = record.domain == DOMAIN
+    return f"twinop.torch_op.{record.name}" if own else f"twinop.torch_op.load(path).{record.name}"
 
 
 def _views(record: Record) -> str:
@@ -185,6 +234,6 @@ def _refuse_forward_mode(record: Record, tensors: list[torch.Tensor]) -> None:
 
 def _forward_mode_error(record: Record) -> RecordError:
     return RecordError(
-        f"{DOMAIN}::{record.name} has no forward-mode derivative (jvp, torch.func.jvp, jacfwd). "
+        f"{record.qualified_name} has no forward-mode derivative (jvp, torch.func.jvp, jacfwd). "
         "Use reverse mode: torch.autograd.grad, torch.func.vjp or jacrev"
     )

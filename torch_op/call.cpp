@@ -1,5 +1,6 @@
 #include "torch_op/call.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,13 +22,15 @@ using torch::stable::detail::to;
 
 // The arguments of one call, owned.
 struct Arguments {
-  std::optional<TorchTensor> tensors[kMaxArguments];
-  Tensor views[kMaxArguments];
+  std::vector<std::optional<TorchTensor>> tensors;  // one each for the entries of a Tensor[]
+  std::vector<Tensor> views;
   Attribute attributes[kMaxArguments];
   std::string strings[kMaxArguments];
+  std::vector<std::int64_t> lists[kMaxArguments];
 };
 
-void ReadAttribute(Kind kind, StableIValue value, Attribute* attribute, std::string* text) {
+void ReadAttribute(Kind kind, StableIValue value, std::size_t index, Arguments* arguments) {
+  Attribute* attribute = &arguments->attributes[index];
   switch (kind) {
     case Kind::kInt:
       attribute->i = to<std::int64_t>(value);
@@ -40,62 +43,92 @@ void ReadAttribute(Kind kind, StableIValue value, Attribute* attribute, std::str
       attribute->f = static_cast<float>(to<double>(value));
       break;
     case Kind::kString:
-      *text = to<std::string>(value);
-      attribute->s = *text;
+      arguments->strings[index] = to<std::string>(value);
+      attribute->s = std::string_view(arguments->strings[index]);
       break;
-    case Kind::kIntList: {
-      auto list = to<std::vector<std::int64_t>>(value);
-      attribute->count = list.size();
-      for (std::size_t i = 0; i < list.size() && i < kMaxList; ++i) attribute->ints[i] = list[i];
+    case Kind::kIntList:
+      arguments->lists[index] = to<std::vector<std::int64_t>>(value);
+      attribute->ints = arguments->lists[index].data();
+      attribute->count = arguments->lists[index].size();
       break;
-    }
     default:
       break;
   }
 }
 
 // Takes over every argument first: an exception on the way must not leak the ones behind it.
-void Unbox(const Schema& schema, const StableIValue* stack, Arguments* arguments) {
-  std::size_t input = 0;
+void Unbox(const Record& record, const StableIValue* stack, Arguments* arguments) {
+  const Schema& schema = record.schema;
+  std::vector<std::optional<TorchTensor>>& tensors = arguments->tensors;
+  tensors.reserve(schema.input_count);
   std::size_t attribute = 0;
   for (std::size_t i = 0; i < schema.argument_count; ++i) {
     Kind kind = schema.arguments[i].kind;
     if (kind == Kind::kTensor) {
-      arguments->tensors[input++] = to<TorchTensor>(stack[i]);
+      tensors.emplace_back(to<TorchTensor>(stack[i]));
     } else if (kind == Kind::kOptionalTensor) {
-      arguments->tensors[input++] = to<std::optional<TorchTensor>>(stack[i]);
+      tensors.push_back(to<std::optional<TorchTensor>>(stack[i]));
+    } else if (kind == Kind::kTensorList) {
+      for (TorchTensor& each : to<std::vector<TorchTensor>>(stack[i]))
+        tensors.emplace_back(std::move(each));
     } else {
-      ReadAttribute(kind, stack[i], &arguments->attributes[attribute],
-                    &arguments->strings[attribute]);
-      ++attribute;
+      ReadAttribute(kind, stack[i], attribute++, arguments);
     }
   }
-  for (std::size_t i = 0; i < schema.input_count; ++i) {
-    if (!arguments->tensors[i]) continue;
-    if (!arguments->tensors[i]->defined())
-      throw std::runtime_error(std::string(kDomain) + "::" + schema.name.text + ": " +
-                               schema.input(i).name.text + " is None; it must be a tensor");
-    arguments->views[i] = ViewOf(*arguments->tensors[i], schema.input(i).name.text);
+  const auto refuse = [&](std::size_t i, const char* what) {
+    throw std::runtime_error(std::string(record.domain) + "::" + schema.name.text + ": " +
+                             schema.input(i).name.text + what);
+  };
+  if (tensors.size() < schema.input_count)
+    refuse(schema.input_count - 1, " is an empty list; it must have at least one tensor");
+  arguments->views.resize(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i]) continue;
+    const std::size_t input = std::min(i, schema.input_count - 1);
+    if (!tensors[i]->defined()) refuse(input, " is None; it must be a tensor");
+    arguments->views[i] = ViewOf(*tensors[i], schema.input(input).name.text);
   }
 }
 
-void CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda) {
+// Where the first tensor is, where all others are but those in host memory.
+Device CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda) {
   const Schema& schema = record.schema;
   std::optional<Device> first;
-  for (std::size_t i = 0; i < schema.input_count; ++i) {
+  for (std::size_t i = 0; i < arguments.tensors.size(); ++i) {
     if (!arguments.tensors[i]) continue;
     Device device = DeviceOf(*arguments.tensors[i]);
+    const std::size_t input = std::min(i, schema.input_count - 1);
+    const std::string name(schema.input(input).name.view());
+    if (record.host_inputs[input]) {
+      if (device.type == aoti_torch_device_type_cpu()) continue;
+      Check(Failure(record, arguments.views.data(),
+                    name + " is on " + DeviceName(device) +
+                        "; the op reads it on the host: move it there with .cpu()"));
+    }
     if (!first) first = device;
     if (device == *first) continue;
-    Check(Failure(record, arguments.views,
-                  "all tensors must be on one device; " + std::string(schema.input(i).name.view()) +
-                      " is on " + DeviceName(device) + ", the first on " + DeviceName(*first)));
+    Check(Failure(record, arguments.views.data(),
+                  "all tensors must be on one device; " + name + " is on " + DeviceName(device) +
+                      ", the first on " + DeviceName(*first)));
   }
-  if ((on_cuda ? record.cuda_launcher : record.cpu_launcher) == nullptr)
-    Check(Failure(record, arguments.views,
+  if ((on_cuda ? record.cuda_launch : record.cpu_launch) == nullptr)
+    Check(Failure(record, arguments.views.data(),
                   "this library was built without CUDA; rebuild it with nvcc on the PATH, or move "
                   "the tensors to "
                   "the CPU"));
+  return *first;
+}
+
+// The entries of a Tensor[] have one dtype.
+void CheckRepeated(const Record& record, const Arguments& arguments) {
+  const std::size_t last = record.schema.input_count - 1;
+  const std::vector<Tensor>& views = arguments.views;
+  for (std::size_t i = last + 1; i < views.size(); ++i)
+    if (views[i].dtype != views[last].dtype)
+      Check(Failure(record, views.data(),
+                    "the tensors of " + std::string(record.schema.input(last).name.view()) +
+                        " must have one dtype; entry " + std::to_string(i - last) + " is " +
+                        std::string(Info(views[i].dtype).name)));
 }
 
 // The inputs as the launcher takes them: an elementwise op takes any strides, an op with rows those
@@ -103,7 +136,7 @@ void CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda
 // where they are contiguous.
 void LayOut(const Record& record, Arguments* arguments) {
   const std::size_t rank = arguments->views[0].rank;
-  for (std::size_t i = 0; i < record.schema.input_count; ++i) {
+  for (std::size_t i = 0; i < arguments->tensors.size(); ++i) {
     if (!arguments->tensors[i]) continue;
     TorchTensor& tensor = *arguments->tensors[i];
     Tensor& view = arguments->views[i];
@@ -121,7 +154,7 @@ void LayOut(const Record& record, Arguments* arguments) {
             EmptyStrided(view.sizes, contiguous, view.rank, view.dtype, DeviceOf(tensor));
         Check(aoti_torch_copy_(copy.get(), tensor.get(), 0), "copy_");
         tensor = copy;
-        view.sizes = ViewOf(tensor, record.schema.input(i).name.text).sizes;
+        view.sizes = ViewOf(tensor, "").sizes;
       }
     }
     const void* data = nullptr;
@@ -158,7 +191,7 @@ std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& 
     std::int64_t sizes[kMaxRank];
     std::int64_t strides[kMaxRank];
     std::size_t rank = 0;
-    Check(OutputShape(record, i, arguments.views, arguments.attributes, sizes, &rank));
+    Check(OutputShape(record, i, arguments.views.data(), arguments.attributes, sizes, &rank));
     if (record.is_elementwise) {
       ElementwiseStrides(record, arguments, sizes, rank, strides);
     } else {
@@ -204,12 +237,52 @@ class DeviceGuard {
 
 void ParallelFor(void*, std::int64_t count, std::int64_t grain, Context::Range range,
                  void* argument) {
-  Check(torch_parallel_for(0, count, grain, range, argument), "parallel_for");
+  // Nothing may be thrown through the op's code: this thread does it all where torch has no pool.
+  if (torch_parallel_for(0, count, grain, range, argument) != AOTI_TORCH_SUCCESS)
+    range(0, count, argument);
 }
 
-void Launch(const Record& record, bool on_cuda, const Arguments& arguments, const Device& device,
-            Tensor* outputs) {
+// The op's state for these attributes on this device; it lives until the process ends. torch has no
+// constant inputs to show.
+void* StateFor(LoadedOp* op, const Call& call) {
+  const Record& record = op->record;
+  if (record.create_state == nullptr) return nullptr;
+  std::string key =
+      std::to_string(call.context->device_type) + ":" + std::to_string(call.context->device_index);
+  const auto add = [&key](const void* data, std::size_t size) {
+    key.append(reinterpret_cast<const char*>(&size), sizeof(size));
+    if (size > 0) key.append(static_cast<const char*>(data), size);
+  };
+  for (std::size_t i = 0; i < record.schema.attribute_count; ++i) {
+    const Attribute& value = call.attributes[i];
+    add(&value.i, sizeof(value.i));
+    add(&value.f, sizeof(value.f));
+    add(value.s.data, value.s.size);
+    add(value.ints, value.count * sizeof(std::int64_t));
+  }
+  const std::lock_guard<std::mutex> lock(op->mutex);
+  auto [entry, fresh] = op->states.try_emplace(key, nullptr);
+  if (!fresh) return entry->second;
+  const std::vector<Tensor> none(call.input_count);
+  Call creation = call;
+  Context context = *call.context;
+  context.stream = nullptr;
+  creation.inputs = none.data();
+  creation.outputs = nullptr;
+  creation.context = &context;
+  ErrorText error;
+  if (record.create_state(ToC(creation), &entry->second, &error) == 0) return entry->second;
+  op->states.erase(entry);
+  Check(Failure(record, call.inputs, "creating its state failed: " + error.text));
+  return nullptr;
+}
+
+void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Device& device,
+              Tensor* outputs) {
+  const Record& record = op->record;
   Context context;
+  context.device_type = on_cuda ? TWINOP_CUDA : TWINOP_CPU;
+  context.device_index = on_cuda ? device.index : 0;
   context.parallel_for = ParallelFor;
   std::optional<DeviceGuard> guard;
   if (on_cuda) {
@@ -218,12 +291,14 @@ void Launch(const Record& record, bool on_cuda, const Arguments& arguments, cons
           "get_current_cuda_stream");
   }
   Call call;
-  call.inputs = arguments.views;
+  call.inputs = arguments.views.data();
+  call.input_count = arguments.views.size();
   call.outputs = outputs;
   call.attributes = arguments.attributes;
   call.context = &context;
+  call.state = StateFor(op, call);
   std::int64_t bytes = 0;
-  Check(ScratchBytes(record, arguments.views, arguments.attributes, &bytes));
+  Check(ScratchBytes(record, call, &bytes));
   std::optional<TorchTensor> scratch;
   if (bytes > 0) {
     // As fp64 elements: the caching allocator aligns every block to 512 bytes whatever the type.
@@ -232,31 +307,32 @@ void Launch(const Record& record, bool on_cuda, const Arguments& arguments, cons
     scratch = EmptyStrided(&size, &stride, 1, DType::kFloat64, device);
     Check(aoti_torch_get_data_ptr(scratch->get(), &call.scratch), "get_data_ptr");
   }
-  Status status = (on_cuda ? record.cuda_launcher : record.cpu_launcher)(call);
-  if (!status.ok()) Check(Failure(record, arguments.views, status.message()));
+  Check(Launch(record, on_cuda ? record.cuda_launch : record.cpu_launch, call));
 }
 
 }  // namespace
 
-void CallBoxed(const Record& record, bool on_cuda, StableIValue* stack) {
+void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
+  const Record& record = op->record;
   const Schema& schema = record.schema;
   Arguments arguments;
-  Unbox(schema, stack, &arguments);
-  CheckDevices(record, arguments, on_cuda);
+  Unbox(record, stack, &arguments);
+  const Device device = CheckDevices(record, arguments, on_cuda);
+  const Tensor* inputs = arguments.views.data();
   std::size_t combination = 0;
-  Check(FindCombination(record, arguments.views, &combination));
+  Check(FindCombination(record, inputs, &combination));
+  CheckRepeated(record, arguments);
   for (std::size_t i = 0; i < schema.attribute_count; ++i)
     Check(CheckAttribute(record, i, arguments.attributes[i]));
-  Check(CheckShapes(record, arguments.views, arguments.attributes));
-  Device device = DeviceOf(*arguments.tensors[0]);
+  Check(CheckShapes(record, inputs, arguments.attributes));
 
   LayOut(record, &arguments);
   Tensor views[kMaxOutputs];
   std::vector<TorchTensor> outputs = AllocateOutputs(record, arguments, combination, device, views);
   bool empty = true;
   for (std::size_t i = 0; i < schema.output_count; ++i) empty = empty && views[i].numel == 0;
-  if (record.is_elementwise) Flatten(schema, arguments.views, views);
-  if (!empty) Launch(record, on_cuda, arguments, device, views);
+  if (record.is_elementwise) Flatten(schema, arguments.views.data(), views);
+  if (!empty) LaunchOn(op, on_cuda, arguments, device, views);
   for (std::size_t i = 0; i < schema.output_count; ++i) stack[i] = from(outputs[i]);
 }
 

@@ -1,14 +1,27 @@
-// One call of a record's op from torch's dispatcher.
+// One call of an op from torch's dispatcher.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
+
+#include <map>
+#include <mutex>
+#include <string>
 
 #include "kernels/record.h"
 
 namespace twinop::torch_op {
 
+// An op of a library that is loaded.
+struct LoadedOp {
+  explicit LoadedOp(const Record& record) : record(record) {}
+
+  const Record record;
+  std::mutex mutex;                     // of `states`
+  std::map<std::string, void*> states;  // by attributes and device
+};
+
 // Unboxes the arguments by the schema's kinds, checks, allocates the outputs, launches, and boxes
 // the outputs in place of the arguments. Throws std::runtime_error with the record's message.
-void CallBoxed(const Record& record, bool on_cuda, StableIValue* stack);
+void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack);
 
 }  // namespace twinop::torch_op

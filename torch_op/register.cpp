@@ -1,11 +1,14 @@
-// Registers this library's records with torch. Not a static initializer: a second TORCH_LIBRARY of
-// the domain, or an op defined twice, ends the process; Python checks first and gets errors back as
-// text.
+// Registers the ops of a library with torch. Not a static initializer: a second TORCH_LIBRARY of
+// one namespace, or an op defined twice, ends the process; Python checks first and gets errors back
+// as text.
+#include <algorithm>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "kernels/registry.h"
+#include "kernels/table.h"
 #include "torch_op/call.h"
 
 namespace twinop::torch_op {
@@ -13,15 +16,18 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// The dispatcher passes no context to a boxed function, so the record's place in the registry is
-// part of the function's type.
+// The ops of all libraries of the process. The dispatcher passes no context to a boxed function, so
+// an op's place in this table is part of the function's type.
+constexpr std::size_t kMaxOps = 512;
+std::unique_ptr<LoadedOp> loaded_ops[kMaxOps];
+std::size_t loaded_count = 0;
+
 template <std::size_t kIndex, bool kCuda>
 void Boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
-  CallBoxed(*Registry().begin()[kIndex], kCuda, stack);
+  CallBoxed(loaded_ops[kIndex].get(), kCuda, stack);
 }
 
 using BoxedFunction = void (*)(StableIValue*, std::uint64_t, std::uint64_t);
-constexpr std::size_t kMaxRecords = 128;
 
 template <bool kCuda, std::size_t... kIndices>
 BoxedFunction BoxedAt(std::size_t index, std::index_sequence<kIndices...>) {
@@ -29,39 +35,77 @@ BoxedFunction BoxedAt(std::size_t index, std::index_sequence<kIndices...>) {
   return kTable[index];
 }
 
-StableLibrary* MakeLibrary(StableLibrary::Kind kind, const char* key) {
-  // Never deleted: deleting it would take the registrations back.
-  return new StableLibrary(kind, kDomain, key, __FILE__, __LINE__);
+// The domain as torch's namespace, which has no dots.
+std::string NamespaceOf(const char* domain) {
+  std::string name(domain);
+  std::replace(name.begin(), name.end(), '.', '_');
+  return name;
 }
 
-void RegisterAll() {
-  Registry records;
-  if (records.size() > kMaxRecords)
-    throw std::runtime_error("a torch library holds at most " + std::to_string(kMaxRecords) +
-                             " ops; split it");
-  constexpr auto kIndices = std::make_index_sequence<kMaxRecords>{};
-  StableLibrary* definitions = MakeLibrary(StableLibrary::Kind::FRAGMENT, "");
-  StableLibrary* cpu = MakeLibrary(StableLibrary::Kind::IMPL, "CPU");
-  StableLibrary* cuda = MakeLibrary(StableLibrary::Kind::IMPL, "CUDA");
-  for (std::size_t i = 0; i < records.size(); ++i) {
-    const Schema& schema = records.begin()[i]->schema;
+// Whether an op is here already; the same name with another schema is refused.
+bool IsLoaded(const Record& record) {
+  for (std::size_t i = 0; i < loaded_count; ++i) {
+    const Record& other = loaded_ops[i]->record;
+    if (other.domain != record.domain || other.schema.name.view() != record.schema.name.view())
+      continue;
+    if (other.schema.text == record.schema.text) return true;
+    throw std::runtime_error("op " + std::string(record.domain) + "::" + record.schema.name.text +
+                             " is there already, as " + std::string(other.schema.text));
+  }
+  return false;
+}
+
+void RegisterAll(const twinop_table& table) {
+  std::vector<Record> records;
+  for (std::size_t i = 0; i < table.op_count; ++i) {
+    Record record = ReadRecord(table, *table.ops[i]);
+    if (!IsLoaded(record)) records.push_back(record);
+  }
+  if (records.empty()) return;
+  if (loaded_count + records.size() > kMaxOps)
+    throw std::runtime_error("a process holds at most " + std::to_string(kMaxOps) +
+                             " ops of twinop's libraries");
+  // Never deleted: deleting them would take the registrations back. torch keeps no copy of the
+  // namespace.
+  const auto* name = new std::string(NamespaceOf(table.domain));
+  const auto make = [name](StableLibrary::Kind kind, const char* key) {
+    return new StableLibrary(kind, name->c_str(), key, __FILE__, __LINE__);
+  };
+  constexpr auto kIndices = std::make_index_sequence<kMaxOps>{};
+  StableLibrary* definitions = make(StableLibrary::Kind::FRAGMENT, "");
+  StableLibrary* cpu = make(StableLibrary::Kind::IMPL, "CPU");
+  StableLibrary* cuda = make(StableLibrary::Kind::IMPL, "CUDA");
+  for (const Record& record : records) {
+    const Schema& schema = record.schema;
+    const std::size_t index = loaded_count;
+    loaded_ops[index] = std::make_unique<LoadedOp>(record);
     definitions->def(std::string(schema.text).c_str());
-    cpu->impl(schema.name.text, BoxedAt<false>(i, kIndices));
-    cuda->impl(schema.name.text, BoxedAt<true>(i, kIndices));
+    cpu->impl(schema.name.text, BoxedAt<false>(index, kIndices));
+    cuda->impl(schema.name.text, BoxedAt<true>(index, kIndices));
+    ++loaded_count;
   }
 }
 
 }  // namespace
 }  // namespace twinop::torch_op
 
-// Returns null, or what went wrong (valid until the next call).
-extern "C" __attribute__((visibility("default"))) const char* twinop_register_torch_ops() {
+// Registers the ops of the library whose function `library` is. Returns null, or what went wrong
+// (valid until the next call).
+extern "C" __attribute__((visibility("default"))) const char* twinop_torch_register(
+    twinop_library_function library) {
+  static std::mutex mutex;
   static std::string error;
+  const std::lock_guard<std::mutex> lock(mutex);
   try {
-    twinop::torch_op::RegisterAll();
+    const twinop_table* table = library(TWINOP_ABI_VERSION);
+    const twinop::Status status = twinop::CheckTable(table, "libtwinop_torch.so");
+    if (!status.ok()) throw std::runtime_error(status.message());
+    twinop::torch_op::RegisterAll(*table);
     return nullptr;
   } catch (const std::exception& exception) {
     error = exception.what();
+  } catch (const char* reason) {
+    error = std::string("a record does not parse: ") + reason;
   }
   return error.c_str();
 }

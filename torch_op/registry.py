@@ -2,23 +2,50 @@
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from twinop.errors import LibraryError
-from twinop.library import Library, read_library
+from twinop.errors import LibraryError, RecordError
+from twinop.library import Library, find_library, read_library
 from twinop.record import DOMAIN, Record
-from twinop.torch_op.autograd import make_function
-from twinop.torch_op.rules import autocast_rule, fake_rule, refuse, vmap_rule
+from twinop.torch_op.autograd import check_formulas, make_function
+from twinop.torch_op.rules import autocast_rule, fake_rule, refuse, refuse_empty_list, vmap_rule
 
-functions: dict[str, Callable[..., Any]] = {}
-"""The ops as Python functions, by name. Unlike `torch.ops.custom_domain.*` they work under torch.func."""
+Function = Callable[..., Any]
 
-_libraries: dict[Path, Library] = {}
-_torch_library = torch.library.Library(DOMAIN, "FRAGMENT")
+_functions: dict[str, dict[str, Function]] = defaultdict(dict)  # by domain and op name
+functions: dict[str, Function] = _functions[DOMAIN]
+"""The ops of twinop's own domain as Python functions, by name. Unlike `torch.ops.custom_domain.*` they work
+under torch.func."""
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The ops of a loaded library. Each is an attribute, a Python function that works under torch.func."""
+
+    library: Library
+    functions: Mapping[str, Function]
+
+    @property
+    def records(self) -> dict[str, Record]:
+        return self.library.records
+
+    def __getattr__(self, name: str) -> Function:
+        if name in self.functions:
+            return self.functions[name]
+        raise AttributeError(
+            f"{self.library.path.name} has no op {name!r}; it has: {', '.join(self.functions)}"
+        )
+
+
+_loaded: dict[Path, Ops] = {}
+_owners: dict[str, tuple[Record, Path]] = {}  # by the op's name in torch's dispatcher
 
 # Tensors that no kernel reads. Without these entries torch answers with a dump of its dispatch table.
 _FOREIGN_KEYS = {
@@ -33,62 +60,101 @@ _FOREIGN_KEYS = {
 
 
 def records() -> dict[str, Record]:
-    """The records of all loaded libraries, by op name."""
-    return {name: record for library in _libraries.values() for name, record in library.records.items()}
+    """The records of all loaded ops by `Record.key`: `relu`, `mish::mish`."""
+    return {record.key: record for record, _ in _owners.values()}
 
 
-def load_library(path: str | os.PathLike[str]) -> Library:
-    """Registers a library's ops with torch; loading the same file again does nothing.
+def load(path: str | os.PathLike[str]) -> Ops:
+    """Registers the ops of a library with torch, as `torch.ops.<domain>.<op>` ("_" for "." in a domain).
+
+    An op that is registered already, from this file or from another one with the same op, stays as it is.
+
+    Returns:
+        The library's ops.
 
     Raises:
-        LibraryError: the file is missing, damaged or not a twinop torch library, or one of its ops is
-            registered already, by another library.
+        LibraryError: the file is missing, damaged, not a twinop library or one of another version, one of its
+            ops has a derivative that does not work, or is registered already with another schema.
     """
     path = Path(path).resolve()
-    if path in _libraries:
-        return _libraries[path]
+    if path in _loaded:
+        return _loaded[path]
     library = read_library(path)
-    for name in library.records:
-        _refuse_duplicate(name, path)
+    fresh = [record for record in library.records.values() if not _is_registered(record, path)]
+    known = _functions[library.domain].keys() | functions.keys() | library.records.keys()
+    for record in fresh:
+        try:
+            check_formulas(record, known)
+        except RecordError as error:
+            raise LibraryError(f"{path}: {error}") from error
     try:
-        register = ctypes.CDLL(str(path)).twinop_register_torch_ops
+        function = ctypes.CDLL(str(path)).twinop_library
     except AttributeError:
-        hint = "; it is an ONNX Runtime library: register it with a session" if library.exports_ort else ""
         raise LibraryError(
-            f"{path}: not a twinop torch library (no twinop_register_torch_ops){hint}"
+            f"{path}: it has no function twinop_library, which torch needs. Build it again with this twinop"
         ) from None
     except OSError as error:
-        raise LibraryError(f"{path}: cannot be loaded into torch {torch.__version__}: {error}") from error
-    register.restype = ctypes.c_char_p
-    if (message := register()) is not None:
-        raise LibraryError(f"{path}: torch refused its ops: {message.decode()}")
-    _libraries[path] = library
-    for record in library.records.values():
+        raise LibraryError(f"{path}: cannot be loaded: {error}") from error
+    message = _adapter().twinop_torch_register(ctypes.cast(function, ctypes.c_void_p))
+    if message is not None:
+        raise LibraryError(f"{path}: {message.decode()}")
+    for record in fresh:
         _derive(record)
-    return library
+        _owners[record.torch_name] = record, path
+    here = _functions[library.domain]
+    _loaded[path] = Ops(library, {name: here[name] for name in library.records})
+    return _loaded[path]
 
 
-def _refuse_duplicate(name: str, path: Path) -> None:
-    owner = next((str(other) for other, library in _libraries.items() if name in library.records), None)
-    if owner is None and hasattr(getattr(torch.ops, DOMAIN), name):
-        owner = "code outside twinop"
-    if owner is not None:
+@cache
+def _adapter() -> ctypes.CDLL:
+    """`libtwinop_torch.so`, which registers the tables of libraries with torch."""
+    path = find_library("twinop_torch")
+    try:
+        adapter = ctypes.CDLL(str(path))
+        adapter.twinop_torch_register.restype = ctypes.c_char_p
+    except (AttributeError, OSError) as error:
         raise LibraryError(
-            f"{path}: op {DOMAIN}::{name} is registered already, by {owner}. "
-            "One process can hold one definition: load one of the two, or rename the op"
-        )
+            f"{path}: cannot be loaded into torch {torch.__version__}: {error}. ./build.sh builds it again"
+        ) from error
+    return adapter
+
+
+def _is_registered(record: Record, path: Path) -> bool:
+    """Whether torch has the op; raises LibraryError where it has another one of its name."""
+    if record.torch_name in _owners:
+        other, owner = _owners[record.torch_name]
+        if (other.domain, other.schema_hash) == (record.domain, record.schema_hash):
+            return True
+        said = f"from {owner}, as {other.domain}::{other.schema}"
+    elif hasattr(getattr(torch.ops, record.namespace), record.name):
+        said = "by code outside twinop"
+    else:
+        return False
+    raise LibraryError(
+        f"{path}: op {record.domain}::{record.schema} is registered already, {said}. One process holds one "
+        "definition: load one of the two, or rename the op"
+    )
+
+
+@cache
+def _torch_library(namespace: str) -> torch.library.Library:
+    return torch.library.Library(namespace, "FRAGMENT")
 
 
 def _derive(record: Record) -> None:
-    name = f"{DOMAIN}::{record.name}"
-    op = getattr(getattr(torch.ops, DOMAIN), record.name).default
-    function, autograd_kernel = make_function(record, op, functions)
-    functions[record.name] = function
-    torch.library.register_fake(name, fake_rule(record), lib=_torch_library)
-    torch.library.register_vmap(name, vmap_rule(record, op), lib=_torch_library)
-    _torch_library.impl(record.name, autograd_kernel, "Autograd")
+    name, library = record.torch_name, _torch_library(record.namespace)
+    op = getattr(getattr(torch.ops, record.namespace), record.name).default
+    formulas_see = ChainMap(_functions[record.domain], functions)
+    function, autograd_kernel = make_function(record, op, formulas_see)
+    _functions[record.domain][record.name] = function
+    torch.library.register_fake(name, fake_rule(record), lib=library)
+    torch.library.register_vmap(name, vmap_rule(record, op), lib=library)
+    library.impl(record.name, autograd_kernel, "Autograd")
     if record.autocast == "widest":
         for device in ("CPU", "CUDA"):
-            _torch_library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")
+            library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")
+    if record.has_repeated_input:
+        library.impl(record.name, refuse_empty_list(record), "Undefined")
     for key, kind in _FOREIGN_KEYS.items():
-        _torch_library.impl(record.name, refuse(record, kind), key)
+        library.impl(record.name, refuse(record, kind), key)

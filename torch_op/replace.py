@@ -1,5 +1,6 @@
 """The exchange of torch's and transformers' modules for twinop's in an existing model."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,26 @@ def _transformers_name(module: nn.Module) -> str:
     return kind.__name__ if kind.__module__.split(".")[0] == "transformers" else ""
 
 
+_LOOK_ALIKE = re.compile(
+    r"(RMSNorm|LayerNorm|Softmax|Softplus|Sigmoid|Tanh|ReLU|[GS][ei]LU)(Activation)?$", re.I
+)
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _why_unknown(module: nn.Module) -> str:
+    """Why a module without a rule stays, if it could be taken for one of ours; else ""."""
+    if base := next((base.__name__ for base in _TORCH if isinstance(module, base)), None):
+        return f"a subclass of {base} may compute something else"
+    if type(module).__module__.startswith("torch."):
+        return ""
+    match = _LOOK_ALIKE.search(type(module).__name__)
+    gated = all(isinstance(getattr(module, name, None), nn.Module) for name in _PROJECTIONS)
+    if match or gated:
+        other = f"a {match[1]}" if match else "Llama's gated MLP"
+        return f"it is not known whether {type(module).__module__} computes the same as {other}"
+    return ""
+
+
 def replace_modules(
     model: nn.Module, report: Callable[[Replacement], None] = lambda replacement: None
 ) -> nn.Module:
@@ -127,8 +148,9 @@ def replace_modules(
     Functional calls (`F.relu`) are not modules and stay as they are.
 
     Args:
-        report: called with a `Replacement` for each module that was replaced, and for each that could be
-            taken for one but stays, with the reason. `report=print` shows them.
+        report: called with a `Replacement` for each module that was replaced. It is also called for each
+            module that stays although it is a subclass of one of these, is named like one (`T5LayerNorm`), or
+            has a gated MLP's projections; the `Replacement` then gives the reason. `report=print` shows them.
     """
     for path, module in model.named_modules():  # a module before its submodules
         if replacement := _replace(path, module):
@@ -140,11 +162,14 @@ def _replace(path: str, module: nn.Module) -> Replacement | None:
     kind = type(module).__name__
     rule = _TORCH.get(type(module)) or _TRANSFORMERS.get(_transformers_name(module))
     if rule is None:
-        known = next((base.__name__ for base in _TORCH if isinstance(module, base)), None)
-        if known is None or type(module).__module__ == ours.__name__:
-            return None
-        return Replacement(path, kind, None, f"a subclass of {known} may compute something else")
+        reason = "" if type(module).__module__ == ours.__name__ else _why_unknown(module)
+        return Replacement(path, kind, None, reason) if reason else None
     try:
+        if "forward" in vars(module):
+            raise _Stays(
+                "it has a forward of its own, as hooks set one (accelerate's, for example), which would run "
+                "instead of the op. Remove the hook first"
+            )
         if rule.op not in functions:
             raise _Stays(f"the loaded libraries have no op {rule.op}")
         attributes = rule.attributes(module)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from twinop.checks import check_attributes, check_shapes, describe
+from twinop.checks import check_attributes, check_shapes, describe, infer_shapes
 from twinop.errors import RecordError
-from twinop.record import DOMAIN, Record
+from twinop.record import Record
 from twinop.torch_op.arguments import bind, signature_of
 
 Rule = Callable[..., Any]
@@ -24,23 +24,31 @@ def fake_rule(record: Record) -> Rule:
     def fake(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(signature, args, kwargs)
         tensors = {entry.name: arguments[entry.name] for entry in record.inputs}
+        more = _take_repeated(record, tensors)
         for entry in record.inputs:
             if tensors[entry.name] is None and not entry.optional:
-                raise RecordError(f"{DOMAIN}::{record.name}: {entry.name} is None; it must be a tensor")
+                raise RecordError(f"{record.qualified_name}: {entry.name} is None; it must be a tensor")
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         first = next(iter(given.values()))
         shapes = {name: None if tensor is None else tensor.shape for name, tensor in tensors.items()}
+        last = record.inputs[-1].name
         try:
-            for name, tensor in given.items():
-                if tensor.device != first.device:
+            for name, tensor in (*given.items(), *((last, tensor) for tensor in more)):
+                if name not in record.host_inputs and tensor.device != first.device:
                     raise RecordError(
                         f"all tensors must be on one device; {name} is on {tensor.device}, the first on "
                         f"{first.device}"
                     )
             dtypes = _combination(record, given)
+            for i, tensor in enumerate(more, 1):
+                if tensor.dtype != given[last].dtype:
+                    raise RecordError(
+                        f"the tensors of {last} must have one dtype; entry {i} is {dtype_name(tensor)}"
+                    )
             attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
             check_attributes(record, attributes)
             check_shapes(record, shapes, attributes)
+            inferred = infer_shapes(record, shapes, attributes)
         except RecordError as error:
             call = describe(record, {name: dtype_name(tensor) for name, tensor in given.items()}, shapes)
             raise RecordError(f"{call}: {error}") from error
@@ -48,11 +56,34 @@ def fake_rule(record: Record) -> Rule:
             _elementwise_output(record, shape, list(given.values()), getattr(torch, dtypes[name]))
             if record.is_elementwise
             else first.new_empty(shape, dtype=getattr(torch, dtypes[name]))
-            for name, shape in record.infer_shapes(shapes, attributes).items()
+            for name, shape in inferred.items()
         )
         return outputs if len(outputs) > 1 else outputs[0]
 
     return fake
+
+
+def _take_repeated(record: Record, tensors: dict[str, Any]) -> list[torch.Tensor]:
+    """Replaces the list of a `Tensor[]` by its first entry, as the kernel's checks do; returns the rest."""
+    if not record.has_repeated_input:
+        return []
+    last = record.inputs[-1].name
+    if not tensors[last]:
+        refuse_empty_list(record)()
+    tensors[last], *more = tensors[last]
+    return more
+
+
+def refuse_empty_list(record: Record) -> Rule:
+    """For a `Tensor[]` without tensors, which say to torch's dispatcher where a call belongs."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        last = record.inputs[-1].name
+        raise RecordError(
+            f"{record.qualified_name}: {last} is an empty list; it must have at least one tensor"
+        )
+
+    return rule
 
 
 def _elementwise_output(
@@ -88,6 +119,8 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
     signature = signature_of(record)
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
+        if record.has_repeated_input:
+            raise RecordError(f"{record.qualified_name} takes a list of tensors and does not work under vmap")
         arguments = bind(signature, args, kwargs)
         dims = dict(zip(arguments, in_dims, strict=False))
         batched = {
@@ -157,7 +190,9 @@ def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
     def rule(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(signature, args, kwargs)
         given = {
-            entry.name: arguments[entry.name] for entry in record.inputs if arguments[entry.name] is not None
+            entry.name: arguments[entry.name]
+            for entry in record.inputs
+            if isinstance(arguments[entry.name], torch.Tensor)
         }
         try:
             _combination(record, given)
@@ -181,6 +216,6 @@ def refuse(record: Record, kind: str) -> Rule:
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         hint = "convert it with .to_dense()" if kind != "quantized" else "convert it with .dequantize()"
-        raise RecordError(f"{DOMAIN}::{record.name}: a {kind} tensor; the op takes dense tensors: {hint}")
+        raise RecordError(f"{record.qualified_name}: a {kind} tensor; the op takes dense tensors: {hint}")
 
     return rule

@@ -47,6 +47,12 @@ inline std::int32_t TorchType(DType dtype) {
       return aoti_torch_dtype_complex64();
     case DType::kComplex128:
       return aoti_torch_dtype_complex128();
+    case DType::kUInt16:
+      return aoti_torch_dtype_uint16();
+    case DType::kUInt32:
+      return aoti_torch_dtype_uint32();
+    case DType::kUInt64:
+      return aoti_torch_dtype_uint64();
     case DType::kNone:
       break;
   }

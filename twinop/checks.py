@@ -6,8 +6,8 @@ from functools import reduce
 from typing import Any
 
 from twinop.errors import RecordError
-from twinop.record import DOMAIN, Record, entries
-from twinop.shapes import ShapeExpression, broadcast
+from twinop.record import Record, entries
+from twinop.shapes import ShapeExpression, broadcast, too_few_dimensions
 
 Shapes = Mapping[str, Sequence[Any] | None]
 
@@ -20,7 +20,7 @@ def describe(record: Record, dtypes: Mapping[str, str], shapes: Shapes) -> str:
         return "absent" if shape is None else f"{dtypes[name]}{_sizes(shape)}"
 
     arguments = ", ".join(f"{entry.name}: {tensor(entry.name)}" for entry in record.inputs)
-    return f"{DOMAIN}::{record.name}({arguments})"
+    return f"{record.qualified_name}({arguments})"
 
 
 def check_attributes(record: Record, attributes: Mapping[str, Any]) -> None:
@@ -75,9 +75,26 @@ def check_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) 
         except RecordError:
             if set(shapes) != {entry.name for entry in record.inputs}:
                 continue  # it depends on a shape that is not known
+            if too_few := too_few_dimensions(record, shapes):
+                raise RecordError(too_few) from None
             raise
         if not _may_be_equal(shape, expected):
-            raise RecordError(f"{name} has shape {_sizes(shape)}, expected {text} = {_sizes(expected)}")
+            raise RecordError(
+                too_few_dimensions(record, shapes)
+                or f"{name} has shape {_sizes(shape)}, expected {text} = {_sizes(expected)}"
+            )
+
+
+def infer_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The shapes of the outputs.
+
+    Raises:
+        RecordError: the record's expressions do not fit, or an input has too few dimensions for them.
+    """
+    try:
+        return record.infer_shapes(shapes, attributes)
+    except RecordError as error:
+        raise RecordError(too_few_dimensions(record, shapes) or str(error)) from error
 
 
 def _check_elementwise(record: Record, shapes: Shapes) -> None:

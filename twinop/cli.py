@@ -47,7 +47,8 @@ def ops(
     """List the ops that a library holds, without loading it."""
     with clear_errors():
         found = read_library(library or find_library("custom_ops"))
-    title = f"{found.path} (twinop {found.version}, CUDA: {found.cuda_archs})"
+    domain = f"domain {found.domain} {found.domain_version}"
+    title = f"{found.path} ({domain}, twinop {found.version}, CUDA: {found.cuda_archs})"
     table = Table(title=title, title_justify="left")
     for column in ("op", "ONNX", "schema", "dtypes", "devices"):
         table.add_column(column, overflow="fold")

@@ -1,7 +1,13 @@
 """What the command-line tools share: where they print, and errors as one message."""
 
-from collections.abc import Iterator
+import inspect
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -10,6 +16,21 @@ from twinop.errors import TwinopError
 
 out = Console()
 err = Console(stderr=True)
+
+
+def run_alone(function: Callable[..., None]) -> None:
+    """Runs one command as a program of its own."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    app.command(help=help_of(function))(function)
+    app()
+
+
+def help_of(function: Callable[..., None]) -> str:
+    """A command's docstring; where PATH has no twinop, its examples name the folder: `.venv/bin/twinop`."""
+    beside = Path(sys.executable).with_name("twinop")
+    found = shutil.which("twinop") is not None or not beside.is_file()
+    name = "twinop" if found else min(str(beside), os.path.relpath(beside), key=len)
+    return re.sub(r"^( *)twinop ", rf"\1{name} ", inspect.getdoc(function) or "", flags=re.MULTILINE)
 
 
 @contextmanager

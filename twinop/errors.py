@@ -13,5 +13,13 @@ class LibraryError(TwinopError):
     """A custom-op library is missing, damaged, for another machine, or not one of ours."""
 
 
+class ForeignLibraryError(LibraryError):
+    """A shared library that was not built by twinop."""
+
+
+class ReplacedLibraryError(LibraryError):
+    """A library's file was replaced after this process loaded it, and only a restart loads the new one."""
+
+
 class ExportError(TwinopError):
     """A model cannot be exported to ONNX, or what was exported is not what was asked for."""

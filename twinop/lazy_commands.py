@@ -10,8 +10,12 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from twinop.console import clear_errors
+from twinop.console import clear_errors, help_of
 from twinop.errors import TwinopError
+
+# By command, the extra of twinop that pip has to install.
+_EXTRAS = {"serve": "serve", "pack": "serve", "soak": "serve"}
+_OTHERS = {"torch", "onnxruntime", "matplotlib"}  # in no extra
 
 
 class LazyGroup(TyperGroup):
@@ -36,16 +40,17 @@ class LazyGroup(TyperGroup):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        with clear_errors(), _packages():
+        with clear_errors(), _packages(ctx):
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
+        ctx.meta[__name__] = name
         return name, _imported(name, self.modules[name]) if name in self.modules else command, rest
 
 
 @contextmanager
-def _packages() -> Iterator[None]:
+def _packages(ctx: Any) -> Iterator[None]:
     """
     Raises:
         TwinopError: a package that the command needs is not installed.
@@ -56,9 +61,11 @@ def _packages() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "twinop"):
             raise
+        extra = _EXTRAS.get(ctx.meta.get(__name__, "")) if package not in _OTHERS else None
+        install = f"'twinop[{extra}]'" if extra else package
         raise TwinopError(
-            f"this command needs the package {package}, which is not installed here. In a checkout "
-            "./build.sh installs all that is needed; requirements/ lists it"
+            f"this command needs the package {package}, which is not installed here: pip install {install}. "
+            "In a checkout ./build.sh installs all that is needed; requirements/ lists it"
         ) from error
 
 
@@ -78,5 +85,6 @@ def _imported(name: str, entry: str) -> Any:
         group.name = name
         return group
     part = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-    part.command(name)(getattr(module, function))
+    found = getattr(module, function)
+    part.command(name, help=help_of(found))(found)
     return typer.main.get_command(part)

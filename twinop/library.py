@@ -1,21 +1,33 @@
 """Custom-op libraries as files: finding them, and reading their records without loading them."""
 
+import hashlib
 import json
 import os
 import platform
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from twinop.errors import LibraryError
-from twinop.record import Record
+import twinop
+from twinop.errors import ForeignLibraryError, LibraryError
+from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+
+ABI_VERSION = 1
+"""The version of the interface between libraries and adapters (`kernels/abi.h`) that this code is for."""
 
 _SECTION = ".twinop"
 _EXPORT = b"RegisterCustomOps"
 _MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm", 243: "riscv64"}  # e_machine of the ELF spec
+_STRINGS = 3  # sh_type of the ELF spec
+_LOADER_TABLES = {_STRINGS, 4, 6, 11}  # with relocations, the dynamic section and dynamic symbols
+_UNWIND_TABLES = {".eh_frame", ".eh_frame_hdr"}
+_ALLOCATED, _EXECUTABLE = 2, 4  # sh_flags
+_PAGE = 4096
+_LEAST = 256  # bytes of a page; fewer zeros may be padding
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,8 @@ class Library:
     cuda_version: str
     records: dict[str, Record]
     exports_ort: bool
+    domain: str = DOMAIN
+    domain_version: int = DOMAIN_VERSION
 
     @cached_property
     def by_onnx_name(self) -> dict[str, Record]:
@@ -39,42 +53,75 @@ def read_library(path: str | os.PathLike[str]) -> Library:
     """Reads the records and the build description from a library's ELF section `.twinop`.
 
     Raises:
-        LibraryError: no such file, not an ELF file, damaged, for another machine, or without twinop records.
+        LibraryError: no such file, not an ELF file, damaged, for another machine, or with records of another
+            version.
+        ForeignLibraryError: it has no twinop records.
     """
     path = Path(path)
     if not path.is_file():
         raise LibraryError(f"{path}: no such file. ./build.sh builds the libraries into build/")
     try:
         with path.open("rb") as file:
-            section = _read_section(path, file, _SECTION)
-            exports = _read_section(path, file, ".dynstr")
+            sections = _sections(path, file)
+            if _SECTION not in sections:
+                raise ForeignLibraryError(
+                    f"{path}: a shared library, but without twinop records (section {_SECTION}). "
+                    "Expected one built by twinop, such as build/libcustom_relu.so"
+                )
+            _require_no_zeroed_page(path, file, sections)
+            section = _content(path, file, sections[_SECTION])
+            exports = _content(path, file, sections[".dynstr"]) if ".dynstr" in sections else b""
     except OSError as error:
         raise LibraryError(f"{path}: cannot be read: {error.strerror}. Mend its permissions") from error
-    build: dict[str, str] = {}
-    records: dict[str, Record] = {}
     try:
-        for text in filter(None, section.split(b"\0")):
-            fields = json.loads(text)
-            if "twinop" in fields:
-                build = fields
-            else:
-                records[fields["name"]] = Record.from_json(fields)
+        texts = [json.loads(text) for text in filter(None, section.split(b"\0"))]
+        build: dict[str, Any] = next((fields for fields in texts if "twinop" in fields), {})
+        _require_abi(path, build)
+        place = {name: build[name] for name in ("domain", "domain_version")}
+        records = {
+            fields["name"]: Record.from_json(fields | place) for fields in texts if fields is not build
+        }
+        version, cuda_archs, cuda_version = (build[name] for name in ("twinop", "cuda_archs", "cuda_version"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise LibraryError(f"{path}: its op records do not parse: {error}. Copy or build it again") from error
     return Library(
         path=path,
-        version=build.get("twinop", "unknown"),
-        cuda_archs=build.get("cuda_archs", "none"),
-        cuda_version=build.get("cuda_version", ""),
+        version=version,
+        cuda_archs=cuda_archs,
+        cuda_version=cuda_version,
         records=dict(sorted(records.items())),
+        **place,
         exports_ort=_EXPORT + b"\0" in exports,
     )
 
 
-def _read_section(path: Path, file: BinaryIO, wanted: str) -> bytes:
-    """One section of a 64-bit little-endian ELF file (System V ABI, chapter 4); the rest may have 500 MB.
+def _require_abi(path: Path, build: Mapping[str, Any]) -> None:
+    found = build.get("abi")
+    if found == ABI_VERSION:
+        return
+    built = f"was built by twinop {build['twinop']}" if "twinop" in build else "does not say what built it"
+    interface = f"with version {found} of the binary interface" if found else "before libraries served torch"
+    raise LibraryError(
+        f"{path}: {built}, {interface}; twinop {twinop.__version__} reads version {ABI_VERSION}. Build the "
+        "library again with this twinop, or use the twinop that built it"
+    )
 
-    Not by mmap: it kills a process that reads what another cuts short meanwhile.
+
+class _Section(NamedTuple):
+    """What a section header says."""
+
+    name: str
+    kind: int
+    flags: int
+    offset: int
+    size: int
+
+
+def _sections(path: Path, file: BinaryIO) -> dict[str, _Section]:
+    """The sections of a 64-bit little-endian ELF file (System V ABI, chapter 4), by name.
+
+    Raises:
+        LibraryError: not an ELF file, for another machine, or damaged.
     """
     file.seek(0)
     head = file.read(64)
@@ -92,22 +139,32 @@ def _read_section(path: Path, file: BinaryIO, wanted: str) -> bytes:
             )
         (table,) = struct.unpack_from("<Q", head, 40)
         entry_size, count, names_index = struct.unpack_from("<HHH", head, 58)
+        if count == 0:  # a library that was stripped of them
+            return {}
         entries = _read(file, table, count * entry_size)
         headers = [struct.unpack_from("<IIQQQQ", entries, i * entry_size) for i in range(count)]
         names = _read(file, *headers[names_index][4:])
-        for name, _, _, _, offset, size in headers:
-            if names[name : name + len(wanted) + 1] == wanted.encode() + b"\0":
-                return _read(file, offset, size)
+        if headers[names_index][1] != _STRINGS or not names.strip(b"\0"):
+            raise ValueError("the sections' names are zeros")
+        sections = [
+            _Section(names[name : names.index(b"\0", name)].decode(), kind, flags, offset, size)
+            for name, kind, flags, _, offset, size in headers
+        ]
     except (struct.error, ValueError, IndexError) as error:
-        raise LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again") from error
-    raise LibraryError(
-        f"{path}: a shared library, but without twinop records (section {wanted}). "
-        "Expected one built by twinop, such as build/libcustom_relu.so"
-    )
+        raise _damaged(path) from error
+    return {section.name: section for section in sections}
+
+
+def _content(path: Path, file: BinaryIO, section: _Section) -> bytes:
+    try:
+        return _read(file, section.offset, section.size)
+    except ValueError as error:
+        raise _damaged(path) from error
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:
-    """
+    """Not by mmap: it kills a process that reads what another cuts short meanwhile.
+
     Raises:
         ValueError: the file ends before.
     """
@@ -115,6 +172,41 @@ def _read(file: BinaryIO, offset: int, size: int) -> bytes:
         raise ValueError("the file is cut short")
     file.seek(offset)
     return file.read(size)
+
+
+def _damaged(path: Path) -> LibraryError:
+    return LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again")
+
+
+def _require_no_zeroed_page(path: Path, file: BinaryIO, sections: dict[str, _Section]) -> None:
+    """Looks at code, the loader's tables, the unwinder's and the records, where no page is ever all zeros.
+
+    A copy that was interrupted, or a file system after a crash, leaves such pages; to run them ends the
+    process. Constants and GPU code do have pages of zeros.
+
+    Raises:
+        LibraryError: a page is all zeros.
+    """
+    for section in sections.values():
+        is_table = section.kind in _LOADER_TABLES and section.flags & _ALLOCATED
+        if not (is_table or section.flags & _EXECUTABLE or section.name in {*_UNWIND_TABLES, _SECTION}):
+            continue
+        data = _content(path, file, section)
+        begin = 0
+        while begin < len(data):
+            end = min(len(data), begin + _PAGE - (section.offset + begin) % _PAGE)
+            if end - begin >= _LEAST and not any(data[begin : begin + 8]) and not any(data[begin:end]):
+                raise LibraryError(
+                    f"{path}: the file is damaged: from byte {section.offset + begin} on, a page of its "
+                    f"section {section.name} is all zeros. Copy or build it again"
+                )
+            begin = end
+
+
+def checksum(path: Path) -> str:
+    """A file's SHA-256 as hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
@@ -125,8 +217,11 @@ def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
     """
     path = Path(path)
     with path.open("rb") as file:
-        names = _read_section(path, file, ".dynstr")
-        dynamic = _read_section(path, file, ".dynamic")
+        sections = _sections(path, file)
+        if not {".dynstr", ".dynamic"} <= sections.keys():
+            return []
+        names = _content(path, file, sections[".dynstr"])
+        dynamic = _content(path, file, sections[".dynamic"])
     entries = struct.iter_unpack("<qQ", dynamic)
     return [names[value : names.index(b"\0", value)].decode() for tag, value in entries if tag == 1]
 

@@ -16,13 +16,17 @@ from twinop.errors import RecordError
 from twinop.shapes import ShapeExpression
 
 DOMAIN = "custom_domain"
+"""The domain of twinop's own ops. Other libraries have domains of their own (`Record.domain`)."""
 DOMAIN_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Input:
+    """A tensor of the schema. `repeated`: one or more tensors (`Tensor[]`), as the last input."""
+
     name: str
     optional: bool = False
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,14 @@ class Record:
     autocast: str = "keep"
     layout: str = "contiguous"
     rows: str = ""
+    memory: str = ""
     devices: tuple[str, ...] = ()
+    domain: str = DOMAIN
+    domain_version: int = DOMAIN_VERSION
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Record":
-        """The record that a library carries (see `kernels/json.h`)."""
+        """The record that a library carries (see `kernels/json.h`), in the domain that `fields` names."""
         special = {
             "inputs": tuple(Input(**entry) for entry in fields["inputs"]),
             "attributes": tuple(
@@ -94,6 +101,37 @@ class Record:
             "devices": tuple(fields["devices"]),
         }
         return cls(**{**fields, **special})
+
+    @property
+    def qualified_name(self) -> str:
+        """The op with its domain, `custom_domain::relu`, as messages show it."""
+        return f"{self.domain}::{self.name}"
+
+    @property
+    def key(self) -> str:
+        """The op among those of all domains: its name, and before it the domain unless it is twinop's own."""
+        return self.name if self.domain == DOMAIN else self.qualified_name
+
+    @property
+    def namespace(self) -> str:
+        """The domain as a namespace of `torch.ops`, which has no dots."""
+        return self.domain.replace(".", "_")
+
+    @property
+    def torch_name(self) -> str:
+        """The op's name in torch's dispatcher."""
+        return f"{self.namespace}::{self.name}"
+
+    @property
+    def node_type(self) -> tuple[str, str]:
+        """The domain and type of the op's nodes in ONNX models."""
+        return self.domain, self.onnx_name
+
+    @property
+    def metadata_key(self) -> str:
+        """Where an exported model's metadata has the schema's hash."""
+        place = "" if self.domain == DOMAIN else f"{self.domain}."
+        return f"twinop.schema.{place}{self.onnx_name}"
 
     @property
     def is_backward(self) -> bool:
@@ -145,6 +183,15 @@ class Record:
         """What `limits` says of an attribute: ("of", input), (">=", number) or ("in", "0 | 1")."""
         parts = (part.split(None, 2) for part in self.limits.split(";") if part.strip())
         return {name: (word, value.strip()) for name, word, value in parts}
+
+    @cached_property
+    def host_inputs(self) -> frozenset[str]:
+        """The inputs that lie in host memory on every device."""
+        return frozenset(name for name, place in entries(self.memory).items() if place == "host")
+
+    @property
+    def has_repeated_input(self) -> bool:
+        return self.inputs[-1].repeated
 
     @property
     def broadcasts(self) -> bool:

@@ -114,6 +114,22 @@ class ShapeExpression:
         raise SyntaxError(f"{name} is not an input")
 
 
+def too_few_dimensions(record: "Record", shapes: Mapping[str, Sequence[Any] | None]) -> str | None:
+    """What is wrong with the first input that has fewer dimensions than the record's shapes need, or None."""
+    for name, shape in shapes.items():
+        own = re.search(rf"(?:^|;) *{name} *=([^;]*)", record.input_shapes)
+        # x[-2] needs two dimensions, and so does `x[:-2] + ...` where it is the shape of x itself.
+        indices = re.findall(rf"\b{name}\[(-?\d+)\]", f"{record.shapes};{record.input_shapes}")
+        indices += re.findall(rf"\b{name}\[:(-\d+)\]", own[1] if own else "")
+        needed = max((-i if i < 0 else i + 1 for i in map(int, indices)), default=0)
+        if shape is not None and len(shape) < needed:
+            plural = "" if len(shape) == 1 else "s"
+            return (
+                f"{name} has {len(shape)} dimension{plural}, expected at least {needed} (unsqueeze adds one)"
+            )
+    return None
+
+
 def broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
     """numpy's rule. Of two different sizes that are not known, either could be the 1.
 

@@ -11,7 +11,7 @@
 namespace twinop {
 
 // The teaching kernel: how shared memory makes a matmul, in pages that can be read. Never used by
-// default, and no match for cuBLAS (bench/matmul.py shows the three side by side).
+// default, and no match for cuBLAS (bench/results/matmul-nvidia-h200.json has the three).
 //
 // Matrices of any M, N and K, with any batch dimensions before them, which broadcast as torch's do;
 // no vectors. `tile` is the side of CUDA's tiles, 0: chosen from the device's shared memory. The

@@ -1,0 +1,154 @@
+/* The C interface between a custom-op library and the runtimes' adapters.
+ *
+ * A library exports twinop_library(), which returns its table of ops. The ONNX Runtime adapter
+ * (ort_customop/), linked into each library, and the torch adapter (torch_op/), a library of its
+ * own, both read that table. Nothing else crosses the boundary: no C++ type, no memory that the
+ * other side has to free, no exception.
+ *
+ * The header is C99. Authors of ops use kernels/call.h and kernels/registry.h instead.
+ */
+#ifndef TWINOP_KERNELS_ABI_H_
+#define TWINOP_KERNELS_ABI_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Changes when a caller of the previous version would misread a structure. Fields that are added
+ * at the end of twinop_op or twinop_table do not change it: their struct_size says that they are
+ * there. */
+#define TWINOP_ABI_VERSION 1
+
+/* Element types (twinop_tensor.dtype). */
+enum {
+  TWINOP_NONE = 0,
+  TWINOP_FLOAT32 = 1,
+  TWINOP_FLOAT16 = 2,
+  TWINOP_BFLOAT16 = 3,
+  TWINOP_FLOAT64 = 4,
+  TWINOP_INT8 = 5,
+  TWINOP_INT16 = 6,
+  TWINOP_INT32 = 7,
+  TWINOP_INT64 = 8,
+  TWINOP_UINT8 = 9,
+  TWINOP_BOOL = 10,
+  TWINOP_COMPLEX64 = 11,
+  TWINOP_COMPLEX128 = 12,
+  TWINOP_UINT16 = 13,
+  TWINOP_UINT32 = 14,
+  TWINOP_UINT64 = 15
+};
+
+/* Device types (twinop_context.device_type). */
+enum { TWINOP_CPU = 0, TWINOP_CUDA = 1 };
+
+/* A view of a framework's tensor. */
+typedef struct twinop_tensor {
+  void* data;
+  const int64_t* sizes;
+  const int64_t* strides; /* in elements; null: contiguous */
+  int64_t numel;
+  size_t rank;
+  int32_t dtype;
+  int32_t present; /* 0 where an optional input is absent */
+} twinop_tensor;
+
+/* The value of an attribute; which field holds it depends on the attribute's kind. */
+typedef struct twinop_attribute {
+  int64_t i;           /* int; bool as 0 or 1 */
+  double f;            /* float, rounded to fp32: ONNX has no other */
+  const char* s;       /* str, NUL-terminated */
+  size_t s_size;       /* its length in bytes */
+  const int64_t* ints; /* int[] */
+  size_t count;        /* its number of entries */
+} twinop_attribute;
+
+/* Works on the range [begin, end); may run on several threads at once. */
+typedef void (*twinop_range)(int64_t begin, int64_t end, void* argument);
+
+/* Where a call runs. */
+typedef struct twinop_context {
+  int32_t device_type;
+  int32_t device_index;
+  void* stream; /* cudaStream_t; null on the CPU */
+  /* Splits [0, count) into ranges of at least `grain` and runs them on the framework's threads. */
+  void (*parallel_for)(void* pool, int64_t count, int64_t grain, twinop_range range,
+                       void* argument);
+  void* pool;
+} twinop_context;
+
+typedef struct twinop_call {
+  const twinop_tensor* inputs; /* in the schema's order */
+  twinop_tensor* outputs;      /* allocated by the caller */
+  const twinop_attribute* attributes;
+  void* scratch; /* twinop_op.scratch_size bytes; aligned to 64 bytes, on CUDA to 256 */
+  void* state;   /* what twinop_op.create made; null where the op has no state */
+  const twinop_context* context;
+  size_t input_count; /* more than the schema lists where the last input repeats (Tensor[]) */
+} twinop_call;
+
+/* Receives the text of a failure, which is valid during the call only. The caller of a function
+ * below owns it, and may keep more behind it. */
+typedef struct twinop_error {
+  void (*set)(struct twinop_error* self, const char* text, size_t size);
+} twinop_error;
+
+/* Functions return 0 for success; any other value is a failure, whose text went to error->set. */
+
+/* Queues the work and returns. It does not allocate device memory and does not synchronize. */
+typedef int32_t (*twinop_launch)(const twinop_call* call, twinop_error* error);
+
+/* One op. Texts are NUL-terminated and never null; kernels/record.h documents each of them. */
+typedef struct twinop_op {
+  size_t struct_size; /* sizeof(twinop_op) when the library was compiled */
+  const char* schema;
+  const char* dtypes;
+  const char* shapes;
+  const char* input_shapes;
+  const char* limits;
+  const char* in_place;
+  const char* choices;
+  const char* rows;
+  const char* layout; /* "elementwise" or "contiguous" */
+  const char* memory; /* inputs that lie in host memory on every device, "lengths = host" */
+  twinop_launch cpu;  /* null: the op does not run there */
+  twinop_launch cuda;
+  /* The bytes of scratch memory that a call needs, from its inputs' shapes and its attributes;
+   * null: none. `call` has neither data nor outputs. */
+  int32_t (*scratch_size)(const twinop_call* call, int64_t* bytes, twinop_error* error);
+  /* Makes the state of one kernel (a node of a session; in torch, one combination of attributes and
+   * device); null: the op has none. `call` has the attributes, the context without a stream, and
+   * those inputs that are constant, in the memory that a launch gets them in; the others are not
+   * present. */
+  int32_t (*create)(const twinop_call* call, void** state, twinop_error* error);
+  void (*destroy)(void* state);
+} twinop_op;
+
+/* What a library holds. */
+typedef struct twinop_table {
+  uint32_t abi_version; /* of the structures that the table leads to; stays the first field */
+  uint32_t struct_size; /* sizeof(twinop_table) when the library was compiled */
+  const char* twinop_version;
+  const char* domain;
+  int32_t domain_version;
+  const char* cuda_archs; /* what the kernels were compiled for, "90,100-virtual", or "none" */
+  size_t op_count;
+  const twinop_op* const* ops;
+} twinop_table;
+
+/* The table in the ABI version wanted, or, from a library that has another one only, its own. */
+typedef const twinop_table* (*twinop_library_function)(uint32_t wanted_abi);
+
+#if defined(__GNUC__)
+__attribute__((visibility("default")))
+#endif
+const twinop_table* twinop_library(uint32_t wanted_abi);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* TWINOP_KERNELS_ABI_H_ */

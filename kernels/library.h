@@ -1,0 +1,37 @@
+// TWINOP_LIBRARY("custom_domain", 1): in one source file of each library, its table of ops
+// (kernels/abi.h) and its description for tools. cmake/TwinopOp.cmake writes that file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/abi.h"
+
+#define TWINOP_TEXT_OF(token) #token
+#define TWINOP_EXPANDED_TEXT_OF(token) TWINOP_TEXT_OF(token)
+
+#define TWINOP_LIBRARY(domain, domain_version)                                                 \
+  extern "C" {                                                                                 \
+  /* Bounds of the section, provided by the linker for each shared library. */                 \
+  [[gnu::visibility("hidden")]] extern const twinop_op* const __start_twinop_ops[];            \
+  [[gnu::visibility("hidden")]] extern const twinop_op* const __stop_twinop_ops[];             \
+  }                                                                                            \
+  [[gnu::section(".twinop"), gnu::used]] static constexpr char kTwinopLibraryText[] =          \
+      "{\"twinop\":\"" TWINOP_VERSION "\",\"abi\":" TWINOP_EXPANDED_TEXT_OF(                   \
+          TWINOP_ABI_VERSION) ",\"domain\":\"" domain                                          \
+                              "\",\"domain_version\":" TWINOP_EXPANDED_TEXT_OF(                \
+                                  domain_version) ",\"cuda_archs\":\"" TWINOP_CUDA_ARCHS       \
+                                                  "\",\"cuda_version\":\"" TWINOP_CUDA_VERSION \
+                                                  "\"}";                                       \
+  extern "C" const twinop_table* twinop_library(std::uint32_t) {                               \
+    static const twinop_table kTable = {                                                       \
+        TWINOP_ABI_VERSION,                                                                    \
+        sizeof(twinop_table),                                                                  \
+        TWINOP_VERSION,                                                                        \
+        domain,                                                                                \
+        domain_version,                                                                        \
+        TWINOP_CUDA_ARCHS,                                                                     \
+        static_cast<std::size_t>(__stop_twinop_ops - __start_twinop_ops),                      \
+        __start_twinop_ops};                                                                   \
+    return &kTable;                                                                            \
+  }

@@ -1,0 +1,86 @@
+// The creation of a kernel: the node's attributes, the device and the op's state.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "ort_customop/kernel.h"
+
+namespace twinop::ort {
+namespace {
+
+using Sizes = std::int64_t[kMaxRank];
+
+// The device's allocator and, on CUDA, which device it is.
+Status FindDevice(const OrtKernelInfo* info, Kernel* kernel) {
+  const OrtApi* api = kernel->api;
+  if (!kernel->op->on_cuda && kernel->op->record->scratch_size == nullptr) return {};
+  TWINOP_RETURN_IF_ORT_ERROR(
+      api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator));
+  if (!kernel->op->on_cuda) return {};
+  const OrtMemoryInfo* memory = nullptr;
+  int index = 0;
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->AllocatorGetInfo(kernel->allocator, &memory));
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->MemoryInfoGetId(memory, &index));
+  kernel->device_index = index;
+  return {};
+}
+
+// Calls the op's `create` with the inputs that are initializers of the model.
+Status CreateState(const OrtKernelInfo* info, Kernel* kernel) {
+  const OrtApi* api = kernel->api;
+  const Record& record = *kernel->op->record;
+  if (record.create_state == nullptr) return {};
+  std::size_t given = 0;
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelInfo_GetInputCount(info, &given));
+  const std::size_t listed = record.schema.input_count;
+  std::vector<Tensor> inputs(std::max(given, listed));
+  std::unique_ptr<Sizes[]> sizes(new Sizes[inputs.size()]);
+  for (std::size_t i = 0; i < given; ++i) {
+    int constant = 0;
+    const OrtValue* value = nullptr;
+    TWINOP_RETURN_IF_ORT_ERROR(api,
+                               api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value));
+    if (constant == 0 || value == nullptr) continue;
+    TWINOP_RETURN_IF_ERROR(
+        ReadTensor(*kernel, value, std::min(i, listed - 1), sizes[i], &inputs[i]));
+  }
+  const Context context = ContextOf(*kernel);
+  Call call = CallOf(*kernel, inputs.data(), inputs.size(), nullptr);
+  call.context = &context;
+  ErrorText error;
+  if (record.create_state(ToC(call), &kernel->state, &error) == 0) return {};
+  kernel->state = nullptr;
+  return Status::Error("creating its state failed: " + error.text);
+}
+
+}  // namespace
+
+OrtStatusPtr CreateKernel(const OrtCustomOp* ort_op, const OrtApi* api, const OrtKernelInfo* info,
+                          void** result) {
+  return Guard(api, [&] {
+    const Op& op = *static_cast<const Op*>(ort_op);
+    auto kernel = std::make_unique<Kernel>();
+    kernel->op = &op;
+    kernel->api = api;
+    kernel->type_and_shape = GetTypeAndShapeReference(op.api24);
+    std::size_t size = 0;
+    OwnedStatus(api, api->KernelInfo_GetNodeName(info, nullptr, &size));
+    kernel->node.resize(size);
+    if (size > 0) OwnedStatus(api, api->KernelInfo_GetNodeName(info, kernel->node.data(), &size));
+    if (!kernel->node.empty()) kernel->node.pop_back();  // the NUL
+    kernel->attributes = std::make_unique<Attribute[]>(op.record->schema.attribute_count);
+    kernel->storage = std::make_unique<AttributeStorage[]>(op.record->schema.attribute_count);
+    Status status =
+        ReadAttributes(*op.record, api, info, kernel->attributes.get(), kernel->storage.get());
+    if (!status.ok()) return ToOrt(api, AtNode(*kernel, status), ORT_INVALID_GRAPH);
+    status = FindDevice(info, kernel.get());
+    if (status.ok()) status = CreateState(info, kernel.get());
+    if (!status.ok()) return ToOrt(api, AtNode(*kernel, status));
+    *result = kernel.release();
+    return static_cast<OrtStatusPtr>(nullptr);
+  });
+}
+
+void DestroyKernel(void* kernel) { delete static_cast<Kernel*>(kernel); }
+
+}  // namespace twinop::ort

@@ -1,0 +1,98 @@
+// A kernel: what ORT creates for a node (create.cpp) and calls for a run (kernel.cpp).
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "ort_customop/api.h"
+
+namespace twinop::ort {
+
+// Small: what a run reads of each node's kernel is one cache line, and few pages for a model of
+// many nodes.
+struct Kernel {
+  const Op* op;
+  const OrtApi* api;
+  TypeAndShapeReference type_and_shape;  // null before ORT 1.24
+  OrtAllocator* allocator = nullptr;     // of the device; null if nothing asks for it
+  std::unique_ptr<Attribute[]> attributes;
+  void* state = nullptr;
+  std::int32_t device_index = 0;
+  std::unique_ptr<AttributeStorage[]> storage;  // what the attributes point to
+  std::string node;                             // its name in the model
+
+  ~Kernel() {
+    if (state != nullptr) op->record->destroy_state(state);
+    if (allocator != nullptr) api->ReleaseAllocator(allocator);
+  }
+};
+
+inline Status AtNode(const Kernel& kernel, const Status& status) {
+  const char* provider = kernel.op->on_cuda ? "CUDA" : "CPU";
+  return Status::Error(std::string(kernel.op->record->schema.onnx_name.view()) + " node '" +
+                       kernel.node + "' (" + provider + "): " + status.message());
+}
+
+// Dimensions of a tensor: ORT's own memory where the runtime shows it, else copied to `buffer`.
+inline Status ReadShape(const Kernel& kernel, const OrtValue* value, std::int64_t* buffer,
+                        Tensor* tensor) {
+  const OrtApi* api = kernel.api;
+  if (kernel.type_and_shape != nullptr) {
+    ONNXTensorElementDataType type;
+    TWINOP_RETURN_IF_ORT_ERROR(api,
+                               kernel.type_and_shape(value, &type, &tensor->sizes, &tensor->rank));
+  } else {
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorTypeAndShape(value, &info));
+    auto release = [api](OrtTensorTypeAndShapeInfo* info) {
+      api->ReleaseTensorTypeAndShapeInfo(info);
+    };
+    std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(release)> owned(info, release);
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensionsCount(info, &tensor->rank));
+    if (tensor->rank <= kMaxRank)
+      TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensions(info, buffer, tensor->rank));
+    tensor->sizes = buffer;
+  }
+  if (tensor->rank > kMaxRank)
+    return Status::Error("a tensor has " + std::to_string(tensor->rank) + " dimensions, at most " +
+                         std::to_string(kMaxRank) + " are supported");
+  return {};
+}
+
+inline std::int64_t Numel(const std::int64_t* sizes, std::size_t rank) {
+  std::int64_t numel = 1;
+  for (std::size_t i = 0; i < rank; ++i) numel *= sizes[i];
+  return numel;
+}
+
+// A view of the tensor behind `value`, which is the op's input `i`.
+inline Status ReadTensor(const Kernel& kernel, const OrtValue* value, std::size_t i,
+                         std::int64_t* buffer, Tensor* tensor) {
+  TWINOP_RETURN_IF_ERROR(ReadShape(kernel, value, buffer, tensor));
+  // The C API has one accessor, which is not const; inputs are only read.
+  TWINOP_RETURN_IF_ORT_ERROR(
+      kernel.api, kernel.api->GetTensorMutableData(const_cast<OrtValue*>(value), &tensor->data));
+  tensor->numel = Numel(tensor->sizes, tensor->rank);
+  tensor->dtype = kernel.op->input_types[i];
+  tensor->present = 1;
+  return {};
+}
+
+inline Context ContextOf(const Kernel& kernel) {
+  Context context;
+  context.device_type = kernel.op->on_cuda ? TWINOP_CUDA : TWINOP_CPU;
+  context.device_index = kernel.device_index;
+  return context;
+}
+
+inline Call CallOf(const Kernel& kernel, const Tensor* inputs, std::size_t count, Tensor* outputs) {
+  Call call;
+  call.inputs = inputs;
+  call.input_count = count;
+  call.outputs = outputs;
+  call.attributes = kernel.attributes.get();
+  call.state = kernel.state;
+  return call;
+}
+
+}  // namespace twinop::ort

@@ -1,0 +1,57 @@
+/* A custom-op library in C99 with nothing of twinop's but the C header: negate, in the domain
+ * test_c. TABLE_VERSION and DOMAIN make variants of it (tests/test_abi.py). */
+#include <string.h>
+
+#include "kernels/abi.h"
+
+#ifndef TABLE_VERSION
+#define TABLE_VERSION TWINOP_ABI_VERSION
+#endif
+#ifndef DOMAIN
+#define DOMAIN "test_c"
+#endif
+
+static const char kSchema[] = "negate(Tensor x, float times=1.0) -> Tensor";
+
+static void NegateRange(int64_t begin, int64_t end, void* argument) {
+  const twinop_call* call = (const twinop_call*)argument;
+  const float* x = (const float*)call->inputs[0].data;
+  float* y = (float*)call->outputs[0].data;
+  int64_t i;
+  for (i = begin; i < end; ++i) y[i] = -(float)call->attributes[0].f * x[i];
+}
+
+static int32_t Negate(const twinop_call* call, twinop_error* error) {
+  static const char kReason[] = "times is 0: nothing is left to negate";
+  if (call->attributes[0].f == 0) {
+    error->set(error, kReason, strlen(kReason));
+    return 1;
+  }
+  call->context->parallel_for(call->context->pool, call->outputs[0].numel, 1024, NegateRange,
+                              (void*)call);
+  return 0;
+}
+
+static const twinop_op kNegate = {
+    sizeof(twinop_op), kSchema, "float32", "",   "",   "times >= 0", "y = x", "", "",
+    "contiguous",      "",      Negate,    NULL, NULL, NULL,         NULL};
+static const twinop_op* const kOps[] = {&kNegate};
+static const twinop_table kTable = {
+    TABLE_VERSION, sizeof(twinop_table), "0.1.0", DOMAIN, 1, "none", 1, kOps};
+
+const twinop_table* twinop_library(uint32_t wanted_abi) {
+  (void)wanted_abi;
+  return &kTable;
+}
+
+/* What tools read from the file. */
+__attribute__((section(".twinop"), used)) static const char kLibraryText[] =
+    "{\"twinop\":\"0.1.0\",\"abi\":1,\"domain\":\"" DOMAIN
+    "\",\"domain_version\":1,\"cuda_archs\":\"none\",\"cuda_version\":\"\"}";
+__attribute__((section(".twinop"), used)) static const char kNegateText[] =
+    "{\"name\":\"negate\",\"onnx_name\":\"CustomNegate\","
+    "\"schema\":\"negate(Tensor x, float times=1.0) -> Tensor\","
+    "\"inputs\":[{\"name\":\"x\",\"optional\":false}],"
+    "\"attributes\":[{\"name\":\"times\",\"kind\":\"float\",\"default\":\"1.0\"}],"
+    "\"outputs\":[\"y\"],\"dtypes\":\"float32\",\"limits\":\"times >= 0\",\"in_place\":\"y = x\","
+    "\"devices\":[\"cpu\"]}";

@@ -1,0 +1,189 @@
+"""Libraries of several domains: in one session, in one torch process, in one exported model."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from abi_files import CPU, FLOAT, INT64, ROOT, X, c_library, in_torch, model, negate_model
+from onnx import helper
+
+from twinop import deploy
+from twinop.deploy.domains import only_library
+from twinop.deploy.model import load_model
+from twinop.errors import LibraryError
+from twinop.library import find_library
+
+
+def three_domains() -> onnx.ModelProto:
+    """z = scale_by(negate(relu(x)), factors)."""
+    nodes = [
+        helper.make_node("CustomRelu", ["x"], ["r"], "relu", domain="custom_domain"),
+        helper.make_node("CustomNegate", ["r"], ["n"], "negate", domain="test_c"),
+        helper.make_node("CustomScaleBy", ["n", "factors"], ["z"], "scale", domain="test.abi"),
+    ]
+    inputs = {"x": FLOAT, "factors": INT64}
+    return model(nodes, inputs, {"z": FLOAT}, custom_domain=1, test_c=1, test__abi=2)
+
+
+FACTORS = np.array([2, 3], np.int64)
+
+
+def test_libraries_of_several_domains(tmp_path: Path) -> None:
+    plain, abi = c_library("plain_c"), find_library("test_abi")
+    expected = -5 * np.maximum(X, 0)
+    opened = deploy.session(three_domains(), CPU, [plain, abi])
+    assert [library.domain for library in opened.libraries] == ["test_c", "test.abi", "custom_domain"]
+    assert opened.libraries[2].path.name == "libcustom_relu.so"
+    np.testing.assert_array_equal(opened.run({"x": X, "factors": FACTORS})["z"], expected)
+    assert deploy.check_model(three_domains(), [plain, abi]) == opened.libraries
+
+    path = tmp_path / "model.onnx"  # every library is found, one of them beside the model
+    path.write_bytes(three_domains().SerializeToString())
+    shutil.copy(plain, tmp_path)
+    found = deploy.session(path, CPU)
+    assert {library.domain for library in found.libraries} == {"test_c", "test.abi", "custom_domain"}
+    np.testing.assert_array_equal(found.run({"x": X, "factors": FACTORS})["z"], expected)
+
+    command = [
+        sys.executable,
+        str(ROOT / "deploy/run_onnx.py"),
+        str(path),
+        "--provider",
+        "cpu",
+        "--shape",
+        "x=3",
+        "--shape",
+        "factors=2",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={"COLUMNS": "200", "PATH": "/usr/bin"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" yes ") == 3 and all(name in done.stdout for name in ("test_c", "test.abi"))
+
+
+def test_a_missing_library_is_named() -> None:
+    with pytest.raises(deploy.ModelError, match=r"no library has test_c::CustomNegate, and the model has no"):
+        deploy.session(three_domains(), CPU)
+
+
+def test_two_libraries_of_one_domain(libraries: dict[str, Path]) -> None:
+    with pytest.raises(LibraryError, match=r"both have ops of the domain custom_domain.*one library per"):
+        deploy.session(three_domains(), CPU, [libraries["custom_relu"], libraries["custom_ops"]])
+
+
+def test_what_takes_one_library_refuses_several(tmp_path: Path) -> None:
+    """The service and packing."""
+    loaded = load_model(three_domains())
+    with pytest.raises(
+        LibraryError, match=r"needs libraries of several domains: test_c \(libplain_c.so\), cust"
+    ):
+        only_library(loaded, c_library("plain_c"))
+    library = only_library(load_model(negate_model()), c_library("plain_c"))
+    assert library is not None and library.domain == "test_c"
+
+
+def test_a_wrong_domain_version() -> None:
+    graph = negate_model()
+    graph.opset_import[1].version = 3
+    with pytest.raises(deploy.ModelError, match="it imports test_c version 3; the library has version 1"):
+        deploy.session(graph, CPU, c_library("plain_c"))
+
+
+OWN_TABLES = """
+import ctypes, sys
+import numpy as np
+import onnxruntime as ort
+
+for path in sys.argv[1:3]:
+    ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+options = ort.SessionOptions()
+for path in sys.argv[1:3]:
+    options.register_custom_ops_library(path)
+session = ort.InferenceSession(sys.argv[3], options)
+print(session.run(None, {"x": np.array([-1, 2], np.float32), "factors": np.array([3])}))
+"""
+
+
+def test_each_library_has_its_own_table(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """Also where the loader could take the first library's functions for all: with RTLD_GLOBAL."""
+    nodes = [
+        helper.make_node("CustomRelu", ["x"], ["r"], domain="custom_domain"),
+        helper.make_node("CustomScaleBy", ["r", "factors"], ["z"], domain="test.abi"),
+    ]
+    path = tmp_path / "model.onnx"
+    graph = model(nodes, {"x": FLOAT, "factors": INT64}, {"z": FLOAT}, custom_domain=1, test__abi=2)
+    path.write_bytes(graph.SerializeToString())
+    files = [libraries["test_abi"], libraries["custom_relu"], path]
+    command = [sys.executable, "-c", OWN_TABLES, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "[0., 6.]" in done.stdout, done.stderr
+
+
+TWO_DOMAINS = """
+import torch._inductor
+from twinop import deploy, export
+from twinop.errors import RecordError
+
+plain, abi = (torch_op.load(path) for path in sys.argv[1:3])
+assert set(torch_op.records()) >= {"relu", "test_c::negate", "test.abi::scale_by"}
+x, factors = torch.tensor([[1.0, -2.0, 3.0]]), torch.tensor([2, 3])
+
+
+class Net(torch.nn.Module):
+    def forward(self, x, factors):
+        return torch.ops.test_abi.scale_by(torch.ops.test_c.negate(torch_op.relu(x)), factors)
+
+
+@export.body(domain="test_c")
+def negate(op, x, *, times):
+    return op.Neg(op.Mul(x, times))
+
+
+@export.body(domain="test.abi")
+def scale_by(op, x, factors):
+    return op.Mul(x, op.Cast(op.ReduceSum(factors), to=1))
+
+
+expected = -5 * x.relu()
+net = Net()
+assert net(x, factors).equal(expected)
+assert torch.compile(net, fullgraph=True, backend="eager")(x, factors).equal(expected)
+for exporter in ("dynamo", "torchscript"):
+    path = f"{sys.argv[3]}/{exporter}.onnx"
+    report = export.export(net, (x, factors), path, exporter=exporter, library=sys.argv[1:3])
+    assert report.parity.equal and report.without_library is not None, report
+    assert report.opsets["test_c"] == 1 and report.opsets["test.abi"] == 2, report.opsets
+    found = deploy.session(path, ["CPUExecutionProvider"], sys.argv[1:3])
+    assert len(found.libraries) == 3
+    (y,) = found.run({"x": x, "factors": factors}).values()
+    assert y.equal(expected)
+total = torch.ops.test_abi.total
+ints = [torch.tensor([k], dtype=torch.int32) for k in range(20)]
+assert total(ints).tolist() == [190]
+assert total([t.to("meta") for t in ints]).device.type == "meta"
+for wrong, text in (
+    (lambda: total([]), "test.abi::total: xs is an empty list; it must have at least one tensor"),
+    (lambda: total([ints[0], ints[1].long()]), "the tensors of xs must have one dtype; entry 1 is int64"),
+    (lambda: total([ints[0], torch.zeros(2, dtype=torch.int32)]), "entry 1 of xs has another size"),
+    (lambda: abi.packed(x, x[0], 13), "creating its state failed: n is 13"),
+    (lambda: torch.func.vmap(abi.total)([torch.zeros(2, 1, dtype=torch.int32)]), "does not work under vmap"),
+):
+    try:
+        wrong()
+    except (RuntimeError, RecordError) as error:
+        assert text in str(error), (text, error)
+    else:
+        raise AssertionError(text)
+y, was_packed = abi.packed(x, torch.tensor([1.0, 2.0, 3.0]), 2)
+assert y.tolist() == [[2.0, -8.0, 18.0]] and was_packed.tolist() == [0]
+spread = torch.ops.test_abi.spread(torch.tensor([1], dtype=torch.int8))
+assert [t.item() for t in spread] == list(range(1, 9))
+print("done")
+"""
+
+
+def test_two_domains_in_torch_and_export(tmp_path: Path) -> None:
+    assert in_torch(TWO_DOMAINS, c_library("plain_c"), find_library("test_abi"), tmp_path) == "done\n"
