@@ -21,7 +21,7 @@ from twinop.export.schema import (
     registered_schemas,
 )
 from twinop.export.trace import CallSite, trace
-from twinop.record import DOMAIN, DOMAIN_VERSION, Attribute, Record
+from twinop.record import DOMAIN, Attribute, Record
 
 OPSETS = range(20, 24)
 """Standard opsets that models may have: string comparison needs 20, torch's exporter ends at 23."""
@@ -56,27 +56,28 @@ def attach_bodies(
         from twinop import torch_op
 
         records = torch_op.records()
-    by_type = {record.onnx_name: record for record in records.values() if not record.is_backward}
-    nodes = custom_nodes(model)
+    by_type = {record.node_type: record for record in records.values() if not record.is_backward}
+    nodes = custom_nodes(model, records)
     opset = model.graph.opset_imports.get("", 0)
     if nodes and opset not in OPSETS:
         raise ExportError(
             f"the model has opset {opset}; function bodies need {OPSETS[0]} to {OPSETS[-1]}. Export it with "
             "one of those"
         )
-    for op_type in nodes:
-        if op_type not in by_type:
+    for domain, op_type in nodes:
+        if (domain, op_type) not in by_type:
+            loaded = sorted(name for other, name in by_type if other == domain)
             raise ExportError(
-                f"the model has a node {DOMAIN}.{op_type}, which no loaded library has; loaded ops: "
-                f"{', '.join(sorted(by_type))}. Load its library with twinop.torch_op.load_library(path)"
+                f"the model has a node {domain}.{op_type}, which no loaded library has; loaded ops: "
+                f"{', '.join(loaded)}. Load its library with twinop.torch_op.load(path)"
             )
-    used = [by_type[op_type] for op_type in nodes]
+    used = [by_type[node_type] for node_type in nodes]
     _complete_types(model, nodes, used)
     for record in used:
-        sites = nodes[record.onnx_name]
+        sites = nodes[record.node_type]
         for node in sites:
             _check_node(node, record)
-        body = find_body(record.name)
+        body = find_body(record.key)
         if body is not None:
             _supply_neutral_inputs(sites, record, body)
             function = trace(record, body, call_sites(sites, record), opset)
@@ -87,19 +88,20 @@ def attach_bodies(
                 "everywhere. Write one (see twinop/export/bodies.py), or export without (bodies=False, "
                 "--no-bodies)"
             )
-        model.graph.opset_imports[DOMAIN] = DOMAIN_VERSION
+        model.graph.opset_imports[record.domain] = record.domain_version
         for function in model.functions.values():
-            if any(node.domain == DOMAIN for node in function):
-                function.opset_imports[DOMAIN] = DOMAIN_VERSION
+            if any(node.domain == record.domain for node in function):
+                function.opset_imports[record.domain] = record.domain_version
     return model
 
 
-def custom_nodes(model: ir.Model) -> dict[str, list[ir.Node]]:
-    """The model's nodes of twinop's domain by type, also those in subgraphs and in other functions."""
-    found: dict[str, list[ir.Node]] = defaultdict(list)
+def custom_nodes(model: ir.Model, records: Mapping[str, Record]) -> dict[tuple[str, str], list[ir.Node]]:
+    """The nodes of the records' domains by `Record.node_type`, also in subgraphs and in other functions."""
+    domains = {DOMAIN, *(record.domain for record in records.values())}
+    found: dict[tuple[str, str], list[ir.Node]] = defaultdict(list)
     for node in _all_nodes(model):
-        if node.domain == DOMAIN:
-            found[node.op_type].append(node)
+        if node.domain in domains:
+            found[node.domain, node.op_type].append(node)
     return dict(found)
 
 
@@ -109,7 +111,9 @@ def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
         yield from function.all_nodes()
 
 
-def _complete_types(model: ir.Model, nodes: Mapping[str, list[ir.Node]], used: list[Record]) -> None:
+def _complete_types(
+    model: ir.Model, nodes: Mapping[tuple[str, str], list[ir.Node]], used: list[Record]
+) -> None:
     """Runs shape inference, with the ops' own rules, where the model does not say a node's types."""
     values = [
         value for sites in nodes.values() for node in sites for value in node.inputs if value is not None
@@ -164,7 +168,7 @@ def _attribute_value(node: ir.Node, attribute: Attribute) -> object:
 
 def _given(node: ir.Node, record: Record) -> dict[str, ir.Value]:
     """The node's inputs that are present, by name."""
-    if len(node.inputs) > len(record.inputs):
+    if len(node.inputs) > len(record.inputs) and not record.has_repeated_input:
         raise ExportError(
             f"{_describe(node)} has {len(node.inputs)} inputs; {record.onnx_name} takes {len(record.inputs)}"
         )

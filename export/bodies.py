@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from twinop.errors import ExportError
-from twinop.record import Record
+from twinop.record import DOMAIN, Record
 
 Builder = Callable[..., Any]
 
@@ -56,6 +56,11 @@ class Body:
         Raises:
             ExportError: they differ.
         """
+        if record.has_repeated_input:
+            raise ExportError(
+                f"body {record.name}: {record.schema} takes a list of tensors, and an ONNX function has a "
+                "fixed number of inputs: the op can have no body"
+            )
         _, *parameters = inspect.signature(self.build).parameters.values()  # without `op`
         keyword_only = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         positional = [p.name for p in parameters if p.name not in keyword_only]
@@ -81,20 +86,28 @@ _bodies: dict[str, Body] = {}
 @overload
 def body(function: Builder) -> Builder: ...
 @overload
-def body(*, neutral: Mapping[str, Neutral]) -> Callable[[Builder], Builder]: ...
-def body(function: Builder | None = None, *, neutral: Mapping[str, Neutral] | None = None) -> Any:
+def body(
+    *, neutral: Mapping[str, Neutral] | None = None, domain: str = DOMAIN
+) -> Callable[[Builder], Builder]: ...
+def body(
+    function: Builder | None = None,
+    *,
+    neutral: Mapping[str, Neutral] | None = None,
+    domain: str = DOMAIN,
+) -> Any:
     """Registers the function body of the op of the same name (the module docstring tells how to write one).
 
     Args:
         neutral: what an absent optional input stands for, by name. Without it, a model in which only some
             nodes have that input is refused.
+        domain: the domain of the op's library.
 
     Raises:
         ExportError: the op has a body from another place.
     """
 
     def register(function: Builder) -> Builder:
-        name = function.__name__
+        name = function.__name__ if domain == DOMAIN else f"{domain}::{function.__name__}"
         if name in _bodies and _place(_bodies[name].build) != _place(function):
             raise ExportError(
                 f"op {name} has a body already, from {_place(_bodies[name].build)}; the second is from "
@@ -111,7 +124,7 @@ def _place(function: Builder) -> str:
 
 
 def find_body(name: str) -> Body | None:
-    """The body of an op, by the op's name."""
+    """The body of an op, by `Record.key`."""
     return _bodies.get(name)
 
 

@@ -8,7 +8,7 @@ from onnxscript.values import Op, Opset
 
 from twinop import torch_op
 from twinop.export.schema import onnx_value, op_schema
-from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+from twinop.record import Record
 from twinop.torch_op.arguments import bind, signature_of
 
 
@@ -22,7 +22,7 @@ def translation_table(
     """
     records = torch_op.records() if records is None else records
     return {
-        getattr(getattr(torch.ops, DOMAIN), record.name).default: _translation(record)
+        getattr(getattr(torch.ops, record.namespace), record.name).default: _translation(record)
         for record in records.values()
         if not record.is_backward
     }
@@ -30,12 +30,14 @@ def translation_table(
 
 def _translation(record: Record) -> Callable[..., Any]:
     # A bare `Op` in the table takes positional attributes for one another (mode=0.001, eps="m"): bind first.
-    op = Op(Opset(DOMAIN, DOMAIN_VERSION), record.onnx_name, op_schema(record))
+    op = Op(Opset(record.domain, record.domain_version), record.onnx_name, op_schema(record))
     signature = signature_of(record)
 
     def translate(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(signature, args, kwargs)
         tensors = [arguments[entry.name] for entry in record.inputs]
+        if record.has_repeated_input:
+            tensors[-1:] = tensors[-1]
         attributes = {entry.name: onnx_value(entry, arguments[entry.name]) for entry in record.attributes}
         return op(*tensors, **attributes)
 

@@ -18,7 +18,6 @@ from twinop import deploy, torch_op
 from twinop.errors import ExportError
 from twinop.export import parity
 from twinop.export.attach import attach_bodies, call_sites, custom_nodes
-from twinop.export.bodies import find_body
 from twinop.export.fuse import fuse_sums
 from twinop.export.inputs import (
     FLOATING,
@@ -31,8 +30,9 @@ from twinop.export.inputs import (
     resized,
 )
 from twinop.export.replace import replace_nodes
-from twinop.export.report import ExportReport, Parity
+from twinop.export.report import ExportReport
 from twinop.export.routes import ROUTES, fixed_axis, quiet, run_route
+from twinop.export.state import evaluation
 from twinop.export.trace import CallSite
 from twinop.record import Record
 
@@ -53,17 +53,18 @@ def export(
     replace: Sequence[str] = (),
     fuse: bool = True,
     verify: bool = True,
-    library: str | os.PathLike[str] | None = None,
+    library: deploy.Libraries = None,
     external_data_bytes: int = EXTERNAL_DATA_BYTES,
     progress: Callable[[str], None] = lambda step: None,
 ) -> ExportReport:
     """Exports a torch model that uses twinop's ops, and keeps the file only if it passes every check.
 
-    The model is exported in eval mode. The file then carries a function body for each op of twinop's, and in
-    its metadata twinop's version (`twinop.version`) and the hash of each op's schema
-    (`twinop.schema.CustomRelu`). It must pass `onnx.checker` with full_check and run in ONNX Runtime's CPU
-    provider as torch does, also with one more entry on every dynamic axis. Whether it runs without the
-    library is reported.
+    The model is exported in eval mode and left as it was, each submodule in its own mode. The file then
+    carries a function body for each op of twinop's. Its metadata holds twinop's version (`twinop.version`)
+    and the hash of each op's schema (`twinop.schema.CustomRelu`). It must pass `onnx.checker` with full_check
+    and run in ONNX Runtime's CPU provider as torch does, also on other data with one more entry on every
+    dynamic axis. Whether it runs without the library is reported. ONNX Runtime runs in a process of its own,
+    so that a crash there is reported as well.
 
     Args:
         model: any module; `torch_op.replace_modules(model)` puts twinop's ops into it.
@@ -80,8 +81,8 @@ def export(
             `twinop.export.replace`): what `torch_op.replace_modules` does not see.
         fuse: make one node of a sum and a norm of twinop's behind it; the results keep every bit.
         verify: compare with torch in ONNX Runtime.
-        library: the ONNX Runtime library for that; by default the smallest one found that has the model's
-            ops.
+        library: the libraries for that, one or several; for each domain of the model that has none here,
+            the smallest one found that has its ops.
         progress: called with the name of each step.
 
     Raises:
@@ -94,40 +95,35 @@ def export(
     check_opset(opset)
     inputs = bind_inputs(model, args, kwargs)
     axes = check_dynamic(dynamic, inputs.tensors)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), _work_folder(target) as folder:
-            progress("running the model in torch")
-            expected = _outputs(model, inputs, inputs.tensors)
-            progress(f"exporting ({exporter})")
-            names = _output_names(expected, inputs)
-            records = torch_op.records()
-            exported, notes = run_route(exporter, model, inputs, names, axes, opset, records, folder)
-            progress("attaching function bodies, checking")
-            with quiet():
-                replaced = replace_nodes(exported, replace, records)
-                fused = fuse_sums(exported, records) if fuse else {}
-                calls = _finish(exported, records, bodies)
-            draft = folder / target.name
-            data = _save(exported, draft, external_data_bytes)
-            _check(draft, axes)
-            report = _describe(exported, target, exporter, [draft] + ([data] if data else []))
-            report.bodies, report.replaced, report.fused = bodies, replaced, fused
-            report.notes += notes + _mixed_dtypes(calls if bodies else {})
-            if verify:
-                progress("comparing with torch in ONNX Runtime")
-                cases = [(inputs.tensors, list(expected.values()))]
+    with evaluation(model), _work_folder(target) as folder:
+        progress("running the model in torch")
+        expected = _outputs(model, inputs, inputs.tensors)
+        progress(f"exporting ({exporter})")
+        names = _output_names(expected, inputs)
+        records = torch_op.records()
+        exported, notes = run_route(exporter, model, inputs, names, axes, opset, records, folder)
+        progress("attaching function bodies, checking")
+        with quiet():
+            replaced = replace_nodes(exported, replace, records)
+            fused = fuse_sums(exported, records) if fuse else {}
+            calls = _finish(exported, records, bodies)
+        draft = folder / target.name
+        data = _save(exported, draft, external_data_bytes)
+        _check(draft, axes)
+        report = _describe(exported, target, exporter, [draft] + ([data] if data else []))
+        report.bodies, report.replaced, report.fused = bodies, replaced, fused
+        report.notes += notes + _mixed_dtypes(calls if bodies else {})
+        if verify:
+            progress("comparing with torch in ONNX Runtime")
+            cases = [(inputs.tensors, list(expected.values()))]
+            if axes:
                 try:
-                    larger = resized(inputs.tensors, axes)
-                    cases += [(larger, list(_outputs(model, inputs, larger).values()))] if axes else []
+                    cases.append(_larger_case(model, inputs, axes))
                 except ExportError as error:
                     report.notes.append(f"not compared at other sizes: {error}")
-                report.resized = len(cases) > 1
-                _verify(report, draft, library, calls, cases)
-            _publish([*([data] if data else []), draft], target.parent)  # the model last: it needs its data
-    finally:
-        model.train(was_training)
+            report.resized = len(cases) > 1
+            parity.verify(report, draft, exported, library, calls, cases)
+        _publish([*([data] if data else []), draft], target.parent)  # the model last: it needs its data
     report.data_path = target.parent / data.name if data else None
     return report
 
@@ -153,13 +149,30 @@ def _outputs(
 ) -> dict[str, torch.Tensor]:
     try:
         # Copies: a model may write to its inputs.
-        result = inputs.call(model, {name: tensor.clone() for name, tensor in tensors.items()})
+        with torch.no_grad():
+            result = inputs.call(model, {name: tensor.clone() for name, tensor in tensors.items()})
     except Exception as error:
         raise ExportError(f"the model fails on its example inputs, in torch: {error}") from error
     outputs = dict(leaves(result))
     if not outputs:
         raise ExportError(f"the model returns {type(result).__name__}; expected at least one tensor")
     return outputs
+
+
+def _larger_case(
+    model: torch.nn.Module, inputs: Inputs, axes: Mapping[str, Mapping[int, str]]
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Inputs with one more entry on each dynamic axis, and torch's outputs.
+
+    Raises:
+        ExportError: torch runs the model with none of them.
+    """
+    try:
+        larger = resized(inputs.tensors, axes, fresh=True)
+        return larger, list(_outputs(model, inputs, larger).values())
+    except ExportError:  # values that depend on each other, such as sorted offsets
+        larger = resized(inputs.tensors, axes, fresh=False)
+        return larger, list(_outputs(model, inputs, larger).values())
 
 
 def _output_names(outputs: Mapping[str, torch.Tensor], inputs: Inputs) -> list[str]:
@@ -174,15 +187,15 @@ def _finish(model: ir.Model, records: Mapping[str, Record], bodies: bool) -> dic
     if bodies:
         attach_bodies(model, records, allow_missing=True)
     ShapeInferencePass(check_type=True, strict_mode=False)(model)
-    nodes = custom_nodes(model)
+    nodes = custom_nodes(model, records)
     calls = {
-        record: call_sites(nodes[record.onnx_name], record)
+        record: call_sites(nodes[record.node_type], record)
         for record in records.values()
-        if record.onnx_name in nodes
+        if record.node_type in nodes
     }
     model.metadata_props["twinop.version"] = twinop.__version__
     for record in calls:
-        model.metadata_props[f"twinop.schema.{record.onnx_name}"] = record.schema_hash
+        model.metadata_props[record.metadata_key] = record.schema_hash
     return calls
 
 
@@ -254,44 +267,3 @@ def _describe(model: ir.Model, target: Path, exporter: str, files: Sequence[Path
         nodes=dict(sorted(nodes.items())),
         size=sum(file.stat().st_size for file in files),
     )
-
-
-def _verify(
-    report: ExportReport,
-    draft: Path,
-    library: str | os.PathLike[str] | None,
-    calls: Mapping[Record, Sequence[CallSite]],
-    cases: Sequence[tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]],
-) -> None:
-    """Runs the file on each of the cases (inputs, torch's outputs); fills in the report."""
-
-    def compare(session: deploy.Session, what: str) -> Parity:
-        found = [parity.compare(expected, parity.run(session, tensors), what) for tensors, expected in cases]
-        return Parity(max(p.error for p in found), all(p.equal for p in found), found[0].outputs)
-
-    try:
-        session = parity.open_session(draft, Path(library) if library is not None else None)
-        report.parity = compare(session, "the exported model")
-        report.library = session.library.path if session.library is not None else None
-        known = session.library.by_onnx_name if session.library is not None else {}
-        if foreign := [record.onnx_name for record in calls if record.onnx_name not in known]:
-            report.notes.append(
-                f"no ONNX Runtime library with {', '.join(foreign)} was found: compared on the function body"
-            )
-    except parity.NotRunnable as error:
-        report.parity_reason = str(error)
-    without = [record.onnx_name for record in calls if find_body(record.name) is None or not report.bodies]
-    if without:
-        report.without_reason = f"no function body: {', '.join(without)}"
-        return
-    try:
-        session = parity.open_session(draft, False)
-        report.without_library = compare(session, "the exported model, without the library,")
-    except parity.NotRunnable as error:
-        report.without_reason = str(error)
-        for record, sites in calls.items():
-            for call in sites:
-                reason = parity.unsupported_cell(record, call, report.opset)
-                cell = f"{record.onnx_name} {call.dtypes[record.inputs[0].name]}: {reason}"
-                if reason and cell not in report.unsupported:
-                    report.unsupported.append(cell)

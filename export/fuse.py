@@ -30,12 +30,12 @@ def fuse_sums(model: ir.Model, records: Mapping[str, Record] | None = None) -> d
         records = torch_op.records()
     fused: dict[str, int] = {}
     sums = {("", "Add")} | ({(DOMAIN, records["add"].onnx_name)} if "add" in records else set())
-    nodes = custom_nodes(model)
+    nodes = custom_nodes(model, records)
     for record in records.values():
-        norm = records.get(record.name.removeprefix(_PREFIX))
+        norm = records.get(record.name.removeprefix(_PREFIX)) if record.domain == DOMAIN else None
         if norm is None or norm is record or record.is_backward:
             continue
-        for node in nodes.get(norm.onnx_name, ()):
+        for node in nodes.get(norm.node_type, ()):
             addition = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
             if addition is None or (addition.domain, addition.op_type) not in sums:
                 continue

@@ -180,12 +180,48 @@ def floating_dtype(name: str) -> torch.dtype:
 
 
 def resized(
-    tensors: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]
+    tensors: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]], *, fresh: bool
 ) -> dict[str, torch.Tensor]:
-    """The inputs with one more entry on every dynamic axis: the data begins again, so indices stay valid."""
+    """The inputs with one more entry on every dynamic axis.
+
+    Args:
+        fresh: draw new values from those of the example: numbers between its smallest and its largest,
+            indices among its own. A 0/1 mask is extended by its first entry, and half of its last row is
+            masked. False extends every input by its first entry.
+    """
+    generator = torch.Generator().manual_seed(0)
     result = dict(tensors)
     for name, axes in dynamic.items():
         for axis in axes:
             tensor = result[name]
             result[name] = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
+        if fresh:
+            result[name] = _fresh(tensors[name], result[name], generator)
     return result
+
+
+_DRAWN = {
+    *FLOATING.values(), torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+}  # fmt: skip
+
+
+def _fresh(example: torch.Tensor, larger: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if example.numel() == 0 or example.dtype not in _DRAWN:
+        return larger
+    values = example.detach().cpu().unique()
+    if set(values[:3].tolist()) in ({1}, {0, 1}) or example.dtype is torch.bool:
+        if larger.dim() < 2:
+            return larger
+        masked = larger.clone()
+        row = masked[-1]
+        row[..., row.shape[-1] // 2 :] = 1 - row[..., :1].to(torch.int8)
+        return masked
+    if len(values) < 3:  # a mask of other values, a constant
+        return larger
+    if not values.is_floating_point():
+        return values[torch.randint(len(values), larger.shape, generator=generator)].to(larger.device)
+    low, high = values.min().double(), values.max().double()
+    if not (low.isfinite() and high.isfinite()):
+        return larger
+    drawn = torch.rand(larger.shape, generator=generator, dtype=torch.float64) * (high - low) + low
+    return drawn.to(larger)

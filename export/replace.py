@@ -32,7 +32,7 @@ class Standard:
 
 def standard_of(record: Record, opset: int = 20) -> Standard | None:
     """The operator that the op's function body consists of; None where it is more than one node."""
-    body = find_body(record.name)
+    body = find_body(record.key)
     dtypes = next((dict(each) for each in record.combinations if "float32" in each.values()), None)
     if body is None or dtypes is None or record.is_backward:
         return None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import onnx_ir as ir
 import torch
@@ -41,6 +42,9 @@ def _dynamo(
         dict.fromkeys(dynamic[name], torch.export.Dim.DYNAMIC) if name in dynamic else None
         for name in inputs.tensors
     ]
+    for op in (torch.ops.aten.gru.input, torch.ops.aten.lstm.input):
+        # torch 2.13 leaves the layer unrolled there, for the next export.
+        getattr(op, "_dispatch_cache", {}).clear()
     program = torch.onnx.export(
         model if inputs.plain else _OfTensors(model, inputs),
         tuple(inputs.tensors.values()),
@@ -61,7 +65,20 @@ def _dynamo(
             if isinstance(size, ir.SymbolicDim) and size.value is not None:
                 names.setdefault(size.value, name)
     program.rename_axes(names)
+    nodes = list(program.model.graph.all_nodes())
+    if any(node.op_type in ("GRU", "LSTM", "RNN") for node in nodes):
+        # Behind these nodes torch declares an open time axis with the example's size.
+        for value in (value for node in nodes for value in node.outputs):
+            value.shape = None
+        _infer_sizes(program.model, records)
+    if not inputs.plain:
+        _name_as_in_the_model(program.model)
     return program.model
+
+
+def _infer_sizes(model: ir.Model, records: Mapping[str, Record]) -> None:
+    with registered_schemas(record for record in records.values() if not record.is_backward):
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
 
 
 def _torchscript(
@@ -77,7 +94,7 @@ def _torchscript(
     path = folder / "traced" / "model.onnx"
     path.parent.mkdir()
     torch.onnx.export(
-        model if inputs.plain else _OfTensors(model, inputs),
+        _OfTensors(model, inputs),  # given the model itself, torch makes inputs of forward's Python defaults
         tuple(inputs.tensors.values()),
         str(path),  # not into memory: over 2 GB the weights go beside it
         dynamo=False,
@@ -88,6 +105,7 @@ def _torchscript(
         verbose=False,
     )
     exported = ir.load(path)
+    _name_as_in_the_model(exported)
     if opset > _TORCHSCRIPT_OPSET:
         version_converter.convert_version(exported, opset)
         if exported.graph.opset_imports[""] != opset:
@@ -96,21 +114,31 @@ def _torchscript(
                 f"exporter ends, to {opset}. Use opset {_TORCHSCRIPT_OPSET}, or the dynamo exporter"
             )
     _forget_invented_sizes(exported)
-    with registered_schemas(record for record in records.values() if not record.is_backward):
-        ShapeInferencePass(check_type=False, strict_mode=False)(exported)
+    _infer_sizes(exported, records)
     return exported
 
 
 class _OfTensors(torch.nn.Module):
-    """The model as a function of its tensors alone, all else held fast: what both exporters handle best."""
+    """The model as a function of its tensors alone; all other arguments are constants."""
 
     def __init__(self, model: torch.nn.Module, inputs: Inputs) -> None:
         super().__init__()
         self.model = model
         self.inputs = inputs
+        self.training = False  # the TorchScript exporter gives its mode to the whole model afterwards
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         return self.inputs.call(self.model, dict(zip(self.inputs.tensors, tensors, strict=True)))
+
+
+def _name_as_in_the_model(exported: ir.Model) -> None:
+    """Takes the wrapper's name off: the weight `model.fc.weight` becomes `fc.weight` again."""
+    weights = exported.graph.initializers
+    for name in [name for name in weights if name.startswith("model.")]:
+        if (plain := name.removeprefix("model.")) not in weights:
+            weights[name].name = plain
+    for node in exported.graph.all_nodes():
+        node.name = (node.name or "").removeprefix("/model")
 
 
 def _forget_invented_sizes(model: ir.Model) -> None:
@@ -166,14 +194,16 @@ def run_route(exporter: str, *arguments: Any) -> tuple[ir.Model, list[str]]:
 
 @contextmanager
 def quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Only the tracer's warnings matter to a user: the traced model may be wrong for other inputs."""
+    """Silences the exporters and collects the tracer's warnings, which say where a model may be wrong."""
+    # torch prints the whole graph of a model that its TorchScript exporter refuses.
+    silenced = mock.patch.object(torch._C, "_jit_onnx_log", lambda *_: None, create=True)
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     kept: list[warnings.WarningMessage] = []
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings(record=True) as caught:
+        with silenced, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield kept
         kept += [entry for entry in caught if issubclass(entry.category, torch.jit.TracerWarning)]

@@ -12,7 +12,7 @@ from onnx.defs import OpSchema
 
 from twinop.checks import check_attributes, check_shapes
 from twinop.errors import ExportError, RecordError
-from twinop.record import DOMAIN, DOMAIN_VERSION, Attribute, Record
+from twinop.record import Attribute, Record
 from twinop.shapes import Unknown
 
 ONNX_TYPES = {
@@ -23,6 +23,12 @@ ONNX_TYPES = {
     "int32": ir.DataType.INT32,
     "int64": ir.DataType.INT64,
     "bool": ir.DataType.BOOL,
+    "int8": ir.DataType.INT8,
+    "int16": ir.DataType.INT16,
+    "uint8": ir.DataType.UINT8,
+    "uint16": ir.DataType.UINT16,
+    "uint32": ir.DataType.UINT32,
+    "uint64": ir.DataType.UINT64,
 }
 """A record's dtype names. ONNX's own names are the enumerators' in lower case: tensor(double)."""
 
@@ -94,7 +100,9 @@ def op_schema(record: Record) -> OpSchema:
         OpSchema.FormalParameter(
             entry.name,
             variable(entry.name),
-            param_option=option.Optional if entry.optional else option.Single,
+            param_option=option.Variadic
+            if entry.repeated
+            else (option.Optional if entry.optional else option.Single),
         )
         for entry in record.inputs
     ]
@@ -105,8 +113,8 @@ def op_schema(record: Record) -> OpSchema:
     ]
     schema = OpSchema(
         record.onnx_name,
-        DOMAIN,
-        DOMAIN_VERSION,
+        record.domain,
+        record.domain_version,
         doc=record.schema,
         inputs=inputs,
         outputs=outputs,
@@ -128,16 +136,16 @@ def _schema_attribute(attribute: Attribute) -> OpSchema.Attribute:
 @contextmanager
 def registered_schemas(records: Iterable[Record]) -> Iterator[None]:
     """Within it, onnx's checker and shape inference know the ops."""
-    names = []
+    registered = []
     try:
         for record in records:
-            if not onnx.defs.has(record.onnx_name, DOMAIN):
+            if not onnx.defs.has(record.onnx_name, record.domain):
                 onnx.defs.register_schema(op_schema(record))
-                names.append(record.onnx_name)
+                registered.append(record)
         yield
     finally:
-        for name in names:
-            onnx.defs.deregister_schema(name, DOMAIN_VERSION, DOMAIN)
+        for record in registered:
+            onnx.defs.deregister_schema(record.onnx_name, record.domain_version, record.domain)
 
 
 # ------------------------------------------------------------------------------------ types and shapes

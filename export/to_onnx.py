@@ -4,7 +4,6 @@ Heavy imports wait until the options have been read.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,12 +13,16 @@ if (
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parent), *(entry for entry in sys.path if Path(entry).resolve() != _here)]
 
+    from twinop.script import require
+
+    require("onnx", "onnxruntime", "onnxscript", "torch", "typer")
+
 import typer
 from rich.box import ROUNDED
 from rich.table import Table
 from rich.text import Text
 
-from twinop.console import clear_errors, err, out
+from twinop.console import clear_errors, err, out, run_alone
 from twinop.errors import ExportError
 
 if TYPE_CHECKING:
@@ -104,7 +107,7 @@ def main(
 
       twinop export --dtype float16 --dynamic x:0,1 -o relu16.onnx
 
-      twinop export --model my_package.models:resnet --dynamic x:0 -o resnet.onnx
+      twinop export --model my_models:make --dynamic input:0 -o model.onnx
     """
     with clear_errors(), err.status("loading torch") as status:
         from twinop.export import export
@@ -277,11 +280,5 @@ def _bytes(size: float) -> str:
     return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
 
 
-def _run(function: Callable[..., None]) -> None:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command()(function)
-    app()
-
-
 if __name__ == "__main__":
-    _run(main)
+    run_alone(main)

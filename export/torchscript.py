@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from twinop import torch_op
+from twinop.errors import ExportError
 from twinop.export.schema import Dims, Unknown, infer, onnx_value
-from twinop.record import DOMAIN, Record
+from twinop.record import Record
 from twinop.torch_op.arguments import signature_of
 
 # Of a symbolic's arguments (`parse_args`) and, after an underscore, of `g.op`'s attributes.
@@ -26,9 +27,7 @@ def register_symbolics(records: Mapping[str, Record] | None = None) -> None:
     """
     for record in (torch_op.records() if records is None else records).values():
         if not record.is_backward:
-            torch.onnx.register_custom_op_symbolic(
-                f"{DOMAIN}::{record.name}", _symbolic(record), _FIRST_OPSET
-            )
+            torch.onnx.register_custom_op_symbolic(record.torch_name, _symbolic(record), _FIRST_OPSET)
 
 
 def _symbolic(record: Record) -> Callable[..., Any]:
@@ -37,6 +36,11 @@ def _symbolic(record: Record) -> Callable[..., Any]:
     signature = signature_of(record)
 
     def symbolic(g: Any, *values: Any) -> Any:
+        if record.has_repeated_input:
+            raise ExportError(
+                f"{record.qualified_name} takes a list of tensors, which only the dynamo exporter exports: "
+                'pass exporter="dynamo"'
+            )
         arguments = signature.bind(*values).arguments  # the tracer passes all of them, in schema order
         tensors = [arguments[name] for name in inputs]
         tensors = [None if value is None or value.node().mustBeNone() else value for value in tensors]
@@ -46,7 +50,7 @@ def _symbolic(record: Record) -> Callable[..., Any]:
             for name, value in attributes.items()
         }
         outputs = g.op(
-            f"{DOMAIN}::{record.onnx_name}",
+            f"{record.domain}::{record.onnx_name}",
             *(torch.onnx.symbolic_opset9.unused(g) if value is None else value for value in tensors),
             **written,
             outputs=len(record.outputs),
@@ -76,7 +80,7 @@ def _set_types(
             sizes: Sequence[int | None] | None = value.type().varyingSizes()
             dims: Dims = None if sizes is None else [Unknown() if size is None else size for size in sizes]
             inputs[name] = (str(dtype).removeprefix("torch."), dims)
-    inferred = infer(record, inputs, attributes, f"{DOMAIN}::{record.name}")
+    inferred = infer(record, inputs, attributes, record.qualified_name)
     values = [outputs] if len(record.outputs) == 1 else outputs
     for value, (dtype_name, shape) in zip(values, inferred.values(), strict=True):
         kind = torch._C.TensorType.get().with_dtype(getattr(torch, dtype_name))

@@ -12,7 +12,7 @@ from onnxscript import build_function
 from twinop.errors import ExportError
 from twinop.export.bodies import Body
 from twinop.export.schema import ATTRIBUTE_TYPES, ONNX_TYPES, default_of
-from twinop.record import DOMAIN, Attribute, Record
+from twinop.record import Attribute, Record
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def trace(record: Record, body: Body, calls: Sequence[CallSite], opset: int) -> 
     function = build_function(
         run,
         [_formal_input(entry.name, calls) for entry in record.inputs],
-        domain=DOMAIN,
+        domain=record.domain,
         name=record.onnx_name,
         attributes=[
             ir.Attr(entry.name, ATTRIBUTE_TYPES[entry.kind], default_of(entry)) for entry in record.attributes

@@ -1,0 +1,173 @@
+"""Runs models in ONNX Runtime in a process of their own: a crash there does not end the export.
+
+A server process imports ONNX Runtime once and forks for each request. A request then takes milliseconds to
+start, sees the library files as they are now, and crashes alone.
+"""
+
+import atexit
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twinop import deploy
+from twinop.errors import TwinopError
+from twinop.library import Library
+
+
+@dataclass(frozen=True)
+class Request:
+    """One model to open on the CPU provider, and the inputs of each run.
+
+    Attributes:
+        model: a path or the bytes of a model.
+        library: as in `deploy.session`.
+        cases: numpy arrays by input name; names that the model does not have are left out.
+        optimize: whether ONNX Runtime may run its own graph optimizations.
+    """
+
+    model: Path | bytes
+    library: deploy.Libraries | bool
+    cases: Sequence[Mapping[str, Any]] = ()
+    optimize: bool = True
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    folder: str = field(default_factory=os.getcwd)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The libraries that were registered, and the outputs of each case in the model's order."""
+
+    libraries: Sequence[Library]
+    outputs: list[list[Any]]
+
+
+class CaseError(Exception):
+    """A run failed: the index of its case, and the error."""
+
+    def __init__(self, case: int, error: TwinopError) -> None:
+        super().__init__(case, error)
+        self.case, self.error = case, error
+
+
+class OrtCrash(Exception):
+    """ONNX Runtime ended its process; the text names the signal."""
+
+
+def run(request: Request) -> Answer:
+    """Opens the model in another process and runs its cases.
+
+    Raises:
+        TwinopError: the session cannot be made; as `deploy.session` raises it.
+        CaseError: a run failed.
+        OrtCrash: the process ended before it answered.
+    """
+    with _lock:
+        answer = _server().ask(request)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+class _Server:
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is the caller's
+        )
+        atexit.register(self.close)
+
+    def ask(self, request: Request) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            pickle.dump(request, self._process.stdin)
+            self._process.stdin.flush()
+            return pickle.load(self._process.stdout)
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+            return OrtCrash(f"exit code {self._process.wait()}")
+        except BaseException:  # interrupted: the answer, which is still to come, would be taken for the next
+            self.close()
+            raise
+
+    def alive(self) -> bool:
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def close(self) -> None:
+        if self.owner == os.getpid():
+            self._process.kill()
+            self._process.communicate()
+
+
+_lock = threading.Lock()
+_servers: list[_Server] = []
+
+
+def _server() -> _Server:
+    if not (_servers and _servers[-1].alive()):
+        _servers[:] = [_Server()]
+    return _servers[-1]
+
+
+# -------------------------------------------------------------------- in the other process
+
+
+def serve() -> None:
+    """Answers requests from standard input until it ends."""
+    import onnxruntime  # noqa: F401  (before the first fork, so that no request pays for it)
+
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what ONNX Runtime prints is no answer
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            answers.write(pickle.dumps(_answer(request)))
+            answers.flush()
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status != 0:
+            name = signal.Signals(-status).name if status < 0 else f"exit code {status}"
+            pickle.dump(OrtCrash(name), answers)
+            answers.flush()
+
+
+def _answer(request: Request) -> Answer | Exception:
+    import onnxruntime
+
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # errors come back as exceptions
+    if not request.optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller looks itself
+            session = deploy.session(
+                request.model, ["CPUExecutionProvider"], request.library, session_options=options
+            )
+        outputs = []
+        for index, case in enumerate(request.cases):
+            feeds = {name: array for name, array in case.items() if name in session.inputs}
+            try:
+                outputs.append(list(session.run(feeds).values()))
+            except TwinopError as error:
+                raise CaseError(index, error) from error
+        return Answer(session.libraries, outputs)
+    except (TwinopError, CaseError) as error:
+        return error

@@ -1,0 +1,91 @@
+"""Exports an architecture, with torch alone and with twinop, and compares each file with torch."""
+
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from architectures.common import Architecture, Tensors
+from twinop.export.routes import quiet
+
+OPSET = 20
+EXAMPLE = (2, 6)  # batch and length
+FRESH = (5, 9)
+ACCEPTED = 1e-4  # of an output's largest value
+
+
+def results(model: nn.Module, tensors: Tensors, constants: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The model's tensors. Gradients are on: without them, torch's attention leaves zeros at padding."""
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    with torch.enable_grad():
+        found = model(**copies, **constants)
+    return [leaf.detach() for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def torchs_own(architecture: Architecture, exporter: str, path: Path) -> str:
+    """Exports with torch alone; returns why it cannot, or "" if its file gives the model's results."""
+    tensors = architecture.inputs(*EXAMPLE)
+    axes = dict(architecture.axes)
+    sizes: dict[str, Any]
+    if exporter == "dynamo":
+        open_axes = dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
+        sizes = {"dynamic_shapes": dict.fromkeys(tensors, open_axes) | dict.fromkeys(architecture.constants)}
+    else:
+        sizes = {"dynamic_axes": dict.fromkeys(tensors, axes)}
+    try:
+        with quiet(), redirect_stdout(StringIO()):
+            torch.onnx.export(
+                architecture.model(), (), str(path), kwargs={**tensors, **architecture.constants},
+                dynamo=exporter == "dynamo", opset_version=OPSET, input_names=list(tensors), verbose=False,
+                **sizes,
+            )  # fmt: skip
+    except Exception as error:
+        return _shorten(error)
+    try:
+        compare(architecture, path, None)
+    except Exception as error:
+        return f"its file: {_shorten(error)}"
+    return ""
+
+
+def _shorten(error: BaseException) -> str:
+    """The first line of what an exporter says or, behind a few words of its own, ONNX Runtime."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).rpartition("Status Message: ")[2].strip()
+    return f"{type(error).__name__}: {text.partition(chr(10))[0]}"[:200]
+
+
+def compare(architecture: Architecture, path: Path, library: Path | None) -> None:
+    """
+    Raises:
+        AssertionError: the file does not give the model's results on new inputs of another size.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # errors come back as exceptions
+    options.intra_op_num_threads = 1
+    if library is not None:
+        options.register_custom_ops_library(str(library))
+    session = ort.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+    torch.manual_seed(1)
+    batch, length = (FRESH[axis] if axis in architecture.axes else EXAMPLE[axis] for axis in (0, 1))
+    tensors = architecture.inputs(batch, length)
+    expected = results(architecture.model(), tensors, architecture.constants)
+    known = {entry.name for entry in session.get_inputs()}
+    feeds = {name: tensor.numpy() for name, tensor in tensors.items() if name in known}
+    found = [torch.from_numpy(array) for array in session.run(None, feeds)]
+    assert len(found) == len(expected), f"{len(found)} outputs, torch has {len(expected)}"
+    declared = [entry.shape for entry in session.get_outputs()]
+    for index, (a, b, sizes) in enumerate(zip(found, expected, declared, strict=True)):
+        assert a.shape == b.shape, f"output {index} has shape {tuple(a.shape)}, torch {tuple(b.shape)}"
+        assert a.dtype == b.dtype, f"output {index} is {a.dtype}, torch {b.dtype}"
+        fits = [size == n or not isinstance(size, int) for size, n in zip(sizes, a.shape, strict=True)]
+        assert all(fits), f"output {index} is declared as {sizes}, but has shape {tuple(a.shape)}"
+        error = float((a - b).abs().max() / b.abs().max())
+        assert error <= ACCEPTED, f"output {index} differs from torch by {error:.1e} of its largest value"

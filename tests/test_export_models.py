@@ -1,0 +1,272 @@
+"""What real models need of an export: they stay as they were, and torch's exporters do not get in the way."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from twinop import torch_op
+from twinop.errors import ExportError
+from twinop.export import export, ort_process, parity
+from twinop.export.inputs import resized
+
+EXPORTERS = ("dynamo", "torchscript")
+
+
+class Frozen(nn.Module):
+    """Batch normalization, dropout, a Python default, and a buffer that each call changes."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout(0.5)
+        self.relu = torch_op.CustomReLU()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, flag: bool = False) -> torch.Tensor:
+        self.calls += 1
+        return self.relu(self.drop(self.norm(x)))
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kwargs", [{}, {"flag": False}])
+def test_modes_and_buffers_stay_as_they_were(
+    exporter: str, training: bool, kwargs: dict[str, Any], tmp_path: Path
+) -> None:
+    model = Frozen().train(training)
+    model.norm.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    same = dict(model.named_buffers())
+    modes = [module.training for module in model.modules()]
+    x = torch.randn(4, 3)
+    report = export(model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic={"x": [0]})
+    assert report.parity is not None and report.resized
+    assert [module.training for module in model.modules()] == modes and not modes[1]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(value is same[name] for name, value in model.named_buffers())
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert list(report.inputs) == ["x"]
+
+
+def test_a_failed_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    class Branching(Frozen):
+        def forward(self, x: torch.Tensor, flag: bool = False) -> torch.Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    model = Branching().train()
+    with pytest.raises(ExportError, match="dynamo exporter cannot export"):
+        export(model, torch.ones(4, 3), tmp_path / "m.onnx")
+    assert model.training and model.norm.training and model.calls == 0
+
+
+class Defaults(nn.Module):
+    """The signature of transformers' decoders, which index with what is an int by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 5)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return self.head(torch_op.relu(x[:, keep]))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("kwargs", [{}, {"use_cache": False}])
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_python_defaults_are_no_inputs(
+    exporter: str, kwargs: dict[str, Any], verify: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.onnx"
+    export(
+        Defaults().eval(),
+        torch.randn(2, 4, 3),
+        path,
+        kwargs=kwargs,
+        exporter=exporter,
+        dynamic={"x": [0]},
+        verify=verify,
+    )
+    graph = onnx.load(path).graph
+    assert [value.name for value in graph.input] == ["x"]
+    assert {value.name for value in graph.initializer} >= {"head.bias"}  # named as in the model
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_attention_with_padding(exporter: str, frozen: bool, tmp_path: Path) -> None:
+    """torch's fused path, which frozen layers and no_grad take, has zeros at padding and no exporter."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(not frozen)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    x, padding = torch.randn(2, 5, 16), torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    dynamic = {"src": [0], "src_key_padding_mask": [0]}
+    kwargs = {"src_key_padding_mask": padding}
+    report = export(model, x, tmp_path / "m.onnx", kwargs=kwargs, exporter=exporter, dynamic=dynamic)
+    assert report.parity is not None and report.resized
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_recurrent_layer_keeps_its_time_axis_open(exporter: str, tmp_path: Path) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.GRU(8, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch_op.relu(self.inner(x)[0])
+
+    for _ in range(2):  # the first export must not change the second
+        report = export(
+            Recurrent(), torch.randn(2, 6, 8), tmp_path / "m.onnx", exporter=exporter, dynamic={"x": [0, 1]}
+        )
+    assert report.resized and "GRU" in report.nodes
+    assert report.outputs["y"].split(",")[1] != "6"  # torch's dynamo exporter declares it so
+
+
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.bool()[:, None, None, :].expand(-1, 2, x.shape[2], -1)
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def masked_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones(3, 5, dtype=torch.int64)
+    mask[2] = 0
+    return torch.randn(3, 2, 5, 8), mask
+
+
+def test_rows_that_a_mask_hides_are_named_and_opset_23_passes(tmp_path: Path) -> None:
+    message = r"differs from torch .*most in the rows (\[2, \d, \d\](, |\. )){3}If .*Export with opset 23"
+    with pytest.raises(ExportError, match=message):
+        export(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=22)
+    report = export(Masked(), masked_inputs(), tmp_path / "m.onnx", opset=23)
+    assert report.parity is not None
+
+
+def test_the_comparison_has_fresh_data_and_a_masked_row() -> None:
+    example = {
+        "x": torch.rand(3, 4) + 2,
+        "ids": torch.tensor([[1, 7, 9], [9, 3, 1]]),
+        "mask": torch.ones(3, 4, dtype=torch.int64),
+        "padding": torch.zeros(3, 4, dtype=torch.bool),
+        "additive": torch.tensor([[0.0, float("-inf")], [0.0, 0.0]]),
+        "flag": torch.ones(3),
+        "left": torch.randn(2),
+        "complex": torch.randn(3, 4, dtype=torch.complex64),
+        "empty": torch.ones(2, 0, dtype=torch.bool),
+    }
+    axes = {name: {0: "batch"} for name in example if name != "left"}
+    larger = resized(example, axes, fresh=True)
+    assert {name: tensor.shape[0] for name, tensor in larger.items()} == {
+        name: tensor.shape[0] + (name != "left") for name, tensor in example.items()
+    }
+    x = larger["x"]
+    assert example["x"].min() <= x.min() and x.max() <= example["x"].max() and len(x.unique()) == x.numel()
+    assert set(larger["ids"].flatten().tolist()) <= {1, 3, 7, 9}
+    assert larger["mask"].tolist() == [[1, 1, 1, 1]] * 3 + [[1, 1, 0, 0]]
+    assert larger["padding"].tolist() == [[False] * 4] * 3 + [[False, False, True, True]]
+    assert torch.equal(larger["additive"], example["additive"][[0, 1, 0]])
+    assert torch.equal(larger["flag"], torch.ones(4)) and larger["left"] is example["left"]
+
+
+def test_data_that_torch_refuses_falls_back_to_the_examples_own(tmp_path: Path) -> None:
+    class OneOf(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if (
+                not torch.compiler.is_compiling()
+                and not torch.jit.is_tracing()
+                and not bool((x[0] == 3).all())
+            ):
+                raise ValueError("x must begin with threes")
+            return torch_op.relu(x)
+
+    x = torch.arange(12.0).reshape(4, 3)
+    x[0] = 3
+    report = export(OneOf(), x, tmp_path / "m.onnx", dynamic={"x": [0]})
+    assert report.resized and not report.notes
+
+
+# ----------------------------------------------------------------------------- crashes and noise
+
+
+def attention_that_crashes_onnxruntime() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    return nn.TransformerEncoder(layer, 1).eval().half(), torch.randn(2, 5, 64, dtype=torch.float16)
+
+
+def test_a_crash_of_onnxruntimes_optimizer_is_reported(tmp_path: Path) -> None:
+    """fp16 attention on the CPU provider of 1.31.1: SIGSEGV in a fusion."""
+    model, x = attention_that_crashes_onnxruntime()
+    report = export(torch_op.replace_modules(model), x, tmp_path / "m.onnx", dynamic={"src": [0, 1]})
+    assert report.parity is not None and [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+    [note] = report.notes
+    assert "crashes (SIGSEGV) when it optimizes this model" in note and "ORT_DISABLE_ALL" in note
+
+
+def test_a_crash_in_every_run_leaves_the_model_uncompared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(request: ort_process.Request) -> ort_process.Answer:
+        raise ort_process.OrtCrash("SIGABRT")
+
+    monkeypatch.setattr(ort_process, "run", crash)
+    report = export(torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx")
+    assert report.parity is None and "crashes (SIGABRT) on this model" in report.parity_reason
+
+
+def test_the_server_process_is_started_again(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    export(torch_op.CustomReLU(), torch.randn(3), path)
+    [server] = ort_process._servers
+    os.kill(server._process.pid, signal.SIGKILL)
+    server._process.wait()
+    assert len(parity.run(path, None, [{"x": torch.randn(3)}]).outputs) == 1
+    assert ort_process._servers != [server]
+
+
+def test_an_interrupted_comparison_does_not_answer_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.onnx"
+    export(torch_op.CustomReLU(), torch.randn(3), path)
+
+    def interrupted(stream: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ort_process.pickle, "load", interrupted)
+        parity.run(path, None, [{"x": torch.full((3,), 1.0)}])
+    [[found]] = parity.run(path, None, [{"x": torch.full((3,), 2.0)}]).outputs
+    assert found.tolist() == [2.0] * 3
+
+
+class Unsupported(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._fft_r2c(x, [0], 0, True).abs()
+
+
+def test_a_failing_torchscript_export_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(ExportError, match=r"aten::_fft_r2c.*not supported"):
+        export(Unsupported(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript")
+    assert capfd.readouterr() == ("", "") and not caplog.records
