@@ -13,7 +13,7 @@ if __name__ != "twinop.deploy":
         f"import twinop.deploy, not {__name__}: put the repository root on PYTHONPATH, no folder inside it"
     )
 
-from twinop.deploy.check import check_model
+from twinop.deploy.check import Libraries, check_model
 from twinop.deploy.create import session
 from twinop.deploy.errors import FeedError, ModelError, ProviderError, RunError
 from twinop.deploy.profiling import Cost, NodeRun, costs
@@ -22,6 +22,7 @@ from twinop.deploy.runner import Session
 __all__ = [
     "Cost",
     "FeedError",
+    "Libraries",
     "ModelError",
     "NodeRun",
     "ProviderError",

@@ -2,74 +2,93 @@
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 
 from twinop.checks import check_attributes
+from twinop.deploy.domains import choose_libraries
 from twinop.deploy.dtypes import dtype_name
 from twinop.deploy.errors import ModelError
 from twinop.deploy.inference import typed_nodes
-from twinop.deploy.libraries import choose_library
 from twinop.deploy.model import CustomNode, Model, ModelSource, load_model
 from twinop.errors import RecordError
 from twinop.library import Library
-from twinop.record import DOMAIN, DOMAIN_VERSION, Attribute, Record
+from twinop.record import Attribute, Record
 
 _A = onnx.AttributeProto
 # ONNX has no bool attribute: it is an int, 0 or 1.
 _ONNX_KINDS = {"int": _A.INT, "float": _A.FLOAT, "bool": _A.INT, "str": _A.STRING, "int[]": _A.INTS}
 
 
-def check_model(model: ModelSource, library: str | os.PathLike[str] | None = None) -> Library | None:
-    """Checks a model's custom nodes, in subgraphs and functions too, against the library that it needs.
+Libraries = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+"""One library's path, several, or None for those that are found."""
+
+
+def check_model(model: ModelSource, library: Libraries = None) -> list[Library]:
+    """Checks a model's custom nodes, in subgraphs and functions too, against the libraries that it needs.
 
     Args:
         model: a path, the bytes of a model, or a ModelProto.
-        library: the custom-op library; found as `session` finds it if left out.
+        library: custom-op libraries, one or several; those of other domains are found as `session` finds
+            them.
 
     Returns:
-        The library; None if the model has no custom nodes, or if none was found and its function bodies run.
+        The libraries, one for each domain. A domain whose function bodies run has none.
 
     Raises:
-        ModelError: the model is damaged, or nodes do not fit the library: the message lists all of them.
-        LibraryError: the library is missing, damaged, or not the one library that the model needs.
+        ModelError: the model is damaged, or nodes do not fit a library: the message lists all of them.
+        LibraryError: a library is missing, damaged, or not the one that the model needs.
     """
     loaded = load_model(model)
-    found = choose_library(loaded, Path(library) if library is not None else None)
+    found = choose_libraries(loaded, library_paths(library))
     require_fit(loaded, found)
     return found
 
 
-def require_fit(model: Model, library: Library | None) -> None:
+def library_paths(library: Libraries) -> list[Path]:
+    """The paths given, as a list."""
+    if library is None:
+        return []
+    return [Path(library)] if isinstance(library, str | os.PathLike) else [Path(path) for path in library]
+
+
+def require_fit(model: Model, libraries: Sequence[Library]) -> None:
     """Raises ModelError with every problem of the model's custom nodes."""
-    problems = list(_problems(model, library)) if library is not None and model.nodes else []
+    problems = list(_problems(model, libraries)) if model.nodes else []
     if problems:
-        name = library.path.name if library is not None else ""
-        raise ModelError(f"{model.name} does not fit {name}:" + "".join(f"\n  - {text}" for text in problems))
+        names = ", ".join(library.path.name for library in libraries)
+        raise ModelError(
+            f"{model.name} does not fit {names}:" + "".join(f"\n  - {text}" for text in problems)
+        )
 
 
-def _problems(model: Model, library: Library) -> Iterator[str]:
+def _problems(model: Model, libraries: Sequence[Library]) -> Iterator[str]:
+    by_domain = {library.domain: library for library in libraries}
     for opset in model.proto.opset_import:
-        if opset.domain == DOMAIN and opset.version != DOMAIN_VERSION:
-            yield f"it imports {DOMAIN} version {opset.version}; the library has version {DOMAIN_VERSION}"
-    records = library.by_onnx_name
-    used = {node.op_type: None for node in model.nodes}
-    for name in used:
-        if name in records:
-            yield from _schema_problem(model, library, records[name])
+        library = by_domain.get(opset.domain)
+        if library is not None and opset.version != library.domain_version:
+            yield (
+                f"it imports {opset.domain} version {opset.version}; the library has version "
+                f"{library.domain_version}"
+            )
+    records = {record.node_type: record for library in libraries for record in library.by_onnx_name.values()}
+    for node_type in dict.fromkeys(node.node_type for node in model.nodes):
+        if record := records.get(node_type):
+            yield from _schema_problem(model, by_domain[record.domain], record)
     for node in typed_nodes(model.proto, records):
-        if record := records.get(node.op_type):
+        if record := records.get(node.node_type):
             for text in _node_problems(node, record):
                 yield f"{node.label}: {text}"
-        elif node.op_type not in model.bodies:
-            yield f"{node.label}: the library has no such op{_suggestion(node.op_type, records)}"
+        elif node.domain in by_domain and node.node_type not in model.bodies:
+            known = by_domain[node.domain].by_onnx_name
+            yield f"{node.label}: the library has no such op{_suggestion(node.op_type, known)}"
 
 
 def _schema_problem(model: Model, library: Library, record: Record) -> Iterator[str]:
-    expected = model.metadata.get(f"twinop.schema.{record.onnx_name}", record.schema_hash)
+    expected = model.metadata.get(record.metadata_key, record.schema_hash)
     if expected != record.schema_hash:
         exporter = model.metadata.get("twinop.version", "another version")
         yield (
@@ -95,8 +114,11 @@ def _node_problems(node: CustomNode, record: Record) -> Iterator[str]:
 
 
 def _input_problems(node: CustomNode, record: Record) -> Iterator[str]:
-    takes = ", ".join(entry.name + ("?" if entry.optional else "") for entry in record.inputs)
+    marks = {(True, False): "?", (False, True): " ..."}
+    takes = ", ".join(entry.name + marks.get((entry.optional, entry.repeated), "") for entry in record.inputs)
     names = list(node.proto.input)
+    if record.has_repeated_input:  # ONNX Runtime compares the types of the rest
+        names = names[: len(record.inputs)]
     if len(names) > len(record.inputs):
         yield f"{len(names)} inputs; it takes {len(record.inputs)} ({takes})"
         return

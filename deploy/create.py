@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from twinop.deploy import cuda
-from twinop.deploy.check import require_fit
+from twinop.deploy.check import Libraries, library_paths, require_fit
+from twinop.deploy.domains import choose_libraries
 from twinop.deploy.errors import ProviderError, RunError
-from twinop.deploy.libraries import choose_library
 from twinop.deploy.model import Model, ModelSource, load_model
 from twinop.deploy.profiling import Profile
+from twinop.deploy.registration import register
 from twinop.deploy.runner import Session
 from twinop.errors import LibraryError
 from twinop.library import Library
+from twinop.record import DOMAIN
 
 _OLDEST = (1, 18)  # what the libraries' C side needs
 _CPU = "CPUExecutionProvider"
@@ -40,21 +42,22 @@ class Choice:
 def session(
     model: ModelSource,
     providers: Sequence[Provider] | None = None,
-    library: str | os.PathLike[str] | bool | None = None,
+    library: Libraries | bool = None,
     *,
     session_options: Any = None,
     enable_cuda_graph: bool = False,
     profile: bool = False,
     folder: str | os.PathLike[str] | None = None,
 ) -> Session:
-    """Opens a model for running, with the custom-op library that it needs.
+    """Opens a model for running, with the custom-op libraries that it needs.
 
     Args:
         model: a path, the bytes of a model, or a ModelProto.
         providers: execution providers as ONNX Runtime takes them, names or (name, options). None takes CUDA
             where it works, else the CPU; `Session.reason` says why. One asked for is used, or an error.
-        library: the library's path. None looks beside the model, then where the built or installed ones are;
-            False registers none: the model's function bodies run, or ops that `session_options` has.
+        library: the path of a library, or several paths, one for each domain. The libraries of other
+            domains are looked for beside the model, then where the built or installed ones are. False
+            registers none: the model's function bodies run, or ops that `session_options` has.
         session_options: an `onnxruntime.SessionOptions` to start from. The library is registered on it, so it
             serves one call.
         enable_cuda_graph: capture the run, once per combination of input shapes, and replay it (CUDA, torch
@@ -64,12 +67,13 @@ def session(
 
     Raises:
         ModelError: the model is damaged, or its custom nodes do not fit the library.
-        LibraryError: the library is missing, damaged, not the one that the model needs, or there already.
+        LibraryError: a library is missing, damaged, not the one that the model needs, or there already.
+        ReplacedLibraryError: its file was replaced after this process loaded it.
         ProviderError: ONNX Runtime is missing or too old, or a provider asked for cannot be used.
         RunError: ONNX Runtime refuses the model for another reason.
     """
     loaded = load_model(model, Path(folder) if folder is not None else None)
-    found = _library(loaded, library)
+    found = _libraries(loaded, library)
     require_fit(loaded, found)
     choice = choose_providers(providers, found)
     if choice.automatic and choice.device is None and cuda.has_gpu():  # somebody may be waiting for it
@@ -84,7 +88,7 @@ def session(
 
 def open_session(
     model: Model,
-    library: Library | None,
+    libraries: Sequence[Library],
     choice: Choice,
     *,
     options: Any = None,
@@ -105,8 +109,7 @@ def open_session(
     if model.path is None and model.folder is not None:
         options.add_session_config_entry(_DATA_FOLDER, str(model.folder))
     record = Profile(options, {node.op_type for node in model.nodes}) if profile else None
-    if library is not None:
-        _register(options, library)
+    checksums = [register(options, library) for library in libraries]
     stream = _torch_stream(device) if device is not None else None
     requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in choice.providers]
 
@@ -124,7 +127,8 @@ def open_session(
     return Session(
         inner,
         model,
-        library=library,
+        libraries=libraries,
+        checksums=checksums,
         device=device,
         reason=reason,
         stream=stream,
@@ -137,16 +141,18 @@ def _warn_of_cpu(reason: str) -> None:
     warnings.warn(f"the CPU is used, not the GPU: {reason}", RuntimeWarning, stacklevel=3)
 
 
-def _library(model: Model, library: str | os.PathLike[str] | bool | None) -> Library | None:
+def _libraries(model: Model, library: Libraries | bool) -> list[Library]:
     if library is False:
-        return None
+        return []
     if library is True:
         raise LibraryError("library=True: pass a path, None to look for the library, or False for none")
-    found = choose_library(model, Path(library) if library is not None else None)
-    if found is None and model.nodes:
+    found = choose_libraries(model, library_paths(library))
+    domains = {node.domain for node in model.nodes} - {each.domain for each in found}
+    if domains:
+        of = "" if domains == {DOMAIN} else f" for {', '.join(sorted(domains))}"
         warnings.warn(
-            f"{model.name}: no custom-op library found, so its function bodies run instead, which is slower. "
-            "library=False says that this is meant",
+            f"{model.name}: no custom-op library found{of}, so its function bodies run instead, which is "
+            "slower. library=False says that this is meant",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -173,7 +179,7 @@ def _name(provider: Provider) -> str:
     return provider if isinstance(provider, str) else provider[0]
 
 
-def choose_providers(providers: Sequence[Provider] | None, library: Library | None) -> Choice:
+def choose_providers(providers: Sequence[Provider] | None, libraries: Sequence[Library]) -> Choice:
     """What to ask for: `providers` if they can be used; for None CUDA where it works, else the CPU.
 
     Raises:
@@ -185,7 +191,7 @@ def choose_providers(providers: Sequence[Provider] | None, library: Library | No
         cuda.import_torch()
     available = _onnxruntime().get_available_providers()
     if providers is None:
-        if found := cuda.obstacles(0, library):
+        if found := cuda.obstacles(0, libraries):
             # The one that comes first: without a GPU, the wheel is as it should be.
             return Choice([_CPU], None, found[0], automatic=True)
         return Choice([cuda.CUDA, _CPU], 0, "CUDA works here", automatic=True)
@@ -194,7 +200,7 @@ def choose_providers(providers: Sequence[Provider] | None, library: Library | No
         name, options = (provider, {}) if isinstance(provider, str) else provider
         if name == cuda.CUDA:
             device = int(options.get("device_id", 0))
-            if found := cuda.obstacles(device, library):
+            if found := cuda.obstacles(device, libraries):
                 lines = "".join(f"\n  - {text}" for text in found)
                 raise ProviderError(
                     f"{name} was asked for and cannot be used here (the CPU was not used instead):{lines}"
@@ -233,13 +239,6 @@ def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Pro
     if cuda_graph:
         options["enable_cuda_graph"] = "1"
     return cuda.CUDA, options
-
-
-def _register(options: Any, library: Library) -> None:
-    try:
-        options.register_custom_ops_library(str(library.path))
-    except Exception as error:
-        raise LibraryError(f"{library.path}: ONNX Runtime cannot load it: {error}") from error
 
 
 def _create(ort: Any, model: Model, options: Any, providers: list[Provider]) -> Any:

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def has_gpu() -> bool:
     return device_count()[0] > 0
 
 
-def obstacles(device: int, library: Library | None) -> list[str]:
+def obstacles(device: int, libraries: Sequence[Library]) -> list[str]:
     """Everything that keeps CUDA from being used on a device, each with what to do; empty if it works."""
     found = _driver_obstacles(device)
     if not runtime_has_cuda():
@@ -143,8 +144,10 @@ def obstacles(device: int, library: Library | None) -> list[str]:
     elif not found:
         preload()
         found += [_missing_library(name) for name in missing_libraries()]
-    if library is not None and library.by_onnx_name:
-        found += _library_obstacles(library, device if not found else None)
+    usable = device if not found else None
+    for library in libraries:
+        if library.by_onnx_name:
+            found += _library_obstacles(library, usable)
     return found
 
 

@@ -2,12 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 
 from twinop.deploy.dtypes import dtype_name, element_type, numpy_dtype
 from twinop.deploy.errors import FeedError
+
+
+class _Argument(NamedTuple):
+    """What `Spec.of` reads of a NodeArg."""
+
+    name: str
+    type: str
+    shape: list[int | str | None]
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,19 @@ class Spec:
         fixed = tuple((axis, size) for axis, size in enumerate(shape or ()) if isinstance(size, int))
         dtype = numpy_dtype(element) if element is not None else None
         return cls(argument.name, argument.type, element, shape, fixed, dtype)
+
+    @classmethod
+    def of_value(cls, value: onnx.ValueInfoProto) -> "Spec":
+        """From a model's graph, where no session can be opened."""
+        kind = value.type.WhichOneof("value") or "of no type"
+        if kind != "tensor_type":
+            return cls(value.name, kind, None, None)
+        tensor = value.type.tensor_type
+        shape = None
+        if tensor.HasField("shape"):
+            shape = [getattr(each, each.WhichOneof("value") or "", None) for each in tensor.shape.dim]
+        name = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+        return cls.of(_Argument(value.name, f"tensor({name})", shape or []), shape == [])
 
     @property
     def dtype(self) -> str:
@@ -74,6 +96,18 @@ def require_all(feeds: Mapping[str, Any], required: Sequence[Spec]) -> None:
     missing = [str_of(spec) for spec in required if spec.name not in feeds]
     if missing:
         raise FeedError(f"input missing: {', '.join(missing)}; given: {', '.join(map(str, feeds)) or 'none'}")
+
+
+def wrong_arguments(feeds: Any, outputs: Any, inputs: Mapping[str, Spec]) -> FeedError:
+    """The error for a run that was not given a dict of inputs and a list of names."""
+    example = ", ".join(f'"{name}": {name}' for name in inputs)
+    given = " and ".join(kind_of(value) for value in (feeds, outputs) if value is not None)
+    reversed_order = isinstance(outputs, Mapping) and not isinstance(feeds, Mapping)
+    hint = "; onnxruntime's own run has the outputs first, this one the inputs" if reversed_order else ""
+    return FeedError(
+        f"run takes a dict of the inputs by name and, if wanted, a list of output names: "
+        f"run({{{example}}}); given: {given or 'nothing'}{hint}"
+    )
 
 
 def str_of(spec: Spec) -> str:

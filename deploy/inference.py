@@ -8,28 +8,28 @@ import onnx
 from onnx import defs, shape_inference
 
 from twinop.deploy.dtypes import dtype_name
-from twinop.deploy.model import CustomNode, custom_nodes
-from twinop.record import DOMAIN, Record
+from twinop.deploy.model import CustomNode, custom_nodes, is_custom
+from twinop.record import Record
 
-# A domain of our own: registering here disturbs no schema that others registered for custom_domain.
+# A domain of our own: registering here disturbs no schema that others registered for the libraries' domains.
 _DOMAIN = "twinop.check"
 _ANY = sorted(f"tensor({name.lower()})" for name in onnx.TensorProto.DataType.keys() if name != "UNDEFINED")  # noqa: SIM118
 _known: set[str] = set()
 _lock = threading.Lock()
 
 
-def typed_nodes(proto: onnx.ModelProto, records: Mapping[str, Record]) -> list[CustomNode]:
+def typed_nodes(proto: onnx.ModelProto, records: Mapping[tuple[str, str], Record]) -> list[CustomNode]:
     """The model's custom nodes, in the order of `custom_nodes`, with the types that inference adds.
 
     Args:
         proto: a model without large weights.
-        records: the library's records by node type.
+        records: the libraries' records by `Record.node_type`.
     """
     plain = list(custom_nodes(proto))
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     for node in custom_nodes(copy):
-        if record := records.get(node.op_type):
+        if record := records.get(node.node_type):
             node.proto.op_type = _registered(record)
             node.proto.domain = _DOMAIN
     for opsets in (copy.opset_import, *(function.opset_import for function in copy.functions)):
@@ -40,13 +40,15 @@ def typed_nodes(proto: onnx.ModelProto, records: Mapping[str, Record]) -> list[C
         return plain
     return [
         CustomNode(node.proto, node.label, found.types)
-        for node, found in zip(plain, custom_nodes(inferred, (DOMAIN, _DOMAIN)), strict=True)
+        for node, found in zip(
+            plain, custom_nodes(inferred, lambda node: node.domain == _DOMAIN or is_custom(node)), strict=True
+        )
     ]
 
 
 def _registered(record: Record) -> str:
     """Registers the record's schema once per process; returns the name it has in `_DOMAIN`."""
-    name = f"{record.onnx_name}_{record.schema_hash}"
+    name = f"{record.namespace}_{record.onnx_name}_{record.schema_hash}"
     with _lock:
         if name not in _known:
             defs.register_schema(_schema(name, record))
@@ -58,7 +60,13 @@ def _schema(name: str, record: Record) -> Any:
     parameter = defs.OpSchema.FormalParameter
     option = defs.OpSchema.FormalParameterOption
     inputs = [
-        parameter(entry.name, f"I{i}", param_option=option.Optional if entry.optional else option.Single)
+        parameter(
+            entry.name,
+            f"I{i}",
+            param_option=option.Variadic
+            if entry.repeated
+            else (option.Optional if entry.optional else option.Single),
+        )
         for i, entry in enumerate(record.inputs)
     ]
     outputs = [parameter(output, f"O{i}") for i, output in enumerate(record.outputs)]

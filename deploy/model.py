@@ -1,7 +1,8 @@
 """Reads a model for checking: its custom nodes wherever they stand, with the element types known there."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from onnx import external_data_helper
 from twinop.deploy.errors import ModelError
 from twinop.record import DOMAIN
 
+# Domains of ONNX and ONNX Runtime themselves, and those below them.
+_BUILT_IN = re.compile(r"(ai\.onnx|com\.microsoft|com\.ms|org\.pytorch)(\..*)?")
 _LARGE = 1024  # bytes; only small initializers (shapes, axes) matter to type inference
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 
 @dataclass(frozen=True)
 class CustomNode:
-    """A node of the custom domain. `types` are the element types of the values that it can see."""
+    """A node of a custom-op library. `types` are the element types of the values that it can see."""
 
     proto: onnx.NodeProto
     label: str
@@ -27,6 +30,15 @@ class CustomNode:
     @property
     def op_type(self) -> str:
         return self.proto.op_type
+
+    @property
+    def domain(self) -> str:
+        return self.proto.domain
+
+    @property
+    def node_type(self) -> tuple[str, str]:
+        """The domain and the type (`Record.node_type`)."""
+        return self.proto.domain, self.proto.op_type
 
 
 @dataclass
@@ -41,9 +53,9 @@ class Model:
     nodes: list[CustomNode] = field(default_factory=list)
 
     @property
-    def bodies(self) -> set[str]:
-        """The custom ops that have a function body in the model: they run without a library as well."""
-        return {function.name for function in self.proto.functions if function.domain == DOMAIN}
+    def bodies(self) -> set[tuple[str, str]]:
+        """The domain and type of the ops with a function body in the model: they run without a library."""
+        return {(function.domain, function.name) for function in self.proto.functions}
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -158,33 +170,45 @@ def _require_inside(model: Model, folder: Path, location: str, what: str) -> Non
         )
 
 
-def custom_nodes(proto: onnx.ModelProto, domains: tuple[str, ...] = (DOMAIN,)) -> Iterator[CustomNode]:
-    """The nodes of the custom domain: in the graph, in subgraphs (If, Loop, Scan) and in functions."""
-    yield from _in_graph(proto.graph, {}, "", domains)
+def is_custom(node: onnx.NodeProto) -> bool:
+    """Whether a node needs a custom-op library: it is `CustomMish` of a domain that is not ONNX's own."""
+    if node.domain == DOMAIN:
+        return True
+    return node.op_type.startswith("Custom") and bool(node.domain) and not _BUILT_IN.fullmatch(node.domain)
+
+
+def custom_nodes(
+    proto: onnx.ModelProto, wanted: Callable[[onnx.NodeProto], bool] = is_custom
+) -> Iterator[CustomNode]:
+    """The nodes of custom-op libraries: in the graph, in subgraphs (If, Loop, Scan) and in functions."""
+    yield from _in_graph(proto.graph, {}, "", wanted)
     for function in proto.functions:
         types = {value.name: value.type.tensor_type.elem_type for value in function.value_info}
         place = f" in function {function.domain}::{function.name}"
-        yield from _in_nodes(function.node, types, place, domains)
+        yield from _in_nodes(function.node, types, place, wanted)
 
 
 def _in_graph(
-    graph: onnx.GraphProto, outer: Mapping[str, int], place: str, domains: tuple[str, ...]
+    graph: onnx.GraphProto, outer: Mapping[str, int], place: str, wanted: Callable[[onnx.NodeProto], bool]
 ) -> Iterator[CustomNode]:
     values = [*graph.input, *graph.value_info, *graph.output]
     types = dict(outer) | {value.name: value.type.tensor_type.elem_type for value in values}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    yield from _in_nodes(graph.node, types, place, domains)
+    yield from _in_nodes(graph.node, types, place, wanted)
 
 
 def _in_nodes(
-    nodes: Iterable[onnx.NodeProto], types: Mapping[str, int], place: str, domains: tuple[str, ...]
+    nodes: Iterable[onnx.NodeProto],
+    types: Mapping[str, int],
+    place: str,
+    wanted: Callable[[onnx.NodeProto], bool],
 ) -> Iterator[CustomNode]:
     for index, node in enumerate(nodes):
         name = f"node '{node.name}'" if node.name else f"node {index}"
-        if node.domain in domains:
+        if wanted(node):
             yield CustomNode(node, f"{name} ({node.op_type}){place}", types)
         for attribute in node.attribute:
             graphs = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs
             for graph in graphs:
                 inside = f" in {attribute.name} of {name} ({node.op_type}){place}"
-                yield from _in_graph(graph, types, inside, domains)
+                yield from _in_graph(graph, types, inside, wanted)

@@ -7,8 +7,8 @@ from typing import Any
 
 import onnx
 
-from twinop.deploy.model import ModelSource
-from twinop.record import DOMAIN, Record
+from twinop.deploy.model import ModelSource, is_custom
+from twinop.record import Record
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def observed_model(source: ModelSource) -> onnx.ModelProto:
         proto.ParseFromString(source if isinstance(source, bytes) else Path(source).read_bytes())
     shown = {value.name for value in proto.graph.output}
     for index, node in enumerate(proto.graph.node):
-        if node.domain != DOMAIN:
+        if not is_custom(node):
             continue
         if not node.name:
             node.name = f"{node.op_type}_{index}"
@@ -47,20 +47,20 @@ def observed_model(source: ModelSource) -> onnx.ModelProto:
 
 
 def compare(
-    proto: onnx.ModelProto, values: Mapping[str, Any], records: Mapping[str, Record]
+    proto: onnx.ModelProto, values: Mapping[str, Any], records: Mapping[tuple[str, str], Record]
 ) -> list[Comparison]:
     """Runs each custom node of the main graph in torch on the inputs that it had in ONNX Runtime.
 
     Args:
         proto: an `observed_model`.
         values: its outputs as torch tensors.
-        records: the library's records by node type.
+        records: the libraries' records by `Record.node_type`.
     """
     return [
         comparison
         for node in proto.graph.node
-        if node.domain == DOMAIN
-        for comparison in _compare_node(node, values, records.get(node.op_type))
+        if is_custom(node)
+        for comparison in _compare_node(node, values, records.get((node.domain, node.op_type)))
     ]
 
 
@@ -74,11 +74,13 @@ def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: Recor
 
     if record is None:
         return skipped("ran as its function body: no library was registered")
-    op = getattr(getattr(torch.ops, DOMAIN), record.name, None)
+    op = getattr(getattr(torch.ops, record.namespace), record.name, None)
     if op is None:
-        return skipped(f"torch has no {DOMAIN}::{record.name}: its torch library is not loaded")
-    given = [values[name] if name else None for name in node.input]
+        return skipped(f"torch has no {record.torch_name}: load its library with twinop.torch_op.load(path)")
+    given: list[Any] = [values[name] if name else None for name in node.input]
     given += [None] * (len(record.inputs) - len(given))
+    if record.has_repeated_input:
+        given[len(record.inputs) - 1 :] = [given[len(record.inputs) - 1 :]]
     attributes = {entry.name: entry.default for entry in record.attributes}
     attributes |= {each.name: _value(each, record) for each in node.attribute}
     try:

@@ -1,6 +1,10 @@
-"""python deploy/run_onnx.py model.onnx: runs a model on random inputs, compares its custom ops with torch."""
+"""The command `twinop run`, also `python deploy/run_onnx.py`: runs a model on random inputs.
+
+Where torch is installed, each custom node is compared with the torch op.
+"""
 
 import importlib.util
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,22 +13,25 @@ from typing import Annotated
 if __name__ == "__main__":  # a script: the root comes first, and this folder is not a place to import from
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+    from twinop.script import require
+
+    require("onnx", "onnxruntime", "typer")
+
 import numpy as np
 import onnx
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from twinop.console import clear_errors, out
+from twinop.console import clear_errors, out, run_alone
 from twinop.deploy.create import session
 from twinop.deploy.cuda import CUDA
 from twinop.deploy.errors import FeedError
 from twinop.deploy.feeds import Spec
-from twinop.deploy.model import custom_nodes
+from twinop.deploy.model import custom_nodes, is_custom
 from twinop.deploy.parity import Comparison, compare, observed_model
 from twinop.deploy.profiling import NodeRun
 from twinop.deploy.runner import Session
-from twinop.record import DOMAIN
 
 _PROVIDERS = {"auto": None, "cpu": ["CPUExecutionProvider"], "cuda": [CUDA, "CPUExecutionProvider"]}
 _MANY = 40  # above this, built-in nodes are counted instead of listed
@@ -37,9 +44,10 @@ def main(
         str, typer.Option(help="auto (CUDA where it works), cpu, or cuda (CUDA or an error).")
     ] = "auto",
     library: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help="The custom-op library; else beside the model, then the built one.", show_default=False
+            help="A custom-op library, once for each domain; else beside the model, then the built ones.",
+            show_default=False,
         ),
     ] = None,
     shape: Annotated[
@@ -57,17 +65,17 @@ def main(
 
     Examples:
 
-        python deploy/run_onnx.py custom_relu.onnx
+        twinop run custom_relu.onnx
 
-        python deploy/run_onnx.py model.onnx --provider cuda --shape x=8,1024
+        twinop run custom_relu.onnx --shape x=8,1024
     """
     with clear_errors():
-        same = _run(model, provider, library, shape or [], seed)
+        same = _run(model, provider, library or None, shape or [], seed)
     if not same:
         raise typer.Exit(1)
 
 
-def _run(path: Path, provider: str, library: Path | None, shapes: list[str], seed: int) -> bool:
+def _run(path: Path, provider: str, library: list[Path] | None, shapes: list[str], seed: int) -> bool:
     if provider not in _PROVIDERS:
         raise FeedError(f"--provider {provider}: expected {', '.join(_PROVIDERS)}")
     opened = session(path, _PROVIDERS[provider], library, profile=True)
@@ -97,22 +105,29 @@ def _compare_with_torch(
 ) -> list[Comparison]:
     import torch
 
-    _load_torch_ops(opened)
-    library = opened.library.path if opened.library is not None else False
-    watched = session(observed, providers, library, folder=folder)
+    from twinop import torch_op
+
+    for library in opened.libraries:
+        torch_op.load(library.path)
+    libraries: list[str | os.PathLike[str]] = [library.path for library in opened.libraries]
+    watched = session(observed, providers, libraries or False, folder=folder)
     tensors = {
         name: torch.from_numpy(_as_bits(array)).view(getattr(torch, array.dtype.name)).to(watched.device)
         for name, array in feeds.items()
     }
-    records = opened.library.by_onnx_name if opened.library is not None else {}
+    records = {
+        record.node_type: record for library in opened.libraries for record in library.by_onnx_name.values()
+    }
     return compare(observed, watched.run(tensors), records)
 
 
 def _library_text(opened: Session) -> str:
-    if opened.library is None:
+    if not opened.libraries:
         return "no custom-op library registered"
-    library = opened.library
-    return f"registered {library.path} (twinop {library.version}, GPU code: {library.cuda_archs})"
+    return "registered " + ", ".join(
+        f"{library.path} (twinop {library.version}, GPU code: {library.cuda_archs})"
+        for library in opened.libraries
+    )
 
 
 def _parse_shapes(texts: list[str], opened: Session) -> dict[str, tuple[int, ...]]:
@@ -166,17 +181,6 @@ def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> 
     return random.standard_normal(shape).astype(spec.numpy_dtype)
 
 
-def _load_torch_ops(opened: Session) -> None:
-    """twinop's own ops and, beside lib<name>.so, those of lib<name>_torch.so."""
-    from twinop import torch_op
-
-    if opened.library is not None:
-        path = opened.library.path
-        beside = path.with_name(f"{path.stem}_torch.so")
-        if beside.is_file() and not opened.library.records.keys() <= torch_op.records().keys():
-            torch_op.load_library(beside)
-
-
 def _as_bits(array: np.ndarray) -> np.ndarray:
     """The array's bytes in a type that torch.from_numpy knows (it knows no bfloat16)."""
     return array.view({1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize])
@@ -188,19 +192,19 @@ def _node_table(proto: onnx.ModelProto, ran: list[NodeRun]) -> Table:
     ran_on = _providers(ran)
     nodes = list(proto.graph.node)
     if len(nodes) > _MANY:
-        counts = Counter((node.domain, node.op_type) for node in nodes if node.domain != DOMAIN)
+        counts = Counter((node.domain, node.op_type) for node in nodes if not is_custom(node))
         for (domain, op), count in sorted(counts.items()):
             table.add_row(f"({count} nodes)", op, domain or "ai.onnx", "")
-        nodes = [node for node in nodes if node.domain == DOMAIN]
+        nodes = [node for node in nodes if is_custom(node)]
     for index, node in enumerate(nodes):
         name = node.name or f"{node.op_type}_{index}"
         table.add_row(
             name, node.op_type, node.domain or "ai.onnx", ran_on.pop(name, "- (fused, folded or inlined)")
         )
-    custom = {node.op_type for node in custom_nodes(proto)}
+    domains = {node.op_type: node.domain for node in custom_nodes(proto)}
     for run in ran:  # what is left is in subgraphs and functions
-        if run.node in ran_on and run.op_type in custom:
-            table.add_row(run.node, run.op_type, DOMAIN, ran_on[run.node])
+        if run.node in ran_on and run.op_type in domains:
+            table.add_row(run.node, run.op_type, domains[run.op_type], ran_on[run.node])
     return table
 
 
@@ -227,4 +231,4 @@ def _providers(ran: list[NodeRun]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_alone(main)

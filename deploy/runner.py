@@ -9,7 +9,7 @@ import numpy as np
 
 from twinop.deploy.dtypes import dtype_name, element_type, is_foreign_to_numpy
 from twinop.deploy.errors import FeedError, RunError
-from twinop.deploy.feeds import Spec, kind_of, require_all, unknown_name
+from twinop.deploy.feeds import Spec, kind_of, require_all, unknown_name, wrong_arguments
 from twinop.deploy.model import Model
 from twinop.deploy.profiling import NodeRun, Profile
 from twinop.library import Library
@@ -22,7 +22,9 @@ class Session:
         device: "cpu" or "cuda:<index>".
         reason: why this provider was chosen, or the other one not.
         providers: ONNX Runtime's own list for this session.
-        library: the registered custom-op library, or None.
+        libraries: the registered custom-op libraries, one for each domain.
+        library: the first of them, or None.
+        checksums: the SHA-256 of the code of each library.
         inputs, outputs: a `Spec` by name; inputs that have a default in the model may be left out of a run.
         stream: the `torch.cuda.Stream` that the session works on, or None.
         cuda_graph: whether runs on the GPU are captured as CUDA graphs.
@@ -34,7 +36,8 @@ class Session:
         inner: Any,
         model: Model,
         *,
-        library: Library | None,
+        libraries: Sequence[Library],
+        checksums: Sequence[str],
         device: int | None,
         reason: str,
         stream: Any = None,
@@ -44,7 +47,9 @@ class Session:
         import onnxruntime  # not with this module: torch must come first where CUDA is used
 
         self.ort = inner
-        self.library = library
+        self.libraries = list(libraries)
+        self.library = self.libraries[0] if self.libraries else None
+        self.checksums = list(checksums)
         self.device = "cpu" if device is None else f"cuda:{device}"
         self.reason = reason
         self.stream = stream
@@ -90,6 +95,8 @@ class Session:
             FeedError: a name, kind, dtype, shape or device does not fit.
             RunError: ONNX Runtime or a kernel refused the run.
         """
+        if not isinstance(feeds, dict | Mapping) or isinstance(outputs, str) or hasattr(outputs, "shape"):
+            raise wrong_arguments(feeds, outputs, self.inputs)
         names = self._names if outputs is None else list(dict.fromkeys(outputs))
         if outputs is not None:
             for name in names:

@@ -84,11 +84,11 @@ def main(
 
         twinop serve custom_relu.onnx --library build/libcustom_relu.so
 
-        curl -s localhost:8080/v2/models/custom_relu/infer -d '{"inputs":
-        [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [-1, 1]}]}'
+        curl -s localhost:8080/v2/models/custom_relu
 
-    GET /v2/models/<name> describes a model, /metrics is for Prometheus,
-    /status is a page for people.
+    The last, in another shell, describes the model and its inputs; they
+    go to /v2/models/custom_relu/infer. /metrics is for Prometheus, /status
+    is a page for people.
     """
     with clear_errors():
         server = {
@@ -106,12 +106,16 @@ def main(
         if no_grpc:
             given[_SERVER]["grpc_port"] = None
         settings = read_settings(_config(models, config), given)
-        # Not before: KServe takes half a second to import, and --help needs none of it.
+        # Not before: KServe takes half a second to import, and neither --help nor the scan needs it.
         from twinop.deploy.service import logs, tracing
+        from twinop.deploy.service.folders import scan
+
+        logs.configure(settings.server.log_level, settings.server.access_log)
+        scan(models)  # where there is no model, no server starts, and none says that it stops
+
         from twinop.deploy.service.repository import Repository
         from twinop.deploy.service.server import Server
 
-        logs.configure(settings.server.log_level, settings.server.access_log)
         tracing.configure(settings.server.otlp_endpoint)
         Server(Repository(models, settings)).start()
 

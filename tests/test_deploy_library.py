@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,7 @@ def only_these(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
 
 def test_the_smallest_library_that_has_all_ops_is_taken(libraries: dict[str, Path]) -> None:
     def chosen(graph: onnx.ModelProto) -> str:
-        library = check_model(graph)
-        assert library is not None
+        (library,) = check_model(graph)
         return library.path.name
 
     assert chosen(make_model("CustomRelu")) == "libcustom_relu.so"
@@ -38,12 +38,41 @@ def test_the_smallest_library_that_has_all_ops_is_taken(libraries: dict[str, Pat
 def test_a_library_beside_the_model_comes_first(libraries: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(make_model("CustomRelu").SerializeToString())
-    (tmp_path / "libsomething.so").write_bytes(b"of somebody else")  # passed over
+    shutil.copy(foreign_library(), tmp_path / "libsomething.so")  # passed over
     beside = tmp_path / "libmine.so"
     shutil.copy(libraries["custom_relu"], beside)
     opened = session(path)
     assert opened.library is not None and opened.library.path == beside.resolve()
     np.testing.assert_array_equal(opened.run({"x": X})["y"], np.maximum(X, 0))
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (lambda data: data[: len(data) // 2], "the file is damaged or cut short"),
+        (lambda data: bytes(range(256)) * (len(data) // 256), "not a shared library (ELF file)"),
+        (lambda data: b"", "not a shared library (ELF file)"),
+        (lambda data: data[: len(data) // 2] + bytes(len(data) // 2), "the file is damaged or cut short"),
+        (lambda data: data[:-0x2000] + bytes(0x2000), "the file is damaged or cut short"),
+    ],
+    ids=["cut short", "random bytes", "empty", "zeros from the middle on", "zeros at the end"],
+)
+def test_a_damaged_library_beside_the_model_is_an_error(
+    damage: Callable[[bytes], bytes], cause: str, libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """Though a sound one lies beside it, and in the build folder."""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(make_model("CustomRelu").SerializeToString())
+    shutil.copy(libraries["custom_relu"], tmp_path / "libbefore.so")
+    beside = tmp_path / "libcustom_relu.so"
+    beside.write_bytes(damage(libraries["custom_relu"].read_bytes()))
+    for opened in (session, check_model):
+        with pytest.raises(LibraryError) as error:
+            opened(path)
+        assert str(error.value).startswith(f"{beside}: {cause}")
+        assert "lies beside the model" in str(error.value) and "replace or remove it" in str(error.value)
+    given = session(path, library=libraries["custom_relu"])
+    np.testing.assert_array_equal(given.run({"x": X})["y"], np.maximum(X, 0))
 
 
 def test_a_given_library_is_taken(libraries: dict[str, Path]) -> None:
@@ -94,12 +123,19 @@ def test_a_model_that_needs_two_libraries(
     text = str(error.value)
     assert "CustomPadAffine is in libtest_ops.so; CustomRelu is in libcustom_relu.so" in text
     assert "takes one library per domain" in text
-    assert "twinop_add_ort_library(my_ops OPS twinop_op_pad_affine twinop_op_relu)" in text
+    assert "twinop_add_library(my_ops DOMAIN custom_domain OPS twinop_op_pad_affine twinop_op_relu)" in text
     with pytest.raises(ModelError, match="'pad' .*the library has no such op"):
         session(two_library_model(), library=libraries["custom_relu"])
 
 
 # ------------------------------------------------------------------------------------------- unusable ones
+
+
+def foreign_library() -> Path:
+    """A sound library that twinop did not build."""
+    spec = importlib.util.find_spec("onnxruntime.capi.onnxruntime_pybind11_state")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin)
 
 
 def bad_library(kind: str, good: Path, folder: Path) -> Path:
@@ -113,9 +149,7 @@ def bad_library(kind: str, good: Path, folder: Path) -> Path:
     elif kind == "truncated":
         path.write_bytes(data[: len(data) // 2])
     elif kind == "no records":
-        spec = importlib.util.find_spec("onnxruntime.capi.onnxruntime_pybind11_state")
-        assert spec is not None and spec.origin is not None
-        return Path(spec.origin)
+        return foreign_library()
     return path
 
 
@@ -138,8 +172,13 @@ def test_a_library_that_cannot_be_used(
     assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
 
 
-def test_the_torch_library_is_not_the_one(libraries: dict[str, Path]) -> None:
-    with pytest.raises(LibraryError, match="does not export RegisterCustomOps.*the one for PyTorch"):
+def test_a_library_without_the_adapter(libraries: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "libmine.so"
+    data = libraries["custom_relu"].read_bytes()
+    path.write_bytes(data.replace(b"RegisterCustomOps\0", b"RegisterCustomOpz\0"))
+    with pytest.raises(LibraryError, match="does not export RegisterCustomOps.*Expected a library such as"):
+        session(make_model("CustomRelu"), library=path)
+    with pytest.raises(LibraryError, match="libtwinop_torch.so: .* without twinop records"):
         session(make_model("CustomRelu"), library=libraries["twinop_torch"])
 
 

@@ -92,24 +92,14 @@ def test_bits_are_compared_not_values() -> None:
     assert parity._difference(zero, zero[:2]) == (False, "torch gives float32[2]")
 
 
-def test_a_torch_op_that_is_not_loaded(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """A library elsewhere, without its torch counterpart, in a fresh process."""
+def test_the_library_is_loaded_into_torch_too(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """In a fresh process, which knows twinop's own ops only."""
     shutil.copy(libraries["test_ops"], tmp_path)
-    (tmp_path / "model.onnx").write_bytes(several().SerializeToString())
-    result = script(tmp_path / "model.onnx", "--library", str(tmp_path / "libtest_ops.so"))
-    assert result.returncode == 0, result.stderr
-    assert "torch has no custom_domain::pad_affine" in " ".join(result.stdout.split())
-
-
-def test_the_torch_library_beside_is_loaded(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """libx.so and libx_torch.so in one folder, in a fresh process."""
-    for stem in ("test_ops", "test_ops_torch"):
-        shutil.copy(libraries[stem], tmp_path)
     (tmp_path / "model.onnx").write_bytes(several().SerializeToString())
     result = script(tmp_path / "model.onnx")
     assert result.returncode == 0, result.stderr
     assert f"registered {tmp_path / 'libtest_ops.so'}" in " ".join(result.stdout.split())
-    assert result.stdout.count(" yes ") == 3 and "not loaded" not in result.stdout
+    assert result.stdout.count(" yes ") == 3 and "torch has no" not in result.stdout
 
 
 def test_nodes_in_subgraphs_and_bodies(tmp_path: Path) -> None:

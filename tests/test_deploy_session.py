@@ -281,6 +281,23 @@ def test_wrong_feeds(make: Any, relu: Session) -> None:
             relu.run(feeds)
 
 
+def test_what_is_not_a_dict_of_inputs(relu: Session) -> None:
+    array = np.ones((2, 4), np.float32)
+    start = r'run takes a dict of the inputs by name .*: run\(\{"x": x\}\); given: '
+    cases: list[tuple[Any, Any, str]] = [
+        (torch.ones(2, 4), torch.ones(2, 4), "a torch tensor and a torch tensor$"),
+        (array, None, "a numpy array$"),
+        ({"x": array}, array, "a dict and a numpy array$"),
+        ({"x": array}, "y", "a dict and a str$"),
+        (None, None, "nothing$"),
+        (None, {"x": array}, "a dict; onnxruntime's own run has the outputs first, this one the inputs"),
+        (["y"], {"x": array}, "a list and a dict; onnxruntime's own run has the outputs first"),
+    ]
+    for feeds, outputs, message in cases:
+        with pytest.raises(FeedError, match=start + message):
+            relu.run(feeds, outputs)
+
+
 def test_feeds_of_several_kinds() -> None:
     opened = session(make_model("CustomPadAffine", shape=(4,), inputs=["x", "w"]))
     array, tensor = np.ones(4, np.float32), torch.ones(4)

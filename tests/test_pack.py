@@ -97,24 +97,10 @@ def test_twinop_reads_what_it_wrote(tmp_path: Path) -> None:
     assert settings.library_sha256 is not None
 
 
-@pytest.mark.parametrize("model", [relu(shape=("N",)), identity("FP32", ()), relu(shape=None)])
-def test_triton_completes_what_config_pbtxt_cannot_say(model: onnx.ModelProto, tmp_path: Path) -> None:
-    batch = 4 if len(model.graph.input[0].type.tensor_type.shape.dim) == 1 else 0
-    repo, _ = packed(tmp_path, model, max_batch_size=batch)
-    config = read_config(repo / "models/custom_relu/config.pbtxt", "custom_relu")
-    assert config.inputs == () and config.outputs == ()
-
-
 def test_input_with_a_default_is_no_input_of_triton(tmp_path: Path) -> None:
     repo, _ = packed(tmp_path, optional_scale())
     config = read_config(repo / "models/custom_relu/config.pbtxt", "custom_relu")
     assert [each.name for each in config.inputs] == ["x"]
-
-
-def test_bfloat16_is_said_to_be_beyond_triton(tmp_path: Path) -> None:
-    repo, said = packed(tmp_path, identity("BF16"))
-    assert "bfloat16" in said.contents.notes[0]
-    assert said.contents.notes[0] in (repo / "README.md").read_text()
 
 
 def test_wheel(tmp_path: Path) -> None:
@@ -270,7 +256,7 @@ def test_gpu_without_gpu_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def built_without(*_: Any, **__: Any) -> Library:
         return Library(Path("libx.so"), "0.1.0", "none", "", {}, True)
 
-    monkeypatch.setattr(contents, "choose_library", built_without)
+    monkeypatch.setattr(contents, "only_library", built_without)
     monkeypatch.setattr(contents, "require_fit", lambda *_: None)
     with pytest.raises(LibraryError, match="built without CUDA"):
         read_contents(saved(tmp_path, relu()), None, True, 0)

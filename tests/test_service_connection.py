@@ -343,18 +343,38 @@ def test_grpc_calls_are_answered_or_told_to_go_elsewhere_at_the_end(tmp_path: Pa
 
 
 def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> None:
-    models.place(tmp_path, "slow", models.slow(5000))  # some 0.5 to 1 s
-    with serve(tmp_path, "--grace-seconds", "1") as served, ExitStack() as stack:
+    """Once "held" is there, runs wait for "pass", which lets one of them through; the others never end."""
+    held, passing = tmp_path / "held", tmp_path / "pass"
+    patched = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from twinop.deploy.service.instance import Instance\n"
+        "from twinop.cli import app\n"
+        "run = Instance.run\n"
+        "def wait(*arguments):\n"
+        f"    while Path({str(held)!r}).exists():\n"
+        "        try:\n"
+        f"            Path({str(passing)!r}).unlink()\n"
+        "            break\n"
+        "        except FileNotFoundError:\n"
+        "            time.sleep(0.02)\n"
+        "    return run(*arguments)\n"
+        "Instance.run = wait\n"
+        "app(sys.argv[1:])\n"
+    )
+    models.place(tmp_path / "models", "slow", models.slow())
+    program = ("-c", patched)
+    with serve(tmp_path / "models", "--grace-seconds", "2", program=program) as served, ExitStack() as stack:
+        held.touch()
         connections = [stack.enter_context(served.connect(60)) for _ in range(8)]
         for connection in connections:
             connection.sendall(SLOW)
-        time.sleep(0.1)
-        start = time.monotonic()
+        wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 8)
         served.process.send_signal(signal.SIGTERM)
+        passing.touch()
         answers = [receive(connection) for connection in connections]
-        assert time.monotonic() - start < 5
-        served.stop()
-    assert sorted({answer.status for answer in answers}) == [200, 503]
-    assert {answer.error for answer in answers if answer.status == 503} <= {
+        assert served.stop() == 1
+    assert sorted(answer.status for answer in answers) == [200, *[503] * 7]
+    assert {answer.error for answer in answers if answer.status == 503} == {
         "the server stopped before it could answer",
     }

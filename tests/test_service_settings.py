@@ -56,7 +56,10 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[server]\nport = 1", r"server.port: no such setting"),
+        ("[server]\nport = 1", "server.port: no such setting. There are: host, http_port, "),
+        ("[model]\nport = 1", "model.port: no such setting. There are: library, library_sha256, "),
+        ("[sever]\nport = 1", "sever: no such setting. There are: server, model, models$"),
+        ("[models.a]\nhost = 1", r"\[models.a\]: no such setting: host. There are: library, library_sha256"),
         ("[server]\nhttp_port = 70000", "server.http_port: .*65535"),
         ("[model]\ninstances = 0", "model.instances: .*greater than or equal to 1"),
         ('[model]\nlibrary_sha256 = "abc"', "model.library_sha256: .*pattern"),

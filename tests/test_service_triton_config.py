@@ -13,8 +13,10 @@ pytest.importorskip("tritonclient", reason="its protocol buffers judge what we w
 import service_models
 
 from twinop.deploy import session
+from twinop.deploy.pack.triton_config import write_config
 from twinop.deploy.service.settings import Provider, Settings, SettingsError
-from twinop.deploy.service.triton_config import TritonConfig, read_config, write_config
+from twinop.deploy.service.trial import make_trial
+from twinop.deploy.service.triton_config import TritonConfig, read_config
 
 
 def read(folder: Path, text: str) -> TritonConfig:
@@ -98,6 +100,8 @@ def test_a_library_that_is_there(tmp_path: Path) -> None:
         ('name: "other"', "the model is called 'other', its folder 'relu'"),
         ("model_transaction_policy { decoupled: true }", "decoupled answers"),
         ('input { name: "x" dims: 4 reshape { shape: [ 2, 2 ] } }', "reshape of x"),
+        ('input { name: "x" dims: 1 reshape { } }', "reshape of x"),  # empty where requests are not joined
+        ('max_batch_size: 4 input { name: "x" dims: [ 1, 1 ] reshape { } }', "reshape of x"),
         ('input { name: "x" allow_ragged_batch: true }', "allow_ragged_batch of x"),
         ("batch_input { }", "batch_input"),
         ("instance_group { kind: KIND_CPU } instance_group { kind: KIND_GPU }", "CPU and on GPUs at once"),
@@ -224,8 +228,38 @@ def test_what_is_written_reads_the_same(tmp_path: Path, given: dict[str, Any]) -
 
 def test_what_cannot_be_written() -> None:
     opened = session(service_models.relu(shape=None), ["CPUExecutionProvider"])
-    with pytest.raises(SettingsError, match="config.pbtxt needs .* a known rank"):
+    with pytest.raises(SettingsError, match="config.pbtxt needs a known rank"):
         write_config("relu", Settings().model, opened.inputs, opened.outputs)
+    for inputs, outputs, lacking in (({}, opened.outputs, "inputs"), (opened.inputs, {}, "outputs")):
+        if inputs:
+            inputs = session(service_models.relu(), ["CPUExecutionProvider"]).inputs
+        with pytest.raises(SettingsError, match=f"no {lacking}, without which Triton completes config.pbtxt"):
+            write_config("relu", Settings().model, inputs, outputs)
+    scalar = session(service_models.identity("FP32", ()), ["CPUExecutionProvider"])
+    batched = Settings(model={"max_batch_size": 4}).model
+    with pytest.raises(SettingsError, match=r"x is float32\[\]: config.pbtxt needs .* rows if batched"):
+        write_config("relu", batched, scalar.inputs, scalar.outputs)
+
+
+def test_triton_has_no_empty_dims(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """[1] stands for a scalar, and with an empty reshape for a vector that is joined."""
+    scalar = session(service_models.identity("FP32", ()), ["CPUExecutionProvider"])
+    config = read(tmp_path, 'input { name: "x" data_type: TYPE_FP32 dims: 1 }')
+    config.require_fit(scalar.inputs, scalar.outputs)
+    assert config.settings["warm_up"] == {"x": (1,)}
+    trial = make_trial(scalar.inputs, scalar.required, Settings().for_model("relu", dict(config.settings)))
+    assert trial is not None and trial.feeds["x"].shape == ()
+
+    vector = session(service_models.relu(shape=("N",)), ["CPUExecutionProvider"])
+    with caplog.at_level(logging.INFO):
+        config = read(
+            tmp_path, 'max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: 1 reshape { } }'
+        )
+    config.require_fit(vector.inputs, vector.outputs)
+    assert config.settings["warm_up"] == {"x": (1,)}
+    assert caplog.messages[0].endswith("without effect here: input.reshape")
+    with pytest.raises(SettingsError, match="dims of input x"):
+        config.require_fit(scalar.inputs, scalar.outputs)
 
 
 def test_beside_kserve_in_one_process(tmp_path: Path) -> None:

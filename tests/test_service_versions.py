@@ -120,7 +120,7 @@ def test_settings_that_do_not_fit_are_said_and_the_folder_is_followed_on(tmp_pat
 
 
 def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
-    """A small soak; `python -m twinop.bench soak` is the long one."""
+    """A small soak; `twinop bench soak` is the long one."""
     soak.write_version(tmp_path / "models", 1)
     (tmp_path / "models" / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
     with soak.service(tmp_path / "models", tmp_path / "log") as (server, running):

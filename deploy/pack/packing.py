@@ -16,9 +16,9 @@ import twinop
 from twinop.deploy.pack.contents import Contents, needed_version, read_contents
 from twinop.deploy.pack.errors import PackError
 from twinop.deploy.pack.requirements import pinned, runtime_version
-from twinop.deploy.service.library import checksum
+from twinop.deploy.pack.triton_config import write_config
 from twinop.deploy.service.settings import ModelSettings, Provider, checked
-from twinop.deploy.service.triton_config import write_config
+from twinop.library import checksum
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 MANIFEST = "twinop-pack.json"
@@ -187,10 +187,6 @@ def _values(options: Options, packed: Packed) -> dict[str, Any]:
 
 def _config(options: Options, packed: Packed) -> str:
     contents = packed.contents
-    inputs, outputs = contents.inputs or (), contents.outputs or ()
-    least = 2 if options.max_batch_size else 1  # dims leave the batch out, and must not be empty
-    if any(spec.shape is None or len(spec.shape) < least for spec in (*inputs, *outputs)):
-        inputs = outputs = ()  # Triton completes them from the model
     settings = {
         "provider": Provider.CUDA if contents.gpu else Provider.CPU,
         "max_batch_size": options.max_batch_size,
@@ -200,8 +196,8 @@ def _config(options: Options, packed: Packed) -> str:
     text = write_config(
         packed.name,
         checked(ModelSettings, settings, "the options"),
-        {spec.name: spec for spec in inputs},
-        {spec.name: spec for spec in outputs},
+        {spec.name: spec for spec in contents.inputs},
+        {spec.name: spec for spec in contents.outputs},
         library=packed.library,
     )
     return f"# Triton's model configuration, which twinop serve reads too.\n{text}"

@@ -1,15 +1,14 @@
 """The custom-op library of a served model: found where libraries may lie, and checked."""
 
-import hashlib
 from pathlib import Path
 
 from twinop.deploy.check import require_fit
-from twinop.deploy.libraries import choose_library
+from twinop.deploy.domains import only_library
 from twinop.deploy.model import Model
 from twinop.deploy.service.folders import VersionFolder
 from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.errors import LibraryError
-from twinop.library import Library, library_folders
+from twinop.library import Library, checksum, library_folders
 
 
 def library_for(
@@ -22,27 +21,24 @@ def library_for(
     """
     if not model.nodes:
         return None
-    folders = _allowed(where, server)
-    named = _named(settings.library, folders) if settings.library is not None else None
-    library = choose_library(model, named, folders=folders, bodies=False)
+    own = [where.folder, *([where.model_folder] if where.model_folder is not None else [])]
+    others = [*server.library_folders, *library_folders()]
+    named = None
+    if settings.library is not None:
+        named = _named(settings.library, list(dict.fromkeys((*own, *others))))
+    library = only_library(model, named, own=own, others=others, confined=True, bodies=False)
     if library is None:
         return None
-    lacking = {node.op_type for node in model.nodes} - library.by_onnx_name.keys()
-    if bodies := sorted(lacking & model.bodies):
+    lacking = {node.node_type for node in model.nodes if node.op_type not in library.by_onnx_name}
+    if bodies := sorted(op_type for _, op_type in lacking & model.bodies):
         raise LibraryError(
             f"{library.path} has no {', '.join(bodies)}, which would run on function bodies; it has: "
             f"{', '.join(library.by_onnx_name)}. Use the library that the model was exported for"
         )
     if settings.library_sha256 is not None:
         _require_checksum(library.path, settings.library_sha256)
-    require_fit(model, library)
+    require_fit(model, [library])
     return library
-
-
-def _allowed(where: VersionFolder, server: ServerSettings) -> list[Path]:
-    """The folders that a library may be loaded from, in the order in which they are searched."""
-    own = [where.folder, *([where.model_folder] if where.model_folder is not None else [])]
-    return list(dict.fromkeys((*own, *server.library_folders, *library_folders())))
 
 
 def _named(path: Path, folders: list[Path]) -> Path:
@@ -63,12 +59,6 @@ def _named(path: Path, folders: list[Path]) -> Path:
             f"and this one is in {found.resolve().parent}. Add that to library_folders of the server"
         )
     return found
-
-
-def checksum(path: Path) -> str:
-    """A file's SHA-256 as hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require_checksum(path: Path, expected: str) -> None:

@@ -17,10 +17,10 @@ from twinop.deploy.runner import Session
 from twinop.deploy.service.datatypes import datatype_of
 from twinop.deploy.service.folders import VersionFolder, config_of
 from twinop.deploy.service.instance import Instance, without_paths
-from twinop.deploy.service.library import checksum, library_for
+from twinop.deploy.service.library import library_for
 from twinop.deploy.service.settings import ModelSettings, Provider, ServerSettings, SettingsError
 from twinop.deploy.service.trial import compared, make_trial, missing_kernel, warm_up
-from twinop.errors import LibraryError, TwinopError
+from twinop.errors import LibraryError, ReplacedLibraryError, TwinopError
 from twinop.library import Library
 
 _log = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
     try:
         library = library_for(model, where, settings, server)
         choice, sessions = _open(model, library, where, settings, server)
+    except ReplacedLibraryError:  # a restart loads it; until then the old version runs, faster than bodies
+        raise
     except (LibraryError, ModelError) as error:
         fallback = _fallback(model, settings, error)
         library = None
@@ -149,7 +151,7 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
         _counted(node.op_type for node in model.nodes if node.op_type not in records),
     )
     loaded.steady = _is_steady(model, inputs)
-    loaded.library_sha256 = checksum(library.path) if library is not None else None
+    loaded.library_sha256 = first.checksums[0] if first.checksums else None
     _log_provider(loaded)
     _try(model, loaded, choice, len(sessions))
     return loaded
@@ -157,13 +159,15 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
 
 def _is_steady(model: Model, inputs: Mapping[str, Spec]) -> bool:
     """No loop, and no integers or texts that could be a number of rounds or a size."""
-    loops = any(node.op_type in ("Loop", "Scan") for node in custom_nodes(model.proto, ("", "ai.onnx")))
-    return not loops and all("float" in spec.dtype for spec in inputs.values())
+    loops = custom_nodes(
+        model.proto, lambda node: node.domain in ("", "ai.onnx") and node.op_type in ("Loop", "Scan")
+    )
+    return not any(loops) and all("float" in spec.dtype for spec in inputs.values())
 
 
 def _fallback(model: Model, settings: ModelSettings, error: TwinopError) -> str:
     """The reason to run on function bodies; raises `error` if they must not or cannot run."""
-    if not model.nodes or {node.op_type for node in model.nodes} - model.bodies:
+    if not model.nodes or {node.node_type for node in model.nodes} - model.bodies:
         raise error
     if not settings.allow_fallback:
         raise type(error)(
@@ -184,7 +188,8 @@ def _open(
     server: ServerSettings,
 ) -> tuple[Choice, list[Session]]:
     """On CUDA a session for each instance, so that each has its stream; on the CPU all share one."""
-    choice = choose_providers(_PROVIDERS[settings.provider], library)
+    libraries = [library] if library is not None else []
+    choice = choose_providers(_PROVIDERS[settings.provider], libraries)
     graph = settings.cuda_graph and choice.device is not None
     if settings.cuda_graph and not graph:
         _log.warning("%s: cuda_graph has no effect on the CPU", model.name)
@@ -193,7 +198,7 @@ def _open(
         options = _options(settings)
         if server.profile is not None:
             _profile(options, server.profile, f"{where.model}-{where.version}-{number}")
-        return open_session(model, library, choice, options=options, enable_cuda_graph=graph)
+        return open_session(model, libraries, choice, options=options, enable_cuda_graph=graph)
 
     sessions = [opened(0)]
     if sessions[0].device != "cpu":
@@ -234,11 +239,11 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
     found = warm_up(model.name, loaded.instances[:sessions], trial, outputs, loaded.settings)
     for instance in loaded.instances if found is not None else ():
         instance.stop_capturing()
-    comparable = bool(model.nodes) and {node.op_type for node in model.nodes} <= model.bodies
+    comparable = bool(model.nodes) and {node.node_type for node in model.nodes} <= model.bodies
     if found is None or loaded.library is None or not comparable or not loaded.settings.compare_bodies:
         return
     try:
-        bodies = Instance(open_session(model, None, choice, options=_options(loaded.settings)))
+        bodies = Instance(open_session(model, [], choice, options=_options(loaded.settings)))
     except RunError as error:
         operator = missing_kernel(error)
         why = f"ONNX Runtime has no kernel for {operator}" if operator else str(error)

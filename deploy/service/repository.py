@@ -117,10 +117,17 @@ class Repository(ModelRepository):
         """Loads what is there. Where the version that is wanted is broken, an older one has to do.
 
         Raises:
-            TwinopError: the folder holds no model, or no version of one can be loaded: with all messages.
+            TwinopError: the folder holds no model, no version of one can be loaded, or there are settings for
+                a model that is not there and cannot come later: with all messages.
         """
         folders = await asyncio.to_thread(scan, self.root)
         problems = []
+        for name in self.settings.models.keys() - folders.keys():
+            said = f"there are settings [models.{name}], but no model {name!r}; models: {', '.join(folders)}"
+            if self.settings.server.control == Control.NONE or self.root.is_file():
+                problems.append(said)
+            else:
+                _log.warning("%s", said)
         for name, folder in folders.items():
             found = await self._follow(folder)
             if found and name not in self.models:

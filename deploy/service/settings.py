@@ -178,12 +178,21 @@ def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Se
         if isinstance(sections.setdefault(section, {}), dict):
             sections[section] |= anchored(values, Path.cwd())
     settings = checked(Settings, sections, str(path or "the options"))
+    for name, values in settings.models.items():
+        _check_names(values, f"{path}: [models.{name}]")
     named = [section.get("library") for section in _model_sections(sections) if isinstance(section, dict)]
     folders = (*settings.server.library_folders, *(each.parent for each in named if isinstance(each, Path)))
     server = settings.server.model_copy(update={"library_folders": tuple(dict.fromkeys(folders))})
     settings = settings.model_copy(update={"server": server})
     settings._options = anchored(overrides.get("model", {}), Path.cwd())
     return settings
+
+
+def _check_names(values: dict[str, Any], where: str) -> None:
+    """A model's settings may need those of its folder to fit, but their names are known at the start."""
+    if unknown := values.keys() - ModelSettings.model_fields.keys():
+        known = ", ".join(ModelSettings.model_fields)
+        raise SettingsError(f"{where}: no such setting: {', '.join(sorted(unknown))}. There are: {known}")
 
 
 def _model_sections(sections: dict[str, Any]) -> list[Any]:
@@ -226,5 +235,7 @@ def _place(problem: Any) -> str:
 
 def _said(problem: Any, kind: type[_Settings]) -> str:
     if problem["type"] == "extra_forbidden":
+        for section in problem["loc"][:-1]:
+            kind = kind.model_fields[section].annotation  # type: ignore[assignment]  # a section's class
         return f"no such setting. There are: {', '.join(kind.model_fields)}"
     return problem["msg"].removeprefix("Value error, ")

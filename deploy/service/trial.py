@@ -40,10 +40,13 @@ def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: M
         SettingsError: warm_up does not fit the model.
     """
     sizes: dict[str, int] = {}
+    shapes = dict(settings.warm_up)
     for name, shape in settings.warm_up.items():
         if name not in inputs:
             raise SettingsError(f"warm_up names {name!r}; the model's inputs: {', '.join(inputs)}")
         spec = inputs[name]
+        if spec.shape == () and shape == (1,):  # as config.pbtxt writes a scalar
+            shapes[name] = shape = ()
         if not spec.accepts(shape):
             raise SettingsError(f"warm_up: {spec.mismatch(spec.dtype, shape)}")
         sizes |= {
@@ -52,8 +55,8 @@ def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: M
     random = np.random.default_rng(0)
     feeds, guessed = {}, False
     for spec in inputs.values():
-        if spec.name in settings.warm_up:
-            feeds[spec.name] = _random(spec, settings.warm_up[spec.name], random)
+        if spec.name in shapes:
+            feeds[spec.name] = _random(spec, shapes[spec.name], random)
         elif spec in required:
             if spec.shape is None:
                 return None

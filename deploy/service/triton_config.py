@@ -1,4 +1,4 @@
-"""Triton's config.pbtxt, read into our settings and written from them, by Triton's own model_config.proto.
+"""Triton's config.pbtxt, read into our settings by Triton's own model_config.proto.
 
 What only changes speed or order is passed over with a line in the log; what would change results and is not
 done here is an error, so that a model never answers differently from what its file says.
@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from twinop.deploy.feeds import Spec
 from twinop.deploy.service.datatypes import datatype_of
-from twinop.deploy.service.settings import ModelSettings, Provider, SettingsError
+from twinop.deploy.service.settings import Provider, SettingsError
 
 FILE = "config.pbtxt"
 _log = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ _REFUSED = {  # fields that change what comes out, or what a client must send
     "model_repository_agents": "repository agents",
     "cc_model_filenames": "a file for each compute capability",
 }
-_THREADS = "intra_op_thread_count"  # the ORT backend's parameter
+THREADS = "intra_op_thread_count"  # the ORT backend's parameter
 _READ = {
     "name", "platform", "backend", "version_policy", "max_batch_size", "default_model_filename",
-    "model_operations", "model_transaction_policy", "optimization.cuda.graphs", f"parameters.{_THREADS}",
+    "model_operations", "model_transaction_policy", "optimization.cuda.graphs", f"parameters.{THREADS}",
     "model_warmup.name", "model_warmup.batch_size", "model_warmup.inputs",
     *(f"input.{name}" for name in ("name", "data_type", "dims", "optional")),
     *(f"output.{name}" for name in ("name", "data_type", "dims")),
@@ -92,7 +92,7 @@ def read_config(path: Path, model: str) -> TritonConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
     try:
-        config = text_format.Parse(text, _protocol().ModelConfig())
+        config = text_format.Parse(text, protocol().ModelConfig())
     except text_format.ParseError as error:
         raise SettingsError(f"{path}: does not parse as Triton's model configuration: {error}") from error
     problems = list(_refused(config, model))
@@ -114,46 +114,8 @@ def read_config(path: Path, model: str) -> TritonConfig:
     )
 
 
-def write_config(
-    name: str,
-    settings: ModelSettings,
-    inputs: Mapping[str, Spec],
-    outputs: Mapping[str, Spec],
-    *,
-    library: str | None = None,
-    optional: Sequence[str] = (),
-) -> str:
-    """The config.pbtxt that makes Triton's ONNX Runtime backend serve a model as this service does.
-
-    Args:
-        library: the custom-op library's absolute path in Triton's container.
-        optional: inputs that have a default in the model.
-
-    Raises:
-        SettingsError: the model or a setting has no counterpart there.
-    """
-    config = _protocol().ModelConfig(name=name, backend="onnxruntime", max_batch_size=settings.max_batch_size)
-    config.default_model_filename = "model.onnx"
-    for specs, added in ((inputs, config.input.add), (outputs, config.output.add)):
-        for spec in specs.values():
-            _write_tensor(added(), spec, settings.max_batch_size > 0)
-    for each in config.input:
-        if each.name in optional:
-            each.optional = True
-    _write_scheduling(config, settings)
-    if library is not None:
-        config.model_operations.op_library_filename.append(library)
-    if settings.intra_op_threads:
-        config.parameters[_THREADS].string_value = str(settings.intra_op_threads)
-    if settings.cuda_graph:
-        config.optimization.cuda.graphs = True
-    if settings.warm_up:
-        _write_warmup(config, settings, inputs)
-    return text_format.MessageToString(config)
-
-
 @cache
-def _protocol() -> Any:
+def protocol() -> Any:
     """The classes of model_config.proto as tritonclient has them compiled.
 
     That module alone: its package would also register the messages that KServe has under the same names.
@@ -199,9 +161,9 @@ def _refused(config: Any, model: str) -> list[str]:
     if config.model_transaction_policy.decoupled:
         found.append("model_transaction_policy: decoupled answers")
     for each in (*config.input, *config.output):
-        if each.data_type not in _protocol().DataType.values():
+        if each.data_type not in protocol().DataType.values():
             found.append(f"data_type of {each.name}: {each.data_type} is none of Triton's")
-        if each.HasField("reshape"):
+        if each.HasField("reshape") and not _is_vector(each, config.max_batch_size > 0):
             found.append(f"reshape of {each.name}: clients send what the model takes")
         if each.is_shape_tensor:
             found.append(f"is_shape_tensor of {each.name}: that is TensorRT's")
@@ -243,8 +205,8 @@ def _settings(config: Any, path: Path) -> dict[str, Any]:
     settings |= _library(config.model_operations.op_library_filename, problems)
     if config.optimization.cuda.graphs:
         settings["cuda_graph"] = True
-    if _THREADS in config.parameters:
-        settings["intra_op_threads"] = config.parameters[_THREADS].string_value  # pydantic makes it an int
+    if THREADS in config.parameters:
+        settings["intra_op_threads"] = config.parameters[THREADS].string_value  # pydantic makes it an int
     if config.model_warmup:
         settings["warm_up"] = _warm_up(config.model_warmup[0], config.max_batch_size > 0)
     elif shapes := _fixed_shapes(config):
@@ -298,7 +260,7 @@ def _library(names: Sequence[str], problems: list[str]) -> dict[str, Any]:
     if len(names) > 1:
         problems.append(
             f"op_library_filename: {', '.join(names)}; ONNX Runtime takes one library per domain and "
-            "session, so link their ops into one (twinop_add_ort_library in CMake)"
+            "session, so link their ops into one (twinop_add_library in CMake)"
         )
     if not names:
         return {}
@@ -311,16 +273,27 @@ def _warm_up(sample: Any, batched: bool) -> dict[str, tuple[int, ...]]:
     return {name: (*rows, *each.dims) for name, each in sample.inputs.items()}
 
 
+def _is_vector(tensor: Any, batched: bool) -> bool:
+    """Whether a reshape is Triton's way to write a batched vector, whose dims would be empty."""
+    return batched and list(tensor.dims) == [1] and not tensor.reshape.shape
+
+
+def _dims(tensor: Any) -> Sequence[int]:
+    """Without the batch axis; that of the model."""
+    dims: Sequence[int] = tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims
+    return dims
+
+
 def _fixed_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes to try the model at, where the file has a size for each dimension."""
     rows = (1,) if config.max_batch_size > 0 else ()
-    fixed = {each.name: (*rows, *each.dims) for each in config.input if all(size > 0 for size in each.dims)}
+    fixed = {each.name: (*rows, *_dims(each)) for each in config.input if all(size > 0 for size in each.dims)}
     return fixed if len(fixed) == len(config.input) else {}
 
 
 def _declared(tensor: Any, batched: bool) -> Declared:
-    datatype = _protocol().DataType.Name(tensor.data_type).removeprefix("TYPE_")
-    shape = (-1, *tensor.dims) if batched else tuple(tensor.dims)
+    datatype = protocol().DataType.Name(tensor.data_type).removeprefix("TYPE_")
+    shape = (-1, *_dims(tensor)) if batched else tuple(tensor.dims)
     return Declared(tensor.name, "BYTES" if datatype == "STRING" else datatype, shape)
 
 
@@ -342,58 +315,9 @@ def _differences(kind: str, declared: Declared, specs: Mapping[str, Spec]) -> li
 
 
 def _fits(declared: Sequence[int], shape: Sequence[int | str | None]) -> bool:
-    """A size in the file may be narrower than the model, never wider."""
+    """A size in the file may be narrower than the model, never wider. A scalar has [1] there."""
+    if not shape and tuple(declared) == (1,):
+        return True
     return len(declared) == len(shape) and all(
         size == given or not isinstance(size, int) for given, size in zip(declared, shape, strict=True)
     )
-
-
-# ------------------------------------------------------------------------------------------------ writing
-
-
-def _write_tensor(tensor: Any, spec: Spec, batched: bool) -> None:
-    datatype = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
-    if datatype is None or spec.shape is None:
-        raise SettingsError(
-            f"{spec.name} is {spec}: config.pbtxt needs a data type of the protocol and a known rank"
-        )
-    tensor.name = spec.name
-    tensor.data_type = _protocol().DataType.Value("TYPE_" + ("STRING" if datatype == "BYTES" else datatype))
-    sizes = [size if isinstance(size, int) else -1 for size in spec.shape]
-    tensor.dims.extend(sizes[1:] if batched else sizes)
-
-
-def _write_scheduling(config: Any, settings: ModelSettings) -> None:
-    if settings.max_batch_size:
-        batching = config.dynamic_batching
-        batching.SetInParent()  # there, even if empty: Triton joins requests only then
-        batching.preferred_batch_size.extend(settings.preferred_batch_sizes)
-        batching.max_queue_delay_microseconds = settings.max_queue_delay_us
-        batching.default_queue_policy.max_queue_size = settings.max_queue
-    kind = {Provider.CPU: "KIND_CPU", Provider.CUDA: "KIND_GPU", Provider.AUTO: "KIND_AUTO"}[
-        settings.provider
-    ]
-    group = config.instance_group.add(count=settings.instances)
-    group.kind = group.Kind.Value(kind)
-    policy = config.version_policy
-    if settings.versions == "all":
-        policy.all.SetInParent()
-    elif isinstance(settings.versions, tuple):
-        policy.specific.versions.extend(settings.versions)
-    else:
-        policy.latest.num_versions = int(settings.versions.partition(":")[2] or 1)
-
-
-def _write_warmup(config: Any, settings: ModelSettings, inputs: Mapping[str, Spec]) -> None:
-    sample = config.model_warmup.add(name="warm_up", batch_size=1)
-    for name, shape in settings.warm_up.items():
-        if name not in inputs:
-            raise SettingsError(f"warm_up names {name!r}; the model's inputs: {', '.join(inputs)}")
-        tensor = sample.inputs[name]
-        each = next(each for each in config.input if each.name == name)
-        tensor.data_type = each.data_type
-        tensor.zero_data = True
-        if settings.max_batch_size:
-            sample.batch_size = shape[0]
-            shape = shape[1:]
-        tensor.dims.extend(shape)

@@ -1,0 +1,116 @@
+"""Triton's config.pbtxt, written from our settings.
+
+Where it lists no inputs or no outputs, Triton's ONNX Runtime backend completes it from the model. If all
+first dimensions are dynamic, it then joins requests, up to 4 rows (default-max-batch-size).
+`max_batch_size: 0` does not keep it from that: it cannot be told from a file that says nothing. So both are
+always listed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf import text_format
+
+from twinop.deploy.feeds import Spec
+from twinop.deploy.service.datatypes import datatype_of
+from twinop.deploy.service.settings import ModelSettings, Provider, SettingsError
+from twinop.deploy.service.triton_config import THREADS, protocol
+
+
+def write_config(
+    name: str,
+    settings: ModelSettings,
+    inputs: Mapping[str, Spec],
+    outputs: Mapping[str, Spec],
+    *,
+    library: str | None = None,
+    optional: Sequence[str] = (),
+) -> str:
+    """The config.pbtxt that makes Triton's ONNX Runtime backend serve a model as this service does.
+
+    Args:
+        library: the custom-op library's absolute path in Triton's container.
+        optional: inputs that have a default in the model.
+
+    Raises:
+        SettingsError: the model or a setting has no counterpart there.
+    """
+    config = protocol().ModelConfig(name=name, backend="onnxruntime", max_batch_size=settings.max_batch_size)
+    config.default_model_filename = "model.onnx"
+    batched = settings.max_batch_size > 0
+    for kind, specs, added in (("input", inputs, config.input.add), ("output", outputs, config.output.add)):
+        if not specs:
+            raise SettingsError(
+                f"the model has no {kind}s, without which Triton completes config.pbtxt itself"
+            )
+        for spec in specs.values():
+            if spec.shape is None and kind == "input":
+                raise SettingsError(f"{spec.name} is {spec}: config.pbtxt needs a known rank")
+            _write_tensor(added(), spec, batched)
+    for each in config.input:
+        if each.name in optional:
+            each.optional = True
+    _write_scheduling(config, settings)
+    if library is not None:
+        config.model_operations.op_library_filename.append(library)
+    if settings.intra_op_threads:
+        config.parameters[THREADS].string_value = str(settings.intra_op_threads)
+    if settings.cuda_graph:
+        config.optimization.cuda.graphs = True
+    if settings.warm_up:
+        _write_warmup(config, settings, inputs)
+    return ("" if batched else "max_batch_size: 0\n") + text_format.MessageToString(config)
+
+
+def _write_tensor(tensor: Any, spec: Spec, batched: bool) -> None:
+    """`dims` must not be empty: for a scalar it is [1], and so it is for a batched vector, with a reshape.
+
+    An output of unknown rank looks like a scalar to the backend, which then answers with the shape it gets.
+    """
+    datatype = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
+    if datatype is None or (batched and not spec.shape):
+        raise SettingsError(
+            f"{spec.name} is {spec}: config.pbtxt needs a data type of the protocol, and rows if batched"
+        )
+    tensor.name = spec.name
+    tensor.data_type = protocol().DataType.Value("TYPE_" + ("STRING" if datatype == "BYTES" else datatype))
+    sizes = [size if isinstance(size, int) else -1 for size in spec.shape or ()]
+    tensor.dims.extend(sizes[batched:] or [1])
+    if batched and len(sizes) == 1:
+        tensor.reshape.SetInParent()
+
+
+def _write_scheduling(config: Any, settings: ModelSettings) -> None:
+    if settings.max_batch_size:
+        batching = config.dynamic_batching
+        batching.SetInParent()  # there, even if empty: Triton joins requests only then
+        batching.preferred_batch_size.extend(settings.preferred_batch_sizes)
+        batching.max_queue_delay_microseconds = settings.max_queue_delay_us
+        batching.default_queue_policy.max_queue_size = settings.max_queue
+    kind = {Provider.CPU: "KIND_CPU", Provider.CUDA: "KIND_GPU", Provider.AUTO: "KIND_AUTO"}[
+        settings.provider
+    ]
+    group = config.instance_group.add(count=settings.instances)
+    group.kind = group.Kind.Value(kind)
+    policy = config.version_policy
+    if settings.versions == "all":
+        policy.all.SetInParent()
+    elif isinstance(settings.versions, tuple):
+        policy.specific.versions.extend(settings.versions)
+    else:
+        policy.latest.num_versions = int(settings.versions.partition(":")[2] or 1)
+
+
+def _write_warmup(config: Any, settings: ModelSettings, inputs: Mapping[str, Spec]) -> None:
+    sample = config.model_warmup.add(name="warm_up", batch_size=1)
+    for name, shape in settings.warm_up.items():
+        if name not in inputs:
+            raise SettingsError(f"warm_up names {name!r}; the model's inputs: {', '.join(inputs)}")
+        tensor = sample.inputs[name]
+        each = next(each for each in config.input if each.name == name)
+        tensor.data_type = each.data_type
+        tensor.zero_data = True
+        if settings.max_batch_size:
+            sample.batch_size = shape[0]
+            shape = shape[1:]
+        tensor.dims.extend(shape)

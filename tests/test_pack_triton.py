@@ -1,0 +1,208 @@
+"""The packed config.pbtxt: complete for every model, as Triton needs it, and read by twinop serve."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import service_models as models
+from models import node
+from pack_fixtures import packed, saved
+
+from twinop.deploy.errors import RunError
+from twinop.deploy.pack import contents
+from twinop.deploy.pack.errors import PackError
+from twinop.deploy.service.folders import scan
+from twinop.deploy.service.loading import LoadedModel, load
+from twinop.deploy.service.settings import ServerSettings, read_settings
+from twinop.deploy.service.triton_config import protocol
+
+Tensor = tuple[str, str, list[int]]
+
+
+def plain(datatype: str, shape: Any, op: str = "Relu") -> onnx.ModelProto:
+    """y = op(x) without a custom node. BF16 is one that ONNX Runtime has on the GPU only."""
+    return models._model(
+        [node(op, domain="")], [models._value("x", datatype, shape)], [models._value("y", datatype, shape)]
+    )
+
+
+def without_output_shape(model: onnx.ModelProto) -> onnx.ModelProto:
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    return model
+
+
+def with_default(model: onnx.ModelProto) -> onnx.ModelProto:
+    """With one more input, which has a default."""
+    weight = onnx.numpy_helper.from_array(np.ones(2, np.float32), "w")
+    model.graph.initializer.append(weight)
+    model.graph.input.append(models._value("w", "FP32", (2,)))
+    return model
+
+
+def config_of(repo: Path) -> Any:
+    from google.protobuf import text_format
+
+    text = (repo / "models/custom_relu/config.pbtxt").read_text()
+    return text_format.Parse(text, protocol().ModelConfig())
+
+
+def told(tensors: Any) -> list[Tensor]:
+    kinds = protocol().DataType
+    return [
+        (each.name, kinds.Name(each.data_type).removeprefix("TYPE_"), list(each.dims)) for each in tensors
+    ]
+
+
+def autofills(config: Any) -> bool:
+    """Whether Triton's ONNX Runtime backend completes this file from the model (AutoCompleteConfig)."""
+    return not (config.input and config.output)
+
+
+def served(repo: Path) -> LoadedModel:
+    """As `twinop serve repo/models --provider cpu` loads it."""
+    folder = scan(repo / "models")["custom_relu"]
+    settings = read_settings(repo / "models/twinop.toml", {}).for_model("custom_relu", *folder.layers)
+    settings = settings.model_copy(update={"provider": "cpu"})
+    return load(folder.versions[1], settings, ServerSettings())
+
+
+OPENED: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {
+    "rows": (models.centred(), 0, [("x", "FP32", [-1, 4])], [("y", "FP32", [-1, 4])]),
+    "rows, joined": (models.relu(), 8, [("x", "FP32", [4])], [("y", "FP32", [4])]),
+    "vector": (models.relu(shape=("N",)), 0, [("x", "FP32", [-1])], [("y", "FP32", [-1])]),
+    "vector, joined": (models.relu(shape=("N",)), 8, [("x", "FP32", [1])], [("y", "FP32", [1])]),
+    "scalar": (models.identity("INT64", ()), 0, [("x", "INT64", [1])], [("y", "INT64", [1])]),
+    "fixed": (models.fixed(2, 3), 0, [("x", "FP32", [2, 3])], [("y", "FP32", [2, 3])]),
+    "strings": (
+        models.strings(), 0, [("a", "STRING", [-1]), ("b", "STRING", [-1])], [("y", "STRING", [-1])],
+    ),
+    "bfloat16": (models.identity("BF16"), 0, [("x", "BF16", [-1, -1])], [("y", "BF16", [-1, -1])]),
+    "output of unknown rank": (
+        models.expand(), 0, [("x", "FP32", [1]), ("shape", "INT64", [-1])], [("y", "FP32", [1])],
+    ),
+    "default": (models.optional_scale(), 0, [("x", "FP32", [-1, 4])], [("y", "FP32", [-1, 4])]),
+}  # fmt: skip
+
+# Models that no session on a CPU opens: the inputs and outputs come from the graph.
+GPU_ONLY: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {
+    "rows": (plain("BF16", ("N", 4)), 0, [("x", "BF16", [-1, 4])], [("y", "BF16", [-1, 4])]),
+    "rows, joined": (plain("BF16", ("N", 4)), 8, [("x", "BF16", [4])], [("y", "BF16", [4])]),
+    "vector, joined": (plain("BF16", ("N",)), 8, [("x", "BF16", [1])], [("y", "BF16", [1])]),
+    "scalar": (plain("BF16", ()), 0, [("x", "BF16", [1])], [("y", "BF16", [1])]),
+    "unnamed sizes": (plain("BF16", (None, 4)), 0, [("x", "BF16", [-1, 4])], [("y", "BF16", [-1, 4])]),
+    "inferred output": (
+        without_output_shape(plain("BF16", ("N", 4))), 0, [("x", "BF16", [-1, 4])], [("y", "BF16", [-1, 4])],
+    ),
+    "default": (with_default(plain("BF16", ("N", 4))), 0, [("x", "BF16", [-1, 4])], [("y", "BF16", [-1, 4])]),
+}  # fmt: skip
+CASES = [
+    pytest.param(case, gpu, id=f"{name}, {'GPU only' if gpu else 'opened'}")
+    for gpu, cases in ((False, OPENED), (True, GPU_ONLY))
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(("case", "gpu"), CASES)
+def test_every_packed_file_has_inputs_and_outputs(case: Any, gpu: bool, tmp_path: Path) -> None:
+    """Without them Triton switched batching on, and mixed the rows of several requests."""
+    model, batch, inputs, outputs = case
+    repo, said = packed(tmp_path, model, max_batch_size=batch, gpu=gpu)
+    config = config_of(repo)
+    assert not autofills(config)
+    assert told(config.input) == inputs and told(config.output) == outputs
+    assert config.max_batch_size == batch and config.HasField("dynamic_batching") == bool(batch)
+    if not batch:
+        assert "max_batch_size: 0\n" in (repo / "models/custom_relu/config.pbtxt").read_text()
+    for each, (_, _, dims) in zip((*config.input, *config.output), (*inputs, *outputs), strict=True):
+        # Triton: dims are never empty, a reshape is empty only where requests are joined.
+        assert dims and all(size == -1 or size > 0 for size in dims)
+        assert each.HasField("reshape") == (dims == [1] and bool(batch)) and not each.reshape.shape
+    assert any("not opened here" in note for note in said.contents.notes) == gpu
+
+
+@pytest.mark.parametrize("case", OPENED.values(), ids=OPENED)
+def test_twinop_serves_what_was_packed(case: Any, tmp_path: Path) -> None:
+    """Also where Triton's shapes are not the model's: those of the model are served."""
+    model, batch, _, _ = case
+    loaded = served(packed(tmp_path, model, max_batch_size=batch, gpu=False)[0])
+    assert loaded.settings.max_batch_size == batch
+    for each, spec in zip(model.graph.input, loaded.inputs.values(), strict=True):
+        assert spec.shape is not None and len(spec.shape) == len(each.type.tensor_type.shape.dim)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "ours", "theirs"),
+    [(models.identity("FP32", ()), 0, "[]", "[1]"), (models.relu(shape=("N",)), 4, "[N]", "[N, 1]")],
+)
+def test_other_shapes_in_triton_are_said(
+    model: onnx.ModelProto, batch: int, ours: str, theirs: str, tmp_path: Path
+) -> None:
+    repo, said = packed(tmp_path, model, max_batch_size=batch)
+    expected = f"x has shape {ours} in twinop serve and {theirs} in Triton"
+    assert any(note.startswith(expected) for note in said.contents.notes)
+    assert expected in (repo / "README.md").read_text()
+
+
+def test_bfloat16_needs_a_triton_that_takes_it(tmp_path: Path) -> None:
+    repo, said = packed(tmp_path, models.identity("BF16"))
+    expected = "x is bfloat16, which Triton's ONNX Runtime backend takes from 26.03 on"
+    assert expected in said.contents.notes and expected in (repo / "README.md").read_text()
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (plain("BF16", None, "Identity"), "input x has no declared rank, which config.pbtxt must say"),
+        (models._model(
+            [node("Identity", ["w"], domain="")],
+            [models._value("w", "FP32", ("N",))],
+            [models._value("y", "FP32", ("N",))],
+            weights={"w": np.ones(2, np.float32)},
+        ), "no input that must be given, and Triton would complete config.pbtxt by itself"),
+    ],
+    ids=["unknown rank", "no input"],
+)  # fmt: skip
+def test_models_that_config_pbtxt_cannot_describe(
+    model: onnx.ModelProto, message: str, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if gpu:
+        no_session(monkeypatch)
+    with pytest.raises(PackError, match=message):
+        packed(tmp_path, model, gpu=gpu)
+    assert not (tmp_path / "repo").exists()
+
+
+def test_what_no_graph_can_say(tmp_path: Path) -> None:
+    """A sequence, in a model that only a GPU opens."""
+    model = models._model(
+        [node("Relu", ["x"], ["r"], "r", domain=""), node("SequenceConstruct", ["r"], ["y"], domain="")],
+        [models._value("x", "BF16", (2,))],
+        [onnx.helper.make_tensor_sequence_value_info("y", onnx.TensorProto.BFLOAT16, None)],
+    )
+    with pytest.raises(PackError, match="y is sequence_type, which the Open Inference Protocol cannot carry"):
+        packed(tmp_path, model, gpu=True)
+
+
+def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    def session(*_: Any) -> Any:
+        raise RunError("no kernel here")
+
+    monkeypatch.setattr(contents, "session", session)
+
+
+def test_the_graph_and_the_session_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [models.mlp(8, 16, 4), models.optional_scale(), models.two_outputs(), models.slow()]
+    made += [models.gather(), models.total(), models.fixed()]
+    made += [models.identity(datatype) for datatype in models.ELEMENTS]
+    for model in made:
+        path = saved(tmp_path, model)
+        opened = contents.read_contents(path, None, True, 0)
+        with monkeypatch.context() as patched:
+            no_session(patched)
+            read = contents.read_contents(path, None, True, 0)
+        assert (opened.inputs, opened.outputs) == (read.inputs, read.outputs)
+        assert len(read.notes) == len(opened.notes) + 1
