@@ -2,11 +2,13 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from architectures_table import pytest_terminal_summary  # noqa: F401 (a hook)
 
 from twinop.library import find_library
 
@@ -36,7 +38,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def libraries() -> dict[str, Path]:
     """The built libraries by name, such as "custom_relu"; from TWINOP_LIBRARY_DIR or build/."""
-    stems = ("custom_relu", "custom_ops", "test_ops", "twinop_torch", "test_ops_torch")
+    stems = ("custom_relu", "custom_ops", "test_ops", "test_abi", "twinop_torch")
     return {stem: find_library(stem) for stem in stems}
 
 
@@ -47,8 +49,19 @@ def torch_ops(libraries: dict[str, Path]) -> Any:
 
     from twinop import torch_op
 
-    torch_op.load_library(libraries["test_ops_torch"])
+    torch_op.load(libraries["test_ops"])
     return torch.ops.custom_domain
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: on a busy machine a second thread makes them a hundred times slower."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the tests read of 64-bit ELF files: sections, symbols, needed libraries, relocations."""
+"""What the tests read of 64-bit ELF files: sections, symbols, needed libraries."""
 
 import struct
 from dataclasses import dataclass, field
@@ -6,11 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-SHT_SYMTAB, SHT_RELA, SHT_DYNAMIC, SHT_NOBITS, SHT_DYNSYM = 2, 4, 6, 8, 11
-STT_FUNC, STB_GNU_UNIQUE, SHN_UNDEF = 2, 10, 0
+SHT_SYMTAB, SHT_DYNAMIC, SHT_NOBITS, SHT_DYNSYM = 2, 6, 8, 11
+STB_GNU_UNIQUE, SHN_UNDEF = 10, 0
 DT_NEEDED = 1
-ABSOLUTE_64 = {1, 24, 257}  # relocations of 8 bytes on x86-64 and aarch64; the others fill in 4
-RELAXABLE = {41, 42}  # R_X86_64_(REX_)GOTPCRELX: the linker may change the instruction before as well
 
 
 class Symbol(NamedTuple):
@@ -86,23 +84,6 @@ class Elf:
             for tag, value in struct.iter_unpack("<QQ", table.data)
             if tag == DT_NEEDED
         }
-
-    def code(self, symbol: Symbol) -> bytes:
-        section = self.sections[symbol.section]
-        start = symbol.value - section.address
-        return section.data[start : start + symbol.size]
-
-    def masked_code(self, symbol: Symbol) -> tuple[bytes, frozenset[int]]:
-        """In an object file: a function's bytes, and those among them that the linker fills in."""
-        section = self.sections[symbol.section]
-        assert section.address == 0
-        filled = set()
-        for table in self.sections:
-            if table.kind == SHT_RELA and self.sections[table.info] is section:
-                for offset, info, _ in struct.iter_unpack("<QQq", table.data):
-                    kind, at = info & 0xFFFFFFFF, offset - symbol.value
-                    filled |= set(range(at - 3 * (kind in RELAXABLE), at + (8 if kind in ABSOLUTE_64 else 4)))
-        return self.code(symbol), frozenset(filled)
 
 
 def _text(strings: bytes, start: int) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the `cuda` tests and, on a small subset, compute-sanitizer; writes what happened as JSON.
 
-    python tests/gpu_report.py --output tests/results/gpu-tests.json --commit $(git rev-parse HEAD)
+    .venv/bin/python tests/gpu_report.py --output tests/results/gpu-tests.json --commit $(git rev-parse HEAD)
 
 Exit code 0 means no failed test and no sanitizer report. The sanitizers watch twinop's own kernels only.
 """
@@ -17,6 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from twinop.script import require
+
+    require("pytest", "torch", "typer")
 
 import typer
 from rich.console import Console

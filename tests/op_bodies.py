@@ -4,7 +4,7 @@ from twinop import torch_op
 from twinop.export import Neutral, body
 from twinop.library import find_library
 
-torch_op.load_library(find_library("test_ops_torch"))
+torch_op.load(find_library("test_ops"))
 
 
 @body(neutral={"weight": Neutral(1), "bias": Neutral(0)})

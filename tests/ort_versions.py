@@ -1,8 +1,8 @@
-"""Environments with the onnxruntime releases that one .so file must serve: build/compat/<version>, one each.
+"""Makes environments in build/compat: each onnxruntime that one .so file must serve, and the oldest CMake.
 
     python tests/ort_versions.py     # makes what is missing (about 3 s and 120 MB each), else does nothing
 
-tests/test_ort_versions.py runs ort_matrix.py in each of them.
+tests/test_ort_versions.py runs ort_matrix.py in the former, tests/test_cmake.py configures with the latter.
 """
 
 import os
@@ -15,12 +15,14 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent.parent / "build/compat"
 SUPPORTED = ("1.18.1", "1.20.1", "1.23.2", "1.31.1")
 TOO_OLD = "1.17.3"
+CMAKE = "cmake-3.25"  # what CMakeLists.txt asks for
 PACKAGES = {  # no further dependency is imported for running a model
     "1.17.3": ("onnxruntime==1.17.3", "numpy==1.26.4"),
     "1.18.1": ("onnxruntime==1.18.1", "numpy==1.26.4"),  # the first to take numpy 2 is 1.19
     "1.20.1": ("onnxruntime==1.20.1", "numpy==2.4.6"),
     "1.23.2": ("onnxruntime==1.23.2", "numpy==2.4.6"),
     "1.31.1": ("onnxruntime==1.31.1", "numpy==2.4.6"),
+    CMAKE: ("cmake==3.25.2",),
 }
 
 
@@ -31,6 +33,21 @@ def python_of(version: str) -> Path:
 def is_ready(version: str) -> bool:
     stamp = FOLDER / version / "twinop-stamp"
     return python_of(version).exists() and stamp.exists() and stamp.read_text() == _wanted(version)
+
+
+def environment(version: str) -> Path:
+    """The Python of an environment that a test needs; without one the test fails, or is skipped offline."""
+    import pytest
+
+    if not is_ready(version):
+        if os.environ.get("TWINOP_OFFLINE") == "1":
+            pytest.skip(f"TWINOP_OFFLINE=1, and no build/compat/{version}")
+        pytest.fail(
+            f"no build/compat/{version}; make it with: python tests/ort_versions.py (./build.sh test does). "
+            "Without a network set TWINOP_OFFLINE=1 to skip these tests",
+            pytrace=False,
+        )
+    return python_of(version)
 
 
 def _wanted(version: str) -> str:
@@ -58,9 +75,9 @@ def main() -> int:
     if not missing:
         return 0
     if os.environ.get("TWINOP_OFFLINE") == "1":
-        print(f"twinop: offline: no environments for onnxruntime {', '.join(missing)}", file=sys.stderr)
+        print(f"twinop: offline: no environments for {', '.join(missing)}", file=sys.stderr)
         return 0
-    print(f"twinop: installing onnxruntime {', '.join(missing)} into {FOLDER}", file=sys.stderr)
+    print(f"twinop: installing {', '.join(missing)} into {FOLDER}", file=sys.stderr)
     with ThreadPoolExecutor(2) as pool:
         errors = list(filter(None, pool.map(make, missing)))
     for error in errors:

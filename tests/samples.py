@@ -15,7 +15,7 @@ from twinop import torch_op
 from twinop.library import find_library
 from twinop.record import Record, entries
 
-torch_op.load_library(find_library("test_ops_torch"))
+torch_op.load(find_library("test_ops"))
 
 ALL = torch_op.records()
 RECORDS = {name: record for name, record in ALL.items() if not record.is_backward}

@@ -1,4 +1,4 @@
-"""The built libraries as files: exports, needs, size; and that both runtimes run one machine code."""
+"""The built libraries as files: exports, needs, size; and several of them in one process."""
 
 import subprocess
 import sys
@@ -6,36 +6,36 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from elf import STB_GNU_UNIQUE, STT_FUNC, Elf, Symbol
+from elf import STB_GNU_UNIQUE, Elf
 from one_node import make_session, one_node_model
 
 from twinop.library import find_library, read_library
 
-ORT_LIBRARIES = ("custom_relu", "custom_ops", "test_ops")
-TORCH_LIBRARIES = ("twinop_torch", "test_ops_torch")
+LIBRARIES = ("custom_relu", "custom_ops", "test_ops", "test_abi")
 PLATFORM = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1"}
 PLATFORM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
-PAIRS = [("custom_relu", "twinop_torch"), ("custom_ops", "twinop_torch"), ("test_ops", "test_ops_torch")]
 
 
 def elf(stem: str) -> Elf:
     return Elf(find_library(stem))
 
 
-@pytest.mark.parametrize("stem", ORT_LIBRARIES)
-def test_ort_libraries_stand_alone(stem: str) -> None:
-    """They export one function, and need neither onnxruntime, torch nor the CUDA runtime."""
-    assert elf(stem).exports == {"RegisterCustomOps"}
+@pytest.mark.parametrize("stem", LIBRARIES)
+def test_libraries_stand_alone(stem: str) -> None:
+    """They export one function for each runtime, and need neither of them, nor the CUDA runtime."""
+    assert elf(stem).exports == {"RegisterCustomOps", "twinop_library"}
     assert elf(stem).needed <= PLATFORM
 
 
-@pytest.mark.parametrize("stem", TORCH_LIBRARIES)
-def test_torch_libraries_need_torch_only(stem: str) -> None:
-    assert elf(stem).exports == {"twinop_register_torch_ops"}
-    assert elf(stem).needed - PLATFORM == {"libtorch.so", "libtorch_cpu.so"}
+def test_the_torch_adapter_needs_torch_only_and_has_no_kernel() -> None:
+    adapter = elf("twinop_torch")
+    assert adapter.exports == {"twinop_torch_register"}
+    assert adapter.needed - PLATFORM == {"libtorch.so", "libtorch_cpu.so"}
+    assert adapter.section(".nv_fatbin") == b""
+    assert find_library("twinop_torch").stat().st_size < 2**20
 
 
-@pytest.mark.parametrize("stem", ORT_LIBRARIES + TORCH_LIBRARIES)
+@pytest.mark.parametrize("stem", (*LIBRARIES, "twinop_torch"))
 def test_no_symbol_is_unique_in_the_process(stem: str) -> None:
     """A GNU-unique symbol would be shared by two libraries of one process, whatever their visibility."""
     symbols = elf(stem).dynamic_symbols + elf(stem).symbols
@@ -46,63 +46,6 @@ def test_size() -> None:
     library = read_library(find_library("custom_relu"))
     archs = len(library.cuda_archs.split(","))
     assert library.path.stat().st_size <= 2 * 2**20 + (archs - 1) * 2**19
-
-
-# ---------------------------------------------------------------------------- one machine code
-
-
-@pytest.mark.parametrize(("ort_stem", "torch_stem"), PAIRS)
-def test_the_device_code_is_the_same(ort_stem: str, torch_stem: str) -> None:
-    code = elf(ort_stem).section(".nv_fatbin")
-    assert code in elf(torch_stem).section(".nv_fatbin")
-    assert bool(code) == (read_library(find_library(ort_stem)).cuda_archs != "none")
-
-
-def build_tree() -> Path:
-    """Where the object files are: the libraries in use may be installed copies of those in build/."""
-    folders = (find_library("custom_relu").parent, Path(__file__).resolve().parent.parent / "build")
-    for folder in folders:
-        if any(folder.glob("**/twinop_op_relu.dir/**/relu.cpp.o")):
-            return folder
-    pytest.skip(f"no object files in {' or '.join(map(str, folders))}: only libraries came here")
-
-
-@pytest.mark.parametrize(("ort_stem", "torch_stem"), PAIRS)
-def test_the_cpu_code_is_the_same(ort_stem: str, torch_stem: str) -> None:
-    """Every function of an op's object file stands in both libraries, byte for byte but for what the linker
-    fills in (addresses): the op was compiled once."""
-    tree = build_tree()
-    ops = Path(__file__).resolve().parent.parent / "kernels/ops"
-    families = {"custom_relu": ["relu"], "test_ops": ["double_and_sum", "pad_affine"]}.get(
-        ort_stem, [header.stem for header in ops.glob("*.h")]
-    )
-    for family in families:
-        (compiled,) = map(Elf, tree.glob(f"**/twinop_op_{family}.dir/**/{family}.cpp.o"))
-        functions = [
-            symbol
-            for symbol in compiled.symbols
-            if symbol.kind == STT_FUNC and symbol.size and not symbol.name.startswith("_ZNSt")
-        ]  # (the standard library's inline functions may come from any object)
-        assert len(functions) > 4
-        for stem in (ort_stem, torch_stem):
-            assert not (
-                other := functions_with_other_code(Elf(tree / f"lib{stem}.so"), compiled, functions)
-            ), f"lib{stem}.so: {other}"
-
-
-def functions_with_other_code(library: Elf, compiled: Elf, functions: list[Symbol]) -> list[str]:
-    linked: dict[str, list[bytes]] = {}  # local functions of several objects may have one name
-    for symbol in library.symbols:
-        linked.setdefault(symbol.name, []).append(library.code(symbol) if symbol.kind == STT_FUNC else b"")
-    other = []
-    for symbol in functions:
-        code, filled = compiled.masked_code(symbol)
-        kept = [i for i in range(len(code)) if i not in filled]
-        assert len(kept) > len(code) // 2
-        candidates = [c for c in linked.get(symbol.name, []) if len(c) == len(code)]
-        if not any(all(candidate[i] == code[i] for i in kept) for candidate in candidates):
-            other.append(symbol.name)
-    return other
 
 
 # ---------------------------------------------------------------------------- several in one process

@@ -118,6 +118,9 @@ MESSAGES = [
     ("last dimension", {}, {"axis": -2}, "f: attribute axis is -2, expected a number >= -1"),
     ("packed", {"x": [2, 7]}, {}, "x has shape [2, 7], expected x[:-1] + [x[-1] // 2 * 2] = [2, 6]"),
     ("matmul", {"w": [7, 3]}, {}, "w has shape [7, 3], expected w[:-2] + [x[-1], w[-1]] = [8, 3]"),
+    ("matmul", {"w": [8]}, {}, "w has 1 dimension, expected at least 2 (unsqueeze adds one)"),
+    ("matmul", {"w": []}, {}, "w has 0 dimensions, expected at least 2 (unsqueeze adds one)"),
+    ("matmul", {"x": [], "w": [8, 3]}, {}, "x has 0 dimensions, expected at least 1 (unsqueeze adds one)"),
     (
         "elementwise",
         {"w": [2, 8], "b": [8]},

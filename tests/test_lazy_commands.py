@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -60,20 +61,35 @@ def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None
     assert done.returncode == 0 and done.stderr == "" and "Usage: twinop" in done.stdout
 
 
-def test_a_package_that_is_missing() -> None:
-    code = WITHOUT.format(missing=("torch",))
-    for arguments in (["export"], ["bench", "relu"]):
-        done = twinop(*arguments, code=code)
-        assert done.returncode == 1 and done.stdout == ""
-        expected = "error: this command needs the package torch, which is not installed here. In a checkout "
-        assert done.stderr.startswith(f"{expected}./build.sh") and len(done.stderr.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("arguments", "package", "install"),
+    [
+        (["export"], "torch", "torch"),
+        (["bench", "node-overhead"], "torch", "torch"),
+        (["bench", "soak"], "kserve", "'twinop[serve]'"),
+        (["serve", "models"], "grpc", "'twinop[serve]'"),  # which pip does not know by this name
+        (["serve", "models"], "kserve", "'twinop[serve]'"),
+        (["pack", "model.onnx", "-o", "repo"], "jinja2", "'twinop[serve]'"),
+    ],
+)
+def test_a_package_that_is_missing(tmp_path: Path, arguments: list[str], package: str, install: str) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "relu.onnx").write_bytes(b"")
+    arguments = [str(tmp_path / each) if each == "models" else each for each in arguments]
+    done = twinop(*arguments, code=WITHOUT.format(missing=(package,)))
+    assert done.returncode == 1 and done.stdout == ""
+    expected = f"error: this command needs the package {package}, which is not installed here: pip install"
+    *said, error = done.stderr.splitlines()  # a bench says first how long it takes
+    assert error.startswith(f"{expected} {install}. In a checkout ./build.sh")
+    assert len(said) == (arguments[0] == "bench")
 
 
 def test_nothing_was_built() -> None:
     code = "import twinop.library as library; library.library_folders = lambda: []"
-    done = twinop("bench", "relu", code=code)
-    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: libtwinop_torch.so not found") and "./build.sh" in done.stderr
+    done = twinop("bench", "report", code=code)
+    assert done.returncode == 1 and done.stdout == ""
+    _, error = done.stderr.splitlines()  # behind how long it would take
+    assert error.startswith("error: libcustom_ops.so not found") and "./build.sh" in error
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,52 @@ def test_what_stays_and_why(module: nn.Module, message: str) -> None:
         raise AssertionError(str(entry))
 
 
+def test_a_module_with_a_forward_of_its_own_stays() -> None:
+    """Its instance's function would run, whatever its class is: hooks set one."""
+    module = nn.ReLU()
+    module.forward = lambda x: x * 2  # type: ignore[method-assign, assignment]
+    report: list[torch_op.Replacement] = []
+    torch_op.replace_modules(nn.Sequential(module), report.append)
+    assert type(module) is nn.ReLU
+    assert str(report[0]).startswith("0: ReLU stays: it has a forward of its own, as hooks set one")
+
+
+class T5LayerNorm(nn.Module):
+    pass
+
+
+class GraniteMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(2, 2) for _ in range(3))
+
+
+class MixtralRMSNorm(nn.Module):
+    pass
+
+
+class QuickGELUActivation(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "other"),
+    [
+        (T5LayerNorm(), "a LayerNorm"),
+        (MixtralRMSNorm(), "a RMSNorm"),
+        (QuickGELUActivation(), "a GELU"),
+        (GraniteMLP(), "Llama's gated MLP"),
+    ],
+)
+def test_look_alikes_are_reported(module: nn.Module, other: str) -> None:
+    report: list[torch_op.Replacement] = []
+    torch_op.replace_modules(nn.Sequential(module, nn.LeakyReLU(), nn.Linear(2, 2)), report.append)
+    kind = type(module).__name__
+    assert [str(entry) for entry in report] == [
+        f"0: {kind} stays: it is not known whether {__name__} computes the same as {other}"
+    ]
+
+
 def test_an_op_that_no_library_has(monkeypatch: pytest.MonkeyPatch) -> None:
     from twinop.torch_op import registry
 

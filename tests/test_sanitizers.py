@@ -90,8 +90,9 @@ def test_nothing_leaks(build: Callable[[str], Path], tmp_path: Path) -> None:
     """Load, run, fail, let go, three times over; the runtime is the newest one's C library."""
     (runtime,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
     folder = build("asan")
-    find_headers = [sys.executable, str(ROOT / "cmake/ort_sdk.py")]
-    include = subprocess.run(find_headers, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    find_headers = ["cmake", "-P", str(ROOT / "cmake/OrtHeaders.cmake")]
+    found = subprocess.run(find_headers, stdout=subprocess.PIPE, text=True, check=True)
+    include = found.stdout.splitlines()[-1]
     program = tmp_path / "leak_driver"
     source = ROOT / "tests/leak_driver.cpp"
     flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address", f"-isystem{include}"]

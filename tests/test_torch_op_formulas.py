@@ -3,9 +3,11 @@
 Whether they are right, test_gradients.py says.
 """
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from samples import ALL
 from torch.profiler import ProfilerActivity, profile
 
 from twinop import torch_op
-from twinop.errors import RecordError
-from twinop.torch_op.autograd import _Formulas
+from twinop.errors import LibraryError, RecordError
+from twinop.library import find_library
+from twinop.torch_op.autograd import _Formulas, check_formulas
 
 ops = torch.ops.custom_domain
 
@@ -71,9 +74,9 @@ from twinop import torch_op
 from twinop.errors import RecordError
 from twinop.library import find_library
 
-torch_op.load_library(find_library("test_probe_torch"))  # not in the other tests' process: it has no body
+ops = torch_op.load(find_library("test_probe"))  # not in the other tests' process: it has no body
 x = torch.ones(3, requires_grad=True)
-same, report = torch_op.probe(x)
+same, report = ops.probe(x)
 try:
     (same.sum() + x.square().sum()).backward()
 except RecordError as error:
@@ -94,3 +97,40 @@ def test_float_attributes_beyond_fp32() -> None:
         y = ops.pad_affine(x, scale=scale)
         (grad,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(y[:, :3], torch.full((2, 3), expected)) and torch.equal(grad, y[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("formula", "message"),
+    [
+        (
+            "x = relu_bakward(grad, y)",
+            "`x = relu_bakward(grad, y)` uses relu_bakward, expected x, y, variant, grad, ",
+        ),
+        ("x = relu_backward(grad, z)", " uses z, expected x, y, variant, grad, torch, or an op by its name"),
+        ("x = relu_backward(gard, q)", " uses gard, q, expected "),
+        ("z = relu_backward(grad, y)", "`z = relu_backward(grad, y)` is of z, expected inputs of the op: x"),
+        ("x = relu_backward(grad, y", " is not a Python expression: '(' was never closed"),
+    ],
+)
+def test_a_typo_in_a_derivative_is_told_when_the_library_is_loaded(
+    formula: str, message: str, tmp_path: Path
+) -> None:
+    right = b"x = relu_backward(grad, y)"
+    # In a domain of its own: an op that is loaded already is not looked at again.
+    data = (
+        find_library("custom_relu")
+        .read_bytes()
+        .replace(b'"domain":"custom_domain"', b'"domain":"typos__domain"')
+    )
+    assert data.count(right) >= 1
+    path = tmp_path / "libwrong.so"
+    path.write_bytes(data.replace(right + b'"', formula.encode() + b'"' + b" " * (len(right) - len(formula))))
+    assert path.stat().st_size == len(data)
+    with pytest.raises(LibraryError, match=re.escape(message)) as error:
+        torch_op.load(path)
+    assert str(error.value).startswith(f"{path}: typos__domain::relu: derivative ")
+
+
+def test_formulas_may_have_names_of_their_own() -> None:
+    text = "x = sum([part * grad for part in (lambda a: (a, y))(x)])"
+    check_formulas(replace(torch_op.records()["relu"], gradient=text), [])

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 from torch import nn
 
 from twinop import deploy, torch_op
-from twinop.bench.encoder import STYLES, TINY, Encoder, batch, encoder
+from twinop.bench.encoder_models import STYLES, TINY, Encoder, batch, encoder
 from twinop.deploy import costs
 from twinop.export import ExportReport, export, parity
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 OPS = {
     "bert": {"CustomLayerNorm": 1, "CustomAddLayerNorm": 4, "CustomGelu": 2},
@@ -23,15 +23,6 @@ OPS = {
 }
 each_style = pytest.mark.parametrize("style", list(STYLES))
 each_exporter = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: on a busy machine a second thread makes them a hundred times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pair(style: str, dtype: torch.dtype = torch.float32) -> tuple[Encoder, Encoder]:

@@ -1,0 +1,248 @@
+"""Every fenced block of README.md, CONTRIBUTING.md and docs/ is run as it stands, as after ./build.sh.
+
+Each document is read from top to bottom in a folder that looks like the checkout; every block gets a new
+shell. A server that a block starts runs until the end of the document. A block that is not run has a comment
+above it, `<!-- not run: reason -->`. Blocks of `text` are output and pictures: nobody types them.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from twinop.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+)
+NOT_RUN = {  # by the first line
+    "README.md": ["./build.sh demo", "ORT_ROOT=/path/to/onnxruntime-linux-x64-gpu-1.23.2 ./build.sh"],
+    "CONTRIBUTING.md": ["./build.sh", ".venv/bin/python tests/gpu_report.py --output"],
+}
+_FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+PORTS = (8080, 8081)
+
+
+@dataclass(frozen=True)
+class Block:
+    place: str
+    language: str
+    text: str
+    reason: str | None
+
+    @property
+    def first_line(self) -> str:
+        return self.text.splitlines()[0]
+
+
+def blocks_of(document: str) -> list[Block]:
+    content = (ROOT / document).read_text()
+    found = [
+        Block(
+            f"{document}:{content[: match.start('text')].count(chr(10))}",
+            match["language"],
+            match["text"],
+            match["reason"],
+        )
+        for match in _FENCE.finditer(content)
+    ]
+    assert 2 * len(found) == len(re.findall("^```", content, re.MULTILINE)), (
+        f"{document}: a fence is not closed"
+    )
+    return found
+
+
+@dataclass
+class Reader:
+    """Does what a document says, in `folder`."""
+
+    folder: Path
+    server: subprocess.Popen[str] | None = None
+    said: dict[str, str] = field(default_factory=dict)  # what blocks printed, by their first line
+    env: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for entry in ROOT.iterdir():
+            if not entry.name.startswith("custom_relu.onnx"):
+                (self.folder / entry.name).symlink_to(entry)
+        home = self.folder / "home"
+        home.mkdir()
+        # No .venv on the PATH. Threads of torch's that wait in a loop would slow other tests down.
+        path = "/usr/local/bin:/usr/bin:/bin"
+        self.env = {"PATH": path, "HOME": str(home), "LANG": "C.UTF-8", "OMP_WAIT_POLICY": "PASSIVE"}
+
+    def do(self, block: Block) -> None:
+        {"sh": self.shell, "python": self.python, "toml": self.settings, "cpp": self.cpp}[block.language](
+            block
+        )
+
+    def run(self, block: Block, command: list[str | Path]) -> None:
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        output = done.stdout + done.stderr
+        assert done.returncode == 0 and "Traceback" not in output, f"{block.place}:\n{block.text}\n{output}"
+        assert '{"error"' not in done.stdout, f"{block.place}: {done.stdout}"  # curl's exit code is 0 then
+        self.said[block.first_line] = done.stdout
+
+    def shell(self, block: Block) -> None:
+        *lines, last = block.text.splitlines()
+        shell = ["bash", "--noprofile", "--norc", "-euo", "pipefail", "-c"]
+        if "twinop serve " not in last:
+            self.run(block, [*shell, block.text])
+            return
+        if lines:
+            self.run(block, [*shell, "\n".join(lines)])
+        self.stop()
+        self.server = subprocess.Popen(
+            [*shell, last],
+            cwd=self.folder,
+            env=self.env,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.server.poll() is None:
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{PORTS[0]}/v2/health/ready") as answer,
+            ):
+                if answer.status == 200:
+                    return
+            time.sleep(0.1)
+        self.stop()
+        assert self.server.stderr is not None
+        pytest.fail(f"{block.place}: {last}: not ready\n{self.server.stderr.read()[-3000:]}")
+
+    def python(self, block: Block) -> None:
+        name = re.match(r"# ([\w/]+\.py)$", block.first_line)
+        path = self.folder / (name[1] if name else "block.py")
+        path.write_text(block.text)
+        self.run(block, [".venv/bin/python", path])
+
+    def settings(self, block: Block) -> None:
+        path = self.folder / "block.toml"
+        path.write_text(block.text)
+        settings = pytest.importorskip(
+            "twinop.deploy.service.settings", reason="needs twinop[serve]"
+        ).read_settings(path, {})
+        for name in settings.models:
+            settings.for_model(name)
+
+    def cpp(self, block: Block) -> None:
+        """A whole file compiles; an excerpt names its file, and has lines of it."""
+        if name := re.match(r"// (\S+)$", block.first_line):
+            lines = iter((ROOT / name[1]).read_text().splitlines())
+            missing = [line for line in block.text.splitlines()[1:] if line and line not in lines]
+            assert not missing, f"{block.place}: not in {name[1]}, in this order: {missing[0]}"
+            return
+        path = self.folder / "block.cpp"
+        path.write_text(block.text)
+        commands = json.loads((ROOT / "build/compile_commands.json").read_text())
+        [command] = [entry["command"] for entry in commands if entry["file"].endswith("ort_customop/op.cpp")]
+        compiler, *options = shlex.split(command)
+        include = options[options.index("-isystem") + 1]
+        self.env["PATH"] = os.environ["PATH"]
+        self.run(block, [compiler, "-std=c++17", "-fsyntax-only", "-isystem", include, path])
+
+    def stop(self) -> None:
+        if self.server is not None and self.server.poll() is None:
+            os.killpg(self.server.pid, signal.SIGTERM)
+            try:
+                self.server.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.server.pid, signal.SIGKILL)
+
+
+@contextmanager
+def ports() -> Iterator[None]:
+    """The ports that the documents name, for one document at a time."""
+    with Path(tempfile.gettempdir(), f"twinop-test-docs-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for port in PORTS:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    pytest.skip(f"another program listens on port {port}, which the documents use")
+        yield
+
+
+@pytest.mark.timeout(600)  # the README's take 40 s where nothing else runs
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_blocks(document: str, tmp_path: Path) -> None:
+    if not (ROOT / ".venv/bin/twinop").exists():
+        pytest.skip("no .venv: ./build.sh has not run")
+    reader = Reader(tmp_path)
+    blocks = [block for block in blocks_of(document) if block.language != "text" and block.reason is None]
+    with ports() if any("twinop serve " in block.text for block in blocks) else nullcontext():
+        try:
+            for block in blocks:
+                reader.do(block)
+        finally:
+            reader.stop()
+    if document == "README.md" and shutil.which("nvidia-smi") is None:
+        [shown] = [block.text for block in blocks_of(document) if "Custom nodes against torch" in block.text]
+        [said] = [text for first, text in reader.said.items() if first.startswith(".venv/bin/twinop export ")]
+        assert (drawn := [line for line in shown.splitlines() if line[0] in "╭│╰┏┃┡└"])
+        assert [line for line in drawn if line not in said] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_is_not_run(document: str) -> None:
+    blocks = blocks_of(document)
+    assert {block.language for block in blocks} <= {"sh", "python", "toml", "cpp", "text"}
+    left_out = [block for block in blocks if block.reason is not None]
+    expected = NOT_RUN.get(document, [])
+    assert len(left_out) == len(expected)
+    assert all(block.text.startswith(first) for block, first in zip(left_out, expected, strict=True))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_one_style_of_command(document: str) -> None:
+    """Commands are typed as they work without an active environment."""
+    for block in blocks_of(document):
+        if block.language == "sh":
+            assert re.findall(r"(?m)^(?:twinop|python3?|pytest|pip) .*", block.text) == [], block.place
+    usage = subprocess.run([ROOT / "build.sh", "--help"], capture_output=True, text=True).stdout
+    known = {"", *re.findall(r"^  (\w+)", usage, re.MULTILINE)}
+    assert set(re.findall(r"\./build\.sh ?([a-z]*)", (ROOT / document).read_text())) <= known
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_examples_of_the_help_are_in_the_documents(command: str) -> None:
+    """Where they are run."""
+    said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"}).output
+    examples = re.findall(r"^ *(?:\S*twinop|curl) .*?(?= *$)", said.partition("Examples:")[2], re.MULTILINE)
+    assert len(examples) >= 2
+    text = "".join(
+        block.text for document in DOCUMENTS for block in blocks_of(document) if block.language == "sh"
+    )
+    typed = {line.partition("  #")[0].strip().removeprefix(".venv/bin/") for line in text.splitlines()}
+    assert {re.sub(r"^\S*/twinop", "twinop", example.strip()) for example in examples} <= typed

@@ -1,0 +1,64 @@
+"""Scripts of the repository that any Python may run: they find .venv, or say what makes it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("export/to_onnx.py", "deploy/run_onnx.py", "tests/gpu_report.py")
+in_checkout = pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="no .venv: ./build.sh has not run")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python without any package, as a new shell has it."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    return folder / "bin" / "python"
+
+
+def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": "/usr/bin:/bin", "COLUMNS": "200"}
+    return subprocess.run([python, *arguments], capture_output=True, text=True, cwd=cwd, env=env, timeout=200)
+
+
+@in_checkout
+def test_a_new_shell_exports_and_runs(bare: Path, tmp_path: Path) -> None:
+    done = run(bare, str(ROOT / "export/to_onnx.py"), "--no-verify", cwd=tmp_path)
+    assert done.returncode == 0 and "CustomRelu" in done.stdout, done.stderr
+    done = run(bare, str(ROOT / "deploy/run_onnx.py"), "custom_relu.onnx", cwd=tmp_path)
+    assert done.returncode == 0 and "yes" in done.stdout, done.stderr
+
+
+@in_checkout
+@pytest.mark.parametrize(
+    "arguments", [*((script,) for script in SCRIPTS), ("-m", "twinop"), ("-m", "twinop.bench")]
+)
+def test_any_python_will_do(bare: Path, arguments: tuple[str, ...]) -> None:
+    done = run(bare, *arguments, "--help", cwd=ROOT)
+    assert done.returncode == 0 and "Usage:" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_before_the_first_build(bare: Path, script: str, tmp_path: Path) -> None:
+    for name in (script, "twinop/__init__.py", "twinop/script.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    done = run(bare, script, "--help", cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == "" and "typer" in done.stderr
+    message = f". Run ./build.sh in {tmp_path}: it sets up .venv, which is then used\n"
+    assert done.stderr.startswith(f"error: {bare} lacks ") and done.stderr.endswith(message)
+
+
+@in_checkout
+def test_examples_are_typed_as_they_stand_in_the_help() -> None:
+    twinop = str(ROOT / ".venv/bin/twinop")
+    for command, example in (("export", "export --dtype float16"), ("run", "run custom_relu.onnx")):
+        said = run(Path(twinop), command, "--help", cwd=ROOT).stdout
+        assert f" .venv/bin/twinop {example}" in said and " twinop " not in said.partition("Examples")[2]
+    env = {"PATH": f"{ROOT}/.venv/bin:/usr/bin:/bin", "COLUMNS": "200"}
+    done = subprocess.run(["twinop", "run", "--help"], capture_output=True, text=True, env=env, cwd="/")
+    assert " twinop run custom_relu.onnx" in done.stdout and ".venv" not in done.stdout
