@@ -5,7 +5,8 @@
  * own, both read that table. Nothing else crosses the boundary: no C++ type, no memory that the
  * other side has to free, no exception.
  *
- * The header is C99. Authors of ops use kernels/call.h and kernels/registry.h instead.
+ * The header is C99. Authors of ops use kernels/record/call.h and kernels/record/registry.h
+ * instead.
  */
 #ifndef TWINOP_KERNELS_ABI_H_
 #define TWINOP_KERNELS_ABI_H_
@@ -101,7 +102,8 @@ typedef struct twinop_error {
 /* Queues the work and returns. It does not allocate device memory and does not synchronize. */
 typedef int32_t (*twinop_launch)(const twinop_call* call, twinop_error* error);
 
-/* One op. Texts are NUL-terminated and never null; kernels/record.h documents each of them. */
+/* One op. Texts are NUL-terminated and never null; kernels/record/record.h documents each of them.
+ */
 typedef struct twinop_op {
   size_t struct_size; /* sizeof(twinop_op) when the library was compiled */
   const char* schema;

@@ -13,9 +13,9 @@
 
 #include <type_traits>
 
-#include "kernels/numeric.h"
-#include "kernels/registry.h"
-#include "kernels/strided.h"
+#include "kernels/elementwise/strided.h"
+#include "kernels/math/numeric.h"
+#include "kernels/record/registry.h"
 
 namespace twinop::elementwise {
 
@@ -93,11 +93,11 @@ Outputs<T, kOutputs> OutputPointers(const Call& call) {
 }  // namespace twinop::elementwise
 
 #if defined(__CUDACC__)
-#include "kernels/elementwise_cuda.cuh"
-#include "kernels/strided_cuda.cuh"
+#include "kernels/elementwise/cuda.cuh"
+#include "kernels/elementwise/strided_cuda.cuh"
 #else
-#include "kernels/elementwise_cpu.h"
-#include "kernels/strided_cpu.h"
+#include "kernels/elementwise/cpu.h"
+#include "kernels/elementwise/strided_cpu.h"
 #endif
 
 // An op y = f(x) with its derivative, in namespace twinop:

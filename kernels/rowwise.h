@@ -21,9 +21,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "kernels/math.h"
-#include "kernels/numeric.h"
-#include "kernels/registry.h"
+#include "kernels/math/math.h"
+#include "kernels/math/numeric.h"
+#include "kernels/record/registry.h"
 
 namespace twinop::rowwise {
 
@@ -264,7 +264,7 @@ template <template <class> class F, class Body>
 }  // namespace twinop::rowwise
 
 #if defined(__CUDACC__)
-#include "kernels/rowwise_cuda.cuh"
+#include "kernels/rowwise/cuda.cuh"
 #else
-#include "kernels/rowwise_cpu.h"
+#include "kernels/rowwise/cpu.h"
 #endif

@@ -5,7 +5,7 @@
 #include <new>
 #include <string>
 
-#include "kernels/numeric.h"
+#include "kernels/math/numeric.h"
 #include "ort_customop/op.h"
 
 namespace twinop::ort {

@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/numeric.h"
+#include "kernels/math/numeric.h"
 #include "ort_customop/scratch.h"
 
 namespace twinop::ort {

@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "kernels/check.h"
+#include "kernels/record/check.h"
 
 namespace twinop::ort {
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <mutex>
 
-#include "kernels/table.h"
+#include "kernels/record/table.h"
 #include "ort_customop/api.h"
 
 namespace twinop::ort {

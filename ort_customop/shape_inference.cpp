@@ -1,7 +1,7 @@
 // Output shapes at session creation, from the record's shape expressions.
 #include <memory>
 
-#include "kernels/check.h"
+#include "kernels/record/check.h"
 #include "ort_customop/api.h"
 
 namespace twinop::ort {

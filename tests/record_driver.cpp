@@ -19,10 +19,10 @@
 #include <string>
 #include <vector>
 
-#include "kernels/check.h"
-#include "kernels/cpu_features.h"
-#include "kernels/json.h"
-#include "kernels/validate.h"
+#include "kernels/primitives/cpu_features.h"
+#include "kernels/record/check.h"
+#include "kernels/record/json.h"
+#include "kernels/record/validate.h"
 
 namespace twinop {
 namespace {

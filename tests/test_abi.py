@@ -27,7 +27,7 @@ def test_the_header_is_c99() -> None:
 
 def test_headers_of_ops_need_no_runtime() -> None:
     """Nothing that an op's author compiles includes a header of torch or ONNX Runtime."""
-    for header in ("kernels/abi.h", "kernels/registry.h", "kernels/library.h", "tests/ops/abi_ops.h"):
+    for header in ("kernels/abi.h", "kernels/record/registry.h", "kernels/library.h", "tests/ops/abi_ops.h"):
         command = [compiler(), "-std=c++17", f"-I{ROOT}", "-M", "-x", "c++", "-"]
         command += ['-DTWINOP_VERSION="0"', '-DTWINOP_CUDA_ARCHS="none"', '-DTWINOP_CUDA_VERSION=""']
         done = subprocess.run(command, input=f'#include "{header}"\n', text=True, capture_output=True)

@@ -164,7 +164,7 @@ def may_name() -> set[Path]:
     bodies (compared with the records by name), and modules (see test_modules_have_the_ops_defaults)."""
     headers = {path for record in ALL.values() if (path := header(record))}
     return headers | {
-        ROOT / "kernels/norm.h",
+        ROOT / "kernels/rowwise/norm.h",
         ROOT / "export/bodies.py",
         ROOT / "torch_op/modules.py",
     }

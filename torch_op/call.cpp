@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/check.h"
+#include "kernels/record/check.h"
 #include "torch_op/layout.h"
 #include "torch_op/tensor.h"
 

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "kernels/record.h"
+#include "kernels/record/record.h"
 
 namespace twinop::torch_op {
 

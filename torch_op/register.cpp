@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/table.h"
+#include "kernels/record/table.h"
 #include "torch_op/call.h"
 
 namespace twinop::torch_op {

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/record.h"
+#include "kernels/record/record.h"
 
 namespace twinop::torch_op {
 

@@ -1,4 +1,4 @@
-"""The checks of `kernels/check.cpp`, for calls that reach no kernel: fakes, export, models."""
+"""The checks of `kernels/record/check.cpp`, for calls that reach no kernel: fakes, export, models."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The op record in Python: what `kernels/record.h` declares, read from a library or given by hand.
+"""The op record in Python: what `kernels/record/record.h` declares, read from a library or given by hand.
 
 A record is text, so C++ and Python can both give one; every adapter (torch registration, exporters, session
 checks) is derived from it.
@@ -64,7 +64,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Record:
-    """One op. The texts are those of `kernels/record.h`, which explains each of them."""
+    """One op. The texts are those of `kernels/record/record.h`, which explains each of them."""
 
     name: str
     onnx_name: str
@@ -90,7 +90,7 @@ class Record:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Record":
-        """The record that a library carries (see `kernels/json.h`), in the domain that `fields` names."""
+        """The record that a library carries (see `kernels/record/json.h`), in the domain that `fields` names."""
         special = {
             "inputs": tuple(Input(**entry) for entry in fields["inputs"]),
             "attributes": tuple(

@@ -1,4 +1,4 @@
-"""Shape expressions: the closed language of `kernels/shape.h`; nothing else of Python is accepted.
+"""Shape expressions: the closed language of `kernels/record/shape.h`; nothing else of Python is accepted.
 
 Sizes are numbers, torch SymInts or `Unknown`.
 """

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels/elementwise.h"
-#include "kernels/math.h"
+#include "kernels/math/math.h"
 
 namespace twinop {
 
@@ -24,7 +24,7 @@ template <class T>
 struct Power {
   static constexpr int kLoads = 2;
   static constexpr int kRegisters = sizeof(T) == 8 ? 64 : kIsNarrow<T> ? 40 : 32;
-  static constexpr bool kHasPlain = true;  // on CUDA: elementwise_cuda.cuh
+  static constexpr bool kHasPlain = true;  // on CUDA: elementwise/cuda.cuh
 
   TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }
   TWINOP_INLINE static bool IsPlain(T a, T) { return IsPlainBase(a); }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/elementwise.h"
-#include "kernels/math.h"
+#include "kernels/math/math.h"
 
 namespace twinop {
 

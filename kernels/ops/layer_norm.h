@@ -1,16 +1,16 @@
 // layer_norm -> torch.ops.custom_domain.layer_norm, CustomLayerNorm; add_layer_norm with it.
 #pragma once
 
-#include "kernels/math.h"
-#include "kernels/norm.h"
+#include "kernels/math/math.h"
 #include "kernels/rowwise.h"
+#include "kernels/rowwise/norm.h"
 
 namespace twinop {
 
 // y = (x - mean) / sqrt(variance + eps) * weight + bias over `axis` and all dimensions behind it
 // (Ba et al. 2016; ONNX LayerNormalization). Two passes over the held row: the mean, then the mean
 // square of what is left, which does not cancel (mean 1e4, std 1 is fine); or both at once, where
-// they would not cancel either (rowwise_held_values.cuh).
+// they would not cancel either (rowwise/resident_values.cuh).
 template <class T>
 struct LayerNorm : rowwise::Op<1, 1> {
   using RowInputs = rowwise::Indices<0>;
@@ -133,7 +133,7 @@ struct LayerNormBackward : rowwise::Op<3, 1> {
   TWINOP_INLINE T Xhat(const Row& row) const { return (row[1] - mean) * rstd; }
 };
 
-// For the second derivative (kernels/norm.h).
+// For the second derivative (kernels/rowwise/norm.h).
 #define TWINOP_NORMED "layer_norm(x, None, None, axis, eps)"
 #define TWINOP_PULLED(v) \
   "layer_norm_backward((" v ").to(x.dtype), x, None, None, None, axis, eps)[0]"

@@ -2,11 +2,11 @@
 #pragma once
 
 #if defined(__CUDACC__)
-#include "kernels/matmul.cuh"
+#include "kernels/matmul/cuda.cuh"
 #else
-#include "kernels/matmul_cpu.h"
+#include "kernels/matmul/cpu.h"
 #endif
-#include "kernels/registry.h"
+#include "kernels/record/registry.h"
 
 namespace twinop {
 

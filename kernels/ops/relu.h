@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/elementwise.h"
-#include "kernels/relu_variants.cuh"
+#include "kernels/elementwise/relu_variants.cuh"
 
 namespace twinop {
 

@@ -1,9 +1,9 @@
 // rms_norm -> torch.ops.custom_domain.rms_norm, CustomRmsNorm; add_rms_norm with it.
 #pragma once
 
-#include "kernels/math.h"
-#include "kernels/norm.h"
+#include "kernels/math/math.h"
 #include "kernels/rowwise.h"
+#include "kernels/rowwise/norm.h"
 
 namespace twinop {
 
@@ -116,7 +116,7 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
   }
 };
 
-// For the second derivative (kernels/norm.h).
+// For the second derivative (kernels/rowwise/norm.h).
 #define TWINOP_NORMED "rms_norm(x, None, axis, eps, offset)"
 #define TWINOP_PULLED(v) \
   "rms_norm_backward((" v ").to(x.dtype), x, None, None, None, axis, eps, offset)[0]"

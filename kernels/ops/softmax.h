@@ -1,7 +1,7 @@
 // softmax -> torch.ops.custom_domain.softmax, CustomSoftmax.
 #pragma once
 
-#include "kernels/math.h"
+#include "kernels/math/math.h"
 #include "kernels/rowwise.h"
 
 namespace twinop {

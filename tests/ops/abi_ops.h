@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/registry.h"
+#include "kernels/record/registry.h"
 #if defined(__CUDACC__)
-#include "kernels/cuda_launch.cuh"
+#include "kernels/primitives/launch.cuh"
 #endif
 
 namespace twinop {

@@ -4,10 +4,10 @@
 //   order
 #pragma once
 
-#include "kernels/numeric.h"
-#include "kernels/registry.h"
+#include "kernels/math/numeric.h"
+#include "kernels/record/registry.h"
 #if defined(__CUDACC__)
-#include "kernels/cuda_launch.cuh"
+#include "kernels/primitives/launch.cuh"
 #endif
 
 namespace twinop {

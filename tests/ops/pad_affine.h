@@ -6,10 +6,10 @@
 // and zeros in the pads[0] columns before and the pads[1] columns behind.
 #pragma once
 
-#include "kernels/numeric.h"
-#include "kernels/registry.h"
+#include "kernels/math/numeric.h"
+#include "kernels/record/registry.h"
 #if defined(__CUDACC__)
-#include "kernels/cuda_launch.cuh"
+#include "kernels/primitives/launch.cuh"
 #endif
 
 namespace twinop {

@@ -8,10 +8,10 @@
 // attributes are of the kinds that no other test op has.
 #pragma once
 
-#include "kernels/numeric.h"
-#include "kernels/registry.h"
+#include "kernels/math/numeric.h"
+#include "kernels/record/registry.h"
 #if defined(__CUDACC__)
-#include "kernels/cuda_launch.cuh"
+#include "kernels/primitives/launch.cuh"
 #endif
 
 namespace twinop {

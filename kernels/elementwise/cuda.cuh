@@ -1,0 +1,213 @@
+// Elementwise ops on CUDA: 16-byte vectors, as many loads in flight as the machine takes, 64-bit
+// counts, a scalar kernel for misaligned outputs, another kernel for tensors that are no flat
+// sequence of vectors (strided_cuda.cuh). Every element is computed alone, so the result does not
+// depend on the path.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "kernels/elementwise.h"
+#include "kernels/elementwise/launch_settings.h"
+#include "kernels/primitives/l2_hints.cuh"
+#include "kernels/primitives/launch.cuh"
+
+namespace twinop::elementwise {
+
+template <class T, int kWidth>
+struct alignas(sizeof(T) * kWidth) Vector {
+  T values[kWidth];
+};
+
+// An element as it is computed with, and its place in a vector. Vectors of bfloat16 are looked at
+// as words: of the two numbers in one, one is its upper half and the other a shift away, one
+// instruction each, where 16-bit elements would first be taken apart.
+template <class T, int kWidth>
+inline constexpr bool kHasWords = std::is_same_v<T, BFloat16> && kWidth > 1;
+
+template <class T, int kWidth>
+__device__ __forceinline__ Compute<T> Get(const Vector<T, kWidth>& vector, int i) {
+  if constexpr (kHasWords<T, kWidth>) {
+    std::uint32_t word;
+    memcpy(&word, &vector.values[i / 2 * 2], sizeof(word));
+    return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
+  } else {
+    return ToCompute(vector.values[i]);
+  }
+}
+// In the order of the elements.
+template <class T, int kWidth>
+__device__ __forceinline__ void Set(Vector<T, kWidth>* vector, int i, T value) {
+  if constexpr (kHasWords<T, kWidth>) {
+    std::uint32_t word = SameBits<std::uint16_t>(value);
+    if (i % 2 == 1) {
+      std::uint32_t lower;
+      memcpy(&lower, &vector->values[i - 1], sizeof(lower));
+      word = word << 16 | lower;
+    }
+    memcpy(&vector->values[i / 2 * 2], &word, sizeof(word));
+  } else {
+    vector->values[i] = value;
+  }
+}
+
+// The results of a functor over vectors, one for each output.
+template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
+__device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&out)[kOutputs],
+                                          const Vector<T, kWidth> (&in)[kInputs],
+                                          std::index_sequence<I...>) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    auto results = functor(Get(in[I], i)...);
+    if constexpr (kResultCount<decltype(results)> == 1) {
+      Round(results, &out[0].values[i]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kOutputs; ++k) Round(results.values[k], &out[k].values[i]);
+    }
+  }
+}
+
+// A functor of one result, most of whose values need no special cases, says `kHasPlain = true` and
+// has `static bool IsPlain(values...)` and `static ... TryPlain(values...)`: `value`, the same
+// result, and whether that is `plain`, too. Where a warp's vectors hold nothing else, they take it.
+// (One branch for all: one for each element would keep their arithmetic from being interleaved, and
+// a warp that parts would go both ways.)
+template <class F, class = void>
+inline constexpr bool kHasPlain = false;
+template <class F>
+inline constexpr bool kHasPlain<F, std::void_t<decltype(F::kHasPlain)>> = F::kHasPlain;
+
+template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
+__device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)[kOutputs],
+                                      const Vector<T, kWidth> (&in)[kInputs],
+                                      std::index_sequence<I...> indices) {
+  if constexpr (kHasPlain<F>) {
+    static_assert(kOutputs == 1);
+    constexpr unsigned kAll = 0xFFFFFFFFu;
+    bool plain = true;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) plain = plain & F::IsPlain(Get(in[I], i)...);
+    if (__all_sync(kAll, plain)) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const auto result = F::TryPlain(Get(in[I], i)...);
+        plain = plain & result.plain;
+        Round(result.value, &out[0].values[i]);
+      }
+      if (__all_sync(kAll, plain)) return;
+    }
+  }
+  ApplyEach(functor, out, in, indices);
+}
+
+// A block owns kThreads * kLoads consecutive vectors; a thread's loads are kThreads vectors apart,
+// so that each is coalesced across the warp, and all are issued before the first use. The elements
+// behind the last whole vector go to the first threads of the grid.
+template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
+__global__ void __launch_bounds__(kThreads, kLoads <= 2 || sizeof(T) == 8
+                                                ? BlocksOf(kThreads, kFunctorRegisters<F>)
+                                                : 0)
+    ElementwiseKernel(F functor, std::int64_t count, Outputs<T, kOutputs> out,
+                      Inputs<T, kInputs> in, Reads reads) {
+  using V = Vector<T, kWidth>;
+  constexpr auto kIndices = std::make_index_sequence<kInputs>{};
+  WaitForPreviousKernel();
+  const std::int64_t vectors = count / kWidth;
+  const std::int64_t first =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads * kLoads) + static_cast<int>(threadIdx.x);
+
+  V loaded[kLoads][kInputs];
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) {
+    const std::int64_t v = first + j * kThreads;
+    if (v < vectors) {
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k)
+        loaded[j][k] = reinterpret_cast<const V*>(reads.Of(in[k]))[v];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) {
+    const std::int64_t v = first + j * kThreads;
+    if (v < vectors) {
+      V results[kOutputs];
+      Apply(functor, results, loaded[j], kIndices);
+#pragma unroll
+      for (int k = 0; k < kOutputs; ++k) reinterpret_cast<V*>(out[k])[v] = results[k];
+    }
+  }
+
+  if constexpr (kWidth > 1) {
+    const std::int64_t tail = vectors * kWidth + first;
+    if (blockIdx.x == 0 && tail < count) {
+      Vector<T, 1> last[kInputs];
+      Vector<T, 1> results[kOutputs];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) last[k].values[0] = in[k][tail];
+      Apply(functor, results, last, kIndices);
+#pragma unroll
+      for (int k = 0; k < kOutputs; ++k) out[k][tail] = results[k].values[0];
+    }
+  }
+}
+
+// Of all operands, were none broadcast.
+template <class T>
+Reads ReadsOf(std::int64_t count, int operands) {
+  return Reads(count * operands * static_cast<std::int64_t>(sizeof(T)));
+}
+
+template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
+Status LaunchElementwise(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
+                         const Inputs<T, kInputs>& in) {
+  const std::int64_t count = call.outputs[0].numel;
+  const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
+  const std::int64_t blocks = (count + per_block - 1) / per_block;
+  return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kOutputs, kInputs>,
+                      Overlapping({blocks, dim3(kThreads)}), call, functor, count, out, in,
+                      ReadsOf<T>(count, kOutputs + kInputs));
+}
+
+// Tensors that are not one flat sequence of aligned vectors (strided_cuda.cuh).
+template <class F, class T, int kOutputs, int kInputs>
+Status LaunchStrided(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
+                     const Inputs<T, kInputs>& in);
+
+template <class T, int kCount>
+bool AreAligned(const Pointers<T, kCount>& tensors) {
+  bool aligned = true;
+  for (T* pointer : tensors.pointers) aligned = aligned && IsAligned(pointer, kVectorBytes);
+  return aligned;
+}
+
+template <class F, class T, int kOutputs, int kInputs>
+Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
+                  const Inputs<T, kInputs>& in) {
+  constexpr int kWidth = kVectorBytes / sizeof(T);
+  if (!AreAligned(out))
+    return LaunchElementwise<F, T, 1, kThreads, kScalarLoads>(call, functor, out, in);
+  if (!AreAligned(in)) return LaunchStrided(call, functor, out, in);
+  const std::int64_t bytes = call.outputs[0].bytes();
+  if (bytes < kResidentMinBytes)
+    return LaunchElementwise<F, T, kWidth, kThreads, kLoads>(call, functor, out, in);
+  if (bytes <= kResidentMaxBytes)
+    return LaunchElementwise<F, T, kWidth, kThreads, kResidentLoads>(call, functor, out, in);
+  return LaunchElementwise<F, T, kWidth, kThreads, kFunctorLoads<F>>(call, functor, out, in);
+}
+
+template <template <class> class F>
+Status Cuda(const Call& call) {
+  return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    constexpr int kInputs = kArity<F>;
+    constexpr int kOutputs = kResults<F>;
+    const auto functor = MakeFunctor<F<ElementCompute<T>>>(call.attributes);
+    const auto out = OutputPointers<T, kOutputs>(call);
+    const auto in = InputPointers<T, kInputs>(call);
+    return IsFlat(call, kOutputs, kInputs) ? LaunchFlat(call, functor, out, in)
+                                           : LaunchStrided(call, functor, out, in);
+  });
+}
+
+}  // namespace twinop::elementwise

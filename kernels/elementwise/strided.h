@@ -1,0 +1,112 @@
+// How the tensors of an elementwise call lie in memory, reduced to the fewest dimensions: what both
+// launchers loop over where the tensors are not one flat sequence (broadcasting, strided views).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/record/record.h"
+
+namespace twinop::elementwise {
+
+// The operands of a call are its outputs and behind them its inputs.
+template <int kOperands>
+struct Layout {
+  int rank = 0;  // at least 1 once made; the first dimension is the innermost
+  std::int64_t numel = 0;
+  std::int64_t sizes[kMaxRank];
+  std::int64_t strides[kOperands][kMaxRank];  // in elements; 0 where an operand is broadcast
+
+  // One sequence of elements, the same for all.
+  bool IsFlat() const {
+    bool flat = rank == 1;
+    for (int k = 0; k < kOperands; ++k) flat = flat && strides[k][0] == 1;
+    return flat;
+  }
+  // The operand is one sequence of elements in the order of the call.
+  bool IsFlat(int operand) const {
+    std::int64_t expected = 1;
+    for (int i = 0; i < rank; expected *= sizes[i++])
+      if (strides[operand][i] != expected) return false;
+    return true;
+  }
+  // Every element of the call reads the operand's one element.
+  bool IsScalar(int operand) const {
+    for (int i = 0; i < rank; ++i)
+      if (strides[operand][i] != 0) return false;
+    return true;
+  }
+};
+
+// All tensors hold as many elements as the first output, in one order: nothing to lay out.
+inline bool IsFlat(const Call& call, int outputs, int inputs) {
+  const std::int64_t numel = call.outputs[0].numel;
+  bool flat = true;
+  for (int i = 0; i < outputs; ++i) flat = flat && call.outputs[i].strides == nullptr;
+  for (int i = 0; i < inputs; ++i)
+    flat = flat && call.inputs[i].strides == nullptr && call.inputs[i].numel == numel;
+  return flat;
+}
+
+template <int kOutputs, int kInputs>
+Layout<kOutputs + kInputs> MakeLayout(const Call& call) {
+  constexpr int kOperands = kOutputs + kInputs;
+  const Tensor& first = call.outputs[0];
+  const int rank = static_cast<int>(first.rank);
+
+  // The sizes that matter, from the last to the first, and every operand's stride there.
+  Layout<kOperands> all;
+  all.numel = first.numel;
+  int index[kMaxRank];  // of a dimension that is kept, or -1
+  for (int d = 0; d < rank; ++d) {
+    const std::int64_t size = first.sizes[rank - 1 - d];
+    index[d] = size == 1 ? -1 : all.rank;
+    if (size == 1) continue;
+    for (int k = 0; k < kOperands; ++k) all.strides[k][all.rank] = 0;
+    all.sizes[all.rank++] = size;
+  }
+  for (int k = 0; k < kOperands; ++k) {
+    const Tensor& tensor = k < kOutputs ? call.outputs[k] : call.inputs[k - kOutputs];
+    std::int64_t dense = 1;
+    for (int d = 0; d < static_cast<int>(tensor.rank); ++d) {
+      const std::size_t i = tensor.rank - 1 - static_cast<std::size_t>(d);
+      if (tensor.sizes[i] != 1)
+        all.strides[k][index[d]] = tensor.strides != nullptr ? tensor.strides[i] : dense;
+      dense *= tensor.sizes[i];
+    }
+  }
+
+  // In the order of the output's memory: its stores are what must be consecutive.
+  int order[kMaxRank];
+  for (int d = 0; d < all.rank; ++d) {
+    int place = d;
+    for (; place > 0 && all.strides[0][order[place - 1]] > all.strides[0][d]; --place)
+      order[place] = order[place - 1];
+    order[place] = d;
+  }
+
+  // A dimension that goes on where the one inside it ends, for every operand, is part of it.
+  Layout<kOperands> layout;
+  layout.numel = all.numel;
+  for (int i = 0; i < all.rank; ++i) {
+    const int d = order[i];
+    const int last = layout.rank - 1;
+    bool goes_on = last >= 0;
+    for (int k = 0; k < kOperands && goes_on; ++k)
+      goes_on = all.strides[k][d] == layout.strides[k][last] * layout.sizes[last];
+    if (goes_on) {
+      layout.sizes[last] *= all.sizes[d];
+      continue;
+    }
+    for (int k = 0; k < kOperands; ++k) layout.strides[k][layout.rank] = all.strides[k][d];
+    layout.sizes[layout.rank++] = all.sizes[d];
+  }
+  if (layout.rank == 0) {  // one element
+    layout.rank = 1;
+    layout.sizes[0] = 1;
+    for (int k = 0; k < kOperands; ++k) layout.strides[k][0] = 1;
+  }
+  return layout;
+}
+
+}  // namespace twinop::elementwise

@@ -1,0 +1,216 @@
+// Mathematical functions for the compute types: float and double, and on CUDA Narrow, a float that
+// will be rounded to 16 bits (math/cuda.cuh).
+//
+// They are formulas without branches, the same on both devices, so that the compiler vectorises
+// loops over them. Accuracy, in units of the result's last place, against exact arithmetic:
+// tests/test_math_ulp.py. Special values (NaN, infinities, -0, subnormals, overflow) are those of
+// C's functions.
+#pragma once
+
+#include <cmath>
+
+#include "kernels/math/numeric.h"
+
+#if defined(__CUDACC__)
+#include "kernels/math/cuda.cuh"
+#else
+#include "kernels/math/cpu.h"
+#endif
+
+namespace twinop {
+
+// x < 0; of -0 and NaN either.
+template <class T>
+TWINOP_INLINE bool IsNegative(T x) {
+  return x < T(0);
+}
+
+// ---------------------------------------------------------------------------------- exponential
+
+// x = n ln 2 + r, |r| <= ln 2 / 2. Adding `shift` leaves the integer n in the last bits of the sum,
+// whose other last bits are those of `shift`.
+template <class T>
+struct Reduced {
+  Sum<T> r;
+  decltype(BitsOf(T())) n;
+};
+template <class T>
+TWINOP_INLINE Reduced<T> ReduceByLn2(T x, T shift) {
+  using F = Format<T>;
+  const T shifted = Fma(x, F::kLog2E, shift);
+  const T n = shifted - shift;
+  return {{Fma(n, -F::kLn2High, x), n * -F::kLn2Low}, BitsOf(shifted)};
+}
+
+// e^r of |r| <= ln 2 / 2: 1 + r in two parts, so that only the last addition rounds.
+template <class T>
+TWINOP_INLINE T SmallExp(Sum<T> r) {
+  const T sum = T(1) + r.high;
+  const T cut = ((T(1) - sum) + r.high) + r.low;
+  const T rounded = r.high + r.low;
+  return sum + Fma(rounded * rounded, Format<T>::ExpTail(rounded), cut);
+}
+
+// e^x. 2^n is two factors, so that overflow and subnormal results are rounded once.
+template <class T>
+TWINOP_INLINE T Exp(T x) {
+  using F = Format<T>;
+  const T above = x < F::kMinExp ? F::kMinExp : x;
+  const auto [r, n] = ReduceByLn2(above, F::kToInteger + T(2 * F::kBias));
+  const auto half = n >> 1;
+  const T y = SmallExp(r) * ValueOf(half << F::kFraction) * ValueOf((n - half) << F::kFraction);
+  return x > F::kMaxExp ? kInfinity<T> : y;
+}
+
+// 2^(a b) 2^kScaleLog2 of a b in [kMinScaledExp2, 0]: a factor that joins it before kUnscale does
+// is not multiplied by a subnormal number, which has few digits. In quotients of such numbers the
+// factor cancels.
+template <class T>
+TWINOP_INLINE T ScaledExp2(T a, Sum<T> b) {
+  using F = Format<T>;
+  constexpr T kShift = F::kToInteger + T(F::kBias + F::kScaleLog2);
+  const T shifted = Fma(a, b.high, kShift);
+  const T r = Fma(a, b.low, Fma(a, b.high, kShift - shifted));
+  return Fma(r, F::Exp2Tail(r), T(1)) * ValueOf(BitsOf(shifted) << F::kFraction);
+}
+// e^x 2^kScaleLog2 of x <= 0
+template <class T>
+TWINOP_INLINE T ScaledExp(T x) {
+  using F = Format<T>;
+  return ScaledExp2(x < F::kMinScaledExp ? F::kMinScaledExp : x, Sum<T>{F::kLog2E, F::kLog2ELow});
+}
+
+// ---------------------------------------------------------------------------------- logarithms
+
+// log(x) = y where x is positive and finite. (`scaled` is x, or if that is subnormal a multiple.)
+template <class T>
+TWINOP_INLINE T LogOrSpecial(T x, T, T y) {
+  const T special = x < T(0) ? kNaN<T> : x;
+  const T finite = x == T(0) ? -kInfinity<T> : y;
+  return x >= T(0) && x < kInfinity<T> ? finite : special;
+}
+
+// log(1 + f) of f in [sqrt(1/2) - 1, sqrt(2) - 1], as in fdlibm (Sun Microsystems 1993): with
+// s = f / (2 + f), log(1 + f) = f - f^2 / 2 + s (f^2 / 2 + R(s^2)).
+template <class T>
+TWINOP_INLINE T Log(T x) {
+  using F = Format<T>;
+  const bool subnormal = x < F::kMinNormal;
+  const T scaled = subnormal ? x * F::kScaleUp : x;
+  const auto bits = BitsOf(scaled) + F::kOne - F::kSqrtHalf;
+  const T k = ValueOf(BitsOf(F::kIntegers) + (bits >> F::kFraction)) -
+              (F::kIntegers + T(F::kBias)) - (subnormal ? F::kScaleUpLog2 : T(0));
+  const T f = ValueOf((bits & (F::kOneUlp - 1)) + F::kSqrtHalf) - T(1);
+  const T s = Divide(f, T(2) + f);
+  const T z = s * s;
+  const T half_square = T(0.5) * f * f;
+  const T rest = Fma(s, Fma(z, F::LogTail(z), half_square), k * F::kLn2Low);
+  const T y = Fma(k, F::kLn2High, f - (half_square - rest));
+  return LogOrSpecial(x, scaled, y);
+}
+
+// log(1 + f) of f in [0, 1].
+template <class T>
+TWINOP_INLINE T Log1pOfFraction(T f) {
+  const T s = Divide(f, T(2) + f);
+  const T z = s * s;
+  const T half_square = T(0.5) * f * f;
+  return f - Fma(-s, Fma(z, Format<T>::Log1pTail(z), half_square), half_square);
+}
+
+// ---------------------------------------------------------------------------------- sigmoids
+
+template <class T>
+TWINOP_INLINE SigmoidParts<T> PartsOfSigmoid(T x) {
+  return {x < T(0), ScaledExp(-std::fabs(x))};
+}
+// times / (1 + e^-x), relatively accurate on both sides.
+template <class T>
+TWINOP_INLINE T Sigmoid(SigmoidParts<T> x, T times) {
+  const T part = times * InverseOfOnePlus(x.scaled * Format<T>::kUnscale);
+  return x.negative ? part * x.scaled * Format<T>::kUnscale : part;
+}
+template <class T>
+TWINOP_INLINE T Sigmoid(T x, T times = T(1)) {
+  return Sigmoid(PartsOfSigmoid(x), times);
+}
+
+// log(1 + e^x)
+template <class T>
+TWINOP_INLINE T Softplus(T x) {
+  return (x > T(0) ? x : T(0)) + Log1pOfFraction(ScaledExp(-std::fabs(x)) * Format<T>::kUnscale);
+}
+
+// -(e^-2|x| - 1) / (e^-2|x| + 1); e^(r + n ln 2) - 1 = 2^n (e^r - 1) + (2^n - 1) keeps the digits
+// of a small r.
+template <class T>
+TWINOP_INLINE T Tanh(T x) {
+  using F = Format<T>;
+  const T minus = T(-2) * std::fabs(x);
+  const auto [parts, n] =
+      ReduceByLn2(minus < F::kMinNormalExp ? F::kMinNormalExp : minus, F::kToInteger + T(F::kBias));
+  const T r = parts.high + parts.low;
+  const T scale = ValueOf(n << F::kFraction);
+  const T less_one = Fma(scale, Fma(r * r, F::ExpTail(r), r), scale - T(1));
+  return std::copysign(Divide(less_one, T(2) + less_one), x);
+}
+
+// ---------------------------------------------------------------------------------- the normal law
+
+// |x|, but no further than the normal law has a density (of NaN any number).
+template <class T>
+TWINOP_INLINE T NormalDistance(T x) {
+  const T t = std::fabs(x);
+  return t > Format<T>::kMaxNormal ? Format<T>::kMaxNormal : t;
+}
+// e^(-t^2 / 2) times 2^kScaleLog2, and Phi(-t) over e^(-t^2 / 2), of t = NormalDistance(x).
+template <class T>
+TWINOP_INLINE T ScaledBell(T t) {
+  using F = Format<T>;
+  const Sum<T> half = Product(t, T(-0.5) * F::kLog2E);
+  return ScaledExp2(t, Sum<T>{half.high, Fma(t, T(-0.5) * F::kLog2ELow, half.low)});
+}
+template <class T>
+TWINOP_INLINE T Mills(T t) {
+  return Divide(Format<T>::MillsNumerator(t), Format<T>::MillsDenominator(t));
+}
+
+template <class T>
+TWINOP_INLINE T AccurateMills(T t) {
+  return Mills(t);
+}
+
+// ---------------------------------------------------------------------------------- roots
+
+template <class T>
+TWINOP_INLINE T Reciprocal(T x) {
+  return T(1) / x;
+}
+// a / b, given 1 / b. (Narrow: the product with it.)
+template <class T>
+TWINOP_INLINE T Quotient(T a, T b, T) {
+  return a / b;
+}
+template <class T>
+TWINOP_INLINE T Sqrt(T x) {
+  return std::sqrt(x);
+}
+template <class T>
+TWINOP_INLINE T Rsqrt(T x) {
+  return T(1) / Sqrt(x);
+}
+// Correctly rounded (1 / sqrt is wrong by up to 1.49 ulp), by a Newton step whose remainder
+// 1 - x * inverse^2 is exact: every element of a row is multiplied with this number.
+TWINOP_INLINE float Rsqrt(float x) {
+  const float inverse = 1 / Sqrt(x);
+  const float root = x * inverse;
+  const float rest = Fma(-Fma(x, inverse, -root), inverse, Fma(-root, inverse, 1.0f));
+  const float better = Fma(0.5f * inverse, rest, inverse);
+  return better == better ? better : inverse;  // of 0 and infinity
+}
+
+}  // namespace twinop
+
+#if defined(__CUDACC__)
+#include "kernels/math/cuda_float.cuh"
+#endif

@@ -1,0 +1,205 @@
+// What a binding hands to a launcher: views of the framework's tensors, attributes, where to run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "kernels/abi.h"
+#include "kernels/record/shape.h"
+#include "kernels/record/status.h"
+
+namespace twinop {
+
+// ---------------------------------------------------------------------------------- element types
+
+enum class DType : std::int32_t {
+  kNone = TWINOP_NONE,
+  kFloat32 = TWINOP_FLOAT32,
+  kFloat16 = TWINOP_FLOAT16,
+  kBFloat16 = TWINOP_BFLOAT16,
+  kFloat64 = TWINOP_FLOAT64,
+  kInt8 = TWINOP_INT8,
+  kInt16 = TWINOP_INT16,
+  kInt32 = TWINOP_INT32,
+  kInt64 = TWINOP_INT64,
+  kUInt8 = TWINOP_UINT8,
+  kBool = TWINOP_BOOL,
+  kComplex64 = TWINOP_COMPLEX64,
+  kComplex128 = TWINOP_COMPLEX128,
+  kUInt16 = TWINOP_UINT16,
+  kUInt32 = TWINOP_UINT32,
+  kUInt64 = TWINOP_UINT64,
+};
+
+struct DTypeInfo {
+  DType dtype;
+  std::string_view name;  // numpy's and torch's
+  std::size_t size;       // bytes
+};
+inline constexpr DTypeInfo kDTypes[] = {
+    {DType::kNone, "unsupported", 0},
+    {DType::kFloat32, "float32", 4},
+    {DType::kFloat16, "float16", 2},
+    {DType::kBFloat16, "bfloat16", 2},
+    {DType::kFloat64, "float64", 8},
+    {DType::kInt8, "int8", 1},
+    {DType::kInt16, "int16", 2},
+    {DType::kInt32, "int32", 4},
+    {DType::kInt64, "int64", 8},
+    {DType::kUInt8, "uint8", 1},
+    {DType::kBool, "bool", 1},
+    {DType::kComplex64, "complex64", 8},
+    {DType::kComplex128, "complex128", 16},
+    {DType::kUInt16, "uint16", 2},
+    {DType::kUInt32, "uint32", 4},
+    {DType::kUInt64, "uint64", 8},
+};
+
+constexpr const DTypeInfo& Info(DType dtype) { return kDTypes[static_cast<std::size_t>(dtype)]; }
+
+constexpr DType DTypeNamed(std::string_view name) {
+  for (const DTypeInfo& info : kDTypes)
+    if (info.name == name && info.dtype != DType::kNone) return info.dtype;
+  throw "a record names a dtype that does not exist";
+}
+
+// ---------------------------------------------------------------------------------- a call
+
+// A view of a framework's tensor: nothing is owned. Inputs of an elementwise op may have any
+// strides (0 where they are expanded), inputs of an op with `rows` those that Record::rows_text
+// allows, all others are contiguous. Where all tensors of an elementwise call have one shape and
+// one dense order, their strides are null whatever that order is.
+struct Tensor {
+  void* data = nullptr;  // null where an optional input is absent
+  const std::int64_t* sizes = nullptr;
+  const std::int64_t* strides = nullptr;  // in elements, zero or more; null: dense
+  std::int64_t numel = 0;
+  std::size_t rank = 0;
+  DType dtype = DType::kNone;
+  std::int32_t present = 0;
+
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+  std::int64_t bytes() const { return numel * static_cast<std::int64_t>(Info(dtype).size); }
+};
+
+// Where a launch runs. `parallel_for` is the framework's own thread pool.
+struct Context {
+  using Range = twinop_range;
+
+  std::int32_t device_type = TWINOP_CPU;
+  std::int32_t device_index = 0;
+  void* stream = nullptr;  // cudaStream_t; null on the CPU
+  void (*parallel_for)(void* pool, std::int64_t count, std::int64_t grain, Range range,
+                       void* argument) = nullptr;
+  void* pool = nullptr;
+
+  // Calls body(begin, end) over [0, count) in pieces of at least `grain`, on this thread if one is
+  // enough.
+  template <class Body>
+  void ParallelFor(std::int64_t count, std::int64_t grain, const Body& body) const {
+    if (count <= grain) return body(0, count);
+    parallel_for(
+        pool, count, grain,
+        [](std::int64_t begin, std::int64_t end, void* argument) {
+          (*static_cast<const Body*>(argument))(begin, end);
+        },
+        const_cast<void*>(static_cast<const void*>(&body)));
+  }
+};
+
+struct Call {
+  const Tensor* inputs = nullptr;         // in schema order, absent ones not `present`
+  Tensor* outputs = nullptr;              // allocated by the binding
+  const Attribute* attributes = nullptr;  // in schema order
+  void* scratch = nullptr;  // Record::scratch bytes; aligned to 64 bytes, on CUDA to 256
+  void* state = nullptr;    // what the op's Create made (registry.h)
+  const Context* context = nullptr;
+  std::size_t input_count = 0;  // more than the schema lists where the last input repeats
+};
+
+// Queues the work and returns: no allocation, no synchronize, no exception.
+using Launcher = Status (*)(const Call& call);
+
+// ---------------------------------------------------------------------------------- the C
+// structures
+
+// The structures above are those of kernels/abi.h, with defaults and member functions.
+template <class Cpp, class C>
+inline constexpr bool kSameLayout =
+    sizeof(Cpp) == sizeof(C) && alignof(Cpp) == alignof(C) && std::is_standard_layout_v<Cpp>;
+#define TWINOP_SAME_FIELD(cpp, c, field) static_assert(offsetof(cpp, field) == offsetof(c, field))
+
+static_assert(kSameLayout<Tensor, twinop_tensor> && kSameLayout<Attribute, twinop_attribute> &&
+              kSameLayout<Context, twinop_context> && kSameLayout<Call, twinop_call>);
+TWINOP_SAME_FIELD(Tensor, twinop_tensor, data);
+TWINOP_SAME_FIELD(Tensor, twinop_tensor, sizes);
+TWINOP_SAME_FIELD(Tensor, twinop_tensor, strides);
+TWINOP_SAME_FIELD(Tensor, twinop_tensor, numel);
+TWINOP_SAME_FIELD(Tensor, twinop_tensor, rank);
+TWINOP_SAME_FIELD(Tensor, twinop_tensor, dtype);
+TWINOP_SAME_FIELD(Tensor, twinop_tensor, present);
+TWINOP_SAME_FIELD(Attribute, twinop_attribute, i);
+TWINOP_SAME_FIELD(Attribute, twinop_attribute, f);
+TWINOP_SAME_FIELD(Attribute, twinop_attribute, s);
+TWINOP_SAME_FIELD(Attribute, twinop_attribute, ints);
+TWINOP_SAME_FIELD(Attribute, twinop_attribute, count);
+static_assert(offsetof(Text, size) ==
+              offsetof(twinop_attribute, s_size) - offsetof(twinop_attribute, s));
+TWINOP_SAME_FIELD(Context, twinop_context, device_type);
+TWINOP_SAME_FIELD(Context, twinop_context, device_index);
+TWINOP_SAME_FIELD(Context, twinop_context, stream);
+TWINOP_SAME_FIELD(Context, twinop_context, parallel_for);
+TWINOP_SAME_FIELD(Context, twinop_context, pool);
+TWINOP_SAME_FIELD(Call, twinop_call, inputs);
+TWINOP_SAME_FIELD(Call, twinop_call, outputs);
+TWINOP_SAME_FIELD(Call, twinop_call, attributes);
+TWINOP_SAME_FIELD(Call, twinop_call, scratch);
+TWINOP_SAME_FIELD(Call, twinop_call, state);
+TWINOP_SAME_FIELD(Call, twinop_call, context);
+TWINOP_SAME_FIELD(Call, twinop_call, input_count);
+#undef TWINOP_SAME_FIELD
+
+inline const Call& FromC(const twinop_call* call) { return *reinterpret_cast<const Call*>(call); }
+inline const twinop_call* ToC(const Call& call) {
+  return reinterpret_cast<const twinop_call*>(&call);
+}
+
+// The receiver of a failure's text (twinop_error) as the adapters use it.
+struct ErrorText : twinop_error {
+  std::string text;
+
+  ErrorText() : twinop_error{Set} {}
+
+ private:
+  static void Set(twinop_error* self, const char* text, std::size_t size) {
+    static_cast<ErrorText*>(self)->text.assign(text, size);
+  }
+};
+
+// Runs `body`, which returns a Status, at the C boundary: nothing that C++ throws crosses it.
+template <class Body>
+std::int32_t AtBoundary(twinop_error* error, Body&& body) noexcept {
+  const auto fail = [error](std::string_view text) {
+    error->set(error, text.data(), text.size());
+    return 1;
+  };
+  try {
+    const Status status = body();
+    return __builtin_expect(status.ok(), true) ? 0 : fail(status.message());
+  } catch (const std::exception& exception) {
+    return fail(exception.what());
+  } catch (const char* reason) {
+    return fail(reason);
+  } catch (...) {
+    return fail("an exception that is no std::exception");
+  }
+}
+
+}  // namespace twinop

@@ -1,0 +1,319 @@
+// The op record: the one place that says what an op is. The torch registration, fakes, autograd,
+// the ORT custom op, both exporters and the JSON in the library are all derived from it.
+//
+// The record is text plus functions. The texts stand in the library's table (kernels/abi.h) and, as
+// JSON, in its file; adapters and Python (twinop/record.py) read the record from them again.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "kernels/record/call.h"
+#include "kernels/record/schema.h"
+
+namespace twinop {
+
+// "y = x; s = x[:-1]": the text behind `name`, empty where there is none.
+constexpr std::string_view Entry(std::string_view entries, std::string_view name) {
+  Scanner scan(entries);
+  while (!scan.AtEnd()) {
+    std::string_view key = scan.Word();
+    scan.Expect("=");
+    std::string_view value = scan.Until(";");
+    if (key == name) return value;
+    if (!scan.AtEnd()) scan.Expect(";");
+  }
+  return {};
+}
+
+// What `limits` says of one attribute.
+struct Limit {
+  enum class Kind : std::uint8_t { kNone, kDimension, kAtLeast, kOneOf };
+  Kind kind = Kind::kNone;
+  std::int8_t input = 0;     // kDimension: whose rank counts
+  std::int64_t minimum = 0;  // kAtLeast
+  std::string_view choices;  // kOneOf: "0 | 1"
+};
+
+// What `rows` says.
+struct RowDimension {
+  bool given = false;
+  bool to_the_end = false;     // "axis:"
+  std::int8_t attribute = -1;  // "dim", or
+  std::int64_t value = 0;      // "-1"
+
+  constexpr std::int64_t Of(const Attribute* attributes) const {
+    return attribute >= 0 ? attributes[attribute].i : value;
+  }
+};
+
+// "x", "x[axis:]" or "x[-1:]": what nearly every required shape is, found without the evaluator.
+struct ShapeSlice {
+  std::int8_t input = -1;  // -1: the text is something else
+  std::int8_t attribute = -1;
+  std::int64_t value = 0;
+
+  constexpr std::size_t Begin(const Attribute* attributes, std::size_t rank) const {
+    std::int64_t begin = attribute >= 0 ? attributes[attribute].i : value;
+    const auto end = static_cast<std::int64_t>(rank);
+    if (begin < 0) begin += end;
+    return static_cast<std::size_t>(begin < 0 ? 0 : (begin > end ? end : begin));
+  }
+};
+
+inline constexpr std::size_t kMaxCombinations = 16;
+
+struct Record {
+  Schema schema;
+  // Allowed combinations, "float16; float16 weight=float32": every tensor has the first type but
+  // those named.
+  std::string_view dtypes_text = "float32; float16; bfloat16; float64";
+  // Output shapes, "y = x; s = x[:-1]" (shape.h). An output left out has the shape of the first
+  // input.
+  std::string_view shapes_text = "";
+  // Shapes that inputs must have, "weight = x[axis:]" (shape.h). An absent one is not checked.
+  std::string_view input_shapes_text = "";
+  // Bytes of scratch memory that a launch needs: a size expression (shape.h).
+  std::string_view scratch_text = "0";
+  // Outputs that may overwrite an input of the same shape and type, "y = x".
+  std::string_view in_place_text = "";
+  // Allowed values of str attributes, "variant = auto | scalar | vec4".
+  std::string_view choices_text = "";
+  // What numbers may be: "dim of x" a dimension of x, from the end where it is negative; "eps >= 0"
+  // finite and no less; "offset in 0 | 1".
+  std::string_view limits_text = "";
+  // Derivative formulas, "x = relu_backward(grad, y)", as in torch's derivatives.yaml: Python over
+  // the op's inputs, outputs, attributes and `grad` (`grad_<output>` where there are several). One
+  // formula may give several, "x, weight, _ = f(grad)" (`_`: not wanted), and is evaluated once;
+  // the formulas behind it may use them: "residual = grad_x". An input without a formula has
+  // derivative zero; an op without any refuses to be differentiated.
+  std::string_view gradient_text = "";
+  // Under torch.autocast: "keep" runs in the dtype given, "widest" promotes mixed float inputs.
+  std::string_view autocast_text = "keep";
+  // All inputs have one shape or, where `shapes` says broadcast(...), broadcast to the outputs';
+  // the order of the elements in memory does not matter.
+  bool is_elementwise = false;
+  // The launcher reads rows, and inputs that are rows may have any distance from row to row.
+  // "axis:": a row is x[axis:]; "dim" or "-1": a row lies along that dimension. The dimensions
+  // before it collapse to one stride, those from it on are contiguous; along a dimension that is
+  // not the last, all of x is. Holds for inputs of as many dimensions as the first; the others, as
+  // all inputs of an op without `rows`, are contiguous.
+  std::string_view rows_text = "";
+  // Inputs that lie in host memory on every device, "lengths = host": sizes and the like, which the
+  // launcher reads itself.
+  std::string_view memory_text = "";
+
+  // The library's domain, known once the library is loaded.
+  std::string_view domain = "custom_domain";
+  // The op's functions, as kernels/abi.h describes them.
+  twinop_launch cpu_launch = nullptr;
+  twinop_launch cuda_launch = nullptr;
+  decltype(twinop_op::scratch_size) scratch_size = nullptr;
+  decltype(twinop_op::create) create_state = nullptr;
+  decltype(twinop_op::destroy) destroy_state = nullptr;
+
+  // What the texts say, read once: every call asks. An input's index, or Schema::kNotFound.
+  std::int8_t same_shape_inputs[kMaxOutputs] = {};         // whose shape the output has
+  std::int8_t in_place_inputs[kMaxOutputs] = {};           // whose memory the output may have
+  std::string_view input_shape_texts[kMaxArguments] = {};  // empty: any
+  ShapeSlice input_slices[kMaxArguments] = {};
+  RowDimension row_dimension;
+  Limit limit_table[kMaxArguments] = {};  // by attribute
+  bool has_input_shapes = false;
+  bool has_limits = false;
+  bool broadcasts = false;
+  bool host_inputs[kMaxArguments] = {};
+  std::uint8_t combination_count = 0;
+  DType input_types[kMaxCombinations][kMaxArguments] = {};
+  DType output_types[kMaxCombinations][kMaxOutputs] = {};
+
+  constexpr explicit Record(std::string_view schema_text) : schema(ParseSchema(schema_text)) {
+    ReadDTypes();
+    ReadTexts();
+  }
+
+  constexpr Record dtypes(std::string_view text) const {
+    Record copy = With(&Record::dtypes_text, text);
+    copy.ReadDTypes();
+    return copy;
+  }
+  constexpr Record shapes(std::string_view text) const { return With(&Record::shapes_text, text); }
+  constexpr Record input_shapes(std::string_view text) const {
+    return With(&Record::input_shapes_text, text);
+  }
+  constexpr Record limits(std::string_view text) const { return With(&Record::limits_text, text); }
+  constexpr Record scratch(std::string_view text) const {
+    return With(&Record::scratch_text, text);
+  }
+  constexpr Record in_place(std::string_view text) const {
+    return With(&Record::in_place_text, text);
+  }
+  constexpr Record choices(std::string_view text) const {
+    return With(&Record::choices_text, text);
+  }
+  constexpr Record gradient(std::string_view text) const {
+    return With(&Record::gradient_text, text);
+  }
+  constexpr Record autocast(std::string_view text) const {
+    return With(&Record::autocast_text, text);
+  }
+  constexpr Record rows(std::string_view text) const { return With(&Record::rows_text, text); }
+  constexpr Record memory(std::string_view text) const { return With(&Record::memory_text, text); }
+  constexpr Record elementwise() const { return With(&Record::is_elementwise, true); }
+  constexpr Record cpu(twinop_launch launch) const { return With(&Record::cpu_launch, launch); }
+  constexpr Record cuda(twinop_launch launch) const { return With(&Record::cuda_launch, launch); }
+  // The op keeps a State for each kernel: made by
+  //   static Status State::Create(const Call& call, std::unique_ptr<State>* state)
+  // from the attributes and the inputs that are constant; a launcher finds it in call.state.
+  template <class State>
+  constexpr Record state() const {
+    Record copy = *this;
+    copy.create_state = [](const twinop_call* call, void** state, twinop_error* error) {
+      return AtBoundary(error, [=] {
+        std::unique_ptr<State> made;
+        Status status = State::Create(FromC(call), &made);
+        *state = made.release();
+        return status;
+      });
+    };
+    copy.destroy_state = [](void* state) { delete static_cast<State*>(state); };
+    return copy;
+  }
+
+  // ------------------------------------------------------------------------------ questions
+
+  constexpr std::size_t CombinationCount() const { return combination_count; }
+
+  constexpr std::string_view ShapeText(std::size_t output) const {
+    std::string_view text = Entry(shapes_text, schema.outputs[output].view());
+    return text.empty() ? schema.input(0).name.view() : text;
+  }
+
+  // Index of the input that the output may overwrite, or Schema::kNotFound.
+  constexpr int InPlaceInput(std::size_t output) const { return in_place_inputs[output]; }
+
+ private:
+  template <class T>
+  constexpr Record With(T Record::* member, T value) const {
+    Record copy = *this;
+    copy.*member = value;
+    copy.ReadTexts();
+    return copy;
+  }
+
+  // The element type of every tensor in every combination.
+  constexpr void ReadDTypes() {
+    combination_count = 0;
+    Scanner scan(dtypes_text);
+    do {
+      if (combination_count == kMaxCombinations) throw "a record has too many dtype combinations";
+      DType* inputs = input_types[combination_count];
+      DType* outputs = output_types[combination_count++];
+      const DType first = DTypeNamed(scan.Word());
+      for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i] = first;
+      for (std::size_t i = 0; i < schema.output_count; ++i) outputs[i] = first;
+      while (!scan.AtEnd() && scan.Peek() != ';') {
+        std::string_view name = scan.Word();
+        scan.Expect("=");
+        const DType dtype = DTypeNamed(scan.Word());
+        const int input = schema.FindInput(name);
+        const int output = schema.FindOutput(name);
+        if (input < 0 && output < 0) throw "a record's dtypes name no tensor of its op";
+        (input >= 0 ? inputs[input] : outputs[output]) = dtype;
+      }
+    } while (scan.Accept(";"));
+    if (!scan.AtEnd()) throw "a record's dtypes do not parse";
+  }
+
+  constexpr void ReadTexts() {
+    for (std::size_t i = 0; i < schema.output_count; ++i) {
+      same_shape_inputs[i] = static_cast<std::int8_t>(schema.FindInput(ShapeText(i)));
+      std::string_view text = Entry(in_place_text, schema.outputs[i].view());
+      in_place_inputs[i] =
+          static_cast<std::int8_t>(text.empty() ? Schema::kNotFound : schema.FindInput(text));
+    }
+    for (std::size_t i = 0; i < schema.input_count; ++i) {
+      input_shape_texts[i] = Entry(input_shapes_text, schema.input(i).name.view());
+      if (!input_shape_texts[i].empty()) input_slices[i] = ReadSlice(input_shape_texts[i]);
+      host_inputs[i] = Entry(memory_text, schema.input(i).name.view()) == "host";
+    }
+    has_input_shapes = !input_shapes_text.empty();
+    has_limits = !limits_text.empty();
+    broadcasts = is_elementwise && Scanner(ShapeText(0)).Accept("broadcast");
+    ReadLimits();
+    ReadRows();
+  }
+
+  constexpr ShapeSlice ReadSlice(std::string_view text) const {
+    Scanner scan(text);
+    const ShapeSlice other;
+    ShapeSlice slice;
+    if (!Scanner::IsWord(scan.Peek())) return other;
+    slice.input = static_cast<std::int8_t>(schema.FindInput(scan.Word()));
+    if (slice.input < 0 || scan.AtEnd()) return slice;
+    if (!scan.Accept("[")) return other;
+    if (scan.Peek() == '-' || Scanner::IsDigit(scan.Peek())) {
+      slice.value = scan.Integer();
+    } else {
+      if (!Scanner::IsWord(scan.Peek())) return other;
+      slice.attribute = static_cast<std::int8_t>(schema.FindAttribute(scan.Word()));
+      if (slice.attribute < 0 || schema.attribute(slice.attribute).kind != Kind::kInt) return other;
+    }
+    return scan.Accept(":") && scan.Accept("]") && scan.AtEnd() ? slice : other;
+  }
+
+  constexpr void ReadRows() {
+    row_dimension = RowDimension();
+    Scanner scan(rows_text);
+    if (scan.AtEnd()) return;
+    row_dimension.given = true;
+    if (scan.Peek() == '-' || Scanner::IsDigit(scan.Peek())) {
+      row_dimension.value = scan.Integer();
+    } else {
+      const int attribute = schema.FindAttribute(scan.Word());
+      if (attribute < 0 || schema.attribute(attribute).kind != Kind::kInt)
+        throw "a record's rows name no int attribute of its op";
+      row_dimension.attribute = static_cast<std::int8_t>(attribute);
+    }
+    row_dimension.to_the_end = scan.Accept(":");
+    if (!scan.AtEnd()) throw "a record's rows are \"dim\", \"axis:\" or \"-1\"";
+  }
+
+  constexpr void ReadLimits() {
+    for (Limit& limit : limit_table) limit = Limit();
+    Scanner scan(limits_text);
+    while (!scan.AtEnd()) {
+      const int attribute = schema.FindAttribute(scan.Word());
+      if (attribute < 0) throw "a record's limits name no attribute of its op";
+      if (limit_table[attribute].kind != Limit::Kind::kNone)
+        throw "a record's limits name an attribute twice";
+      const Kind kind = schema.attribute(attribute).kind;
+      Limit limit;
+      if (scan.Accept(">=")) {
+        if (kind != Kind::kInt && kind != Kind::kFloat) throw "a limit >= is for an int or a float";
+        limit.kind = Limit::Kind::kAtLeast;
+        limit.minimum = scan.Integer();
+      } else if (scan.Accept("of")) {
+        limit.kind = Limit::Kind::kDimension;
+        limit.input = static_cast<std::int8_t>(schema.FindInput(scan.Word()));
+        if (kind != Kind::kInt || limit.input < 0)
+          throw "a limit `a of x` is for an int and an input";
+      } else {
+        scan.Expect("in");
+        if (kind != Kind::kInt) throw "a limit `in` is for an int; choices are for a str";
+        limit.kind = Limit::Kind::kOneOf;
+        limit.choices = scan.Until(";");
+        Scanner choices(limit.choices);
+        do choices.Integer();
+        while (choices.Accept("|"));
+        if (!choices.AtEnd()) throw "a limit `in` lists ints: 0 | 1";
+      }
+      limit_table[attribute] = limit;
+      if (!scan.AtEnd()) scan.Expect(";");
+    }
+  }
+};
+
+}  // namespace twinop

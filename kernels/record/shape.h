@@ -1,0 +1,293 @@
+// Output shapes and scratch sizes, as the record writes them: a small closed language, a subset of
+// Python's expressions, so that Python evaluates the same text on symbolic sizes
+// (twinop/record.py).
+//
+//   shape   := term ('+' term)*
+//   term    := input | input '[' int? ':' int? ']' | '[' int, ... ']' | broadcast(shape, shape)
+//            | '(' shape ')'
+//   int     := product (('+' | '-') product)*       product := atom (('*' | '//') atom)*
+//   atom    := '-' atom | number | attribute | attribute '[' int ']' | input '[' int ']'
+//            | len(shape) | numel(shape) | min(int, int) | '(' int ')'
+//
+// `attribute` is one of kind int or bool; with an index it is one of kind int[].
+// Evaluated on every call, without allocation; unknown dimensions (graph-time inference) stay
+// unknown.
+#pragma once
+
+#include "kernels/record/schema.h"
+
+namespace twinop {
+
+inline constexpr std::size_t kMaxRank = 32;
+
+// The value of an expression over unknown sizes. Others may be negative on the way (x[:-1]).
+inline constexpr std::int64_t kUnknownSize = INT64_MIN;
+
+struct Dim {
+  std::int64_t value = -1;       // < 0: not known
+  const char* symbol = nullptr;  // its name in the graph, where it has one
+
+  constexpr bool known() const { return value >= 0; }
+};
+
+struct Shape {
+  Dim dims[kMaxRank] = {};
+  std::size_t rank = 0;
+  bool known_rank = true;
+
+  constexpr void Push(Dim dim) {
+    if (rank == kMaxRank) throw "a shape has too many dimensions";
+    dims[rank++] = dim;
+  }
+};
+
+// The text of a str attribute, NUL-terminated.
+struct Text {
+  const char* data = "";
+  std::size_t size = 0;
+
+  constexpr Text() = default;
+  constexpr Text(std::string_view text)  // NOLINT(google-explicit-constructor): it is the same
+      : data(text.data()), size(text.size()) {}
+  constexpr operator std::string_view() const { return {data, size}; }
+  friend constexpr bool operator==(Text a, std::string_view b) { return std::string_view(a) == b; }
+};
+
+// twinop_attribute (kernels/abi.h) for C++.
+struct Attribute {
+  std::int64_t i = 0;                  // int, bool
+  double f = 0;                        // float, rounded to fp32: ONNX has no other
+  Text s;                              // str
+  const std::int64_t* ints = nullptr;  // int[]
+  std::size_t count = 0;               // entries of ints
+};
+
+// The shape of an optional input that is absent: it has no elements (and so has its gradient).
+inline constexpr Shape kAbsentShape = [] {
+  Shape shape;
+  shape.Push(Dim{0, nullptr});
+  return shape;
+}();
+
+// What an expression can name. A null input is absent.
+struct ShapeScope {
+  const Schema* schema = nullptr;
+  const Shape* const* inputs = nullptr;
+  const Attribute* attributes = nullptr;
+};
+
+class ShapeExpression {
+ public:
+  constexpr ShapeExpression(std::string_view text, const ShapeScope& scope)
+      : scan_(text), scope_(scope) {}
+
+  // Throws (const char*) where the text does not parse or the sizes do not fit.
+  constexpr Shape EvaluateShape() {
+    Shape result = ParseShape();
+    if (!scan_.AtEnd()) throw "a shape expression goes on after its end";
+    return result;
+  }
+  constexpr std::int64_t EvaluateInt() {
+    Dim result = ParseSum();
+    if (!scan_.AtEnd()) throw "a size expression goes on after its end";
+    return result.value;
+  }
+
+ private:
+  constexpr Shape ParseShape() {
+    Shape result = ParseTerm();
+    while (scan_.Accept("+")) {
+      Shape more = ParseTerm();
+      result.known_rank = result.known_rank && more.known_rank;
+      for (std::size_t i = 0; i < more.rank; ++i) result.Push(more.dims[i]);
+    }
+    return result;
+  }
+
+  constexpr Shape ParseTerm() {
+    Shape result;
+    if (scan_.Accept("(")) {
+      result = ParseShape();
+      scan_.Expect(")");
+      return result;
+    }
+    if (scan_.Accept("[")) {
+      while (!scan_.Accept("]")) {
+        Dim size = ParseSum();
+        if (size.value < 0 && size.value != kUnknownSize) throw "a size would be negative";
+        result.Push(size);
+        if (scan_.Peek() != ']') scan_.Expect(",");
+      }
+      return result;
+    }
+    std::string_view name = scan_.Word();
+    if (name == "broadcast") {
+      scan_.Expect("(");
+      Shape a = ParseShape();
+      scan_.Expect(",");
+      Shape b = ParseShape();
+      scan_.Expect(")");
+      return Broadcast(a, b);
+    }
+    const Shape& input = Input(name);
+    if (!scan_.Accept("[")) return input;
+    auto rank = static_cast<std::int64_t>(input.rank);
+    Dim begin = scan_.Peek() == ':' ? Dim{0, nullptr} : ParseSum();
+    scan_.Expect(":");
+    Dim end = scan_.Peek() == ']' ? Dim{rank, nullptr} : ParseSum();
+    scan_.Expect("]");
+    result.known_rank =
+        input.known_rank && begin.value != kUnknownSize && end.value != kUnknownSize;
+    if (!result.known_rank) return result;
+    for (std::int64_t i = Position(begin, rank); i < Position(end, rank); ++i)
+      result.Push(input.dims[i]);
+    return result;
+  }
+
+  // Python's rule for slice bounds.
+  static constexpr std::int64_t Position(Dim dim, std::int64_t rank) {
+    std::int64_t p = dim.value < 0 ? dim.value + rank : dim.value;
+    return p < 0 ? 0 : (p > rank ? rank : p);
+  }
+
+  static constexpr Shape Broadcast(const Shape& a, const Shape& b) {
+    const Shape& wide = a.rank >= b.rank ? a : b;
+    const Shape& narrow = a.rank >= b.rank ? b : a;
+    Shape result = wide;
+    result.known_rank = a.known_rank && b.known_rank;
+    for (std::size_t i = 0; i < narrow.rank; ++i) {
+      Dim& x = result.dims[wide.rank - narrow.rank + i];
+      Dim y = narrow.dims[i];
+      if (x.value == 1) {
+        x = y;
+      } else if (y.known() && y.value != 1) {
+        if (x.known() && x.value != y.value) throw "the inputs' shapes do not broadcast";
+        x = y;
+      } else if (!y.known() && !x.known()) {
+        // Two sizes of one name are one; of others, either could be the 1.
+        if (x.symbol == nullptr || y.symbol == nullptr ||
+            std::string_view(x.symbol) != std::string_view(y.symbol))
+          x = Dim{};
+      }
+    }
+    return result;
+  }
+
+  constexpr Dim ParseSum() {
+    Dim result = ParseProduct();
+    while (true) {
+      if (scan_.Accept("+")) {
+        result = Combine(result, ParseProduct(), '+');
+      } else if (scan_.Accept("-")) {
+        result = Combine(result, ParseProduct(), '-');
+      } else {
+        return result;
+      }
+    }
+  }
+
+  constexpr Dim ParseProduct() {
+    Dim result = ParseAtom();
+    while (true) {
+      if (scan_.Accept("*")) {
+        result = Combine(result, ParseAtom(), '*');
+      } else if (scan_.Accept("//")) {
+        result = Combine(result, ParseAtom(), '/');
+      } else {
+        return result;
+      }
+    }
+  }
+
+  constexpr Dim ParseAtom() {
+    if (scan_.Accept("(")) {
+      Dim result = ParseSum();
+      scan_.Expect(")");
+      return result;
+    }
+    if (scan_.Accept("-")) return Combine(Dim{0, nullptr}, ParseAtom(), '-');
+    if (Scanner::IsDigit(scan_.Peek())) return Dim{scan_.Integer(), nullptr};
+    std::string_view name = scan_.Word();
+    if (name == "len" || name == "numel") {
+      scan_.Expect("(");
+      Shape shape = ParseShape();
+      scan_.Expect(")");
+      if (!shape.known_rank) return Unknown();
+      if (name == "len") return Dim{static_cast<std::int64_t>(shape.rank), nullptr};
+      Dim product{1, nullptr};
+      for (std::size_t i = 0; i < shape.rank; ++i)
+        product = Combine(product, shape.dims[i], '*', true);
+      return product;
+    }
+    if (name == "min") {
+      scan_.Expect("(");
+      Dim a = ParseSum();
+      scan_.Expect(",");
+      Dim b = ParseSum();
+      scan_.Expect(")");
+      return Dim{a.value < b.value ? a.value : b.value, nullptr};  // kUnknownSize is the least
+    }
+    if (int index = scope_.schema->FindAttribute(name); index != Schema::kNotFound) {
+      Kind kind = scope_.schema->attribute(index).kind;
+      if (kind == Kind::kInt || kind == Kind::kBool)
+        return Dim{scope_.attributes[index].i, nullptr};
+      if (kind != Kind::kIntList)
+        throw "a shape expression names an attribute that is no int, bool or int[]";
+      const Attribute& list = scope_.attributes[index];
+      Dim entry = ParseIndex(static_cast<std::int64_t>(list.count));
+      if (entry.value == kUnknownSize) return entry;
+      if (entry.value < 0) throw "an int[] attribute is too short";
+      return Dim{list.ints[entry.value], nullptr};
+    }
+    const Shape& input = Input(name);
+    Dim axis = ParseIndex(static_cast<std::int64_t>(input.rank));
+    if (!input.known_rank || axis.value == kUnknownSize) return Unknown();
+    if (axis.value < 0) throw "an input has too few dimensions";
+    const Dim& dim = input.dims[axis.value];
+    return dim.known() ? dim : Unknown(dim.symbol);
+  }
+
+  // "[i]", counted from the end where i < 0: 0 to count - 1, unknown, or -1 where it lies outside.
+  constexpr Dim ParseIndex(std::int64_t count) {
+    scan_.Expect("[");
+    Dim index = ParseSum();
+    scan_.Expect("]");
+    if (index.value == kUnknownSize) return index;
+    if (index.value < 0) index.value += count;
+    if (index.value < 0 || index.value >= count) index.value = -1;
+    return index;
+  }
+
+  constexpr const Shape& Input(std::string_view name) {
+    int index = scope_.schema->FindInput(name);
+    if (index == Schema::kNotFound)
+      throw "a shape expression names no input or attribute of its op";
+    return scope_.inputs[index] == nullptr ? kAbsentShape : *scope_.inputs[index];
+  }
+
+  // Sizes that depend on an unknown one are unknown.
+  static constexpr Dim Unknown(const char* symbol = nullptr) { return Dim{kUnknownSize, symbol}; }
+  static constexpr Dim Combine(Dim a, Dim b, char op, bool dims = false) {
+    if (a.value == kUnknownSize || b.value == kUnknownSize || (dims && !b.known()))
+      return Unknown();
+    switch (op) {
+      case '+':
+        return Dim{a.value + b.value, nullptr};
+      case '-':
+        return Dim{a.value - b.value, nullptr};
+      case '*':
+        return Dim{a.value * b.value, nullptr};
+      default:
+        if (b.value == 0) throw "a size expression divides by zero";
+        // Python's //: rounds towards minus infinity.
+        return Dim{a.value / b.value -
+                       ((a.value % b.value != 0) && ((a.value < 0) != (b.value < 0)) ? 1 : 0),
+                   nullptr};
+    }
+  }
+
+  Scanner scan_;
+  ShapeScope scope_;
+};
+
+}  // namespace twinop

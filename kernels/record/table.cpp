@@ -1,0 +1,35 @@
+#include "kernels/record/table.h"
+
+namespace twinop {
+
+Status CheckTable(const twinop_table* table, const char* reader) {
+  if (table == nullptr) return Status::Error("the library has no table of ops. Build it again");
+  if (table->abi_version == TWINOP_ABI_VERSION) return {};
+  return Status::Error("the library's ops have version " + std::to_string(table->abi_version) +
+                       " of twinop's binary interface, " + reader + " reads version " +
+                       std::to_string(TWINOP_ABI_VERSION) +
+                       ". Build the library again with this twinop (" TWINOP_VERSION
+                       "), or use the twinop that built it");
+}
+
+Record ReadRecord(const twinop_table& table, const twinop_op& op) {
+  Record record = Record(op.schema)
+                      .dtypes(op.dtypes)
+                      .shapes(op.shapes)
+                      .input_shapes(op.input_shapes)
+                      .limits(op.limits)
+                      .in_place(op.in_place)
+                      .choices(op.choices)
+                      .rows(op.rows)
+                      .memory(op.memory)
+                      .cpu(op.cpu)
+                      .cuda(op.cuda);
+  if (std::string_view(op.layout) == "elementwise") record = record.elementwise();
+  record.domain = table.domain;
+  record.scratch_size = op.scratch_size;
+  record.create_state = op.create;
+  record.destroy_state = op.destroy;
+  return record;
+}
+
+}  // namespace twinop

@@ -1,0 +1,141 @@
+// Compile-time proof that a record is well formed; TWINOP_OP (registry.h) asks for it.
+#pragma once
+
+#include "kernels/record/record.h"
+
+namespace twinop {
+
+// Every entry of "name = value; ..." has a known name, which stands there once.
+template <class Known>
+constexpr void ValidateEntries(std::string_view entries, Known&& known) {
+  Scanner scan(entries);
+  while (!scan.AtEnd()) {
+    std::string_view name = scan.Word();
+    if (!known(name)) throw "a record's entry names no argument or output of its op";
+    scan.Expect("=");
+    std::string_view value = scan.Until(";");
+    if (value.empty()) throw "a record's entry is empty";
+    if (Entry(entries, name).data() != value.data()) throw "a record has two entries of one name";
+    if (!scan.AtEnd()) scan.Expect(";");
+  }
+}
+
+// The shape and size expressions parse, and name only what the op has.
+constexpr void ValidateShapes(const Record& record) {
+  const Schema& schema = record.schema;
+  Shape unknown;
+  unknown.known_rank = false;
+  const Shape* inputs[kMaxArguments] = {};
+  for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i] = &unknown;
+  Attribute attributes[kMaxArguments] = {};
+  std::int64_t list[kMaxList] = {};
+  for (std::int64_t& entry : list) entry = kUnknownSize;
+  for (Attribute& attribute : attributes) {
+    attribute.i = kUnknownSize;
+    attribute.count = kMaxList;
+    attribute.ints = list;
+  }
+  ShapeScope scope{&schema, inputs, attributes};
+  for (std::size_t i = 0; i < schema.output_count; ++i)
+    ShapeExpression(record.ShapeText(i), scope).EvaluateShape();
+  for (std::size_t i = 0; i < schema.input_count; ++i)
+    if (!record.input_shape_texts[i].empty())
+      ShapeExpression(record.input_shape_texts[i], scope).EvaluateShape();
+  ShapeExpression(record.scratch_text, scope).EvaluateInt();
+}
+
+// The outputs of an elementwise op have one shape: an input's, or all inputs broadcast.
+constexpr void ValidateElementwise(const Record& record) {
+  const Schema& schema = record.schema;
+  if (!record.rows_text.empty()) throw "an elementwise op has no rows";
+  for (std::size_t i = 0; i < schema.output_count; ++i) {
+    if (!record.broadcasts && record.same_shape_inputs[i] < 0)
+      throw "an elementwise op's output has the shape of an input, or of all, broadcast(a, b)";
+    if (record.broadcasts && record.ShapeText(i) != record.ShapeText(0))
+      throw "an elementwise op that broadcasts has outputs of one shape";
+  }
+  if (!record.broadcasts) return;
+  Scanner scan(record.ShapeText(0));
+  bool named[kMaxArguments] = {};
+  while (!scan.AtEnd()) {
+    if (scan.Accept("(") || scan.Accept(",") || scan.Accept(")")) continue;
+    std::string_view word = scan.Word();
+    if (word == "broadcast") continue;
+    if (schema.FindInput(word) < 0) throw "broadcast(...) of an elementwise op lists its inputs";
+    named[schema.FindInput(word)] = true;
+  }
+  for (std::size_t i = 0; i < schema.input_count; ++i)
+    if (!named[i]) throw "broadcast(...) of an elementwise op lists all its inputs";
+}
+
+// "x, weight, _ = f(grad); residual = grad_x"
+constexpr void ValidateGradient(const Record& record) {
+  Scanner scan(record.gradient_text);
+  bool named[kMaxArguments] = {};
+  while (!scan.AtEnd()) {
+    do {
+      std::string_view name = scan.Word();
+      if (name == "_") continue;
+      const int input = record.schema.FindInput(name);
+      if (input < 0) throw "a record's gradient names no input of its op";
+      if (named[input]) throw "a record's gradient names an input twice";
+      named[input] = true;
+    } while (scan.Accept(","));
+    scan.Expect("=");
+    if (scan.Until(";").empty()) throw "a record's gradient is empty";
+    if (!scan.AtEnd()) scan.Expect(";");
+  }
+}
+
+// "lengths = host"
+constexpr void ValidateMemory(const Record& record) {
+  ValidateEntries(record.memory_text,
+                  [&](std::string_view name) { return record.schema.FindInput(name) >= 0; });
+  for (std::size_t i = 0; i < record.schema.input_count; ++i)
+    if (!Entry(record.memory_text, record.schema.input(i).name.view()).empty() &&
+        !record.host_inputs[i])
+      throw "a record's memory is host";
+  if (record.host_inputs[0]) throw "a record's first input is in the device's memory";
+  if (!record.memory_text.empty() && (record.is_elementwise || !record.rows_text.empty()))
+    throw "an op with inputs in host memory is neither elementwise nor row-wise";
+}
+
+// The table of a library (kernels/abi.h) has NUL-terminated texts.
+constexpr void ValidateTermination(std::string_view text) {
+  if (text.data()[text.size()] != '\0') throw "a record's texts are whole string literals";
+}
+
+constexpr bool Validate(const Record& record) {
+  const Schema& schema = record.schema;
+  if (schema.HasRepeatedInput() && (record.is_elementwise || !record.rows_text.empty()))
+    throw "an op with a Tensor[] is neither elementwise nor row-wise";
+  if (schema.HasRepeatedInput() && !record.gradient_text.empty())
+    throw "an op with a Tensor[] has no gradient";
+  ValidateMemory(record);
+  for (std::string_view text : {schema.text, record.dtypes_text, record.shapes_text,
+                                record.input_shapes_text, record.limits_text, record.in_place_text,
+                                record.choices_text, record.rows_text, record.memory_text})
+    ValidateTermination(text);
+  ValidateShapes(record);
+  if (record.is_elementwise) ValidateElementwise(record);
+  auto input = [&](std::string_view name) { return schema.FindInput(name) >= 0; };
+  auto output = [&](std::string_view name) { return schema.FindOutput(name) >= 0; };
+  auto text = [&](std::string_view name) {
+    const int attribute = schema.FindAttribute(name);
+    return attribute >= 0 && schema.attribute(attribute).kind == Kind::kString;
+  };
+  ValidateEntries(record.shapes_text, output);
+  ValidateEntries(record.input_shapes_text, input);
+  ValidateEntries(record.in_place_text, output);
+  ValidateEntries(record.choices_text, text);
+  ValidateGradient(record);
+  for (std::size_t i = 0; i < schema.output_count; ++i)
+    if (!Entry(record.in_place_text, schema.outputs[i].view()).empty() &&
+        record.InPlaceInput(i) < 0)
+      throw "a record's in_place names no input";
+  if (record.autocast_text != "keep" && record.autocast_text != "widest")
+    throw "autocast is keep or widest";
+  return true;
+}
+
+}  // namespace twinop

@@ -1,0 +1,316 @@
+// Row-wise ops on CUDA: which kernel takes which rows, and its launch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/primitives/l2_hints.cuh"
+#include "kernels/primitives/launch.cuh"
+#include "kernels/rowwise/column_sums.cuh"
+#include "kernels/rowwise/launch_settings.h"
+#include "kernels/rowwise/resident.cuh"
+#include "kernels/rowwise/wide.cuh"
+
+namespace twinop::rowwise {
+
+template <class F, class S, class W>
+struct Launch {
+  using T = Compute<S>;
+  static constexpr int kWidth = kVectorBytes / sizeof(S);
+  static constexpr int kHeld = kEarlyInputs<F>;
+  static constexpr bool kSums = F::kColumnSums > 0;
+  static constexpr int kRowBytes = kHeld * sizeof(S);
+  static constexpr int kColumnBytes = kColumnInputs<F> * sizeof(W);
+  static constexpr bool kOneRow = kHeld == 1 || F::kPreparedOutput >= 0;
+  static constexpr bool kShortRow = !kSums && kHeld == 1 && sizeof(S) == 2;
+  static constexpr HeldSettings kSettings =
+      Held(kSums, kShortRow&& kColumnInputs<F> > 0, kOneRow, sizeof(S));
+  // (One column: a multiple of no vector's width.)
+  static constexpr bool kHasElements = MovesElements(sizeof(S), kSums, 1);
+  // Two rows that are both needed to the end: their values spilled (softmax backward, float16,
+  // 32768 x 4096: 0.74 of the copy's speed, packed 1.00).
+  static constexpr Tuning kDefaultTuning =
+      !kSums && !kOneRow && sizeof(S) == 2 ? Tuning::kPacked : Tuning::kThroughput;
+
+  const Call& call;
+  const F& functor;
+  const Arguments<F, S, W>& arguments;
+
+  Status Run() const {
+    const Rows& rows = arguments.rows;
+    if (rows.count == 0 || rows.columns == 0) return FinishSums(0);
+    if constexpr (kColumnInputs<F> == 0 && !kSums) {
+      if (rows.inner != 1) return RunApart();
+    }
+    const Moves moves = RowMoves();
+    constexpr int kVectors = kSettings.vectors;
+    switch (ChooseLayout(rows, kWidth, kSettings)) {
+      case Layout::kPart:
+        return RunHeld<8, 1, 1>(moves);
+      case Layout::kShort:
+        return RunHeld<32, 1, 1>(moves);
+      case Layout::kWarp:
+        return RunHeld<32, kVectors, 1, kDefaultTuning>(moves);
+      case Layout::kBlock:
+        return RunBlock<kVectors>(moves);
+      case Layout::kLong:
+        if constexpr (kSettings.HasLongRows()) {
+          // (sm_75 has not the shared memory that a misaligned row of float32 goes through.)
+          int architecture = 80;
+          if constexpr (sizeof(S) == 4) {
+            Status status = Architecture(&architecture);
+            if (!status.ok()) return status;
+          }
+          if (architecture >= 80) return RunBlock<kSettings.long_vectors>(moves);
+        }
+        break;
+      case Layout::kWide:
+        break;
+    }
+    return RunWide(moves == Moves::kVectors);
+  }
+
+  Reads AllReads() const {
+    constexpr int kOperands = kRowInputs<F> + F::kRowOutputs;
+    return Reads(arguments.rows.count * arguments.rows.columns * kOperands *
+                 static_cast<std::int64_t>(sizeof(S)));
+  }
+
+  // Behind the rows' functors.
+  T* Partials() const {
+    return reinterpret_cast<T*>(static_cast<unsigned char*>(call.scratch) +
+                                kMaxFunctorBytes * arguments.rows.count);
+  }
+
+  Moves RowMoves() const {
+    if (MovesElements(sizeof(S), kSums, arguments.rows.columns)) return Moves::kElements;
+    return Aligned() ? Moves::kVectors : Moves::kRealigned;
+  }
+
+  // Whether each vector is one access in all tensors.
+  bool Aligned() const {
+    const Rows& rows = arguments.rows;
+    if (rows.columns % kWidth != 0) return false;
+    bool aligned = true;
+    for (int i = 0; i < kRowInputs<F>; ++i)
+      aligned = aligned && IsAligned(arguments.inputs[i], kVectorBytes) &&
+                (rows.count == 1 || arguments.strides[i] % kWidth == 0);
+    for (int i = 0; i < kColumnInputs<F>; ++i)
+      aligned = aligned && IsAligned(arguments.columns[i], kVectorBytes);
+    for (int i = 0; i < F::kRowOutputs; ++i)
+      aligned = aligned && IsAligned(arguments.outputs[i], kVectorBytes);
+    return aligned;
+  }
+
+  // A block a row.
+  template <int kVectors>
+  Status RunBlock(Moves moves) const {
+    constexpr bool kLong = kVectors > kSettings.vectors;
+    constexpr bool kSplits = SplitsTotals(sizeof(S), kSums);
+    constexpr int kTotals = kSplits ? 2 : 1;
+    const int threads = BlockThreads(kVectors);
+    const bool aligned = moves == Moves::kVectors;
+    const auto few = [&](int vectors, int row_threads) {
+      return aligned && row_threads <= kLatencyThreads &&
+             arguments.rows.count <= FewRows(vectors, row_threads);
+    };
+    if constexpr (kSplits) {
+      if (few(kVectors / 2, 2 * threads))
+        return RunMoved<0, kVectors / 2, 1, Tuning::kLatency, Moves::kVectors>(2 * threads);
+    } else if constexpr (!kSums && !kLong && kColumnInputs<F> > 0) {
+      if (few(kVectors, threads))
+        return RunMoved<0, kVectors, 1, Tuning::kLatency, Moves::kVectors>(threads);
+    }
+    if constexpr (kShortRow) {
+      if (aligned && (kLong || threads >= kPackedThreads))
+        return RunMoved<0, kVectors, kTotals, Tuning::kPacked, Moves::kVectors>(threads);
+      if (aligned) return RunMoved<0, kVectors, kTotals, kDefaultTuning, Moves::kVectors>(threads);
+      // Of 8 vectors a thread a misaligned row spills (layer norm, bfloat16, 16384 x 8191, share of
+      // the copy's speed: 0.67, so 0.80). Twice the threads with one total each give the same bits.
+      constexpr int kHalves = kLong ? 2 : 1;
+      return RunMoved<0, kVectors / kHalves, kTotals / kHalves, Tuning::kPacked, Moves::kRealigned>(
+          kHalves * threads);
+    } else {
+      // Two rows that are both needed to the end, by twice the threads: the same bits (softmax
+      // backward, float16, microseconds: 32768 x 4096 187.0, so 186.4; x 4095 201, so 191; but 8192
+      // x 16384, by 1024 threads, 217 instead of 187).
+      if constexpr (kSplits && !kOneRow) {
+        if (2 * threads <= kSettings.max_threads)
+          return RunHeld<0, kVectors / 2, 1, kDefaultTuning>(moves, 2 * threads);
+      }
+      return RunHeld<0, kVectors, kTotals, kDefaultTuning>(moves, threads);
+    }
+  }
+
+  template <int kLanes, int kVectors, int kTotals, Tuning kTuning = Tuning::kThroughput>
+  Status RunHeld(Moves moves, int threads = kGroupThreads) const {
+    if constexpr (kHasElements) {
+      if (moves == Moves::kElements)
+        return RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kElements>(threads);
+    }
+    return moves == Moves::kVectors
+               ? RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kVectors>(threads)
+               : RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kRealigned>(threads);
+  }
+
+  template <int kLanes, int kVectors, int kTotals, Tuning kTuning, Moves kMoves>
+  Status RunMoved(int threads) const {
+    constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
+    const Rows& rows = arguments.rows;
+    std::int64_t blocks = (rows.count + kGroups - 1) / kGroups;
+    if constexpr (kSums) {
+      constexpr std::int64_t kRoom = kPartials * 8 / sizeof(T);  // in scratch memory
+      blocks = std::min({blocks, std::int64_t{SumBlocks(threads)}, kRoom});
+    }
+    using Held = HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>;
+    const int bytes = kGroups * Held::RoomBytes(kLanes > 0 ? kLanes : threads);
+    Status status = LaunchKernel(HeldKernel<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>,
+                                 Overlapping({blocks, dim3(threads), 1, bytes}), call, functor,
+                                 arguments, AllReads(), Partials());
+    return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
+  }
+
+  // Of a block that takes a row.
+  int BlockThreads(int vectors_each) const {
+    const std::int64_t vectors = (arguments.rows.columns + kWidth - 1) / kWidth;
+    const int warp = vectors_each * 32;
+    return static_cast<int>((vectors + warp - 1) / warp * 32);
+  }
+
+  Status RunApart() const {
+    if constexpr (kColumnInputs<F> == 0 && !kSums) {
+      const Rows& rows = arguments.rows;
+      unsigned across = 32;
+      while (across > 1 && static_cast<std::int64_t>(across) / 2 >= rows.inner) across /= 2;
+      const std::int64_t outer = rows.count / rows.inner;
+      const std::int64_t blocks = outer * ((rows.inner + across - 1) / across);
+      return LaunchKernel(ApartKernel<F, S>,
+                          Overlapping({blocks, dim3(across, kApartThreads / across)}), call,
+                          functor, arguments);
+    }
+    return {};
+  }
+
+  static Status Architecture(int* value) {
+    return KernelArchitecture<WideKernel<F, S, W, Source::kRing, kSums>>(value);
+  }
+
+  // ---------------------------------------------------------------------------------- wide rows
+
+  Status RunWide(bool aligned) const {
+    int architecture = 0;
+    Status status = Architecture(&architecture);
+    if (!status.ok()) return status;
+    const std::int64_t columns = arguments.rows.columns;
+    WideSettings settings{1, 1, kWideThreads, 0};
+    if (architecture >= 90) {
+      if constexpr (!kSums) {
+        const auto choose = [&](bool is_long) {
+          return ChooseHeldWide(columns, kWidth, WideVectors(kHeld, is_long), kRowBytes,
+                                kColumnBytes);
+        };
+        const WideSettings held = choose(false);
+        if (held.stages > 0)
+          return aligned ? RunWideFrom<Source::kHeld, false>(held) : RunHeldMisaligned(held);
+        if constexpr (kHeld == 1 && sizeof(S) == 4) {
+          const WideSettings held_long = choose(true);
+          if (held_long.stages > 0)
+            return aligned ? RunWideFrom<Source::kHeldLong, false>(held_long)
+                           : RunWideFrom<Source::kMisaligned, false>(held_long);
+        }
+      }
+      settings =
+          ChooseWide(columns, kWidth, kRowBytes, kColumnBytes, kSums ? kWideSumVectors<S> : 0);
+    }
+    if (settings.stages > 0) {
+      if (aligned) return RunWideFrom<Source::kRing, kSums>(settings);
+      return RunWideFrom<Source::kMisaligned, kSums>(settings);
+    }
+    if (aligned) return RunWideFrom<Source::kAligned, false>(settings);
+    return RunWideFrom<Source::kMisaligned, false>(settings);
+  }
+
+  // Misaligned outputs take shared memory too: fewer stages, if that leaves any.
+  Status RunHeldMisaligned(const WideSettings& settings) const {
+    using Held = WideRowsFrom<F, S, W, Source::kHeldMisaligned, false>;
+    for (WideSettings fewer = settings; fewer.stages > 0; --fewer.stages)
+      if (Held::SharedBytes(fewer, arguments.rows.columns) <= WideBytes(kWidth))
+        return RunWideFrom<Source::kHeldMisaligned, false>(fewer);
+    return RunWideFrom<Source::kMisaligned, false>(settings);
+  }
+
+  template <Source kSource, bool kSumOnTheWay>
+  Status RunWideFrom(const WideSettings& settings) const {
+    const Rows& rows = arguments.rows;
+    F* states = nullptr;
+    if constexpr (kSums) {
+      static_assert(sizeof(F) <= kMaxFunctorBytes);
+      states = static_cast<F*>(call.scratch);
+    }
+    const std::int64_t bytes =
+        WideRowsFrom<F, S, W, kSource, kSumOnTheWay>::SharedBytes(settings, rows.columns);
+    const auto kernel = WideKernel<F, S, W, kSource, kSumOnTheWay>;
+    Grid grid{settings.cluster, dim3(settings.groups * settings.threads), 1,
+              static_cast<int>(bytes), settings.cluster};
+    int clusters = SumClusters(settings.cluster);
+    if (!kSumOnTheWay) {
+      Status status = ResidentClusters(kernel, grid, &clusters);
+      if (!status.ok()) return status;
+    }
+    grid.blocks = std::min<std::int64_t>(clusters, rows.count) * settings.cluster;
+    Status launched = LaunchKernel(kernel, Overlapping(grid), call, functor, arguments, settings,
+                                   AllReads(), states, Partials());
+    if constexpr (kSumOnTheWay) {
+      if (launched.ok())
+        return FinishSums(static_cast<int>(grid.blocks / settings.cluster * settings.groups));
+    } else if constexpr (kSums) {
+      if (launched.ok() && (arguments.sums[0] != nullptr || arguments.sums[1] != nullptr))
+        return kSource == Source::kMisaligned ? SumColumns<false>(states)
+                                              : SumColumns<true>(states);
+    }
+    return launched;
+  }
+
+  template <bool kVectorised>
+  Status SumColumns(const F* states) const {
+    const std::int64_t per_block = kSumThreads * (kVectorised ? kWidth : 1);
+    const std::int64_t across = (arguments.rows.columns + per_block - 1) / per_block;
+    // The number of partial sums is the shape's alone.
+    const std::int64_t vectors = (arguments.rows.columns + kWidth - 1) / kWidth;
+    std::int64_t down = 4 * kPartials / ((vectors + kSumThreads - 1) / kSumThreads);
+    if (down > kPartials) down = kPartials;
+    if (down > arguments.rows.count) down = arguments.rows.count;
+    if (down < 1) down = 1;
+    Status status =
+        LaunchKernel(ColumnSumsKernel<F, S, W, kVectorised>,
+                     Overlapping({across, dim3(kSumThreads), static_cast<unsigned>(down)}), call,
+                     arguments, states, Partials());
+    return status.ok() ? FinishSums(static_cast<int>(down)) : std::move(status);
+  }
+
+  Status FinishSums(int count) const {
+    if constexpr (kSums) {
+      static_assert(F::kColumnSums == 2);
+      const std::int64_t across = (arguments.rows.columns + 31) / 32;
+      if (across == 0 || (arguments.sums[0] == nullptr && arguments.sums[1] == nullptr)) return {};
+      return LaunchKernel(FinishSumsKernel<T, W>, Overlapping({across, dim3(32, kFinishSlices), 2}),
+                          call, static_cast<const T*>(Partials()), count, arguments.rows.columns,
+                          arguments.sums[0], arguments.sums[1]);
+    }
+    return {};
+  }
+};
+
+template <class F, class S, class W>
+Status Run(const Call& call, const F& functor, const Arguments<F, S, W>& arguments) {
+  return Launch<F, S, W>{call, functor, arguments}.Run();
+}
+
+template <template <class> class F>
+Status Cuda(const Call& call) {
+  return DispatchRows<F>(call, [&](const auto& functor, const auto& arguments) {
+    return Run(call, functor, arguments);
+  });
+}
+
+}  // namespace twinop::rowwise

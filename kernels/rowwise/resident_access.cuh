@@ -1,0 +1,303 @@
+// Rows held in registers: which part of a row each thread has, and how it moves between registers
+// and memory.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/primitives/l2_hints.cuh"
+#include "kernels/rowwise/access.cuh"
+#include "kernels/rowwise/reduce.cuh"
+
+namespace twinop::rowwise {
+
+// kLanes 0: a block a row, of as many threads as it is launched with.
+template <class F, class S, class W, int kLanes, int kVectors, Moves kMoves>
+class HeldAccess {
+ public:
+  static constexpr int kWidth = kVectorBytes / sizeof(S);
+  // Of kElements, a lane's elements are all so many columns apart: a warp takes a stretch of the
+  // row, its lanes neighbouring elements, and one address serves them all.
+  static constexpr int kApart = kMoves != Moves::kElements ? 1 : kLanes == 8 ? 8 : 32;
+  static constexpr bool kDirect = kMoves != Moves::kRealigned;  // not through shared memory
+  static constexpr int kColumns = kColumnInputs<F>;
+  static constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
+
+  using RowPieces = Pieces<S, kVectors>;
+  using ColumnVectors = Vector<W, kWidth>[kColumns + 1];
+  using RowVectors = Vector<S, kWidth>[kVectors];
+
+  __device__ HeldAccess(const Arguments<F, S, W>& arguments, const Reads& reads,
+                        unsigned char* room)
+      : arguments_(arguments),
+        reads_(reads),
+        columns_(static_cast<int>(arguments.rows.columns)),
+        lanes_(kLanes > 0 ? kLanes : BlockLanes()),
+        lane_(static_cast<int>(kLanes > 0 ? threadIdx.x % kLanes : threadIdx.x)),
+        group_(kLanes > 0 ? threadIdx.x / kLanes : 0),
+        whole_(kMoves != Moves::kVectors &&
+               __all_sync(0xFFFFFFFFu, Left(kVectors - 1) > kWholeLeft)),
+        room_(Remembered(room) + group_ * RoomBytes(lanes_)) {}
+
+  // Of shared memory, for each group of threads: one row at a time, where it is misaligned.
+  static constexpr __host__ __device__ int RoomBytes(int lanes) {
+    return kDirect ? 0 : Stretch<S>::RoomVectors(lanes * kVectors) * kVectorBytes;
+  }
+
+  // The first element of this lane's k-th vector, and the elements of the row from there on: none,
+  // or all where tensors are aligned.
+  __device__ __forceinline__ int Column(int k) const {
+    if constexpr (kMoves == Moves::kElements)
+      return (lane_ / kApart * kVectors + k) * kApart * kWidth + lane_ % kApart;
+    return (k * lanes_ + lane_) * kWidth;
+  }
+  __device__ __forceinline__ int Left(int k) const { return columns_ - Column(k); }
+  __device__ __forceinline__ bool Has(int k, int i) const { return Left(k) > i * kApart; }
+  __device__ __forceinline__ int Group() const { return group_; }
+
+ protected:
+  // Hides what the address is made of: the compiler would make it anew for each access.
+  template <class U>
+  static __device__ __forceinline__ U* Remembered(U* shared) {
+    std::uint32_t address = hopper::SharedAddress(shared);
+    asm("" : "+r"(address));
+    return static_cast<U*>(__cvta_shared_to_generic(address));
+  }
+
+  // (Unsigned: an address from it is one instruction.)
+  template <class U>
+  __device__ __forceinline__ U* At(U* row, int k) const {
+    if constexpr (kMoves == Moves::kElements)
+      return row + static_cast<std::uint32_t>(Column(0)) + k * kApart * kWidth;
+    return row + static_cast<std::uint32_t>(Column(k));
+  }
+
+  // body(k, whole) for each vector that this thread has; whole: all its elements are the row's. Of
+  // misaligned rows most warps have whole vectors only, which spares them all comparisons.
+  template <class Body>
+  __device__ __forceinline__ void ForEachVector(bool exists, const Body& body) const {
+    if (kMoves != Moves::kVectors && whole_) {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) body(k, std::true_type{});
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k)
+        if (exists && HasVector(k)) body(k, std::bool_constant<kMoves == Moves::kVectors>{});
+    }
+  }
+
+  __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
+    const S* const input = Offset(arguments_.inputs[j], row * arguments_.strides[j]);
+    // One realigned row is not faster so (32768 x 4095, bfloat16 softmax 3 % slower); two, of which
+    // one is held, are by 4 to 6 %.
+    return kDirect || F::kPreparedOutput >= 0 ? reads_.Of(input) : input;
+  }
+  __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
+    return Offset(arguments_.outputs[o], row * arguments_.rows.columns);
+  }
+
+  // Of a row that has `count` elements.
+  template <bool kPlain, class U>
+  __device__ __forceinline__ void Load(const U* row, int k, int count,
+                                       Vector<U, kWidth>* vector) const {
+    if constexpr (kMoves == Moves::kElements) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        if (kPlain || Column(k) + i * kApart < count) vector->Set(i, At(row, k)[i * kApart]);
+    } else if constexpr (kMoves == Moves::kVectors) {
+      if ((kHasFirst && k == 0 && count > 0) || Column(k) < count) LoadAligned(At(row, k), vector);
+    } else if constexpr (kPlain) {
+      LoadAligned(At(row, k), vector);
+    } else {
+      LoadAnywhere(At(row, k), count - Column(k), vector);
+    }
+  }
+
+  // Where rows follow rows. (Of a warp's misaligned ones the pieces would be spilled.)
+  static constexpr bool kHidesAddresses = F::kColumnSums > 0 && (kLanes == 0 || kDirect);
+  // Where rows follow rows in a block, its threads are no more than a row's vectors.
+  static constexpr bool kHasFirst = F::kColumnSums > 0 && kLanes == 0 && kDirect;
+  __device__ __forceinline__ bool HasVector(int k) const {
+    return (kHasFirst && k == 0) || Left(k) > 0;
+  }
+  // Whether to move a vector at all. (Of single elements each is asked for itself.)
+  __device__ __forceinline__ bool Asks(int k) const {
+    return kMoves == Moves::kElements || HasVector(k);
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ void Store(const Vector<S, kWidth>& vector, S* row, int k) const {
+    if constexpr (kMoves == Moves::kElements) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        if (kPlain || Has(k, i)) At(row, k)[i * kApart] = vector.Get(i);
+    } else {
+      StoreAligned(vector, At(row, k));
+    }
+  }
+
+  // A misaligned row as it lies in memory; Realign gives each thread its vectors.
+  __device__ __forceinline__ void LoadInput(int j, std::int64_t row, RowPieces* pieces) const {
+    if constexpr (kDirect) {
+      // Hidden addresses are made once; the compiler makes the others better where they are used
+      // (softmax backward, bfloat16, 16384 x 11008: 249 us, made once 269 us).
+      const S* const start = Input(j, row);
+#pragma unroll  // (of two branches, each would wait for its loads)
+      for (int k = 0; k < kVectors; ++k)
+        if (Asks(k))
+          Load<false>(kHidesAddresses ? start : Input(j, row), k, columns_, &pieces->vectors[k]);
+    } else {
+      InRoom(Input(j, row), true).Load(pieces);
+    }
+  }
+
+  // again: the room was in use before.
+  __device__ __forceinline__ void Realign(int j, std::int64_t row, bool exists, bool again,
+                                          RowPieces* pieces) const {
+    const Stretch<S> stretch = InRoom(Input(j, row), exists);
+    if (again) SyncRoom();
+    stretch.Put(*pieces);
+    SyncRoom();
+    stretch.Get(pieces);
+  }
+
+  // Two rows of which only what Prepared makes of them is needed: that is held. An aligned one is
+  // written at once.
+  __device__ __forceinline__ void LoadPrepared(std::int64_t row, bool exists,
+                                               RowPieces* raw) const {
+    static_assert(kEarlyInputs<F> == 2);
+    if constexpr (kDirect) {
+      if (exists) {
+        LoadInput(0, row, raw);
+        // Of 8 vectors, registers are left for two of the other row (float32, 8192 x 16384,
+        // add_rms_norm, share of the copy's speed: 0.97, by four 0.90, all at once 0.63).
+        constexpr int kChunk = kVectors > 4 ? 2 : kVectors;
+#pragma unroll
+        for (int first = 0; first < kVectors; first += kChunk) {
+          Vector<S, kWidth> others[kChunk];
+#pragma unroll
+          for (int i = 0; i < kChunk; ++i)
+            if (Asks(first + i)) Load<false>(Input(1, row), first + i, columns_, &others[i]);
+#pragma unroll
+          for (int i = 0; i < kChunk; ++i) {
+            if (Left(first + i) <= 0) continue;
+            auto& vector = raw->vectors[first + i];
+            vector = Prepared(vector, others[i]);
+            if (S* const output = arguments_.outputs[F::kPreparedOutput])
+              Store<false>(vector, Output(F::kPreparedOutput, row), first + i);
+          }
+        }
+      }
+    } else {
+      RowPieces pieces[2] = {};
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        if (exists) LoadInput(j, row, &pieces[j]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) Realign(j, row, exists, j > 0, &pieces[j]);
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k)
+        raw->vectors[k] = Prepared(pieces[0].vectors[k], pieces[1].vectors[k]);
+    }
+  }
+
+  __device__ __forceinline__ static Vector<S, kWidth> Prepared(const Vector<S, kWidth>& first,
+                                                               const Vector<S, kWidth>& second) {
+    ElementCompute<S> values[2][kWidth];
+    Unpack(first, values[0]);
+    Unpack(second, values[1]);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[0][i] = F::Prepared({{values[0][i], values[1][i]}});
+    return Pack<S>(values[0]);
+  }
+
+  __device__ __forceinline__ void StoreMisaligned(int o, std::int64_t row, bool exists, bool again,
+                                                  RowVectors& vectors) const {
+    const Stretch<S> stretch = InRoom(Output(o, row), exists);
+    if (again) SyncRoom();
+    stretch.PutOwned(vectors);
+    SyncRoom();
+    stretch.Store(vectors, Output(o, row));
+  }
+
+  // Whether there is nothing to ask before this thread's part of the column inputs is loaded.
+  __device__ __forceinline__ bool PlainColumns() const {
+    bool plain = kMoves == Moves::kVectors || whole_;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const auto place = reinterpret_cast<std::uintptr_t>(arguments_.columns[c]);
+      plain = plain && place != 0 && (kDirect || place % kVectorBytes == 0);
+    }
+    return plain;
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ void LoadColumns(const F& functor, int k,
+                                              ColumnVectors& columns) const {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      int count = columns_;
+      if constexpr (!kPlain) {
+        columns[c] = Neutral(functor, c);
+        const bool present = arguments_.columns[c] != nullptr;
+        if constexpr (kDirect) {
+          // Hidden, so that the load is predicated: behind a branch it would wait for those before.
+          if (!present) count = 0;
+          asm("" : "+r"(count));
+        } else if (!present) {
+          continue;
+        }
+      }
+      Load<kPlain>(arguments_.columns[c], k, count, &columns[c]);
+    }
+  }
+
+  // Instead of an absent column input.
+  static __device__ __forceinline__ Vector<W, kWidth> Neutral(const F& functor, int c) {
+    ElementCompute<W> values[kWidth];
+#pragma unroll
+    for (auto& value : values) value = Plain(ElementCompute<S>(functor.Neutral(c)));
+    return Pack<W>(values);
+  }
+
+  const Arguments<F, S, W>& arguments_;
+  const Reads& reads_;
+  const int columns_, lanes_, lane_, group_;
+  // All threads of the warp have whole vectors; of a realigned row, another one follows each.
+  const bool whole_;
+
+ private:
+  static constexpr int kWholeLeft = kDirect ? (kWidth - 1) * kApart : 2 * kWidth - 1;
+
+  // The product is hidden: the compiler would make it anew for each access.
+  template <class U>
+  static __device__ __forceinline__ U* Offset(U* tensor, std::int64_t elements) {
+    if constexpr (!kHidesAddresses) return tensor + elements;
+    std::int64_t bytes = elements * static_cast<std::int64_t>(sizeof(S));
+    asm("" : "+l"(bytes));
+    using Byte = std::conditional_t<std::is_const_v<U>, const unsigned char, unsigned char>;
+    return reinterpret_cast<U*>(reinterpret_cast<Byte*>(tensor) + bytes);
+  }
+
+  // Hidden too: the compiler would load it again for each use.
+  static __device__ __forceinline__ int BlockLanes() {
+    int lanes = static_cast<int>(blockDim.x);
+    asm("" : "+r"(lanes));
+    return lanes;
+  }
+
+  __device__ __forceinline__ Stretch<S> InRoom(const S* row, bool exists) const {
+    return {row, exists ? columns_ : 0, lane_, lanes_, whole_ && exists, room_};
+  }
+  __device__ __forceinline__ void SyncRoom() const {
+    if constexpr (kLanes > 0) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  unsigned char* const room_;
+};
+
+}  // namespace twinop::rowwise

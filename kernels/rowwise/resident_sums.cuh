@@ -1,0 +1,66 @@
+// Rows held in registers: sums of the columns on the way.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/rowwise/resident_access.cuh"
+
+namespace twinop::rowwise {
+
+// What one thread adds up of the columns that it has of every row.
+template <class F, class S, class W, int kLanes, int kVectors, Moves kMoves>
+class HeldSums {
+ public:
+  using Access = HeldAccess<F, S, W, kLanes, kVectors, kMoves>;
+  using Sum = Compute<S>;
+  using T = ElementCompute<S>;
+  static constexpr int kWidth = Access::kWidth;
+  static constexpr int kSums = F::kColumnSums;
+  static_assert(kSums == 0 || kMoves != Moves::kElements);  // a vector is of neighbouring columns
+
+  template <class Term>
+  __device__ __forceinline__ void Add(int k, int i, const Term& term) {
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) sums_[s][k][i] = Plain(WithTerm(T(sums_[s][k][i]), term, s));
+  }
+
+  // partials[sum][block][column]. The groups of a block add theirs up first, in turn.
+  __device__ __forceinline__ void Write(const Access& access, std::int64_t columns,
+                                        Sum* partials) const {
+    if constexpr (kLanes > 0) {
+      __shared__ Sum shared[kSums][kLanes * kVectors * kWidth];
+      for (int g = 0; g < Access::kGroups; ++g) {
+        if (g == access.Group())
+          Put(access, g > 0, [&](int s, int column) { return &shared[s][column]; });
+        __syncthreads();
+      }
+      for (int s = 0; s < kSums; ++s)
+        for (int c = threadIdx.x; c < columns; c += kGroupThreads)
+          partials[(s * gridDim.x + blockIdx.x) * columns + c] = shared[s][c];
+    } else {
+      Put(access, false, [&](int s, int column) {
+        return &partials[(s * gridDim.x + blockIdx.x) * columns + column];
+      });
+    }
+  }
+
+ private:
+  template <class Place>
+  __device__ __forceinline__ void Put(const Access& access, bool to_others,
+                                      const Place& place) const {
+#pragma unroll
+    for (int s = 0; s < kSums; ++s)
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k)
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          if (access.Left(k) <= i) continue;
+          Sum* const sum = place(s, access.Column(k) + i);
+          *sum = to_others ? *sum + sums_[s][k][i] : sums_[s][k][i];
+        }
+  }
+
+  Sum sums_[kSums + 1][kVectors][kWidth] = {};
+};
+
+}  // namespace twinop::rowwise

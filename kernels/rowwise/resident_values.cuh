@@ -1,0 +1,220 @@
+// Rows held in registers: their values, phase by phase, and the reductions over them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "kernels/rowwise/reduce.cuh"
+#include "kernels/rowwise/resident_access.cuh"
+
+namespace twinop::rowwise {
+
+// kTotals of each thread: with two it adds up what two threads with half its vectors would.
+template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
+          Moves kMoves>
+class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
+ public:
+  using Access = HeldAccess<F, S, W, kLanes, kVectors, kMoves>;
+  using T = ElementCompute<S>;
+  static constexpr int kWidth = Access::kWidth;
+  static constexpr int kInputs = kRowInputs<F>;
+  static constexpr bool kPrepares = F::kPreparedOutput >= 0;
+  static constexpr int kHeld = kPrepares ? 1 : kEarlyInputs<F>;
+  static constexpr int kColumns = Access::kColumns;
+  static constexpr int kSums = F::kColumnSums;
+  static constexpr bool kPacked = kTuning == Tuning::kPacked;
+
+  using typename Access::ColumnVectors;
+  using RawRow = typename Access::RowPieces[kHeld];
+  using RowValues = Values<T, kInputs>[kVectors][kWidth];
+
+  using Access::Access;
+
+ protected:
+  using Access::arguments_;
+  using Access::ForEachVector;
+  using Access::Has;
+
+  __device__ __forceinline__ static void ColumnValues(const ColumnVectors& columns,
+                                                      Values<T, kColumns> (&values)[kWidth]) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      T unpacked[kWidth];
+      Unpack(columns[c], unpacked);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) values[i][c] = unpacked[i];
+    }
+  }
+
+  // The values of the row's k-th vector as the phases before kPhase leave them.
+  template <int kPhase>
+  __device__ __forceinline__ void VectorValues(const F& functor, const RawRow& raw, int k,
+                                               Values<T, kInputs> (&values)[kWidth]) const {
+#pragma unroll
+    for (int j = 0; j < kInputs; ++j) {
+      T unpacked[kWidth];
+      if (j < kHeld) Unpack(raw[j < kHeld ? j : 0].vectors[k], unpacked);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) values[i][j] = j < kHeld ? unpacked[i] : T(0);
+    }
+    Values<T, kColumns> columns[kWidth] = {};
+    if constexpr (kSums > 0) ColumnValues(held_columns_[k], columns);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if constexpr (kPrepares) {
+        ReplayPhases<kPhase>(functor, values[i], columns[i]);
+      } else {
+        Replay<kPhase, S>(functor, values[i], columns[i]);
+      }
+    }
+  }
+
+  // Hides that the words are what they were, so that values made of them are made again.
+  __device__ __forceinline__ static void Forget(RawRow& raw) {
+    if constexpr (kPacked) {
+#pragma unroll
+      for (auto& input : raw)
+#pragma unroll
+        for (auto& vector : input.vectors)
+#pragma unroll
+          for (auto& word : vector.words) asm volatile("" : "+r"(word));
+    }
+  }
+
+  // Hides what the values are made of: they would be unpacked again for each phase.
+  __device__ __forceinline__ static void Pin(RowValues& values) {
+    if constexpr (sizeof(S) == 2) {
+#pragma unroll
+      for (auto& vector : values)
+#pragma unroll
+        for (auto& value : vector)
+#pragma unroll
+          for (int j = 0; j < kHeld; ++j) asm("" : "+f"(value[j].value));
+    }
+  }
+
+  // All phases, one after another.
+  __device__ __forceinline__ void Reduce(F* functor, RowValues& values, bool exists, RawRow& raw) {
+    if constexpr (F::kMoments && kLanes == 0 && sizeof(S) == 2) {
+      ReduceMoments(functor, values, exists, raw);
+    } else {
+      ReduceEach(functor, values, exists, raw, std::make_index_sequence<kPhases<F>>{});
+    }
+  }
+
+  // Before the first of several rows is reduced, and before each of the others.
+  __device__ __forceinline__ void BeginRows() {
+    if constexpr (kLanes == 0) {
+      __shared__ BlockStorage<T> storage[2];
+      storage_ = Access::Remembered(storage);
+      static_assert(F::Phases::At(0) == F::Phases::At(kPhases<F> - 1));
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        storage_[i].template Pad<F::Phases::At(0)>(threadIdx.x, blockDim.x / 32);
+    }
+  }
+  __device__ __forceinline__ void NextRow() {
+    if constexpr (kPhases<F> == 1) turn_ ^= 1;
+  }
+
+  ColumnVectors held_columns_[kVectors] = {};
+
+ private:
+  static constexpr int kChains = std::min(kWidth, 4);
+
+  template <std::size_t... kPhase>
+  __device__ __forceinline__ void ReduceEach(F* functor, RowValues& values, bool exists,
+                                             RawRow& raw, std::index_sequence<kPhase...>) {
+    (ReducePhase<static_cast<int>(kPhase)>(functor, values, exists, raw), ...);
+  }
+
+  template <int kPhase>
+  __device__ __forceinline__ void ReducePhase(F* functor, RowValues& values, bool exists,
+                                              RawRow& raw) {
+    constexpr Reduction kOp = F::Phases::At(kPhase);
+    using Total = Terms<F, T, kPhase>;
+    ThreadTotals<kOp, Total, kChains> sums[kTotals];
+    Forget(raw);
+    ForEachVector(exists, [&](int k, auto whole) {
+      if constexpr (kPacked) VectorValues<kPhase>(*functor, raw, k, values[k]);
+      // Of the phases, only those of ops that sum columns look at the column inputs.
+      Values<T, kColumns> columns[kWidth];
+      if constexpr (kSums > 0) ColumnValues(held_columns_[k], columns);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const auto term = functor->Term(Phase<kPhase>{}, values[k][i], columns[i]);
+        if (whole || Has(k, i)) sums[k % kTotals].Add(i, term);
+      }
+    });
+    Total totals[kTotals];
+#pragma unroll
+    for (int t = 0; t < kTotals; ++t) totals[t] = sums[t].Sum();
+    if constexpr (kLanes > 0) {
+      totals[0] = ReduceLanes<kLanes, kOp>(totals[0]);
+    } else {
+      // Rows in turn need another barrier before a phase's storage is used again: the next phase's,
+      // or, if it is the only one, the next row's.
+      if constexpr (kSums > 0) {
+        static_assert(kPhases<F> <= 2);
+        totals[0] = ReduceBlock<kOp, true>(totals, threadIdx.x, blockDim.x, 0,
+                                           &storage_[kPhases<F> == 1 ? turn_ : kPhase]);
+      } else {
+        __shared__ BlockStorage<T> storage;
+        totals[0] = ReduceBlock<kOp>(totals, threadIdx.x, blockDim.x, 0, &storage);
+      }
+    }
+    functor->Finish(Phase<kPhase>{}, totals[0]);
+  }
+
+  // The phases of F::kMoments, both at once: the squares of the values as they are take one pass
+  // and one barrier. Only where most of them is the mean's would they cancel: then what is left is
+  // squared after all. Microseconds, bfloat16 (H200), one phase after the other / both at once:
+  // 32768 x 4095 159 / 153, x 4096 130 / 128, 64 x 4096 in a CUDA graph 1.54 / 1.41. (Float32 waits
+  // for memory either way.)
+  __device__ __forceinline__ void ReduceMoments(F* functor, RowValues& values, bool exists,
+                                                RawRow& raw) {
+    using One = Values<T, 1>;
+    ThreadTotals<kSum, One, kChains> sums[kTotals];
+    ThreadTotals<kSquares, One, kChains> squares[kTotals];
+    Forget(raw);
+    ForEachVector(exists, [&](int k, auto whole) {
+      if constexpr (kPacked) VectorValues<0>(*functor, raw, k, values[k]);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const One term = functor->Term(Phase<0>{}, values[k][i], {});
+        if (!whole && !Has(k, i)) continue;
+        sums[k % kTotals].Add(i, term);
+        squares[k % kTotals].Add(i, term);
+      }
+    });
+    Values<T, 2> totals[kTotals];
+#pragma unroll
+    for (int t = 0; t < kTotals; ++t) totals[t] = {{sums[t].Sum()[0], squares[t].Sum()[0]}};
+    __shared__ BlockStorage<T> storage;
+    totals[0] = ReduceBlock<kSum>(totals, threadIdx.x, blockDim.x, 0, &storage);
+    const T sum = totals[0][0], all = totals[0][1];
+    functor->Finish(Phase<0>{}, One{{sum}});
+    Values<T, kInputs> zero = {};
+    const T minus_mean = functor->Term(Phase<1>{}, zero, {})[0];
+    const T left = Fma(sum, minus_mean, all);
+    constexpr float kMostCancelled = 64;  // 6 of 24 bits
+    // (Not if it is NaN; of large bfloat16 numbers the squares may be infinite.)
+    if (Plain(all) <= kMostCancelled * Plain(left) && Plain(all) < INFINITY) {
+      functor->Finish(Phase<1>{}, One{{left}});
+      if constexpr (!kPacked) {  // the values as the phase would leave them
+#pragma unroll
+        for (auto& vector : values)
+#pragma unroll
+          for (auto& value : vector) static_cast<void>(functor->Term(Phase<1>{}, value, {}));
+      }
+    } else {
+      ReducePhase<1>(functor, values, exists, raw);
+    }
+  }
+
+  BlockStorage<T>* storage_;
+  int turn_ = 0;
+};
+
+}  // namespace twinop::rowwise

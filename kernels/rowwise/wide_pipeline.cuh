@@ -1,0 +1,258 @@
+// What wide rows share on sm_90: which rows and which slice of them belong to a group of threads,
+// the ring of slices in shared memory that bulk copies fill ahead, and reductions over all threads
+// that share a row. (Without a ring and without clusters, also for older GPUs.)
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/primitives/hopper.cuh"
+#include "kernels/primitives/l2_hints.cuh"
+#include "kernels/rowwise/access.cuh"
+#include "kernels/rowwise/reduce.cuh"
+
+namespace twinop::rowwise {
+
+// Where the elements of a phase come from. kHeld, kHeldLong, kHeldMisaligned: registers, behind a
+// ring; kRing: the ring itself; kAligned, kMisaligned: global memory.
+enum class Source { kHeld, kHeldLong, kHeldMisaligned, kRing, kAligned, kMisaligned };
+
+inline constexpr int kMaxBarriers = kMaxGroups * kMaxStages;
+
+template <class F, class S>
+struct WideStorage {
+  using T = ElementCompute<S>;
+  alignas(8) hopper::Barrier full[kMaxBarriers];
+  hopper::Barrier columns;
+  ClusterStorage<T, kPhases<F>> cluster[kMaxGroups];
+  BlockStorage<T> block[kMaxGroups][2];
+};
+
+// Where a group is in its rows and stages. It has stages of its own: copies end in any order, and a
+// barrier tells only its last phase from the one before.
+struct Turn {
+  std::uint32_t count = 0;
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void Next(int stages) {
+    ++count;
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// Where the ring's rows come from: kWhole ones, or ones that start anywhere, which share their
+// first and last vectors in memory with others.
+enum class Ring { kNone, kWhole, kAnywhere };
+
+template <class F, class S, class W, Ring kRing>
+class WideSlices {
+ public:
+  using T = ElementCompute<S>;
+  using Storage = WideStorage<F, S>;
+  static constexpr int kWidth = kVectorBytes / sizeof(S);
+  static constexpr int kHeld = kEarlyInputs<F>;
+  static constexpr int kColumns = kColumnInputs<F>;
+  static constexpr int kPhaseCount = kPhases<F>;
+
+  __device__ WideSlices(const Arguments<F, S, W>& arguments, const WideSettings& settings,
+                        const Reads& reads, Storage* storage, unsigned char* memory)
+      : arguments_(arguments),
+        settings_(settings),
+        reads_(reads),
+        storage_(storage),
+        rank_(settings.cluster > 1 ? hopper::ClusterRank() : 0),
+        threads_(settings.threads),
+        group_(static_cast<int>(threadIdx.x) / threads_),
+        thread_(static_cast<int>(threadIdx.x) % threads_) {
+    const unsigned clusters = gridDim.x / settings.cluster;
+    first_row_ = blockIdx.x / settings.cluster + std::int64_t{group_} * clusters;
+    row_stride_ = std::int64_t{settings.groups} * clusters;
+    const std::int64_t columns = arguments.rows.columns;
+    slice_ = SliceVectors(columns, kWidth, settings.cluster) * kWidth;
+    begin_ = min(slice_ * rank_, columns);
+    length_ = min(slice_, columns - begin_);
+    memory_ = memory;
+    ring_ = memory + (kRing == Ring::kNone ? 0 : slice_ * kColumns * sizeof(W));
+  }
+
+  // Of shared memory.
+  static constexpr __host__ __device__ std::int64_t RingBytes(const WideSettings& settings,
+                                                              std::int64_t slice) {
+    if (kRing == Ring::kNone) return 0;
+    return slice * kColumns * sizeof(W) +
+           settings.groups * settings.stages * kHeld * StageElements(slice) * sizeof(S);
+  }
+
+ protected:
+  __device__ __forceinline__ void Begin() const {
+    if (kRing == Ring::kNone && settings_.cluster == 1) return;
+    if (threadIdx.x == 0) {
+      if constexpr (kRing != Ring::kNone) {
+#pragma unroll 1
+        for (int i = 0; i < settings_.groups * settings_.stages; ++i)
+          hopper::Init(&storage_->full[i], 1);
+        hopper::Init(&storage_->columns, 1);
+      }
+#pragma unroll 1
+      for (int g = 0; g < settings_.groups; ++g)
+        for (auto& slot : storage_->cluster[g].arrived)
+          for (hopper::Barrier& barrier : slot) hopper::Init(&barrier, 1);
+      hopper::FenceInit();
+    }
+    __syncthreads();
+    if constexpr (kRing != Ring::kNone) {
+      if (thread_ == Filler()) {
+#pragma unroll 1
+        for (int i = 0; i < settings_.stages; ++i) Fill(first_row_ + i * row_stride_, i);
+      }
+      if constexpr (kColumns > 0) LoadColumns();
+    }
+    if (settings_.cluster > 1) hopper::ClusterSync();
+  }
+  __device__ __forceinline__ void End() const {
+    if (settings_.cluster > 1) hopper::ClusterSync();  // none leaves while another writes to it
+  }
+
+  // The column inputs stay in shared memory.
+  __device__ __forceinline__ void LoadColumns() const {
+    if constexpr (kRing == Ring::kWhole) {
+      if (threadIdx.x == 0) {
+        const std::uint32_t bytes = static_cast<std::uint32_t>(length_) * sizeof(W);
+        std::uint32_t all = 0;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) all += arguments_.columns[c] != nullptr ? bytes : 0;
+        hopper::ArriveExpecting(&storage_->columns, all);
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+          if (arguments_.columns[c] != nullptr && bytes > 0)
+            hopper::BulkLoad(Column(c), arguments_.columns[c] + begin_, bytes, &storage_->columns,
+                             reads_.Policy());
+      }
+      hopper::Wait(&storage_->columns, 0);
+    } else {
+      for (int c = 0; c < kColumns; ++c)
+        if (arguments_.columns[c] != nullptr)
+          for (int i = threadIdx.x; i < length_; i += blockDim.x)
+            Column(c)[i] = arguments_.columns[c][begin_ + i];
+      __syncthreads();
+    }
+  }
+  __device__ __forceinline__ W* Column(int c) const {
+    return reinterpret_cast<W*>(memory_) + c * slice_;
+  }
+
+  // ---------------------------------------------------------------------------------- the ring
+
+  // The thread of a group that fills its stages. (Not of the first warp, which sends totals.)
+  __device__ __forceinline__ int Filler() const { return threads_ - 32; }
+
+  // Starts the copies of a row, if there is one.
+  __device__ __forceinline__ void Fill(std::int64_t row, int stage) const {
+    if (row >= arguments_.rows.count) return;
+    hopper::Barrier* const full = Full(stage);
+    std::uint32_t bytes = 0;
+    if constexpr (kRing == Ring::kWhole) {
+      bytes = static_cast<std::uint32_t>(length_) * sizeof(S);
+      hopper::ArriveExpecting(full, kHeld * bytes);
+      if (bytes == 0) return;
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j)
+        hopper::BulkLoad(Stage(stage, j), Input(j, row), bytes, full, reads_.Policy());
+    } else {
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) bytes += FillAnywhere(j, row, Stage(stage, j), full);
+      hopper::ArriveExpecting(full, bytes);
+    }
+  }
+
+  // The aligned vectors that a slice lies in; of those that reach out of the tensor, only the
+  // slice's elements, one by one.
+  __device__ __forceinline__ std::uint32_t FillAnywhere(int j, std::int64_t row, S* stage,
+                                                        hopper::Barrier* full) const {
+    if (length_ == 0) return 0;
+    const S* const slice = Input(j, row);
+    const S* const slice_end = slice + length_;
+    const S* const start = slice - PastAligned(slice);
+    const S* from = start;
+    const S* to = start + (slice_end - start + kWidth - 1) / kWidth * kWidth;
+    const S* const tensor = arguments_.inputs[j];
+    const S* const tensor_end =
+        tensor + (arguments_.rows.count - 1) * arguments_.strides[j] + arguments_.rows.columns;
+    if (from < tensor || to > tensor_end) {
+      const auto copy = [&](const S* first, const S* last) {
+        for (const S* s = first; s < last; ++s) stage[s - start] = *s;
+      };
+      if (from < tensor) {
+        from += kWidth;
+        copy(slice, from < slice_end ? from : slice_end);
+      }
+      if (to > tensor_end && to > from) {
+        to -= kWidth;
+        copy(to > slice ? to : slice, slice_end);
+      }
+      hopper::FenceAsync();
+    }
+    const auto bytes = static_cast<std::uint32_t>((to - from) * sizeof(S));
+    if (bytes > 0) hopper::BulkLoad(stage + (from - start), from, bytes, full, reads_.Policy());
+    return bytes;
+  }
+  __device__ __forceinline__ static int PastAligned(const S* place) {
+    return static_cast<int>(reinterpret_cast<std::uintptr_t>(place) % kVectorBytes / sizeof(S));
+  }
+
+  __device__ __forceinline__ void WaitUntilFull(const Turn& turn) const {
+    hopper::Wait(Full(turn.stage), turn.parity);
+  }
+  __device__ __forceinline__ hopper::Barrier* Full(int stage) const {
+    return &storage_->full[group_ * settings_.stages + stage];
+  }
+  static constexpr __host__ __device__ std::int64_t StageElements(std::int64_t slice) {
+    return slice + (kRing == Ring::kAnywhere ? kWidth : 0);
+  }
+  __device__ __forceinline__ S* Stage(int stage, int j) const {
+    return reinterpret_cast<S*>(ring_) +
+           ((group_ * settings_.stages + stage) * kHeld + j) * StageElements(slice_);
+  }
+
+  // ---------------------------------------------------------------------------------- a row
+
+  __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
+    return reads_.Of(arguments_.inputs[j] + row * arguments_.strides[j] + begin_);
+  }
+  __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
+    return arguments_.outputs[o] + row * arguments_.rows.columns + begin_;
+  }
+
+  __device__ __forceinline__ void SyncGroup() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group_), "r"(threads_) : "memory");
+  }
+
+  // Over all threads that share the row. between() runs when all of the group have come here.
+  template <int kPhase, class Total, class Between>
+  __device__ __forceinline__ Total Reduce(Total total, const Turn& turn,
+                                          const Between& between) const {
+    constexpr Reduction kOp = F::Phases::At(kPhase);
+    // Two places in turn: a fast warp's next reduction must not overwrite what a slow one reads.
+    total = ReduceBlock<kOp>(total, thread_, threads_, 1 + group_,
+                             &storage_->block[group_][(turn.count * kPhaseCount + kPhase) & 1]);
+    between();
+    if (settings_.cluster > 1)
+      total = ReduceCluster<kPhase, kOp>(total, turn.count, thread_, rank_, settings_.cluster,
+                                         &storage_->cluster[group_]);
+    return total;
+  }
+
+  const Arguments<F, S, W>& arguments_;
+  const WideSettings& settings_;
+  const Reads& reads_;
+  Storage* const storage_;
+  const int rank_;
+  int threads_;  // of a group
+  const int group_;
+  int thread_;                           // of its group's
+  std::int64_t first_row_, row_stride_;  // the group's rows
+  std::int64_t slice_, begin_, length_;  // elements: of a slice, before this block's, of this one
+  unsigned char *memory_, *ring_;
+};
+
+}  // namespace twinop::rowwise

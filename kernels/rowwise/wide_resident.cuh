@@ -1,0 +1,228 @@
+// Wide rows on sm_90, a slice of each in the registers of a group of threads: a stage of the ring
+// is read once, and filled again while the slice is reduced and written.
+//
+// Share of the copy's speed (H200), as here / read again for each phase, the stage kept meanwhile:
+//
+//                     softmax       layer_norm    rms_norm      add_layer_norm   add_rms_norm
+//   4096 x 65536
+//     float32         0.92 / 0.78   0.92 / 0.83   0.93 / 0.90   0.93 / 0.86      0.93 / 0.63
+//     bfloat16        0.90 / 0.85   0.91 / 0.79   0.90 / 0.88   0.92 / 0.78      0.92 / 0.86
+//   misaligned, 6143 x 65537
+//     bfloat16        0.62 / 0.29   0.54 / 0.24   0.76 / 0.35   0.49 / 0.22      0.61 / 0.28
+#pragma once
+
+#include "kernels/rowwise/wide_pipeline.cuh"
+
+namespace twinop::rowwise {
+
+// kVectors: of a thread, of each input.
+template <class F, class S, class W, bool kAligned, int kVectors>
+class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhere> {
+  using Base = WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhere>;
+  using Base::arguments_, Base::settings_, Base::thread_, Base::threads_, Base::length_;
+
+ public:
+  using typename Base::Storage;
+  using typename Base::T;
+  static constexpr int kWidth = Base::kWidth;
+  static constexpr int kHeld = Base::kHeld;
+  static constexpr int kColumns = Base::kColumns;
+  static_assert(F::kLateInputs == 0 && F::kColumnSums == 0);
+
+  __device__ HeldWideRows(const F& functor, const Arguments<F, S, W>& arguments,
+                          const WideSettings& settings, const Reads& reads, Storage* storage,
+                          unsigned char* memory)
+      : Base(arguments, settings, reads, storage, memory),
+        functor_(functor),
+        vectors_(static_cast<int>((length_ + kWidth - 1) / kWidth)),
+        whole_((Index(kVectors - 1) / 32 * 32 + (kAligned ? 32 : 33)) * kWidth <= length_),
+        room_(memory + Base::RingBytes(settings, Base::slice_) +
+              Base::group_ * RoomBytes(threads_)) {}
+
+  static std::int64_t SharedBytes(const WideSettings& settings, std::int64_t columns) {
+    const std::int64_t slice = SliceVectors(columns, kWidth, settings.cluster) * kWidth;
+    return Base::RingBytes(settings, slice) + settings.groups * RoomBytes(settings.threads);
+  }
+  // For each group: its part of a misaligned output.
+  static constexpr __host__ __device__ int RoomBytes(int threads) {
+    return kAligned ? 0 : Stretch<S>::RoomVectors(kVectors * threads) * kVectorBytes;
+  }
+
+  __device__ __forceinline__ void Run(F*, Compute<S>*) {
+    Base::Begin();
+    Turn turn;
+    for (std::int64_t row = Base::first_row_; row < arguments_.rows.count;
+         row += Base::row_stride_) {
+      Row(row, turn);
+      turn.Next(settings_.stages);
+    }
+    Base::End();
+  }
+
+ private:
+  using RowValues = Values<T, kHeld>[kVectors][kWidth];
+
+  // This thread's k-th vector of the slice, and the slice's elements from there on.
+  __device__ __forceinline__ int Index(int k) const { return k * threads_ + thread_; }
+  __device__ __forceinline__ int Left(int k) const {
+    return static_cast<int>(length_) - Index(k) * kWidth;
+  }
+
+  // body(k, whole) for each vector that this thread may have; whole: it has all of them, and all
+  // their elements are the slice's. So it is in most warps, which spares them comparisons. The
+  // others compute what nobody uses too: branches would make each vector wait for the one before.
+  template <class Body>
+  __device__ __forceinline__ void ForEachVector(const Body& body) const {
+    if (whole_) {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) body(k, std::true_type{});
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) body(k, std::false_type{});
+    }
+  }
+
+  __device__ __forceinline__ void Row(std::int64_t row, const Turn& turn) {
+    // Hides that these are the same for each row: the compiler would keep what it makes of them.
+    if constexpr (!kAligned) asm volatile("" : "+r"(thread_), "+r"(threads_));
+    F functor = functor_;
+    RowValues values;
+    Base::WaitUntilFull(turn);
+    Load(row, turn.stage, values);
+    ReducePhase<0>(&functor, values, turn, [&] {
+      // All of the group have read the stage.
+      if (thread_ == Base::Filler())
+        Base::Fill(row + settings_.stages * Base::row_stride_, turn.stage);
+    });
+    if constexpr (Base::kPhaseCount > 1) ReducePhase<1>(&functor, values, turn, [] {});
+    static_assert(Base::kPhaseCount <= 2);
+    Write(functor, values, row);
+  }
+
+  __device__ __forceinline__ void Load(std::int64_t row, int stage, RowValues& values) const {
+    if constexpr (kAligned) {
+      ForEachVector([&](int k, auto whole) {
+#pragma unroll
+        for (int j = 0; j < kHeld; ++j) {
+          Vector<S, kWidth> vector;
+          LoadAligned(Base::Stage(stage, j) + Place<whole>(k), &vector);
+          SetValues(vector, j, values[k]);
+        }
+      });
+    } else {
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) LoadAnywhere(j, row, stage, values);
+    }
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k)
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) Replay<0, S>(functor_, values[k][i], Values<T, 0>{});
+  }
+  // Where it is in the slice, or, of one that does not exist, any other place.
+  template <bool kWhole>
+  __device__ __forceinline__ int Place(int k) const {
+    return (kWhole ? Index(k) : max(min(Index(k), vectors_ - 1), 0)) * kWidth;
+  }
+  __device__ __forceinline__ static void SetValues(const Vector<S, kWidth>& vector, int j,
+                                                   Values<T, kHeld> (&values)[kWidth]) {
+    T unpacked[kWidth];
+    Unpack(vector, unpacked);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i][j] = unpacked[i];
+  }
+
+  // Each vector is the end of one aligned vector and the beginning of the next. (Behind the slice
+  // there is other memory, of no meaning.)
+  __device__ __forceinline__ void LoadAnywhere(int j, std::int64_t row, int stage,
+                                               RowValues& values) const {
+    const S* const slice = Base::Stage(stage, j) + thread_ * kWidth;
+    Stretch<S>::WithShift(Base::PastAligned(Base::Input(j, row)), [&](auto words, int bits) {
+      const S* place = slice;
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k, place += threads_ * kWidth) {
+        Vector<S, kWidth> low, high;
+        LoadAligned(place, &low);
+        LoadAligned(place + kWidth, &high);
+        SetValues(Stretch<S>::template Shifted<words>(low, high, bits), j, values[k]);
+      }
+    });
+  }
+
+  template <int kPhase, class Between>
+  __device__ __forceinline__ void ReducePhase(F* functor, RowValues& values, const Turn& turn,
+                                              const Between& between) const {
+    using Total = Terms<F, T, kPhase>;
+    ThreadTotals<F::Phases::At(kPhase), Total, kWidth> totals;
+    ForEachVector([&](int k, auto whole) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const auto term = functor->Term(Phase<kPhase>{}, values[k][i], Values<T, kColumns>{});
+        if (whole || (kAligned ? Index(k) < vectors_ : i < Left(k))) totals.Add(i, term);
+      }
+    });
+    functor->Finish(Phase<kPhase>{}, Base::template Reduce<kPhase>(totals.Sum(), turn, between));
+  }
+
+  __device__ __forceinline__ void Write(const F& functor, const RowValues& values,
+                                        std::int64_t row) const {
+    if constexpr (kAligned) {
+      ForEachVector([&](int k, auto whole) {
+        T out[F::kRowOutputs][kWidth];
+        Results<whole>(functor, values, k, out);
+#pragma unroll
+        for (int o = 0; o < F::kRowOutputs; ++o)
+          if (arguments_.outputs[o] != nullptr && (whole || Index(k) < vectors_))
+            StoreAligned(Pack<S>(out[o]), Base::Output(o, row) + Index(k) * kWidth);
+      });
+    } else {
+#pragma unroll
+      for (int o = 0; o < F::kRowOutputs; ++o) {
+        if (arguments_.outputs[o] == nullptr) continue;
+        Vector<S, kWidth> results[kVectors];
+#pragma unroll
+        for (int k = 0; k < kVectors; ++k) {
+          T out[F::kRowOutputs][kWidth];
+          Results<false>(functor, values, k, out);
+          results[k] = Pack<S>(out[o]);
+        }
+        S* const slice = Base::Output(o, row);
+        const Stretch<S> stretch(slice, static_cast<int>(length_), thread_, threads_, whole_,
+                                 room_);
+        if (o > 0) Base::SyncGroup();  // (the reductions were barriers)
+        stretch.PutOwned(results);
+        Base::SyncGroup();
+        stretch.Store(results, slice);
+      }
+    }
+  }
+
+  template <bool kWhole>
+  __device__ __forceinline__ void Results(const F& functor, const RowValues& values, int k,
+                                          T (&out)[F::kRowOutputs][kWidth]) const {
+    Values<T, kColumns> columns[kWidth];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const bool present = arguments_.columns[c] != nullptr;
+      Vector<W, kWidth> vector{};
+      if (present) LoadAligned(Base::Column(c) + Place<kWhole>(k), &vector);
+      T unpacked[kWidth];
+      Unpack(vector, unpacked);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        columns[i][c] = present ? unpacked[i] : T(functor.Neutral(c));
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const auto result = functor.Result(values[k][i], columns[i]);
+#pragma unroll
+      for (int o = 0; o < F::kRowOutputs; ++o) out[o][i] = result[o];
+    }
+  }
+
+  const F& functor_;
+  const int vectors_;  // of the slice
+  const bool whole_;   // this warp's vectors (and, if misaligned, the one behind them)
+  unsigned char* const room_;
+};
+
+}  // namespace twinop::rowwise
