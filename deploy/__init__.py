@@ -13,11 +13,11 @@ if __name__ != "twinop.deploy":
         f"import twinop.deploy, not {__name__}: put the repository root on PYTHONPATH, no folder inside it"
     )
 
-from twinop.deploy.check import Libraries, check_model
-from twinop.deploy.create import session
+from twinop.deploy.check_nodes import Libraries, check_model
+from twinop.deploy.create_session import session
 from twinop.deploy.errors import FeedError, ModelError, ProviderError, RunError
-from twinop.deploy.profiling import Cost, NodeRun, costs
-from twinop.deploy.runner import Session
+from twinop.deploy.inference_session import Session
+from twinop.deploy.node_providers import Cost, NodeRun, costs
 
 __all__ = [
     "Cost",

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from twinop.deploy.libraries import choose_library
-from twinop.deploy.model import Model
+from twinop.deploy.choose_library import choose_library
+from twinop.deploy.custom_nodes import Model
 from twinop.errors import LibraryError
 from twinop.library import Library
 

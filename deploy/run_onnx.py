@@ -24,14 +24,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from twinop.console import clear_errors, out, run_alone
-from twinop.deploy.create import session
+from twinop.deploy.create_session import session
 from twinop.deploy.cuda import CUDA
+from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError
-from twinop.deploy.feeds import Spec
-from twinop.deploy.model import custom_nodes, is_custom
-from twinop.deploy.parity import Comparison, compare, observed_model
-from twinop.deploy.profiling import NodeRun
-from twinop.deploy.runner import Session
+from twinop.deploy.inference_session import Session
+from twinop.deploy.node_parity import Comparison, compare, observed_model
+from twinop.deploy.node_providers import NodeRun
+from twinop.deploy.tensor_specs import Spec
 
 _PROVIDERS = {"auto": None, "cpu": ["CPUExecutionProvider"], "cuda": [CUDA, "CPUExecutionProvider"]}
 _MANY = 40  # above this, built-in nodes are counted instead of listed

@@ -107,7 +107,7 @@ def main(
             given[_SERVER]["grpc_port"] = None
         settings = read_settings(_config(models, config), given)
         # Not before: KServe takes half a second to import, and neither --help nor the scan needs it.
-        from twinop.deploy.service import logs, tracing
+        from twinop.deploy.service import logs, spans
         from twinop.deploy.service.folders import scan
 
         logs.configure(settings.server.log_level, settings.server.access_log)
@@ -116,7 +116,7 @@ def main(
         from twinop.deploy.service.repository import Repository
         from twinop.deploy.service.server import Server
 
-        tracing.configure(settings.server.otlp_endpoint)
+        spans.configure(settings.server.otlp_endpoint)
         Server(Repository(models, settings)).start()
 
 

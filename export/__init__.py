@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from twinop.export.bodies import Neutral, body
     from twinop.export.dynamo import translation_table
     from twinop.export.exporter import export
-    from twinop.export.fuse import fuse_sums
-    from twinop.export.replace import replace_nodes
+    from twinop.export.fuse_add_norm import fuse_sums
     from twinop.export.report import ExportReport
     from twinop.export.schema import op_schema
+    from twinop.export.standard_nodes import replace_nodes
     from twinop.export.torchscript import register_symbolics
 
 __all__ = [
@@ -51,10 +51,10 @@ _HOMES = {
     "attach_bodies": "attach",
     "body": "bodies",
     "export": "exporter",
-    "fuse_sums": "fuse",
+    "fuse_sums": "fuse_add_norm",
     "op_schema": "schema",
     "register_symbolics": "torchscript",
-    "replace_nodes": "replace",
+    "replace_nodes": "standard_nodes",
     "translation_table": "dynamo",
 }
 

@@ -11,6 +11,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from twinop.errors import ExportError
 from twinop.export.bodies import Body, Neutral, find_body
+from twinop.export.record_body import CallSite, trace
 from twinop.export.schema import (
     ATTRIBUTE_TYPES,
     DTYPE_NAMES,
@@ -20,7 +21,6 @@ from twinop.export.schema import (
     onnx_value,
     registered_schemas,
 )
-from twinop.export.trace import CallSite, trace
 from twinop.record import DOMAIN, Attribute, Record
 
 OPSETS = range(20, 24)

@@ -16,9 +16,9 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferenceP
 import twinop
 from twinop import deploy, torch_op
 from twinop.errors import ExportError
-from twinop.export import parity
+from twinop.export import comparison
 from twinop.export.attach import attach_bodies, call_sites, custom_nodes
-from twinop.export.fuse import fuse_sums
+from twinop.export.fuse_add_norm import fuse_sums
 from twinop.export.inputs import (
     FLOATING,
     Dynamic,
@@ -29,11 +29,11 @@ from twinop.export.inputs import (
     leaves,
     resized,
 )
-from twinop.export.replace import replace_nodes
+from twinop.export.record_body import CallSite
 from twinop.export.report import ExportReport
 from twinop.export.routes import ROUTES, fixed_axis, quiet, run_route
+from twinop.export.standard_nodes import replace_nodes
 from twinop.export.state import evaluation
-from twinop.export.trace import CallSite
 from twinop.record import Record
 
 # protobuf ends at 2 GiB; half a GiB is left for everything that is not a weight.
@@ -78,7 +78,7 @@ def export(
         opset: of the standard operators, 20 to 23.
         bodies: attach the function bodies.
         replace: ops that take the place of standard operators, such as "add" and "softmax" (see
-            `twinop.export.replace`): what `torch_op.replace_modules` does not see.
+            `twinop.export.standard_nodes`): what `torch_op.replace_modules` does not see.
         fuse: make one node of a sum and a norm of twinop's behind it; the results keep every bit.
         verify: compare with torch in ONNX Runtime.
         library: the libraries for that, one or several; for each domain of the model that has none here,
@@ -122,7 +122,7 @@ def export(
                 except ExportError as error:
                     report.notes.append(f"not compared at other sizes: {error}")
             report.resized = len(cases) > 1
-            parity.verify(report, draft, exported, library, calls, cases)
+            comparison.verify(report, draft, exported, library, calls, cases)
         _publish([*([data] if data else []), draft], target.parent)  # the model last: it needs its data
     report.data_path = target.parent / data.name if data else None
     return report

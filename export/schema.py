@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 from onnx.defs import OpSchema
 
-from twinop.checks import check_attributes, check_shapes
+from twinop.call_checks import check_attributes, check_shapes
 from twinop.errors import ExportError, RecordError
 from twinop.record import Attribute, Record
 from twinop.shapes import Unknown

@@ -32,7 +32,7 @@ def loaded(
 
 def only_these(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     """The folders that stand for the installed libraries."""
-    for module in ("twinop.deploy.service.library", "twinop.deploy.libraries"):
+    for module in ("twinop.deploy.service.model_library", "twinop.deploy.choose_library"):
         monkeypatch.setattr(f"{module}.library_folders", lambda: list(folders))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_driver import driver
 
-from twinop.checks import check_attributes, check_shapes, describe
+from twinop.call_checks import check_attributes, check_shapes, describe
 from twinop.errors import ExportError, RecordError
 from twinop.export.schema import infer
 from twinop.record import DOMAIN, Record

@@ -13,7 +13,7 @@ from record_driver import Driver
 from samples import ALL, RECORDS, Sample, large_sample, samples, torch_dtype
 
 from twinop import torch_op
-from twinop.export.parity import same_bits
+from twinop.export.comparison import same_bits
 from twinop.record import DOMAIN, Record
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")

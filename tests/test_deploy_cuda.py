@@ -307,7 +307,7 @@ def test_a_library_for_other_gpus(monkeypatch: pytest.MonkeyPatch, libraries: di
         library = read_library(path)
         return Library(path, library.version, "75-real", "13.0", library.records, library.exports_ort)
 
-    monkeypatch.setattr("twinop.deploy.libraries.read_library", other)
+    monkeypatch.setattr("twinop.deploy.choose_library.read_library", other)
     capability = cuda.compute_capability(0)
     major, minor = torch.cuda.get_device_capability(0)
     assert capability == 10 * major + minor

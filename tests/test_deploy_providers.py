@@ -54,7 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
             library = read_library(path)
             return Library(path, library.version, archs, "13.0", library.records, library.exports_ort)
 
-        monkeypatch.setattr("twinop.deploy.libraries.read_library", with_archs)
+        monkeypatch.setattr("twinop.deploy.choose_library.read_library", with_archs)
 
     return pretend
 

@@ -121,14 +121,14 @@ def test_a_relative_path_is_that_of_this_folder(library: Path, monkeypatch: pyte
 
 
 def test_a_library_that_is_taken_away(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinop.deploy import create
+    from twinop.deploy import create_session
 
-    choose = create.choose_providers
+    choose = create_session.choose_providers
 
     def late(*arguments: object) -> object:
         library.unlink()
         return choose(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(create, "choose_providers", late)
+    monkeypatch.setattr(create_session, "choose_providers", late)
     with pytest.raises(LibraryError, match=r"libcustom_relu\.so: cannot be read: No such file"):
         session(MODEL, library=library)

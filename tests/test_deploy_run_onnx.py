@@ -15,7 +15,7 @@ from models import ORT_VERSION, chain, make_model, model, node, relu_body, value
 from onnx import helper
 from typer.testing import CliRunner, Result
 
-from twinop.deploy import parity, run_onnx
+from twinop.deploy import node_parity, run_onnx
 
 ROOT = Path(__file__).parent.parent
 APP = typer.Typer()
@@ -69,7 +69,7 @@ def test_several_ops_and_outputs(torch_ops: Any, tmp_path: Path) -> None:
 
 
 def test_a_difference_is_shown_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare = parity.compare
+    compare = node_parity.compare
 
     def tampered(proto: onnx.ModelProto, values: Any, records: Any) -> Any:
         values["y"][0, 0] += 1
@@ -84,12 +84,14 @@ def test_bits_are_compared_not_values() -> None:
     import torch
 
     zero, nan = torch.zeros(3), torch.full((3,), float("nan"))
-    assert parity._difference(zero, zero.clone()) == (True, "") == parity._difference(nan, nan.clone())
-    assert parity._difference(zero, -zero) == (False, "3 of 3 elements differ, by up to 0")
+    assert (
+        node_parity._difference(zero, zero.clone()) == (True, "") == node_parity._difference(nan, nan.clone())
+    )
+    assert node_parity._difference(zero, -zero) == (False, "3 of 3 elements differ, by up to 0")
     other = (nan.view(torch.int32) ^ 1).view(torch.float32)
-    assert parity._difference(nan, other)[0] is False
-    assert parity._difference(zero, zero.double()) == (False, "torch gives float64[3]")
-    assert parity._difference(zero, zero[:2]) == (False, "torch gives float32[2]")
+    assert node_parity._difference(nan, other)[0] is False
+    assert node_parity._difference(zero, zero.double()) == (False, "torch gives float64[3]")
+    assert node_parity._difference(zero, zero[:2]) == (False, "torch gives float32[2]")
 
 
 def test_the_library_is_loaded_into_torch_too(libraries: dict[str, Path], tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_without_torch_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_body_instead_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.deploy.libraries.library_folders", list)
+    monkeypatch.setattr("twinop.deploy.choose_library.library_folders", list)
     graph = model([node("CustomRelu")], [value("x")], [value("y")], functions=[relu_body()])
     with pytest.warns(RuntimeWarning, match="its function bodies run instead"):
         result = run(graph, tmp_path)

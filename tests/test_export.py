@@ -12,7 +12,7 @@ from samples import RECORDS, torch_dtype, values
 import twinop
 from twinop import deploy, torch_op
 from twinop.export import export
-from twinop.export.parity import same_bits
+from twinop.export.comparison import same_bits
 from twinop.record import DOMAIN
 
 EXPORTERS = ("dynamo", "torchscript")

@@ -16,9 +16,9 @@ from ulps import errors_in_ulps
 
 from twinop.export import attach_bodies
 from twinop.export.bodies import find_body
-from twinop.export.parity import same_bits, unsupported_cell
+from twinop.export.comparison import same_bits, unsupported_cell
+from twinop.export.record_body import CallSite
 from twinop.export.schema import default_of, registered_schemas
-from twinop.export.trace import CallSite
 from twinop.record import DOMAIN, Record
 
 OPSETS = (20, 21, 22, 23)

@@ -13,7 +13,7 @@ from torch import nn
 
 from twinop import torch_op
 from twinop.errors import ExportError
-from twinop.export import export, ort_process, parity
+from twinop.export import comparison, export, ort_process
 from twinop.export.inputs import resized
 
 EXPORTERS = ("dynamo", "torchscript")
@@ -239,7 +239,7 @@ def test_the_server_process_is_started_again(tmp_path: Path) -> None:
     [server] = ort_process._servers
     os.kill(server._process.pid, signal.SIGKILL)
     server._process.wait()
-    assert len(parity.run(path, None, [{"x": torch.randn(3)}]).outputs) == 1
+    assert len(comparison.run(path, None, [{"x": torch.randn(3)}]).outputs) == 1
     assert ort_process._servers != [server]
 
 
@@ -254,8 +254,8 @@ def test_an_interrupted_comparison_does_not_answer_the_next_one(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ort_process.pickle, "load", interrupted)
-        parity.run(path, None, [{"x": torch.full((3,), 1.0)}])
-    [[found]] = parity.run(path, None, [{"x": torch.full((3,), 2.0)}]).outputs
+        comparison.run(path, None, [{"x": torch.full((3,), 1.0)}])
+    [[found]] = comparison.run(path, None, [{"x": torch.full((3,), 2.0)}]).outputs
     assert found.tolist() == [2.0] * 3
 
 

@@ -12,7 +12,7 @@ from models import model, node, value
 
 from twinop import deploy, torch_op
 from twinop.export import attach_bodies, export
-from twinop.export.fuse import fuse_sums
+from twinop.export.fuse_add_norm import fuse_sums
 
 RECORDS = torch_op.records()
 CPU = ["CPUExecutionProvider"]

@@ -17,15 +17,15 @@ from service_models import fixed, identity, optional_scale, relu, total
 from typer.testing import CliRunner
 
 from twinop import __version__
+from twinop.deploy.custom_nodes import load_model
 from twinop.deploy.errors import ModelError
-from twinop.deploy.model import load_model
 from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.contents import data_files, needed_version, read_contents, require_old_enough
 from twinop.deploy.pack.errors import PackError
 from twinop.deploy.pack.packing import Options, pack
 from twinop.deploy.pack.requirements import pinned
+from twinop.deploy.service.read_triton_config import read_config
 from twinop.deploy.service.settings import read_settings
-from twinop.deploy.service.triton_config import read_config
 from twinop.errors import LibraryError, TwinopError
 
 APP = typer.Typer()
@@ -243,7 +243,7 @@ def test_model_missing_or_damaged(tmp_path: Path) -> None:
 
 
 def test_library_missing_though_bodies_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.deploy.libraries.library_folders", list)
+    monkeypatch.setattr("twinop.deploy.choose_library.library_folders", list)
     with pytest.raises(ModelError, match="no library has custom_domain::CustomRelu"):
         packed(tmp_path)
     assert nothing_written(tmp_path)

@@ -15,8 +15,8 @@ from twinop.deploy.pack import contents
 from twinop.deploy.pack.errors import PackError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loading import LoadedModel, load
+from twinop.deploy.service.read_triton_config import protocol
 from twinop.deploy.service.settings import ServerSettings, read_settings
-from twinop.deploy.service.triton_config import protocol
 
 Tensor = tuple[str, str, list[int]]
 

@@ -14,7 +14,7 @@ from torch import nn
 from twinop import deploy, torch_op
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, export, replace_nodes
-from twinop.export.replace import standard_of
+from twinop.export.standard_nodes import standard_of
 
 OURS = set(torch_op.records())  # before other tests load theirs
 RECORDS = {name: record for name, record in torch_op.records().items() if not record.is_backward}

@@ -269,7 +269,7 @@ def test_out_of_gpu_memory(tmp_path: Path) -> None:
 
 @cuda
 def test_function_bodies_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("twinop.deploy.service.library", "twinop.deploy.libraries"):
+    for module in ("twinop.deploy.service.model_library", "twinop.deploy.choose_library"):
         monkeypatch.setattr(f"{module}.library_folders", list)
     model = loaded(tmp_path, service_models.relu(), allow_fallback=True)
     assert model.device == "cuda:0" and model.fallback is not None and model.body_nodes == ("CustomRelu x1",)

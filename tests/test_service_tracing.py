@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from twinop.deploy.service import logs, tracing
+from twinop.deploy.service import logs, spans
 from twinop.deploy.service.errors import INVALID, ServiceError
 from twinop.deploy.service.request import Request, Result
 from twinop.deploy.service.settings import SettingsError
@@ -86,7 +86,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         monkeypatch.delenv(name, raising=False)
     found = Collector()
     yield found
-    tracing.shutdown(0.1)
+    spans.shutdown(0.1)
     found.close()
 
 
@@ -98,12 +98,12 @@ def traced(headers: Mapping[str, str], error: BaseException | None = None) -> No
     """One request in a context of its own, as the servers have it."""
 
     async def request() -> None:
-        with tracing.request_span("infer", headers):
-            tracing.note(request_id="r1")
+        with spans.request_span("infer", headers):
+            spans.note(request_id="r1")
             if error is not None:
                 raise error
             arrived = time.monotonic() - 0.05
-            tracing.record_run(Request("m", {}, arrived=arrived), Result("m", 2, {}, "r1", 0.02, 0.03, 4))
+            spans.record_run(Request("m", {}, arrived=arrived), Result("m", 2, {}, "r1", 0.02, 0.03, 4))
 
     async def main() -> None:
         await asyncio.gather(asyncio.create_task(request()), return_exceptions=True)
@@ -112,10 +112,10 @@ def traced(headers: Mapping[str, str], error: BaseException | None = None) -> No
 
 
 def test_spans_of_a_request(collector: Collector) -> None:
-    tracing.configure(collector.url)
+    spans.configure(collector.url)
     before = time.time_ns()
     traced(FROM_CLIENT)
-    tracing.shutdown()
+    spans.shutdown()
     assert collector.paths == ["/v1/traces"]
     assert collector.resources[0]["service.name"] == "twinop"
     infer, queue, compute = (collector.spans[name] for name in ("infer", "queue", "compute"))
@@ -142,9 +142,9 @@ def test_spans_of_a_request(collector: Collector) -> None:
     ],
 )
 def test_spans_of_a_failure(collector: Collector, error: BaseException, reason: str, message: str) -> None:
-    tracing.configure(collector.url)
+    spans.configure(collector.url)
     traced({}, error)
-    tracing.shutdown()
+    spans.shutdown()
     infer = collector.spans["infer"]
     assert _attributes(infer)["twinop.failure"] == reason
     assert (infer.status.code, infer.status.message) == (infer.status.STATUS_CODE_ERROR, message)
@@ -152,40 +152,40 @@ def test_spans_of_a_failure(collector: Collector, error: BaseException, reason: 
 
 
 def test_a_client_decides_what_is_sampled(collector: Collector) -> None:
-    tracing.configure(collector.url)
+    spans.configure(collector.url)
     traced({"traceparent": f"00-{TRACE}-{PARENT}-00"})
-    tracing.shutdown()
+    spans.shutdown()
     assert collector.spans == {}
 
 
 @pytest.mark.parametrize("sent", ["", "00-zz-1-01", f"00-{'0' * 32}-{PARENT}-01", "\u00e9" * 100])
 def test_a_broken_traceparent_is_none(collector: Collector, sent: str) -> None:
-    tracing.configure(collector.url)
+    spans.configure(collector.url)
     traced({"traceparent": sent})
-    tracing.shutdown()
+    spans.shutdown()
     assert collector.spans["infer"].parent_span_id == b""
 
 
 def test_the_standard_variables_hold(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "relu-service")
-    tracing.configure(None)
+    spans.configure(None)
     traced({})
-    tracing.shutdown()
+    spans.shutdown()
     assert collector.resources[0]["service.name"] == "relu-service"
 
 
 def test_logs_name_the_span(collector: Collector) -> None:
-    tracing.configure(collector.url)
+    spans.configure(collector.url)
     lines: list[dict[str, Any]] = []
     formatter, record = logs.JsonFormatter(), logging.makeLogRecord({"msg": "hello"})
 
     async def request() -> None:
-        with tracing.request_span("infer", FROM_CLIENT):
+        with spans.request_span("infer", FROM_CLIENT):
             lines.append(json.loads(formatter.format(record)))
 
     asyncio.run(request())
-    tracing.shutdown()
+    spans.shutdown()
     assert lines[0]["trace_id"] == TRACE
     assert lines[0]["span_id"] == collector.spans["infer"].span_id.hex()
 
@@ -194,10 +194,10 @@ def test_a_collector_that_hangs_does_not_hold_the_end_up(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector.silent.set()
-    tracing.configure(collector.url)
+    spans.configure(collector.url)
     traced({})
     start = time.monotonic()
-    tracing.shutdown(0.3)
+    spans.shutdown(0.3)
     assert time.monotonic() - start < 2
     assert "the collector did not take the last spans within 0.3 s" in caplog.text
 
@@ -205,24 +205,24 @@ def test_a_collector_that_hangs_does_not_hold_the_end_up(
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://", "nonsense", ""])
 def test_an_endpoint_that_is_none(endpoint: str) -> None:
     with pytest.raises(SettingsError, match="is no URL of a collector, such as http://localhost:4318"):
-        tracing.configure(endpoint)
+        spans.configure(endpoint)
 
 
 def test_an_endpoint_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SettingsError, match=f"{missing} is not installed: pip install opentelemetry-sdk"):
-        tracing.configure("http://localhost:4318")
+        spans.configure("http://localhost:4318")
 
 
 def test_off_it_imports_nothing() -> None:
     program = """
 import sys
-from twinop.deploy.service import tracing
-tracing.configure(None)
-with tracing.request_span("infer", {}):
-    tracing.note(request_id="r")
-tracing.shutdown()
+from twinop.deploy.service import spans
+spans.configure(None)
+with spans.request_span("infer", {}):
+    spans.note(request_id="r")
+spans.shutdown()
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env={

@@ -13,10 +13,10 @@ pytest.importorskip("tritonclient", reason="its protocol buffers judge what we w
 import service_models
 
 from twinop.deploy import session
-from twinop.deploy.pack.triton_config import write_config
+from twinop.deploy.pack.write_triton_config import write_config
+from twinop.deploy.service.read_triton_config import TritonConfig, read_config
 from twinop.deploy.service.settings import Provider, Settings, SettingsError
 from twinop.deploy.service.trial import make_trial
-from twinop.deploy.service.triton_config import TritonConfig, read_config
 
 
 def read(folder: Path, text: str) -> TritonConfig:
@@ -267,7 +267,7 @@ def test_beside_kserve_in_one_process(tmp_path: Path) -> None:
     pytest.importorskip("kserve", reason="the service is KServe's server")
     (tmp_path / "config.pbtxt").write_text("max_batch_size: 3")
     ours = (
-        "from pathlib import Path; from twinop.deploy.service.triton_config import read_config; "
+        "from pathlib import Path; from twinop.deploy.service.read_triton_config import read_config; "
         f"found = read_config(Path({str(tmp_path / 'config.pbtxt')!r}), 'relu'); "
         "assert found.settings['max_batch_size'] == 3"
     )

@@ -13,7 +13,7 @@ from torch import nn
 from twinop import deploy, torch_op
 from twinop.bench.encoder_models import STYLES, TINY, Encoder, batch, encoder
 from twinop.deploy import costs
-from twinop.export import ExportReport, export, parity
+from twinop.export import ExportReport, comparison, export
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -34,7 +34,7 @@ def pair(style: str, dtype: torch.dtype = torch.float32) -> tuple[Encoder, Encod
 
 def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Within the exporter's tolerance table."""
-    parity.compare([expected], [found], what)
+    comparison.compare([expected], [found], what)
 
 
 # ----------------------------------------------------------------------------- replace_modules

@@ -50,7 +50,7 @@ from twinop.torch_op.modules import (
     CustomTanh,
 )
 from twinop.torch_op.registry import Ops, functions, load, records
-from twinop.torch_op.replace import Replacement, replace_modules
+from twinop.torch_op.replacement import Replacement, replace_modules
 
 __all__ = [
     "CustomGELU",

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from twinop.checks import check_attributes, check_shapes, describe, infer_shapes
+from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
 from twinop.errors import RecordError
 from twinop.record import Record
 from twinop.torch_op.arguments import bind, signature_of

@@ -90,7 +90,7 @@ class Record:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Record":
-        """The record that a library carries (see `kernels/record/json.h`), in the domain that `fields` names."""
+        """Reads a record from a library's JSON (`kernels/record/json.h`); `fields` names its domain too."""
         special = {
             "inputs": tuple(Input(**entry) for entry in fields["inputs"]),
             "attributes": tuple(

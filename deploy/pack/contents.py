@@ -9,14 +9,14 @@ from pathlib import Path
 import onnx
 from onnx import external_data_helper
 
-from twinop.deploy.check import require_fit
-from twinop.deploy.create import session
+from twinop.deploy.check_nodes import require_fit
+from twinop.deploy.create_session import session
+from twinop.deploy.custom_nodes import Model, load_model, tensors
 from twinop.deploy.domains import only_library
 from twinop.deploy.errors import RunError
-from twinop.deploy.feeds import Spec
-from twinop.deploy.model import Model, load_model, tensors
 from twinop.deploy.pack.errors import PackError
 from twinop.deploy.service.datatypes import DATATYPES, datatype_of
+from twinop.deploy.tensor_specs import Spec
 from twinop.errors import LibraryError
 from twinop.library import Library, checksum
 

@@ -16,7 +16,7 @@ import twinop
 from twinop.deploy.pack.contents import Contents, needed_version, read_contents
 from twinop.deploy.pack.errors import PackError
 from twinop.deploy.pack.requirements import pinned, runtime_version
-from twinop.deploy.pack.triton_config import write_config
+from twinop.deploy.pack.write_triton_config import write_config
 from twinop.deploy.service.settings import ModelSettings, Provider, checked
 from twinop.library import checksum
 

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from twinop.deploy.service import bodies, codec_rest, ids, logs, metrics, tracing
+from twinop.deploy.service import bodies, codec_rest, ids, logs, metrics, spans
 from twinop.deploy.service._kserve import (
     DataPlane,
     InvalidInput,
@@ -65,11 +65,11 @@ class Endpoints(V2Endpoints):
         model = request.scope["path_params"]["model_name"]
         version = request.scope["path_params"].get("model_version", "")
         meant = functools.partial(self._repository.metrics_of, model, version)
-        with tracing.request_span("infer", request.headers), metrics.counting(meant) as counting:
+        with spans.request_span("infer", request.headers), metrics.counting(meant) as counting:
             try:
                 return await self._infer(request, model, version, counting)
             finally:
-                tracing.note(request_id=ids.of(request.scope))
+                spans.note(request_id=ids.of(request.scope))
 
     async def _infer(
         self, request: Request, model: str, version: str, counting: metrics.counting

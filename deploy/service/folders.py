@@ -14,9 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from twinop.deploy.service import triton_config
+from twinop.deploy.service import read_triton_config
+from twinop.deploy.service.read_triton_config import TritonConfig
 from twinop.deploy.service.settings import FILE, anchored, read_toml
-from twinop.deploy.service.triton_config import TritonConfig
 from twinop.errors import TwinopError
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def config_of(folder: Path | None) -> TritonConfig | None:
     Raises:
         SettingsError: it cannot be read, or asks for what is not done here.
     """
-    path = folder / triton_config.FILE if folder is not None else None
+    path = folder / read_triton_config.FILE if folder is not None else None
     if path is None or not path.is_file():
         return None
     try:
@@ -110,7 +110,7 @@ def config_of(folder: Path | None) -> TritonConfig | None:
 
 @lru_cache(maxsize=256)
 def _config(path: Path, time: int, size: int) -> TritonConfig:
-    return triton_config.read_config(path, path.parent.name)
+    return read_triton_config.read_config(path, path.parent.name)
 
 
 def scan(root: Path) -> dict[str, ModelFolder]:
@@ -212,7 +212,7 @@ def _of_folder(folder: Path, notes: list[str]) -> ModelFolder | None:
     if not versions:
         notes.append(f"{folder.name}: no {_MODEL} in it, and none in a folder such as {folder.name}/1")
         return None
-    beside = _stamps([folder / triton_config.FILE, folder / FILE], folder)
+    beside = _stamps([folder / read_triton_config.FILE, folder / FILE], folder)
     stamps = {number: beside + _stamps(_files(each.folder), folder) for number, each in versions.items()}
     return ModelFolder(folder.name, folder, versions, stamps)
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from twinop.deploy.service import codec_grpc, grpc_index, ids, logs, metrics, tracing, wire
+from twinop.deploy.service import codec_grpc, grpc_index, ids, logs, metrics, spans, wire
 from twinop.deploy.service._kserve import DataPlane, GRPCServer, InferenceServicer, pb, pb_grpc
 from twinop.deploy.service.addresses import address_error, tls_error
 from twinop.deploy.service.datatypes import version_number
@@ -47,8 +47,8 @@ class Servicer(InferenceServicer):
         headers = _headers.get()
         message = request.message
         meant = functools.partial(self._repository.metrics_of, message.model_name, message.model_version)
-        with tracing.request_span("infer", headers), metrics.counting(meant) as counting:
-            tracing.note(request_id=headers[ids.HEADER])
+        with spans.request_span("infer", headers), metrics.counting(meant) as counting:
+            spans.note(request_id=headers[ids.HEADER])
             most = self._repository.most_tensors(message.model_name)
             logs.bind(model=message.model_name)
             seconds = context.time_remaining()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from twinop.deploy.errors import FeedError, RunError
-from twinop.deploy.runner import Session
+from twinop.deploy.inference_session import Session
 from twinop.deploy.service.errors import INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
 
 _log = logging.getLogger(__name__)

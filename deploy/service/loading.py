@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinop.deploy.create import Choice, choose_providers, open_session
+from twinop.deploy.create_session import Choice, choose_providers, open_session
 from twinop.deploy.cuda import CUDA, has_gpu
+from twinop.deploy.custom_nodes import Model, custom_nodes, load_model
 from twinop.deploy.errors import ModelError, RunError
-from twinop.deploy.feeds import Spec
-from twinop.deploy.model import Model, custom_nodes, load_model
-from twinop.deploy.runner import Session
+from twinop.deploy.inference_session import Session
 from twinop.deploy.service.datatypes import datatype_of
 from twinop.deploy.service.folders import VersionFolder, config_of
 from twinop.deploy.service.instance import Instance, without_paths
-from twinop.deploy.service.library import library_for
+from twinop.deploy.service.model_library import library_for
 from twinop.deploy.service.settings import ModelSettings, Provider, ServerSettings, SettingsError
 from twinop.deploy.service.trial import compared, make_trial, missing_kernel, warm_up
+from twinop.deploy.tensor_specs import Spec
 from twinop.errors import LibraryError, ReplacedLibraryError, TwinopError
 from twinop.library import Library
 

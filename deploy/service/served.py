@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-from twinop.deploy.feeds import Spec
 from twinop.deploy.service._kserve import InferenceModel, InferenceVerb
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.datatypes import datatype_of
@@ -11,7 +10,8 @@ from twinop.deploy.service.errors import NOT_FOUND, NOT_READY, ServiceError, fai
 from twinop.deploy.service.loading import LoadedModel
 from twinop.deploy.service.metrics import ModelMetrics
 from twinop.deploy.service.request import MOST_TENSORS, Request, Result
-from twinop.deploy.service.tracing import record_run
+from twinop.deploy.service.spans import record_run
+from twinop.deploy.tensor_specs import Spec
 
 
 class Version:

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvloop
 
-from twinop.deploy.service import tracing
+from twinop.deploy.service import spans
 from twinop.deploy.service._kserve import ModelServer
 from twinop.deploy.service.grpc_server import GrpcServer
 from twinop.deploy.service.repository import Repository
@@ -96,7 +96,7 @@ class Server(ModelServer):
             self._cut_off = True
         if self._cut_off:
             _log.error("stopped with requests unanswered: grace_seconds (%g) were not enough", grace)
-        tracing.shutdown()  # here, for the threads of to_thread may all be busy
+        spans.shutdown()  # here, for the threads of to_thread may all be busy
         _log.info("stopped")
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from twinop.deploy.errors import FeedError, ModelError, RunError
-from twinop.deploy.feeds import Spec
 from twinop.deploy.service.errors import ServiceError
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.settings import ModelSettings, SettingsError
+from twinop.deploy.tensor_specs import Spec
 from twinop.deploy.tolerance import TOLERANCE, difference
 
 _log = logging.getLogger(__name__)

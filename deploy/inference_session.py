@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from twinop.deploy.custom_nodes import Model
 from twinop.deploy.dtypes import dtype_name, element_type, is_foreign_to_numpy
 from twinop.deploy.errors import FeedError, RunError
-from twinop.deploy.feeds import Spec, kind_of, require_all, unknown_name, wrong_arguments
-from twinop.deploy.model import Model
-from twinop.deploy.profiling import NodeRun, Profile
+from twinop.deploy.node_providers import NodeRun, Profile
+from twinop.deploy.tensor_specs import Spec, kind_of, require_all, unknown_name, wrong_arguments
 from twinop.library import Library
 
 
@@ -139,7 +139,7 @@ class Session:
         return spec
 
     def _tensor_runner(self) -> Any:
-        from twinop.deploy.tensors import TensorRunner
+        from twinop.deploy.torch_binding import TensorRunner
 
         self._tensors = TensorRunner(self, self._inner, self.cuda_graph)
         return self._tensors

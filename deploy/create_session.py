@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from twinop.deploy import cuda
-from twinop.deploy.check import Libraries, library_paths, require_fit
+from twinop.deploy.check_nodes import Libraries, library_paths, require_fit
+from twinop.deploy.custom_nodes import Model, ModelSource, load_model
 from twinop.deploy.domains import choose_libraries
 from twinop.deploy.errors import ProviderError, RunError
-from twinop.deploy.model import Model, ModelSource, load_model
-from twinop.deploy.profiling import Profile
+from twinop.deploy.inference_session import Session
+from twinop.deploy.node_providers import Profile
 from twinop.deploy.registration import register
-from twinop.deploy.runner import Session
 from twinop.errors import LibraryError
 from twinop.library import Library
 from twinop.record import DOMAIN

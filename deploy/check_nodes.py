@@ -8,12 +8,12 @@ from typing import Any
 
 import onnx
 
-from twinop.checks import check_attributes
+from twinop.call_checks import check_attributes
+from twinop.deploy.custom_nodes import CustomNode, Model, ModelSource, load_model
 from twinop.deploy.domains import choose_libraries
 from twinop.deploy.dtypes import dtype_name
 from twinop.deploy.errors import ModelError
-from twinop.deploy.inference import typed_nodes
-from twinop.deploy.model import CustomNode, Model, ModelSource, load_model
+from twinop.deploy.type_inference import typed_nodes
 from twinop.errors import RecordError
 from twinop.library import Library
 from twinop.record import Attribute, Record

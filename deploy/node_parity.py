@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx
 
-from twinop.deploy.model import ModelSource, is_custom
+from twinop.deploy.custom_nodes import ModelSource, is_custom
 from twinop.record import Record
 
 

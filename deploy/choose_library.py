@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from twinop.deploy.custom_nodes import Model
 from twinop.deploy.errors import ModelError
-from twinop.deploy.model import Model
 from twinop.errors import ForeignLibraryError, LibraryError
 from twinop.library import Library, library_folders, read_library
 from twinop.record import DOMAIN

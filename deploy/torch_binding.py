@@ -11,8 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twinop.deploy.errors import FeedError, RunError
-from twinop.deploy.feeds import Spec, kind_of, unknown_name
-from twinop.deploy.runner import NOWHERE, Session, guarded, require_numbers, takes_numbers, to_numpy
+from twinop.deploy.inference_session import (
+    NOWHERE,
+    Session,
+    guarded,
+    require_numbers,
+    takes_numbers,
+    to_numpy,
+)
+from twinop.deploy.tensor_specs import Spec, kind_of, unknown_name
 
 # ONNX Runtime's own CUDA kernels load 16 bytes at a time, without asking how its memory is aligned.
 _ALIGNMENT = 16

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from twinop.deploy.check import require_fit
+from twinop.deploy.check_nodes import require_fit
+from twinop.deploy.custom_nodes import Model
 from twinop.deploy.domains import only_library
-from twinop.deploy.model import Model
 from twinop.deploy.service.folders import VersionFolder
 from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.errors import LibraryError

@@ -18,9 +18,9 @@ from twinop.errors import ExportError
 from twinop.export import ort_process
 from twinop.export.bodies import find_body
 from twinop.export.ort_process import CaseError, OrtCrash, Request
+from twinop.export.record_body import CallSite, trace
 from twinop.export.report import ExportReport, Parity
 from twinop.export.schema import ATTRIBUTE_TYPES, ONNX_TYPES
-from twinop.export.trace import CallSite, trace
 from twinop.library import Library
 from twinop.record import Record
 

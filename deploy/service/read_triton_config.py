@@ -15,9 +15,9 @@ from typing import Any
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
-from twinop.deploy.feeds import Spec
 from twinop.deploy.service.datatypes import datatype_of
 from twinop.deploy.service.settings import Provider, SettingsError
+from twinop.deploy.tensor_specs import Spec
 
 FILE = "config.pbtxt"
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from onnx.defs import get_schema
 
 from twinop.errors import ExportError
 from twinop.export.bodies import find_body
+from twinop.export.record_body import CallSite, trace
 from twinop.export.schema import DTYPE_NAMES, default_of
-from twinop.export.trace import CallSite, trace
 from twinop.record import DOMAIN, Record
 
 

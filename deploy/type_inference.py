@@ -7,8 +7,8 @@ from typing import Any
 import onnx
 from onnx import defs, shape_inference
 
+from twinop.deploy.custom_nodes import CustomNode, custom_nodes, is_custom
 from twinop.deploy.dtypes import dtype_name
-from twinop.deploy.model import CustomNode, custom_nodes, is_custom
 from twinop.record import Record
 
 # A domain of our own: registering here disturbs no schema that others registered for the libraries' domains.
