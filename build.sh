@@ -105,7 +105,7 @@ format() {
   ruff check --fix # last: it fails for what it cannot mend
 }
 
-# timm and torchvision, in a folder that only tests/architectures looks into; it says why.
+# timm and torchvision, in a folder that only tests/export/architectures looks into; it says why.
 image_models() {
   local folder=$venv/architectures want
   want=$(sha256sum <requirements/architectures.txt)
@@ -126,7 +126,7 @@ run_tests() {
   for argument in "$@"; do # `-m ''` takes back pyproject.toml's -m 'not slow'
     if [[ $argument == --all ]]; then arguments+=(-m ""); image_models; else arguments+=("$argument"); fi
   done
-  python tests/ort_versions.py # the ONNX Runtime releases that one .so file must serve
+  python tests/helpers/ort_versions.py # the ONNX Runtime releases that one .so file must serve
   python -m pytest "${arguments[@]}"
 }
 

@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich takes it for good when it is imported
 
 if importlib.util.find_spec("kserve") is None:  # a GPU machine with what the kernels need and no more
-    collect_ignore_glob = ["test_service_*.py", "test_pack*.py", "test_bench_soak.py"]
+    collect_ignore_glob = ["service/*.py", "pack/*.py", "bench/test_bench_soak.py"]
 
 
 @cache

@@ -3,7 +3,7 @@
 //
 // They are formulas without branches, the same on both devices, so that the compiler vectorises
 // loops over them. Accuracy, in units of the result's last place, against exact arithmetic:
-// tests/test_math_ulp.py. Special values (NaN, infinities, -0, subnormals, overflow) are those of
+// tests/kernels/test_math_ulp.py. Special values (NaN, infinities, -0, subnormals, overflow) are those of
 // C's functions.
 #pragma once
 

@@ -1,5 +1,5 @@
 /* A custom-op library in C99 with nothing of twinop's but the C header: negate, in the domain
- * test_c. TABLE_VERSION and DOMAIN make variants of it (tests/test_abi.py). */
+ * test_c. TABLE_VERSION and DOMAIN make variants of it (tests/library/test_abi.py). */
 #include <string.h>
 
 #include "kernels/abi.h"

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-RECORDED = Path(__file__).resolve().parent / "results/architectures.json"
+RECORDED = Path(__file__).resolve().parents[1] / "results/architectures.json"
 SITE = Path(sys.prefix) / "architectures"  # where timm and torchvision are
 OUTPUT = "TWINOP_ARCHITECTURES"  # an environment variable: where to write the table
 PROPERTY = "architecture"

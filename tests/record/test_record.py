@@ -292,7 +292,7 @@ def test_well_formed_records(field: tuple[str, ...]) -> None:
 def test_a_malformed_record_does_not_compile(record: str, reason: str) -> None:
     """The compiler stops at the `throw` whose text says what is wrong."""
     include = '#include "kernels/record/registry.h"\n'
-    source = f"{include}namespace twinop {{{{ TWINOP_OP(g, {record}, nullptr, nullptr) }}}}\n"
+    source = f"{include}namespace twinop {{ TWINOP_OP(g, {record}, nullptr, nullptr) }}\n"
     command = [compiler(), "-std=c++17", f"-I{ROOT}", "-fsyntax-only", "-x", "c++", "-"]
     good = source.replace(record, 'Record("g(Tensor x) -> Tensor")')
     assert subprocess.run(command, input=good, text=True, capture_output=True).returncode == 0

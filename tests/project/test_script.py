@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("export/to_onnx.py", "deploy/run_onnx.py", "tests/gpu_report.py")
 in_checkout = pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="no .venv: ./build.sh has not run")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "cmake/OrtHeaders.cmake"
+SCRIPT = Path(__file__).resolve().parents[2] / "cmake/OrtHeaders.cmake"
 HEADER = "include/onnxruntime_c_api.h"
 OTHER = "onnxruntime-linux-x64-gpu_cuda13-1.31.1.tgz"
 Find = Callable[..., Path]

@@ -2,7 +2,7 @@
 its derivative, in units of the result's last place.
 
 All 65536 numbers of float16 and bfloat16 against float64; dense samples of float32 against float64, and of
-float64 against mpmath. `python tests/test_math_ulp.py [cpu|cuda]` prints the table.
+float64 against mpmath. `python tests/kernels/test_math_ulp.py [cpu|cuda]` prints the table.
 """
 
 import sys

@@ -8,7 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def compiler() -> str:
@@ -23,7 +23,7 @@ def compiler() -> str:
 def _program() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="twinop-driver-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    sources = [str(ROOT / "tests/record_driver.cpp"), str(ROOT / "kernels/record/check.cpp")]
+    sources = [str(ROOT / "tests/helpers/record_driver.cpp"), str(ROOT / "kernels/record/check.cpp")]
     flags = ["-std=c++17", f"-I{ROOT}", *os.environ.get("CXXFLAGS", "").split()]
     subprocess.run([compiler(), *flags, *sources, "-o", str(folder / "driver")], check=True)
     return folder / "driver"

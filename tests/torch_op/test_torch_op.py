@@ -20,7 +20,7 @@ from twinop.record import Record
 ops = torch.ops.custom_domain
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 RELU = [pytest.param(ops.relu, id="torch.ops"), pytest.param(torch_op.relu, id="function")]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def away_from_zero(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -69,7 +69,8 @@ def test_cpu_tests_under(preset: str, build: Callable[[str], Path], tmp_path: Pa
     calls = {symbol.name for symbol in Elf(folder / "libcustom_relu.so").dynamic_symbols}
     assert any(name.startswith(("__asan_report", "__ubsan_handle")) for name in calls)
     env = environment(preset, folder, tmp_path)
-    files = [f"tests/test_{name}.py" for name in TESTS]
+    files = [str(path) for name in TESTS for path in ROOT.glob(f"tests/*/test_{name}.py")]
+    assert len(files) == len(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300", *files]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert not reports(tmp_path), reports(tmp_path)
@@ -94,7 +95,7 @@ def test_nothing_leaks(build: Callable[[str], Path], tmp_path: Path) -> None:
     found = subprocess.run(find_headers, stdout=subprocess.PIPE, text=True, check=True)
     include = found.stdout.splitlines()[-1]
     program = tmp_path / "leak_driver"
-    source = ROOT / "tests/leak_driver.cpp"
+    source = ROOT / "tests/project/leak_driver.cpp"
     flags = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address", f"-isystem{include}"]
     subprocess.run([compiler(), *flags, str(source), "-o", str(program), "-ldl"], check=True)
     library = folder / "libtest_probe.so"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from twinop.deploy import node_parity, run_onnx
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 APP = typer.Typer()
 APP.command()(run_onnx.main)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from twinop.errors import ForeignLibraryError, LibraryError
 from twinop.library import ABI_VERSION, _sections, find_library, read_library
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = find_library("custom_relu")
 DATA = LIBRARY.read_bytes()
 _SCRATCH = tempfile.TemporaryDirectory()

@@ -16,7 +16,7 @@ from twinop.library import find_library
 
 ops = torch.ops.custom_domain
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from twinop.cli import app
 from twinop.library import find_library
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 FACTORIES = """
 import torch

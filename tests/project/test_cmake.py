@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ort_versions import CMAKE, environment
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = """
 cmake_minimum_required(VERSION 3.25)
 project(probe LANGUAGES CXX)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(
     r"(?<![\w<$*{}/.-])((?:[\w.-]+/)*[\w-]+\.(?:py|h|cuh|cu|cpp|cmake|sh|md|toml))\b(?![\w(*{])"
 )

@@ -1,6 +1,6 @@
 // Loads models with a custom-op library, runs them and lets go of everything, again and again, as a
 // service does that replaces its models: LeakSanitizer reports at the end what was lost
-// (tests/test_sanitizers.py).
+// (tests/project/test_sanitizers.py).
 //
 //   leak_driver <libonnxruntime.so> <custom-op library> <model> ...
 //

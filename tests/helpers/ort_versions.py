@@ -1,8 +1,9 @@
 """Makes environments in build/compat: each onnxruntime that one .so file must serve, and the oldest CMake.
 
-    python tests/ort_versions.py     # makes what is missing (about 3 s and 120 MB each), else does nothing
+    python tests/helpers/ort_versions.py     # makes what is missing (about 3 s and 120 MB each), else does nothing
 
-tests/test_ort_versions.py runs ort_matrix.py in the former, tests/test_cmake.py configures with the latter.
+tests/ort_customop/test_ort_versions.py runs ort_matrix.py in the former; tests/project/test_cmake.py
+configures with the latter.
 """
 
 import os
@@ -12,7 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "build/compat"
+FOLDER = Path(__file__).resolve().parents[2] / "build/compat"
 SUPPORTED = ("1.18.1", "1.20.1", "1.23.2", "1.31.1")
 TOO_OLD = "1.17.3"
 CMAKE = "cmake-3.25"  # what CMakeLists.txt asks for
@@ -43,7 +44,7 @@ def environment(version: str) -> Path:
         if os.environ.get("TWINOP_OFFLINE") == "1":
             pytest.skip(f"TWINOP_OFFLINE=1, and no build/compat/{version}")
         pytest.fail(
-            f"no build/compat/{version}; make it with: python tests/ort_versions.py (./build.sh test does). "
+            f"no build/compat/{version}; make it with: python tests/helpers/ort_versions.py (./build.sh test does). "
             "Without a network set TWINOP_OFFLINE=1 to skip these tests",
             pytrace=False,
         )

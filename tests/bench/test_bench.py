@@ -18,7 +18,7 @@ from twinop.bench.recording import read_json
 from twinop.bench.report import BenchError
 from twinop.bench.timing import DeviceTimer, Time, host_times
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"date", "commit", "twinop", "device", "cpu", "cpu_cores", "python", "torch", "onnxruntime"}
 ON_GPU = {"gpu", "driver", "cuda_torch", "cuda_archs"}
 

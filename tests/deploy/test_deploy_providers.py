@@ -280,7 +280,7 @@ assert [run.provider for run in opened.executed_on()] == ["CPUExecutionProvider"
 
 
 def test_importing_the_folder_is_refused() -> None:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     for code in ("import deploy", "from deploy import session", "import deploy.check"):
         result = python(f"import sys\nsys.path.insert(0, {str(root)!r})\n{code}", root)
         assert result.returncode == 1
