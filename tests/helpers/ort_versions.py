@@ -1,6 +1,6 @@
 """Makes environments in build/compat: each onnxruntime that one .so file must serve, and the oldest CMake.
 
-    python tests/helpers/ort_versions.py     # makes what is missing (about 3 s and 120 MB each), else does nothing
+    python tests/helpers/ort_versions.py  # makes what is missing: about 3 s and 120 MB each
 
 tests/ort_customop/test_ort_versions.py runs ort_matrix.py in the former; tests/project/test_cmake.py
 configures with the latter.
@@ -44,7 +44,7 @@ def environment(version: str) -> Path:
         if os.environ.get("TWINOP_OFFLINE") == "1":
             pytest.skip(f"TWINOP_OFFLINE=1, and no build/compat/{version}")
         pytest.fail(
-            f"no build/compat/{version}; make it with: python tests/helpers/ort_versions.py (./build.sh test does). "
+            f"no build/compat/{version}; ./build.sh test makes it, with tests/helpers/ort_versions.py. "
             "Without a network set TWINOP_OFFLINE=1 to skip these tests",
             pytrace=False,
         )
