@@ -1,4 +1,4 @@
-// CUDA's part of math.h, and its functions of Narrow.
+// CUDA's part of math.h, and its functions of ReducedFloat.
 #pragma once
 
 #include <cmath>
@@ -127,21 +127,27 @@ TWINOP_INLINE float LogOrSpecial(float x, float scaled, float y) {
   return x > 0 && x < kInfinity<float> ? y : special;
 }
 
-// ---------------------------------------------------------------------------------- Narrow
+// ---------------------------------------------------------------------------------- ReducedFloat
 
-TWINOP_INLINE Narrow Fma(Narrow a, Narrow b, Narrow c) { return Fma(a.value, b.value, c.value); }
-TWINOP_INLINE Narrow Divide(Narrow a, Narrow, Narrow inverse) { return a * inverse; }
-TWINOP_INLINE Narrow Quotient(Narrow a, Narrow, Narrow inverse) { return a * inverse; }
-TWINOP_INLINE Narrow Reciprocal(Narrow x) { return HardwareReciprocal(x.value); }
-TWINOP_INLINE Narrow Exp(Narrow x) { return HardwareExp2(x.value * 0x1.715476p+0f); }
+TWINOP_INLINE ReducedFloat Fma(ReducedFloat a, ReducedFloat b, ReducedFloat c) {
+  return Fma(a.value, b.value, c.value);
+}
+TWINOP_INLINE ReducedFloat Divide(ReducedFloat a, ReducedFloat, ReducedFloat inverse) {
+  return a * inverse;
+}
+TWINOP_INLINE ReducedFloat Quotient(ReducedFloat a, ReducedFloat, ReducedFloat inverse) {
+  return a * inverse;
+}
+TWINOP_INLINE ReducedFloat Reciprocal(ReducedFloat x) { return HardwareReciprocal(x.value); }
+TWINOP_INLINE ReducedFloat Exp(ReducedFloat x) { return HardwareExp2(x.value * 0x1.715476p+0f); }
 // 2^8 e^x for x <= 0, in two instructions instead of five. Just enough: what the hardware flushes
 // to 0, below 2^-134, is 0 in 16 bits too. A larger factor costs digits of the exponent where e^x
 // is large (float16 softmax, largest error: 0.5005 ulp, with 2^24 0.5013).
-TWINOP_INLINE Narrow ScaledExp(Narrow x) {
+TWINOP_INLINE ReducedFloat ScaledExp(ReducedFloat x) {
   return FlushingExp2(Fma(x.value, 0x1.715476p+0f, 8.0f));
 }
 // The hardware's logarithm is absolutely accurate next to 1, by 2^-23.
-TWINOP_INLINE Narrow Log(Narrow x) {
+TWINOP_INLINE ReducedFloat Log(ReducedFloat x) {
   const float f = x.value - 1;
   const float near = Fma(f * f,
                          Polynomial(f, -0x1.000078p-1f, 0x1.5556e4p-2f, -0x1.ff0ebap-3f,
@@ -152,22 +158,24 @@ TWINOP_INLINE Narrow Log(Narrow x) {
 }
 
 template <>
-struct Format<Narrow> {
+struct Format<ReducedFloat> {
   static constexpr float kUnscale = 1;
 };
-TWINOP_INLINE Narrow InverseOfOnePlus(Narrow z) { return HardwareReciprocal(1 + z.value); }
-TWINOP_INLINE SigmoidParts<Narrow> PartsOfSigmoid(Narrow x) {
+TWINOP_INLINE ReducedFloat InverseOfOnePlus(ReducedFloat z) {
+  return HardwareReciprocal(1 + z.value);
+}
+TWINOP_INLINE SigmoidParts<ReducedFloat> PartsOfSigmoid(ReducedFloat x) {
   return {x.value < 0, HardwareExp2(std::fabs(x.value) * -0x1.715476p+0f)};
 }
 
-TWINOP_INLINE Narrow Softplus(Narrow x) {
+TWINOP_INLINE ReducedFloat Softplus(ReducedFloat x) {
   const float z = HardwareExp2(std::fabs(x.value) * -0x1.715476p+0f);
   const float near = Fma(-z * z, Fma(z, -0x1.555556p-2f, 0.5f), z);
   const float far = HardwareLog2(1 + z) * 0x1.62e43p-1f;
   return (x.value > 0 ? x.value : 0) + (z < 0x1p-6f ? near : far);
 }
 
-TWINOP_INLINE Narrow Tanh(Narrow x) {
+TWINOP_INLINE ReducedFloat Tanh(ReducedFloat x) {
   const float t = std::fabs(x.value);
   const float z = HardwareExp2(t * -0x1.715476p+1f);
   const float far = Fma(-2 * z, HardwareReciprocal(1 + z), 1.0f);
@@ -177,23 +185,23 @@ TWINOP_INLINE Narrow Tanh(Narrow x) {
   return std::copysign(t < 0.4f ? near : far, x.value);
 }
 
-TWINOP_INLINE Narrow NormalDistance(Narrow x) { return std::fabs(x.value); }
-TWINOP_INLINE Narrow ScaledBell(Narrow t) {
+TWINOP_INLINE ReducedFloat NormalDistance(ReducedFloat x) { return std::fabs(x.value); }
+TWINOP_INLINE ReducedFloat ScaledBell(ReducedFloat t) {
   return HardwareExp2(t.value * t.value * -0x1.715476p-1f);
 }
-TWINOP_INLINE Narrow Mills(Narrow t) {
+TWINOP_INLINE ReducedFloat Mills(ReducedFloat t) {
   const float s = HardwareReciprocal(Fma(0x1.051eb8p-2f, t.value, 1.0f));
   return s * Polynomial(s, 0x1.a39194p-4f, 0x1.77ed4ap-4f, 0x1.2e210ap-3f, -0x1.79fa74p-5f,
                         0x1.a2aa86p-3f);
 }
 
 // gelu's derivative crosses 0, where the last digits of its parts remain.
-TWINOP_INLINE Narrow AccurateMills(Narrow t) {
+TWINOP_INLINE ReducedFloat AccurateMills(ReducedFloat t) {
   const float within = std::fmin(t.value, Format<float>::kMaxNormal);
   return Divide(Format<float>::MillsNumerator(within), Format<float>::MillsDenominator(within));
 }
 
-TWINOP_INLINE Narrow Sqrt(Narrow x) { return std::sqrt(x.value); }
-TWINOP_INLINE Narrow Rsqrt(Narrow x) { return HardwareRsqrt(x.value); }
+TWINOP_INLINE ReducedFloat Sqrt(ReducedFloat x) { return std::sqrt(x.value); }
+TWINOP_INLINE ReducedFloat Rsqrt(ReducedFloat x) { return HardwareRsqrt(x.value); }
 
 }  // namespace twinop

@@ -1,10 +1,10 @@
-// Mathematical functions for the compute types: float and double, and on CUDA Narrow, a float that
-// will be rounded to 16 bits (math/cuda.cuh).
+// Mathematical functions for the compute types: float and double, and on CUDA ReducedFloat, a float
+// that will be rounded to 16 bits (math/cuda.cuh).
 //
 // They are formulas without branches, the same on both devices, so that the compiler vectorises
 // loops over them. Accuracy, in units of the result's last place, against exact arithmetic:
-// tests/kernels/test_math_ulp.py. Special values (NaN, infinities, -0, subnormals, overflow) are those of
-// C's functions.
+// tests/kernels/test_math_ulp.py. Special values (NaN, infinities, -0, subnormals, overflow) are
+// those of C's functions.
 #pragma once
 
 #include <cmath>
@@ -30,12 +30,12 @@ TWINOP_INLINE bool IsNegative(T x) {
 // x = n ln 2 + r, |r| <= ln 2 / 2. Adding `shift` leaves the integer n in the last bits of the sum,
 // whose other last bits are those of `shift`.
 template <class T>
-struct Reduced {
+struct ReducedArgument {
   Sum<T> r;
   decltype(BitsOf(T())) n;
 };
 template <class T>
-TWINOP_INLINE Reduced<T> ReduceByLn2(T x, T shift) {
+TWINOP_INLINE ReducedArgument<T> ReduceByLn2(T x, T shift) {
   using F = Format<T>;
   const T shifted = Fma(x, F::kLog2E, shift);
   const T n = shifted - shift;
@@ -186,7 +186,7 @@ template <class T>
 TWINOP_INLINE T Reciprocal(T x) {
   return T(1) / x;
 }
-// a / b, given 1 / b. (Narrow: the product with it.)
+// a / b, given 1 / b. (ReducedFloat: the product with it.)
 template <class T>
 TWINOP_INLINE T Quotient(T a, T b, T) {
   return a / b;

@@ -43,26 +43,26 @@ TWINOP_INLINE void Round(float value, BFloat16* result) { *result = __float2bflo
 
 // A float that will be rounded to 16 bits: functions of it may use the hardware's approximations
 // (math/cuda.cuh).
-struct Narrow {
+struct ReducedFloat {
   float value;
 
-  Narrow() = default;
-  TWINOP_INLINE Narrow(float v) : value(v) {}
+  ReducedFloat() = default;
+  TWINOP_INLINE ReducedFloat(float v) : value(v) {}
 };
 
-TWINOP_INLINE Narrow operator-(Narrow a) { return -a.value; }
-TWINOP_INLINE Narrow operator+(Narrow a, Narrow b) { return a.value + b.value; }
-TWINOP_INLINE Narrow operator-(Narrow a, Narrow b) { return a.value - b.value; }
-TWINOP_INLINE Narrow operator*(Narrow a, Narrow b) { return a.value * b.value; }
-TWINOP_INLINE Narrow operator/(Narrow a, Narrow b) { return a.value / b.value; }
-TWINOP_INLINE bool operator<(Narrow a, Narrow b) { return a.value < b.value; }
-TWINOP_INLINE bool operator>(Narrow a, Narrow b) { return a.value > b.value; }
-TWINOP_INLINE bool operator<=(Narrow a, Narrow b) { return a.value <= b.value; }
-TWINOP_INLINE bool operator>=(Narrow a, Narrow b) { return a.value >= b.value; }
-TWINOP_INLINE bool operator==(Narrow a, Narrow b) { return a.value == b.value; }
+TWINOP_INLINE ReducedFloat operator-(ReducedFloat a) { return -a.value; }
+TWINOP_INLINE ReducedFloat operator+(ReducedFloat a, ReducedFloat b) { return a.value + b.value; }
+TWINOP_INLINE ReducedFloat operator-(ReducedFloat a, ReducedFloat b) { return a.value - b.value; }
+TWINOP_INLINE ReducedFloat operator*(ReducedFloat a, ReducedFloat b) { return a.value * b.value; }
+TWINOP_INLINE ReducedFloat operator/(ReducedFloat a, ReducedFloat b) { return a.value / b.value; }
+TWINOP_INLINE bool operator<(ReducedFloat a, ReducedFloat b) { return a.value < b.value; }
+TWINOP_INLINE bool operator>(ReducedFloat a, ReducedFloat b) { return a.value > b.value; }
+TWINOP_INLINE bool operator<=(ReducedFloat a, ReducedFloat b) { return a.value <= b.value; }
+TWINOP_INLINE bool operator>=(ReducedFloat a, ReducedFloat b) { return a.value >= b.value; }
+TWINOP_INLINE bool operator==(ReducedFloat a, ReducedFloat b) { return a.value == b.value; }
 
-TWINOP_INLINE void Round(Narrow value, Half* result) { Round(value.value, result); }
-TWINOP_INLINE void Round(Narrow value, BFloat16* result) { Round(value.value, result); }
+TWINOP_INLINE void Round(ReducedFloat value, Half* result) { Round(value.value, result); }
+TWINOP_INLINE void Round(ReducedFloat value, BFloat16* result) { Round(value.value, result); }
 
 #else
 
@@ -133,14 +133,14 @@ using Compute = decltype(ToCompute(std::declval<T>()));
 // What elementwise functors compute with.
 #if defined(__CUDACC__)
 template <class T>
-using ElementCompute = std::conditional_t<sizeof(T) == 2, Narrow, Compute<T>>;
+using ElementCompute = std::conditional_t<sizeof(T) == 2, ReducedFloat, Compute<T>>;
 #else
 template <class T>
 using ElementCompute = Compute<T>;
 #endif
 
 template <class T>
-inline constexpr bool kIsNarrow =
+inline constexpr bool kIsReduced =
     std::is_same_v<T, ElementCompute<BFloat16>> && !std::is_same_v<T, float>;
 
 template <class T>

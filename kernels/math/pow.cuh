@@ -9,7 +9,7 @@
 namespace twinop {
 
 // With C's special cases, as torch's: pow(x, 0) = pow(1, y) = 1 even of NaN; NaN for a negative
-// base and an exponent that is no integer. (`Exponent`: Narrow or T.)
+// base and an exponent that is no integer. (`Exponent`: ReducedFloat or T.)
 template <class Exponent, class T>
 TWINOP_INLINE T PowOf(T a, T b) {
   using F = Format<T>;
@@ -31,7 +31,9 @@ TWINOP_INLINE T PowOf(T a, T b) {
 }
 
 TWINOP_INLINE float Pow(float a, float b) { return PowOf<float>(a, b); }
-TWINOP_INLINE Narrow Pow(Narrow a, Narrow b) { return PowOf<Narrow>(a.value, b.value); }
+TWINOP_INLINE ReducedFloat Pow(ReducedFloat a, ReducedFloat b) {
+  return PowOf<ReducedFloat>(a.value, b.value);
+}
 TWINOP_INLINE double Pow(double a, double b) { return PowOf<double>(a, b); }
 
 }  // namespace twinop

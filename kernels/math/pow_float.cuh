@@ -39,7 +39,7 @@ inline constexpr T kMaxPower = sizeof(T) == sizeof(float) ? T(0x1p+33) : T(0x1p+
 TWINOP_INLINE bool IsPlainBase(float a) {
   return (a >= Format<float>::kMinNormal) & (a < kInfinity<float>);
 }
-TWINOP_INLINE bool IsPlainBase(Narrow a) { return IsPlainBase(a.value); }
+TWINOP_INLINE bool IsPlainBase(ReducedFloat a) { return IsPlainBase(a.value); }
 
 // 2^r of |r| <= 1/2: 1 + r ln 2 in two parts, so that only the last addition rounds.
 TWINOP_INLINE float PreciseExp2(float r) {
@@ -86,11 +86,11 @@ TWINOP_INLINE float PlainPow(Parts<float> a, float b) {
 // n = b log2(a) for numbers of 16 bits, as an integer and what is left: 2^n is exact enough for
 // them if |n - integer| <= 1/2. b and 1 + f have 11 bits at most: b f and b times the exponent are
 // exact.
-struct NarrowPower {
+struct ReducedPower {
   float n, fraction, integer;  // the integer in the lowest bits
 };
 template <bool kBounded>
-TWINOP_INLINE NarrowPower PowerOf(Parts<float> a, float b) {
+TWINOP_INLINE ReducedPower PowerOf(Parts<float> a, float b) {
   constexpr float kToInteger = Format<float>::kToInteger;
   const float product = b * a.fraction, whole = b * a.exponent;
   // log2(1 + f) / f
@@ -103,9 +103,9 @@ TWINOP_INLINE NarrowPower PowerOf(Parts<float> a, float b) {
 }
 
 // 2^integer in two factors, as the result may be subnormal.
-TWINOP_INLINE float PlainPow(Parts<float> a, Narrow b) {
+TWINOP_INLINE float PlainPow(Parts<float> a, ReducedFloat b) {
   using F = Format<float>;
-  const NarrowPower power = PowerOf<true>(a, b.value);
+  const ReducedPower power = PowerOf<true>(a, b.value);
   const std::uint32_t n = BitsOf(power.integer) - BitsOf(F::kToInteger) + 2 * F::kBias;
   const std::uint32_t half = n >> 1;
   return FlushingExp2(power.fraction) * ValueOf(half << 23) * ValueOf((n - half) << 23);
@@ -115,8 +115,8 @@ TWINOP_INLINE PowerIfPlain<float> TryPlainPow(float a, float b) {
   return {PlainPow(PartsOf(a), b), std::fabs(b) <= kMaxPower<float>};
 }
 // PlainPow, where that is normal: four instructions of 33 less.
-TWINOP_INLINE PowerIfPlain<Narrow> TryPlainPow(Narrow a, Narrow b) {
-  const NarrowPower power = PowerOf<false>(PartsOf(a.value), b.value);
+TWINOP_INLINE PowerIfPlain<ReducedFloat> TryPlainPow(ReducedFloat a, ReducedFloat b) {
+  const ReducedPower power = PowerOf<false>(PartsOf(a.value), b.value);
   const std::uint32_t shift = BitsOf(power.integer) << Format<float>::kFraction;
   return {ValueOf(BitsOf(FlushingExp2(power.fraction)) + shift), std::fabs(power.n) <= 120.0f};
 }

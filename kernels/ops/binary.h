@@ -23,7 +23,7 @@ struct Mul {
 template <class T>
 struct Power {
   static constexpr int kLoads = 2;
-  static constexpr int kRegisters = sizeof(T) == 8 ? 64 : kIsNarrow<T> ? 40 : 32;
+  static constexpr int kRegisters = sizeof(T) == 8 ? 64 : kIsReduced<T> ? 40 : 32;
   static constexpr bool kHasPlain = true;  // on CUDA: elementwise/cuda.cuh
 
   TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }

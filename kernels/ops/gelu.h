@@ -71,18 +71,18 @@ TWINOP_INLINE SigmoidParts<T> TanhGeluParts(T x) {
   return {x < T(0), ScaledExp2(-t, Sum<T>{high, low})};
 }
 #if defined(__CUDACC__)
-TWINOP_INLINE SigmoidParts<Narrow> TanhGeluParts(Narrow x) {
+TWINOP_INLINE SigmoidParts<ReducedFloat> TanhGeluParts(ReducedFloat x) {
   const float slope = Fma(0x1.a5a7dp-4f * x.value, x.value, 0x1.26aec2p+1f);
   return {x.value < 0, HardwareExp2(-std::fabs(x.value) * slope)};
 }
-TWINOP_INLINE Narrow ClampTanhGelu(Narrow x) {
+TWINOP_INLINE ReducedFloat ClampTanhGelu(ReducedFloat x) {
   return x.value > 30 ? 30 : x.value < -30 ? -30 : x.value;
 }
 #endif
 
 template <class T>
 struct TanhGelu {
-  static constexpr int kLoads = kIsNarrow<T> ? 1 : 2;
+  static constexpr int kLoads = kIsReduced<T> ? 1 : 2;
 
   TWINOP_INLINE T operator()(T x) const { return Sigmoid(TanhGeluParts(x), x); }
 };

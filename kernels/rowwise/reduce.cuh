@@ -8,7 +8,7 @@
 namespace twinop::rowwise {
 
 // The number in a compute type.
-__device__ __forceinline__ float Plain(Narrow value) { return value.value; }
+__device__ __forceinline__ float Plain(ReducedFloat value) { return value.value; }
 __device__ __forceinline__ float Plain(float value) { return value; }
 __device__ __forceinline__ double Plain(double value) { return value; }
 

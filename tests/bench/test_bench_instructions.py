@@ -49,7 +49,7 @@ def test_kernels_of_other_widths_are_left_out() -> None:
     scalar, resident = kernel(width=1), kernel(threads=128, vectors=4)
     others = f"{scalar}\n{resident}\n\t\tFunction : _Z5otherv\n{SHORT}"
     assert list(sass.read(others.splitlines())) == []
-    two = kernel("4ReluINS_6NarrowE", "13__nv_bfloat16", 8, vectors=2)
+    two = kernel("4ReluINS_12ReducedFloatE", "13__nv_bfloat16", 8, vectors=2)
     for vectors, counted in ((2, two), (4, kernel(threads=64, vectors=4))):
         with pytest.raises(BenchError, match=f"makes {vectors} loads and {vectors} stores"):
             list(sass.read(f"{others}\n{counted}".splitlines()))
