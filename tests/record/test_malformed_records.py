@@ -1,0 +1,149 @@
+"""Malformed records: the parser refuses them with a reason, and they do not compile."""
+
+import subprocess
+
+import pytest
+from record_driver import ROOT, compiler, driver
+
+MALFORMED_SCHEMAS = {
+    "": "a name is missing",
+    "f": "a token is missing",
+    "f() -> Tensor": "at least one Tensor",
+    "f(int n) -> Tensor": "at least one Tensor",
+    "f(Tenso x) -> Tensor": "not Tensor, Tensor?, Tensor[], int, float, bool, str or int[]",
+    "f(Tensor(a!) x) -> Tensor": "a name is missing",
+    "f(Tensor x, double n) -> Tensor": "not Tensor, Tensor?",
+    "f(Tensor x, int? n=None) -> Tensor": "a name is missing",
+    "f(Tensor x, int n, Tensor w) -> Tensor": "its tensors before its attributes",
+    "f(Tensor x, int n=1, int m) -> Tensor": "without a default come before",
+    "f(Tensor x=None) -> Tensor": "no value of its kind",
+    "f(Tensor x, int n=1.5) -> Tensor": "no value of its kind",
+    "f(Tensor x, int n=01) -> Tensor": "starts with 0",
+    "f(Tensor x, int n=1234567890123456789) -> Tensor": "too long",
+    "f(Tensor x, float n=one) -> Tensor": "no value of its kind",
+    "f(Tensor x, float n=.) -> Tensor": "no value of its kind",
+    "f(Tensor x, bool n=true) -> Tensor": "no value of its kind",
+    "f(Tensor x, str n=auto) -> Tensor": "no value of its kind",
+    "f(Tensor x, str n=\"a') -> Tensor": "no value of its kind",
+    "f(Tensor x, int[] n=[1, 2, 3, 4, 5, 6, 7, 8, 9]) -> Tensor": "no value of its kind",
+    "f(Tensor x, int[] n=0) -> Tensor": "a token is missing",
+    "f(Tensor x, Tensor x) -> Tensor": "one name twice",
+    "f(Tensor y) -> Tensor": "one name twice",
+    "f(Tensor 1x) -> Tensor": "starts with a digit",
+    f"f(Tensor {'x' * 48}) -> Tensor": "too long",
+    f"f({', '.join(f'Tensor x{i}' for i in range(17))}) -> Tensor": "too many arguments",
+    "f(Tensor x) -> Tensor junk more": "goes on after its outputs",
+    "f(Tensor x) -> int": "returns Tensor",
+    "f(Tensor x) -> ()": "a name is missing",
+    "f(Tensor x) -> (Tensor, Tensor)": "names them",
+    f"f(Tensor x) -> ({', '.join(f'Tensor y{i}' for i in range(9))})": "too many outputs",
+    "f(Tensor[] x, Tensor w) -> Tensor": "Tensor[] is its last tensor",
+    "f(Tensor[] x=[]) -> Tensor": "no value of its kind",
+}
+MALFORMED_RECORDS = [
+    (("dtypes", "float33"), "a dtype that does not exist"),
+    (("dtypes", "float32; "), "a name is missing"),
+    (("dtypes", "float16 w=float32"), "name no tensor of its op"),
+    (("shapes", "z = x"), "names no argument or output"),
+    (("shapes", "y = z"), "names no input or attribute"),
+    (("shapes", "y = x[:-1"), "a token is missing"),
+    (("shapes", "y = x junk"), "goes on after its end"),
+    (("shapes", "y = [f]"), "no int, bool or int[]"),
+    (("shapes", "y = x; y = x"), "two entries of one name"),
+    (("shapes", "y ="), "is empty"),
+    (("scratch", "4 * "), "a name is missing"),
+    (("scratch", "4 // 0"), "divides by zero"),
+    (("in_place", "y = n"), "in_place names no input"),
+    (("choices", "mode = a | b"), "names no argument or output"),
+    (("choices", "n = a | b"), "names no argument or output"),  # limits are for numbers
+    (("input_shapes", "y = x"), "names no argument or output"),
+    (("input_shapes", "x = z[1:]"), "names no input or attribute"),
+    (("input_shapes", "x = x[n:"), "a name is missing"),
+    (("limits", "eps >= 0"), "limits name no attribute"),
+    (("limits", "n of w"), "`a of x` is for an int and an input"),
+    (("limits", "f of x"), "`a of x` is for an int and an input"),
+    (("limits", "f >= 0.5"), "a token is missing"),
+    (("limits", "n of x; n in 0 | 1"), "limits name an attribute twice"),
+    (("limits", "f in 0 | 1"), "`in` is for an int"),
+    (("limits", "n in 0 | one"), "a number is wanted"),
+    (("limits", "n in 0, 1"), "lists ints"),
+    (("limits", "n < 3"), "a token is missing"),
+    (("rows", "f"), "rows name no int attribute"),
+    (("rows", "axis:"), "rows name no int attribute"),
+    (("rows", "-1 n"), "rows are"),
+    (("elementwise", "", "shapes", "y = x[1:]"), "has the shape of an input, or of all"),
+    (("elementwise", "", "shapes", "y = broadcast(x, [3])"), "a name is missing"),
+    (("elementwise", "", "rows", "-1"), "an elementwise op has no rows"),
+    (("gradient", "y = grad"), "gradient names no input"),
+    (("gradient", "x, y = f(grad)"), "gradient names no input"),
+    (("gradient", "x, x = f(grad)"), "an input twice"),
+    (("gradient", "x, _ = f(grad); x = grad"), "an input twice"),
+    (("gradient", "x, = f(grad)"), "a name is missing"),
+    (("gradient", "x ="), "gradient is empty"),
+    (("autocast", "fp32"), "autocast is keep or widest"),
+    (("memory", "w = host"), "names no argument or output"),
+    (("memory", "x = device"), "memory is host"),
+    (("memory", "x = host"), "first input is in the device's memory"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), MALFORMED_SCHEMAS.items())
+def test_malformed_schemas_are_refused(text: str, reason: str) -> None:
+    answer = driver().ask("schema", text)
+    assert answer.startswith("error ") and reason in answer
+
+
+@pytest.mark.parametrize(("field", "reason"), MALFORMED_RECORDS)
+def test_malformed_records_are_refused(field: tuple[str, ...], reason: str) -> None:
+    schema = "f(Tensor x, int n=1, float f=1) -> Tensor"
+    answer = driver().ask("validate", schema, *field)
+    assert answer.startswith("error ") and reason in answer
+
+
+WELL_FORMED_RECORDS = [
+    ("shapes", "y = [n - 8, 8 // n] + x[n:]"),
+    ("shapes", "y = w"),  # absent, it is [0]
+    ("input_shapes", "w = x[n:]; x = x[:-1] + [x[-1] // 2 * 2]"),
+    ("limits", "n of x; f >= 0"),
+    ("limits", "n in -1 | 0 | 1 ; f >= -2;"),
+    ("rows", "n:"),
+    ("rows", "n"),
+    ("rows", "-1"),
+    ("elementwise", "", "shapes", "y = broadcast(x, w)"),
+    ("elementwise", "", "shapes", "y = broadcast(broadcast(w, x), (x))"),
+    ("elementwise", "", "shapes", "y = w"),
+    ("gradient", "x, w, _ = f(grad, (1, 2), 'a = b; c'); "),
+    ("gradient", "x, _, _ = f(grad); w = grad_x"),
+    ("gradient", "x = f(grad == 0)"),
+]
+
+
+@pytest.mark.parametrize("field", WELL_FORMED_RECORDS)
+def test_well_formed_records(field: tuple[str, ...]) -> None:
+    assert (
+        driver().ask("validate", "f(Tensor x, Tensor? w=None, int n=1, float f=1) -> Tensor", *field)
+        == "valid"
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ('Record("g(Tenso x) -> Tensor")', "not Tensor, Tensor?, Tensor[], int, float, bool, str or int[]"),
+        ('Record("g(Tensor x, int n=a) -> Tensor")', "a number is wanted"),
+        ('Record("g(Tensor x) -> Tensor").shapes("y = x[0")', "a token is missing"),
+        ('Record("g(Tensor x) -> Tensor").dtypes("float31")', "a dtype that does not exist"),
+        ('Record("g(Tensor x, int n=0) -> Tensor").limits("n of y")', "is for an int and an input"),
+        ('Record("g(Tensor x) -> Tensor").gradient("x, y = f(grad)")', "names no input"),
+        ('Record("f(Tensor x) -> Tensor")', "static assertion failed"),  # the id is not the schema's name
+    ],
+)
+def test_a_malformed_record_does_not_compile(record: str, reason: str) -> None:
+    """The compiler stops at the `throw` whose text says what is wrong."""
+    include = '#include "kernels/record/registry.h"\n'
+    source = f"{include}namespace twinop {{ TWINOP_OP(g, {record}, nullptr, nullptr) }}\n"
+    command = [compiler(), "-std=c++17", f"-I{ROOT}", "-fsyntax-only", "-x", "c++", "-"]
+    good = source.replace(record, 'Record("g(Tensor x) -> Tensor")')
+    assert subprocess.run(command, input=good, text=True, capture_output=True).returncode == 0
+    done = subprocess.run(command, input=source, text=True, capture_output=True)
+    assert done.returncode != 0 and reason in done.stderr
