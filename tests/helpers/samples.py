@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 
 from twinop import torch_op
@@ -19,6 +20,8 @@ torch_op.load(find_library("test_ops"))
 
 ALL = torch_op.records()
 RECORDS = {name: record for name, record in ALL.items() if not record.is_backward}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -43,6 +46,25 @@ class Sample:
 
 def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
+
+
+def combinations(records: Mapping[str, Record]) -> list[Any]:
+    """Returns (record, dtypes) for every dtype combination of every op: a list for `parametrize`."""
+    return [
+        pytest.param(record, dtypes, id=f"{record.name}-{'-'.join(dict.fromkeys(dtypes.values()))}")
+        for record in records.values()
+        for dtypes in record.combinations
+    ]
+
+
+each_combination = pytest.mark.parametrize(("record", "dtypes"), combinations(RECORDS))
+
+
+def run_in_torch(record: Record, sample: Sample, **attributes: Any) -> tuple[torch.Tensor, ...]:
+    """Calls the op through `torch.ops`; returns its outputs, also a single one, as a tuple."""
+    op = getattr(getattr(torch.ops, record.namespace), record.name)
+    results = op(*sample.inputs.values(), **sample.attributes, **attributes)
+    return results if isinstance(results, tuple) else (results,)
 
 
 # ---------------------------------------------------------------------------- numbers

@@ -1,44 +1,84 @@
 """How far results are from the references, in units of the last place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import op_bodies  # noqa: F401 (the test ops' bodies)
 import torch
-from references import REFERENCES, Results
+from references import ONE_ROUNDING, Results, reference_of
+from rounding import RoundingOps
 from torch import Tensor
+
+from twinop import torch_op
+from twinop.export.body_in_torch import evaluate_body
+from twinop.record import Record
+
+Inputs = Mapping[str, Tensor | None]
+
+BODY_ROUNDINGS = 8
+"""How many times the rounding errors of its body an op without an entry in REFERENCES may be wrong by."""
 
 
 def as_tuple(results: Results) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def exact(
-    name: str,
-    inputs: dict[str, Tensor | None],
-    attributes: dict[str, Any],
-    dtype: torch.dtype = torch.float64,
+@cache
+def _record(name: str) -> Record:
+    return torch_op.records()[name]
+
+
+def compute(
+    name: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], stored: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """The op's results, computed in fp64 (or another type)."""
-    reference = REFERENCES[name]
-    wide = [None if t is None else t.cpu().to(dtype) for t in inputs.values()]
+    """Computes what the op means in the dtype of the inputs; differentiable.
+
+    Args:
+        stored: the dtype of the op's own call, in which it rounds intermediate results that it stores.
+    """
+    reference = reference_of(name)
+    if reference.compute is not None:
+        return as_tuple(reference.compute(*inputs, **attributes))
+    return evaluate_body(_record(name), inputs, attributes, stored)
+
+
+def _widened(inputs: Inputs, dtype: torch.dtype) -> tuple[list[Tensor | None], torch.dtype]:
+    """The inputs in another dtype on the CPU, and the dtype that they had."""
     first = next(t for t in inputs.values() if t is not None)
-    extra = {"stored": first.dtype} if reference.stored else {}
-    return as_tuple(reference.compute(*wide, **attributes, **extra))
+    return [None if t is None else t.cpu().to(dtype) for t in inputs.values()], first.dtype
 
 
-def magnitudes(name: str, inputs: dict[str, Tensor | None], attributes: dict[str, Any]) -> tuple[Tensor, ...]:
-    """What errors of the results are measured by."""
-    compute = REFERENCES[name].magnitude
-    if compute is None:
-        return tuple(result.abs() for result in exact(name, inputs, attributes))
-    wide = [None if t is None else t.cpu().double() for t in inputs.values()]
-    return as_tuple(compute(*wide, **attributes))
+def exact(
+    name: str, inputs: Inputs, attributes: Mapping[str, Any], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
+    """Computes the op's results in fp64 (or another type)."""
+    wide, stored = _widened(inputs, dtype)
+    return compute(name, wide, attributes, stored)
+
+
+def magnitudes(name: str, inputs: Inputs, attributes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Computes what the errors of the results are measured by."""
+    reference = reference_of(name)
+    wide, stored = _widened(inputs, torch.float64)
+    if reference.magnitude is not None:
+        return as_tuple(reference.magnitude(*wide, **attributes))
+    results = [result.abs() for result in compute(name, wide, attributes, stored)]
+    if reference.ulps is not None:
+        return tuple(results)
+    bounds = evaluate_body(_record(name), wide, attributes, stored, RoundingOps)
+    computed = torch.float64 if stored == torch.float64 else torch.float32
+    share = BODY_ROUNDINGS / ONE_ROUNDING * torch.finfo(computed).eps / torch.finfo(stored).eps
+    return tuple(
+        result.nan_to_num(0) + (share * bound.error).nan_to_num(0)
+        for result, bound in zip(results, bounds, strict=True)
+    )
 
 
 def errors_in_ulps(
     name: str,
-    inputs: dict[str, Tensor | None],
-    attributes: dict[str, Any],
+    inputs: Inputs,
+    attributes: Mapping[str, Any],
     results: Sequence[Tensor],
     smallest: float = 0.0,
 ) -> list[float]:
@@ -76,3 +116,19 @@ def error_in_ulps(result: Tensor, truth: Tensor, narrow_truth: Tensor, magnitude
     allowed |= (truth.abs() >= edge) & (result.abs() >= edge) & (result.sign() == truth.sign())
     error = (result.double() - truth).abs() / (info.eps * magnitude.clamp(min=info.tiny))
     return float(error.nan_to_num(torch.inf, torch.inf).masked_fill(allowed, 0).max())
+
+
+def units(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The size of the last place of numbers of a type."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(exact.abs().clamp(min=info.tiny))[1]
+    return torch.ldexp(torch.full_like(exact, info.eps), exponent - 1)
+
+
+def errors(result: Tensor, exact: Tensor, dtype: torch.dtype, unit: Tensor | None = None) -> Tensor:
+    """In units of the last place; infinite where one is NaN and the other is not."""
+    result = result.cpu().double()
+    error = (result - exact).abs() / (units(exact, dtype) if unit is None else unit)
+    overflow = result.isinf() & (exact.abs() >= torch.finfo(dtype).max) & (result.sign() == exact.sign())
+    same = (result == exact) | (result.isnan() & exact.isnan()) | overflow
+    return error.nan_to_num(torch.inf).masked_fill(same, 0)

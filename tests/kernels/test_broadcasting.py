@@ -9,14 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_node import assert_same_bits, library_of, make_session, one_node_model, run_bound
-from samples import values
+from samples import DEVICES, values
 from torch.autograd import gradcheck, gradgradcheck
 
 from twinop import torch_op
 from twinop.record import DOMAIN, Record
 from twinop.torch_op import records
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # Backward ops too: they are elementwise ops like the others, of up to three inputs and two outputs.
 ELEMENTWISE = [record for record in records().values() if record.is_elementwise]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from one_node import assert_same_bits, library_of, one_node_model, onnxruntime, run_bound
 from record_driver import Driver
-from samples import ALL, RECORDS, Sample, large_sample, samples, torch_dtype
+from samples import ALL, RECORDS, Sample, each_combination, large_sample, run_in_torch, samples, torch_dtype
 
 from twinop import torch_op
 from twinop.export.comparison import same_bits
-from twinop.record import DOMAIN, Record
+from twinop.record import Record
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 LEVELS = ("baseline", "avx2", "best")
@@ -27,17 +27,12 @@ torch.save(all_results(), sys.argv[1])
 """
 
 
-def run(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
-    found = getattr(getattr(torch.ops, DOMAIN), record.name)(*sample.inputs.values(), **sample.attributes)
-    return found if isinstance(found, tuple) else (found,)
-
-
 def all_results() -> dict[str, torch.Tensor]:
     found = {}
     for record in ALL.values():
         for dtypes in record.combinations:
             for i, sample in enumerate(samples(record, dtypes)):
-                for name, tensor in zip(record.outputs, run(record, sample), strict=True):
+                for name, tensor in zip(record.outputs, run_in_torch(record, sample), strict=True):
                     found[f"{record.name}.{name} {'-'.join(dtypes.values())} {i}"] = tensor
     for dtype in map(torch_dtype, DTYPES):
         # Every 16-bit number, so every branch of the conversions.
@@ -77,13 +72,6 @@ def test_the_variable_lowers_the_level() -> None:
         assert Driver(TWINOP_CPU_LEVEL=level).ask("level") == names[wanted]
 
 
-CELLS = [
-    pytest.param(record, dtypes, id=f"{record.name}-{'-'.join(dict.fromkeys(dtypes.values()))}")
-    for record in RECORDS.values()
-    for dtypes in record.combinations
-]
-
-
 @pytest.fixture
 def threads() -> Any:
     before = torch.get_num_threads()
@@ -91,16 +79,16 @@ def threads() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("record", "dtypes"), CELLS)
+@each_combination
 def test_any_number_of_threads_gives_the_same_bits(
     record: Record, dtypes: dict[str, str], threads: Any
 ) -> None:
     sample = large_sample(record, dtypes)
     threads(1)
-    expected = run(record, sample)
+    expected = run_in_torch(record, sample)
     for count in (2, 3):
         threads(count)
-        for a, b in zip(run(record, sample), expected, strict=True):
+        for a, b in zip(run_in_torch(record, sample), expected, strict=True):
             assert_same_bits(a, b, f"torch, {count} threads")
     for count in (1, 2, 3):
         for a, b in zip(run_ort(record, dtypes, sample, count), expected, strict=True):
@@ -115,7 +103,8 @@ def run_ort(record: Record, dtypes: dict[str, str], sample: Sample, threads: int
     model = one_node_model(record, dtypes, [True] * len(record.inputs), sample.attributes).SerializeToString()
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     outputs = {
-        name: torch.full_like(t, 123) for name, t in zip(record.outputs, run(record, sample), strict=True)
+        name: torch.full_like(t, 123)
+        for name, t in zip(record.outputs, run_in_torch(record, sample), strict=True)
     }
     run_bound(session, {name: t for name, t in sample.inputs.items() if t is not None}, outputs)
     return list(outputs.values())

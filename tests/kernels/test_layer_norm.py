@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_math_ulp import DEVICES, HALVES
+from samples import DEVICES, HALVES
 
 from twinop import torch_op
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import DEVICES
 
 from twinop import torch_op
 from twinop.errors import RecordError
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 TILES = (0, 8, 16, 32, 64, 128)
 
 

@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 
-from samples import RECORDS, torch_dtype
+from samples import DEVICES, RECORDS, torch_dtype
 from torch.testing._internal.common_methods_invocations import op_db
 
 from twinop import torch_op
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 OPS = {
     "add": "add",
     "exp": "exp",

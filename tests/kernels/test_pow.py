@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from test_math_ulp import DEVICES, HALVES, errors
+from samples import DEVICES, HALVES
 from torch import Tensor
+from ulps import errors
 
 from twinop import torch_op
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from one_node import make_session, one_node_model
 from record_driver import ROOT
-from samples import RECORDS, Sample, samples
+from samples import RECORDS, Sample, run_in_torch, samples
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twinop import deploy, torch_op
@@ -36,11 +36,6 @@ def a_sample(record: Record) -> Sample:
         if all(t is not None and t.numel() > 1 and t.dim() > 0 for t in sample.inputs.values()):
             return sample
     raise AssertionError(f"no sample of {record.name} has every input")
-
-
-def results(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
-    found = getattr(getattr(torch.ops, DOMAIN), record.name)(*sample.inputs.values(), **sample.attributes)
-    return found if isinstance(found, tuple) else (found,)
 
 
 class OneOp(torch.nn.Module):
@@ -67,12 +62,12 @@ def test_torch_has_the_op(record: Record) -> None:
 @each_op
 def test_the_fake_does_what_the_kernel_does(record: Record) -> None:
     sample = a_sample(record)
-    real = results(record, sample)
+    real = run_in_torch(record, sample)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = {
             name: mode.from_tensor(tensor) for name, tensor in sample.inputs.items() if tensor is not None
         }
-        fake = results(record, Sample(dict(fakes), sample.attributes))
+        fake = run_in_torch(record, Sample(dict(fakes), sample.attributes))
     for a, b in zip(fake, real, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
@@ -84,7 +79,7 @@ def test_onnxruntime_runs_the_node(record: Record) -> None:
     stem = "custom_ops" if record.name in read_library(find_library("custom_ops")).records else "test_ops"
     feeds = {name: tensor.numpy() for name, tensor in sample.inputs.items() if tensor is not None}
     found = make_session(model, find_library(stem), "cpu").run(None, feeds)
-    for a, b in zip(found, results(record, sample), strict=True):
+    for a, b in zip(found, run_in_torch(record, sample), strict=True):
         assert np.asarray(a).tobytes() == b.numpy().tobytes()
 
 
@@ -124,7 +119,7 @@ def test_both_exporters_carry_the_op(record: Record, exporter: str, tmp_path: Pa
     sample = a_sample(record)
     path = tmp_path / "op.onnx"
     export(OneOp(record, sample).eval(), tuple(sample.inputs.values()), path, exporter=exporter)
-    expected = results(record, sample)
+    expected = run_in_torch(record, sample)
     for library, tolerance in ((None, 0.0), (False, 1e-5)):
         session = deploy.session(path, CPU, library)
         names = list(session.inputs)

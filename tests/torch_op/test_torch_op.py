@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import ALL, RECORDS, make_sample
+from samples import ALL, DEVICES, RECORDS, make_sample
 from torch import func, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
@@ -18,7 +18,6 @@ from twinop.errors import RecordError
 from twinop.record import Record
 
 ops = torch.ops.custom_domain
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 RELU = [pytest.param(ops.relu, id="torch.ops"), pytest.param(torch_op.relu, id="function")]
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import samples  # noqa: F401  (registers the ops that only the tests use)
 import torch
+from samples import DEVICES  # and registers the ops that only the tests use
 
 from twinop import torch_op
 from twinop.errors import LibraryError, RecordError
 from twinop.library import find_library
 
 ops = torch.ops.custom_domain
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import ALL, make_sample
+from samples import ALL, DEVICES, make_sample
 from torch.profiler import ProfilerActivity, profile
 
 from twinop import torch_op
@@ -15,7 +15,6 @@ from twinop.errors import RecordError
 from twinop.record import Record
 
 ops = torch.ops.custom_domain
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 def copies(run: Callable[[], Any]) -> int:

@@ -1,0 +1,248 @@
+# mypy: allow-untyped-defs
+"""Evaluates function bodies with torch.
+
+In float64 a body is the exact meaning of its op. The tests compare kernels and gradients with it, and the
+benchmarks run it as torch's own version of an op. Results are differentiable.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from twinop.errors import ExportError
+from twinop.record import Record
+
+from .bodies import find_body
+from .schema import default_of
+
+
+@dataclass(frozen=True)
+class AttributeValue:
+    """An attribute as a body sees it, of one call."""
+
+    value: Any
+
+    @property
+    def values(self) -> set[Any]:
+        return {self.value}
+
+
+def evaluate_body(
+    record: Record,
+    inputs: Sequence[Tensor | None],
+    attributes: Mapping[str, Any] | None = None,
+    stored: torch.dtype | None = None,
+    ops: "Callable[..., TorchOps] | None" = None,
+) -> tuple[Any, ...]:
+    """Computes the outputs of an op from its function body.
+
+    Args:
+        inputs: every input of the record in order; None where absent. 16-bit inputs are computed in float32,
+            and the outputs are rounded to the dtype of the first input.
+        attributes: the attributes that differ from their defaults.
+        stored: the dtype to which `op.rounded` rounds; by default that of the first input.
+        ops: makes the `op` of the body instead of TorchOps.
+
+    Raises:
+        ExportError: the op has no body, or the body uses an operator that TorchOps does not know.
+    """
+    body = find_body(record.key)
+    if body is None:
+        raise ExportError(
+            f"op {record.key} has no function body; add `@body def {record.name}` to export/bodies.py"
+        )
+    body.check(record)
+    first = inputs[0]
+    assert first is not None
+    compute = torch.float32 if first.dtype.itemsize == 2 else first.dtype
+    given = {entry.name: default_of(entry) for entry in record.attributes} | dict(attributes or {})
+    named = {}
+    for entry in record.attributes:
+        value = given[entry.name]
+        if entry.kind == "float":  # ONNX's float attributes are fp32
+            value = torch.tensor(value, dtype=torch.float32).item()
+        named[entry.name] = AttributeValue(tuple(value) if entry.kind == "int[]" else value)
+    op = (ops or TorchOps)(record, compute, stored or first.dtype)
+    wide = [None if tensor is None else op.input(tensor.to(compute)) for tensor in inputs]
+    results = body.build(op, *wide, **named)
+    results = results if isinstance(results, tuple) else (results,)
+    if compute != first.dtype:
+        return tuple(result.to(first.dtype) for result in results)
+    return results
+
+
+class TorchOps:
+    """`op` of a body: `op.Mul(x, y)` computes the product."""
+
+    def __init__(self, record: Record, compute: torch.dtype, stored: torch.dtype) -> None:
+        self._record = record
+        self._compute = compute
+        self._stored = stored
+
+    def input(self, tensor: Tensor) -> Any:
+        """Returns what the body sees of an input."""
+        return tensor
+
+    def rounded(self, value: Tensor, like: Tensor) -> Tensor:
+        """Rounds to the dtype of the model's inputs, with the derivative of the unrounded value."""
+        return value + (value.to(self._stored).to(value.dtype) - value).nan_to_num(0, 0, 0).detach()
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        function = OPERATORS.get(op_type)
+        if function is None:  # operators of tensors alone have the names of torch's functions
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", op_type).lower()
+            name = next((each for each in (name, op_type.lower()) if hasattr(torch, each)), name)
+            function = getattr(torch, name, None) or getattr(F, name, None)
+        if function is None:
+            raise ExportError(
+                f"body {self._record.name}: export/body_in_torch.py does not know operator {op_type}. Add "
+                "it to OPERATORS there"
+            )
+
+        def add(*inputs: Any, **attributes: Any) -> Any:
+            named = {key: v.value if isinstance(v, AttributeValue) else v for key, v in attributes.items()}
+            return self._apply(op_type, partial(function, **named), [self._tensor(v, inputs) for v in inputs])
+
+        return add
+
+    def _apply(self, op_type: str, function: Callable[..., Any], inputs: list[Any]) -> Any:
+        return function(*inputs)
+
+    def _tensor(self, value: Any, inputs: Sequence[Any]) -> Any:
+        """Makes tensors of numbers, in the dtype of a tensor beside them."""
+        if isinstance(value, AttributeValue):
+            value = value.value
+        if isinstance(value, (list, tuple)):
+            return torch.tensor(value, dtype=torch.int64)
+        if not isinstance(value, (bool, int, float)):
+            return value
+        beside = next((each for each in map(_plain, inputs) if each is not None), None)
+        if beside is not None and (beside.is_floating_point() or isinstance(value, int)):
+            return torch.tensor(value, dtype=beside.dtype)
+        return torch.tensor(value, dtype=self._compute if isinstance(value, float) else torch.int64)
+
+
+def _plain(value: Any) -> Tensor | None:
+    value = getattr(value, "value", value)
+    return value if isinstance(value, Tensor) else None
+
+
+# ------------------------------------------------------------------------------------------- operators
+
+
+def _ints(tensor: Any) -> list[int]:
+    return [int(value) for value in tensor.reshape(-1)] if tensor is not None else []
+
+
+def _div(a, b):
+    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+
+
+def _equal(a, b):
+    return torch.tensor(a == b) if isinstance(a, str) else torch.eq(a, b)
+
+
+def _reduction(function):
+    """Returns an operator Reduce*, from a function of (x, dims, keepdim)."""
+
+    def reduction(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
+        dims = _ints(axes) or ([] if axes is not None or noop_with_empty_axes else list(range(x.dim())))
+        return function(x, dims, bool(keepdims)) if dims else x
+
+    return reduction
+
+
+def _shape(x, *, start=0, end=None):
+    return torch.tensor(x.shape[start:end], dtype=torch.int64)
+
+
+def _slice(x, starts, ends, axes=None, steps=None):
+    for i, axis in enumerate(_ints(axes) or range(len(starts))):
+        size, step = x.shape[axis], _ints(steps)[i] if steps is not None else 1
+        indices = range(size)[slice(_ints(starts)[i], _ints(ends)[i], step)]
+        x = x.index_select(axis, torch.tensor(indices, dtype=torch.int64, device=x.device))
+    return x
+
+
+def _split(x, split=None, *, axis=0, num_outputs=None):
+    return x.chunk(num_outputs, axis) if split is None else x.split(_ints(split), axis)
+
+
+def _pad(x, pads, value=None, axes=None, *, mode="constant"):
+    sizes, pairs = _ints(pads), [(0, 0)] * x.dim()
+    dims = _ints(axes) or list(range(x.dim()))
+    for i, dim in enumerate(dims):
+        pairs[dim] = sizes[i], sizes[i + len(dims)]
+    flat = [size for pair in reversed(pairs) for size in pair]
+    return F.pad(x, flat, mode, 0 if value is None else float(value))
+
+
+def _squeeze(x, axes=None):
+    return x.squeeze() if axes is None else x.squeeze(_ints(axes))
+
+
+def _unsqueeze(x, axes):
+    rank = x.dim() + len(_ints(axes))
+    for axis in sorted(axis % rank for axis in _ints(axes)):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _clip(x, low=None, high=None):
+    return x if low is None and high is None else x.clamp(low, high)
+
+
+def _variadic(function):
+    return lambda *tensors: reduce(function, tensors)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "And": torch.logical_and,
+    "Celu": F.celu,
+    "CastLike": lambda x, like: x.to(like.dtype),
+    "Clip": _clip,
+    "Concat": lambda *tensors, axis: torch.cat(tensors, axis),
+    "Div": _div,
+    "Equal": _equal,
+    "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, _ints(shape))),
+    "GreaterOrEqual": torch.ge,
+    "Identity": lambda x: x,
+    "LeakyRelu": lambda x, *, alpha=0.01: F.leaky_relu(x, alpha),
+    "LessOrEqual": torch.le,
+    "LogSoftmax": lambda x, *, axis=-1: x.log_softmax(axis),
+    "Max": _variadic(torch.maximum),
+    "MatMul": torch.matmul,
+    "Min": _variadic(torch.minimum),
+    "Mod": lambda a, b, *, fmod=0: (torch.fmod if fmod else torch.remainder)(a, b),
+    "Not": torch.logical_not,
+    "Or": torch.logical_or,
+    "Pad": _pad,
+    "Range": lambda start, limit, delta: torch.arange(int(start), int(limit), int(delta)),
+    "ReduceL1": _reduction(lambda x, dims, keep: x.abs().sum(dims, keep)),
+    "ReduceL2": _reduction(lambda x, dims, keep: torch.linalg.vector_norm(x, 2, dims, keep)),
+    "ReduceLogSumExp": _reduction(torch.logsumexp),
+    "ReduceMax": _reduction(torch.amax),
+    "ReduceMean": _reduction(torch.mean),
+    "ReduceMin": _reduction(torch.amin),
+    "ReduceSum": _reduction(torch.sum),
+    "ReduceSumSquare": _reduction(lambda x, dims, keep: x.square().sum(dims, keep)),
+    "Reshape": lambda x, shape: x.reshape(_ints(shape)),
+    "Shape": _shape,
+    "Size": lambda x: torch.tensor(x.numel()),
+    "Slice": _slice,
+    "Softmax": lambda x, *, axis=-1: x.softmax(axis),
+    "Softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
+    "Split": _split,
+    "Squeeze": _squeeze,
+    "Sum": _variadic(torch.add),
+    "Transpose": lambda x, *, perm: x.permute(perm),
+    "Unsqueeze": _unsqueeze,
+    "Xor": torch.logical_xor,
+}
+"""Operators that torch's functions of the same name do not compute alone."""

@@ -1,0 +1,96 @@
+"""How far rounding may take an op's results: a running error analysis of its function body.
+
+Every operator of the body adds half a unit or so of its own result, and passes on the errors of its inputs,
+multiplied by its derivatives. The sums are first order and in units of the compute type's eps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinop.export.body_in_torch import TorchOps
+
+EXACT = {
+    *(
+        "Abs",
+        "CastLike",
+        "Ceil",
+        "Clip",
+        "Concat",
+        "Expand",
+        "Floor",
+        "Gather",
+        "Identity",
+        "LeakyRelu",
+        "Max",
+    ),
+    *("Min", "Neg", "Pad", "ReduceMax", "ReduceMin", "Relu", "Reshape", "Round", "Sign", "Slice", "Split"),
+    *("Squeeze", "Transpose", "Unsqueeze", "Where"),
+}
+"""Operators that choose or move numbers."""
+SUMS = {"CumSum", "MatMul", "ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Sum"}
+"""Operators that add numbers up: roundings have the size of what is added, and in long rows of equal numbers
+all go one way."""
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A tensor, and how many eps its elements may be wrong by."""
+
+    value: Tensor
+    error: Tensor
+
+
+class RoundingOps(TorchOps):
+    """`op` of a body whose values carry bounds of their errors."""
+
+    def input(self, tensor: Tensor) -> Bounded:
+        return Bounded(tensor, torch.zeros_like(tensor))
+
+    def rounded(self, value: Bounded, like: Bounded) -> Bounded:  # type: ignore[override]
+        """The error of the unrounded value may lead to the next number of the narrower type."""
+        step = torch.finfo(self._stored).eps / torch.finfo(torch.float32).eps
+        jump = value.value.abs() * step if step > 1 else 0
+        return Bounded(super().rounded(value.value, like.value), value.error + jump)
+
+    def Softmax(self, x: Bounded, *, axis: Any = -1) -> Any:
+        """In single steps: the derivatives of the whole have both signs."""
+        if x.value.numel() == 0:
+            return x
+        axes = torch.tensor([getattr(axis, "value", axis)])
+        powers = self.Exp(self.Sub(x, self.ReduceMax(x, axes)))
+        return self.Div(powers, self.ReduceSum(powers, axes))
+
+    def _apply(self, op_type: str, function: Callable[..., Any], inputs: list[Any]) -> Any:
+        values = [each.value if isinstance(each, Bounded) else each for each in inputs]
+        results = function(*values)
+        if op_type in SUMS:
+            values = [each.abs() if each.is_floating_point() else each for each in values]
+        errors = [_rounding(op_type, each) for each in _listed(function(*values))]
+        for i, given in enumerate(inputs):
+            if isinstance(given, Bounded) and given.error.any():
+
+                def of_one(tensor: Tensor, i: int = i) -> Any:
+                    return function(*values[:i], tensor, *values[i + 1 :])
+
+                moved = torch.func.jvp(of_one, (values[i],), (given.error,))[1]
+                errors = [a + b.abs() for a, b in zip(errors, _listed(moved), strict=True)]
+        bounded = [
+            Bounded(value, error.nan_to_num(0)) if value.is_floating_point() else value
+            for value, error in zip(_listed(results), errors, strict=True)
+        ]
+        return bounded[0] if isinstance(results, Tensor) else tuple(bounded)
+
+
+def _rounding(op_type: str, result: Tensor) -> Tensor:
+    if op_type in EXACT or not result.is_floating_point():
+        return torch.zeros_like(result)
+    size = result.abs().clamp(min=torch.finfo(torch.float32).tiny)  # below, fp32 has fewer digits
+    return 2 * size if op_type in SUMS else size
+
+
+def _listed(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
