@@ -1,4 +1,4 @@
-"""torch -> ONNX: models with twinop's ops, and with function bodies for runtimes without the library.
+"""Exports torch models to ONNX with twinop's ops, and with function bodies for runtimes without the library.
 
     from twinop.export import export
 
@@ -6,10 +6,9 @@
 
 For a `torch.onnx.export` of your own: `translation_table()` (dynamo=True) or `register_symbolics()`
 (dynamo=False), then `replace_nodes(model, ops)` for standard operators, `fuse_sums(model)` and
-`attach_bodies(model)`. An op of your own gets its function body
-with `@body`, see `bodies.py`.
+`attach_bodies(model)`. `@body` gives an op of your own its function body, see `bodies.py`.
 
-Nothing is imported before it is used: `op_schema` and `attach_bodies` need no torch.
+Each name is imported when it is first used: `op_schema` and `attach_bodies` need no torch.
 """
 
 if __name__ != "twinop.export":
@@ -22,32 +21,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twinop.export.attach import attach_bodies
-    from twinop.export.bodies import Neutral, body
-    from twinop.export.dynamo import translation_table
-    from twinop.export.exporter import export
-    from twinop.export.fuse_add_norm import fuse_sums
-    from twinop.export.report import ExportReport
-    from twinop.export.schema import op_schema
-    from twinop.export.standard_nodes import replace_nodes
-    from twinop.export.torchscript import register_symbolics
+    from .attach import attach_bodies as attach_bodies
+    from .bodies import DefaultInput as DefaultInput
+    from .bodies import body as body
+    from .dynamo import translation_table as translation_table
+    from .exporter import export as export
+    from .fuse_add_norm import fuse_sums as fuse_sums
+    from .report import ExportReport as ExportReport
+    from .schema import op_schema as op_schema
+    from .standard_nodes import replace_nodes as replace_nodes
+    from .torchscript import register_symbolics as register_symbolics
 
-__all__ = [
-    "ExportReport",
-    "Neutral",
-    "attach_bodies",
-    "body",
-    "export",
-    "fuse_sums",
-    "op_schema",
-    "register_symbolics",
-    "replace_nodes",
-    "translation_table",
-]
-
-_HOMES = {
+_MODULES = {
+    "DefaultInput": "bodies",
     "ExportReport": "report",
-    "Neutral": "bodies",
     "attach_bodies": "attach",
     "body": "bodies",
     "export": "exporter",
@@ -59,7 +46,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted(_MODULES)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"twinop.export has no attribute {name!r}")
-    return getattr(importlib.import_module(f"twinop.export.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

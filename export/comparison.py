@@ -15,14 +15,15 @@ import torch
 from twinop import deploy
 from twinop.deploy.tolerance import TOLERANCE
 from twinop.errors import ExportError
-from twinop.export import ort_process
-from twinop.export.bodies import find_body
-from twinop.export.ort_process import CaseError, OrtCrash, Request
-from twinop.export.record_body import CallSite, trace
-from twinop.export.report import ExportReport, Parity
-from twinop.export.schema import ATTRIBUTE_TYPES, ONNX_TYPES
 from twinop.library import Library
 from twinop.record import Record
+
+from . import ort_process
+from .bodies import find_body
+from .calls import Call, make_call
+from .ort_process import CaseError, OrtCrash, Request
+from .record_body import trace
+from .report import ExportReport, Parity
 
 _TOLERANCE = {getattr(torch, name): accepted for name, accepted in TOLERANCE.items()}
 
@@ -72,9 +73,9 @@ def run(
     note = ""
     try:
         try:
-            answer = ort_process.run(Request(model, library, arrays))
+            answer = ort_process.SERVER.run(Request(model, library, arrays))
         except OrtCrash as crash:
-            answer = ort_process.run(Request(model, library, arrays, optimize=False))
+            answer = ort_process.SERVER.run(Request(model, library, arrays, optimize=False))
             note = (
                 f"{name} crashes ({crash}) when it optimizes this model for the CPU: compared without its "
                 "optimizations. Where it runs on the CPU, set graph_optimization_level to ORT_DISABLE_ALL"
@@ -186,7 +187,7 @@ def verify(
     draft: Path,
     model: ir.Model,
     library: deploy.Libraries,
-    calls: Mapping[Record, Sequence[CallSite]],
+    calls: Mapping[Record, Sequence[Call]],
     cases: Sequence[tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]],
 ) -> None:
     """Runs a file with the library and without it, and writes into the report how it compares with torch.
@@ -235,7 +236,7 @@ def verify(
         report.without_reason = str(error)
         for record, sites in calls.items():
             for call in sites:
-                reason = unsupported_cell(record, call, report.opset)
+                reason = unsupported_cell(call, report.opset)
                 cell = f"{record.onnx_name} {call.dtypes[record.inputs[0].name]}: {reason}"
                 if reason and cell not in report.unsupported:
                     report.unsupported.append(cell)
@@ -253,22 +254,21 @@ def _masks_by_lowest_number(model: ir.Model) -> bool:
     return False
 
 
-def unsupported_cell(record: Record, call: CallSite, opset: int) -> str:
-    """Why ONNX Runtime's CPU provider cannot run the op's body for a call of these dtypes, or ""."""
-    body = find_body(record.key)
+def unsupported_cell(call: Call, opset: int) -> str:
+    """Returns why ONNX Runtime's CPU provider cannot run the op's body for a call of these dtypes, or ""."""
+    body = find_body(call.record.key)
     if body is None:
         return "it has no function body"
-    inputs = {name: ir.val(name, dtype=ONNX_TYPES[call.dtypes[name]]) for name in call.present}
-    attributes = [
-        ir.Attr(entry.name, ATTRIBUTE_TYPES[entry.kind], call.attributes[entry.name])
-        for entry in record.attributes
-    ]
-    outputs = [ir.val(name, dtype=ONNX_TYPES[call.dtypes[name]]) for name in record.outputs]
-    arguments = [inputs.get(entry.name) for entry in record.inputs]
-    node = ir.Node(record.domain, record.onnx_name, arguments, attributes, outputs=outputs)
-    imports = {"": opset, record.domain: record.domain_version}
-    graph = ir.Graph(list(inputs.values()), outputs, nodes=[node], opset_imports=imports, name="probe")
-    model = ir.Model(graph, ir_version=10, functions=[trace(record, body, [call], opset)])
+    alone = make_call(call.record, call.dtypes, call.inputs, call.attributes)
+    imports = {"": opset, call.record.domain: call.record.domain_version}
+    graph = ir.Graph(
+        list(alone.inputs.values()),
+        alone.node.outputs,
+        nodes=[alone.node],
+        opset_imports=imports,
+        name="probe",
+    )
+    model = ir.Model(graph, ir_version=10, functions=[trace(body, [alone], opset)])
     try:
         run(ir.to_proto(model).SerializeToString(), False)
     except (NotRunnable, ExportError) as error:

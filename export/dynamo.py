@@ -7,9 +7,10 @@ import torch
 from onnxscript.values import Op, Opset
 
 from twinop import torch_op
-from twinop.export.schema import onnx_value, op_schema
 from twinop.record import Record
 from twinop.torch_op.arguments import bind, signature_of
+
+from .schema import onnx_value, op_schema
 
 
 def translation_table(

@@ -1,71 +1,82 @@
-"""Makes one node of a sum and the norm behind it, where there is an op `add_<norm>`.
+"""Fuses a sum and the norm that follows it into one node, where there is an op `add_<norm>`.
 
-Such an op gives the norm and the sum, which it rounds as the sum alone does: bit for bit what the two nodes
-give, with one pass over memory less. ONNX Runtime does the same with its own norms, but cannot see ours.
+Such an op returns the norm and the sum. It rounds the sum as an Add does, so the results have the bits of the
+two nodes, with one pass over memory less. ONNX Runtime does the same for its own norms but cannot see ours.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from twinop.export.attach import call_sites, custom_nodes
 from twinop.record import DOMAIN, Record
+
+from .calls import Call, op_nodes, read_call
 
 _PREFIX = "add_"
 
 
 def fuse_sums(model: ir.Model, records: Mapping[str, Record] | None = None) -> dict[str, int]:
-    """Fuses in place; returns the number of new nodes by type. Function bodies are attached after it.
+    """Fuses sums and norms in place. Attach function bodies afterwards.
 
-    A pair stays apart where the two addends are not known to have one shape (a bias, say), the norm is not
-    over the last dimension alone, or lacks an input that the fused op requires.
+    A pair is left as it is if the two addends are not known to have one shape (a bias, for example), if the
+    norm is not over the last dimension alone, or if it lacks an input that the fused op requires.
 
     Args:
         model: with types and shapes of its values, as `torch.onnx.export` and shape inference give them.
-        records: the ops by name; by default those that `twinop.torch_op` has loaded.
+        records: the ops by name; by default the ops that `twinop.torch_op` has loaded.
+
+    Returns:
+        The number of new nodes by type.
     """
     if records is None:
         from twinop import torch_op
 
         records = torch_op.records()
-    fused: dict[str, int] = {}
-    sums = {("", "Add")} | ({(DOMAIN, records["add"].onnx_name)} if "add" in records else set())
-    nodes = custom_nodes(model, records)
-    for record in records.values():
-        norm = records.get(record.name.removeprefix(_PREFIX)) if record.domain == DOMAIN else None
-        if norm is None or norm is record or record.is_backward:
+    sums = {("", "Add")} | ({records["add"].node_type} if "add" in records else set())
+    fused_ops = {
+        records[norm].node_type: (records[norm], record)
+        for name, record in records.items()
+        if name.startswith(_PREFIX) and record.domain == DOMAIN and not record.is_backward
+        if (norm := name.removeprefix(_PREFIX)) in records
+    }
+    count: Counter[str] = Counter()
+    for node_type, nodes in op_nodes(model, records).items():
+        if node_type not in fused_ops:
             continue
-        for node in nodes.get(norm.node_type, ()):
+        norm, fused = fused_ops[node_type]
+        for node in nodes:
             addition = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-            if addition is None or (addition.domain, addition.op_type) not in sums:
+            if addition is None or addition.graph is not node.graph:
                 continue
-            if addition.graph is node.graph and (inputs := _inputs(node, norm, addition, record)) is not None:
-                _replace(node, addition, record, inputs)
-                fused[record.onnx_name] = fused.get(record.onnx_name, 0) + 1
-    return fused
+            if (addition.domain, addition.op_type) not in sums:
+                continue
+            inputs = _fused_inputs(read_call(norm, node), addition, fused)
+            if inputs is not None:
+                _fuse(addition, node, fused, inputs)
+                count[fused.onnx_name] += 1
+    return dict(count)
 
 
-def _inputs(node: ir.Node, norm: Record, addition: ir.Node, record: Record) -> list[ir.Value | None] | None:
-    """What the fused op would get, or None where it does not fit."""
-    [call] = call_sites([node], norm)
-    first, *others = (entry.name for entry in norm.inputs)
-    total = node.inputs[0]
+def _fused_inputs(call: Call, addition: ir.Node, fused: Record) -> list[ir.Value | None] | None:
+    """Returns the inputs of the fused node, or None where the two nodes cannot be fused."""
+    norm, total = call.record, call.node.inputs[0]
     if total is None or not all(_same_shape(addend, total) for addend in addition.inputs):
         return None
-    # The attribute that the fused op lacks: where its rows begin.
+    # The attribute that the fused op lacks: the first dimension of the norm's rows.
     rank, start = len(total.shape or ()), norm.rows.removesuffix(":")
-    lost = {name: value for name, value in call.attributes.items() if record.attribute(name) is None}
+    lost = {name: value for name, value in call.attributes.items() if fused.attribute(name) is None}
     if lost not in ({start: -1}, {start: rank - 1}):
         return None
-    named = dict(zip(others, node.inputs[1:], strict=False))
-    given: list[ir.Value | None] = [*addition.inputs]
-    given += [named.get(entry.name) for entry in record.inputs[len(given) :]]
-    absent = [entry.name for entry, value in zip(record.inputs, given, strict=True) if value is None]
-    if any(entry.name in absent and not entry.optional for entry in record.inputs):
+    first, second, *rest = fused.inputs
+    given = dict(zip((first.name, second.name), addition.inputs, strict=True))
+    given |= {entry.name: call.inputs.get(entry.name) for entry in rest}
+    if any(given[entry.name] is None and not entry.optional for entry in fused.inputs):
         return None
-    dtypes = {name: dtype for name, dtype in call.dtypes.items() if name in call.present and name != first}
-    dtypes |= dict.fromkeys((entry.name for entry in record.inputs[:2]), call.dtypes[first])
-    return given if record.combination_of(dtypes) is not None else None
+    source = norm.inputs[0].name
+    dtypes = {name: call.dtypes[name] for name in call.inputs if name != source}
+    dtypes |= dict.fromkeys((first.name, second.name), call.dtypes[source])
+    return list(given.values()) if fused.combination_of(dtypes) is not None else None
 
 
 def _same_shape(addend: ir.Value | None, total: ir.Value) -> bool:
@@ -74,25 +85,24 @@ def _same_shape(addend: ir.Value | None, total: ir.Value) -> bool:
     return all(isinstance(dim, int) or dim.value is not None for dim in total.shape)
 
 
-def _replace(node: ir.Node, addition: ir.Node, record: Record, inputs: list[ir.Value | None]) -> None:
-    graph = node.graph
+def _fuse(addition: ir.Node, norm: ir.Node, record: Record, inputs: list[ir.Value | None]) -> None:
+    graph = norm.graph
     assert graph is not None
-    twin = ir.Node(
-        DOMAIN,
-        record.onnx_name,
+    fused = ir.Node(
+        *record.node_type,
         inputs,
-        [attribute for name, attribute in node.attributes.items() if record.attribute(name) is not None],
+        [attribute for name, attribute in norm.attributes.items() if record.attribute(name) is not None],
         num_outputs=len(record.outputs),
-        name=node.name,
+        name=norm.name,
     )
-    # The node goes where the sum was, whose other readers may come before the norm; its weights may be made
-    # behind it: sort.
+    # The fused node takes the place of the sum, which may have readers before the norm. Its weights may be
+    # computed after that place, so the graph is sorted.
     ir.convenience.replace_nodes_and_values(
         graph,
         addition,
-        [addition, node],
-        [twin],
-        [*addition.outputs, *node.outputs],
-        list(reversed(twin.outputs)),
+        [addition, norm],
+        [fused],
+        [*addition.outputs, *norm.outputs],
+        list(reversed(fused.outputs)),
     )
     graph.sort()

@@ -1,14 +1,15 @@
-"""What the user gives: example inputs, their names, dynamic axes, dtype, opset."""
+"""Reads what the user gives: example inputs, their names, dynamic axes, dtype, opset."""
 
+import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from twinop.errors import ExportError
-from twinop.export.attach import OPSETS
+
+from .attach import OPSETS
 
 Dynamic = Mapping[str, Sequence[int] | Mapping[int, str]]
 
@@ -17,42 +18,44 @@ FLOATING = {
 }
 
 
-@dataclass
 class Inputs:
-    """A model's example inputs: tensors, also in lists, tuples and dicts. Other values become constants."""
+    """A model's example inputs: tensors, also in lists, tuples and dicts. Other values become constants.
 
-    bound: inspect.BoundArguments
-    tensors: dict[str, torch.Tensor]  # by the names they get in the graph
+    Attributes:
+        tensors: by the names that they get in the graph, after the parameters of the model's forward.
+    """
 
-    @property
-    def _catch_all(self) -> str:
-        """The name of forward's `**kwargs`, or ""."""
-        kinds = {name: parameter.kind for name, parameter in self.bound.signature.parameters.items()}
-        return next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), "")
+    def __init__(self, bound: inspect.BoundArguments) -> None:
+        self._bound = bound
+        self.tensors = {
+            name: tensor
+            for parameter, value in bound.arguments.items()
+            for name, tensor in leaves(value, self._prefix(parameter))
+        }
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """By the names of forward's parameters; those caught by `**kwargs` by their own."""
-        named = dict(self.bound.arguments)
-        return named | named.pop(self._catch_all, {})
+    def _prefix(self, parameter: str) -> str:
+        """Returns the first part of the names of a parameter's tensors; `**kwargs` have names of their own."""
+        kind = self._bound.signature.parameters[parameter].kind
+        return "" if kind is inspect.Parameter.VAR_KEYWORD else parameter
 
     @property
     def plain(self) -> bool:
-        """Every parameter is a tensor and is passed by position."""
-        values = self.bound.arguments.values()
-        return not self.bound.kwargs and all(isinstance(value, torch.Tensor) for value in values)
+        """Whether every parameter is a tensor and is passed by position."""
+        values = self._bound.arguments.values()
+        return not self._bound.kwargs and all(isinstance(value, torch.Tensor) for value in values)
 
     def call(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The model's result with other tensors in the places of these."""
-        arguments = replace_leaves(self.arguments, tensors)
-        names = self.bound.signature.parameters.keys() - {self._catch_all}
-        bound = self.bound.signature.bind_partial(**{k: v for k, v in arguments.items() if k not in names})
-        bound.arguments.update({name: value for name, value in arguments.items() if name in names})
+        """Calls the model with other tensors in the places of these."""
+        bound = copy.copy(self._bound)
+        bound.arguments = {
+            parameter: replace_leaves(value, tensors, self._prefix(parameter))
+            for parameter, value in bound.arguments.items()
+        }
         return model(*bound.args, **bound.kwargs)
 
 
 def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Inputs:
-    """Names the example inputs after the parameters of the model's forward.
+    """Binds the example inputs to the parameters of the model's forward.
 
     Raises:
         ExportError: they do not fit forward, or hold no tensor.
@@ -60,13 +63,11 @@ def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | N
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     signature = inspect.signature(model.forward)
     try:
-        bound = signature.bind(*args, **(kwargs or {}))
+        inputs = Inputs(signature.bind(*args, **(kwargs or {})))
     except TypeError as error:
         raise ExportError(
             f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}"
         ) from error
-    inputs = Inputs(bound, {})
-    inputs.tensors.update(leaves(inputs.arguments))
     if not inputs.tensors:
         raise ExportError(
             "the example inputs hold no tensor; expected at least one, such as torch.randn(4, 8)"
@@ -75,7 +76,7 @@ def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | N
 
 
 def leaves(value: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors inside lists, tuples and mappings, with names such as `states_0`."""
+    """Yields the tensors inside lists, tuples and mappings, with names such as `states_0`."""
     if isinstance(value, torch.Tensor):
         yield name, value
     else:
@@ -84,7 +85,7 @@ def leaves(value: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def replace_leaves(value: Any, tensors: Mapping[str, torch.Tensor], name: str = "") -> Any:
-    """The same structure with other tensors, by the names that `leaves` gives."""
+    """Returns the same structure with other tensors, by the names that `leaves` gives."""
     if isinstance(value, torch.Tensor):
         return tensors[name]
     entries = {key: replace_leaves(e, tensors, _join(name, key)) for key, e in _entries(value)}
@@ -108,7 +109,7 @@ def _join(name: str, key: Any) -> str:
 
 
 def check_dynamic(dynamic: Dynamic | None, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[int, str]]:
-    """Dynamic axes by input, each with a name; axes of one name have one size.
+    """Returns the dynamic axes by input, each with a name; axes of one name have one size.
 
     Raises:
         ExportError: an unknown input, an axis that it does not have, or an example size of 0 or 1.
@@ -136,10 +137,10 @@ def check_dynamic(dynamic: Dynamic | None, tensors: Mapping[str, torch.Tensor]) 
 
 
 def parse_dynamic(specs: Iterable[str]) -> dict[str, dict[int, str]]:
-    """`["x:0,1", "mask:0=batch"]` as `{"x": {0: "", 1: ""}, "mask": {0: "batch"}}`.
+    """Parses `["x:0,1", "mask:0=batch"]` into `{"x": {0: "", 1: ""}, "mask": {0: "batch"}}`.
 
     Raises:
-        ExportError: a text is not of that form.
+        ExportError: a text does not have that form.
     """
     result: dict[str, dict[int, str]] = {}
     for spec in specs:
@@ -159,6 +160,7 @@ def parse_dynamic(specs: Iterable[str]) -> dict[str, dict[int, str]]:
 
 
 def check_opset(opset: int) -> None:
+    """Raises ExportError if a model of this opset cannot have function bodies."""
     if opset not in OPSETS:
         raise ExportError(
             f"opset {opset} is not supported; expected {OPSETS[0]} to {OPSETS[-1]}. Bodies compare strings, "
@@ -167,10 +169,10 @@ def check_opset(opset: int) -> None:
 
 
 def floating_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name such as float16.
+    """Returns the torch dtype of a name such as float16.
 
     Raises:
-        ExportError: no dtype that the ops compute in.
+        ExportError: the ops do not compute in this dtype.
     """
     if name not in FLOATING:
         known = isinstance(getattr(torch, name, None), torch.dtype)
@@ -182,12 +184,12 @@ def floating_dtype(name: str) -> torch.dtype:
 def resized(
     tensors: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]], *, fresh: bool
 ) -> dict[str, torch.Tensor]:
-    """The inputs with one more entry on every dynamic axis.
+    """Returns the inputs with one more entry on every dynamic axis.
 
     Args:
-        fresh: draw new values from those of the example: numbers between its smallest and its largest,
-            indices among its own. A 0/1 mask is extended by its first entry, and half of its last row is
-            masked. False extends every input by its first entry.
+        fresh: draw new values like those of the example: numbers between its smallest and its largest,
+            indices from its own. A 0/1 mask is extended by its first entry, and half of its last row is masked. If
+            False, every input is extended by its first entry.
     """
     generator = torch.Generator().manual_seed(0)
     result = dict(tensors)

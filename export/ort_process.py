@@ -1,7 +1,7 @@
-"""Runs models in ONNX Runtime in a process of their own: a crash there does not end the export.
+"""Runs models in ONNX Runtime in a process of their own, so that a crash does not end the export.
 
-A server process imports ONNX Runtime once and forks for each request. A request then takes milliseconds to
-start, sees the library files as they are now, and crashes alone.
+A server process imports ONNX Runtime once and forks for each request. A request then starts in milliseconds,
+sees the current library files, and crashes alone.
 """
 
 import atexit
@@ -61,62 +61,62 @@ class OrtCrash(Exception):
     """ONNX Runtime ended its process; the text names the signal."""
 
 
-def run(request: Request) -> Answer:
-    """Opens the model in another process and runs its cases.
+class Server:
+    """The process that forks for each request. It is started by the first one, and again if it has ended."""
 
-    Raises:
-        TwinopError: the session cannot be made; as `deploy.session` raises it.
-        CaseError: a run failed.
-        OrtCrash: the process ended before it answered.
-    """
-    with _lock:
-        answer = _server().ask(request)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-class _Server:
     def __init__(self) -> None:
-        self.owner = os.getpid()
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the caller's
-        )
+        self.process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # a fork of this process must have a server of its own
+        self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def ask(self, request: Request) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def run(self, request: Request) -> Answer:
+        """Opens the model in another process and runs its cases.
+
+        Raises:
+            TwinopError: the session cannot be made; as `deploy.session` raises it.
+            CaseError: a run failed.
+            OrtCrash: the process ended before it answered.
+        """
+        with self._lock:
+            answer = self._ask(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _ask(self, request: Request) -> Any:
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
         try:
-            pickle.dump(request, self._process.stdin)
-            self._process.stdin.flush()
-            return pickle.load(self._process.stdout)
+            pickle.dump(request, process.stdin)
+            process.stdin.flush()
+            return pickle.load(process.stdout)
         except (BrokenPipeError, EOFError, pickle.UnpicklingError):
-            return OrtCrash(f"exit code {self._process.wait()}")
-        except BaseException:  # interrupted: the answer, which is still to come, would be taken for the next
+            return OrtCrash(f"exit code {process.wait()}")
+        except BaseException:  # interrupted: the next request would get the answer that is still to come
             self.close()
             raise
 
-    def alive(self) -> bool:
-        return self.owner == os.getpid() and self._process.poll() is None
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self.process is None or self._owner != os.getpid() or self.process.poll() is not None:
+            self._owner = os.getpid()
+            program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is the caller's
+            )
+        return self.process
 
     def close(self) -> None:
-        if self.owner == os.getpid():
-            self._process.kill()
-            self._process.communicate()
+        """Ends the process."""
+        if self.process is not None and self._owner == os.getpid():
+            self.process.kill()
+            self.process.communicate()
 
 
-_lock = threading.Lock()
-_servers: list[_Server] = []
-
-
-def _server() -> _Server:
-    if not (_servers and _servers[-1].alive()):
-        _servers[:] = [_Server()]
-    return _servers[-1]
+SERVER = Server()
 
 
 # -------------------------------------------------------------------- in the other process
@@ -127,7 +127,7 @@ def serve() -> None:
     import onnxruntime  # noqa: F401  (before the first fork, so that no request pays for it)
 
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what ONNX Runtime prints is no answer
+    os.dup2(2, 1)  # keeps what ONNX Runtime prints out of the answers
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)
@@ -157,7 +157,7 @@ def _answer(request: Request) -> Answer | Exception:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller looks itself
+            warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller reports it
             session = deploy.session(
                 request.model, ["CPUExecutionProvider"], request.library, session_options=options
             )

@@ -1,4 +1,4 @@
-"""What an export made and what was found about it."""
+"""Describes what an export made and how it compares with torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,10 +6,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Parity:
-    """Outputs compared with torch's: `error` is the largest |difference| / max(1, |torch's largest|)."""
+    """Outputs compared with torch's.
+
+    Attributes:
+        error: the largest |difference| / max(1, |torch's largest|).
+        equal: whether all bits are equal; any NaN equals any other.
+        outputs: the number of outputs.
+    """
 
     error: float
-    equal: bool  # bit for bit, any NaN equal to any
+    equal: bool
     outputs: int
 
     def __str__(self) -> str:
@@ -18,32 +24,34 @@ class Parity:
 
 @dataclass
 class ExportReport:
+    """What `export` returns; the command line shows it as a table."""
+
     path: Path
     exporter: str
-    opsets: dict[str, int]  # by domain, the standard one as "ai.onnx"
-    inputs: dict[str, str]  # name -> dtype and shape
-    outputs: dict[str, str]
-    nodes: dict[str, int]  # "Gemm", "custom_domain.CustomRelu" -> count
-    size: int  # bytes, external data included
-    data_path: Path | None = None  # external data, where there is any
-    library: Path | None = None  # the one that the parity run used
-    parity: Parity | None = None  # with the library; None: not run, `parity_reason` says why
+    bodies: bool = True  # function bodies were asked for
+    opsets: dict[str, int] = field(default_factory=dict)  # by domain; the standard one is "ai.onnx"
+    inputs: dict[str, str] = field(default_factory=dict)  # name -> dtype and shape
+    outputs: dict[str, str] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)  # "Gemm", "custom_domain.CustomRelu" -> count
+    size: int = 0  # bytes, external data included
+    data_path: Path | None = None  # external data, if there is any
+    library: Path | None = None  # the one that was compared with torch
+    parity: Parity | None = None  # with the library; None: not compared, `parity_reason` says why
     parity_reason: str = ""
-    bodies: bool = True  # attached
-    replaced: dict[str, int] = field(default_factory=dict)  # nodes in place of standard operators, by type
+    replaced: dict[str, int] = field(default_factory=dict)  # nodes that replaced standard operators, by type
     fused: dict[str, int] = field(default_factory=dict)  # nodes made of a sum and a norm, by type
-    resized: bool = False  # parity was run at other sizes as well
-    without_library: Parity | None = None  # the function bodies; None: `without_reason` says why
+    resized: bool = False  # compared at other sizes as well
+    without_library: Parity | None = None  # of the function bodies; None: `without_reason` says why
     without_reason: str = ""
-    unsupported: list[str] = field(
-        default_factory=list
-    )  # op x dtype cells that ORT cannot run without the library
+    unsupported: list[str] = field(default_factory=list)  # ops and dtypes that need the library
     notes: list[str] = field(default_factory=list)
 
     @property
     def opset(self) -> int:
+        """The version of the standard operators."""
         return self.opsets["ai.onnx"]
 
     @property
     def custom_ops(self) -> list[str]:
+        """The types of the model's nodes that are not standard operators."""
         return sorted(name.partition(".")[2] for name in self.nodes if "." in name)

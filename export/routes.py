@@ -1,125 +1,127 @@
-"""torch's two exporters, each to an onnx_ir model without function bodies, and without their noise."""
+"""Runs torch's two exporters: each returns an onnx_ir model without function bodies, and prints nothing."""
 
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import ShapeInferencePass
 from onnxscript import version_converter
 
 from twinop.errors import ExportError, TwinopError
-from twinop.export.dynamo import translation_table
-from twinop.export.inputs import Inputs
-from twinop.export.schema import registered_schemas
-from twinop.export.torchscript import register_symbolics
 from twinop.record import Record
 
-DynamicAxes = Mapping[str, Mapping[int, str]]
-Route = Callable[
-    [torch.nn.Module, Inputs, Sequence[str], DynamicAxes, int, Mapping[str, Record], Path], ir.Model
-]
+from .calls import infer_types
+from .dynamo import translation_table
+from .inputs import Inputs
+from .torchscript import register_symbolics
 
 _TORCHSCRIPT_OPSET = 20  # the newest that the TorchScript exporter writes
 
 
-def _dynamo(
-    model: torch.nn.Module,
-    inputs: Inputs,
-    output_names: Sequence[str],
-    dynamic: DynamicAxes,
-    opset: int,
-    records: Mapping[str, Record],
-    folder: Path,
-) -> ir.Model:
-    hints = [
+@dataclass(frozen=True)
+class Source:
+    """What an exporter gets.
+
+    Attributes:
+        output_names: of the graph's outputs.
+        dynamic: the dynamic axes of each input, with their names.
+        records: the ops by name.
+        folder: an empty folder, for files that the model refers to.
+    """
+
+    model: torch.nn.Module
+    inputs: Inputs
+    output_names: Sequence[str]
+    dynamic: Mapping[str, Mapping[int, str]]
+    opset: int
+    records: Mapping[str, Record]
+    folder: Path
+
+
+def _dynamo(source: Source) -> ir.Model:
+    inputs, dynamic = source.inputs, source.dynamic
+    hints = tuple(
         dict.fromkeys(dynamic[name], torch.export.Dim.DYNAMIC) if name in dynamic else None
         for name in inputs.tensors
-    ]
+    )
     for op in (torch.ops.aten.gru.input, torch.ops.aten.lstm.input):
-        # torch 2.13 leaves the layer unrolled there, for the next export.
+        # torch 2.13 caches the decomposed layer there, which would change the next export.
         getattr(op, "_dispatch_cache", {}).clear()
     program = torch.onnx.export(
-        model if inputs.plain else _OfTensors(model, inputs),
+        source.model if inputs.plain else _TensorFunction(source.model, inputs),
         tuple(inputs.tensors.values()),
         dynamo=True,
-        opset_version=opset,
-        dynamic_shapes=(tuple(hints) if inputs.plain else {"tensors": tuple(hints)}) if dynamic else None,
+        opset_version=source.opset,
+        dynamic_shapes=(hints if inputs.plain else {"tensors": hints}) if dynamic else None,
         input_names=list(inputs.tensors),
-        output_names=list(output_names),
-        custom_translation_table=translation_table(records),
+        output_names=list(source.output_names),
+        custom_translation_table=translation_table(source.records),
         verbose=False,
     )
     assert program is not None
-    # torch's own (s77) -> the user's; axes that the model makes equal share the first
+    model = program.model
+    # From torch's name (s77) to the user's. Axes that the model makes equal share the first name.
     names: dict[str | ir.SymbolicDim, str] = {}
-    for value in program.model.graph.inputs:
+    for value in model.graph.inputs:
         for axis, name in dynamic.get(str(value.name), {}).items():
             size = value.shape[axis] if value.shape is not None else None
             if isinstance(size, ir.SymbolicDim) and size.value is not None:
                 names.setdefault(size.value, name)
     program.rename_axes(names)
-    nodes = list(program.model.graph.all_nodes())
+    nodes = list(model.graph.all_nodes())
     if any(node.op_type in ("GRU", "LSTM", "RNN") for node in nodes):
-        # Behind these nodes torch declares an open time axis with the example's size.
+        # torch declares a dynamic time axis after these nodes with the example's size.
         for value in (value for node in nodes for value in node.outputs):
             value.shape = None
-        _infer_sizes(program.model, records)
+        _infer_shapes(model, source.records)
     if not inputs.plain:
-        _name_as_in_the_model(program.model)
-    return program.model
+        _remove_wrapper_name(model)
+    return model
 
 
-def _infer_sizes(model: ir.Model, records: Mapping[str, Record]) -> None:
-    with registered_schemas(record for record in records.values() if not record.is_backward):
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
-
-
-def _torchscript(
-    model: torch.nn.Module,
-    inputs: Inputs,
-    output_names: Sequence[str],
-    dynamic: DynamicAxes,
-    opset: int,
-    records: Mapping[str, Record],
-    folder: Path,
-) -> ir.Model:
-    register_symbolics(records)
-    path = folder / "traced" / "model.onnx"
+def _torchscript(source: Source) -> ir.Model:
+    register_symbolics(source.records)
+    path = source.folder / "traced" / "model.onnx"
     path.parent.mkdir()
     torch.onnx.export(
-        _OfTensors(model, inputs),  # given the model itself, torch makes inputs of forward's Python defaults
-        tuple(inputs.tensors.values()),
-        str(path),  # not into memory: over 2 GB the weights go beside it
+        # Given the model itself, torch makes inputs of forward's Python defaults.
+        _TensorFunction(source.model, source.inputs),
+        tuple(source.inputs.tensors.values()),
+        str(path),  # not into memory: weights over 2 GB are stored beside the file
         dynamo=False,
-        opset_version=min(opset, _TORCHSCRIPT_OPSET),
-        dynamic_axes={name: dict(axes) for name, axes in dynamic.items()},
-        input_names=list(inputs.tensors),
-        output_names=list(output_names),
+        opset_version=min(source.opset, _TORCHSCRIPT_OPSET),
+        dynamic_axes={name: dict(axes) for name, axes in source.dynamic.items()},
+        input_names=list(source.inputs.tensors),
+        output_names=list(source.output_names),
         verbose=False,
     )
-    exported = ir.load(path)
-    _name_as_in_the_model(exported)
-    if opset > _TORCHSCRIPT_OPSET:
-        version_converter.convert_version(exported, opset)
-        if exported.graph.opset_imports[""] != opset:
+    model = ir.load(path)
+    _remove_wrapper_name(model)
+    if source.opset > _TORCHSCRIPT_OPSET:
+        version_converter.convert_version(model, source.opset)
+        if model.graph.opset_imports[""] != source.opset:
             raise ExportError(
                 f"the model cannot be brought from opset {_TORCHSCRIPT_OPSET}, where the TorchScript "
-                f"exporter ends, to {opset}. Use opset {_TORCHSCRIPT_OPSET}, or the dynamo exporter"
+                f"exporter ends, to {source.opset}. Use opset {_TORCHSCRIPT_OPSET}, or the dynamo exporter"
             )
-    _forget_invented_sizes(exported)
-    _infer_sizes(exported, records)
-    return exported
+    _remove_unknown_sizes(model)
+    _infer_shapes(model, source.records)
+    return model
 
 
-class _OfTensors(torch.nn.Module):
-    """The model as a function of its tensors alone; all other arguments are constants."""
+def _infer_shapes(model: ir.Model, records: Mapping[str, Record]) -> None:
+    infer_types(model, [record for record in records.values() if not record.is_backward])
+
+
+class _TensorFunction(torch.nn.Module):
+    """Wraps a model as a function of its tensors; all other arguments are constants."""
 
     def __init__(self, model: torch.nn.Module, inputs: Inputs) -> None:
         super().__init__()
@@ -131,64 +133,67 @@ class _OfTensors(torch.nn.Module):
         return self.inputs.call(self.model, dict(zip(self.inputs.tensors, tensors, strict=True)))
 
 
-def _name_as_in_the_model(exported: ir.Model) -> None:
-    """Takes the wrapper's name off: the weight `model.fc.weight` becomes `fc.weight` again."""
-    weights = exported.graph.initializers
+def _remove_wrapper_name(model: ir.Model) -> None:
+    """Renames what `_TensorFunction` prefixed: the weight `model.fc.weight` becomes `fc.weight` again."""
+    weights = model.graph.initializers
     for name in [name for name in weights if name.startswith("model.")]:
         if (plain := name.removeprefix("model.")) not in weights:
             weights[name].name = plain
-    for node in exported.graph.all_nodes():
+    for node in model.graph.all_nodes():
         node.name = (node.name or "").removeprefix("/model")
 
 
-def _forget_invented_sizes(model: ir.Model) -> None:
-    """The TorchScript exporter gives each dynamic size a new name after an op that it does not know. The
-    ops' own rules find the inputs' names again, and equal names let ONNX Runtime reuse memory."""
-    given = {
-        dim.value
-        for value in model.graph.inputs
-        for dim in value.shape or ()
-        if isinstance(dim, ir.SymbolicDim)
-    }
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            if value.shape is not None:
-                dims = [
-                    None if isinstance(d, ir.SymbolicDim) and d.value not in given else d for d in value.shape
-                ]
-                value.shape = ir.Shape(dims)
+def _remove_unknown_sizes(model: ir.Model) -> None:
+    """Removes the names of dynamic sizes that the inputs do not have.
+
+    The TorchScript exporter gives each dynamic size after an op that it does not know a new name. Inference
+    with the ops' own rules finds the inputs' names again, and equal names let ONNX Runtime reuse memory.
+    """
+    sizes = [size for value in model.graph.inputs for size in value.shape or ()]
+    known = {size.value for size in sizes if isinstance(size, ir.SymbolicDim)}
+    for value in (value for node in model.graph.all_nodes() for value in node.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                None if isinstance(size, ir.SymbolicDim) and size.value not in known else size
+                for size in value.shape
+            )
 
 
 _FIXED_AXIS = re.compile(r"inferred a static shape of (\d+) for dimension inputs\['(\w+)'\]\.shape\[(\d+)\]")
 
 
-def fixed_axis(name: str, axis: int, size: object) -> str:
-    return (
+def fixed_axis(name: str, axis: int, size: object) -> ExportError:
+    """Makes the error for a dynamic axis that the model specializes."""
+    return ExportError(
         f"axis {axis} of {name} was to stay dynamic, but the model fixes it to {size}. Leave it out of "
         "dynamic, or change the model: a size used as a Python number, such as an op's attribute, fixes it"
     )
 
 
-ROUTES: dict[str, Route] = {"dynamo": _dynamo, "torchscript": _torchscript}
+ROUTES = {"dynamo": _dynamo, "torchscript": _torchscript}
 
 
-def run_route(exporter: str, *arguments: Any) -> tuple[ir.Model, list[str]]:
-    """Calls a route; returns its model, whose weights may lie in `folder`, and warnings for the user.
+def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
+    """Exports with one of `ROUTES`; returns the model and the exporter's warnings for the user.
 
     Raises:
         ExportError: torch cannot export the model.
     """
     with quiet() as caught:
         try:
-            model = ROUTES[exporter](*arguments)
+            model = ROUTES[exporter](source)
         except Exception as error:
             cause = _root_cause(error)
             if isinstance(cause, TwinopError):
                 raise ExportError(str(cause)) from error
-            text = f"{type(cause).__name__}: {_shorten(str(cause))}"
             if fixed := _FIXED_AXIS.search(str(cause)):
-                raise ExportError(fixed_axis(fixed[2], int(fixed[3]), fixed[1])) from error
+                raise fixed_axis(fixed[2], int(fixed[3]), fixed[1]) from error
+            text = f"{type(cause).__name__}: {_shorten(str(cause))}"
             raise ExportError(f"torch's {exporter} exporter cannot export the model. {text}") from error
+    for value in model.graph.inputs:
+        for axis in source.dynamic.get(str(value.name), {}):
+            if value.shape is not None and isinstance(value.shape[axis], int):
+                raise fixed_axis(str(value.name), axis, value.shape[axis])
     return model, list(dict.fromkeys(_shorten(str(entry.message)) for entry in caught))
 
 
@@ -219,6 +224,6 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _shorten(text: str) -> str:
-    """The first lines of an exporter's message, as one."""
+    """Joins the first lines of an exporter's message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[:3])[:600]

@@ -1,65 +1,62 @@
-"""Puts twinop's nodes where a model has standard operators that compute the same.
+"""Replaces standard operators in a model with twinop's ops that compute the same.
 
 `torch_op.replace_modules` does this to modules; what a model writes as functions and operators (`x + mask`,
-`torch.softmax`, a linear layer's bias) is only seen here. ONNX Runtime's own kernels can be far slower:
-a bfloat16 Add of an attention mask or a bias runs at a third of copy bandwidth on an H200, and in a BERT of
-12 layers these sums take longer than the matrix products (bench/results/encoder-nvidia-h200.json).
+`torch.softmax`, the bias of a linear layer) is only seen here. ONNX Runtime's own kernels can be much slower:
+see bench/results/encoder-nvidia-h200.json for sums in bfloat16.
 
-Which operator an op takes the place of is read off its function body: one that is a single standard node on
-the op's inputs says that the two are the same.
+A function body tells which operator an op can replace: a body that is a single standard node on the op's
+inputs says that the two are the same.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnx.defs import get_schema
 
 from twinop.errors import ExportError
-from twinop.export.bodies import find_body
-from twinop.export.record_body import CallSite, trace
-from twinop.export.schema import DTYPE_NAMES, default_of
-from twinop.record import DOMAIN, Record
+from twinop.record import Record
+
+from .bodies import find_body
+from .calls import make_call
+from .record_body import trace
+from .schema import DTYPE_NAMES, default_of
 
 
-@dataclass(frozen=True)
-class Standard:
-    """The standard operator that an op is another name of; `attributes`: the operator's -> the op's."""
+def standard_node(record: Record, opset: int = 20) -> ir.Node | None:
+    """Returns the one node of the op's function body, or None if the op is not a standard operator.
 
-    op_type: str
-    attributes: Mapping[str, str]
-
-
-def standard_of(record: Record, opset: int = 20) -> Standard | None:
-    """The operator that the op's function body consists of; None where it is more than one node."""
+    The node's attributes are references to the op's.
+    """
     body = find_body(record.key)
     dtypes = next((dict(each) for each in record.combinations if "float32" in each.values()), None)
     if body is None or dtypes is None or record.is_backward:
         return None
-    defaults = {entry.name: default_of(entry) for entry in record.attributes}
-    call = CallSite(record.onnx_name, dtypes, frozenset(entry.name for entry in record.inputs), defaults)
-    nodes = list(trace(record, body, [call], opset))
+    body.check(record)
     inputs = [entry.name for entry in record.inputs]
-    if len(nodes) != 1 or [value and value.name for value in nodes[0].inputs] != inputs:
+    defaults = {entry.name: default_of(entry) for entry in record.attributes}
+    first, *others = trace(body, [make_call(record, dtypes, inputs, defaults)], opset)
+    if others or [value and value.name for value in first.inputs] != inputs:
         return None
-    given = nodes[0].attributes.values()
-    if not all(attribute.is_ref() for attribute in given):
-        return None
-    return Standard(nodes[0].op_type, {each.name: str(each.ref_attr_name) for each in given})
+    return first if all(attribute.is_ref() for attribute in first.attributes.values()) else None
 
 
 def replace_nodes(
     model: ir.Model, ops: Sequence[str], records: Mapping[str, Record] | None = None
 ) -> dict[str, int]:
-    """Replaces in place; returns the number of new nodes by type. Function bodies are attached after it.
+    """Replaces standard nodes in place. Attach function bodies afterwards.
 
-    A node stays where its inputs' dtypes are not known or the op has no kernel for them: integer sums that
-    compute shapes, for one. Nodes of constants only stay too, as ONNX Runtime folds them.
+    A node is left as it is if the dtypes of its inputs are not known or the op has no kernel for them, as for
+    integer sums that compute shapes. Nodes that have only constant inputs are left as well, because ONNX
+    Runtime folds them.
 
     Args:
         model: with types of its values, as `torch.onnx.export` and shape inference give them.
         ops: names of ops that are standard operators, such as "add" and "softmax".
-        records: the ops by name; by default those that `twinop.torch_op` has loaded.
+        records: the ops by name; by default the ops that `twinop.torch_op` has loaded.
+
+    Returns:
+        The number of new nodes by type.
 
     Raises:
         ExportError: an op is not loaded, or is no standard operator.
@@ -71,22 +68,22 @@ def replace_nodes(
     opset = model.graph.opset_imports.get("", 20)
     by_type = {}
     for op in ops:
-        standard = standard_of(records[op], opset) if op in records else None
+        standard = standard_node(records[op], opset) if op in records else None
         if standard is None:
-            known = ", ".join(name for name, record in records.items() if standard_of(record, opset))
+            known = ", ".join(name for name, record in records.items() if standard_node(record, opset))
             raise ExportError(f"no standard operator is replaced by an op {op!r}; there are: {known}")
         by_type[standard.op_type] = records[op], standard
-    replaced: dict[str, int] = {}
+    replaced: Counter[str] = Counter()
     for node in list(model.graph.all_nodes()):
         if node.domain in ("", "ai.onnx") and node.op_type in by_type:
             record, standard = by_type[node.op_type]
             if _fits(node, record, standard):
                 _replace(node, record, _attributes(node, standard, opset))
-                replaced[record.onnx_name] = replaced.get(record.onnx_name, 0) + 1
-    return replaced
+                replaced[record.onnx_name] += 1
+    return dict(replaced)
 
 
-def _fits(node: ir.Node, record: Record, standard: Standard) -> bool:
+def _fits(node: ir.Node, record: Record, standard: ir.Node) -> bool:
     if len(node.inputs) != len(record.inputs) or all(_is_constant(value) for value in node.inputs):
         return False
     if not node.attributes.keys() <= standard.attributes.keys():
@@ -100,24 +97,21 @@ def _fits(node: ir.Node, record: Record, standard: Standard) -> bool:
 
 
 def _is_constant(value: ir.Value | None) -> bool:
-    if value is None or value.const_value is not None:
-        return True
-    producer = value.producer()
-    return producer is not None and producer.op_type == "Constant"
+    return value is None or ir.convenience.get_const_tensor(value) is not None
 
 
-def _attributes(node: ir.Node, standard: Standard, opset: int) -> list[ir.Attr]:
-    """The node's attributes under the op's names; what it leaves out has the operator's default."""
+def _attributes(node: ir.Node, standard: ir.Node, opset: int) -> list[ir.Attr]:
+    """Returns the node's attributes under the op's names, with the operator's defaults for missing ones."""
     declared = get_schema(standard.op_type, opset).attributes
     found = []
-    for theirs, ours in standard.attributes.items():
-        given = node.attributes.get(theirs) or ir.serde.deserialize_attribute(declared[theirs].default_value)
-        found.append(ir.Attr(ours, given.type, given.value))
+    for name, reference in standard.attributes.items():
+        given = node.attributes.get(name) or ir.serde.deserialize_attribute(declared[name].default_value)
+        found.append(ir.Attr(str(reference.ref_attr_name), given.type, given.value))
     return found
 
 
 def _replace(node: ir.Node, record: Record, attributes: Sequence[ir.Attr]) -> None:
     graph = node.graph
     assert graph is not None
-    twin = ir.Node(DOMAIN, record.onnx_name, node.inputs, attributes, num_outputs=1, name=node.name)
-    ir.convenience.replace_nodes_and_values(graph, node, [node], [twin], node.outputs, twin.outputs)
+    new = ir.Node(*record.node_type, node.inputs, attributes, num_outputs=1, name=node.name)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [new], node.outputs, new.outputs)

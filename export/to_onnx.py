@@ -1,15 +1,16 @@
-"""The command `twinop export`, also `python export/to_onnx.py`.
+"""Implements the command `twinop export`, which is also `python export/to_onnx.py`.
 
 Heavy imports wait until the options have been read.
 """
 
 import sys
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-if (
-    __name__ == "__main__"
-):  # as a script: import from the repository, and nothing from this folder by accident
+if __name__ == "__main__":
+    # As a script: import from the repository, and nothing from this folder by accident.
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parent), *(entry for entry in sys.path if Path(entry).resolve() != _here)]
 
@@ -19,6 +20,7 @@ if (
 
 import typer
 from rich.box import ROUNDED
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -33,17 +35,21 @@ if TYPE_CHECKING:
 _EXAMPLE_SHAPE = (8, 1024)
 
 
+def _option(text: str) -> Any:
+    """Makes an option whose help names the default."""
+    return typer.Option(help=text, show_default=False)
+
+
 def main(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path(
         "custom_relu.onnx"
     ),
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Your own model, as [bold]package.module:factory[/]: a function without arguments that "
-            "returns (module, example inputs), the inputs as a tensor, a tuple, or a dict by name. The "
-            "current folder is searched too. Without it: one CustomReLU.",
-            show_default=False,
+        _option(
+            "Your own model, as [bold]package.module:factory[/]: a function without arguments that returns "
+            "(module, example inputs), the inputs as a tensor, a tuple, or a dict by name. The current "
+            "folder is searched too. Without it: one CustomReLU."
         ),
     ] = None,
     exporter: Annotated[
@@ -51,48 +57,36 @@ def main(
     ] = "dynamo",
     dynamic: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Axes whose size stays open: [bold]x:0[/], [bold]x:0,2[/], or with names "
-            "[bold]x:0=batch[/]; repeat it for further inputs; [bold]none[/] fixes all. Default: "
-            "x:0=batch for CustomReLU, none for --model.",
-            show_default=False,
+        _option(
+            "Axes whose size stays open: [bold]x:0[/], [bold]x:0,2[/], or with names [bold]x:0=batch[/]; "
+            "repeat it for further inputs; [bold]none[/] fixes all. Default: x:0=batch for CustomReLU, none "
+            "for --model."
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="float32, float16, bfloat16 or float64: the model and its floating inputs are converted. "
-            "Default: float32 for CustomReLU, as it is for --model.",
-            show_default=False,
+        _option(
+            "float32, float16, bfloat16 or float64: the model and its floating inputs are converted. "
+            "Default: float32 for CustomReLU, no conversion for --model."
         ),
     ] = None,
     opset: Annotated[int, typer.Option(help="Version of the standard operators, 20 to 23.")] = 20,
     variant: Annotated[
-        str | None,
-        typer.Option(
-            help="CustomReLU's CUDA kernel: auto, scalar or vec4. Not with --model.", show_default=False
-        ),
+        str | None, _option("CustomReLU's CUDA kernel: auto, scalar or vec4. Not with --model.")
     ] = None,
     library: Annotated[
         Path | None,
-        typer.Option(
-            help="The ONNX Runtime library for the comparison. Default: the smallest one found with the "
-            "model's ops.",
-            show_default=False,
-        ),
+        _option("The ONNX Runtime library for the comparison. Default: the smallest one found with the ops."),
     ] = None,
     bodies: Annotated[
         bool, typer.Option(help="Attach function bodies, for runtimes without the library.")
     ] = True,
     replace: Annotated[
         list[str] | None,
-        typer.Option(
-            help="An op that takes the place of a standard operator, such as add or softmax; repeat it.",
-            show_default=False,
-        ),
+        _option("An op that replaces a standard operator, such as add or softmax; repeat it for others."),
     ] = None,
     fuse: Annotated[
-        bool, typer.Option(help="Make one node of a sum and a norm behind it; no bit changes.")
+        bool, typer.Option(help="Make one node of a sum and the norm that follows it; no bit changes.")
     ] = True,
     verify: Annotated[bool, typer.Option(help="Run the file and compare it with torch.")] = True,
 ) -> None:
@@ -127,12 +121,11 @@ def main(
             module, args = load_factory(model)
         if converted is not None:
             module, args = _convert(module, args, converted)
-        kwargs = args if isinstance(args, dict) else None
         report = export(
             module,
-            () if kwargs is not None else args,
+            () if isinstance(args, dict) else args,
             output,
-            kwargs=kwargs,
+            kwargs=args if isinstance(args, dict) else None,
             exporter=exporter,
             dynamic=axes,
             opset=opset,
@@ -159,7 +152,7 @@ def load_factory(spec: str) -> "tuple[torch.nn.Module, Any]":
     """Calls the factory that `package.module:factory` names.
 
     Raises:
-        ExportError: it is not there, fails, or returns something else than (module, example inputs).
+        ExportError: it is not there, fails, or does not return (module, example inputs).
     """
     import importlib
 
@@ -174,15 +167,13 @@ def load_factory(spec: str) -> "tuple[torch.nn.Module, Any]":
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ExportError(f"--model {spec}: {_place(error)}") from error
-        raise ExportError(
-            f"--model {spec}: no module {error.name}; searched the current folder, PYTHONPATH and the "
-            f"environment of {sys.executable}"
-        ) from error
     except Exception as error:
-        raise ExportError(f"--model {spec}: importing {name} failed: {_place(error)}") from error
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise ExportError(
+                f"--model {spec}: no module {error.name}; searched the current folder, PYTHONPATH and the "
+                f"environment of {sys.executable}"
+            ) from error
+        raise ExportError(f"--model {spec}: importing {name} failed: {_described(error)}") from error
     factory = getattr(module, function, None)
     if not callable(factory):
         available = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == name]
@@ -192,26 +183,20 @@ def load_factory(spec: str) -> "tuple[torch.nn.Module, Any]":
     try:
         result = factory()
     except Exception as error:
-        raise ExportError(f"--model {spec}: {function}() failed: {_place(error)}") from error
+        raise ExportError(f"--model {spec}: {function}() failed: {_described(error)}") from error
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)):
-        described = (
-            f"({', '.join(type(r).__name__ for r in result)})"
-            if isinstance(result, tuple)
-            else type(result).__name__
-        )
+        names = ", ".join(type(each).__name__ for each in result) if isinstance(result, tuple) else ""
         raise ExportError(
-            f"--model {spec}: {function}() returned {described}; expected (torch.nn.Module, example "
-            "inputs), such as return model, (torch.randn(4, 8),)"
+            f"--model {spec}: {function}() returned {f'({names})' if names else type(result).__name__}; "
+            "expected (torch.nn.Module, example inputs), such as return model, (torch.randn(4, 8),)"
         )
     return result
 
 
-def _place(error: Exception) -> str:
-    """The error and the line that raised it, in place of a traceback."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    place = f" ({traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno})" if traceback else ""
+def _described(error: Exception) -> str:
+    """Returns the error and the line that raised it, in place of a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
 
 
@@ -230,54 +215,38 @@ def _table(report: "ExportReport") -> Table:
     def row(name: str, text: str, style: str = "") -> None:
         table.add_row(name, Text(text, style))
 
+    def counts(values: Mapping[str, int]) -> str:
+        return ", ".join(f"{name} x {count}" for name, count in values.items())
+
     for name, values in (("inputs", report.inputs), ("outputs", report.outputs)):
         row(name, "\n".join(f"{key}: {value}" for key, value in values.items()))
-    row("nodes", ", ".join(f"{name} x {count}" for name, count in report.nodes.items()))
+    row("nodes", counts(report.nodes))
     if report.replaced:
-        row(
-            "in place of standard nodes",
-            ", ".join(f"{name} x {count}" for name, count in report.replaced.items()),
-        )
+        row("in place of standard nodes", counts(report.replaced))
     if report.fused:
-        row("sum and norm in one", ", ".join(f"{name} x {count}" for name, count in report.fused.items()))
+        row("sum and norm in one", counts(report.fused))
     row("opsets", ", ".join(f"{domain} {version}" for domain, version in report.opsets.items()))
     row("exporter", f"{report.exporter}; onnx.checker passed")
-    row("size", _bytes(report.size) + (f", weights in {report.data_path.name}" if report.data_path else ""))
+    row("size", decimal(report.size) + (f", weights in {report.data_path.name}" if report.data_path else ""))
     if report.parity is not None:
         sizes = ", also at other sizes" if report.resized else ""
-        row("torch = ONNX Runtime", f"{report.parity}{sizes} ({_name(report.library)})", "green")
+        used = report.library.name if report.library else "no library needed"
+        row("torch = ONNX Runtime", f"{report.parity}{sizes} ({used})", "green")
     else:
         row("torch = ONNX Runtime", f"not compared: {report.parity_reason or '--no-verify'}", "yellow")
     if not report.custom_ops:
-        row(
-            "custom ops",
-            "none: the model needs no library. torch_op.replace_modules(model) puts them in",
-            "yellow",
-        )
+        hint = "none: the model needs no library. torch_op.replace_modules(model) puts them in"
+        row("custom ops", hint, "yellow")
     elif report.without_library is not None:
         row("without the library", f"yes, {report.without_library}", "green")
+    elif report.without_reason:
+        reasons = report.unsupported or [report.without_reason]
+        row("without the library", "\n".join(["no", *reasons]), "yellow")
     else:
-        reasons = report.unsupported or [report.without_reason or "not tried (--no-verify)"]
-        row(
-            "without the library",
-            "\n".join(["no", *reasons]) if report.without_reason else reasons[0],
-            "yellow",
-        )
+        row("without the library", "not tried (--no-verify)", "yellow")
     for note in report.notes:
         row("note", note, "yellow")
     return table
-
-
-def _name(library: Path | None) -> str:
-    return "no library needed" if library is None else library.name
-
-
-def _bytes(size: float) -> str:
-    unit = "bytes"
-    for larger in ("KB", "MB", "GB"):
-        if size >= 1000:
-            size, unit = size / 1000, larger
-    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ import torch
 
 from twinop import torch_op
 from twinop.errors import ExportError
-from twinop.export.schema import Dims, Unknown, infer, onnx_value
 from twinop.record import Record
 from twinop.torch_op.arguments import signature_of
+
+from .schema import Dims, Unknown, infer, onnx_value
 
 # Of a symbolic's arguments (`parse_args`) and, after an underscore, of `g.op`'s attributes.
 _READ = {"int": "i", "float": "f", "bool": "b", "str": "s", "int[]": "is"}

@@ -275,6 +275,6 @@ def test_without_bodies_and_without_verification(tmp_path: Path) -> None:
 def test_an_op_without_body_needs_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from twinop.export import bodies
 
-    monkeypatch.delitem(bodies._bodies, "relu")
+    monkeypatch.delitem(bodies.BODIES, "relu")
     report = export(torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx")
     assert report.parity is not None and "no function body: CustomRelu" in report.without_reason

@@ -16,8 +16,8 @@ from ulps import errors_in_ulps
 
 from twinop.export import attach_bodies
 from twinop.export.bodies import find_body
+from twinop.export.calls import make_call
 from twinop.export.comparison import same_bits, unsupported_cell
-from twinop.export.record_body import CallSite
 from twinop.export.schema import default_of, registered_schemas
 from twinop.record import DOMAIN, Record
 
@@ -27,7 +27,7 @@ OPSETS = (20, 21, 22, 23)
 def why_not_runnable(record: Record, dtypes: dict[str, str], present: set[str], opset: int) -> str:
     """Why ONNX Runtime's CPU provider cannot run the body, or "": a kernel for float64 may be missing."""
     attributes = {entry.name: default_of(entry) for entry in record.attributes}
-    reason = unsupported_cell(record, CallSite("node", dtypes, frozenset(present), attributes), opset)
+    reason = unsupported_cell(make_call(record, dtypes, frozenset(present), attributes), opset)
     if reason:
         missing_kernel = re.fullmatch(r"ONNX Runtime [\d.]+ has no CPU kernel for \w+", reason)
         assert "float64" in dtypes.values() and missing_kernel, (

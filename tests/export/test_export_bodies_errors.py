@@ -10,7 +10,7 @@ from onnx import helper
 from samples import RECORDS
 
 from twinop.errors import ExportError
-from twinop.export import Neutral, attach_bodies, body
+from twinop.export import DefaultInput, attach_bodies, body
 from twinop.export.bodies import Body
 from twinop.record import DOMAIN, Record
 
@@ -28,10 +28,10 @@ def make_record(schema: str, **fields: Any) -> Record:
     return Record.from_json(base | {"inputs": [{"name": "x"}], "attributes": []} | fields)
 
 
-def with_body(monkeypatch: pytest.MonkeyPatch, name: str, build: Any, **neutral: Neutral) -> None:
+def with_body(monkeypatch: pytest.MonkeyPatch, name: str, build: Any, **defaults: DefaultInput) -> None:
     from twinop.export import bodies
 
-    monkeypatch.setitem(bodies._bodies, name, Body(build, neutral))
+    monkeypatch.setitem(bodies.BODIES, name, Body(build, defaults))
 
 
 def int_attribute(name: str, default: str | None = None) -> dict[str, str]:
@@ -75,7 +75,7 @@ def test_mixed_presence_without_a_neutral_value(monkeypatch: pytest.MonkeyPatch)
     )
     with_body(monkeypatch, "maybe", lambda op, x, w: op.Identity(x) if w is None else op.Mul(x, w))
     nodes = [f"p = {DOMAIN}.CustomMaybe(x)", f"q = {DOMAIN}.CustomMaybe(x, x)"]
-    with pytest.raises(ExportError, match=r"node q gives CustomMaybe the input w, node p does not.*neutral"):
+    with pytest.raises(ExportError, match=r"node q gives CustomMaybe the input w, node p does not.*default"):
         attach(*nodes, records={"maybe": record})
     attach(nodes[0], records={"maybe": record})
     attach(nodes[1], records={"maybe": record})
@@ -99,8 +99,8 @@ def test_a_body_that_does_not_fit_its_record(monkeypatch: pytest.MonkeyPatch) ->
         with_body(monkeypatch, "scale", build)
         with pytest.raises(ExportError, match=message):
             attach(call, records={"scale": record})
-    with_body(monkeypatch, "scale", lambda op, x, *, by: op.Mul(x, by), weight=Neutral(1))
-    with pytest.raises(ExportError, match=r"neutral names weight; the optional inputs .* are: none"):
+    with_body(monkeypatch, "scale", lambda op, x, *, by: op.Mul(x, by), weight=DefaultInput(1))
+    with pytest.raises(ExportError, match=r"defaults names weight; the optional inputs .* are: none"):
         attach(call, records={"scale": record})
 
 

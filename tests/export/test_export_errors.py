@@ -103,7 +103,7 @@ def test_a_wrong_result_is_refused_and_nothing_is_kept(
     path = tmp_path / "m.onnx"
     path.write_text("the file of before")
     wrong = bodies.Body(lambda op, x, *, variant: op.Neg(x))
-    monkeypatch.setitem(bodies._bodies, "relu", wrong)
+    monkeypatch.setitem(bodies.BODIES, "relu", wrong)
     with pytest.raises(ExportError, match=r"without the library, differs from torch in output 0"):
         export(torch_op.CustomReLU(), torch.randn(3), path)
     assert path.read_text() == "the file of before" and len(list(tmp_path.iterdir())) == 1
@@ -115,7 +115,7 @@ def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: 
 
     # Exact all the same: 0 * erf(x) changes nothing.
     body = bodies.Body(lambda op, x, *, variant: op.Where(op.Less(x, op.Mul(op.Erf(x), 0.0)), 0, x))
-    monkeypatch.setitem(bodies._bodies, "relu", body)
+    monkeypatch.setitem(bodies.BODIES, "relu", body)
     x = torch.randn(3, dtype=torch.float64)
     report = export(torch_op.CustomReLU(), x, tmp_path / "m.onnx")
     assert report.parity is not None and report.parity.equal and report.without_library is None

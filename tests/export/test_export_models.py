@@ -1,8 +1,6 @@
 """What real models need of an export: they stay as they were, and torch's exporters do not get in the way."""
 
 import logging
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +226,7 @@ def test_a_crash_in_every_run_leaves_the_model_uncompared(
     def crash(request: ort_process.Request) -> ort_process.Answer:
         raise ort_process.OrtCrash("SIGABRT")
 
-    monkeypatch.setattr(ort_process, "run", crash)
+    monkeypatch.setattr(ort_process.SERVER, "run", crash)
     report = export(torch_op.CustomReLU(), torch.randn(3), tmp_path / "m.onnx")
     assert report.parity is None and "crashes (SIGABRT) on this model" in report.parity_reason
 
@@ -236,11 +234,12 @@ def test_a_crash_in_every_run_leaves_the_model_uncompared(
 def test_the_server_process_is_started_again(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     export(torch_op.CustomReLU(), torch.randn(3), path)
-    [server] = ort_process._servers
-    os.kill(server._process.pid, signal.SIGKILL)
-    server._process.wait()
+    process = ort_process.SERVER.process
+    assert process is not None
+    process.kill()
+    process.wait()
     assert len(comparison.run(path, None, [{"x": torch.randn(3)}]).outputs) == 1
-    assert ort_process._servers != [server]
+    assert ort_process.SERVER.process is not process
 
 
 def test_an_interrupted_comparison_does_not_answer_the_next_one(

@@ -14,12 +14,12 @@ from torch import nn
 from twinop import deploy, torch_op
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, export, replace_nodes
-from twinop.export.standard_nodes import standard_of
+from twinop.export.standard_nodes import standard_node
 
 OURS = set(torch_op.records())  # before other tests load theirs
 RECORDS = {name: record for name, record in torch_op.records().items() if not record.is_backward}
 CPU = ["CPUExecutionProvider"]
-STANDARD = {name: found for name, record in RECORDS.items() if (found := standard_of(record))}
+STANDARD = {name: found for name, record in RECORDS.items() if (found := standard_node(record))}
 
 
 def graph(op_type: str, inputs: int, dtype: str = "float32", **attributes: Any) -> ir.Model:

@@ -1,13 +1,13 @@
 """The two test ops as a user's module would have them: their library loaded, their bodies written."""
 
 from twinop import torch_op
-from twinop.export import Neutral, body
+from twinop.export import DefaultInput, body
 from twinop.library import find_library
 
 torch_op.load(find_library("test_ops"))
 
 
-@body(neutral={"weight": Neutral(1), "bias": Neutral(0)})
+@body(defaults={"weight": DefaultInput(1), "bias": DefaultInput(0)})
 def pad_affine(op, x, weight, bias, *, scale, sign, pads):
     y = op.Mul(x, scale)
     if weight is not None:
