@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from twinop.console import clear_errors
-from twinop.deploy.service.settings import FILE, Control, Provider, SettingsError, read_settings
+
+from .service.settings import FILE, Control, Provider, SettingsError, read_settings
 
 _SERVER = "server"
 _MODEL = "model"
@@ -107,14 +108,14 @@ def main(
             given[_SERVER]["grpc_port"] = None
         settings = read_settings(_config(models, config), given)
         # Not before: KServe takes half a second to import, and neither --help nor the scan needs it.
-        from twinop.deploy.service import logs, spans
-        from twinop.deploy.service.folders import scan
+        from .service import logs, spans
+        from .service.folders import scan
 
         logs.configure(settings.server.log_level, settings.server.access_log)
         scan(models)  # where there is no model, no server starts, and none says that it stops
 
-        from twinop.deploy.service.repository import Repository
-        from twinop.deploy.service.server import Server
+        from .service.repository import Repository
+        from .service.server import Server
 
         spans.configure(settings.server.otlp_endpoint)
         Server(Repository(models, settings)).start()

@@ -27,7 +27,7 @@ METHOD = "/inference.GRPCInferenceService/ModelInfer"
 
 def requests(model: Model, folder: Path) -> dict[tuple[str, str], Path]:
     """Writes the requests as files, and returns them by protocol and server: FastAPI or another."""
-    from twinop.deploy.service._kserve import pb
+    from twinop.deploy.service.protocol import pb
 
     inputs = model.inputs()
     raw = [array.tobytes() for array in inputs.values()]

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.protocol import pb
 from twinop.record import DOMAIN, DOMAIN_VERSION
 
 from .load import METHOD

@@ -1,20 +1,21 @@
-"""What the servers listen on, and the messages for what cannot be listened on."""
+"""Bind the servers' ports, and report ports and TLS files that cannot be used."""
 
 import socket
 
-from twinop.deploy.service.settings import ServerSettings
 from twinop.errors import TwinopError
+
+from .settings import ServerSettings
 
 
 class AddressError(TwinopError):
-    """A port cannot be had, or TLS cannot be set up."""
+    """A port cannot be bound, or TLS cannot be set up."""
 
 
 def bound(host: str, port: int, option: str) -> socket.socket:
-    """A socket with that address, not listening yet.
+    """Return a socket that is bound to the address but does not listen yet.
 
     Raises:
-        AddressError: it cannot be had.
+        AddressError: the address cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -1,8 +1,9 @@
-"""Runs the requests of one model version: at once where an instance is idle, joined where all are busy.
+"""Queue and run the requests of one model version, joining those that arrive while all instances are busy.
 
-Nothing waits for company unless max_queue_delay_us says so: what arrives while the instances work is joined
-when one of them is done, so a lone request pays nothing and a busy server has the largest batches. A run that
-is over sooner than a thread takes it on is made at once on the event loop's thread (short_runs).
+An idle instance runs a request at once. Requests that arrive while every instance is busy are joined into the
+next run: a lone request waits for nothing, and a busy server gets the largest batches. Only
+max_queue_delay_us makes an idle instance wait for more rows. A run that takes less time than handing it to a
+thread runs on the event loop's thread (short_runs.py).
 """
 
 import asyncio
@@ -17,17 +18,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from twinop.deploy.service import logs
-from twinop.deploy.service.errors import DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, ServiceError
-from twinop.deploy.service.request import Request, Result
-from twinop.deploy.service.settings import ModelSettings
-from twinop.deploy.service.short_runs import ShortRuns
+from . import logs
+from .errors import DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, ServiceError
+from .request import Request, Result
+from .settings import ModelSettings
+from .short_runs import ShortRuns
 
 _log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What runs a batch, one at a time: an `instance.Instance`."""
+    """Runs one batch at a time: an `instance.Instance`."""
 
     def run(
         self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]
@@ -41,11 +42,11 @@ class _Member:
     request: Request
     outputs: tuple[str, ...]
     rows: int
-    key: Any  # requests of equal keys may share a run
+    key: Any  # requests with equal keys may share a run
     future: asyncio.Future[Result]
 
     def gone(self, now: float) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Return whether nobody waits for the answer any more."""
         if self.future.done():
             return True
         deadline = self.request.deadline
@@ -65,7 +66,7 @@ _Outcome = dict[str, np.ndarray] | ServiceError
 
 
 class Batcher:
-    """The queue and the instances of one version. Its methods belong to the event loop's thread."""
+    """The queue and the instances of one version. Call its methods on the event loop's thread."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Batcher:
         *,
         may_block: bool = False,
     ) -> None:
-        """`may_block`: short runs may be made on the event loop's thread."""
+        """If `may_block`, short runs may run on the event loop's thread."""
         self._name = name
         self._version = version
         self._settings = settings
@@ -89,7 +90,7 @@ class Batcher:
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False
-        self._seconds_per_run = 0.0  # a moving mean, for Retry-After
+        self._seconds_per_run = 0.0  # a moving average for Retry-After
         self._splits = True
         self._is_dispatching = False
         self._short = ShortRuns(may_block and not settings.max_queue_delay_us)
@@ -104,12 +105,13 @@ class Batcher:
         return self._instances - len(self._idle)
 
     async def submit(self, request: Request, outputs: tuple[str, ...]) -> Result:
-        """Queues a request that fits the model, and waits for its answer.
+        """Queue a request that fits the model, and wait for its answer.
 
-        Cancelling the caller drops the request, if it has not started to run.
+        Cancelling the caller drops the request unless it has started to run.
 
         Raises:
-            ServiceError: the queue is full, the time is over, the version is going away, or the run failed.
+            ServiceError: the queue is full, the deadline has passed, the version is being unloaded, or the
+                run failed.
         """
         if self._closed:
             raise ServiceError(NOT_READY, f"version {self._version} of model {self._name} is being unloaded")
@@ -135,7 +137,7 @@ class Batcher:
                 self._forget(member)
 
     async def drain(self) -> None:
-        """Takes no more requests and returns when all are answered."""
+        """Accept no more requests, and return when all accepted ones are answered."""
         self._closed = True
         await self._drained.wait()
         self._pool.shutdown(wait=False)
@@ -143,7 +145,7 @@ class Batcher:
     # -------------------------------------------------------------------------------- the queue
 
     def _dispatch_soon(self) -> None:
-        """Once the requests that have come together are all here: then they share a run."""
+        """Dispatch after all requests of this loop iteration have been queued, so that they share a run."""
         if not self._is_dispatching:
             self._is_dispatching = True
             self._loop.call_soon(self._dispatch)
@@ -162,7 +164,7 @@ class Batcher:
             self._drained.set()
 
     def _take(self) -> list[_Member]:
-        """The oldest request and those that may share its run; none if it pays to wait for more."""
+        """Return the oldest request and those that may share its run, or nothing to wait for more."""
         now = time.monotonic()
         while self._waiting and self._waiting[0].gone(now):
             self._waiting.popleft()
@@ -187,7 +189,7 @@ class Batcher:
         return batch
 
     def _should_wait(self, first: _Member, rows: int, now: float) -> bool:
-        """Only with a max_queue_delay_us, up to the largest preferred size."""
+        """Return whether max_queue_delay_us lets the batch wait for more rows."""
         delay = self._settings.max_queue_delay_us * 1e-6
         enough = max(self._settings.preferred_batch_sizes, default=self._settings.max_batch_size)
         left = first.request.arrived + delay - now
@@ -202,13 +204,13 @@ class Batcher:
         self._dispatch()
 
     def _expire(self, member: _Member) -> None:
-        member.expire()  # whatever the clock says: uvloop's timers are up to a millisecond early
+        member.expire()  # regardless of the clock: uvloop's timers fire up to a millisecond early
         self._forget(member)
 
     def _forget(self, member: _Member) -> None:
         if member in self._waiting:
             self._waiting.remove(member)
-            self._dispatch()  # sets the event if it was the last
+            self._dispatch()  # sets `_drained` if this was the last request
 
     def _overloaded(self) -> ServiceError:
         seconds = len(self._waiting) * self._seconds_per_run / self._instances
@@ -245,11 +247,11 @@ class Batcher:
             except Exception as error:
                 if len(batch) == 1:
                     return [_as_service_error(error)]
-        # One of them fails, or rows do not come out as they went in: each gets what it would have got alone.
+        # One request fails, or the outputs' rows do not match the inputs': run each request alone.
         return [outcome for member in batch for outcome in self._outcomes(instance, [member])]
 
     def _split(self, found: Mapping[str, np.ndarray], batch: list[_Member]) -> list[_Outcome] | None:
-        """Each member's rows of the outputs; None if an output has other rows than the inputs."""
+        """Return each member's rows of the outputs; None if an output has a different number of rows."""
         rows = sum(member.rows for member in batch)
         for name, array in found.items():
             if array.ndim == 0 or array.shape[0] != rows:
@@ -274,17 +276,17 @@ class Batcher:
         self, instance: Runner, batch: list[_Member], outcomes: list[_Outcome], started: float, seconds: float
     ) -> None:
         self._idle.append(instance)
-        if not any(isinstance(outcome, ServiceError) for outcome in outcomes):  # which may be over at once
+        if not any(isinstance(outcome, ServiceError) for outcome in outcomes):  # a failed run may end early
             self._short.learn(_bytes(batch), seconds)
         self._seconds_per_run += (seconds - self._seconds_per_run) * 0.1
-        self._dispatch()  # the next run starts before these answers are written
+        self._dispatch()  # start the next run before these answers are written
         self._settle(batch, outcomes, started, seconds)
 
     def _settle(self, batch: list[_Member], outcomes: list[_Outcome], started: float, seconds: float) -> None:
         rows = sum(member.rows for member in batch)
         self.on_run(rows, seconds)
         for member, outcome in zip(batch, outcomes, strict=True):
-            if member.future.done():  # cancelled, or its time was over
+            if member.future.done():  # cancelled or expired
                 continue
             if isinstance(outcome, ServiceError):
                 member.future.set_exception(outcome)
@@ -301,18 +303,18 @@ def _bytes(batch: Sequence[_Member]) -> int:
 
 
 def _rows(request: Request) -> int:
-    """Of the first input; a request may have none, or a scalar."""
+    """Return the rows of the first input; 1 without inputs or for a scalar."""
     first = next(iter(request.inputs.values()), None)
     return first.shape[0] if first is not None and first.ndim else 1
 
 
 def _key(request: Request, outputs: tuple[str, ...]) -> Any:
-    """Equal for requests that may be joined: the same inputs, dtypes, trailing shapes and outputs."""
+    """Return a key that requests share if they may share a run: inputs, dtypes, trailing shapes, outputs."""
     return outputs, frozenset((name, array.dtype, array.shape[1:]) for name, array in request.inputs.items())
 
 
 def _ids(batch: Sequence[_Member]) -> dict[str, Any]:
-    """Whom a log line of their run is about: it is made in no request's task, or in that of another."""
+    """Return the ids for log lines about a run, which happens outside of its requests' tasks."""
     if len(batch) == 1:
         return {"request_id": batch[0].request.id}
     return {"request_ids": [member.request.id for member in batch]}

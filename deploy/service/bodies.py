@@ -1,4 +1,4 @@
-"""The body of an HTTP request: of a content type that is known, not too large, decompressed."""
+"""Read the body of an HTTP request: check its content type, limit its size, decompress it."""
 
 import asyncio
 import zlib
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
-from twinop.deploy.service.datatypes import shown
-from twinop.deploy.service.errors import TOO_LARGE, WRONG_MEDIA, ServiceError, invalid
+from .datatypes import shown
+from .errors import TOO_LARGE, WRONG_MEDIA, ServiceError, invalid
 
 _MEDIA = {"", "application/json", "application/octet-stream", "application/x-www-form-urlencoded"}
-"""The last is what curl -d says unless told otherwise."""
+"""curl -d sends the last one by default."""
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's wbits
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Of a request, or of its JSON; the rest is for the message."""
+    """The largest request, or the largest JSON in one. The other fields are for the message."""
 
     bytes: int
     setting: str = "max_request_bytes"
@@ -30,10 +30,11 @@ class Limit:
 
 
 async def read(request: Request, limit: Limit) -> bytes:
-    """
+    """Read and decompress the whole body.
+
     Raises:
-        ServiceError: it is too large, of another content type, or damaged.
-        ClientDisconnect: it did not come.
+        ServiceError: the body is too large, damaged, or of an unsupported content type or encoding.
+        ClientDisconnect: the client closed the connection before the end of the body.
     """
     headers, receive = request.headers, request.receive
     _check_media(headers)
@@ -59,7 +60,7 @@ async def read(request: Request, limit: Limit) -> bytes:
 def _check_media(headers: Mapping[str, str]) -> None:
     """
     Raises:
-        ServiceError: the body is said to be something else than JSON, or JSON and tensors.
+        ServiceError: the content type is neither JSON nor JSON followed by binary tensors.
     """
     given = headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() not in _MEDIA:
@@ -71,10 +72,10 @@ def _check_media(headers: Mapping[str, str]) -> None:
 
 
 def _compression(headers: Mapping[str, str]) -> int | None:
-    """zlib's word for how the body is compressed; None where it is not.
+    """Return zlib's `wbits` for the content encoding, or None for an uncompressed body.
 
     Raises:
-        ServiceError: in a way not known here.
+        ServiceError: the encoding is not supported.
     """
     given = headers.get("content-encoding", "identity").strip().lower()
     if given in ("identity", ""):
@@ -86,9 +87,10 @@ def _compression(headers: Mapping[str, str]) -> int | None:
 
 
 def decompressed(body: bytes, wbits: int, limit: Limit) -> bytes:
-    """
+    """Decompress at most `limit` bytes.
+
     Raises:
-        ServiceError: it is damaged, or longer than `limit` (no more than that is decompressed).
+        ServiceError: the body is damaged, or longer than `limit` when decompressed.
     """
     inflate = zlib.decompressobj(wbits)
     try:

@@ -1,4 +1,4 @@
-"""REST of the Open Inference Protocol: JSON, and JSON followed by raw tensors (the binary extension)."""
+"""Decode and encode REST messages: JSON, and JSON followed by raw tensors (the binary extension)."""
 
 import time
 from collections.abc import Mapping
@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import orjson
 
-from twinop.deploy.service.bodies import Limit
-from twinop.deploy.service.datatypes import OF_DTYPE, from_bytes, named, shown, to_bytes, version_number
-from twinop.deploy.service.errors import invalid
-from twinop.deploy.service.json_tensors import from_json, to_json
-from twinop.deploy.service.request import MOST_TENSORS, Request, Result, check_count
+from .bodies import Limit
+from .datatypes import OF_DTYPE, from_bytes, named, shown, to_bytes, version_number
+from .errors import invalid
+from .json_tensors import from_json, to_json
+from .request import MOST_TENSORS, Request, Result, check_count
 
 HEADER_LENGTH = "inference-header-content-length"
-_MOST_OBJECTS = 50_000  # of JSON: while they are made, nobody else is answered (650,000: for 0.3 to 0.7 s)
+_MOST_OBJECTS = 50_000  # JSON objects in a request; parsing many more would block the other clients
 
 
 @dataclass(slots=True)
 class Form:
-    """What the answer has to look like: the client's id if it gave one, which outputs are binary."""
+    """The form of the answer: the client's id, if it sent one, and which outputs are binary."""
 
     id: str | None = None
     binary: bool = False
@@ -38,10 +38,14 @@ def decode(
     most: int = MOST_TENSORS,
     json: Limit | None = None,
 ) -> tuple[Request, Form]:
-    """`most` are the inputs, or outputs; `json` limits the part that is JSON.
+    """Decode a request without checking it against the model.
+
+    Args:
+        most: the largest number of inputs, and of outputs.
+        json: the limit for the JSON part.
 
     Raises:
-        ServiceError: it is not a request of the protocol; what it holds is held against the model later.
+        ServiceError: the body is not a request of the protocol.
     """
     arrived = time.monotonic()
     length = _header_length(headers, len(body))
@@ -70,10 +74,10 @@ def decode(
 
 
 def deadline(timeout: Any, now: float) -> float | None:
-    """From the parameter `timeout`, in microseconds as in Triton; 0 is none.
+    """Return when the request expires. `timeout` is in microseconds, as in Triton; 0 means never.
 
     Raises:
-        ServiceError: it is no number of microseconds.
+        ServiceError: `timeout` is not a whole number of microseconds.
     """
     if timeout is None or (timeout == 0 and type(timeout) is int):
         return None
@@ -83,7 +87,7 @@ def deadline(timeout: Any, now: float) -> float | None:
 
 
 def refuse_extensions(where: str, parameters: Mapping[str, Any]) -> None:
-    """Parameters that change what an answer means are refused; others may be ignored."""
+    """Refuse parameters that change the meaning of an answer. Other parameters are ignored."""
     for key, what in (("classification", "classification"), ("shared_memory_region", "shared memory")):
         if key in parameters and parameters[key] != 0:
             raise invalid(f"{where}: the extension for {what} is not served here")
@@ -118,12 +122,12 @@ def _parsed(text: memoryview) -> Any:
 
 
 def _check_objects(text: bytes) -> None:
-    """Before they are made.
+    """Count the JSON objects before they are parsed. Braces in strings do not count.
 
     Raises:
-        ServiceError: there are far more than a request has, those in strings not counted.
+        ServiceError: there are far more than any request needs.
     """
-    if text.count(b"{") <= _MOST_OBJECTS or b"\0" in text:  # that is no JSON, which is better said by others
+    if text.count(b"{") <= _MOST_OBJECTS or b"\0" in text:  # a NUL is not JSON: the parser says so
         return
     plain = np.frombuffer(text.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     in_string = np.cumsum(plain == ord('"'), dtype=np.uint8) & 1
@@ -183,7 +187,7 @@ def _outputs(content: dict[str, Any], most: int, form: Form) -> tuple[str, ...] 
 def _inputs(
     content: dict[str, Any], most: int, binary: memoryview, has_length: bool
 ) -> tuple[dict[str, np.ndarray], memoryview]:
-    """The tensors, and the bytes that none of them took."""
+    """Return the tensors, and the binary data that no tensor used."""
     inputs: dict[str, np.ndarray] = {}
     for each in _list(content, "inputs", most):
         name = each["name"]
@@ -221,10 +225,10 @@ def _inputs(
 
 
 def encode(result: Result, form: Form) -> tuple[bytes, dict[str, str]]:
-    """The body and its headers.
+    """Return the body and its headers.
 
     Raises:
-        ServiceError: a number is not finite, which JSON cannot say.
+        ServiceError: a number is not finite, which JSON cannot express.
     """
     outputs: list[dict[str, Any]] = []
     tensors: list[Any] = []

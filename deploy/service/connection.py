@@ -1,7 +1,7 @@
-"""One HTTP connection: uvicorn's, with limits on how slowly a request may come and how long its head is.
+"""uvicorn's HTTP connection with limits on the size of a request's head and on the time it takes to arrive.
 
-Without them a client that sends a byte a minute, or headers without end, keeps its connection and its memory.
-A request that arrives in one piece, as nearly all do, costs a few comparisons and no timer.
+Without these limits a client that sends a byte a minute, or endless headers, holds its connection and memory.
+A request that arrives in one piece sets no timer.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from twinop.deploy.service import metrics
-from twinop.deploy.service.errors import HEAD_TOO_LARGE, INVALID, TOO_SLOW, Failure
+from . import metrics
+from .errors import HEAD_TOO_LARGE, INVALID, TOO_SLOW, Failure
 
-LINGER_SECONDS = 2.0  # closing at once would reset the connection under an answer that is not read yet
-REST_SECONDS = 0.01  # between reads of what is thrown away: beside two endless senders others had 15 ms, so 2
-MOST_PIPELINED = 8  # requests that wait on one connection; more stay in the system's buffers
+LINGER_SECONDS = 2.0  # closing at once would reset the connection before the client has read the answer
+REST_SECONDS = 0.01  # between reads of discarded data, so that endless senders do not occupy the event loop
+MOST_PIPELINED = 8  # requests that wait on one connection; the socket buffers hold the rest
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,29 @@ class Limits:
 
 class _Stage(Enum):
     IDLE = auto()  # between requests
-    HEAD = auto()  # a part of the request line or the headers is there
+    HEAD = auto()  # a part of the request line or of the headers has arrived
     BODY = auto()
-    REFUSED = auto()  # answered for good; what still comes is thrown away
+    REFUSED = auto()  # the last answer is sent; further data is discarded
 
 
 _BODY_HEADERS = {b"content-length", b"transfer-encoding"}
 
 
 class _Refused(Exception):
-    """Raised in a callback of the parser, which then stops."""
+    """Raised in a callback of the parser to stop it."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Answers 431 to a head that is too long, 408 to what comes too slowly, 400 to what is not HTTP."""
+    """Answers 431 to an oversized head, 408 to a request that arrives too slowly, 400 to malformed HTTP."""
 
     def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
         self._stage = _Stage.IDLE
-        self._head = 0  # bytes that came while the head was not complete
+        self._head = 0  # bytes received while the head is incomplete
         self._timer: asyncio.TimerHandle | None = None
-        self._timed = _Stage.IDLE  # what the timer waits for the end of
-        self._started: RequestResponseCycle | None = None  # self.cycle is the newest, which may wait for it
+        self._timed = _Stage.IDLE  # the stage that the timer limits
+        self._started: RequestResponseCycle | None = None  # self.cycle, the newest, may still be queued
 
     # ---------------------------------------------------------------------------- asyncio's calls
 
@@ -79,7 +79,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         while at < len(data) and self._stage is not _Stage.REFUSED:
             room = self._limits.header_bytes + 1 - self._head
             is_body = self._stage is _Stage.BODY
-            part = data[at:] if is_body or room <= 0 else data[at : at + room]  # so much refuses a head
+            part = data[at:] if is_body or room <= 0 else data[at : at + room]  # enough to exceed the limit
             self._head += 0 if is_body else len(part)
             at += len(part)
             super().data_received(part)
@@ -96,12 +96,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._watch(_Stage.BODY, self._limits.body_seconds)
         elif stage is _Stage.IDLE:
             if self.cycle is None or (self.cycle.response_complete and self.timeout_keep_alive_task is None):
-                self._watch(_Stage.HEAD, self._limits.header_seconds)  # empty lines only
+                self._watch(_Stage.HEAD, self._limits.header_seconds)  # only empty lines have arrived
             else:
                 self._unwatch()
 
     def shutdown(self) -> None:
-        """The service is stopping: closes an idle connection, and one with a request after its answer."""
+        """Stop: close an idle connection, or one in mid-request after its answer."""
         if self._stage is _Stage.IDLE:
             super().shutdown()
         elif self._stage is _Stage.BODY:
@@ -119,7 +119,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and (
             self.parser.get_method() == b"CONNECT" or any(name in _BODY_HEADERS for name, _ in self.headers)
         ):
-            raise _Refused  # what follows the head would be taken for another protocol
+            raise _Refused  # the parser would take the body for another protocol
         self._stage, self._head = _Stage.BODY, 0
         super().on_headers_complete()
         self._read_on()
@@ -140,17 +140,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _read_on(self) -> None:
-        """Though a request waits or runs: else nobody would see that the client has gone."""
+        """Keep reading while a request waits or runs, to notice when the client disconnects."""
         if len(self.pipeline) < MOST_PIPELINED:
             self.flow.resume_reading()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Upgrades are never taken; that is no news."""
+        """Do not warn: upgrades are never accepted."""
 
     # ---------------------------------------------------------------------------- limits
 
     def _exact_head(self) -> int:
-        """Without what followed the head in the same piece."""
+        """Return the size of the head without data that arrived in the same piece."""
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _rest(self) -> None:
@@ -178,7 +178,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _late(self) -> None:
         self._timer = None
         limits = self._limits
-        if self.flow.read_paused:  # it is us who do not read
+        if self.flow.read_paused:  # the server is not reading, so the client cannot be late
             self._watch(self._timed, limits.body_seconds)
         elif self._stage is _Stage.IDLE:
             self.transport.close()
@@ -190,16 +190,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(TOO_SLOW, f"the body did not arrive within {limits.body_seconds:g} s (body_seconds)")
 
     def _refuse(self, failure: Failure, message: str) -> None:
-        """Answers by itself, for the app has no request to answer, or will never have the whole of it."""
+        """Answer without the app, which has no complete request to answer."""
         metrics.failed_without_model(failure)
         self._unwatch()
         in_body, cycle = self._stage is _Stage.BODY, self.cycle
         self._stage = _Stage.REFUSED
         if cycle is not None and not cycle.response_complete:
-            if not in_body:  # an earlier request, whole and not answered yet: that answer is the last
+            if not in_body:  # an earlier request is still being answered: make that answer the last
                 cycle.keep_alive = False
                 return
-            if self.pipeline:  # behind earlier requests: in its turn
+            if self.pipeline:  # answer after the earlier requests
                 answer = JSONResponse({"error": message}, failure.status, {"connection": "close"})
                 self.pipeline[0] = (cycle, answer)  # type: ignore[assignment]
                 return
@@ -218,12 +218,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def wait_in(scope: Scope) -> None:
-    """From here on the current task only waits for an answer to send: it is cancelled if the client goes."""
+    """Let a disconnect of the client cancel the current task, which from now on only waits and answers."""
     scope[_WAITING] = asyncio.current_task()
 
 
 def has_gone(scope: Scope) -> bool:
-    """Whether that has happened."""
+    """Return whether the client disconnected after `wait_in`."""
     return scope.get(_GONE, False)
 
 

@@ -1,4 +1,4 @@
-"""The protocol's datatypes: how each is called, what numpy and ONNX call it, how it travels."""
+"""The protocol's datatypes: their names, NumPy dtypes and wire formats."""
 
 import math
 import reprlib
@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from twinop.deploy.service.errors import NOT_FOUND, ServiceError, invalid
+from .errors import NOT_FOUND, ServiceError, invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class Datatype:
     """One row of the table.
 
     Attributes:
-        name: the Open Inference Protocol's, such as "FP32".
-        dtype: numpy's; BYTES is an object array of str, as ONNX's strings are.
-        contents: the field of gRPC's InferTensorContents that carries it; None where only raw bytes can.
+        name: the name in the Open Inference Protocol, such as "FP32".
+        dtype: the NumPy dtype. BYTES is an object array of str, as ONNX strings are.
+        contents: the field of gRPC's InferTensorContents, or None if only raw bytes can carry it.
     """
 
     name: str
@@ -53,17 +53,17 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 _short.maxlist, _short.maxlevel = 8, 3
 _MOST_DIMENSIONS = 32
-_MOST_ELEMENTS = 1 << 48  # beyond it numpy cannot index a tensor, not even one that another axis makes empty
+_MOST_ELEMENTS = 1 << 48  # NumPy cannot index larger tensors, even if another axis makes them empty
 
 
 def datatype_of(dtype: np.dtype) -> str | None:
-    """ "FP32" for float32; None for what the protocol cannot carry (complex numbers, 8-bit floats)."""
+    """Return "FP32" for float32; None for dtypes that the protocol lacks (complex numbers, 8-bit floats)."""
     found = OF_DTYPE.get(dtype)
     return found.name if found is not None else None
 
 
 def named(tensor: str, name: Any) -> Datatype:
-    """The datatype of that name.
+    """Return the datatype of that name.
 
     Raises:
         ServiceError: there is none.
@@ -75,10 +75,10 @@ def named(tensor: str, name: Any) -> Datatype:
 
 
 def count(tensor: str, shape: Sequence[int]) -> int:
-    """How many elements a shape has.
+    """Return the number of elements of a shape.
 
     Raises:
-        ServiceError: it has a negative size, or no tensor can have it.
+        ServiceError: a size is negative, or no tensor can have this shape.
     """
     if len(shape) > _MOST_DIMENSIONS:
         raise invalid(f"input {tensor}: {len(shape)} dimensions; a tensor has up to {_MOST_DIMENSIONS}")
@@ -92,10 +92,10 @@ def count(tensor: str, shape: Sequence[int]) -> int:
 
 
 def from_bytes(tensor: str, kind: Datatype, shape: Sequence[int], data: bytes | memoryview) -> np.ndarray:
-    """The tensor in `data`, without a copy where that lies as the processor needs it; never to be written to.
+    """Return a read-only tensor over `data`, copied only if `data` is not aligned.
 
     Raises:
-        ServiceError: its length is not what datatype and shape say, or BYTES are not UTF-8.
+        ServiceError: the length does not match datatype and shape, or BYTES are not UTF-8.
     """
     elements = count(tensor, shape)
     if kind is BYTES:
@@ -108,14 +108,14 @@ def from_bytes(tensor: str, kind: Datatype, shape: Sequence[int], data: bytes | 
     if kind.name == "BOOL" and elements and np.frombuffer(data, np.uint8).max() > 1:
         raise invalid(f"input {tensor}: BOOL bytes must be 0 or 1")
     array = np.frombuffer(data, kind.dtype).reshape(shape)
-    return array if array.flags.aligned else array.copy()  # vector code may fault on odd addresses
+    return array if array.flags.aligned else array.copy()  # vector instructions may fault on unaligned data
 
 
 def to_bytes(array: np.ndarray) -> Any:
-    """What `from_bytes` reads: a bytes-like object, the array itself where it is contiguous."""
+    """Return the inverse of `from_bytes`: a bytes-like object, or the array itself if it is contiguous."""
     if array.dtype != BYTES.dtype:
         array = np.ascontiguousarray(array)
-        return array.view(np.uint16) if array.dtype == BF16.dtype else array  # which has no buffers
+        return array.view(np.uint16) if array.dtype == BF16.dtype else array  # BF16 has no buffer interface
     parts: list[bytes] = []
     for text in array.ravel():
         data = text.encode() if isinstance(text, str) else bytes(text)
@@ -124,9 +124,10 @@ def to_bytes(array: np.ndarray) -> Any:
 
 
 def text_array(tensor: str, values: Sequence[bytes]) -> np.ndarray:
-    """
+    """Decode UTF-8 elements.
+
     Raises:
-        ServiceError: one of them is not UTF-8.
+        ServiceError: an element is not UTF-8.
     """
     array = np.empty(len(values), object)
     for index, value in enumerate(values):
@@ -138,7 +139,7 @@ def text_array(tensor: str, values: Sequence[bytes]) -> np.ndarray:
 
 
 def _strings(tensor: str, elements: int, data: bytes | memoryview) -> np.ndarray:
-    """BYTES: each element is its length as 4 bytes, lowest first, then its bytes."""
+    """Decode BYTES: each element is a 4-byte little-endian length and its bytes."""
     if elements > len(data) // 4:
         raise invalid(
             f"input {tensor}: {len(data)} bytes cannot hold {elements} BYTES elements with 4-byte lengths"
@@ -158,15 +159,15 @@ def _strings(tensor: str, elements: int, data: bytes | memoryview) -> np.ndarray
 
 
 def shown(value: Any) -> str:
-    """A client's value in a message: short, however large it is."""
+    """Return a short text for a client's value, however large the value is."""
     return _short.repr(value)
 
 
 def version_number(model: str, text: str) -> int | None:
-    """The version that a request names, None if it names none.
+    """Return the version that a request names, or None if it names none.
 
     Raises:
-        ServiceError: it is no number that a version can have.
+        ServiceError: no version can have this number.
     """
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""The protocol's routes over HTTP, and how their failures are answered."""
+"""The protocol's HTTP routes, and the answers to their failures."""
 
 import asyncio
 import functools
@@ -7,54 +7,37 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
-from fastapi import FastAPI
+from prometheus_client import REGISTRY, exposition
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from twinop.deploy.service import bodies, codec_rest, ids, logs, metrics, spans
-from twinop.deploy.service._kserve import (
-    DataPlane,
-    InvalidInput,
-    ModelNotFound,
-    ModelNotReady,
-    V2Endpoints,
-)
-from twinop.deploy.service.connection import wait_in
-from twinop.deploy.service.datatypes import shown, version_number
-from twinop.deploy.service.errors import (
-    CANCELLED,
-    INTERNAL,
-    INVALID,
-    NO_METHOD,
-    NOT_FOUND,
-    NOT_READY,
-    Failure,
-    ServiceError,
-    invalid,
-)
-from twinop.deploy.service.request import LARGE
-from twinop.deploy.service.settings import ServerSettings
+from twinop import __version__
+
+from . import bodies, codec_rest, ids, logs, metrics, spans
+from .connection import wait_in
+from .datatypes import shown, version_number
+from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, NOT_READY, ServiceError, invalid
+from .request import LARGE
+from .settings import ServerSettings
 
 if TYPE_CHECKING:
-    from twinop.deploy.service.repository import Repository
+    from .repository import Repository
 
 _log = logging.getLogger(__name__)
-
 
 Made = TypeVar("Made")
 
 
 async def off_loop(size: int, work: Callable[..., Made], *arguments: Any) -> Made:
-    """What is quick at once, the rest in a thread: 60 MB of JSON, or of empty strings, take seconds."""
+    """Do the work for a small size at once, otherwise in a thread: it may take seconds."""
     return work(*arguments) if size <= LARGE else await asyncio.to_thread(work, *arguments)
 
 
-class Endpoints(V2Endpoints):
-    """The protocol's routes. Each raises ServiceError, which `RestServer` turns into an answer."""
+class Endpoints:
+    """The handlers of the routes. They raise ServiceError, which `FAILURES` turns into an answer."""
 
-    def __init__(self, settings: ServerSettings, dataplane: DataPlane, repository: "Repository") -> None:
-        super().__init__(dataplane)
+    def __init__(self, settings: ServerSettings, repository: "Repository") -> None:
         self._limit = self._json_limit = bodies.Limit(settings.max_request_bytes)
         if settings.max_json_bytes < settings.max_request_bytes:
             advice = ": send large tensors as binary data, with Inference-Header-Content-Length"
@@ -62,8 +45,7 @@ class Endpoints(V2Endpoints):
         self._repository = repository
 
     async def infer(self, request: Request) -> Response:
-        model = request.scope["path_params"]["model_name"]
-        version = request.scope["path_params"].get("model_version", "")
+        model, version = _named(request)
         meant = functools.partial(self._repository.metrics_of, model, version)
         with spans.request_span("infer", request.headers), metrics.counting(meant) as counting:
             try:
@@ -85,27 +67,41 @@ class Endpoints(V2Endpoints):
         asked.id = ids.of(scope, asked.id)
         logs.bind(request_id=asked.id)
         wait_in(scope)
-        counting.result, _ = await self.dataplane.infer(model, asked, headers)
+        counting.result = await self._repository.answer(asked)
         size = sum(array.nbytes for array in counting.result.outputs.values())
         content, answer_headers = await off_loop(size, codec_rest.encode, counting.result, form)
         return Response(content, headers=answer_headers)
 
-    async def ready(self) -> Response:
-        if not await self._repository.ready():
+    async def alive(self, request: Request) -> Response:
+        return as_json({"status": "alive"})
+
+    async def live(self, request: Request) -> Response:
+        return as_json({"live": True})
+
+    async def ready(self, request: Request) -> Response:
+        if not self._repository.ready:
             raise ServiceError(
                 NOT_READY, "the server is not ready: its models are loading, or it is stopping"
             )
         return as_json({"ready": True})
 
-    async def metadata(self) -> Response:
-        return as_json(server_metadata(self.dataplane, self._repository))
+    async def metrics(self, request: Request) -> Response:
+        encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(REGISTRY), headers={"content-type": content_type})
 
-    async def model_metadata(self, model_name: str, model_version: str = "") -> Response:
-        return as_json(model_metadata(self._repository, model_name, model_version))
+    async def metadata(self, request: Request) -> Response:
+        return as_json(server_metadata(self._repository))
 
-    async def model_ready(self, model_name: str, model_version: str = "") -> Response:
-        self._repository.find(model_name, version_number(model_name, model_version))
-        return as_json({"name": model_name, "ready": True})
+    async def models(self, request: Request) -> Response:
+        return as_json({"models": list(self._repository.models)})
+
+    async def model_metadata(self, request: Request) -> Response:
+        return as_json(model_metadata(self._repository, *_named(request)))
+
+    async def model_ready(self, request: Request) -> Response:
+        model, version = _named(request)
+        self._repository.find(model, version_number(model, version))
+        return as_json({"name": model, "ready": True})
 
     async def index(self, request: Request) -> Response:
         ready = (await self._object(request)).get("ready", False)
@@ -137,14 +133,20 @@ class Endpoints(V2Endpoints):
         return content
 
 
-def server_metadata(dataplane: DataPlane, repository: "Repository") -> dict[str, Any]:
-    """KServe's, with the extensions that are on, as Triton calls them."""
+def _named(request: Request) -> tuple[str, str]:
+    """Return the model and the version in the path; "" for no version."""
+    return request.path_params["model_name"], request.path_params.get("model_version", "")
+
+
+def server_metadata(repository: "Repository") -> dict[str, Any]:
+    """Return the server's name and version, and the extensions that are on, under Triton's names."""
     extensions = ["binary_tensor_data", *(["model_repository"] if repository.is_controlled else [])]
-    return dataplane.metadata() | {"extensions": extensions}
+    return {"name": "twinop", "version": __version__, "extensions": extensions}
 
 
 def model_metadata(repository: "Repository", model: str, version: str) -> dict[str, Any]:
-    """
+    """Return a model's interface and how it runs.
+
     Raises:
         ServiceError: there is no such model or version, or it is not ready.
     """
@@ -165,21 +167,8 @@ def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None =
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    if not isinstance(error, ServiceError):
-        error = _translated(error)
+    assert isinstance(error, ServiceError)
     return as_json({"error": str(error)}, error.failure.status, error.headers)
-
-
-_KSERVES: dict[type[Exception], Failure] = {
-    InvalidInput: INVALID,
-    ModelNotFound: NOT_FOUND,
-    ModelNotReady: NOT_READY,
-}
-
-
-def _translated(error: Exception) -> ServiceError:
-    """KServe's own errors as ours."""
-    return ServiceError(_KSERVES.get(type(error), INTERNAL), str(error))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -193,20 +182,20 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CANCELLED.status)  # for nobody
+    return Response(status_code=CANCELLED.status)  # nobody receives it
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """Nothing of the error goes out but the id under which the log has it."""
+    """Answer with nothing but the id under which the error is logged."""
     number = ids.of(request.scope)
     _log.error("internal error", exc_info=error, extra={"request_id": number})
     return as_json({"error": f"internal error; request id {number}"}, INTERNAL.status)
 
 
-def answer_failures(app: FastAPI) -> None:
-    """Sets the app's handlers of exceptions: whatever happens, the answer is JSON with an "error"."""
-    for kind in (ServiceError, ModelNotFound, ModelNotReady, InvalidInput):
-        app.add_exception_handler(kind, _failed)
-    app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(ClientDisconnect, _client_gone)
-    app.add_exception_handler(Exception, _bug)
+FAILURES = {
+    ServiceError: _failed,
+    HTTPException: _no_route,
+    ClientDisconnect: _client_gone,
+    Exception: _bug,
+}
+"""The app's exception handlers: every answer is JSON with an "error"."""

@@ -1,4 +1,4 @@
-"""What a request can fail with: one message, an HTTP status and a gRPC code, both from one table."""
+"""How a request can fail: one table maps each failure to an HTTP status and a gRPC code."""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 @dataclass(frozen=True)
 class Failure:
-    """A kind of failure; `reason` is its label in the metrics."""
+    """A kind of failure. `reason` is its label in the metrics."""
 
     reason: str
     status: int
@@ -36,13 +36,13 @@ DEADLINE = Failure("deadline", 504, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 _MOST_ASCII = 2000
-_MOST_OTHER = 500  # gRPC sends up to 12 bytes for each; clients take 8 KiB of metadata
+_MOST_OTHER = 500  # gRPC encodes a character in up to 12 bytes, and clients accept 8 KiB of metadata
 
 
 class ServiceError(Exception):
-    """Ends one request; the message goes to the client, so it never holds a path or a stack trace.
+    """Ends one request. The client receives the message, so it must not contain paths or stack traces.
 
-    It may quote what the client sent: of a message that this makes too long the middle is left out.
+    The message may quote the client's data. If that makes it too long, its middle is cut out.
     """
 
     def __init__(self, failure: Failure, message: str, headers: Mapping[str, str] | None = None) -> None:

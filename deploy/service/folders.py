@@ -1,4 +1,4 @@
-"""What lies on disk: models, their versions, what their folders say about settings. Nothing is loaded here.
+"""Find models, versions and their settings files on disk without loading anything.
 
 models/<name>/<version>/model.onnx     Triton's layout, beside it config.pbtxt and twinop.toml
 models/<name>/model.onnx               version 1
@@ -14,10 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from twinop.deploy.service import read_triton_config
-from twinop.deploy.service.read_triton_config import TritonConfig
-from twinop.deploy.service.settings import FILE, anchored, read_toml
 from twinop.errors import TwinopError
+
+from . import read_triton_config
+from .read_triton_config import TritonConfig
+from .settings import FILE, anchored, read_toml
 
 _log = logging.getLogger(__name__)
 
@@ -25,11 +26,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
 _MODEL = "model.onnx"
 _SUFFIX = ".onnx"
-Stamp = tuple[tuple[str, int, int], ...]  # of each file its name, its time of change in ns and its size
+Stamp = tuple[tuple[str, int, int], ...]  # (name, modification time in ns, size) of each file
 
 
 class FolderError(TwinopError):
-    """There is no model where models should be, or not the version asked for."""
+    """There is no model to serve, or a version that the settings name is missing."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class VersionFolder:
     """One version of a model.
 
     Attributes:
-        folder: where its .onnx lies.
-        path: the .onnx.
-        model_folder: what holds all of the model's versions; None where several models lie in one folder.
+        folder: the folder of the .onnx file.
+        path: the .onnx file.
+        model_folder: the folder of all versions; None if several models share one folder.
     """
 
     model: str
@@ -51,19 +52,19 @@ class VersionFolder:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """One model, with a stamp for each version: it differs once a file was added, changed or removed."""
+    """One model with a stamp for each version, which changes when a file is added, changed or removed."""
 
     name: str
-    folder: Path | None  # None where several models lie in one folder
+    folder: Path | None  # None if several models share one folder
     versions: dict[int, VersionFolder]
     stamps: dict[int, Stamp]
 
     @property
     def layers(self) -> tuple[dict[str, Any], ...]:
-        """What config.pbtxt and twinop.toml say, the latter of more weight, for `Settings.for_model`.
+        """The settings of config.pbtxt and twinop.toml for `Settings.for_model`; the latter take precedence.
 
         Raises:
-            SettingsError: one of them cannot be read.
+            SettingsError: one of the files cannot be read.
         """
         if self.folder is None:
             return ()
@@ -74,10 +75,10 @@ class ModelFolder:
         return tuple(layers)
 
     def wanted(self, choice: str | tuple[int, ...]) -> dict[int, VersionFolder]:
-        """The versions that `ModelSettings.versions` means.
+        """Return the versions that `ModelSettings.versions` selects.
 
         Raises:
-            FolderError: one that it names is not there.
+            FolderError: a named version is missing.
         """
         if choice == "all":
             return dict(sorted(self.versions.items()))
@@ -93,17 +94,17 @@ class ModelFolder:
 
 
 def config_of(folder: Path | None) -> TritonConfig | None:
-    """The config.pbtxt of a model's folder, if it has one; read again only if it changed.
+    """Return the parsed config.pbtxt of a model's folder, or None. Unchanged files are not read again.
 
     Raises:
-        SettingsError: it cannot be read, or asks for what is not done here.
+        SettingsError: the file cannot be read, or asks for an unsupported feature.
     """
     path = folder / read_triton_config.FILE if folder is not None else None
     if path is None or not path.is_file():
         return None
     try:
         status = path.stat()
-    except FileNotFoundError:  # in this moment
+    except FileNotFoundError:  # deleted after is_file()
         return None
     return _config(path, status.st_mtime_ns, status.st_size)
 
@@ -114,12 +115,12 @@ def _config(path: Path, time: int, size: int) -> TritonConfig:
 
 
 def scan(root: Path) -> dict[str, ModelFolder]:
-    """The models under a folder, or the one in an .onnx file, by name.
+    """Return the models in a folder, or the one in an .onnx file, by name.
 
-    What is no model is passed over with a line in the log, hidden files without.
+    Entries that are not models are skipped with a line in the log; hidden files are skipped silently.
 
     Raises:
-        FolderError: there is none, with what was found instead.
+        FolderError: there is no model. The message lists what was found instead.
     """
     if root.is_file():
         if root.suffix != _SUFFIX:
@@ -149,12 +150,12 @@ def scan(root: Path) -> dict[str, ModelFolder]:
 
 @lru_cache(maxsize=4096)
 def _note(text: str) -> None:
-    """Once for each text, however often a folder is scanned."""
+    """Log each text once, however often a folder is scanned."""
     _log.warning("%s", text)
 
 
 def _in_folder(root: Path) -> tuple[list[ModelFolder], list[str]]:
-    """Folders come before files, so that a folder wins over a file of the same name."""
+    """Find folders before files, so that a folder wins over a file of the same name."""
     if not root.is_dir():
         raise FolderError(f"{root}: no such file or folder. Expected an .onnx file or a folder of models")
     entries = _entries(root)
@@ -199,7 +200,7 @@ def _of_folder(folder: Path, notes: list[str]) -> ModelFolder | None:
             continue
         try:
             path = _model_file(entry, folder, notes)
-        except FolderError as error:  # deleted in this moment: the other versions are there
+        except FolderError as error:  # deleted during the scan: keep the other versions
             notes.append(str(error))
             continue
         if path is not None:
@@ -218,7 +219,7 @@ def _of_folder(folder: Path, notes: list[str]) -> ModelFolder | None:
 
 
 def _of_file(path: Path) -> ModelFolder:
-    """A model that lies among others: only files that begin with its name are its own."""
+    """Return a model in a shared folder. It owns the files whose names begin with its own."""
     folder = path.absolute().parent
     stamp = _stamps([each for each in _entries(folder) if each.name.startswith(path.stem)], folder)
     where = VersionFolder(path.stem, 1, folder, path, None)
@@ -226,11 +227,11 @@ def _of_file(path: Path) -> ModelFolder:
 
 
 def _model_file(folder: Path, model_folder: Path, notes: list[str]) -> Path | None:
-    """The .onnx to serve: as config.pbtxt names it, else model.onnx, else the only one."""
+    """Return the .onnx file to serve: the one that config.pbtxt names, else model.onnx, else the only one."""
     there = {each.name: each for each in _entries(folder) if each.suffix == _SUFFIX and each.is_file()}
     try:
         config = config_of(model_folder)
-    except TwinopError:  # said where settings are read
+    except TwinopError:  # reported when the settings are read
         config = None
     if config is not None and config.filename:
         if config.filename not in there:
@@ -258,7 +259,7 @@ def _stamps(paths: Iterable[Path], folder: Path) -> Stamp:
     for path in paths:
         try:
             status = path.stat()
-        except OSError:  # not there, or not any more
+        except OSError:  # missing, or deleted during the scan
             continue
         found.append((str(path.relative_to(folder)), status.st_mtime_ns, status.st_size))
     return tuple(sorted(found))

@@ -1,21 +1,19 @@
-"""RepositoryIndex over gRPC: Triton's call, which KServe's protobuf lacks, with messages made here."""
+"""The messages of Triton's RepositoryIndex call, which KServe's protobuf file lacks."""
 
 from functools import cache
 from typing import Any
 
-import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-SERVICE = "inference.GRPCInferenceService"
 _Field = descriptor_pb2.FieldDescriptorProto
 _STRING, _BOOL, _MESSAGE = _Field.TYPE_STRING, _Field.TYPE_BOOL, _Field.TYPE_MESSAGE
 
 
 @cache
 def messages() -> tuple[Any, Any]:
-    """The classes of the request and the response, as grpc_service.proto of Triton has them.
+    """Return the classes of the request and the response, as Triton's grpc_service.proto defines them.
 
-    They are in a pool of their own: in the default one they would clash with tritonclient's.
+    They have their own descriptor pool: in the default one they would clash with tritonclient's.
     """
     file = descriptor_pb2.FileDescriptorProto(name="twinop_index.proto", package="inference", syntax="proto3")
     request = file.message_type.add(name="RepositoryIndexRequest")
@@ -32,14 +30,3 @@ def messages() -> tuple[Any, Any]:
     made = (pool.FindMessageTypeByName(f"inference.{each.name}") for each in (request, response))
     first, second = map(message_factory.GetMessageClass, made)
     return first, second
-
-
-def handler(repository: Any) -> grpc.GenericRpcHandler:
-    """For a server that has the rest of the service already."""
-    request, response = messages()
-
-    async def index(asked: Any, context: Any) -> Any:
-        return response(models=await repository.index_by_request(asked.ready))
-
-    call = grpc.unary_unary_rpc_method_handler(index, request.FromString, response.SerializeToString)
-    return grpc.method_handlers_generic_handler(SERVICE, {"RepositoryIndex": call})

@@ -1,4 +1,4 @@
-"""The gRPC server: KServe's, with our codec, a token, TLS, limits, and failures as gRPC's codes."""
+"""The gRPC server: the protocol's calls with ids, a token, TLS, limits, and failures as gRPC codes."""
 
 import asyncio
 import functools
@@ -14,34 +14,44 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from twinop.deploy.service import codec_grpc, grpc_index, ids, logs, metrics, spans, wire
-from twinop.deploy.service._kserve import DataPlane, GRPCServer, InferenceServicer, pb, pb_grpc
-from twinop.deploy.service.addresses import address_error, tls_error
-from twinop.deploy.service.datatypes import version_number
-from twinop.deploy.service.endpoints import model_metadata, off_loop, server_metadata
-from twinop.deploy.service.errors import INTERNAL, INVALID, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
-from twinop.deploy.service.settings import ServerSettings
+from . import codec_grpc, grpc_index, ids, logs, metrics, spans, wire
+from .protocol import SERVICE, pb
+from .addresses import address_error, tls_error
+from .datatypes import version_number
+from .endpoints import model_metadata, off_loop, server_metadata
+from .errors import INTERNAL, INVALID, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
+from .settings import ServerSettings
 
 if TYPE_CHECKING:
-    from twinop.deploy.service.repository import Repository
+    from .repository import Repository
 
 _log = logging.getLogger(__name__)
 
 DRAIN_REFUSE_SECONDS = 0.5
-TIMER_SECONDS = 0.01  # uvloop's timers may be that early
-_OPEN = ("/ServerLive", "/ServerReady")  # without a token
+TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
+_OPEN = ("ServerLive", "ServerReady")  # need no token
 
-_headers: ContextVar[dict[str, str]] = ContextVar("_headers")  # the call's metadata, with its id
+_headers: ContextVar[dict[str, str]] = ContextVar("_headers")  # the call's metadata with its id
 
 Method = Callable[[Any, aio.ServicerContext], Awaitable[Any]]
 
 
-class Servicer(InferenceServicer):
-    """The protocol's calls. Each raises ServiceError, which `_Front` turns into a code."""
+class Calls:
+    """The protocol's calls. They raise ServiceError, which `_Front` turns into a gRPC code."""
 
-    def __init__(self, dataplane: DataPlane, repository: "Repository") -> None:
-        super().__init__(dataplane, None)
+    def __init__(self, repository: "Repository") -> None:
         self._repository = repository
+
+    def parsers(self) -> dict[str, Callable[[bytes], Any]]:
+        """Return the function that parses the request of each call."""
+        index_request, _ = grpc_index.messages()
+        names = ["ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata"]
+        names += ["RepositoryModelLoad", "RepositoryModelUnload"]
+        return {
+            **{name: getattr(pb, f"{name}Request").FromString for name in names},
+            "ModelInfer": wire.parse,
+            "RepositoryIndex": index_request.FromString,
+        }
 
     async def ModelInfer(self, request: wire.InferRequest, context: Any) -> bytes:
         headers = _headers.get()
@@ -52,19 +62,20 @@ class Servicer(InferenceServicer):
             most = self._repository.most_tensors(message.model_name)
             logs.bind(model=message.model_name)
             seconds = context.time_remaining()
-            asked, form = await off_loop(
-                request.size, codec_grpc.decode, message, seconds, most, request.bulk
-            )
+            asked, form = await off_loop(request.size, codec_grpc.decode, message, seconds, most, request.raw)
             asked.id = headers[ids.HEADER]
-            counting.result, _ = await self._data_plane.infer(asked.model, asked, headers)
+            counting.result = await self._repository.answer(asked)
             size = sum(array.nbytes for array in counting.result.outputs.values())
             return await off_loop(size, codec_grpc.encode, counting.result, form)
 
-    async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=await self._repository.ready())
+    async def ServerLive(self, request: Any, context: Any) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: Any, context: Any) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._repository.ready)
 
     async def ServerMetadata(self, request: Any, context: Any) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(**server_metadata(self._data_plane, self._repository))
+        return pb.ServerMetadataResponse(**server_metadata(self._repository))
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
         try:
@@ -77,7 +88,7 @@ class Servicer(InferenceServicer):
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
         described = model_metadata(self._repository, request.name, request.version)
-        del described["parameters"]  # KServe's message has no field for them
+        del described["parameters"]  # the message has no such field
         return pb.ModelMetadataResponse(**described)
 
     async def RepositoryModelLoad(self, request: Any, context: Any) -> pb.RepositoryModelLoadResponse:
@@ -92,9 +103,13 @@ class Servicer(InferenceServicer):
         await self._repository.unload_by_request(model)
         return pb.RepositoryModelUnloadResponse(model_name=model, isUnloaded=True)
 
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        _, response = grpc_index.messages()
+        return response(models=await self._repository.index_by_request(request.ready))
+
 
 def _model_name(request: Any) -> str:
-    """KServe's message has the name in field 1, Triton's (and so tritonclient's) in field 2."""
+    """Return the name, which KServe sends in field 1, and Triton (hence tritonclient) in field 2."""
     name = request.model_name or _triton_field(request, 2)
     if not name or not isinstance(name, str | bytes):
         raise invalid("model_name is missing")
@@ -102,40 +117,32 @@ def _model_name(request: Any) -> str:
 
 
 def _triton_field(request: Any, number: int) -> Any:
-    """A field that Triton's message has and KServe's has not; None if it was not sent."""
+    """Return a field that only Triton's message has; None if it was not sent."""
     return next((field.data for field in UnknownFieldSet(request) if field.field_number == number), None)
 
 
-class _Front(aio.ServerInterceptor):
-    """Around every call: its id, the token, failures as codes. A method is wrapped once, not once a call."""
+class _Front:
+    """Handles every call: its id, the token, and failures as gRPC codes."""
 
     def __init__(self, settings: ServerSettings) -> None:
         token = settings.token
         self._token = b"" if token is None else token.get_secret_value().encode()
-        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
         self.draining = False
+        self.was_called = False
 
-    @property
-    def was_called(self) -> bool:
-        return bool(self._wrapped)
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        method = handler_call_details.method
-        if method in self._wrapped:
-            return self._wrapped[method]
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
-            return handler
-        is_infer = method.endswith("/ModelInfer")  # whose answer is bytes already
-        parse = wire.parse if is_infer else handler.request_deserializer
-        self._wrapped[method] = grpc.unary_unary_rpc_method_handler(
-            self._around(handler.unary_unary, parse, is_open=method.endswith(_OPEN)),
-            response_serializer=None if is_infer else handler.response_serializer,
-        )
-        return self._wrapped[method]
+    def handler(self, calls: Calls) -> grpc.GenericRpcHandler:
+        """Return the service for gRPC."""
+        methods = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self._around(getattr(calls, name), parse, is_open=name in _OPEN)
+            )
+            for name, parse in calls.parsers().items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def _around(self, method: Method, parse: Callable[[bytes], Any], is_open: bool) -> Method:
-        async def guarded(data: bytes, context: aio.ServicerContext) -> Any:
+        async def guarded(data: bytes, context: aio.ServicerContext) -> bytes:
+            self.was_called = True
             headers = dict(context.invocation_metadata())
             refusal = None if is_open else self._refusal(headers)
             request = await off_loop(len(data), _parsed, parse, data) if refusal is None else None
@@ -144,12 +151,12 @@ class _Front(aio.ServerInterceptor):
             _headers.set(headers | {ids.HEADER: number})
             trailing = ((ids.HEADER, number),)
             logs.begin(request_id=number)
-            _log.debug("accepted")  # the soak holds this against the answers that came
+            _log.debug("accepted")  # `bench soak` compares these lines with the answers
             try:
                 if refusal is not None:
                     metrics.failed_without_model(refusal.failure)
                     raise refusal
-                if request is None:  # gRPC itself would say UNKNOWN, and log a bug
+                if request is None:  # gRPC itself would answer UNKNOWN and log an error
                     raise _unreadable()
                 answer = await method(request, context)
             except ServiceError as error:
@@ -158,14 +165,14 @@ class _Front(aio.ServerInterceptor):
             except Exception:
                 _log.exception("internal error")
                 await context.abort(INTERNAL.code, f"internal error; request id {number}", trailing)
-            if number in given:  # one made here is for failures: a trailer takes longer than a small run
+            if number in given:  # a trailer is slow: a generated id is sent with failures only
                 context.set_trailing_metadata(trailing)
-            return answer
+            return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
         return guarded
 
     def _refusal(self, headers: dict[str, str]) -> ServiceError | None:
-        """Before anything is read of what a client sent who may not."""
+        """Return why a call is refused before its request is parsed."""
         if self._token and not self._allowed(headers.get("authorization", "")):
             said = "this server wants a token: send the metadata authorization: Bearer <token>"
             return ServiceError(UNAUTHENTICATED, said)
@@ -179,7 +186,7 @@ class _Front(aio.ServerInterceptor):
 
 
 def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """None for what is no message."""
+    """Parse a message; return None for malformed data."""
     try:
         return parse(data)
     except DecodeError:
@@ -191,54 +198,50 @@ def _unreadable() -> ServiceError:
     return invalid("the request is not a protobuf message of the protocol")
 
 
-class GrpcServer(GRPCServer):
+class GrpcServer:
     """gRPC on one port, from `start` to `drain`."""
 
-    def __init__(self, settings: ServerSettings, dataplane: DataPlane, repository: "Repository") -> None:
-        super().__init__(settings.grpc_port or 0, dataplane, None, {})
+    def __init__(self, settings: ServerSettings, repository: "Repository") -> None:
         self.settings = settings
         self.port: int = settings.grpc_port or 0
         self._repository = repository
         self._front = _Front(settings)
+        self._server: Any = None
 
     async def start(self) -> None:
-        """Returns when calls are accepted.
+        """Start, and return when calls are accepted.
 
         Raises:
-            AddressError: the port is taken, the host is none of this machine's, or TLS cannot be set up.
+            AddressError: the port is in use, the host is not this machine's, or TLS cannot be set up.
         """
         settings = self.settings
         self._server = aio.server(
-            interceptors=(self._front,),
             options=(
                 ("grpc.max_receive_message_length", settings.max_request_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", settings.max_header_bytes),
                 ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
                 ("grpc.server_handshake_timeout_ms", round(settings.header_seconds * 1000)),
-                ("grpc.keepalive_time_ms", 30_000),  # clients that vanished without a word are found
+                ("grpc.keepalive_time_ms", 30_000),  # detects clients that vanished
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.so_reuseport", 0),  # else two servers could share a port unnoticed
+                ("grpc.so_reuseport", 0),  # otherwise two servers could share a port unnoticed
             ),
         )
-        pb_grpc.add_GRPCInferenceServiceServicer_to_server(
-            Servicer(self._data_plane, self._repository), self._server
-        )
-        self._server.add_generic_rpc_handlers((grpc_index.handler(self._repository),))
+        self._server.add_generic_rpc_handlers((self._front.handler(Calls(self._repository)),))
         self.port = self._bind()
         await self._server.start()
 
     async def drain(self, grace: float) -> bool:
-        """Takes no more calls; answers those that have come. After `grace` seconds they are cut off.
+        """Accept no more calls, and answer the accepted ones for up to `grace` seconds.
 
-        New calls are told first that the server is stopping: gRPC itself would cancel those that arrive just
-        then, and a client could not tell whether they were run. It still does with one that arrives in the
-        very moment of `stop`, before any of our code sees it.
+        New calls are first told that the server is stopping. gRPC itself would cancel calls that arrive at
+        that moment, and the client could not tell whether they ran. A call that arrives just as `stop` begins
+        is still cancelled, before any code here sees it.
 
         Returns:
-            Whether all were answered.
+            Whether all calls were answered.
         """
         if self._server is None:
             return True
@@ -246,7 +249,7 @@ class GrpcServer(GRPCServer):
         refusing = min(DRAIN_REFUSE_SECONDS, grace) if self._front.was_called else 0.0
         await asyncio.sleep(refusing)
         rest, started = grace - refusing, time.monotonic()
-        await self._server.stop(rest)  # returns before the time is over if no call is left
+        await self._server.stop(rest)  # returns early if no call is left
         return not rest or time.monotonic() - started < rest - TIMER_SECONDS
 
     def _bind(self) -> int:

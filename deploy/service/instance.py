@@ -1,4 +1,4 @@
-"""One run of a batch, joined: ONNX Runtime copies it to the GPU and back, on the session's stream."""
+"""Run one batch of joined requests; ONNX Runtime copies it to the GPU and back on the session's stream."""
 
 import contextlib
 import logging
@@ -10,30 +10,30 @@ from typing import Any
 
 import numpy as np
 
-from twinop.deploy.errors import FeedError, RunError
-from twinop.deploy.inference_session import Session
-from twinop.deploy.service.errors import INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
+from ..errors import FeedError, RunError
+from ..inference_session import Session
+from .errors import INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
 
 _log = logging.getLogger(__name__)
 _Parts = Sequence[Mapping[str, np.ndarray]]
 
-# What ONNX Runtime, its allocators, torch, cuBLAS and numpy say when memory is short.
+# Messages of ONNX Runtime, its allocators, torch, cuBLAS and NumPy when memory runs out.
 _NO_MEMORY = re.compile(
     r"out of memory|failed to allocate memory|bad_alloc|alloc_failed|unable to allocate|cuda failure 2:", re.I
 )
-_STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : (\w+) :")  # before the text that RunError keeps
-# ONNX Runtime's own place in its source, such as "element_wise_ops.h:583 void f(int, int) ".
+_STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : (\w+) :")  # precedes the text that RunError keeps
+# A location in ONNX Runtime's source, such as "element_wise_ops.h:583 void f(int, int) ".
 _INTERNALS = re.compile(r"\S+\.(?:h|cc|cu|cuh):\d+ [^\n]*?\) ")
 _PATH = re.compile(r"(?<![\w.])/(?:[^\s/:'\"()]+/)+")
 
 
 class _Gate:
-    """Lets many runs in, or one alone: one that captures a CUDA graph, which allocations elsewhere break."""
+    """Admits many runs at once, or one that captures a CUDA graph, which concurrent allocations break."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._running = 0
-        self._alone = 0  # that wait or run
+        self._alone = 0  # exclusive runs, waiting or running
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -65,31 +65,29 @@ class _Gate:
 _gate = _Gate()
 
 
-# An input that is so many bytes when joined is joined in pinned memory, from which the GPU fetches faster; of
-# fewer, asking torch for it takes longer than it gains. Microseconds on an H200, pageable / pinned: 64
-# requests of 4 KiB 131 / 154, 64 of 64 KiB 1208 / 974, 16 of 1 MiB 4724 / 3370. A request alone would have to
-# be copied there first (4 MiB: 763 / 936). To bind tensors of torch takes 100 us more for a run of 60.
+# Batches of at least this size are joined in pinned memory, which the GPU reads faster. For smaller ones the
+# buffer costs more than it gains. A single request is not copied at all.
 _PINNED_BYTES = 1 << 20
 
 
 class Instance:
-    """Runs a loaded model, one batch at a time."""
+    """A loaded model that runs one batch at a time."""
 
     def __init__(self, session: Session) -> None:
         self._session: Any = session
-        # Without torch there is no pinned memory to be had; torch has no strings.
+        # Pinned memory comes from torch, which has no strings.
         strings = any(each.dtype == "str" for each in (*session.inputs.values(), *session.outputs.values()))
         self._pinned = _Pinned() if session.stream is not None and not strings else None
         self._graphs = _Graphs(session, self._pinned) if self._pinned and session.cuda_graph else None
 
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """Runs the parts, of the same inputs, joined along axis 0 if there are several.
+        """Run the requests in `parts`, joined along axis 0. All must have the same inputs.
 
         Returns:
-            The outputs by name, in memory of their own.
+            The outputs by name, in newly allocated memory.
 
         Raises:
-            ServiceError: the parts do not fit the model, or the run failed; the message is for clients.
+            ServiceError: the inputs do not fit the model, or the run failed. The message is for clients.
         """
         with _translated():
             if self._session.device == "cpu":
@@ -101,18 +99,18 @@ class Instance:
                     return self._session.run(self._joined(parts), outputs)
             except Exception as error:
                 if _NO_MEMORY.search(str(error)):
-                    with _gate.shared():  # which frees memory
-                        _empty_torch_cache()  # what torch keeps for later, ONNX Runtime may need now
+                    with _gate.shared():  # freeing memory breaks a graph capture
+                        _empty_torch_cache()  # ONNX Runtime may need the memory that torch caches
                 raise
 
     def stop_capturing(self) -> None:
-        """No CUDA graphs for shapes that have not been run yet: capturing one stops all other runs."""
+        """Capture no further CUDA graphs, because a capture stops all other runs."""
         self._session.stop_capturing()
         if self._graphs is not None:
             self._graphs.captures = False
 
     def close(self) -> None:
-        """Lets go of the session and the buffers; with the last instance of a session its memory is freed."""
+        """Release the session and the buffers. The last instance of a session frees its memory."""
         self._session = self._graphs = self._pinned = None
 
     def _joined(self, parts: _Parts) -> Mapping[str, np.ndarray]:
@@ -130,7 +128,7 @@ class Instance:
 
 
 class _Pinned:
-    """Buffers in pinned memory, by name. They grow in powers of two and are kept."""
+    """Named buffers in pinned memory. They grow to powers of two and are kept."""
 
     def __init__(self) -> None:
         import torch
@@ -139,10 +137,10 @@ class _Pinned:
         self._buffers: dict[str, Any] = {}
 
     def buffer(self, name: str, size: int) -> Any:
-        """`size` bytes."""
+        """Return a buffer of `size` bytes."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            self._buffers.pop(name, None)  # before the next one: memory that is pinned is scarce
+            self._buffers.pop(name, None)  # free it before the next allocation: pinned memory is scarce
             buffer = self._torch.empty(
                 1 << max(size - 1, 1).bit_length(), dtype=self._torch.uint8, pin_memory=True
             )
@@ -150,7 +148,7 @@ class _Pinned:
         return buffer[:size]
 
     def joined(self, name: str, arrays: Sequence[np.ndarray]) -> tuple[Any, np.ndarray]:
-        """The arrays, joined along axis 0 if there are several: the buffer they lie in, and a view of it."""
+        """Join the arrays along axis 0. Return the buffer that holds them and a view of it."""
         first = arrays[0]
         shape = first.shape
         if len(arrays) > 1:
@@ -162,7 +160,7 @@ class _Pinned:
 
 
 class _Graphs:
-    """Runs through CUDA graphs, which want their tensors on the GPU; they get there through pinned memory."""
+    """Runs through CUDA graphs, whose inputs must be on the GPU. They pass through pinned memory."""
 
     def __init__(self, session: Session, pinned: _Pinned) -> None:
         import torch
@@ -180,7 +178,7 @@ class _Graphs:
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
         torch = self._torch
         gate = _gate.alone() if self.captures else _gate.shared()
-        # With the session's stream as the current one, nothing has to wait for another stream.
+        # The session's stream is the current one, so no other stream has to be awaited.
         with gate, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:
                 feeds = {name: self._send(name, [part[name] for part in parts]) for name in parts[0]}
@@ -188,20 +186,20 @@ class _Graphs:
                 views = {name: self._fetch(name, tensor) for name, tensor in found.items()}
                 self._stream.synchronize()
             except Exception:
-                with contextlib.suppress(Exception):  # copies may be under way to and from the buffers
+                with contextlib.suppress(Exception):  # copies from or to the buffers may be pending
                     self._stream.synchronize()
                 raise
         return {name: view.copy() for name, view in views.items()}
 
     def _send(self, name: str, arrays: Sequence[np.ndarray]) -> Any:
-        """The arrays as one tensor on the GPU, copied there behind what the stream holds."""
+        """Return the arrays as one tensor on the GPU; the copy is queued on the stream."""
         staged, view = self._pinned.joined(f"in {name}", arrays)
         tensor = self._torch.empty(view.shape, dtype=self._dtypes[name], device=self._device)
         tensor.reshape(-1).view(self._torch.uint8).copy_(staged, non_blocking=True)
         return tensor
 
     def _fetch(self, name: str, tensor: Any) -> np.ndarray:
-        """A view of the buffer that the tensor will have been copied to once the stream is done."""
+        """Queue a copy of the tensor; return a view of the buffer, valid once the stream is synchronized."""
         dtype = self._session.outputs[name].numpy_dtype
         shape = tuple(tensor.shape)
         if not tensor.numel():
@@ -218,7 +216,7 @@ def _empty_torch_cache() -> None:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """What a run can raise, as a ServiceError."""
+    """Convert the exceptions of a run to ServiceError."""
     try:
         yield
     except ServiceError:
@@ -246,5 +244,5 @@ def _failure(error: Exception) -> ServiceError:
 
 
 def without_paths(text: str) -> str:
-    """The text with no folders in it, for clients: of a path only the file's name stays."""
+    """Return the text for clients, with each path reduced to its file name."""
     return _PATH.sub("", _INTERNALS.sub("", text)).strip()

@@ -1,4 +1,4 @@
-"""Tensors as JSON numbers, strings, true and false."""
+"""Convert tensors from and to JSON numbers, strings and booleans."""
 
 import math
 from itertools import chain
@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from twinop.deploy.service.datatypes import BYTES, Datatype, count, shown
-from twinop.deploy.service.errors import invalid
+from .datatypes import BYTES, Datatype, count, shown
+from .errors import invalid
 
 
 def from_json(name: str, kind: Datatype, shape: list[Any], data: Any) -> np.ndarray:
-    """The tensor in `data`, which is flat or nested as `shape` says.
+    """Return the tensor in `data`, which is flat or nested according to `shape`.
 
     Raises:
-        ServiceError: an element is of another kind or out of range, or there are more or fewer.
+        ServiceError: an element has the wrong type or is out of range, or the number of elements is wrong.
     """
     elements = count(name, shape)
     values = _flat(name, data, shape, elements)
@@ -43,7 +43,7 @@ def from_json(name: str, kind: Datatype, shape: list[Any], data: Any) -> np.ndar
 
 
 def _flat(name: str, data: Any, shape: list[int], elements: int) -> list[Any]:
-    """The elements of `data`, which is flat or nested as `shape` says."""
+    """Return the elements of `data`, which is flat or nested according to `shape`."""
     if not isinstance(data, list):
         raise invalid(f"input {name}: data must be a list, not {shown(data)}")
     if not data or type(data[0]) is not list:
@@ -82,16 +82,16 @@ def _integers(name: str, kind: Datatype, values: list[int]) -> np.ndarray:
 
 
 def to_json(name: str, array: np.ndarray) -> Any:
-    """Row after row, for orjson; floats with as many digits as bring back every bit.
+    """Return the elements in row-major order for orjson, which writes floats without loss.
 
     Raises:
-        ServiceError: a number is not finite, which JSON cannot say.
+        ServiceError: a number is not finite, which JSON cannot express.
     """
     if array.dtype == BYTES.dtype:
         return array.ravel().tolist()
     if array.dtype.kind not in "iub":
         if array.dtype.itemsize == 2:
-            with np.errstate(invalid="ignore"):  # a signalling NaN
+            with np.errstate(invalid="ignore"):  # signalling NaNs
                 array = array.astype(np.float32)
         if not np.isfinite(array).all():
             raise invalid(

@@ -1,4 +1,4 @@
-"""Loads one version of a model: everything that can be wrong is found here, before it is served."""
+"""Load one version of a model. All problems are found here, before the version is served."""
 
 import logging
 import time
@@ -8,26 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinop.deploy.create_session import Choice, choose_providers, open_session
-from twinop.deploy.cuda import CUDA, has_gpu
-from twinop.deploy.custom_nodes import Model, custom_nodes, load_model
-from twinop.deploy.errors import ModelError, RunError
-from twinop.deploy.inference_session import Session
-from twinop.deploy.service.datatypes import datatype_of
-from twinop.deploy.service.folders import VersionFolder, config_of
-from twinop.deploy.service.instance import Instance, without_paths
-from twinop.deploy.service.model_library import library_for
-from twinop.deploy.service.settings import ModelSettings, Provider, ServerSettings, SettingsError
-from twinop.deploy.service.trial import compared, make_trial, missing_kernel, warm_up
-from twinop.deploy.tensor_specs import Spec
 from twinop.errors import LibraryError, ReplacedLibraryError, TwinopError
 from twinop.library import Library
+
+from ..create_session import Choice, choose_providers, open_session
+from ..cuda import CUDA, has_gpu
+from ..custom_nodes import Model, custom_nodes, load_model
+from ..errors import ModelError, RunError
+from ..inference_session import Session
+from ..tensor_specs import Spec
+from .datatypes import datatype_of
+from .folders import VersionFolder, config_of
+from .instance import Instance, without_paths
+from .model_library import library_for
+from .settings import ModelSettings, Provider, ServerSettings, SettingsError
+from .trial import compared, make_trial, missing_kernel, warm_up
 
 _log = logging.getLogger(__name__)
 
 _CPU = "CPUExecutionProvider"
 _PROVIDERS = {Provider.AUTO: None, Provider.CPU: [_CPU], Provider.CUDA: [CUDA, _CPU]}
-_QUIET = 4  # ONNX Runtime's severity "fatal": its errors arrive as exceptions
+_QUIET = 4  # severity "fatal" only: ONNX Runtime's errors arrive as exceptions
 
 
 @dataclass
@@ -37,14 +38,14 @@ class LoadedModel:
     Attributes:
         inputs, outputs: a Spec by name.
         required: the inputs without a default in the model.
-        instances: what runs batches, one at a time each.
+        instances: each runs one batch at a time.
         device: "cpu" or "cuda:0"; `reason` says why.
         library: the custom-op library, or None.
-        fallback: why function bodies run in place of the library, or None.
-        custom_nodes: what runs on the library's kernels, such as "CustomRelu x3".
-        body_nodes: what runs on function bodies, likewise.
-        difference: between kernels and function bodies in the first run, in words; None if not compared.
-        steady: how long a run takes follows from the shapes of its inputs; their values decide nothing.
+        fallback: why function bodies run instead of the library, or None.
+        custom_nodes: the ops that the library's kernels run, such as "CustomRelu x3".
+        body_nodes: the ops that function bodies run.
+            difference: how far kernels and function bodies differ in the first run; None if not compared.
+        steady: the run time depends on the shapes of the inputs alone, not on their values.
     """
 
     name: str
@@ -66,7 +67,7 @@ class LoadedModel:
     steady: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """The inputs and outputs as the protocol lists them, and `parameters`: how the model is run."""
+        """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""
         parameters: dict[str, str | int | float] = {
             "device": self.device,
             "device_reason": without_paths(self.reason),
@@ -89,25 +90,25 @@ class LoadedModel:
         }
 
     def close(self) -> None:
-        """Frees the sessions; a profile is written."""
+        """Free the sessions. ONNX Runtime writes its profiles."""
         for instance in self.instances:
             instance.close()
 
 
 def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) -> LoadedModel:
-    """Finds and checks the library, opens the sessions, warms them up, compares with function bodies.
+    """Find and check the library, open the sessions, warm them up, and compare kernels with function bodies.
 
-    Takes seconds: not for the event loop's thread.
+    This takes seconds: do not call it on the event loop's thread.
 
     Raises:
-        TwinopError: something does not fit; nothing else.
+        TwinopError: the version cannot be loaded. There are no other exceptions.
     """
     started = time.monotonic()
     try:
         loaded = _load(where, settings, server)
     except TwinopError:
         raise
-    except Exception as error:  # a broken model must not end a server that has others
+    except Exception as error:  # a broken model must not end a server that has other models
         _log.exception("model %s version %d: unexpected", where.model, where.version)
         raise ModelError(f"{where.path}: cannot be loaded: {error or type(error).__name__}") from error
     loaded.load_seconds = time.monotonic() - started
@@ -120,7 +121,7 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
     try:
         library = library_for(model, where, settings, server)
         choice, sessions = _open(model, library, where, settings, server)
-    except ReplacedLibraryError:  # a restart loads it; until then the old version runs, faster than bodies
+    except ReplacedLibraryError:  # keep the old version until a restart loads the new library
         raise
     except (LibraryError, ModelError) as error:
         fallback = _fallback(model, settings, error)
@@ -158,7 +159,7 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
 
 
 def _is_steady(model: Model, inputs: Mapping[str, Spec]) -> bool:
-    """No loop, and no integers or texts that could be a number of rounds or a size."""
+    """Return whether the model has no loops, and no integer or string inputs that could determine a size."""
     loops = custom_nodes(
         model.proto, lambda node: node.domain in ("", "ai.onnx") and node.op_type in ("Loop", "Scan")
     )
@@ -166,7 +167,7 @@ def _is_steady(model: Model, inputs: Mapping[str, Spec]) -> bool:
 
 
 def _fallback(model: Model, settings: ModelSettings, error: TwinopError) -> str:
-    """The reason to run on function bodies; raises `error` if they must not or cannot run."""
+    """Return why function bodies run. Raise `error` if they are missing or not allowed."""
     if not model.nodes or {node.node_type for node in model.nodes} - model.bodies:
         raise error
     if not settings.allow_fallback:
@@ -187,7 +188,7 @@ def _open(
     settings: ModelSettings,
     server: ServerSettings,
 ) -> tuple[Choice, list[Session]]:
-    """On CUDA a session for each instance, so that each has its stream; on the CPU all share one."""
+    """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
     libraries = [library] if library is not None else []
     choice = choose_providers(_PROVIDERS[settings.provider], libraries)
     graph = settings.cuda_graph and choice.device is not None
@@ -207,15 +208,13 @@ def _open(
 
 
 def _options(settings: ModelSettings) -> Any:
-    import onnxruntime  # after torch, which `choose_providers` imports where CUDA is used
+    import onnxruntime  # after torch, which `choose_providers` imports for CUDA
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _QUIET
     options.intra_op_num_threads = settings.intra_op_threads
     if not settings.intra_op_spinning:
-        # Threads that spin keep a core from the event loop and from other models. 50 runs a second, two cores
-        # of an EPYC: 19 to 24 ms of processor time a run with spinning, 3 without, and the same latency; one
-        # client without a pause: within 5 % either way, 64 clients: the same throughput.
+        # Spinning threads take cores from the event loop and from other models, and gain nothing here.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
@@ -230,7 +229,11 @@ def _profile(options: Any, folder: Path, name: str) -> None:
 
 
 def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> None:
-    """The first runs: raises ModelError if they fail, or if kernels and function bodies disagree."""
+    """Run the model for the first time.
+
+    Raises:
+        ModelError: the run fails, or kernels and function bodies disagree.
+    """
     trial = make_trial(loaded.inputs, loaded.required, loaded.settings)
     if trial is None:
         _log.warning("%s: not warmed up: the rank of an input is unknown, set warm_up", model.name)
@@ -255,7 +258,7 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
 
 
 def _log_provider(loaded: LoadedModel) -> None:
-    # Somebody may be waiting for the GPU.
+    # Warn: the user may expect the GPU to be used.
     unused = loaded.device == "cpu" and loaded.settings.provider == Provider.AUTO and has_gpu()
     _log.log(
         logging.WARNING if unused else logging.INFO,
@@ -274,7 +277,10 @@ def _log_provider(loaded: LoadedModel) -> None:
 
 
 def _inputs(model: Model, session: Session, settings: ModelSettings) -> tuple[dict[str, Spec], list[Spec]]:
-    """What clients may send, and what they must. Of initializers, a batched model offers those with rows."""
+    """Return the inputs that clients may send, and those that they must send.
+
+    An input with a default is left out if the model is batched and the input has no rows.
+    """
     _require_carried(model, "input", session.required)
     inputs = {spec.name: spec for spec in session.required}
     for spec in session.inputs.values():

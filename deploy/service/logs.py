@@ -1,6 +1,6 @@
-"""The server's log: one JSON object a line on stderr, with the request's id wherever there is a request.
+"""Write the server's log to stderr as JSON lines, with the request's id on each line about a request.
 
-ONNX Runtime's and gRPC's own C++ messages do not come through here; they stay plain lines on stderr.
+The C++ messages of ONNX Runtime and gRPC do not pass through here: they stay plain lines on stderr.
 """
 
 import json
@@ -16,17 +16,15 @@ from typing import Any
 _request: ContextVar[Mapping[str, Any]] = ContextVar("_request", default=MappingProxyType({}))
 
 _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
-"""What every record has; the rest of a record is its `extra`."""
+"""The attributes of every record. All others come from `extra`."""
 
 
 def configure(level: str, access_log: bool = False) -> None:
-    """Sends the logs of Python, this package, KServe, uvicorn and gRPC to stderr.
-
-    Call it before KServe's server is made: where handlers exist, it leaves logging alone.
+    """Send the logs of Python, this package, uvicorn and gRPC to stderr.
 
     Args:
-        level: debug, info, warning or error, for this package and the servers; others speak from warning on.
-        access_log: a line for each HTTP request.
+        level: debug, info, warning or error, for this package and the servers. Others log from warning on.
+        access_log: log a line for each HTTP request.
     """
     level = level.upper()
     own: dict[str, Any] = {"level": level, "handlers": [], "propagate": True}
@@ -48,10 +46,10 @@ def configure(level: str, access_log: bool = False) -> None:
                 "twinop": own,
                 "uvicorn": own,
                 "uvicorn.error": own,
-                # uvicorn asks whether anybody listens, and then makes no record at all
+                # uvicorn makes no access records without a handler
                 "uvicorn.access": own | {"level": "INFO", "propagate": access_log},
                 "kserve": own,
-                "kserve.trace": quiet,  # lines for every request
+                "kserve.trace": quiet,  # logs every request
                 "grpc": own,
                 "opentelemetry.exporter": own | {"level": "ERROR"},  # each retry is a warning
             },
@@ -61,21 +59,21 @@ def configure(level: str, access_log: bool = False) -> None:
 
 
 def begin(**fields: Any) -> None:
-    """Starts a request: every record of the current task has these fields, and none of an earlier request.
+    """Start a request: every record of the current task gets these fields and no earlier ones.
 
-    Servers run each request in a task of its own, so nothing has to be undone.
+    The servers run each request in a task of its own, so the fields need no reset.
     """
     _request.set(fields)
 
 
 def bind(**fields: Any) -> None:
-    """Adds fields to every record of the current task, such as request_id, model and version."""
+    """Add fields to every record of the current task, such as request_id, model and version."""
     _request.set({**_request.get(), **fields})
 
 
 @contextmanager
 def about(**fields: Any) -> Iterator[None]:
-    """Inside, every record has these fields and no others: for what runs outside of a request's task."""
+    """Give every record inside the block exactly these fields, for work outside of a request's task."""
     before = _request.set(fields)
     try:
         yield
@@ -84,7 +82,7 @@ def about(**fields: Any) -> Iterator[None]:
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as a line of JSON: time, level, logger, message, the request's fields, extras, traceback."""
+    """Formats a record as a line of JSON: time, level, logger, message, fields, extras, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -104,7 +102,7 @@ class JsonFormatter(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = record.stack_info
-        return json.dumps(line, default=str)  # all ASCII: no character of a client's ends the line
+        return json.dumps(line, default=str)  # ASCII only: no character can end the line early
 
 
 def _timestamp(seconds: float) -> str:

@@ -1,7 +1,6 @@
-"""What Prometheus reads at /metrics and the status page shows: requests, failures, times, what runs where.
+"""The metrics behind /metrics and the status page: requests, failures, latencies, and what runs where.
 
-Labels are looked up once a version, so that an answered request alone in its run costs 3 us in all
-(`started`, `answered`, `ran`; one core of an EPYC, prometheus-client 0.26).
+Labels are looked up once per version to keep the cost of a request low.
 """
 
 import time
@@ -13,8 +12,8 @@ from typing import Any, Protocol
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from twinop.deploy.service.errors import Failure, failure_of
-from twinop.deploy.service.request import Result
+from .errors import Failure, failure_of
+from .request import Result
 
 _LABELS = ("model", "version")
 _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -22,16 +21,16 @@ _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 REQUESTS = Counter("twinop_requests", "Requests that ended, answered or failed.", _LABELS)
 FAILURES = Counter(
     "twinop_failures",
-    "Requests that failed, by reason; without a model where none was found.",
+    "Failed requests by reason; without a model label if no served model was found.",
     (*_LABELS, "reason"),
 )
 IN_FLIGHT = Gauge("twinop_in_flight", "Requests that were accepted and have not ended.", _LABELS)
 QUEUED = Gauge("twinop_queued", "Requests that wait for an instance.", _LABELS)
 REQUEST_SECONDS = Histogram(
-    "twinop_request_seconds", "From arrival to answer, of answered requests.", _LABELS, buckets=_SECONDS
+    "twinop_request_seconds", "Time from arrival to answer of answered requests.", _LABELS, buckets=_SECONDS
 )
 QUEUE_SECONDS = Histogram(
-    "twinop_queue_seconds", "Waiting for an instance, of answered requests.", _LABELS, buckets=_SECONDS
+    "twinop_queue_seconds", "Time that answered requests waited for an instance.", _LABELS, buckets=_SECONDS
 )
 COMPUTE_SECONDS = Histogram("twinop_compute_seconds", "One run of the model.", _LABELS, buckets=_SECONDS)
 BATCH_SIZE = Histogram(
@@ -47,32 +46,32 @@ _OF_A_VERSION: tuple[MetricWrapperBase, ...] = (
 )  # fmt: skip
 
 for _result in ("ok", "failed"):
-    LOADS.labels(_result)  # 0 before the first, so that rate() sees it
+    LOADS.labels(_result)  # a zero before the first load lets rate() see the first one
 
-_owners: Tally[tuple[str, str]] = Tally()  # a version that is loaded anew has two for a moment
+_owners: Tally[tuple[str, str]] = Tally()  # two while a version is being reloaded
 
 
 def loaded(ok: bool) -> None:
-    """A version was loaded, or could not be."""
+    """Count a load, or a failed one."""
     LOADS.labels("ok" if ok else "failed").inc()
 
 
 def failed_without_model(failure: Failure) -> None:
-    """A request failed that meant no version that is served. Names that clients made up are no labels."""
+    """Count a failed request to no served version. Names that clients invent never become labels."""
     FAILURES.labels("", "", failure.reason).inc()
 
 
 class counting:
-    """Around an inference request, until its answer is ready to be sent: how it ended is counted once.
+    """Counts an inference request once, when its answer is ready or it has failed.
 
-    That is done under the version that ran it. What fails before, such as a body that is no JSON, counts for
-    the version that was meant, if that is served.
+    A request counts for the version that ran it. If it fails earlier, for example because its body is not
+    JSON, it counts for the version that it was sent to, if that is served.
     """
 
     def __init__(self, meant: Callable[[], "ModelMetrics | None"]) -> None:
-        """`meant` is asked only if the request fails."""
+        """`meant` returns the addressed version's metrics. It is called only if the request fails."""
         self._meant = meant
-        self.result: Result | None = None  # of a run that went well; its answer may still fail
+        self.result: Result | None = None  # set after a successful run; encoding the answer may still fail
 
     def __enter__(self) -> "counting":
         return self
@@ -93,7 +92,7 @@ class counting:
 
 
 class Queue(Protocol):
-    """What is watched: a `batching.Batcher`. It calls `on_run` with the rows and seconds of each run."""
+    """A queue to observe: a `batching.Batcher`. It calls `on_run` with the rows and seconds of each run."""
 
     on_run: Callable[[int, float], None]
 
@@ -102,10 +101,10 @@ class Queue(Protocol):
 
 
 class ModelMetrics:
-    """The metrics of one version while it is loaded; its own numbers are for the status page.
+    """The metrics of one loaded version. The plain numbers are for the status page.
 
-    A request is `started` and then, once, `answered` or `failed` (a cancelled one: `failed(CANCELLED)`).
-    All methods belong to the event loop's thread.
+    A request is `started` and then either `answered` or `failed` once (`failed(CANCELLED)` if cancelled).
+    Call all methods on the event loop's thread.
     """
 
     def __init__(self, model: str, version: int) -> None:
@@ -116,7 +115,7 @@ class ModelMetrics:
         self.failures: Tally[str] = Tally()
         self.runs = 0
         self.rows = 0
-        self.latencies: deque[float] = deque(maxlen=1000)  # seconds of the latest answered requests
+        self.latencies: deque[float] = deque(maxlen=1000)  # seconds, of the most recent answers
         _owners[self._labels] += 1
         self._requests = REQUESTS.labels(*self._labels)
         self._failures: dict[str, Counter] = {}
@@ -127,13 +126,13 @@ class ModelMetrics:
         IN_FLIGHT.labels(*self._labels).set_function(lambda: self.in_flight)
 
     def watch(self, queue: Queue) -> None:
-        """Follows the version's queue and its runs."""
+        """Observe the version's queue and its runs."""
         queue.on_run = self.ran
         QUEUED.labels(*self._labels).set_function(lambda: queue.queued)
 
     def provider(self, provider: str, fallback: bool) -> None:
-        """What runs the version (cpu, cuda), and whether without its library."""
-        PROVIDER.remove_by_labels(self._set())  # of a version that this one replaces
+        """Set the provider ("cpu", "cuda") and whether function bodies replace the library."""
+        PROVIDER.remove_by_labels(self._set())  # left by a version that this one replaces
         PROVIDER.labels(*self._labels, provider).set(1)
         FALLBACK.labels(*self._labels).set(fallback)
 
@@ -141,7 +140,7 @@ class ModelMetrics:
         self.in_flight += 1
 
     def answered(self, result: Result, seconds: float) -> None:
-        """`seconds`: since the request arrived."""
+        """Count an answer `seconds` after the request's arrival."""
         self.in_flight -= 1
         self.requests += 1
         self.latencies.append(seconds)
@@ -159,25 +158,25 @@ class ModelMetrics:
         self._failures[failure.reason].inc()
 
     def ran(self, rows: int, seconds: float) -> None:
-        """One run of the model, whatever came out."""
+        """Count one run of the model, successful or not."""
         self.runs += 1
         self.rows += rows
         self._batch_size.observe(rows)
         self._compute_seconds.observe(seconds)
 
     def quantile(self, q: float) -> float | None:
-        """Of the latest answered requests' seconds; None without any."""
+        """Return a quantile of the most recent latencies in seconds, or None without any."""
         if not self.latencies:
             return None
         ordered = sorted(self.latencies)
         return ordered[min(int(q * len(ordered)), len(ordered) - 1)]
 
     def mean_batch(self) -> float | None:
-        """Rows a run; None before the first."""
+        """Return the mean number of rows per run, or None before the first run."""
         return self.rows / self.runs if self.runs else None
 
     def drop(self) -> None:
-        """Ends the version's series, unless it was loaded again meanwhile: then they go on."""
+        """Remove the version's series, unless the version has been loaded again."""
         _owners[self._labels] -= 1
         if _owners[self._labels] > 0:
             return

@@ -1,23 +1,24 @@
-"""The custom-op library of a served model: found where libraries may lie, and checked."""
+"""Find and check the custom-op library of a served model."""
 
 from pathlib import Path
 
-from twinop.deploy.check_nodes import require_fit
-from twinop.deploy.custom_nodes import Model
-from twinop.deploy.domains import only_library
-from twinop.deploy.service.folders import VersionFolder
-from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.errors import LibraryError
 from twinop.library import Library, checksum, library_folders
+
+from ..check_nodes import require_fit
+from ..custom_nodes import Model
+from ..domains import only_library
+from .folders import VersionFolder
+from .settings import ModelSettings, ServerSettings
 
 
 def library_for(
     model: Model, where: VersionFolder, settings: ModelSettings, server: ServerSettings
 ) -> Library | None:
-    """The library that the model needs, allowed and checked; None if it needs none.
+    """Return the checked library that the model needs, or None if it needs none.
 
     Raises:
-        LibraryError, ModelError: there is none that may and can be used.
+        LibraryError, ModelError: no library is both allowed and usable.
     """
     if not model.nodes:
         return None
@@ -42,10 +43,10 @@ def library_for(
 
 
 def _named(path: Path, folders: list[Path]) -> Path:
-    """Where the library of the settings is: a relative path is looked for in all folders.
+    """Return the path of the library that the settings name. A relative path is searched in all folders.
 
     Raises:
-        LibraryError: it is missing, or outside of the folders.
+        LibraryError: the library is missing, or outside of the folders.
     """
     listed = ", ".join(map(str, folders))
     candidates = [path] if path.is_absolute() else [folder / path for folder in folders]

@@ -1,10 +1,9 @@
-"""Triton's config.pbtxt, read into our settings by Triton's own model_config.proto.
+"""Read Triton's config.pbtxt into settings, with Triton's own model_config.proto.
 
-What only changes speed or order is passed over with a line in the log; what would change results and is not
-done here is an error, so that a model never answers differently from what its file says.
+Options that change only speed or order are ignored with a line in the log. Unsupported options that change
+results are errors, so that a model never answers differently from what its file says.
 """
 
-import importlib.util
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +14,16 @@ from typing import Any
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
-from twinop.deploy.service.datatypes import datatype_of
-from twinop.deploy.service.settings import Provider, SettingsError
-from twinop.deploy.tensor_specs import Spec
+from ..tensor_specs import Spec
+from .datatypes import datatype_of
+from .protobufs import generated_module
+from .settings import Provider, SettingsError
 
 FILE = "config.pbtxt"
 _log = logging.getLogger(__name__)
 
-_OURS = {"", "onnxruntime", "onnxruntime_onnx"}  # of backend and platform
-_REFUSED = {  # fields that change what comes out, or what a client must send
+_OURS = {"", "onnxruntime", "onnxruntime_onnx"}  # values of backend and platform
+_REFUSED = {  # unsupported fields that change the results or what a client must send
     "sequence_batching": "sequences of requests",
     "ensemble_scheduling": "ensembles",
     "batch_input": "batch inputs",
@@ -31,7 +31,7 @@ _REFUSED = {  # fields that change what comes out, or what a client must send
     "model_repository_agents": "repository agents",
     "cc_model_filenames": "a file for each compute capability",
 }
-THREADS = "intra_op_thread_count"  # the ORT backend's parameter
+THREADS = "intra_op_thread_count"  # a parameter of Triton's ONNX Runtime backend
 _READ = {
     "name", "platform", "backend", "version_policy", "max_batch_size", "default_model_filename",
     "model_operations", "model_transaction_policy", "optimization.cuda.graphs", f"parameters.{THREADS}",
@@ -46,16 +46,16 @@ _READ = {
 
 @dataclass(frozen=True)
 class Declared:
-    """An input or output as the file has it: with the batch axis put in front, where there is one."""
+    """An input or output in the file; the shape includes the batch axis, if there is one."""
 
     name: str
     datatype: str
-    shape: tuple[int, ...]  # -1 where any size goes
+    shape: tuple[int, ...]  # -1 for any size
 
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """What a config.pbtxt says: `settings` is a layer for `Settings.for_model`."""
+    """The content of a config.pbtxt. `settings` is a layer for `Settings.for_model`."""
 
     path: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -64,9 +64,10 @@ class TritonConfig:
     filename: str = ""
 
     def require_fit(self, inputs: Mapping[str, Spec], outputs: Mapping[str, Spec]) -> None:
-        """
+        """Check the model's interface.
+
         Raises:
-            SettingsError: the model has other inputs or outputs than the file says.
+            SettingsError: the model's inputs or outputs differ from the file's.
         """
         problems = [
             problem
@@ -82,10 +83,10 @@ class TritonConfig:
 
 
 def read_config(path: Path, model: str) -> TritonConfig:
-    """Reads the config.pbtxt of a model folder; `model` is the folder's name.
+    """Read the config.pbtxt of the folder named `model`.
 
     Raises:
-        SettingsError: it cannot be read or parsed, or asks for what is not done here.
+        SettingsError: the file cannot be read or parsed, or asks for an unsupported feature.
     """
     try:
         text = path.read_text()
@@ -116,30 +117,24 @@ def read_config(path: Path, model: str) -> TritonConfig:
 
 @cache
 def protocol() -> Any:
-    """The classes of model_config.proto as tritonclient has them compiled.
+    """Return tritonclient's compiled model_config.proto.
 
-    That module alone: its package would also register the messages that KServe has under the same names.
+    Only this module is loaded: its package would register messages under the same names as KServe's.
 
     Raises:
         SettingsError: tritonclient is not installed, or does not fit the installed protobuf.
     """
-    package = importlib.util.find_spec("tritonclient")
-    for folder in (package.submodule_search_locations or ()) if package is not None else ():
-        path = Path(folder) / "grpc" / "model_config_pb2.py"
-        spec = importlib.util.spec_from_file_location("_twinop_triton_model_config", path)
-        if path.is_file() and spec is not None and spec.loader is not None:
-            module = importlib.util.module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-            except Exception as error:  # protobuf has classes of its own for versions that do not fit
-                raise SettingsError(
-                    f"config.pbtxt needs another version of protobuf or tritonclient: {error}"
-                ) from error
-            return module
-    raise SettingsError(
-        "config.pbtxt is read with Triton's model_config.proto, from a package that is not installed: pip "
-        "install 'tritonclient[grpc]', or put the settings into a twinop.toml"
-    )
+    try:
+        return generated_module("tritonclient", "grpc", "model_config_pb2.py")
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            "config.pbtxt is read with Triton's model_config.proto, from a package that is not installed: "
+            "pip install 'tritonclient[grpc]', or put the settings into a twinop.toml"
+        ) from error
+    except Exception as error:  # protobuf raises its own types for incompatible versions
+        raise SettingsError(
+            f"config.pbtxt needs another version of protobuf or tritonclient: {error}"
+        ) from error
 
 
 def _wrong(path: Path, what: str, problems: Sequence[str]) -> SettingsError:
@@ -174,7 +169,7 @@ def _refused(config: Any, model: str) -> list[str]:
 
 
 def _ignored(message: Any, prefix: str = "") -> Iterator[str]:
-    """What is set in the file and not looked at here, such as optimization.graph."""
+    """Yield the fields that are set in the file but have no effect here, such as optimization.graph."""
     for each, value in message.ListFields():
         path = prefix + each.name
         if path == "parameters":
@@ -191,10 +186,10 @@ def _ignored(message: Any, prefix: str = "") -> Iterator[str]:
 def _settings(config: Any, path: Path) -> dict[str, Any]:
     """
     Raises:
-        ValueError: with one argument a problem.
+        ValueError: has one argument for each problem.
     """
     settings: dict[str, Any] = {}
-    if config.max_batch_size > 0:  # a file that does not say it holds 0
+    if config.max_batch_size > 0:  # 0 is also the value of a missing field
         settings["max_batch_size"] = config.max_batch_size
     problems: list[str] = []
     if config.HasField("dynamic_batching"):
@@ -206,7 +201,7 @@ def _settings(config: Any, path: Path) -> dict[str, Any]:
     if config.optimization.cuda.graphs:
         settings["cuda_graph"] = True
     if THREADS in config.parameters:
-        settings["intra_op_threads"] = config.parameters[THREADS].string_value  # pydantic makes it an int
+        settings["intra_op_threads"] = config.parameters[THREADS].string_value  # pydantic converts it to int
     if config.model_warmup:
         settings["warm_up"] = _warm_up(config.model_warmup[0], config.max_batch_size > 0)
     elif shapes := _fixed_shapes(config):
@@ -256,7 +251,7 @@ def _instances(groups: Any, problems: list[str]) -> dict[str, Any]:
 
 
 def _library(names: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """A path that is not here is one in Triton's container: then a library of that name is looked for."""
+    """Return the library's path. A path that is missing here is the container's: search for its file name."""
     if len(names) > 1:
         problems.append(
             f"op_library_filename: {', '.join(names)}; ONNX Runtime takes one library per domain and "
@@ -274,18 +269,18 @@ def _warm_up(sample: Any, batched: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _is_vector(tensor: Any, batched: bool) -> bool:
-    """Whether a reshape is Triton's way to write a batched vector, whose dims would be empty."""
+    """Return whether a reshape denotes a batched vector, whose dims would otherwise be empty."""
     return batched and list(tensor.dims) == [1] and not tensor.reshape.shape
 
 
 def _dims(tensor: Any) -> Sequence[int]:
-    """Without the batch axis; that of the model."""
+    """Return the model's dims without the batch axis."""
     dims: Sequence[int] = tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims
     return dims
 
 
 def _fixed_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes to try the model at, where the file has a size for each dimension."""
+    """Return shapes to warm up with if the file fixes every dimension."""
     rows = (1,) if config.max_batch_size > 0 else ()
     fixed = {each.name: (*rows, *_dims(each)) for each in config.input if all(size > 0 for size in each.dims)}
     return fixed if len(fixed) == len(config.input) else {}
@@ -303,7 +298,7 @@ def _differences(kind: str, declared: Declared, specs: Mapping[str, Spec]) -> li
         return [f"{kind} {declared.name!r}: the model has {', '.join(specs)}"]
     found = []
     datatype = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else spec.type
-    if declared.datatype not in ("INVALID", datatype):  # left out
+    if declared.datatype not in ("INVALID", datatype):  # INVALID: not given in the file
         found.append(f"data_type of {kind} {declared.name}: {declared.datatype}, the model has {datatype}")
     if spec.shape is not None and not _fits(declared.shape, spec.shape):
         shape = [size if isinstance(size, int) else -1 for size in spec.shape]
@@ -315,7 +310,7 @@ def _differences(kind: str, declared: Declared, specs: Mapping[str, Spec]) -> li
 
 
 def _fits(declared: Sequence[int], shape: Sequence[int | str | None]) -> bool:
-    """A size in the file may be narrower than the model, never wider. A scalar has [1] there."""
+    """Return whether the file's sizes are the model's or narrower. [1] stands for a scalar."""
     if not shape and tuple(declared) == (1,):
         return True
     return len(declared) == len(shape) and all(

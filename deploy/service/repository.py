@@ -1,4 +1,4 @@
-"""The models that are served: loaded at the start, followed on disk or by request, swapped without a gap."""
+"""Load models at the start, follow changes on disk or by request, and swap versions without a gap."""
 
 import asyncio
 import logging
@@ -8,17 +8,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from twinop.deploy.service import metrics
-from twinop.deploy.service._kserve import ModelRepository
-from twinop.deploy.service.datatypes import version_number
-from twinop.deploy.service.errors import NOT_FOUND, NOT_READY, OFF, ServiceError
-from twinop.deploy.service.folders import ModelFolder, VersionFolder, scan
-from twinop.deploy.service.instance import without_paths
-from twinop.deploy.service.loading import load
-from twinop.deploy.service.metrics import ModelMetrics
-from twinop.deploy.service.served import ServedModel, Version
-from twinop.deploy.service.settings import Control, ModelSettings, Settings
 from twinop.errors import TwinopError
+
+from . import metrics
+from .datatypes import version_number
+from .errors import NOT_FOUND, NOT_READY, OFF, ServiceError
+from .folders import ModelFolder, VersionFolder, scan
+from .instance import without_paths
+from .loading import load
+from .metrics import ModelMetrics
+from .request import Request, Result
+from .served import ServedModel, Version
+from .settings import Control, ModelSettings, Settings
 
 _log = logging.getLogger(__name__)
 
@@ -31,27 +32,26 @@ class State(StrEnum):
 
 @dataclass
 class _Known:
-    """What was last done about a version: of which files (stamp), and how it ended."""
+    """The last attempt to load a version: the stamp of its files, and the outcome."""
 
     stamp: Any
     state: State
     reason: str = ""
 
 
-class Repository(ModelRepository):
-    """All models. `settings.server.control` says who decides what is loaded.
+class Repository:
+    """All models. `settings.server.control` determines who loads and unloads them.
 
-    Its methods belong to the event loop's thread; models are loaded in a worker thread, one at a time, while
+    Call its methods on the event loop's thread. Models are loaded in a worker thread, one at a time, while
     serving goes on.
     """
 
     def __init__(self, root: Path, settings: Settings) -> None:
-        super().__init__(str(root))
         self.root = root.absolute()
         self.settings = settings
         self.draining = False
         self.started = time.time()
-        self.loading = False  # a thread is at it, which nothing can stop
+        self.loading = False  # a thread is loading, which cannot be interrupted
         self.models: dict[str, ServedModel] = {}
         self._known: dict[str, dict[int, _Known]] = {}
         self._lock = asyncio.Lock()
@@ -60,12 +60,14 @@ class Repository(ModelRepository):
 
     # -------------------------------------------------------------------------------- asking
 
-    async def ready(self) -> bool:
-        """Whether all that was there at the start is loaded, and the server is not stopping."""
+    @property
+    def ready(self) -> bool:
+        """Return whether all initial models are loaded and the server is not stopping."""
         return self._loaded and not self.draining
 
     def find(self, name: str, version: int | None = None) -> Version:
-        """
+        """Return a version of a model; the latest for None.
+
         Raises:
             ServiceError: there is no such model or version, or it is not ready.
         """
@@ -77,27 +79,35 @@ class Repository(ModelRepository):
             raise ServiceError(NOT_FOUND, f"there is no model {name!r}; models: {known}")
         return model.find(version)
 
+    async def answer(self, request: Request) -> Result:
+        """Run a request.
+
+        Raises:
+            ServiceError: the model is not ready, the request does not fit it, or the run failed.
+        """
+        return await self.find(request.model, request.version).answer(request)
+
     def metrics_of(self, name: str, version: str) -> ModelMetrics | None:
-        """Of the version that a request means; None if that is not served."""
+        """Return the metrics of the version that a request names; None if it is not served."""
         try:
             return self.find(name, version_number(name, version)).metrics
         except ServiceError:
             return None
 
     def most_tensors(self, name: str) -> int:
-        """How many inputs, or outputs, a request to the model may have.
+        """Return how many inputs, and outputs, a request to the model may have.
 
         Raises:
             ServiceError: there is no such model, or it is not ready.
         """
         if name not in self.models:
-            self.find(name)  # says what is wrong
+            self.find(name)  # raises
         return self.models[name].most_tensors
 
     async def index(self, ready: bool = False) -> list[dict[str, str]]:
-        """Every version of every model with its state, as the repository extension lists them.
+        """Return every version of every model with its state, as the repository extension lists them.
 
-        Where clients decide what is loaded, what they may load is among them.
+        If clients control the loading, versions that they may load are included.
         """
         found = {name: dict(versions) for name, versions in self._known.items()}
         if self.is_controlled and not ready:
@@ -114,11 +124,11 @@ class Repository(ModelRepository):
     # -------------------------------------------------------------------------------- loading
 
     async def load_all(self) -> None:
-        """Loads what is there. Where the version that is wanted is broken, an older one has to do.
+        """Load all models. If a wanted version is broken, an older one is loaded instead.
 
         Raises:
-            TwinopError: the folder holds no model, no version of one can be loaded, or there are settings for
-                a model that is not there and cannot come later: with all messages.
+            TwinopError: the folder holds no model, a model has no loadable version, or there are settings for
+                a model that does not exist and cannot appear later. The message lists all problems.
         """
         folders = await asyncio.to_thread(scan, self.root)
         problems = []
@@ -138,7 +148,7 @@ class Repository(ModelRepository):
         self._loaded = True
 
     async def poll(self) -> None:
-        """Follows the folder until cancelled: a version is loaded once its files have come to rest."""
+        """Follow the folder until cancelled. A version is loaded once its files have stopped changing."""
         before: dict[str, ModelFolder] = {}
         missing: set[str] = set()
         said = ""
@@ -147,16 +157,16 @@ class Repository(ModelRepository):
             try:
                 before, missing = await self._poll_once(before, missing)
                 said = ""
-            except TwinopError as error:  # the root is not there, or empty: what is served goes on
+            except TwinopError as error:  # the folder is missing or empty: go on serving
                 if said != (said := str(error)):
                     _log.warning("%s", error)
-            except Exception:  # or nobody would follow the folder any more
+            except Exception:  # otherwise nobody would follow the folder any more
                 _log.exception("following %s failed; the next try is in a moment", self.root)
 
     async def _poll_once(
         self, before: dict[str, ModelFolder], missing: set[str]
     ) -> tuple[dict[str, ModelFolder], set[str]]:
-        """Follows what is as it was at the last scan, and lets go of what was missing then too."""
+        """Follow models that are unchanged since the last scan, and remove those missing in both scans."""
         folders = await asyncio.to_thread(scan, self.root)
         for name, folder in folders.items():
             if name in before and before[name].stamps == folder.stamps:
@@ -167,7 +177,8 @@ class Repository(ModelRepository):
         return folders, gone
 
     async def index_by_request(self, ready: bool = False) -> list[dict[str, str]]:
-        """
+        """List the models for a client.
+
         Raises:
             ServiceError: the repository extension is off.
         """
@@ -175,7 +186,8 @@ class Repository(ModelRepository):
         return await self.index(ready)
 
     async def load_by_request(self, name: str) -> None:
-        """
+        """Load a model for a client.
+
         Raises:
             ServiceError: loading by request is off, there is no such model, or it cannot be loaded.
         """
@@ -189,7 +201,7 @@ class Repository(ModelRepository):
             raise ServiceError(NOT_READY, f"model {name} could not be loaded; the server's log says why")
 
     async def unload_by_request(self, name: str) -> None:
-        """Takes a model out of service; what it has accepted is answered.
+        """Unload a model for a client; accepted requests are still answered.
 
         Raises:
             ServiceError: unloading by request is off, or there is no such model.
@@ -207,7 +219,7 @@ class Repository(ModelRepository):
 
     @property
     def is_controlled(self) -> bool:
-        """Whether clients may list, load and unload models: the repository extension."""
+        """Whether clients may list, load and unload models (the repository extension)."""
         return self.settings.server.control == Control.EXPLICIT
 
     def _require_explicit(self) -> None:
@@ -216,9 +228,9 @@ class Repository(ModelRepository):
             raise ServiceError(OFF, said)
 
     async def _follow(self, folder: ModelFolder, retry: bool = False) -> list[str]:
-        """Brings one model to what its folder holds; the problems as messages.
+        """Bring one model in line with its folder, and return the problems as messages.
 
-        A new version is loaded and warm before it takes over; if it cannot be loaded, the old one stays.
+        A new version takes over once it is loaded and warm. If it cannot be loaded, the old one stays.
         """
         async with self._lock:
             known = self._known.setdefault(folder.name, {})
@@ -235,13 +247,13 @@ class Repository(ModelRepository):
                 if is_tried and not (retry and last is not None and last.state != State.READY):
                     continue
                 problems += await self._load(where, folder.stamps[version], settings)
-            if all(known[version].state == State.READY for version in wanted):  # else the old ones go on
+            if all(known[version].state == State.READY for version in wanted):  # otherwise the old ones stay
                 for version in known.keys() - wanted.keys():
                     self._retire(folder.name, version)
             return problems
 
     async def _follow_older(self, folder: ModelFolder) -> None:
-        """Loads the newest version that can be loaded, of those that are not wanted."""
+        """Load the newest version that loads, out of those that are not wanted."""
         async with self._lock:
             try:
                 settings = self.settings.for_model(folder.name, *folder.layers)
@@ -253,7 +265,7 @@ class Repository(ModelRepository):
                     return
 
     async def _load(self, where: VersionFolder, stamp: Any, settings: ModelSettings) -> list[str]:
-        """Loads a version and lets it take over; what went wrong otherwise."""
+        """Load a version and let it take over; return the problems as messages."""
         known = self._known[where.model]
         known[where.version] = _Known(stamp, State.LOADING)
         self.loading = True
@@ -265,14 +277,14 @@ class Repository(ModelRepository):
             known[where.version] = _Known(stamp, State.UNAVAILABLE, self._for_clients(error))
             self.loading = False
             return [str(error)]
-        self.loading = False  # not where this task is cancelled: the thread goes on
+        self.loading = False  # stays set if this task is cancelled: the thread goes on
         metrics.loaded(True)
         known[where.version] = _Known(stamp, State.READY)
         self._swap(where.model, where.version, Version(loaded))
         return []
 
     def _refuse(self, folder: ModelFolder, error: TwinopError) -> None:
-        """Its settings do not fit: said once for each state of the files."""
+        """Report settings that do not fit, once for each state of the files."""
         known = self._known[folder.name]
         reason = self._for_clients(error)
         if any(version not in known or known[version].reason != reason for version in folder.versions):
@@ -313,6 +325,6 @@ class Repository(ModelRepository):
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Answers all that was accepted, then lets go of all models."""
+        """Answer all accepted requests, then release all models."""
         versions = [version for model in self.models.values() for version in model.versions.values()]
         await asyncio.gather(*(version.close() for version in versions), *self._closing)

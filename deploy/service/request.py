@@ -1,4 +1,4 @@
-"""A request and its answer between the protocols and the models: names and arrays, nothing of a protocol."""
+"""A request and its result, independent of the protocol: names and arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,26 +6,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twinop.deploy.service.errors import invalid
+from .errors import invalid
 
 if TYPE_CHECKING:
-    from twinop.deploy.service.metrics import ModelMetrics
+    from .metrics import ModelMetrics
 
-LARGE = 256 << 10  # bytes of a request or an answer: from here on it is worked on in a thread
-MOST_TENSORS = 64  # inputs, or outputs, of a request to a model that has fewer
+LARGE = 256 << 10  # requests and answers of more bytes are converted in a thread
+MOST_TENSORS = 64  # inputs, and outputs, of a request, unless the model has more
 
 
 @dataclass(slots=True)
 class Request:
-    """One inference request, decoded but not yet held against the model.
+    """A decoded inference request that is not checked against the model yet.
 
     Attributes:
         inputs: arrays by name. BF16 is ml_dtypes.bfloat16; BYTES is an object array of str.
-        outputs: the names wanted, in order; None for all.
-        version: the version asked for; None for the latest.
-        id: what the logs and the answer call it: the client's, or one made here.
-        deadline: when the client gives up, in seconds of time.monotonic(); None for never.
-        arrived: when the request had been read, likewise.
+        outputs: the requested names in order; None for all.
+        version: the requested version; None for the latest.
+        id: the client's id, or a generated one, for logs and the answer.
+        deadline: when the request expires, in seconds of time.monotonic(); None for never.
+        arrived: when the request had been read, in seconds of time.monotonic().
     """
 
     model: str
@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(slots=True)
 class Result:
-    """The outputs by name in the order asked for, who made them, and the seconds that it took."""
+    """The outputs by name in the requested order, the version that made them, and how long it took."""
 
     model: str
     version: int
@@ -48,15 +48,15 @@ class Result:
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
     batch_size: int = field(default=1)
-    arrived: float = 0.0  # the request's
-    metrics: "ModelMetrics | None" = None  # where it is counted once the answer is made
+    arrived: float = 0.0  # copied from the request
+    metrics: "ModelMetrics | None" = None  # counts the request once its answer is encoded
 
 
 def check_count(what: str, count: int, most: int) -> None:
-    """Before each of them costs time.
+    """Check the number of tensors before work is spent on each.
 
     Raises:
-        ServiceError: there are too many inputs, or outputs.
+        ServiceError: there are too many inputs or outputs.
     """
     if count > most:
         raise invalid(f"{count} {what}: a request to this model has up to {most}")

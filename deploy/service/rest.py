@@ -1,37 +1,41 @@
-"""The REST server: KServe's, with our routes and codec, ids, a token, limits, an end that loses nothing."""
+"""The REST server: routes, ids, a token and limits on uvicorn, and a shutdown that loses no request."""
 
 import asyncio
 import contextlib
 import functools
 import hmac
+import logging
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twinop.deploy.service import ids, logs, metrics
-from twinop.deploy.service._kserve import DataPlane, RefreshingServer, RESTServer, metrics_handler
-from twinop.deploy.service.addresses import bound, tls_error
-from twinop.deploy.service.connection import LimitedHttpProtocol, Limits, has_gone
-from twinop.deploy.service.endpoints import Endpoints, answer_failures, as_json
-from twinop.deploy.service.errors import NOT_READY, UNAUTHENTICATED
-from twinop.deploy.service.settings import ServerSettings
+from . import ids, logs, metrics
+from .addresses import bound, tls_error
+from .connection import LimitedHttpProtocol, Limits, has_gone
+from .endpoints import FAILURES, Endpoints, as_json
+from .errors import NOT_READY, UNAUTHENTICATED
+from .settings import ServerSettings
+from .status import status_page
 
 if TYPE_CHECKING:
-    from twinop.deploy.service.repository import Repository
+    from .repository import Repository
 
-KEEP_ALIVE_SECONDS = 65  # longer than proxies keep theirs, or they would use a connection that is just closed
-DRAIN_IDLE_SECONDS = 1.0  # a stopping server's open connections may still have a request on its way
-CUT_OFF_SECONDS = 0.5  # to say so to those whose time was over
-_OPEN = {"/v2/health/live", "/v2/health/ready"}  # without a token
+_log = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 65  # longer than proxies, which might otherwise reuse a connection that is just closed
+DRAIN_IDLE_SECONDS = 1.0  # a request may still arrive on an open connection of a stopping server
+CUT_OFF_SECONDS = 0.5  # to answer those whose grace time is over
+_OPEN = {"/v2/health/live", "/v2/health/ready"}  # need no token
 
 
 class Front:
-    """Around every request: its id, the token, what happens if the client goes."""
+    """Handles every request: its id, the token, and clients that disconnect."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.draining = False
@@ -51,7 +55,7 @@ class Front:
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 number = ids.of(scope)
-                logs.bind(request_id=number)  # for the access log; a body might have had one
+                logs.bind(request_id=number)  # for the access log; the body may have had an id
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
                 if self.draining:
                     message["headers"].append((b"connection", b"close"))
@@ -71,9 +75,9 @@ class Front:
             if not self.draining:
                 raise
             refusal = as_json({"error": "the server stopped before it could answer"}, NOT_READY.status)
-            with contextlib.suppress(RuntimeError):  # the answer had begun
+            with contextlib.suppress(RuntimeError):  # the answer has begun
                 await refusal(scope, receive, answer)
-        except Exception:  # `_bug` has answered and logged it
+        except Exception:  # answered and logged by `_bug` in endpoints.py
             pass
 
     def _allowed(self, path: str, authorization: bytes) -> bool:
@@ -82,8 +86,8 @@ class Front:
         return path in _OPEN or (scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), known))
 
 
-class _Uvicorn(RefreshingServer):
-    """Without signal handlers: the service has its own."""
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server without signal handlers, because the service has its own."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -97,30 +101,42 @@ class _Uvicorn(RefreshingServer):
         await super().startup(sockets)
         self.up.set()
 
+    async def reload_certificates(self) -> None:
+        """Reload the TLS certificate and key whenever their files change."""
+        from watchfiles import awatch
+
+        config = self.config
+        if config.ssl is None or config.ssl_certfile is None:
+            return
+        async for _ in awatch(str(config.ssl_certfile), str(config.ssl_keyfile)):
+            try:
+                config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+                _log.info("reloaded the TLS certificate")
+            except OSError:  # also ssl.SSLError, for example while the files do not match
+                _log.exception("the TLS certificate could not be reloaded")
+
     async def take_waiting(self, listener: socket.socket) -> None:
-        """Takes in the clients that the system has let connect, but that nobody has accepted yet."""
+        """Accept the connections that are pending in the listener's queue."""
         loop = asyncio.get_running_loop()
-        make = functools.partial(
-            self.config.http_protocol_class, self.config, self.server_state, self.lifespan.state, loop
-        )
+        protocol: Any = self.config.http_protocol_class
+        make = functools.partial(protocol, self.config, self.server_state, self.lifespan.state, loop)
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = listener.accept()
                 await loop.connect_accepted_socket(make, connection, ssl=self.config.ssl)
 
 
-class RestServer(RESTServer):
+class RestServer:
     """HTTP on one port, from `start` to `drain`."""
 
-    def __init__(self, settings: ServerSettings, dataplane: DataPlane, repository: "Repository") -> None:
-        """
+    def __init__(self, settings: ServerSettings, repository: "Repository") -> None:
+        """Bind the port.
+
         Raises:
-            AddressError: the port is taken, the host is none of this machine's, or TLS cannot be set up.
+            AddressError: the port is in use, the host is not this machine's, or TLS cannot be set up.
         """
         self.settings = settings
-        self.dataplane = dataplane
-        self._repository = repository
-        self._front = Front(self.create_application(), settings)
+        self._front = Front(_application(settings, repository), settings)
         self.config = self._config()
         self._socket = bound(settings.host, settings.http_port, "--http-port")
         self.port: int = self._socket.getsockname()[1]
@@ -128,21 +144,22 @@ class RestServer(RESTServer):
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when connections are accepted."""
+        """Start, and return when connections are accepted."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._reloading = asyncio.create_task(self._server.reload_certificates())
         up = asyncio.create_task(self._server.up.wait())
         await asyncio.wait((self._serving, up), return_when=asyncio.FIRST_COMPLETED)
         if not up.done():
             up.cancel()
-            await self._serving  # raises what went wrong
+            await self._serving  # raises the cause
 
     async def drain(self, grace: float) -> bool:
-        """Stops listening; answers what has come and what comes on open connections, then closes them.
+        """Stop listening, answer the requests on open connections, and close these.
 
-        What is not answered within `grace` seconds is cut off.
+        Requests that are not answered within `grace` seconds are cut off.
 
         Returns:
-            Whether all was answered.
+            Whether all requests were answered.
         """
         if self._serving is None:
             self._socket.close()
@@ -161,45 +178,11 @@ class RestServer(RESTServer):
         self.config.timeout_graceful_shutdown = max(end - loop.time(), 0)  # type: ignore[assignment]
         server.should_exit = True
         await self._serving
+        self._reloading.cancel()
         cut_off = set(server.server_state.tasks)  # uvicorn has cancelled them
         if cut_off:
             await asyncio.wait(cut_off, timeout=CUT_OFF_SECONDS)
         return not cut_off
-
-    def create_application(self) -> FastAPI:
-        app = FastAPI(title="twinop", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        self._register_endpoints(app)
-        self._add_exception_handlers(app)
-        return app
-
-    def _register_endpoints(self, app: FastAPI) -> None:
-        from twinop.deploy.service.status import status_page
-
-        to = Endpoints(self.settings, self.dataplane, self._repository)
-        model, repository = "/v2/models/{model_name}", "/v2/repository/models/{model_name}"
-        versioned = model + "/versions/{model_version}"
-        for path in (model, versioned):  # Starlette's routes: FastAPI's would add a tenth of a millisecond
-            app.add_route(f"{path}/infer", to.infer, methods=["POST"])
-        for path, answer in (
-            ("/", self.dataplane.live),
-            ("/metrics", metrics_handler),
-            ("/status", functools.partial(status_page, self._repository)),
-            ("/v2", to.metadata),
-            ("/v2/health/live", to.live),
-            ("/v2/health/ready", to.ready),
-            ("/v2/models", to.models),
-            (model, to.model_metadata),
-            (versioned, to.model_metadata),
-            (f"{model}/ready", to.model_ready),
-            (f"{versioned}/ready", to.model_ready),
-        ):
-            app.add_api_route(path, answer, methods=["GET"], response_model=None)
-        app.add_route("/v2/repository/index", to.index, methods=["POST"])
-        app.add_route(f"{repository}/load", to.load, methods=["POST"])
-        app.add_route(f"{repository}/unload", to.unload, methods=["POST"])
-
-    def _add_exception_handlers(self, app: FastAPI) -> None:
-        answer_failures(app)
 
     def _config(self) -> uvicorn.Config:
         settings = self.settings
@@ -220,6 +203,37 @@ class RestServer(RESTServer):
         )
         try:
             config.load()
-        except (OSError, ssl.SSLError) as error:  # SSLError is an OSError without a file name
+        except (OSError, ssl.SSLError) as error:  # an SSLError names no file
             raise tls_error(settings, error) from error
         return config
+
+
+def _application(settings: ServerSettings, repository: "Repository") -> Starlette:
+    to = Endpoints(settings, repository)
+    model, control = "/v2/models/{model_name}", "/v2/repository/models/{model_name}"
+    versioned = model + "/versions/{model_version}"
+    posts = {
+        f"{model}/infer": to.infer,
+        f"{versioned}/infer": to.infer,
+        "/v2/repository/index": to.index,
+        f"{control}/load": to.load,
+        f"{control}/unload": to.unload,
+    }
+    gets: dict[str, Any] = {
+        "/": to.alive,
+        "/metrics": to.metrics,
+        "/status": functools.partial(status_page, repository),
+        "/v2": to.metadata,
+        "/v2/health/live": to.live,
+        "/v2/health/ready": to.ready,
+        "/v2/models": to.models,
+        model: to.model_metadata,
+        versioned: to.model_metadata,
+        f"{model}/ready": to.model_ready,
+        f"{versioned}/ready": to.model_ready,
+    }
+    routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
+    routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
+    app = Starlette(routes=routes, exception_handlers=FAILURES)
+    app.router.redirect_slashes = False
+    return app

@@ -1,17 +1,16 @@
-"""One model of the service as KServe sees it: its versions, and requests held against what they take."""
+"""One served model: its versions, and the checks of requests against them."""
 
 import asyncio
 from typing import Any
 
-from twinop.deploy.service._kserve import InferenceModel, InferenceVerb
-from twinop.deploy.service.batching import Batcher
-from twinop.deploy.service.datatypes import datatype_of
-from twinop.deploy.service.errors import NOT_FOUND, NOT_READY, ServiceError, failure_of, invalid
-from twinop.deploy.service.loading import LoadedModel
-from twinop.deploy.service.metrics import ModelMetrics
-from twinop.deploy.service.request import MOST_TENSORS, Request, Result
-from twinop.deploy.service.spans import record_run
-from twinop.deploy.tensor_specs import Spec
+from ..tensor_specs import Spec
+from .batching import Batcher
+from .datatypes import datatype_of
+from .errors import NOT_FOUND, NOT_READY, ServiceError, failure_of, invalid
+from .loading import LoadedModel
+from .metrics import ModelMetrics
+from .request import MOST_TENSORS, Request, Result
+from .spans import record_run
 
 
 class Version:
@@ -19,7 +18,7 @@ class Version:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
-        # A GPU may be busy with others' work for longer than the event loop may wait.
+        # A GPU may be busy for longer than the event loop may wait.
         may_block = loaded.device == "cpu" and loaded.steady
         self.batcher = Batcher(
             loaded.name, loaded.version, loaded.instances, loaded.settings, may_block=may_block
@@ -31,7 +30,7 @@ class Version:
         self._outputs = tuple(loaded.outputs)
 
     async def answer(self, request: Request) -> Result:
-        """The caller's `metrics.counting` counts what it returns; a failure is counted here.
+        """Check and run a request. Failures are counted here, results by the caller's `metrics.counting`.
 
         Raises:
             ServiceError: the request does not fit the model, or could not be run.
@@ -49,9 +48,9 @@ class Version:
         return result
 
     async def close(self) -> None:
-        """Answers what was accepted, then lets go of the sessions."""
+        """Answer all accepted requests, then release the sessions."""
         await self.batcher.drain()
-        while self.metrics.in_flight:  # answered, but the metrics have yet to hear of it
+        while self.metrics.in_flight:  # answered, but not counted yet
             await asyncio.sleep(0.01)
         self.loaded.close()
         self.metrics.drop()
@@ -59,7 +58,7 @@ class Version:
     # -------------------------------------------------------------------------------- a request
 
     def _checked(self, request: Request) -> tuple[str, ...]:
-        """The outputs to compute.
+        """Check a request, and return the outputs to compute.
 
         Raises:
             ServiceError: a name, a dtype, a rank or a size does not fit.
@@ -94,7 +93,7 @@ class Version:
         return tuple(request.outputs)
 
     def _check_equal_sizes(self, request: Request) -> None:
-        """Dimensions of one name have one size; ONNX Runtime would find out in some operator, or never."""
+        """Check that dimensions of one name have one size, which ONNX Runtime does not always notice."""
         sizes: dict[str, tuple[str, int]] = {}
         for name, array in request.inputs.items():
             for dimension, size in zip(self.loaded.inputs[name].shape or (), array.shape, strict=False):
@@ -131,29 +130,22 @@ class Version:
         return invalid(f"input {spec.name} is {given}, model {self._name} takes {_said(spec)}: {what}")
 
 
-class ServedModel(InferenceModel):
+class ServedModel:
     """All versions of one model. A request without a version goes to the latest that is ready."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
+        self.name = name
         self.versions: dict[int, Version] = {}
 
     @property
     def most_tensors(self) -> int:
-        """More inputs or outputs are refused unread; of a few too many the message says which."""
+        """The largest number of inputs, and of outputs, that a request is parsed with."""
         each_loaded = (version.loaded for version in self.versions.values())
         return max([MOST_TENSORS, *(max(len(each.inputs), len(each.outputs)) for each in each_loaded)])
 
-    async def healthy(self) -> bool:
-        return bool(self.versions)
-
-    async def __call__(
-        self, body: Any, headers: dict[str, str] | None = None, verb: InferenceVerb = InferenceVerb.PREDICT
-    ) -> Any:
-        return await self.find(body.version).answer(body), {}
-
     def find(self, version: int | None) -> Version:
-        """
+        """Return a version; the latest for None.
+
         Raises:
             ServiceError: there is no such version, or none is ready.
         """

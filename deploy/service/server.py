@@ -1,4 +1,4 @@
-"""KServe's server with our REST and gRPC fronts, ready when the models are, and an end that loses nothing."""
+"""Run the REST and gRPC servers in one process, from loading the models to a shutdown without loss."""
 
 import asyncio
 import gc
@@ -10,34 +10,27 @@ from typing import Any
 
 import uvloop
 
-from twinop.deploy.service import spans
-from twinop.deploy.service._kserve import ModelServer
-from twinop.deploy.service.grpc_server import GrpcServer
-from twinop.deploy.service.repository import Repository
-from twinop.deploy.service.rest import RestServer
-from twinop.deploy.service.settings import Control
+from . import spans
+from .grpc_server import GrpcServer
+from .repository import Repository
+from .rest import RestServer
+from .settings import Control
 
 _log = logging.getLogger(__name__)
 
 
-class Server(ModelServer):
-    """One process, one event loop: REST, gRPC and the models' queues; models run in worker threads."""
+class Server:
+    """One event loop for REST, gRPC and the models' queues. The models run in worker threads."""
 
     def __init__(self, repository: Repository) -> None:
         self._settings = repository.settings.server
         self._repository = repository
         self._cut_off = False
-        super().__init__(
-            http_port=self._settings.http_port,
-            grpc_port=self._settings.grpc_port or 0,
-            registered_models=repository,
-            enable_latency_logging=False,
-        )
 
-    def start(self, models: Any = ()) -> None:
-        """Serves until SIGTERM or SIGINT, and ends the process when all that was accepted is answered.
+    def start(self) -> None:
+        """Serve until SIGTERM or SIGINT, answer all accepted requests, and end the process.
 
-        The exit code is 0, or 1 if the grace time was over before that.
+        The exit code is 0, or 1 if the grace time did not suffice.
 
         Raises:
             TwinopError: a port is in use, or a model cannot be loaded.
@@ -45,23 +38,22 @@ class Server(ModelServer):
         _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
-            # Threads may still load a model, or decode what nobody waits for: Python would wait for them.
+            # Python would wait for threads that still load a model or decode an abandoned request.
             logging.shutdown()
             os._exit(1 if self._cut_off else 0)
 
     async def _serve(self) -> None:
-        self.setup_event_loop()
         repository, loop = self._repository, asyncio.get_running_loop()
         stop = asyncio.Event()
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, stop.set)
-        fronts: list[Any] = [RestServer(self._settings, self.dataplane, repository)]
+        fronts: list[Any] = [RestServer(self._settings, repository)]
         if self._settings.grpc_port is not None:
-            fronts.append(GrpcServer(self._settings, self.dataplane, repository))
+            fronts.append(GrpcServer(self._settings, repository))
         background: list[asyncio.Task[None]] = []
         try:
             for front in fronts:
-                await front.start()  # live at once, ready when the models are
+                await front.start()  # live at once, ready once the models are loaded
             asked = loop.create_task(stop.wait())
             loading = loop.create_task(repository.load_all())
             background.append(loading)
@@ -69,7 +61,7 @@ class Server(ModelServer):
             if loading.done():
                 loading.result()
                 gc.collect()
-                gc.freeze()  # a full collection walked all that was imported: p99 at 64 clients 90 ms, now 8
+                gc.freeze()  # full collections skip all that is imported by now
                 ports = [front.port for front in fronts] + [None]
                 _log.info("ready", extra={"http_port": ports[0], "grpc_port": ports[1]})
                 if self._follows():
@@ -84,7 +76,7 @@ class Server(ModelServer):
         return self._settings.control == Control.POLL and self._repository.root.is_dir()
 
     async def _drain(self, fronts: list[Any]) -> None:
-        """Not ready any more; no new connections; what came in is answered within the grace time."""
+        """Stop accepting connections, and answer all accepted requests within the grace time."""
         grace = self._settings.grace_seconds
         self._repository.draining = True
         _log.info("stopping: finishing what was accepted, for up to %g s", grace)
@@ -96,12 +88,12 @@ class Server(ModelServer):
             self._cut_off = True
         if self._cut_off:
             _log.error("stopped with requests unanswered: grace_seconds (%g) were not enough", grace)
-        spans.shutdown()  # here, for the threads of to_thread may all be busy
+        spans.shutdown()  # not in to_thread, whose threads may all be busy
         _log.info("stopped")
 
 
 def _raise_file_limit() -> None:
-    """A connection is a file: as many as the system lets this process have."""
+    """Allow as many open files, and so connections, as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""What can be configured, for the server and for each model; pydantic checks it, twinop.toml holds it."""
+"""The settings of the server and of each model: pydantic models, read from twinop.toml."""
 
 import tomllib
 from enum import StrEnum
@@ -22,19 +22,19 @@ FILE = "twinop.toml"
 
 
 class SettingsError(TwinopError):
-    """A setting is unknown, out of range, or contradicts another."""
+    """A setting is unknown, out of range, or contradicts another one."""
 
 
 class Provider(StrEnum):
-    AUTO = "auto"  # CUDA where it works, else the CPU; the log and the metadata say which and why
+    AUTO = "auto"  # CUDA if it works, else the CPU; the log and the metadata say which and why
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class Control(StrEnum):
-    NONE = "none"  # what is there at the start
-    POLL = "poll"  # new, changed and removed versions are followed
-    EXPLICIT = "explicit"  # clients load and unload
+    NONE = "none"  # serve what is there at the start
+    POLL = "poll"  # follow new, changed and removed versions
+    EXPLICIT = "explicit"  # clients load and unload models
 
 
 class _Settings(BaseModel):
@@ -46,7 +46,7 @@ _PATHS = ("library", "library_folders", "tls_certificate", "tls_key", "profile")
 
 
 class ModelSettings(_Settings):
-    """How one model is loaded and run."""
+    """How to load and run one model."""
 
     library: Path | None = Field(
         None, description="the custom-op library; else one beside the model or installed"
@@ -101,7 +101,7 @@ class ModelSettings(_Settings):
 
 
 class ServerSettings(_Settings):
-    """How the server listens, what it lets in, and what it tells."""
+    """Where the server listens, what it accepts, and what it reports."""
 
     host: str = "127.0.0.1"
     http_port: int = Field(8080, ge=0, le=65535)
@@ -137,20 +137,20 @@ class ServerSettings(_Settings):
 
 
 class Settings(_Settings):
-    """A twinop.toml: [server], [model] for what all models share, [models.<name>] for one."""
+    """A twinop.toml: [server], [model] for all models, [models.<name>] for one model."""
 
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
     models: dict[str, dict[str, Any]] = Field(default_factory=dict)
     _options: dict[str, Any] = PrivateAttr(
         default_factory=dict
-    )  # of the command line: nothing overrules them
+    )  # from the command line, which overrides everything
 
     def for_model(self, name: str, *layers: dict[str, Any]) -> ModelSettings:
-        """The settings of one model. `layers` come between [model] and [models.<name>]: what its folder says.
+        """Return the settings of one model. `layers` rank between [model] and [models.<name>].
 
         Raises:
-            SettingsError: a layer does not fit.
+            SettingsError: a layer is invalid.
         """
         merged = self.model.model_dump(exclude_unset=True)
         for layer in (*layers, self.models.get(name, {}), self._options):
@@ -159,13 +159,13 @@ class Settings(_Settings):
 
 
 def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Settings:
-    """Reads a twinop.toml, if there is one; `overrides` (by section) win, they come from the command line.
+    """Read a twinop.toml, if given. `overrides` are command-line options by section, and take precedence.
 
-    Paths in the file are relative to it. The folder of a library that is named here is one that libraries may
-    be loaded from; what a model's own folder says allows no other.
+    Paths in the file are relative to it. Libraries may be loaded from the folder of each library that is
+    named here. Settings in a model's own folder do not extend these folders.
 
     Raises:
-        SettingsError: the file is missing, is no TOML, or a setting does not fit.
+        SettingsError: the file is missing or not TOML, or a setting is invalid.
     """
     sections: dict[str, Any] = {}
     if path is not None:
@@ -189,7 +189,7 @@ def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Se
 
 
 def _check_names(values: dict[str, Any], where: str) -> None:
-    """A model's settings may need those of its folder to fit, but their names are known at the start."""
+    """Check a model's setting names at the start; its values may depend on the settings in its folder."""
     if unknown := values.keys() - ModelSettings.model_fields.keys():
         known = ", ".join(ModelSettings.model_fields)
         raise SettingsError(f"{where}: no such setting: {', '.join(sorted(unknown))}. There are: {known}")
@@ -201,12 +201,12 @@ def _model_sections(sections: dict[str, Any]) -> list[Any]:
 
 
 def anchored(section: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The section with its relative paths taken from `folder`."""
+    """Return the section with relative paths resolved against `folder`."""
 
     def absolute(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(map(absolute, value))
-        return folder / value if isinstance(value, str | Path) else value  # else pydantic says what is wrong
+        return folder / value if isinstance(value, str | Path) else value  # pydantic reports other types
 
     return section | {name: absolute(section[name]) for name in _PATHS if section.get(name)}
 
@@ -221,7 +221,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def checked(kind: type[S], values: dict[str, Any], where: str) -> S:
-    """`values` as settings; every problem on a line of its own."""
+    """Validate `values`; the message of a SettingsError lists each problem on a line."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -236,6 +236,6 @@ def _place(problem: Any) -> str:
 def _said(problem: Any, kind: type[_Settings]) -> str:
     if problem["type"] == "extra_forbidden":
         for section in problem["loc"][:-1]:
-            kind = kind.model_fields[section].annotation  # type: ignore[assignment]  # a section's class
+            kind = kind.model_fields[section].annotation  # type: ignore[assignment]  # the section's class
         return f"no such setting. There are: {', '.join(kind.model_fields)}"
     return problem["msg"].removeprefix("Value error, ")

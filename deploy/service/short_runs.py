@@ -1,14 +1,14 @@
-"""Which runs are so short that handing them to a thread would take longer."""
+"""Find runs that take less time than handing them to a thread."""
 
-SHORT_SECONDS = 50e-6  # a run; giving it to a thread and taking it back costs about as much
-LONG_SECONDS = 10e-3  # of processor time: so long must nothing else of the server wait
+SHORT_SECONDS = 50e-6  # about the cost of handing a run to a thread and back
+LONG_SECONDS = 10e-3  # of processor time; a longer run must not block the event loop
 
 
 class ShortRuns:
-    """Of one model, by the bytes of their inputs: those are short that are no larger than one that was.
+    """Classifies one model's runs by input bytes: a run is short if it is no larger than a past short run.
 
-    A run on the event loop's thread that takes long nevertheless shows that the model's time does not follow
-    from the size. From then on none is taken for short.
+    If a run on the event loop's thread turns out long, the model's run time does not depend on the size
+    alone, and no further run counts as short.
     """
 
     def __init__(self, allowed: bool) -> None:
@@ -19,11 +19,11 @@ class ShortRuns:
         return size <= self._bytes
 
     def learn(self, size: int, seconds: float) -> None:
-        """From a run in a worker thread that succeeded."""
+        """Learn from a successful run in a worker thread."""
         if self._allowed and seconds < SHORT_SECONDS:
             self._bytes = max(self._bytes, size)
 
     def check(self, cpu_seconds: float) -> None:
-        """After a run on the event loop's thread."""
+        """Check the processor time of a run on the event loop's thread."""
         if cpu_seconds > LONG_SECONDS:
             self._allowed, self._bytes = False, -1

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: a request, and in it the queue and the run. Without an endpoint it imports nothing."""
+"""Send OpenTelemetry spans for each request, its queueing and its run; import nothing without an endpoint."""
 
 import asyncio
 import logging
@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from twinop.deploy.service import logs
-from twinop.deploy.service.errors import CANCELLED, INTERNAL, ServiceError
-from twinop.deploy.service.request import Request, Result
-from twinop.deploy.service.settings import SettingsError
+from . import logs
+from .errors import CANCELLED, INTERNAL, ServiceError
+from .request import Request, Result
+from .settings import SettingsError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -28,13 +28,13 @@ _OFF = nullcontext()
 
 
 def configure(endpoint: str | None) -> None:
-    """Starts to send spans to an OTLP/HTTP collector, such as http://localhost:4318.
+    """Start to send spans to an OTLP/HTTP collector, such as http://localhost:4318.
 
-    Without `endpoint` the standard OTEL_EXPORTER_OTLP_ENDPOINT decides; the other OTEL_ variables (headers,
-    sampler, service name, ...) are the SDK's and hold too. Without either a request costs 0.2 us, with 50 us.
+    Without `endpoint`, OTEL_EXPORTER_OTLP_ENDPOINT applies. The SDK reads the other OTEL_ variables (headers,
+    sampler, service name). Without either, nothing is sent.
 
     Raises:
-        SettingsError: the endpoint is no URL, or the OpenTelemetry packages are not installed.
+        SettingsError: the endpoint is not a URL, or the OpenTelemetry packages are not installed.
     """
     global _tracing
     if endpoint is None and not any(map(os.environ.get, _ENDPOINTS)):
@@ -56,11 +56,11 @@ def configure(endpoint: str | None) -> None:
 
 
 def shutdown(seconds: float = 5.0) -> None:
-    """Sends what is left and stops. Blocks for at most `seconds`, even if the collector is away."""
+    """Send the remaining spans and stop. Blocks for at most `seconds`, even if the collector is gone."""
     global _tracing
     if _tracing is None:
         return
-    # The SDK would wait 30 s for a collector that does not answer: longer than a pod has to end.
+    # The SDK would wait 30 s for an unresponsive collector: longer than a pod may take to terminate.
     sending = threading.Thread(target=_tracing.provider.shutdown, daemon=True)
     sending.start()
     sending.join(seconds)
@@ -70,29 +70,29 @@ def shutdown(seconds: float = 5.0) -> None:
 
 
 def request_span(name: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:
-    """A `with` around one request; an exception that leaves it is the request's failure.
+    """Return a context manager for one request. An exception that leaves it marks the request as failed.
 
     Args:
-        name: what is done, such as "infer".
-        headers: the request's headers or metadata, by lower-case name: `traceparent` names the client's span.
+        name: the operation, such as "infer".
+        headers: headers or metadata by lower-case name. `traceparent` names the client's span.
     """
     return _OFF if _tracing is None else _tracing.request_span(name, headers)
 
 
 def note(**attributes: Any) -> None:
-    """Adds attributes to the request's span, such as request_id; their names get the prefix twinop."""
+    """Add attributes to the request's span, such as request_id, with the prefix "twinop."."""
     if _tracing is not None:
         _tracing.note(attributes)
 
 
 def record_run(request: Request, result: Result) -> None:
-    """Adds to the request's span how long it waited and ran, and for which model."""
+    """Add the model, and spans for the queueing and the run, to the request's span."""
     if _tracing is not None:
         _tracing.record_run(request, result)
 
 
 def _url(endpoint: str) -> str:
-    """Where spans go, from the collector's address: the path /v1/traces unless there is one."""
+    """Return the collector's URL, with the path /v1/traces unless it has one."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise SettingsError(
@@ -102,7 +102,7 @@ def _url(endpoint: str) -> str:
 
 
 class _Tracing:
-    """What is imported and made once."""
+    """The imported OpenTelemetry modules, and the objects made from them."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         from opentelemetry import trace
@@ -119,7 +119,7 @@ class _Tracing:
             name,
             self._propagator.extract(headers),
             self._api.SpanKind.SERVER,
-            record_exception=False,  # a trace would show paths and code
+            record_exception=False,  # a stack trace would show paths and code
             set_status_on_exception=False,
         ) as span:
             context = span.get_span_context()
@@ -140,7 +140,7 @@ class _Tracing:
         span.set_attributes({f"twinop.{name}": value for name, value in attributes.items()})
 
     def record_run(self, request: Request, result: Result) -> None:
-        """Queue and run get their spans now that their lengths are known."""
+        """Create the spans of queueing and run afterwards, when their lengths are known."""
         if not self._api.get_current_span().is_recording():
             return
         self.note({"model": result.model, "version": result.version, "batch_size": result.batch_size})

@@ -1,4 +1,4 @@
-"""The status page, for whoever looks after the server: what is served, where it runs and why, how it goes."""
+"""The status page for operators: what is served, where it runs and why, and how it performs."""
 
 import secrets
 import time
@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, Template
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from twinop import __version__
-from twinop.deploy.service.metrics import ModelMetrics
+
+from .metrics import ModelMetrics
 
 if TYPE_CHECKING:
-    from twinop.deploy.service.repository import Repository
+    from .repository import Repository
 
 _PAGE = Path(__file__).with_name("status.html")
 _NONE = "–"
@@ -34,20 +36,20 @@ class ServerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionStatus:
-    """One version of one model; what is unknown (it is still loading, it failed to load) is left out."""
+    """One version of one model. Unknown fields (still loading, or failed to load) keep their defaults."""
 
     name: str
     version: int
     state: str  # ready, loading, unloading or unavailable
-    message: str = ""  # why it is unavailable
+    message: str = ""  # why it is unavailable, or why newer files were refused
     device: str = ""
-    reason: str = ""  # why that device
-    custom_nodes: Sequence[str] = ()  # "CustomRelu x3", on the library's kernels
-    body_nodes: Sequence[str] = ()  # likewise, on the model's function bodies
-    fallback: str = ""  # why function bodies run in place of the library's kernels
+    reason: str = ""  # why this device
+    custom_nodes: Sequence[str] = ()  # on the library's kernels, such as "CustomRelu x3"
+    body_nodes: Sequence[str] = ()  # on the model's function bodies
+    fallback: str = ""  # why function bodies run instead of the library's kernels
     library: str = ""
     library_sha256: str = ""
-    difference: str = ""  # of the kernels from the function bodies, at the warm-up
+    difference: str = ""  # between kernels and function bodies during warm-up
     max_batch_size: int = 0
     preferred_batch_sizes: Sequence[int] = ()
     max_queue_delay_us: int = 0
@@ -58,9 +60,9 @@ class VersionStatus:
     metrics: ModelMetrics | None = None
 
 
-async def status_page(repository: "Repository") -> Response:
-    """The answer to GET /status."""
-    state = "draining" if repository.draining else "ready" if await repository.ready() else "loading"
+async def status_page(repository: "Repository", request: Request) -> Response:
+    """Answer GET /status."""
+    state = "draining" if repository.draining else "ready" if repository.ready else "loading"
     server = ServerStatus(
         version=__version__,
         state=state,
@@ -77,12 +79,12 @@ def _status(repository: "Repository", name: str, version: str, state: str, reaso
     if served is None:
         return VersionStatus(name=name, version=number, state=state.lower(), message=reason)
     loaded = served.loaded
-    told = loaded.describe()["parameters"]  # without paths: clients of the service may see the page
+    told = loaded.describe()["parameters"]  # without paths, because clients may see the page
     return VersionStatus(
         name=name,
         version=number,
         state=state.lower(),
-        message=reason,  # of a newer file's failure, while the older one is served
+        message=reason,
         device=loaded.device,
         reason=told["device_reason"],
         custom_nodes=loaded.custom_nodes,
@@ -103,7 +105,7 @@ def _status(repository: "Repository", name: str, version: str, state: str, reaso
 
 
 def response(server: ServerStatus, versions: Sequence[VersionStatus]) -> Response:
-    """The page as an answer that a browser neither stores nor lets anything else run in."""
+    """Return the page with headers that forbid storing it and running anything else in it."""
     nonce = secrets.token_urlsafe(16)
     return HTMLResponse(
         page(server, versions, nonce),
@@ -119,7 +121,7 @@ def response(server: ServerStatus, versions: Sequence[VersionStatus]) -> Respons
 
 
 def page(server: ServerStatus, versions: Sequence[VersionStatus], nonce: str = "") -> str:
-    """The page's HTML; everything in it that is not the template's is escaped. Takes 0.4 ms a version."""
+    """Return the page's HTML. All values are escaped."""
     return _template().render(server=server, versions=versions, nonce=nonce, now=time.time())
 
 
@@ -137,14 +139,14 @@ def _template() -> Template:
 
 
 def count(number: float | None) -> str:
-    """12,345 or 3.2"""
+    """Format a count: 12,345 or 3.2"""
     if number is None:
         return _NONE
     return f"{number:,}" if isinstance(number, int) else f"{number:,.1f}"
 
 
 def short(seconds: float | None) -> str:
-    """A latency: 12 µs, 0.41 ms, 35 ms, 1.20 s"""
+    """Format a latency: 12 µs, 0.41 ms, 35 ms, 1.20 s"""
     if seconds is None:
         return _NONE
     if seconds < 1e-4:
@@ -156,7 +158,7 @@ def short(seconds: float | None) -> str:
 
 
 def span(seconds: float) -> str:
-    """A long time by its two largest units: 42 s, 3 min 10 s, 5 h 2 min, 12 d 3 h"""
+    """Format a duration by its two largest units: 42 s, 3 min 10 s, 5 h 2 min, 12 d 3 h"""
     left = max(int(seconds), 0)
     parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
@@ -169,14 +171,14 @@ def span(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A time of day with its date, in UTC."""
+    """Format a point in time in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def sparkline(values: Sequence[float], width: int, height: int, most: int = 80) -> str:
-    """The points of a polyline from the oldest value to the latest, 0 at the bottom.
+    """Return the points of a polyline from the oldest value to the latest, with 0 at the bottom.
 
-    Of more than `most` values, neighbours share a point: the largest of them, so that no peak is lost.
+    Beyond `most` values, neighbours share a point that shows their maximum, so that no peak is lost.
     """
     bins = min(len(values), most)
     if bins < 2:

@@ -1,4 +1,4 @@
-"""The first runs of a model, before it is served: warm-up, and the kernels held against function bodies."""
+"""Run a model before it is served: warm it up, and compare its kernels with its function bodies."""
 
 import logging
 import re
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twinop.deploy.errors import FeedError, ModelError, RunError
-from twinop.deploy.service.errors import ServiceError
-from twinop.deploy.service.instance import Instance
-from twinop.deploy.service.settings import ModelSettings, SettingsError
-from twinop.deploy.tensor_specs import Spec
-from twinop.deploy.tolerance import TOLERANCE, difference
+from ..errors import FeedError, ModelError, RunError
+from ..tensor_specs import Spec
+from ..tolerance import TOLERANCE, difference
+from .errors import ServiceError
+from .instance import Instance
+from .settings import ModelSettings, SettingsError
 
 _log = logging.getLogger(__name__)
 _NO_KERNEL = re.compile(r"implementation for (?:\S+:)?(\w+)\(\d+\)")
@@ -20,7 +20,7 @@ _NO_KERNEL = re.compile(r"implementation for (?:\S+:)?(\w+)\(\d+\)")
 
 @dataclass(frozen=True)
 class Trial:
-    """Inputs to try a model with. `guessed`: nobody said some of their sizes, so they may not fit."""
+    """Inputs for a first run. If `guessed`, some sizes are unknown and may not fit the model."""
 
     feeds: dict[str, np.ndarray]
     guessed: bool
@@ -31,7 +31,7 @@ class Trial:
 
 
 def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: ModelSettings) -> Trial | None:
-    """Inputs at the shapes of `settings.warm_up`; where it says nothing, the model's with dynamic sizes of 1.
+    """Make inputs of the shapes in `settings.warm_up`, and otherwise of the model's with 1 for dynamic sizes.
 
     Returns:
         None if the rank of an input is unknown.
@@ -45,7 +45,7 @@ def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: M
         if name not in inputs:
             raise SettingsError(f"warm_up names {name!r}; the model's inputs: {', '.join(inputs)}")
         spec = inputs[name]
-        if spec.shape == () and shape == (1,):  # as config.pbtxt writes a scalar
+        if spec.shape == () and shape == (1,):  # config.pbtxt's notation for a scalar
             shapes[name] = shape = ()
         if not spec.accepts(shape):
             raise SettingsError(f"warm_up: {spec.mismatch(spec.dtype, shape)}")
@@ -67,7 +67,7 @@ def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: M
 
 
 def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    """Normal floats, and 0 and 1 for integers, which do as indices."""
+    """Return normally distributed floats, or integers 0 and 1, which are valid indices."""
     dtype = spec.numpy_dtype
     assert dtype is not None
     if dtype.kind == "O":
@@ -80,10 +80,10 @@ def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> 
 def warm_up(
     model: str, instances: Sequence[Instance], trial: Trial, outputs: Sequence[str], settings: ModelSettings
 ) -> dict[str, np.ndarray] | None:
-    """Runs each instance, also at the largest batch, whose memory is then there.
+    """Run each instance, also at the largest batch size, so that its memory is allocated.
 
     Returns:
-        What the model makes of the trial; None if it refuses sizes that were only guessed.
+        The outputs for the trial; None if the model refuses guessed sizes.
 
     Raises:
         ModelError: a run failed.
@@ -104,7 +104,7 @@ def warm_up(
 
 
 def _batches(feeds: Mapping[str, np.ndarray], settings: ModelSettings) -> list[dict[str, np.ndarray]]:
-    """The feeds at the sizes of batches: the largest needs most memory, each is a CUDA graph of its own."""
+    """Return the inputs at the largest batch size and at each size that needs a CUDA graph of its own."""
     sizes = {settings.max_batch_size}
     if settings.cuda_graph:
         sizes |= set(settings.preferred_batch_sizes)
@@ -119,10 +119,10 @@ def _batches(feeds: Mapping[str, np.ndarray], settings: ModelSettings) -> list[d
 
 
 def compared(model: str, trial: Trial, found: Mapping[str, np.ndarray], bodies: Instance, device: str) -> str:
-    """How far the kernels' outputs are from the function bodies', in words.
+    """Return a text on how far the outputs of kernels and function bodies differ.
 
     Raises:
-        ModelError: further than rounding explains.
+        ModelError: the difference exceeds rounding errors.
     """
     try:
         expected = bodies.run([trial.feeds], list(found))
@@ -145,11 +145,11 @@ def compared(model: str, trial: Trial, found: Mapping[str, np.ndarray], bodies: 
 
 
 def _limit(dtype: str, device: str) -> float:
-    """On CUDA matrix products and convolutions of fp32 go through TF32, which rounds to fp16's 10 bits."""
+    """Return the tolerance. On CUDA, fp32 matrix products use TF32, which has the 10-bit mantissa of fp16."""
     return TOLERANCE.get("float16" if device != "cpu" and dtype == "float32" else dtype, 0.0)
 
 
 def missing_kernel(error: RunError) -> str | None:
-    """The operator for which ONNX Runtime says to have no kernel."""
+    """Return the operator for which ONNX Runtime has no kernel, if the error names one."""
     found = _NO_KERNEL.search(str(error))
     return found[1] if found is not None else None

@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from twinop.deploy.service._kserve import pb_grpc
+from twinop.deploy.service.protocol import SERVICE, pb
 
 READY_SECONDS = 120  # a machine that compiles meanwhile
 PROGRAM = ("-m", "twinop")
@@ -30,6 +30,16 @@ _CARD = re.compile(
     r'\s*(?:<p class="box bad">(.*?)</p>)?',
     re.S,
 )
+
+
+class Stub:
+    """The protocol's gRPC calls over a channel."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        for name in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name:
+            request, response = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+            call = channel.unary_unary(f"/{SERVICE}/{name}", request.SerializeToString, response.FromString)
+            setattr(self, name, call)
 
 
 @dataclass
@@ -71,7 +81,7 @@ class Served:
     def stub(self) -> Iterator[Any]:
         """gRPC calls, on a connection of their own."""
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
-            yield pb_grpc.GRPCInferenceServiceStub(channel)
+            yield Stub(channel)
 
     def connect(self, seconds: float = 30) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.http_port), seconds)

@@ -7,7 +7,7 @@ import onnx
 from service_fixtures import Served, tensor
 from service_models import mlp
 
-from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.protocol import pb
 
 ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
 QUICK = ("--provider", "cpu")

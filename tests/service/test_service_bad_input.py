@@ -11,8 +11,7 @@ import pytest
 import service_models as models
 from service_fixtures import Answer, Served, receive, serve, tensor
 
-from twinop.deploy.service._kserve import pb
-from twinop.deploy.service.grpc_index import SERVICE
+from twinop.deploy.service.protocol import SERVICE, pb
 
 LIMIT = 1 << 20  # max_request_bytes
 CODES = grpc.StatusCode

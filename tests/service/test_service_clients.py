@@ -14,7 +14,7 @@ import service_triton
 import tritonclient.http as triton_http
 from service_fixtures import Served, serve, split, tensor
 
-from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.protocol import pb
 
 DATATYPES = list(models.ELEMENTS)
 

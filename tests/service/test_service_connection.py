@@ -16,7 +16,7 @@ import pytest
 import service_models as models
 from service_fixtures import Served, receive, receive_all, serve, split, tensor, wait_until
 
-from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.protocol import pb
 
 X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
 BODY = json.dumps({"inputs": [X]}).encode()

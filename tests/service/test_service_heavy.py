@@ -13,8 +13,7 @@ import pytest
 import service_models as models
 from service_fixtures import Answer, Served, serve, tensor
 
-from twinop.deploy.service._kserve import pb
-from twinop.deploy.service.grpc_index import SERVICE
+from twinop.deploy.service.protocol import SERVICE, pb
 
 X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
 TENSORS = 20_000

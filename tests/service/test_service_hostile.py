@@ -16,7 +16,7 @@ import service_models as models
 from service_fixtures import Served, receive, receive_all, serve, split, wait_until
 from test_service_connection import LIVE, REQUEST, settled
 
-from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.protocol import pb
 
 # Below these a latency is none to complain of: median, 99th percentile, mean. On two cores with other tests
 # beside them, endless headers made it 7, 43 and 10 ms.

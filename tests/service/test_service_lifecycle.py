@@ -19,7 +19,7 @@ from service_rows import QUICK, ROW, call, in_flight, y_of
 
 from twinop.bench.serving import soak
 from twinop.bench.serving.servers import free_ports
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service.protocol import pb, pb_grpc
 
 # -------------------------------------------------------------------------------- start
 

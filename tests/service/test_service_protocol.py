@@ -11,7 +11,7 @@ import pytest
 import service_models as models
 from service_fixtures import Served, receive, serve, split, tensor, wait_until
 
-from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.protocol import pb
 
 
 @pytest.fixture(scope="module")

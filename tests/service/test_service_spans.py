@@ -9,7 +9,7 @@ import service_models as models
 from service_fixtures import Served, serve, tensor
 from test_service_tracing import PARENT, TRACE, Collector, _attributes
 
-from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.protocol import pb
 
 ROW = tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])
 PARENTS = {"HTTP": TRACE, "gRPC": TRACE[::-1]}  # the client's trace, a protocol each

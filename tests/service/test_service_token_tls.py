@@ -5,13 +5,14 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import service_models as models
-from service_fixtures import Served, serve
+from service_fixtures import Served, Stub, serve
 
-from twinop.deploy.service._kserve import pb, pb_grpc
+from twinop.deploy.service.protocol import pb
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_token_and_tls_over_grpc(guarded: tuple[Served, Path]) -> None:
     server, certificate = guarded
     credentials = grpc.ssl_channel_credentials(certificate.read_bytes())
     with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
-        guarded_stub = pb_grpc.GRPCInferenceServiceStub(channel)
+        guarded_stub: Any = Stub(channel)
         assert guarded_stub.ServerLive(pb.ServerLiveRequest()).live
         assert guarded_stub.ServerReady(pb.ServerReadyRequest()).ready
         request = pb.ModelReadyRequest(name="relu")

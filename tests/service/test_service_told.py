@@ -11,7 +11,7 @@ import pytest
 from service_fixtures import Answer, Served, serve, tensor, wait_until
 from service_models import log, place, slow, uneven
 
-from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.protocol import pb
 
 MISFIT = (tensor("a", "FP32", [1, 2], [1, 2]), tensor("b", "FP32", [1, 3], [1, 2, 3]))
 

@@ -15,7 +15,7 @@ from service_fixtures import Served, serve, start, tensor, wait_until
 from service_loads import other_machine
 
 from twinop.deploy.cuda import has_gpu
-from twinop.deploy.service._kserve import pb
+from twinop.deploy.service.protocol import pb
 
 ROW = tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])
 Libraries = dict[str, Path]
