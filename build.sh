@@ -8,10 +8,15 @@ usage: ./build.sh [command] [arguments]
 
   build     (default) set up .venv, compile into build/, install .venv/bin/twinop
   demo      build, export custom_relu.onnx, run it and compare with torch
+  serve     build, add the packages of the service; arguments go to twinop serve
   test      build, run the tests; arguments go to pytest, --all adds the slow tests
   bench     build, run a performance report: ./build.sh bench --ops gelu --quick; bench --help lists the others
+  check     check the sources without changing them (ruff, clang-format, mypy)
   format    format and fix the sources (ruff, clang-format)
+  setup     set up .venv with the packages of all commands, compile nothing
   clean     remove build/, build-*/, .venv/ and the tools' caches
+
+Each command installs the packages that it needs (requirements/) where they are missing.
 
 Environment:
   TWINOP_DEVICE       cpu or cuda: which ONNX Runtime goes into .venv (default: cuda where nvidia-smi lists a GPU)
@@ -30,6 +35,7 @@ fail() { say "error: $*"; exit 1; }
 for name in ORT_ROOT TWINOP_CACHE; do # relative to where the user stands, before leaving it
   if [[ -n ${!name:-} && ${!name} != [/~]* ]]; then export "$name=$PWD/${!name}"; fi
 done
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 root=$PWD
 venv=$root/.venv
@@ -55,41 +61,56 @@ check_prerequisites() {
     fail "no C++ compiler found (${CXX:-c++}, g++, clang++). Install one (Debian, Ubuntu: g++), or set CXX."
 }
 
-# .venv with the pinned requirements. The stamp names what it was made from: an equal one costs no network.
+# .venv with the pinned packages of `base` and of each purpose named: requirements/<purpose>.txt. Files in .venv/twinop
+# record what is installed; a purpose whose requirements have not changed costs no network.
 setup() {
-  local device stamp=$venv/twinop-stamp made_for want rest
+  local device made_for purpose file files stamps=$venv/twinop arguments=()
+  local -A wanted=()
   device=$(device)
   check_prerequisites
-  made_for="$root $device $("$python" -V) "
-  if [[ -z ${TWINOP_TORCH_INDEX:-} && -f $stamp && $(<"$stamp") == "$made_for"* ]]; then
-    rest=$(<"$stamp")
-    rest=${rest#"$made_for"}
-    TWINOP_TORCH_INDEX=${rest%% *} # which .venv was made with
+  made_for="$root $device $("$python" -V)"
+  # Moved, another Python, or the other ONNX Runtime, which shares its files: .venv starts anew.
+  if [[ ! -f $stamps/made_for || $(<"$stamps/made_for") != "$made_for" ]]; then
+    rm -rf "$venv"
+  elif [[ -z ${TWINOP_TORCH_INDEX:-} && -f $stamps/index ]]; then
+    TWINOP_TORCH_INDEX=$(<"$stamps/index") # which .venv was made with
   fi
-  want="$made_for${TWINOP_TORCH_INDEX:-} $(cat requirements/*.txt | sha256sum)"
-  if [[ -f $stamp && $(<"$stamp") == "$want" ]]; then return; fi
+  for purpose in base "$@"; do
+    files=("requirements/$purpose.txt")
+    if [[ $purpose == base ]]; then files+=("requirements/$device.txt"); fi
+    wanted[$purpose]=$(cat requirements/constraints.txt "${files[@]}" | sha256sum)
+    if [[ $purpose == base ]]; then wanted[base]+=" ${TWINOP_TORCH_INDEX:-}"; fi
+    if [[ -f $stamps/$purpose && $(<"$stamps/$purpose") == "${wanted[$purpose]}" ]]; then
+      unset "wanted[$purpose]"
+    else
+      for file in "${files[@]}"; do arguments+=(-r "$file"); done
+    fi
+  done
+  if [[ ${#wanted[@]} == 0 ]]; then return; fi
   say "setting up .venv for $device (the first time takes minutes)"
-  if [[ $device == cpu && -z ${TWINOP_TORCH_INDEX:-} ]]; then
+  if [[ $device == cpu && -z ${TWINOP_TORCH_INDEX:-} && -n ${wanted[base]:-} ]]; then
     say "without a GPU, TWINOP_TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch's CPU build: much smaller"
   fi
-  if [[ ! -f $stamp || $(<"$stamp") != "$made_for"* ]]; then
-    rm -rf "$venv" # moved, another Python or the other ONNX Runtime, which shares its files
+  if [[ ! -d $venv ]]; then
     "$python" -m venv "$venv" ||
       fail "$python cannot make a virtual environment (Debian, Ubuntu: install python3-venv)."
+    mkdir "$stamps"
+    echo "$made_for" >"$stamps/made_for"
   fi
-  rm -f "$stamp"
+  for purpose in "${!wanted[@]}"; do rm -f "$stamps/$purpose"; done
   "$venv/bin/python" -m pip install --quiet ${TWINOP_TORCH_INDEX:+--extra-index-url "$TWINOP_TORCH_INDEX"} \
-    -r requirements/base.txt -r "requirements/$device.txt" -r requirements/dev.txt ||
+    "${arguments[@]}" ||
     fail "the packages in requirements/ could not be installed; see pip's message above."
-  echo "$want" >"$stamp"
+  echo "${TWINOP_TORCH_INDEX:-}" >"$stamps/index"
+  for purpose in "${!wanted[@]}"; do echo "${wanted[$purpose]}" >"$stamps/$purpose"; done
 }
 
+# Compiles with a build preset of CMakePresets.json and installs the result into .venv.
 build() {
-  setup
   cmake --preset default
-  cmake --build --preset default
+  cmake --build --preset "$1"
   # The editable install copies the libraries from build/ and knows the modules by name.
-  local stamp=$venv/twinop-installed want
+  local stamp=$venv/twinop/installed want
   want=$({ cat pyproject.toml CMakeLists.txt build/*.so && find -L twinop -name '*.py' | sort; } | sha256sum)
   if [[ -f $stamp && $(<"$stamp") == "$want" ]]; then return; fi
   say "installing into .venv (editable)"
@@ -97,11 +118,21 @@ build() {
   echo "$want" >"$stamp"
 }
 
-format() {
-  setup
-  ruff format
+clang_format() {
   find kernels ort_customop torch_op tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
-    -exec clang-format -i {} +
+    -exec clang-format "$@" {} +
+}
+
+check() {
+  ruff check
+  ruff format --check
+  clang_format --dry-run --Werror
+  mypy
+}
+
+format() {
+  ruff format
+  clang_format -i
   ruff check --fix # last: it fails for what it cannot mend
 }
 
@@ -130,17 +161,40 @@ run_tests() {
   python -m pytest "${arguments[@]}"
 }
 
+everything=(serve bench test lint)
 command=${1:-build}
 shift || true
 case $command in
   build)
-    build
+    setup
+    build default
     say "done; .venv/bin/twinop export writes a first model, .venv/bin/twinop --help lists the commands"
     ;;
-  demo) build; python export/to_onnx.py; python deploy/run_onnx.py custom_relu.onnx ;;
-  test) build; run_tests "$@" ;;
-  bench) build; python -m twinop.bench "$@" ;;
-  format) format ;;
+  demo)
+    setup
+    build default
+    python export/to_onnx.py
+    python deploy/run_onnx.py custom_relu.onnx
+    ;;
+  serve)
+    setup serve
+    build default
+    if [[ $# -gt 0 ]]; then cd "$caller" && exec twinop serve "$@"; fi
+    say "done; .venv/bin/twinop serve MODEL serves an .onnx file or a folder of models"
+    ;;
+  test)
+    setup serve bench test
+    build test
+    run_tests "$@"
+    ;;
+  bench)
+    setup serve bench
+    build default
+    python -m twinop.bench "$@"
+    ;;
+  check) setup "${everything[@]}"; check ;; # mypy reads the packages
+  format) setup lint; format ;;
+  setup) setup "${everything[@]}" ;;
   clean) rm -rf build build-* .venv dist .mypy_cache .pytest_cache .ruff_cache .hypothesis ;;
   -h | --help | help) usage ;;
   *) usage >&2; fail "unknown command: $command" ;;

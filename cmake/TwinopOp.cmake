@@ -7,7 +7,7 @@ function(twinop_add_op name header)
   set(folder "${CMAKE_CURRENT_BINARY_DIR}/ops")
   set(sources "${folder}/${name}.cpp")
   if(TWINOP_CUDA)
-    list(APPEND sources "${folder}/${name}.cu")
+    list(PREPEND sources "${folder}/${name}.cu")  # the longer compilation begins first
   endif()
   foreach(source IN LISTS sources)
     file(CONFIGURE OUTPUT "${source}" CONTENT "#include \"${header}\"\n" @ONLY)

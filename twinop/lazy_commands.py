@@ -63,9 +63,12 @@ def _packages(ctx: Any) -> Iterator[None]:
             raise
         extra = _EXTRAS.get(ctx.meta.get(__name__, "")) if package not in _OTHERS else None
         install = f"'twinop[{extra}]'" if extra else package
+        command = (
+            "./build.sh serve" if extra else "./build.sh bench" if package == "matplotlib" else "./build.sh"
+        )
         raise TwinopError(
             f"this command needs the package {package}, which is not installed here: pip install {install}. "
-            "In a checkout ./build.sh installs all that is needed; requirements/ lists it"
+            f"In a checkout {command} installs it; requirements/ lists all packages"
         ) from error
 
 

@@ -29,7 +29,7 @@ def pinned(gpu: bool) -> list[str]:
             if name in _NEEDED:
                 raise PackError(
                     f"the package {error.name} is not installed. The image gets the versions installed here, "
-                    "so the service's must be: pip install -r requirements/base.txt"
+                    "so the service's must be: pip install -r requirements/serve.txt"
                 ) from error
     runtime = runtime_version()
     lines = [f"{name}=={version}" for name, version in found.items()]

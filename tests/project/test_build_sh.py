@@ -1,7 +1,9 @@
-"""build.sh: what it says when something is missing, and what it does not do twice. Python, pip and cmake are
-stand-ins here (the real ones build the libraries that the other tests load)."""
+"""build.sh: what it says when something is missing, and what it does not do twice.
+
+Python, pip and cmake are stand-ins here. The real ones build the libraries that the other tests load."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -18,6 +20,7 @@ case "$1 $2" in
     mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$FAKES/cmake" "$3/bin/cmake" ;;
   "-m pip") echo "pip $*" >>"$LOG"
     case "$*" in *"$FAIL_PIP_FOR"*) [ ! -e "$FAIL_PIP" ] ;; esac ;;
+  "-m twinop.bench") echo "$*" >>"$LOG" ;;
   "-m pytest") shift 2; for word in "$@"; do echo "pytest [$word]" >>"$LOG"; done ;;
   "-c "*) exit 0 ;;
 esac
@@ -71,7 +74,7 @@ def test_the_second_run_needs_no_network(tmp_path, build):
     assert build().returncode == 0
     first = log(tmp_path)
     assert len(first) == 4
-    assert "-r requirements/base.txt -r requirements/cpu.txt -r requirements/dev.txt" in first[0]
+    assert first[0].endswith(" -r requirements/base.txt -r requirements/cpu.txt")
     assert first[1:3] == ["cmake --preset default ORT_ROOT=", "cmake --build --preset default ORT_ROOT="]
     assert "--no-index --no-build-isolation --no-deps --editable ." in first[3]
     (tmp_path / "programs/cmake").write_text("")  # only .venv's own is ever used
@@ -80,17 +83,71 @@ def test_the_second_run_needs_no_network(tmp_path, build):
     assert log(tmp_path) == ["cmake", "cmake"]
 
 
+def change(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("# changed\n")
+
+
+def installed(tmp_path: Path) -> list[list[str]]:
+    """By call of pip since the last look: the purposes that it installed the requirements of."""
+    calls = [re.findall(r"requirements/(\w+)\.txt", line) for line in log(tmp_path)]
+    return [purposes for purposes in calls if purposes]
+
+
 def test_what_changed_is_done_again(tmp_path, build):
     build()
     log(tmp_path)
     keep = tmp_path / "a tree/.venv/keep"
     keep.touch()
-    with (tmp_path / "a tree/requirements/dev.txt").open("a") as file:
-        file.write("# changed\n")
+    change(tmp_path / "a tree/requirements/base.txt")
     build()
-    assert "requirements/base.txt" in log(tmp_path)[0] and keep.exists()
+    assert installed(tmp_path) == [["base", "cpu"]] and keep.exists()
     build(TWINOP_DEVICE="cuda")
-    assert "requirements/cuda.txt" in log(tmp_path)[0] and not keep.exists()
+    assert installed(tmp_path) == [["base", "cuda"]] and not keep.exists()
+
+
+def test_a_command_installs_what_it_needs(tmp_path, build):
+    build("demo")
+    assert installed(tmp_path) == [["base", "cpu"]]
+    build("bench", "--quick")
+    assert installed(tmp_path) == [["serve", "bench"]]
+    for command in ("serve", "demo", "bench"):
+        build(command)
+        assert installed(tmp_path) == []
+    build("test")
+    assert installed(tmp_path) == [["test"]]
+    build("format")
+    assert installed(tmp_path) == [["lint"]]
+    build("check")
+    change(tmp_path / "a tree/requirements/serve.txt")
+    build("demo")
+    assert installed(tmp_path) == []
+    build("setup")
+    assert installed(tmp_path) == [["serve"]]
+    change(tmp_path / "a tree/requirements/constraints.txt")
+    build("setup")
+    assert installed(tmp_path) == [["base", "cpu", "serve", "bench", "test", "lint"]]
+
+
+def test_only_the_tests_get_the_ops_of_the_tests(tmp_path, build):
+    for command, preset in (
+        ("demo", "default"),
+        ("bench", "default"),
+        ("serve", "default"),
+        ("test", "test"),
+    ):
+        build(command)
+        assert [line.split()[3] for line in log(tmp_path) if "cmake --build" in line] == [preset]
+
+
+def test_serve_passes_its_arguments_on(tmp_path, build):
+    assert "twinop serve MODEL serves an .onnx file" in build("serve").stderr
+    program = tmp_path / "a tree/.venv/bin/twinop"
+    program.write_text('#!/bin/sh\necho "$PWD: $*" >>"$LOG"\n')
+    program.chmod(0o755)
+    log(tmp_path)
+    assert build("serve", "a model.onnx", "--no-grpc").returncode == 0
+    assert log(tmp_path)[-1] == f"{tmp_path}: serve a model.onnx --no-grpc"
 
 
 def test_an_interrupted_setup_starts_again(tmp_path, build):
@@ -116,9 +173,8 @@ def test_torch_index(tmp_path, build):
     assert "--extra-index-url https://index.example/cpu " in log(tmp_path)[0]
     assert "whl/cpu" not in said
     build()  # need not say it again
-    assert not any("requirements" in line for line in log(tmp_path))
-    with (tmp_path / "a tree/requirements/dev.txt").open("a") as file:
-        file.write("# changed\n")
+    assert installed(tmp_path) == []
+    change(tmp_path / "a tree/requirements/base.txt")
     build()
     assert "--extra-index-url https://index.example/cpu " in log(tmp_path)[0]
     build(TWINOP_DEVICE="cuda")

@@ -34,7 +34,11 @@ DOCUMENTS = (
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 )
 NOT_RUN = {  # by the first line
-    "README.md": ["./build.sh demo", "ORT_ROOT=/path/to/onnxruntime-linux-x64-gpu-1.23.2 ./build.sh"],
+    "README.md": [
+        "./build.sh demo",
+        "./build.sh serve",
+        "ORT_ROOT=/path/to/onnxruntime-linux-x64-gpu-1.23.2 ./build.sh",
+    ],
     "CONTRIBUTING.md": ["./build.sh", ".venv/bin/python tests/gpu_report.py --output"],
 }
 _FENCE = re.compile(
