@@ -27,6 +27,7 @@ class Commands(LazyGroup):
         "encoder": "twinop.bench.encoder:main",
         "node-overhead": "twinop.bench.node_overhead:main",
         "first-call": "twinop.bench.first_call:main",
+        "footprint": "twinop.bench.footprint:main",
         "serve": "twinop.bench.serving.serve:main",
         "soak": "twinop.bench.serving.soak:main",
     }

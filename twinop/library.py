@@ -209,6 +209,12 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def section_sizes(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Returns the bytes of each section of an ELF file, by name."""
+    with Path(path).open("rb") as file:
+        return {name: section.size for name, section in _sections(Path(path), file).items()}
+
+
 def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
     """The names of the shared libraries that a library links (DT_NEEDED).
 

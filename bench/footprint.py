@@ -1,0 +1,141 @@
+"""The size of the libraries and of the sources, and the time of the build: `twinop bench footprint`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from twinop.console import clear_errors
+from twinop.library import find_library, read_library, section_sizes
+
+from . import report
+from .recording import Commit, Output, Recording
+from .report import BenchError
+from .source_tree import SourceTree
+
+LIBRARIES = ("custom_relu", "custom_ops", "twinop_torch")
+_GPU_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
+_SLOWEST = 10  # outputs of the build that the report lists
+
+BYTES = {1: {"libcustom_ops.so": 8e6, "an installation": 10e6}}
+"""The most bytes for a number of CUDA architectures."""
+BYTES_OF_SEVERAL = {"an installation": 45e6}
+BUILD_SECONDS = 210
+LINES = 29_600
+LONGEST = 350
+
+
+def size_rows(tree: SourceTree) -> list[dict[str, Any]]:
+    """Returns the bytes of each library by kind, of the package's other files, and of both together."""
+    rows = []
+    for path in map(find_library, LIBRARIES):
+        sizes = section_sizes(path)
+        gpu = sum(sizes.get(name, 0) for name in _GPU_SECTIONS)
+        cpu = sum(size for name, size in sizes.items() if name.startswith(".text"))
+        total = path.stat().st_size
+        rows.append({"what": path.name, "bytes": total, "gpu": gpu, "cpu": cpu, "rest": total - gpu - cpu})
+    others = tree.package_bytes()
+    rows.append({"what": "Python modules", "bytes": others, "gpu": 0, "cpu": 0, "rest": others})
+    totals = {name: sum(row[name] for row in rows) for name in ("bytes", "gpu", "cpu", "rest")}
+    return [*rows, {"what": "an installation", **totals}]
+
+
+def build_times(log: Path) -> dict[str, Any]:
+    """Reads ninja's log, which has the times of one build if that began in an empty folder.
+
+    Returns:
+        `wall`, the seconds from the first command to the end of the last; `sum`, those of all commands; and
+        `slowest`, the commands that took longest. The ops of the tests do not count.
+
+    Raises:
+        BenchError: the log cannot be read.
+    """
+    try:
+        lines = log.read_text().splitlines()[1:]
+    except OSError as error:
+        raise BenchError(f"{log}: {error.strerror}. Build with ./build.sh, or name the folder") from error
+    times = {}
+    for begin, end, _, output, *_ in (line.split("\t") for line in lines):
+        if not output.startswith(("tests/", "libtest_")):
+            times[output] = (int(begin) / 1e3, int(end) / 1e3)
+    seconds = {output: round(end - begin, 1) for output, (begin, end) in times.items()}
+    slowest = sorted(seconds.items(), key=lambda each: -each[1])[:_SLOWEST]
+    return {
+        "wall": round(max((end for _, end in times.values()), default=0.0), 1),
+        "sum": round(sum(seconds.values()), 1),
+        "slowest": dict(slowest),
+    }
+
+
+def bars(rows: list[dict[str, Any]], archs: int, build: dict[str, Any], tree: dict[str, Any]) -> list[Any]:
+    """Returns the verdicts. The bars for sizes depend on the number of CUDA architectures."""
+    sizes = {row["what"]: row["bytes"] for row in rows}
+    most = {} if archs == 0 else BYTES.get(archs, BYTES_OF_SEVERAL)
+    values: list[tuple[str, float, float]] = [
+        (f"bytes of {what}, architectures: {archs}", sizes[what], bound) for what, bound in most.items()
+    ]
+    values += [
+        ("seconds of the build", build["wall"], BUILD_SECONDS),
+        ("lines of the program", tree["lines"], LINES),
+        (f"lines of the longest file, {tree['longest_file']}", tree["longest"], LONGEST),
+        ("imports that run upward", len(tree["upward"]), 0),
+        ("modules in an import cycle", len(tree["cycle"]), 0),
+    ]
+    return [
+        {"what": what, "value": value, "bar": f"<= {bound:g}", "passed": value <= bound}
+        for what, value, bound in values
+    ]
+
+
+def tree_facts(tree: SourceTree) -> dict[str, Any]:
+    """Returns the facts about the sources that have a bar."""
+    longest, name = tree.longest()[0]
+    return {
+        "lines": tree.program_lines(),
+        "longest": longest,
+        "longest_file": name,
+        "upward": [f"{each.importer} imports {each.imported}" for each in tree.imports() if each.is_upward],
+        "cycle": tree.import_cycle(),
+    }
+
+
+def show(rows: list[dict[str, Any]], build: dict[str, Any], tree: dict[str, Any]) -> None:
+    """Prints a table of the sizes, of the slowest compilations, and the lines of the program."""
+    table = report.table("Size, MB", ["", "all", "GPU code", "CPU code", "rest"])
+    for row in rows:
+        table.add_row(row["what"], *(f"{row[name] / 1e6:.2f}" for name in ("bytes", "gpu", "cpu", "rest")))
+    report.show(table)
+    title = f"Build: {build['wall']:.0f} s, commands: {build['sum']:.0f} s; {tree['lines']} lines of source"
+    table = report.table(title, ["slowest commands", "seconds"])
+    for output, seconds in build["slowest"].items():
+        table.add_row(output, f"{seconds:.1f}")
+    report.show(table)
+
+
+def main(
+    build: Annotated[
+        Path, typer.Option(help="The build folder, whose ninja log has the times.")
+    ] = report.RESULTS.parent.parent / "build",
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """Measure what twinop weighs: the libraries by kind of code, the build, and the sources.
+
+    The times are those of the last build, so build in an empty folder first. A library is measured where
+    Python finds it.
+
+    Example:
+
+        twinop bench footprint
+    """
+    with clear_errors():
+        recording = Recording("footprint", torch.device("cpu"), output, commit)
+        archs = read_library(find_library("custom_ops")).cuda_archs
+        sources = SourceTree.of(report.RESULTS.parent.parent)
+        rows, times, tree = size_rows(sources), build_times(build / ".ninja_log"), tree_facts(sources)
+        show(rows, times, tree)
+        count = 0 if archs == "none" else archs.count(",") + 1
+        verdicts = bars(rows, count, times, tree)
+        report.show_bars(verdicts)
+        recording.write(settings={"cuda_archs": archs}, bars=verdicts, rows=rows, build=times, sources=tree)

@@ -1,0 +1,28 @@
+"""The sources stay readable: no import cycles, no imports from a higher layer."""
+
+from pathlib import Path
+
+import pytest
+
+from twinop.bench.report import BenchError
+from twinop.bench.source_tree import SourceTree
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tree() -> SourceTree:
+    try:
+        return SourceTree.of(ROOT)
+    except BenchError as error:
+        pytest.skip(str(error))
+
+
+def test_modules_do_not_import_each_other_in_a_circle(tree: SourceTree) -> None:
+    assert not tree.import_cycle()
+
+
+def test_no_layer_imports_from_a_higher_one(tree: SourceTree) -> None:
+    assert len(tree.imports()) > 200
+    upward = [f"{each.importer} imports {each.imported}" for each in tree.imports() if each.is_upward]
+    assert not upward, "\n".join(upward)
