@@ -13,7 +13,7 @@ from twinop import torch_op
 from twinop.record import Record
 
 from .cells import DOUBLE
-from .peers import ENTRIES, Entry
+from .peers import ENTRIES, Entry, entry_of
 from .report import BenchError, size_name
 from .timing import Run
 
@@ -46,7 +46,7 @@ QUICK_SHAPES = SHAPES[:4]
 
 @dataclass(frozen=True)
 class Case:
-    """One cell to measure: an op on one shape and dtype. `shape` is the shape of each output."""
+    """One cell to measure: an op on one shape and dtype. `shape` is the shape of the first output."""
 
     entry: str
     family: str
@@ -94,24 +94,38 @@ def choose(names: str | None) -> dict[str, Entry]:
     Raises:
         BenchError: a name is unknown, or its op is not in the built libraries.
     """
-    built = torch_op.records()
+    built = built_entries()
     if names is None:
-        return {name: entry for name, entry in ENTRIES.items() if entry.op in built}
+        return built
     found: dict[str, Entry] = {}
     for wanted in filter(None, map(str.strip, names.split(","))):
-        if wanted not in ENTRIES:
-            raise BenchError(f"--ops {wanted}: unknown. Known: {', '.join(ENTRIES)}")
-        if ENTRIES[wanted].op not in built:
+        if wanted in ENTRIES and wanted not in built:
             raise BenchError(f"--ops {wanted}: the built libraries have no op {ENTRIES[wanted].op}")
-        found[wanted] = ENTRIES[wanted]
+        if wanted not in built:
+            raise BenchError(f"--ops {wanted}: unknown. Known: {', '.join(built)}")
+        found[wanted] = built[wanted]
     if not found:
-        raise BenchError(f"--ops {names}: names no op. Known: {', '.join(ENTRIES)}")
+        raise BenchError(f"--ops {names}: names no op. Known: {', '.join(built)}")
+    return found
+
+
+def built_entries() -> dict[str, Entry]:
+    """Returns the entries of the built ops.
+
+    An elementwise or row-wise op that the table of peers does not name has an entry derived from its record.
+    """
+    records = torch_op.records()
+    found = {name: entry for name, entry in ENTRIES.items() if entry.op in records}
+    known = {entry.op for entry in ENTRIES.values()}
+    for name, record in records.items():
+        if name not in known and not record.is_backward and (record.is_elementwise or record.rows):
+            found[name] = entry_of(record)
     return found
 
 
 def without_entry() -> list[str]:
-    """Returns the registered ops that are not in the table of peers, so that nothing measures them."""
-    known = {entry.op for entry in ENTRIES.values()} | {"matmul"}
+    """Returns the registered ops that nothing measures: they are not in the table of peers."""
+    known = {entry.op for entry in built_entries().values()} | {"matmul"}
     return [
         name for name, record in torch_op.records().items() if not record.is_backward and name not in known
     ]
@@ -149,19 +163,23 @@ def latency_table(name: str, entry: Entry, quick: bool) -> list[Case]:
 # ------------------------------------------------------------------------------------------- tensors
 
 
-def input_shape(name: str, case: Case) -> tuple[int, ...]:
-    if name in ("weight", "bias"):
-        return case.shape[-1:]
-    if case.entry == "swiglu_packed":
-        return (*case.shape[:-1], 2 * case.columns)
-    return case.shape
+def input_shapes(case: Case, entry: Entry) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the entry's inputs by name."""
+    record = torch_op.records()[entry.op]
+    first = (*case.shape[:-1], 2 * case.columns) if entry.op == "swiglu_packed" else case.shape
+    shapes = record.infer_input_shapes(first, _attributes(record, entry))
+    return {name: shapes[name] for name in entry.input_names}
+
+
+def _attributes(record: Record, entry: Entry) -> dict[str, Any]:
+    return {each.name: each.default for each in record.attributes} | dict(entry.attributes)
 
 
 def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
     """Draws inputs by name from the normal distribution; weights lie around one, as trained ones do."""
     inputs = {}
-    for name in entry.input_names:
-        tensor = torch.randn(input_shape(name, case), dtype=case.torch_dtype, device=device)
+    for name, shape in input_shapes(case, entry).items():
+        tensor = torch.randn(shape, dtype=case.torch_dtype, device=device)
         if name == "weight":
             tensor = 1 + tensor / 8
         inputs[name] = tensor.abs() + 0.01 if name in entry.positive else tensor
@@ -170,8 +188,10 @@ def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Ten
 
 def make_outputs(case: Case, entry: Entry, device: torch.device) -> tuple[Tensor, ...]:
     """Draws random tensors: the outputs to overwrite, or the gradients that backward starts from."""
-    count = len(torch_op.records()[entry.op].outputs)
-    return tuple(torch.randn(case.shape, dtype=case.torch_dtype, device=device) for _ in range(count))
+    record = torch_op.records()[entry.op]
+    absent = dict.fromkeys(each.name for each in record.inputs)
+    shapes = record.infer_shapes(absent | input_shapes(case, entry), _attributes(record, entry))
+    return tuple(torch.randn(shape, dtype=case.torch_dtype, device=device) for shape in shapes.values())
 
 
 def bytes_moved(inputs: Sequence[Tensor], outputs: Sequence[Tensor], case: Case) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from twinop import torch_op
 
 from . import report
-from .cases import ROWS, UNARY, Case, family_of, input_shape, make_outputs, reference
+from .cases import ROWS, UNARY, Case, family_of, input_shapes, make_outputs, reference
 from .cells import IN_ORT, IN_TORCH
 from .peers import Entry
 from .providers import EAGER, Problem, Providers, reason_of
@@ -81,8 +81,7 @@ def draw(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
         x = x[x.isfinite()]
         return {"x": x[x > 0] if entry.positive else x}
     inputs = {}
-    for name in entry.input_names:
-        shape = input_shape(name, case)
+    for name, shape in input_shapes(case, entry).items():
         x = torch.randn(shape, device=device, dtype=torch.float64)
         if case.family != ROWS:
             wide = torch.exp2(torch.empty_like(x).uniform_(-24, 6)) * x.sign()

@@ -8,7 +8,7 @@ import ast
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -219,6 +219,21 @@ class Record:
         return {
             output: expression.evaluate(texts.get(output, self.inputs[0].name)) for output in self.outputs
         }
+
+    def infer_input_shapes(
+        self, first: Sequence[int], attributes: Mapping[str, Any]
+    ) -> dict[str, tuple[Any, ...]]:
+        """Shapes of all inputs by name, given about that of the first (an odd width may become even).
+
+        Args:
+            attributes: the value of every attribute by name.
+        """
+        texts = entries(self.input_shapes)
+        shapes = {entry.name: tuple(first) for entry in self.inputs}
+        for name in [*shapes, *shapes]:  # twice: an input may depend on a later one
+            text = f"{name} = {texts.get(name, self.inputs[0].name)}"
+            shapes[name] = replace(self, outputs=(name,), shapes=text).infer_shapes(shapes, attributes)[name]
+        return shapes
 
 
 def entries(text: str) -> dict[str, str]:

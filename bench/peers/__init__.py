@@ -1,5 +1,6 @@
 """The table of the ops and their peers.
 
+An op needs no entry: without one, its function body stands for torch's own function, and there are no peers.
 An entry gives the inputs of an op, torch's own function (the eager peer, the input of torch.compile and, in
 float64, the reference) and the op's other implementations. A peer is a function `"module:name"` of this
 package that takes the op's inputs, or nodes of ONNX Runtime's own. If a peer's library is not installed, the
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from twinop.export.body_in_torch import evaluate_body
+from twinop.record import Record
 
 OVERWRITES_INPUTS = ("others:liger_swiglu",)
 """The peers whose backward overwrites the inputs that forward saved with the gradients."""
@@ -284,6 +288,17 @@ ENTRIES: dict[str, Entry] = {
     ),
 }
 """By name in the report. gelu has two entries, one for each formula."""
+
+
+def entry_of(record: Record) -> Entry:
+    """Returns the entry of an op that the table does not name: torch's own function is its function body."""
+
+    def eager(*inputs: Tensor) -> Any:
+        results = evaluate_body(record, inputs)
+        return results if len(results) > 1 else results[0]
+
+    names = " ".join(entry.name for entry in record.inputs)
+    return Entry(record.name, names, eager, backward=bool(record.gradient))
 
 
 def resolve(peer: str) -> Callable[..., Any]:

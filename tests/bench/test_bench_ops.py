@@ -21,6 +21,7 @@ from twinop.bench.cases import (
     FORWARD,
     Case,
     backward_run,
+    built_entries,
     choose,
     family_of,
     latency_table,
@@ -30,13 +31,13 @@ from twinop.bench.cases import (
 )
 from twinop.bench.cells import IN_ORT, IN_TORCH, cells_of, numeric_verdicts
 from twinop.bench.measure import Machine, machine
-from twinop.bench.peers import ENTRIES, Entry
+from twinop.bench.peers import ENTRIES, Entry, entry_of
 from twinop.bench.providers import EAGER, Budget, Providers, onnx_nodes
 from twinop.bench.report import BenchError
 from twinop.library import find_library, read_library
 
 CPU = torch.device("cpu")
-BUILT = {name: entry for name, entry in ENTRIES.items() if entry.op in torch_op.records()}
+BUILT = built_entries()
 each_entry = pytest.mark.parametrize("name", list(BUILT))
 
 
@@ -46,7 +47,7 @@ def on_cpu(*wanted: str) -> Machine:
 
 
 def small(name: str, direction: str = FORWARD, dtype: str = "float32") -> Case:
-    family = family_of(torch_op.records()[ENTRIES[name].op], ENTRIES[name])
+    family = family_of(torch_op.records()[BUILT[name].op], BUILT[name])
     return Case(name, family, dtype, (6, 32) if family == "rows" else (192,), direction)
 
 
@@ -60,7 +61,7 @@ def test_every_op_of_the_library_has_an_entry() -> None:
         for name, record in read_library(find_library("custom_ops")).records.items()
         if not record.is_backward
     }
-    assert ops - {"matmul"} <= {entry.op for entry in ENTRIES.values()}
+    assert ops - {"matmul"} <= {entry.op for entry in BUILT.values()}
 
 
 @each_entry
@@ -72,6 +73,18 @@ def test_an_entry_fits_its_record(name: str) -> None:
     for nodes in entry.ort.values():
         written = {wire.strip() for _, wires in nodes.nodes for wire in wires.split("->")[1].split(",")}
         assert set(record.outputs) <= written
+
+
+def test_an_op_without_an_entry_is_measured_beside_its_body() -> None:
+    where = on_cpu("twinop", "eager")
+    entry = entry_of(torch_op.records()["silu"])
+    for direction in (FORWARD, BACKWARD):
+        where.cell(small("silu", direction), entry)
+    assert where.providers.problems == []
+    forward, backward = cells_of(where.measured.rows)
+    assert {IN_TORCH, IN_ORT, EAGER} <= set(forward.rows) and {IN_TORCH, EAGER} <= set(backward.rows)
+    compiled = torch.compile(entry.eager, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(3)), torch.nn.functional.silu(torch.ones(3)))
 
 
 def test_infinity_is_right_where_the_type_ends() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from twinop import torch_op
 from twinop.library import find_library
-from twinop.record import Record, entries
+from twinop.record import Record
 
 torch_op.load(find_library("test_ops"))
 
@@ -141,12 +141,8 @@ def input_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """A shape for every input, given that of the first; that one too may have to bend (to an even width)."""
     given = {entry.name: entry.default for entry in record.attributes} | dict(attributes or {})
-    texts = entries(record.input_shapes or OWN_SHAPES.get(record.name, ""))
-    shapes = {entry.name: tuple(shape) for entry in record.inputs}
-    for name in [*shapes, *shapes]:  # twice: an earlier input may be said in terms of a later one
-        probe = replace(record, outputs=(name,), shapes=f"{name} = {texts.get(name, record.inputs[0].name)}")
-        shapes[name] = probe.infer_shapes(shapes, given)[name]
-    return shapes
+    record = replace(record, input_shapes=record.input_shapes or OWN_SHAPES.get(record.name, ""))
+    return record.infer_input_shapes(shape, given)
 
 
 def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
