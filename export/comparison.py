@@ -1,32 +1,28 @@
-"""Runs an exported file in ONNX Runtime, with the library and without, and compares with torch."""
+"""Compares an exported file with torch: runs it in ONNX Runtime, with the library and without."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
+from onnx_ir.tensor_adapters import TorchTensor
 
 from twinop import deploy
-from twinop.deploy.tolerance import TOLERANCE
+from twinop.deploy.tolerance import TOLERANCE, difference
 from twinop.errors import ExportError
 from twinop.library import Library
 from twinop.record import Record
 
-from . import ort_process
 from .bodies import find_body
 from .calls import Call, make_call
-from .ort_process import CaseError, OrtCrash, Request
+from .ort_process import SERVER, Answer, OrtCrash, Request
 from .record_body import trace
 from .report import ExportReport, Parity
-
-_TOLERANCE = {getattr(torch, name): accepted for name, accepted in TOLERANCE.items()}
-
 
 _HIDDEN_ROWS = (
     "If a mask hides all of such a row: torch's dynamo exporter masks with the lowest finite number below "
@@ -43,143 +39,95 @@ class Differs(ExportError):
     """The numbers are not torch's."""
 
 
-@dataclass(frozen=True)
-class Runs:
-    """What ONNX Runtime made of each case, with which libraries, and what a user should know about it."""
-
-    outputs: list[list[torch.Tensor]]
-    libraries: Sequence[Library] = ()
-    note: str = ""
-
-
 def run(
-    model: Path | bytes,
-    library: deploy.Libraries | bool,
-    cases: Sequence[Mapping[str, torch.Tensor]] = (),
-) -> Runs:
-    """Runs a model on the CPU provider, in another process: a crash of ONNX Runtime is an answer too.
+    model: Path | bytes, library: deploy.Libraries | bool, cases: Sequence[Mapping[str, Any]] = ()
+) -> Answer:
+    """Runs a model on the CPU provider in another process, so that a crash of ONNX Runtime is reported.
 
     Args:
         library: as in `deploy.session`.
-        cases: the inputs of each run; those that the exporter found to be unused are left out.
+        cases: the inputs of each run, as tensors or arrays. Inputs that the model does not have are ignored:
+            an exporter removes those that it finds to be unused.
 
     Raises:
         NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.
         ExportError: ONNX Runtime refuses the model or a run for another reason.
         TwinopError: the library is missing, damaged, or not the one that the model needs.
     """
-    arrays = [{name: _to_numpy(tensor) for name, tensor in case.items()} for case in cases]
+    arrays = [{name: to_numpy(tensor) for name, tensor in case.items()} for case in cases]
+    request = Request(model, library, arrays)
     name = f"ONNX Runtime {ort.__version__}"
-    note = ""
     try:
         try:
-            answer = ort_process.SERVER.run(Request(model, library, arrays))
+            return SERVER.run(request)
         except OrtCrash as crash:
-            answer = ort_process.SERVER.run(Request(model, library, arrays, optimize=False))
             note = (
                 f"{name} crashes ({crash}) when it optimizes this model for the CPU: compared without its "
                 "optimizations. Where it runs on the CPU, set graph_optimization_level to ORT_DISABLE_ALL"
             )
+            return replace(SERVER.run(replace(request, optimize=False)), note=note)
     except OrtCrash as crash:
         raise NotRunnable(f"{name} crashes ({crash}) on this model on the CPU") from crash
-    except CaseError as error:
-        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays[error.case].items())
-        raise ExportError(f"the exported model fails in ONNX Runtime for {shapes}: {error.error}") from error
     except deploy.RunError as error:
         if missing := re.search(r"implementation for (?:\S+:)?(\w+)\(\d+\)", str(error)):
             raise NotRunnable(f"{name} has no CPU kernel for {missing[1]}") from error
         raise ExportError(str(error)) from error
-    return Runs([[_to_torch(array) for array in each] for each in answer.outputs], answer.libraries, note)
 
 
-def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach().cpu().contiguous()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if not hasattr(ml_dtypes, dtype):
-        return tensor.numpy()
-    return tensor.view(_BITS[tensor.element_size()]).numpy().view(getattr(ml_dtypes, dtype))
+def to_numpy(tensor: torch.Tensor | np.ndarray) -> np.ndarray:
+    """Returns a tensor's values; bfloat16 and the 8-bit floats have the dtypes of ml_dtypes."""
+    return tensor if isinstance(tensor, np.ndarray) else TorchTensor(tensor.detach().contiguous()).numpy()
 
 
-def _to_torch(array: Any) -> torch.Tensor:
-    if not isinstance(array, np.ndarray) or array.dtype.kind in "OSU":
-        raise NotRunnable(f"an output is {type(array).__name__}, not a tensor of numbers")
-    if not hasattr(ml_dtypes, array.dtype.name):
-        return torch.from_numpy(array)
-    return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, array.dtype.name))
-
-
-_BITS = {1: torch.uint8, 2: torch.uint16}
-
-
-def compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], what: str) -> Parity:
-    """Compares two lists of outputs.
+def compare(expected: Sequence[Any], found: Sequence[Any], what: str) -> Parity:
+    """Compares two lists of outputs, torch's and those of `what`, as tensors or arrays.
 
     Raises:
         Differs: numbers differ by more than rounding.
+        NotRunnable: an output is not a tensor of numbers.
         ExportError: the number of outputs, their shapes or dtypes differ.
     """
     if len(expected) != len(found):
         raise ExportError(f"{what} has {len(found)} outputs, torch {len(expected)}")
     worst, equal = 0.0, True
-    for index, (reference, value) in enumerate(zip(expected, found, strict=True)):
-        reference = reference.detach().cpu()
+    for index, pair in enumerate(zip(expected, found, strict=True)):
+        if not hasattr(pair[1], "dtype") or getattr(pair[1].dtype, "kind", "") in "OSU":
+            raise NotRunnable(f"an output is {type(pair[1]).__name__}, not a tensor of numbers")
+        reference, value = map(to_numpy, pair)
         for name in ("dtype", "shape"):
             if getattr(reference, name) != getattr(value, name):
                 raise ExportError(
                     f"{what}, output {index}: {name} {getattr(value, name)}, torch {getattr(reference, name)}"
                 )
-        error = _error(reference, value)
-        if not error <= _TOLERANCE.get(reference.dtype, 0.0):
+        error, accepted = difference(reference, value), TOLERANCE.get(reference.dtype.name, 0.0)
+        if not error <= accepted:
             raise Differs(
-                f"{what} differs from torch in output {index} ({reference.dtype}, "
-                f"{tuple(reference.shape)}): error {error:.2e}, accepted "
-                f"{_TOLERANCE.get(reference.dtype, 0.0):.0e} of the largest value"
-                f"{_worst_rows(reference, value)}"
+                f"{what} differs from torch in output {index} ({reference.dtype}, {reference.shape}): error "
+                f"{error:.2e}, accepted {accepted:.0e} of the largest value{_worst_rows(reference, value)}"
             )
         worst = max(worst, error)
         equal = equal and same_bits(reference, value)
     return Parity(worst, equal, len(found))
 
 
-def _error(reference: torch.Tensor, value: torch.Tensor) -> float:
-    if reference.numel() == 0:
-        return 0.0
-    a, b = reference.double(), value.double()
-    if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
-        return float("inf")
-    finite = a.isfinite()
-    if not torch.equal(a[a.isinf()], b[b.isinf()]):
-        return float("inf")
-    a, b = a[finite], b[finite]
-    return float((a - b).abs().max() / a.abs().max().clamp(min=1)) if a.numel() else 0.0
-
-
-def _worst_rows(reference: torch.Tensor, value: torch.Tensor) -> str:
-    """Where the tensors differ by more than rounding, by the indices of all dimensions but the last."""
-    if reference.dim() < 2:
+def _worst_rows(reference: np.ndarray, value: np.ndarray) -> str:
+    """Names the rows that differ most, by the indices of all dimensions but the last."""
+    if reference.ndim < 2:
         return ""
-    a, b = reference.double(), value.double()
-    largest = a.masked_fill(~a.isfinite(), 0).abs().max().clamp(min=1)
-    accepted = _TOLERANCE.get(reference.dtype, 0.0) * largest
-    difference = (a - b).abs()
+    a, b = reference.astype(np.float64), value.astype(np.float64)
+    accepted = TOLERANCE.get(reference.dtype.name, 0.0) * max(np.abs(a[np.isfinite(a)]).max(initial=0), 1)
     # A value that only one of the two has (NaN, infinity) differs more than any number.
-    difference[a.isfinite() != b.isfinite()] = float("inf")
-    rows = difference.nan_to_num(nan=0.0, posinf=float("inf")).amax(-1)
-    worst = rows.flatten().topk(min(3, rows.numel()))
-    found = [index for index, error in zip(worst.indices, worst.values, strict=True) if error > accepted]
-    places = [str([int(i) for i in torch.unravel_index(index, rows.shape)]) for index in found]
+    errors = np.where(np.isfinite(a) == np.isfinite(b), np.nan_to_num(np.abs(a - b)), np.inf).max(-1)
+    worst = [i for i in np.argsort(-errors, axis=None, kind="stable")[:3] if errors.flat[i] > accepted]
+    places = [str([int(index) for index in np.unravel_index(i, errors.shape)]) for i in worst]
     return f". It differs most in the rows {', '.join(places)}" if places else ""
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in every bit, also the sign of zero; any NaN equals any."""
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    nan = a.isnan()
-    return torch.equal(nan, b.isnan()) and torch.equal(
-        a.masked_fill(nan, 0).reshape(-1).view(torch.uint8),
-        b.masked_fill(nan, 0).reshape(-1).view(torch.uint8),
-    )
+def same_bits(a: torch.Tensor | np.ndarray, b: torch.Tensor | np.ndarray) -> bool:
+    """Whether all bits are equal, also the sign of zero; any NaN equals any other."""
+    a, b = to_numpy(a), to_numpy(b)
+    nan = np.isnan(a)
+    return np.array_equal(nan, np.isnan(b)) and a[~nan].tobytes() == b[~nan].tobytes()
 
 
 def verify(
@@ -202,19 +150,19 @@ def verify(
     """
 
     def compare_run(library: deploy.Libraries | bool, what: str) -> tuple[Parity, Sequence[Library]]:
-        runs = run(draft, library, [tensors for tensors, _ in cases])
+        answer = run(draft, library, [tensors for tensors, _ in cases])
         try:
             found = [
                 compare(expected, outputs, what)
-                for (_, expected), outputs in zip(cases, runs.outputs, strict=True)
+                for (_, expected), outputs in zip(cases, answer.outputs, strict=True)
             ]
         except Differs as error:
             if report.exporter == "dynamo" and report.opset < 23 and _masks_by_lowest_number(model):
                 raise ExportError(f"{error}. {_HIDDEN_ROWS}") from error
             raise
-        report.notes += [runs.note] if runs.note and runs.note not in report.notes else []
+        report.notes += [answer.note] if answer.note and answer.note not in report.notes else []
         equal = all(each.equal for each in found)
-        return Parity(max(each.error for each in found), equal, found[0].outputs), runs.libraries
+        return Parity(max(each.error for each in found), equal, found[0].outputs), answer.libraries
 
     try:
         report.parity, used = compare_run(library, "the exported model")
@@ -234,12 +182,11 @@ def verify(
         report.without_library, _ = compare_run(False, "the exported model, without the library,")
     except NotRunnable as error:
         report.without_reason = str(error)
-        for record, sites in calls.items():
-            for call in sites:
-                reason = unsupported_cell(call, report.opset)
-                cell = f"{record.onnx_name} {call.dtypes[record.inputs[0].name]}: {reason}"
-                if reason and cell not in report.unsupported:
-                    report.unsupported.append(cell)
+        for call in (call for each in calls.values() for call in each):
+            reason = unsupported_cell(call, report.opset)
+            cell = f"{call.record.onnx_name} {call.dtypes[call.record.inputs[0].name]}: {reason}"
+            if reason and cell not in report.unsupported:
+                report.unsupported.append(cell)
 
 
 def _masks_by_lowest_number(model: ir.Model) -> bool:

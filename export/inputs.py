@@ -34,7 +34,7 @@ class Inputs:
         }
 
     def _prefix(self, parameter: str) -> str:
-        """Returns the first part of the names of a parameter's tensors; `**kwargs` have names of their own."""
+        """Returns the prefix of the names of a parameter's tensors; `**kwargs` have names of their own."""
         kind = self._bound.signature.parameters[parameter].kind
         return "" if kind is inspect.Parameter.VAR_KEYWORD else parameter
 
@@ -188,8 +188,8 @@ def resized(
 
     Args:
         fresh: draw new values like those of the example: numbers between its smallest and its largest,
-            indices from its own. A 0/1 mask is extended by its first entry, and half of its last row is masked. If
-            False, every input is extended by its first entry.
+            indices from its own. A 0/1 mask is extended by its first entry, and half of its last row is
+            masked. If False, every input is extended by its first entry.
     """
     generator = torch.Generator().manual_seed(0)
     result = dict(tensors)

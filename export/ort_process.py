@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from twinop import deploy
-from twinop.errors import TwinopError
+from twinop.errors import ExportError, TwinopError
 from twinop.library import Library
 
 
@@ -43,18 +43,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The libraries that were registered, and the outputs of each case in the model's order."""
+    """What ONNX Runtime made of a request.
+
+    Attributes:
+        libraries: those that were registered.
+        outputs: of each case, as numpy arrays in the model's order.
+        note: what a user should know about the runs, or "".
+    """
 
     libraries: Sequence[Library]
     outputs: list[list[Any]]
-
-
-class CaseError(Exception):
-    """A run failed: the index of its case, and the error."""
-
-    def __init__(self, case: int, error: TwinopError) -> None:
-        super().__init__(case, error)
-        self.case, self.error = case, error
+    note: str = ""
 
 
 class OrtCrash(Exception):
@@ -75,7 +74,7 @@ class Server:
 
         Raises:
             TwinopError: the session cannot be made; as `deploy.session` raises it.
-            CaseError: a run failed.
+            ExportError: a run failed.
             OrtCrash: the process ended before it answered.
         """
         with self._lock:
@@ -162,12 +161,15 @@ def _answer(request: Request) -> Answer | Exception:
                 request.model, ["CPUExecutionProvider"], request.library, session_options=options
             )
         outputs = []
-        for index, case in enumerate(request.cases):
+        for case in request.cases:
             feeds = {name: array for name, array in case.items() if name in session.inputs}
             try:
                 outputs.append(list(session.run(feeds).values()))
             except TwinopError as error:
-                raise CaseError(index, error) from error
+                shapes = ", ".join(f"{name} {array.shape}" for name, array in case.items())
+                raise ExportError(
+                    f"the exported model fails in ONNX Runtime for {shapes}: {error}"
+                ) from error
         return Answer(session.libraries, outputs)
-    except (TwinopError, CaseError) as error:
+    except TwinopError as error:
         return error
