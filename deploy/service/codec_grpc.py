@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from .protocol import pb
 from .codec_rest import deadline, refuse_extensions
 from .datatypes import (
     BYTES,
@@ -22,6 +21,7 @@ from .datatypes import (
     version_number,
 )
 from .errors import TOO_LARGE, ServiceError, invalid
+from .protocol import pb
 from .request import MOST_TENSORS, Request, Result, check_count
 from .wire import MOST_BYTES, prefixed
 

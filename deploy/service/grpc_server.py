@@ -15,11 +15,11 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
 from . import codec_grpc, grpc_index, ids, logs, metrics, spans, wire
-from .protocol import SERVICE, pb
 from .addresses import address_error, tls_error
 from .datatypes import version_number
 from .endpoints import model_metadata, off_loop, server_metadata
 from .errors import INTERNAL, INVALID, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
+from .protocol import SERVICE, pb
 from .settings import ServerSettings
 
 if TYPE_CHECKING:

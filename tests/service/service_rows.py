@@ -1,4 +1,4 @@
-"""One row of four numbers, what real servers answer to it, and a model whose answers tell its version."""
+"""One row of four numbers as a request over HTTP and gRPC, and a model whose answers tell its version."""
 
 from typing import Any
 
@@ -13,6 +13,15 @@ ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 4.0])
 QUICK = ("--provider", "cpu")
 
 
+def message(model: str, *numbers: float, name: str = "x", **fields: Any) -> pb.ModelInferRequest:
+    """Return a typed gRPC request with one row of numbers, zeros if none are given."""
+    request = pb.ModelInferRequest(model_name=model, **fields)
+    row = numbers or (0, 0, 0, 0)
+    given = request.inputs.add(name=name, datatype="FP32", shape=[1, len(row)])
+    given.contents.fp32_contents.extend(row)
+    return request
+
+
 def y_of(served: Served, model: str) -> list[float]:
     answer = served.infer(model, ROW)
     assert answer.status == 200, answer
@@ -21,7 +30,7 @@ def y_of(served: Served, model: str) -> list[float]:
 
 
 def call(served: Served, model: str, seconds: float = 60) -> Any:
-    """ROW over gRPC."""
+    """Send ROW over gRPC as raw contents."""
     request = pb.ModelInferRequest(
         model_name=model, raw_input_contents=[np.array(ROW["data"], "f4").tobytes()]
     )
@@ -31,7 +40,7 @@ def call(served: Served, model: str, seconds: float = 60) -> Any:
 
 
 def scaled(factor: float) -> onnx.ModelProto:
-    """A model whose answers tell which version it is."""
+    """Return a model that multiplies its input by `factor`."""
     model = mlp(4, 4, custom=False)
     weight = onnx.numpy_helper.from_array(np.eye(4, dtype=np.float32) * np.float32(factor), "w0")
     model.graph.initializer[0].CopyFrom(weight)

@@ -1,8 +1,7 @@
-"""Clients that misbehave below the protocol: the service goes on answering, and its files come back."""
+"""Clients that misbehave below the protocol: the service keeps answering, and its files are closed again."""
 
 import json
 import re
-import signal
 import socket
 import threading
 import time
@@ -10,28 +9,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 import service_models as models
-from service_fixtures import Served, receive, receive_all, serve, split, tensor, wait_until
+from service_fixtures import Served, receive, receive_all, serve, split, wait_until
+from service_raw import BODY, LIVE, REQUEST, SLOW, answers_well, settled
 
 from twinop.deploy.service.protocol import pb
-
-X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
-BODY = json.dumps({"inputs": [X]}).encode()
-REQUEST = b"POST /v2/models/relu/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
-SLOW = REQUEST.replace(b"/relu/", b"/slow/")
-LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """With short patience: 1 s for headers, 2 s for a body."""
+    """A server that waits 0.3 s for headers and 0.6 s for a body."""
     folder = tmp_path_factory.mktemp("models")
     models.place(folder, "relu", models.relu())
-    models.place(folder, "slow", models.slow(3000))
-    (folder / "twinop.toml").write_text("[server]\nheader_seconds = 1.0\nbody_seconds = 2.0\n")
+    models.place(folder, "slow", models.slow(400))
+    (folder / "twinop.toml").write_text("[server]\nheader_seconds = 0.3\nbody_seconds = 0.6\n")
     with serve(folder) as served:
         answers_well(served)
         with served.stub() as stub:
@@ -41,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def served(server: Served) -> Iterator[Served]:
-    """The server; after the test it answers, holds no more files than before, and has logged no bug."""
+    """Check that the server answers after the test, holds no more files than before, and logged no bug."""
     settled(server)
     before, logged = server.files, len(server.log)
     yield server
@@ -50,60 +43,24 @@ def served(server: Served) -> Iterator[Served]:
     assert [line for line in server.log[logged:] if "traceback" in line] == []
 
 
-def settled(server: Served) -> None:
-    """Waits until what another test left behind has timed out."""
-    last, since = server.files, time.monotonic()
-    while time.monotonic() < since + 0.3:
-        time.sleep(0.05)
-        if server.files != last:
-            last, since = server.files, time.monotonic()
-
-
-def answers_well(server: Served, most: float = 1.0) -> None:
-    """Over HTTP and gRPC, 20 times, at usual speed: `most` is for the slowest but two."""
-    seconds = []
-    with server.connect() as connection, server.stub() as stub:
-        for _ in range(20):
-            start = time.perf_counter()
-            connection.sendall(REQUEST)
-            answer = receive(connection)
-            assert answer.status == 200 and answer.json["outputs"][0]["data"] == [0, 0, 1, 2]
-            request = pb.ModelInferRequest(model_name="relu")
-            request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend(
-                [-1, 0, 1, 2]
-            )
-            assert list(stub.ModelInfer(request, timeout=30).outputs[0].contents.fp32_contents) == [
-                0,
-                0,
-                1,
-                2,
-            ]
-            seconds.append(time.perf_counter() - start)
-    assert sorted(seconds)[-3] < most
-
-
 # -------------------------------------------------------------------------------- slow and endless
 
 
 def test_headers_that_come_too_slowly(served: Served) -> None:
     with served.connect() as connection:
-        start = time.monotonic()
         with suppress(OSError):
             for byte in LIVE[:-2] + b"X-Header: " + b"a" * 1000:
                 connection.send(bytes([byte]))
                 time.sleep(0.02)
         answer = split(receive_all(connection))
     assert answer.status == 408 and "header_seconds" in answer.error
-    assert 0.9 < time.monotonic() - start < 10
 
 
 def test_a_body_that_comes_too_slowly(served: Served) -> None:
     with served.connect() as connection:
         connection.sendall(REQUEST[:-20])
-        start = time.monotonic()
         answer = split(receive_all(connection))
     assert answer.status == 408 and "body_seconds" in answer.error
-    assert 1.9 < time.monotonic() - start < 10
 
 
 def test_a_connection_without_a_request_is_closed(served: Served) -> None:
@@ -115,19 +72,18 @@ def test_a_connection_without_a_request_is_closed(served: Served) -> None:
 
 def test_a_kept_connection_has_as_long_as_it_wants_between_requests(served: Served) -> None:
     with served.connect() as connection:
-        for pause in (0, 1.5, 2.5):
+        for pause in (0, 0.5, 0.8):  # longer than both limits
             time.sleep(pause)
             connection.sendall(REQUEST)
             assert receive(connection).status == 200
 
 
 def test_a_long_run_is_not_taken_for_a_slow_client(served: Served) -> None:
-    body = json.dumps({"inputs": [tensor("x", "FP32", [1, 4], [1, 2, 3, 4])]}).encode()
-    head = b"POST /v2/models/slow/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body)
+    """Together the runs take longer than both limits."""
     with ExitStack() as stack:
-        connections = [stack.enter_context(served.connect(60)) for _ in range(12)]
+        connections = [stack.enter_context(served.connect(60)) for _ in range(16)]
         for connection in connections:
-            connection.sendall(head + body)
+            connection.sendall(SLOW)
         for connection in connections:
             assert receive(connection).status == 200
 
@@ -144,18 +100,18 @@ def test_headers_without_end(served: Served) -> None:
 
 
 def test_what_follows_a_refused_head_is_read_at_leisure(served: Served) -> None:
-    """At full speed two endless senders had a core of the server's, and others waited 45 ms instead of 5."""
+    """Endless senders must not occupy the event loop."""
     with served.connect() as connection:
         connection.sendall(LIVE[:-2] + b"X-A: " + b"a" * 100_000)
-        sent, piece, end = 0, b"a" * (1 << 20), time.monotonic() + 1
+        sent, piece, end = 0, b"a" * (1 << 20), time.monotonic() + 0.5
         while time.monotonic() < end:
             sent += connection.send(piece)
         assert receive(connection).status == 431
-    assert sent < 64 << 20
+    assert sent < 32 << 20
 
 
 def test_requests_are_told_apart_however_they_arrive(tmp_path: Path) -> None:
-    """Thousands in one piece, heads as long as they may be, bodies that are longer."""
+    """Thousands in one piece, heads of the largest size, and larger bodies."""
     models.place(tmp_path, "relu", models.relu())
     longest = len(REQUEST) - len(BODY) + 3  # a longer Content-Length
     (tmp_path / "twinop.toml").write_text(f"[server]\nmax_header_bytes = {longest}\n")
@@ -239,7 +195,6 @@ def test_a_client_that_does_not_read(served: Served) -> None:
     )
     with served.connect() as connection:
         connection.sendall(head.encode() + header + np.zeros((rows, 4), np.float32).tobytes())
-        time.sleep(1)
         answers_well(served)
 
 
@@ -251,130 +206,3 @@ def test_resets_amid_requests(served: Served) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             connection.close()
     answers_well(served)
-
-
-# -------------------------------------------------------------------------------- the end
-
-
-def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:
-    models.place(tmp_path, "relu", models.relu())
-    models.place(tmp_path, "slow", models.slow(5000))
-    with serve(tmp_path) as served, ExitStack() as stack:
-        waiting, kept, late, idle = (stack.enter_context(served.connect(60)) for _ in range(4))
-        for connection in (kept, late):
-            connection.sendall(REQUEST)
-            assert receive(connection).headers.get("connection") != "close"
-        waiting.sendall(SLOW)
-        time.sleep(0.1)
-        served.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        late.sendall(REQUEST)  # on a connection that was open
-        answer = split(receive_all(late))
-        assert answer.status in (200, 503) and answer.headers["connection"] == "close"
-        answer = split(receive_all(waiting))
-        assert answer.status == 200 and answer.headers["connection"] == "close"
-        assert receive_all(kept) == receive_all(idle) == b""
-        with pytest.raises(OSError):
-            served.connect()
-        assert served.stop() == 0
-
-
-def test_every_accepted_request_is_answered_at_the_end(tmp_path: Path) -> None:
-    models.place(tmp_path, "relu", models.relu())
-    with serve(tmp_path) as served:
-        lost: list[str] = []
-        answered = [0]
-
-        def client() -> None:
-            while True:
-                try:
-                    connection = served.connect()
-                except OSError:
-                    return
-                with connection:
-                    answer = None
-                    while answer is None or answer.headers.get("connection") != "close":
-                        try:
-                            connection.sendall(REQUEST)
-                            answer = receive(connection)
-                        except OSError as error:
-                            lost.append(str(error))
-                            break
-                        answered[0] += answer.status == 200
-
-        threads = [threading.Thread(target=client) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        time.sleep(1)
-        status = served.stop()
-        for thread in threads:
-            thread.join(60)
-    assert status == 0 and lost == [] and answered[0] > 100
-
-
-def test_grpc_calls_are_answered_or_told_to_go_elsewhere_at_the_end(tmp_path: Path) -> None:
-    models.place(tmp_path, "relu", models.relu())
-    models.place(tmp_path, "slow", models.slow(5000))
-    with serve(tmp_path) as served, served.stub() as stub:
-        request = pb.ModelInferRequest(model_name="relu")
-        request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
-        refusals: list[grpc.StatusCode] = []
-
-        def client() -> None:
-            while True:
-                try:
-                    stub.ModelInfer(request, timeout=60)
-                except grpc.RpcError as error:
-                    refusals.append(error.code())
-                    return
-
-        threads = [threading.Thread(target=client) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.5)
-        slow = pb.ModelInferRequest(model_name="slow", inputs=request.inputs)
-        waiting = stub.ModelInfer.future(slow)
-        time.sleep(0.1)
-        assert served.stop() == 0
-        assert waiting.result(60).model_name == "slow"
-        for thread in threads:
-            thread.join(60)
-    assert refusals == [grpc.StatusCode.UNAVAILABLE] * 8
-
-
-def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> None:
-    """Once "held" is there, runs wait for "pass", which lets one of them through; the others never end."""
-    held, passing = tmp_path / "held", tmp_path / "pass"
-    patched = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from twinop.deploy.service.instance import Instance\n"
-        "from twinop.cli import app\n"
-        "run = Instance.run\n"
-        "def wait(*arguments):\n"
-        f"    while Path({str(held)!r}).exists():\n"
-        "        try:\n"
-        f"            Path({str(passing)!r}).unlink()\n"
-        "            break\n"
-        "        except FileNotFoundError:\n"
-        "            time.sleep(0.02)\n"
-        "    return run(*arguments)\n"
-        "Instance.run = wait\n"
-        "app(sys.argv[1:])\n"
-    )
-    models.place(tmp_path / "models", "slow", models.slow())
-    program = ("-c", patched)
-    with serve(tmp_path / "models", "--grace-seconds", "2", program=program) as served, ExitStack() as stack:
-        held.touch()
-        connections = [stack.enter_context(served.connect(60)) for _ in range(8)]
-        for connection in connections:
-            connection.sendall(SLOW)
-        wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 8)
-        served.process.send_signal(signal.SIGTERM)
-        passing.touch()
-        answers = [receive(connection) for connection in connections]
-        assert served.stop() == 1
-    assert sorted(answer.status for answer in answers) == [200, *[503] * 7]
-    assert {answer.error for answer in answers if answer.status == 503} == {
-        "the server stopped before it could answer",
-    }

@@ -1,4 +1,4 @@
-"""Hostile clients: meanwhile the service keeps its latency, and afterwards its memory and files come back."""
+"""Hostile clients: others are answered meanwhile, and afterwards memory and files are released."""
 
 import os
 import signal
@@ -10,37 +10,31 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-import numpy as np
 import pytest
 import service_models as models
 from service_fixtures import Served, receive, receive_all, serve, split, wait_until
-from test_service_connection import LIVE, REQUEST, settled
+from service_raw import LIVE, REQUEST, answers_well, settled
 
-from twinop.deploy.service.protocol import pb
-
-# Below these a latency is none to complain of: median, 99th percentile, mean. On two cores with other tests
-# beside them, endless headers made it 7, 43 and 10 ms.
-FLOORS = (0.015, 0.05, 0.02)
 MIB = 1 << 20
 Attack = Callable[[Served], Iterator[None]]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """With short patience: 1 s for headers, 2 s for a body."""
+    """A server that waits 0.3 s for headers and 0.6 s for a body."""
     folder = tmp_path_factory.mktemp("models")
     models.place(folder, "relu", models.relu())
-    (folder / "twinop.toml").write_text("[server]\nheader_seconds = 1.0\nbody_seconds = 2.0\n")
+    (folder / "twinop.toml").write_text("[server]\nheader_seconds = 0.3\nbody_seconds = 0.6\n")
     with serve(folder, "--provider", "cpu") as found:
         yield found
 
 
-# -------------------------------------------------------------------------------- what they do
+# -------------------------------------------------------------------------------- attacks
 
 
 @contextmanager
 def doing(*work: Callable[[], None]) -> Iterator[None]:
-    """Each over and over in a thread of its own; at least once, and at the end none is left."""
+    """Repeat each call in a thread of its own, at least once, until the block ends."""
     done, failed, rounds = threading.Event(), [], [0] * len(work)
 
     def repeat(index: int) -> None:
@@ -76,7 +70,7 @@ time.sleep(60)
 
 @contextmanager
 def killed_clients(served: Served) -> Iterator[None]:
-    """kill -9 of clients with 50 requests each, whole ones and parts."""
+    """Kill clients with SIGKILL that have each sent 50 requests, complete and incomplete ones."""
 
     def client() -> None:
         command = [sys.executable, "-S", "-c", KILLED.format(port=served.http_port)]
@@ -93,7 +87,7 @@ def killed_clients(served: Served) -> Iterator[None]:
 
 @contextmanager
 def slow_loris(served: Served) -> Iterator[None]:
-    """200 connections that send their headers byte by byte; each is made anew once it has been refused."""
+    """Send headers byte by byte on 200 connections; replace each once it has been refused."""
     head = LIVE[:-2] + b"X-Header: " + b"a" * 1000
     refused: list[bytes] = []
 
@@ -127,7 +121,7 @@ def slow_loris(served: Served) -> Iterator[None]:
 
 @contextmanager
 def endless_headers(served: Served) -> Iterator[None]:
-    """10 MB of headers at a time, as one line and as many."""
+    """Send 4 MB of headers at a time, as one line and as many lines."""
 
     def send(header: bytes) -> None:
         with served.connect() as connection:
@@ -135,7 +129,7 @@ def endless_headers(served: Served) -> Iterator[None]:
                 connection.sendall(LIVE[:-2] + header)
             assert split(receive_all(connection)).status == 431
 
-    one, many = b"X-A: " + b"a" * (10 << 20), b"X-Many: aaaaaaaa\r\n" * 600_000
+    one, many = b"X-A: " + b"a" * (4 << 20), b"X-Many: aaaaaaaa\r\n" * 240_000
     with doing(lambda: send(one), lambda: send(many)):
         yield
 
@@ -153,7 +147,7 @@ HALVES = {
 
 @contextmanager
 def half_frames(served: Served, *halves: bytes) -> Iterator[list[socket.socket]]:
-    """gRPC connections that stop within the preface, a frame's head, a frame; and ones that send noise."""
+    """Open gRPC connections that stop within the preface, a frame's head or a frame, or that send noise."""
     assert served.grpc_port is not None
     connections = []
     with ExitStack() as stack:
@@ -167,7 +161,7 @@ def half_frames(served: Served, *halves: bytes) -> Iterator[list[socket.socket]]
 
 @contextmanager
 def idle_connections(served: Served) -> Iterator[None]:
-    """A thousand. Half have asked once and are kept open, the others never say a word."""
+    """Hold a thousand connections open. Half have sent one request, the others nothing."""
     with ExitStack() as stack:
         connections = [stack.enter_context(served.connect()) for _ in range(1000)]
         for connection in connections[::2]:
@@ -178,52 +172,28 @@ def idle_connections(served: Served) -> Iterator[None]:
         assert served.files >= 500
 
 
-# -------------------------------------------------------------------------------- what others notice
-
-
-def latencies(served: Served, count: int = 100) -> tuple[float, ...]:
-    """Median, 99th percentile and mean, in seconds, of requests over HTTP and gRPC in turn, for over 1 s."""
-    message = pb.ModelInferRequest(model_name="relu")
-    message.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([-1, 0, 1, 2])
-    seconds = []
-    with served.connect() as connection, served.stub() as stub:
-        for _ in range(count):
-            time.sleep(0.01)
-            start = time.perf_counter()
-            connection.sendall(REQUEST)
-            answer = receive(connection)
-            between = time.perf_counter()
-            found = stub.ModelInfer(message, timeout=30)
-            seconds += [between - start, time.perf_counter() - between]
-            assert answer.status == 200 and answer.json["outputs"][0]["data"] == [0, 0, 1, 2]
-            assert list(found.outputs[0].contents.fp32_contents) == [0, 0, 1, 2]
-    return *map(float, np.quantile(seconds, [0.5, 0.99])), sum(seconds) / len(seconds)
+# -------------------------------------------------------------------------------- the others
 
 
 ATTACKS = (killed_clients, slow_loris, endless_headers, half_frames, idle_connections)
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_the_service_keeps_its_latency_and_leaks_nothing(
-    served: Served, attack: Callable[[Served], ExitStack]
-) -> None:
-    with attack(served):  # until then what is allocated once has been
-        latencies(served)
+def test_others_are_answered_and_nothing_leaks(served: Served, attack: Callable[[Served], ExitStack]) -> None:
+    with attack(served):  # allocates what is allocated only once
+        answers_well(served)
     settled(served)
-    calm, files, memory, logged = latencies(served), served.files, served.memory, len(served.log)
+    files, memory, logged = served.files, served.memory, len(served.log)
     with attack(served):
-        under_attack = latencies(served)
+        answers_well(served, 30)
     wait_until(lambda: served.files <= files)
-    after = latencies(served)
-    for before, during, later, floor in zip(calm, under_attack, after, FLOORS, strict=True):
-        bound = max(5 * before, floor)
-        assert during <= bound and later <= bound, (calm, under_attack, after)
+    answers_well(served)
     for _ in range(3):
         if served.memory <= memory + 4 * MIB:
             break
-        memory = served.memory  # an allocator may keep some; a leak grows each time
+        memory = served.memory  # an allocator may keep some memory, but a leak grows with each attack
         with attack(served):
-            latencies(served)
+            answers_well(served)
     else:
         pytest.fail("memory grew by 4 MiB with every attack")
     assert [line for line in served.log[logged:] if "traceback" in line] == []
@@ -231,15 +201,15 @@ def test_the_service_keeps_its_latency_and_leaks_nothing(
 
 @pytest.mark.parametrize("half", HALVES)
 def test_half_frames_do_not_add_up(served: Served, half: str) -> None:
-    """What never becomes a connection of gRPC is closed by the server, the others when the client is gone."""
-    latencies(served, 1)
+    """The server closes connections that never become gRPC connections, and others when the client leaves."""
+    answers_well(served, 1)
     settled(served)
     files = served.files
-    for _ in range(3):
+    for _ in range(2):
         with half_frames(served, HALVES[half]) as connections:
             if half in ("preface", "noise"):
                 for connection in connections:
-                    receive_all(connection)  # until it is closed: header_seconds is 1
+                    receive_all(connection)  # until header_seconds have passed
             else:
-                wait_until(lambda: served.files >= files + 20)  # else closed after a minute
+                wait_until(lambda: served.files >= files + 20)  # the server would close them after a minute
         wait_until(lambda: served.files <= files, 10)

@@ -1,0 +1,211 @@
+"""SIGTERM: the service answers all that it has accepted, and says so if the grace time is not enough."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import grpc
+import onnx
+import pytest
+import service_models as models
+from service_fixtures import receive, receive_all, serve, split, wait_until
+from service_raw import REQUEST, SLOW
+from service_rows import QUICK, ROW, call, in_flight, message
+
+from twinop.bench.serving import soak
+
+
+def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:
+    models.place(tmp_path, "relu", models.relu())
+    models.place(tmp_path, "slow", models.slow(1500))
+    with serve(tmp_path) as served, ExitStack() as stack:
+        waiting, kept, late, idle = (stack.enter_context(served.connect(60)) for _ in range(4))
+        for connection in (kept, late):
+            connection.sendall(REQUEST)
+            assert receive(connection).headers.get("connection") != "close"
+        waiting.sendall(SLOW)
+        wait_until(partial(in_flight, served, 1))
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: any(line["message"].startswith("stopping") for line in served.log))
+        late.sendall(REQUEST)  # on a connection that was open
+        answer = split(receive_all(late))
+        assert answer.status in (200, 503) and answer.headers["connection"] == "close"
+        answer = split(receive_all(waiting))
+        assert answer.status == 200 and answer.headers["connection"] == "close"
+        assert receive_all(kept) == receive_all(idle) == b""
+        with pytest.raises(OSError):
+            served.connect()
+        assert served.stop() == 0
+
+
+def test_every_accepted_request_is_answered_at_the_end(tmp_path: Path) -> None:
+    models.place(tmp_path, "relu", models.relu())
+    with serve(tmp_path) as served:
+        lost: list[str] = []
+        answered = [0]
+
+        def client() -> None:
+            while True:
+                try:
+                    connection = served.connect()
+                except OSError:
+                    return
+                with connection:
+                    answer = None
+                    while answer is None or answer.headers.get("connection") != "close":
+                        try:
+                            connection.sendall(REQUEST)
+                            answer = receive(connection)
+                        except OSError as error:
+                            lost.append(str(error))
+                            break
+                        answered[0] += answer.status == 200
+
+        threads = [threading.Thread(target=client) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: answered[0] > 100)
+        status = served.stop()
+        for thread in threads:
+            thread.join(60)
+    assert status == 0 and lost == []
+
+
+def test_grpc_calls_are_answered_or_told_to_go_elsewhere_at_the_end(tmp_path: Path) -> None:
+    models.place(tmp_path, "relu", models.relu())
+    models.place(tmp_path, "slow", models.slow(1500))
+    with serve(tmp_path) as served, served.stub() as stub:
+        refusals: list[grpc.StatusCode] = []
+        answered = [0]
+
+        def client() -> None:
+            while True:
+                try:
+                    stub.ModelInfer(message("relu"), timeout=60)
+                    answered[0] += 1
+                except grpc.RpcError as error:
+                    refusals.append(error.code())
+                    return
+
+        threads = [threading.Thread(target=client) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: answered[0] > 100)
+        waiting = stub.ModelInfer.future(message("slow"))
+        wait_until(partial(in_flight, served, 1))
+        assert served.stop() == 0
+        assert waiting.result(60).model_name == "slow"
+        for thread in threads:
+            thread.join(60)
+    assert refusals == [grpc.StatusCode.UNAVAILABLE] * 8
+
+
+def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> None:
+    """While the file "held" exists, runs wait for the file "pass", which lets one run through."""
+    held, passing = tmp_path / "held", tmp_path / "pass"
+    patched = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from twinop.deploy.service.instance import Instance\n"
+        "from twinop.cli import app\n"
+        "run = Instance.run\n"
+        "def wait(*arguments):\n"
+        f"    while Path({str(held)!r}).exists():\n"
+        "        try:\n"
+        f"            Path({str(passing)!r}).unlink()\n"
+        "            break\n"
+        "        except FileNotFoundError:\n"
+        "            time.sleep(0.02)\n"
+        "    return run(*arguments)\n"
+        "Instance.run = wait\n"
+        "app(sys.argv[1:])\n"
+    )
+    models.place(tmp_path / "models", "slow", models.slow())
+    program = ("-c", patched)
+    with serve(tmp_path / "models", "--grace-seconds", "1", program=program) as served, ExitStack() as stack:
+        held.touch()
+        connections = [stack.enter_context(served.connect(60)) for _ in range(8)]
+        for connection in connections:
+            connection.sendall(SLOW)
+        wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 8)
+        served.process.send_signal(signal.SIGTERM)
+        passing.touch()
+        answers = [receive(connection) for connection in connections]
+        assert served.stop() == 1
+        assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)
+    assert sorted(answer.status for answer in answers) == [200, *[503] * 7]
+    assert {answer.error for answer in answers if answer.status == 503} == {
+        "the server stopped before it could answer",
+    }
+
+
+def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -> None:
+    onnx.save(models.relu(), tmp_path / "m.onnx")
+    script = (
+        "import time, sys\n"
+        "import twinop.deploy.service.repository as r\n"
+        "from twinop.cli import app\n"
+        "def load(*arguments):\n"
+        "    print('loading', flush=True)\n"
+        "    time.sleep(60)\n"
+        "r.load = load\n"
+        f"app(['serve', {str(tmp_path / 'm.onnx')!r}, '--http-port', '0', '--no-grpc'])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"loading\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def test_sigterm_under_load_answers_all_that_was_accepted(tmp_path: Path) -> None:
+    soak.write_version(tmp_path / "models", 1)
+    log = tmp_path / "log"
+    with soak.service(tmp_path / "models", log, "--log-level", "debug") as (server, running):
+        outcome = asyncio.run(soak.ended_under_load(server, running, log, 0.3))
+        assert running.returncode == 0
+    assert outcome.lost == outcome.wrong == []
+    assert {protocol for protocol, _ in outcome.answered} == {"REST", "gRPC"}
+
+
+def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> None:
+    """There are more requests than threads in asyncio's executor, which the shutdown must not depend on."""
+    models.place(tmp_path, "m", models.relu())
+    patched = (
+        "import sys, time\n"
+        "from twinop.deploy.service import endpoints, codec_grpc, codec_rest\n"
+        "from twinop.cli import app\n"
+        "def decode(*arguments):\n"
+        '    print(\'{"message": "decoding"}\', flush=True)\n'
+        "    time.sleep(100)\n"
+        "endpoints.LARGE = 0\n"
+        "codec_grpc.decode = codec_rest.decode = decode\n"
+        "app(sys.argv[1:])\n"
+    )
+    with serve(tmp_path, *QUICK, "--grace-seconds", "1", program=("-c", patched)) as served:
+        outcomes: list[object] = []
+
+        def over_grpc() -> None:
+            with pytest.raises(grpc.RpcError) as error:
+                call(served, "m")
+            outcomes.append(error.value.code())
+
+        def decoding() -> int:
+            return sum(line["message"] == "decoding" for line in served.log)
+
+        threads = [threading.Thread(target=lambda: outcomes.append(served.infer("m", ROW).status))]
+        threads += [threading.Thread(target=over_grpc) for _ in range(40)]
+        threads[0].start()
+        wait_until(lambda: decoding() == 1)
+        for thread in threads[1:]:
+            thread.start()
+        wait_until(lambda: decoding() >= 5)
+        assert served.stop(seconds=50) == 1
+        for thread in threads:
+            thread.join(10)
+        assert 503 in outcomes and len(outcomes) == 41
+        assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)
