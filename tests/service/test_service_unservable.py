@@ -1,6 +1,6 @@
-"""Models and libraries that cannot be used, through the real process: what it says, that others go on."""
+"""Models and libraries that cannot be used: what the service says, and that other models are served."""
 
-import os
+import asyncio
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -11,26 +11,26 @@ import grpc
 import pytest
 import service_models as models
 from models import node
-from service_fixtures import Served, serve, start, tensor, wait_until
-from service_loads import other_machine
+from service_fixtures import Served, serve, wait_until
+from service_loads import only_these, other_machine, repository_of
+from service_rows import QUICK, ROW
 
-from twinop.deploy.cuda import has_gpu
 from twinop.deploy.service.protocol import pb
+from twinop.errors import TwinopError
 
-ROW = tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])
 Libraries = dict[str, Path]
 
 
 @dataclass(frozen=True)
 class Case:
-    """`place` writes the model `bad` below a folder of models; `words` are in what is said about it."""
+    """`place` writes the model `bad` to a folder of models. The message about it contains `words`."""
 
     place: Callable[[Path, Libraries], None]
     words: tuple[str, ...]
 
 
 def external(location: str) -> Callable[[Path, Libraries], None]:
-    """A model whose weights are elsewhere: outside.bin is beside the folder of models, and is a fit."""
+    """Place a model whose weights are elsewhere. A fitting outside.bin lies beside the folder of models."""
 
     def place(folder: Path, libraries: Libraries) -> None:
         path = models.place(folder, "bad", models.relu())
@@ -46,7 +46,7 @@ def external(location: str) -> Callable[[Path, Libraries], None]:
 
 
 def library(name: str, data: Callable[[Libraries], bytes] | None, settings: str = "") -> Callable[..., None]:
-    """A model that names a library beside it."""
+    """Place a model that names a library in its folder."""
 
     def place(folder: Path, libraries: Libraries) -> None:
         named = f'library = "{name}"\n' if name else ""
@@ -98,29 +98,38 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory, libraries: Libraries) -> dict[str, str]:
-    """The environment in which these are all the installed libraries: there is one that has every op."""
+def installed(tmp_path_factory: pytest.TempPathFactory, libraries: Libraries) -> Path:
+    """Return a folder with libraries that together have every op."""
     folder = tmp_path_factory.mktemp("libraries")
     for name in ("custom_relu", "custom_ops", "test_ops"):
         shutil.copy(libraries[name], folder)
-    found = f"lambda: [pathlib.Path({str(folder)!r})]"
-    patch = f"import pathlib, twinop.library\ntwinop.library.library_folders = {found}\n"
-    (folder / "sitecustomize.py").write_text(patch)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    return folder
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, installed: dict[str, str]) -> Iterator[Served]:
-    """A server that follows a folder, in which so far only `good` lies."""
+def served(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Iterator[Served]:
+    """A server that follows a folder with two models. It finds only the libraries in `installed`."""
     folder = tmp_path_factory.mktemp("root") / "models"
     models.place(folder, "good", models.relu())
-    (folder / "twinop.toml").write_text("[server]\npoll_seconds = 0.1\n")
-    with serve(folder, "--provider", "cpu", env=installed) as found:
+    pad = models._model(
+        [node("CustomPadAffine", scale=2.0, pads=[0, 0])],
+        [models._value("x", "FP32", ("N", 4))],
+        [models._value("y", "FP32", None)],
+    )
+    models.place(folder, "pad", pad)
+    (folder / "twinop.toml").write_text("[server]\npoll_seconds = 0.05\n")
+    patched = (
+        "import pathlib, sys, twinop.library\n"
+        f"twinop.library.library_folders = lambda: [pathlib.Path({str(installed)!r})]\n"
+        "from twinop.cli import app\n"
+        "app(sys.argv[1:])\n"
+    )
+    with serve(folder, *QUICK, program=("-c", patched)) as found:
         yield found
 
 
 def entry(served: Served) -> tuple[str, str]:
-    """The state of `bad` and why; nothing where the server does not know it."""
+    """Return the state of `bad` and the reason; empty texts if the server does not know it."""
     return next((found for (name, _), found in served.versions().items() if name == "bad"), ("", ""))
 
 
@@ -129,7 +138,7 @@ def test_what_appears_and_cannot_be_served_is_said_and_disturbs_nobody(
     served: Served, libraries: Libraries, case: Case
 ) -> None:
     logged = len(served.log)
-    staged = served.root.with_name("staged")  # a library that is still being copied is one cut short
+    staged = served.root.with_name("staged")  # a library that is still being copied would be cut short
     case.place(staged, libraries)
     (staged / "bad").rename(served.root / "bad")
     try:
@@ -152,49 +161,24 @@ def test_what_appears_and_cannot_be_served_is_said_and_disturbs_nobody(
         wait_until(lambda: entry(served) == ("", ""))
 
 
-def said_at_the_end(models: Path, log: Path, *options: str, env: dict[str, str] | None = None) -> str:
-    """By a server that does not start, on one line."""
-    process = start(models, log, *options, env=env)
-    try:
-        assert process.wait(60) == 1
-    finally:
-        process.kill()
-        process.wait()
-    said = " ".join(log.read_text().split())
-    assert "Traceback" not in said
-    return said
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_alone_it_ends_the_start(
-    tmp_path: Path, libraries: Libraries, installed: dict[str, str], case: Case
+    tmp_path: Path, libraries: Libraries, installed: Path, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case.place(tmp_path / "models", libraries)
-    said = said_at_the_end(tmp_path / "models", tmp_path / "log", "--provider", "cpu", env=installed)
+    only_these(monkeypatch, installed)
+    with pytest.raises(TwinopError) as error:
+        asyncio.run(repository_of(monkeypatch, tmp_path / "models", *QUICK).load_all())
+    said = " ".join(str(error.value).split())
     for word in case.words:
         assert word in said
 
 
-@pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
-def test_a_gpu_that_is_asked_for_and_absent(tmp_path: Path) -> None:
-    models.place(tmp_path / "models", "good", models.relu())
-    said = said_at_the_end(tmp_path / "models", tmp_path / "log", "--provider", "cuda")
-    assert "CUDAExecutionProvider was asked for" in said and "no NVIDIA driver" in said
-
-
-def test_two_models_with_two_libraries_both_answer(tmp_path: Path, installed: dict[str, str]) -> None:
-    models.place(tmp_path, "relu", models.relu())
-    pad = models._model(
-        [node("CustomPadAffine", scale=2.0, pads=[0, 0])],
-        [models._value("x", "FP32", ("N", 4))],
-        [models._value("y", "FP32", None)],
-    )
-    models.place(tmp_path, "pad", pad)
-    with serve(tmp_path, "--provider", "cpu", env=installed) as served:
-        for model, expected in (("relu", [0, 2, 0, 4]), ("pad", [-2, 4, -6, 8])):
-            assert served.infer(model, ROW).json["outputs"][0]["data"] == expected
-        used = {
-            model: served.ask("GET", f"/v2/models/{model}").json["parameters"]["library"]
-            for model in ("relu", "pad")
-        }
-        assert used == {"relu": "libcustom_relu.so", "pad": "libtest_ops.so"}
+def test_two_models_with_two_libraries_both_answer(served: Served) -> None:
+    for model, expected in (("good", [0, 2, 0, 4]), ("pad", [-2, 4, -6, 8])):
+        assert served.infer(model, ROW).json["outputs"][0]["data"] == expected
+    used = {
+        model: served.ask("GET", f"/v2/models/{model}").json["parameters"]["library"]
+        for model in ("good", "pad")
+    }
+    assert used == {"good": "libcustom_relu.so", "pad": "libtest_ops.so"}
