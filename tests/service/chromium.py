@@ -117,6 +117,13 @@ class Page:
         path.write_bytes(base64.b64decode(shot["data"]))
 
 
+def row(page: Page, name: str) -> list[str]:
+    """Return the cells of a model's row in the status page's overview."""
+    script = f"[...document.querySelectorAll('tbody tr')].find(e => e.innerText.includes('{name}'))"
+    cells: list[str] = page.run(f"[...{script}.children].map(e => e.innerText.trim().replace(/\\s+/g, ' '))")
+    return cells
+
+
 @contextmanager
 def chromium(folder: Path) -> Iterator[Page]:
     """A new browser with an empty profile below `folder`; needs PROGRAM."""

@@ -23,6 +23,7 @@ def message(model: str, *numbers: float, name: str = "x", **fields: Any) -> pb.M
 
 
 def y_of(served: Served, model: str) -> list[float]:
+    """Return the model's answer to ROW."""
     answer = served.infer(model, ROW)
     assert answer.status == 200, answer
     data: list[float] = answer.json["outputs"][0]["data"]
@@ -47,5 +48,6 @@ def scaled(factor: float) -> onnx.ModelProto:
     return model
 
 
-def in_flight(served: Served, number: int) -> bool:
-    return served.metric("twinop_in_flight", model="slow") == number
+def in_flight(served: Served, number: int, model: str = "slow") -> bool:
+    """Return whether the model has this many accepted requests that have not ended."""
+    return served.metric("twinop_in_flight", model=model) == number

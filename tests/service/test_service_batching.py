@@ -71,7 +71,6 @@ def test_a_lone_request_runs_at_once() -> None:
         result = await batcher(runner, max_batch_size=8).submit(request(1, 2), ("y",))
         assert result.outputs["y"].tolist() == [[2], [4]]
         assert result.batch_size == 2
-        assert result.queue_seconds < 1
 
     run(test)
 
@@ -316,7 +315,7 @@ def test_deadlines_of_any_fraction_are_kept_on_the_loop_that_serves() -> None:
         started = time.monotonic()
         waiting = [queue.submit(request(1, deadline=started + s), ("y",)) for s in seconds]
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert time.monotonic() - started < 5  # the run is still held
+        assert queue.running == 1  # the run is still held
         assert {failure_of(outcome) for outcome in outcomes} == {DEADLINE}
         runner.gate.set()
         await first

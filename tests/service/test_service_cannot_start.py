@@ -1,34 +1,22 @@
-"""Servers that cannot start: one message, exit code not 0."""
+"""Servers that cannot start: each has one message and an exit code other than 0."""
 
 import asyncio
 import re
 import socket
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import service_models as models
 from service_fixtures import start
+from service_loads import refusal_of
 
+from twinop.deploy.service.addresses import AddressError
+from twinop.deploy.service.grpc_server import GrpcServer
 from twinop.deploy.service.repository import Repository
-from twinop.deploy.service.settings import read_settings
+from twinop.deploy.service.rest import RestServer
+from twinop.deploy.service.settings import Settings, read_settings
 from twinop.errors import TwinopError
-
-
-def lines(models_folder: Path, log: Path, *options: str) -> list[str]:
-    """What a server says that does not start."""
-    process = start(models_folder, log, *options)
-    try:
-        assert process.wait(120) != 0
-    finally:
-        process.kill()
-    said = log.read_text()
-    assert "Traceback" not in said
-    return said.splitlines()
-
-
-def ended(models_folder: Path, log: Path, *options: str) -> str:
-    return " ".join(" ".join(lines(models_folder, log, *options)).split())
 
 
 @pytest.fixture
@@ -37,42 +25,63 @@ def one_model(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-@pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
-def test_port_in_use(one_model: Path, tmp_path: Path, option: str) -> None:
+def refused(models_folder: Path, **server: Any) -> str:
+    """Return the message with which a server cannot listen."""
+    settings = Settings(server={"http_port": 0, "grpc_port": 0, **server})
+    repository = Repository(models_folder, settings)
+
+    async def start() -> None:
+        RestServer(settings.server, repository)
+        await GrpcServer(settings.server, repository).start()
+
+    with pytest.raises(AddressError) as error:
+        asyncio.run(start())
+    return str(error.value)
+
+
+def test_a_port_in_use_ends_the_process_with_one_message(one_model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        began = time.monotonic()
-        said = ended(one_model, tmp_path / "log", option, str(port))
-        assert (
-            f"cannot listen on port {port} of 127.0.0.1" in said and f"choose another with {option}" in said
-        )
-        assert time.monotonic() - began < 60 and "Traceback" not in said
+        process = start(one_model, tmp_path / "log", "--http-port", str(port))
+        try:
+            assert process.wait(120) == 1
+        finally:
+            process.kill()
+    said = " ".join((tmp_path / "log").read_text().split())
+    assert f"cannot listen on port {port} of 127.0.0.1" in said and "Traceback" not in said
 
 
-def test_host_of_another_machine(one_model: Path, tmp_path: Path) -> None:
-    assert "cannot listen on port 0 of 192.0.2.1" in ended(one_model, tmp_path / "log", "--host", "192.0.2.1")
-    said = ended(one_model, tmp_path / "log", "--host", "no.such.host.invalid")
-    assert "cannot listen on port 0 of no.such.host.invalid" in said
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_port_in_use(one_model: Path, protocol: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(one_model, **{f"{protocol}_port": port})
+    assert f"cannot listen on port {port} of 127.0.0.1" in said
+    assert f"choose another with --{protocol}-port" in said
 
 
-def test_tls_files_that_are_none(one_model: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.pem"
-    bad.write_text("no certificate")
-    for path in (bad, tmp_path / "missing.pem"):
-        options = ("--tls-certificate", str(path), "--tls-key", str(path))
-        assert "TLS cannot be set up with certificate" in ended(one_model, tmp_path / "log", *options)
-    assert "TLS needs both" in ended(one_model, tmp_path / "log", "--tls-key", str(bad))
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_host_of_another_machine(one_model: Path, host: str) -> None:
+    assert f"cannot listen on port 0 of {host}" in refused(one_model, host=host)
+
+
+@pytest.mark.parametrize("content", ["no certificate", None])
+def test_tls_files_that_are_none(one_model: Path, tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "bad.pem"
+    if content is not None:
+        path.write_text(content)
+    assert "TLS cannot be set up with certificate" in refused(one_model, tls_certificate=path, tls_key=path)
 
 
 @pytest.mark.parametrize(
     ("name", "said"), [("nope.onnx", "no such file or folder"), ("", "no model in this folder")]
 )
-def test_no_model(tmp_path: Path, name: str, said: str) -> None:
-    """One line: it was preceded by those of a server that starts and stops, "for up to 30 s"."""
+def test_no_model(tmp_path: Path, name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message appears before a server starts."""
+    monkeypatch.setattr("twinop.deploy.service.logs.configure", lambda *_: None)
     folder = tmp_path / "models"
     folder.mkdir()
-    [line] = lines(folder / name, tmp_path / "log")
-    assert line.startswith(f"error: {folder / name}: {said}. Expected ")
+    assert refusal_of(folder / name).startswith(f"error: {folder / name}: {said}. Expected ")
 
 
 @pytest.mark.parametrize("control, may_come_later", [("none", False), ("poll", True), ("explicit", True)])

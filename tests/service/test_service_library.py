@@ -4,7 +4,6 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ def cut(data: bytes) -> bytes:
 
 
 def zeroed(data: bytes) -> bytes:
-    """Half of the code's pages, and nothing else."""
+    """Clear half of the code's pages."""
     return data[:0x20000] + bytes(0x40000) + data[0x60000:]
 
 
@@ -30,7 +29,7 @@ def zeroed(data: bytes) -> bytes:
 def test_a_damaged_library_beside_a_model_is_an_error(
     libraries: dict[str, Path], tmp_path: Path, place: str
 ) -> None:
-    """It was passed over, and the installed one was taken."""
+    """It is not passed over for the installed one."""
     service_models.place(tmp_path, "m", service_models.relu())
     beside = tmp_path / "m" / place / "libcustom_relu.so"
     beside.write_bytes(cut(libraries["custom_relu"].read_bytes()))
@@ -50,15 +49,12 @@ def test_a_damaged_library_elsewhere_is_passed_over(libraries: dict[str, Path], 
     assert model.library is not None and model.library.path == libraries["custom_relu"]
 
 
-@pytest.mark.parametrize("damage", [cut, zeroed])
 @pytest.mark.parametrize("command", ["serve", "run"])
-def test_the_commands_name_file_and_cause(
-    libraries: dict[str, Path], tmp_path: Path, command: str, damage: Callable[[bytes], bytes]
-) -> None:
-    """With a page of zeros in the code, SIGSEGV ended them without a word."""
+def test_the_commands_name_file_and_cause(libraries: dict[str, Path], tmp_path: Path, command: str) -> None:
+    """Pages of zeros in the code must not end the process with SIGSEGV."""
     path = service_models.place(tmp_path / "models", "m", service_models.relu())
     beside = path.with_name("libcustom_relu.so")
-    beside.write_bytes(damage(libraries["custom_relu"].read_bytes()))
+    beside.write_bytes(zeroed(libraries["custom_relu"].read_bytes()))
     log = tmp_path / "log"
     if command == "serve":
         process = start(tmp_path / "models", log, *QUICK)
@@ -83,10 +79,10 @@ def checksum_of(served: Served) -> str:
 
 
 def test_a_library_that_is_replaced_while_it_is_served(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """The old code ran on, under the new file's checksum."""
-    path = service_models.place(
-        tmp_path, "m", service_models.relu(), settings="versions = 'all'\nallow_fallback = true"
-    )
+    """The checksum stays that of the code that runs."""
+    settings = "versions = 'all'\nallow_fallback = true"
+    path = service_models.place(tmp_path, "m", service_models.relu(), settings=settings)
+    (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
     beside = Path(shutil.copy(libraries["custom_relu"], path.parent))
     old = beside.read_bytes()
     new = old + b"\0"
@@ -97,7 +93,7 @@ def test_a_library_that_is_replaced_while_it_is_served(libraries: dict[str, Path
         wait_until(lambda: "was replaced after" in served.versions()["m", 1][1])
         said = next(line["message"] for line in served.log if "was replaced" in line["message"])
         assert str(beside) in said and "Restart it, or put" in said and "new version's" in said
-        assert checksum_of(served) == hashlib.sha256(old).hexdigest()  # which still runs, not function bodies
+        assert checksum_of(served) == hashlib.sha256(old).hexdigest()  # it still runs
         assert y_of(served, "m") == [0, 2, 0, 4] and served.metric("twinop_fallback", model="m") == 0
 
         path = service_models.place(tmp_path, "m", service_models.relu(), version=2)
@@ -105,5 +101,5 @@ def test_a_library_that_is_replaced_while_it_is_served(libraries: dict[str, Path
         wait_until(lambda: served.versions().get(("m", 2), ("",))[0] == "ready")
         assert checksum_of(served) == hashlib.sha256(new).hexdigest()
         assert y_of(served, "m") == [0, 2, 0, 4]
-    with serve(tmp_path, *QUICK) as served:  # a restart takes it
+    with serve(tmp_path, *QUICK) as served:  # a restart uses it
         assert served.versions()["m", 1][0] == "ready"

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans through the real server: what a collector gets of requests over HTTP and gRPC."""
+"""OpenTelemetry spans of requests to a real server over HTTP and gRPC."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import service_models as models
+from service_collector import PARENT, TRACE, Collector, attributes_of
 from service_fixtures import Served, serve, tensor
-from test_service_tracing import PARENT, TRACE, Collector, _attributes
 
 from twinop.deploy.service.protocol import pb
 
@@ -64,19 +64,19 @@ def test_spans_of_http_and_grpc(tmp_path: Path, collector: Collector, by: str) -
     assert spans.keys() == set(PARENTS.values())
     for protocol, trace in PARENTS.items():
         infer = {
-            _attributes(span)["twinop.request_id"]: span for span in spans[trace] if span.name == "infer"
+            attributes_of(span)["twinop.request_id"]: span for span in spans[trace] if span.name == "infer"
         }
         answered, failed = infer[f"{protocol}-relu"], infer[f"{protocol}-nope"]
         for span in (answered, failed):
             assert span.parent_span_id.hex() == PARENT and span.kind == span.SPAN_KIND_SERVER
-        assert _attributes(answered) == {
+        assert attributes_of(answered) == {
             "twinop.request_id": f"{protocol}-relu",
             "twinop.model": "relu",
             "twinop.version": 3,
             "twinop.batch_size": 1,
         }
         assert answered.status.code == answered.status.STATUS_CODE_UNSET
-        assert _attributes(failed)["twinop.failure"] == "not_found"
+        assert attributes_of(failed)["twinop.failure"] == "not_found"
         assert failed.status.code == failed.status.STATUS_CODE_ERROR
         assert "there is no model 'nope'" in failed.status.message
         inner = {span.name: span for span in spans[trace] if span.name != "infer"}

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import service_models as models
-from chromium import PROGRAM, Page, chromium
+from chromium import PROGRAM, Page, chromium, row
 from service_fixtures import Served, serve, tensor, wait_until
-from test_service_status_page import row
 
 pytestmark = pytest.mark.skipif(
     PROGRAM is None, reason="needs Chromium: apt-get install --no-install-recommends chromium"

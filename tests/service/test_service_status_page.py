@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from chromium import PROGRAM, Page, chromium
+from chromium import PROGRAM, Page, chromium, row
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -125,12 +125,6 @@ def made_up() -> list[VersionStatus]:
             message="models/broken/1/model.onnx: the model file does not parse. Export it again",
         ),
     ]  # fmt: skip
-
-
-def row(page: Page, name: str) -> list[str]:
-    """The cells of a model's row in the overview."""
-    script = f"[...document.querySelectorAll('tbody tr')].find(e => e.innerText.includes('{name}'))"
-    return page.run(f"[...{script}.children].map(e => e.innerText.trim().replace(/\\s+/g, ' '))")
 
 
 def test_overview(page: Page) -> None:

@@ -1,9 +1,7 @@
-"""What a real server tells of its requests, good and bad: log lines with their ids, and every metric."""
+"""What a server reports about its requests, good and bad: log lines with their ids, and every metric."""
 
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,11 +14,14 @@ from twinop.deploy.service.protocol import pb
 MISFIT = (tensor("a", "FP32", [1, 2], [1, 2]), tensor("b", "FP32", [1, 3], [1, 2, 3]))
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    # A lone request waits half a second for another.
-    place(tmp_path, "uneven", uneven(), settings="max_batch_size = 2\nmax_queue_delay_us = 500_000")
-    with serve(tmp_path, "--provider", "cpu", "--access-log") as server:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("models")
+    # A lone request waits up to half a second for another.
+    place(folder, "uneven", uneven(), settings="max_batch_size = 2\nmax_queue_delay_us = 500_000")
+    place(folder, "slow", slow(1500), settings="max_batch_size = 8")
+    place(folder, "log", log())
+    with serve(folder, "--provider", "cpu", "--access-log") as server:
         yield server
 
 
@@ -73,10 +74,13 @@ def test_access_lines_have_the_id_of_the_answer(served: Served, number: str) -> 
 
 
 def test_a_request_behind_another_on_its_connection_has_nothing_of_it(served: Served) -> None:
+    logged = len(served.log)
     body = b"{no JSON"
     first = b"POST /v2/models/uneven/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body)
     served.exchange(first + body + b"GET /v2 HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
-    one, two = (line for line in served.log[-9:] if line.get("path") in ("/v2/models/uneven/infer", "/v2"))
+    one, two = (
+        line for line in served.log[logged:] if line.get("path") in ("/v2/models/uneven/infer", "/v2")
+    )
     assert one["model"] == "uneven" and "model" not in two
     assert one["request_id"] != two["request_id"]
 
@@ -84,71 +88,65 @@ def test_a_request_behind_another_on_its_connection_has_nothing_of_it(served: Se
 # -------------------------------------------------------------------------------- the metrics
 
 
-def test_every_metric_after_good_and_bad_requests(tmp_path: Path) -> None:
-    place(tmp_path, "slow", slow(8000), settings="max_batch_size = 8")
-    place(tmp_path, "log", log())
-    with serve(tmp_path, "--provider", "cpu") as served:
+def test_every_metric_after_good_and_bad_requests(served: Served) -> None:
 
-        def of(model: str, name: str, **labels: str) -> float:
-            return served.metric(f"twinop_{name}", model=model, **labels)
+    def of(model: str, name: str, **labels: str) -> float:
+        return served.metric(f"twinop_{name}", model=model, **labels)
 
-        def is_so(**expected: int) -> None:
-            wait_until(lambda: all(of("slow", name) == number for name, number in expected.items()))
+    def is_so(**expected: int) -> None:
+        wait_until(lambda: all(of("slow", name) == number for name, number in expected.items()))
 
-        def infer(rows: int) -> None:
-            assert served.infer("slow", tensor("x", "FP32", [rows, 4], [1.0] * 4 * rows)).status == 200
+    def infer(rows: int) -> None:
+        assert served.infer("slow", tensor("x", "FP32", [rows, 4], [1.0] * 4 * rows)).status == 200
 
-        began = time.monotonic()
-        threads = [threading.Thread(target=infer, args=(rows,)) for rows in (1, 2, 3)]
-        threads[0].start()
-        is_so(in_flight=1, queued=0)
-        for thread in threads[1:]:
-            thread.start()
-        is_so(in_flight=3, queued=2)  # these share the next run
-        for thread in threads:
-            thread.join()
-        took = time.monotonic() - began
+    threads = [threading.Thread(target=infer, args=(rows,)) for rows in (1, 2, 3)]
+    threads[0].start()
+    is_so(in_flight=1, queued=0)
+    for thread in threads[1:]:
+        thread.start()
+    is_so(in_flight=3, queued=2)  # these share the next run
+    for thread in threads:
+        thread.join()
 
-        assert of("slow", "batch_size_count") == of("slow", "compute_seconds_count") == 2
-        assert of("slow", "batch_size_sum") == 1 + 5
-        compute, queue = of("slow", "compute_seconds_sum"), of("slow", "queue_seconds_sum")
-        whole = of("slow", "request_seconds_sum")
-        assert took / 4 < compute < took and compute / 20 < queue < whole - compute
-        assert whole < 3 * took
-        assert of("slow", "queue_seconds_count") == of("slow", "request_seconds_count") == 3
-        assert of("slow", "requests_total") == 3 and of("slow", "failures_total") == 0
+    assert of("slow", "batch_size_count") == of("slow", "compute_seconds_count") == 2
+    assert of("slow", "batch_size_sum") == 1 + 5
+    compute, queue = of("slow", "compute_seconds_sum"), of("slow", "queue_seconds_sum")
+    whole = of("slow", "request_seconds_sum")
+    assert 0 < compute < whole and 0 < queue < whole
+    assert of("slow", "queue_seconds_count") == of("slow", "request_seconds_count") == 3
+    assert of("slow", "requests_total") == 3 and of("slow", "failures_total") == 0
 
-        path, text = "/v2/models/slow/infer", {"content-type": "text/plain"}
-        assert ask(served, path, b"{no JSON").status == 400
-        assert served.ask("POST", path, {"inputs": []}, text).status == 415
-        assert served.infer("slow", tensor("x", "FP32", [1, 5], [1] * 5)).status == 400
-        assert served.infer("slow", tensor("x", "FP32", [1, 4], [1] * 5)).status == 400
-        request = pb.ModelInferRequest(model_name="slow")
-        request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
-        with served.stub() as stub:
-            with pytest.raises(grpc.RpcError):
-                stub.ModelInfer(request)
-            request.inputs[0].contents.fp32_contents.extend([1] * 4)
+    path, text = "/v2/models/slow/infer", {"content-type": "text/plain"}
+    assert ask(served, path, b"{no JSON").status == 400
+    assert served.ask("POST", path, {"inputs": []}, text).status == 415
+    assert served.infer("slow", tensor("x", "FP32", [1, 5], [1] * 5)).status == 400
+    assert served.infer("slow", tensor("x", "FP32", [1, 4], [1] * 5)).status == 400
+    request = pb.ModelInferRequest(model_name="slow")
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    with served.stub() as stub:
+        with pytest.raises(grpc.RpcError):
             stub.ModelInfer(request)
-        assert of("slow", "failures_total", reason="invalid", version="1") == 4
-        assert of("slow", "failures_total", reason="wrong_media", version="1") == 1
-        assert of("slow", "failures_total") == 5 and of("slow", "requests_total") == 4 + 5
-        assert of("slow", "request_seconds_count") == 4 and of("slow", "compute_seconds_count") == 3
+        request.inputs[0].contents.fp32_contents.extend([1] * 4)
+        stub.ModelInfer(request)
+    assert of("slow", "failures_total", reason="invalid", version="1") == 4
+    assert of("slow", "failures_total", reason="wrong_media", version="1") == 1
+    assert of("slow", "failures_total") == 5 and of("slow", "requests_total") == 4 + 5
+    assert of("slow", "request_seconds_count") == 4 and of("slow", "compute_seconds_count") == 3
 
-        x = tensor("x", "FP32", [1, 4], [-1.0, 1.0, 1.0, 1.0])
-        assert served.infer("log", x).status == 400  # NaN, which JSON cannot say
-        assert of("log", "failures_total") == of("log", "requests_total") == 1
-        assert of("log", "compute_seconds_count") == 1 and of("log", "request_seconds_count") == 0
-        assert served.infer("log", x, parameters={"binary_data_output": True}).status == 200
-        assert of("log", "failures_total") == 1 and of("log", "requests_total") == 2
+    x = tensor("x", "FP32", [1, 4], [-1.0, 1.0, 1.0, 1.0])
+    assert served.infer("log", x).status == 400  # NaN, which JSON cannot say
+    assert of("log", "failures_total") == of("log", "requests_total") == 1
+    assert of("log", "compute_seconds_count") == 1 and of("log", "request_seconds_count") == 0
+    assert served.infer("log", x, parameters={"binary_data_output": True}).status == 200
+    assert of("log", "failures_total") == 1 and of("log", "requests_total") == 2
 
-        assert of("", "failures_total") == 0
-        assert served.infer("nobody", x).status == 404
-        assert served.ask("POST", "/v2/models/log/versions/7/infer", {"inputs": [x]}).status == 404
-        assert of("", "failures_total", reason="not_found") == of("", "failures_total") == 2
+    before = of("", "failures_total")
+    assert served.infer("nobody", x).status == 404
+    assert served.ask("POST", "/v2/models/log/versions/7/infer", {"inputs": [x]}).status == 404
+    assert of("", "failures_total", reason="not_found") >= 2 and of("", "failures_total") == before + 2
 
-        for model in ("slow", "log"):
-            assert of(model, "provider", provider="cpu") == of(model, "provider") == 1
-            assert of(model, "fallback") == of(model, "in_flight") == of(model, "queued") == 0
-        assert served.metric("twinop_loads_total", result="ok") == 2
-        assert served.metric("twinop_loads_total", result="failed") == 0
+    for model in ("slow", "log"):
+        assert of(model, "provider", provider="cpu") == of(model, "provider") == 1
+        assert of(model, "fallback") == of(model, "in_flight") == of(model, "queued") == 0
+    assert served.metric("twinop_loads_total", result="ok") == 3
+    assert served.metric("twinop_loads_total", result="failed") == 0

@@ -263,14 +263,13 @@ def test_triton_has_no_empty_dims(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_beside_kserve_in_one_process(tmp_path: Path) -> None:
-    """Both register messages called inference.*; the order must not matter."""
-    pytest.importorskip("kserve", reason="the service is KServe's server")
+    """Both files register messages called inference.*. The order must not matter."""
     (tmp_path / "config.pbtxt").write_text("max_batch_size: 3")
     ours = (
         "from pathlib import Path; from twinop.deploy.service.read_triton_config import read_config; "
         f"found = read_config(Path({str(tmp_path / 'config.pbtxt')!r}), 'relu'); "
         "assert found.settings['max_batch_size'] == 3"
     )
-    theirs = "import kserve.protocol.grpc.grpc_predict_v2_pb2"
+    theirs = "import twinop.deploy.service.protocol"
     for code in (f"{ours}\n{theirs}", f"{theirs}\n{ours}"):
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
