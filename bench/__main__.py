@@ -22,7 +22,6 @@ class Commands(LazyGroup):
         "compare": "twinop.bench.merge:compare",
         "draw": "twinop.bench.merge:draw",
         "compile": "twinop.bench.ops:compile_part",
-        "kernels": "twinop.bench.profiling:run_kernels",
         "instructions": "twinop.bench.instructions:main",
         "encoder": "twinop.bench.encoder:main",
         "node-overhead": "twinop.bench.node_overhead:main",
@@ -31,7 +30,7 @@ class Commands(LazyGroup):
         "serve": "twinop.bench.serving.serve:main",
         "soak": "twinop.bench.serving.soak:main",
     }
-    unlisted: ClassVar = {"compile", "kernels"}  # `report` runs these itself
+    unlisted: ClassVar = {"compile"}  # `report` runs it itself
     takes: ClassVar = {
         "report": "about 2 minutes on two CPU cores, 11 on an H200",
         "instructions": "about a minute",

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from . import report
+
 COPY = "torch copy_"
 AGAIN = " again"  # the same run, measured twice per round: the difference between the two is noise
 IN_TORCH, IN_ORT = "twinop in torch", "twinop in ORT"
@@ -99,7 +101,7 @@ COPY_BARS = {"unary": 0.98, "binary": 0.97}  # shares of the copy's speed
 ROW_BARS = {"swiglu": 0.97, "swiglu_packed": 0.97, "add_rms_norm": 0.97, "add_layer_norm": 0.97}
 ROW_BAR, MISALIGNED_BAR, WIDE_BAR, WIDE = 0.93, 0.85, 0.85, "4096x65536"
 ARITHMETIC = ("gelu", "pow")
-"""Ops that arithmetic may limit instead of memory. `--ncu` shows the reason for a miss."""
+"""Ops that arithmetic may limit instead of memory. `twinop bench instructions` shows whether it does."""
 
 BUILT_IN_SHAPE = "32768x4096"
 BUILT_IN_ELEMENTS = "2^27"  # the same number of elements in one dimension, for elementwise ops
@@ -179,15 +181,9 @@ def copy_bar(cell: Cell) -> float:
 
 def _verdict(group: str, cell: Cell, who: str, value: float, bar: float, least: bool) -> Verdict:
     """Returns a verdict; `least` means that the value must be at least the bar, else at most."""
+    what = f"{group}: {who}, {cell.name}"
     tolerance = min(cell.tolerance, MOST_TOLERANCE)
-    slack = 1 - tolerance if least else 1 + tolerance
-    return {
-        "group": group,
-        "what": f"{group}: {who}, {cell.name}",
-        "value": round(value, 3),
-        "bar": f"{'>=' if least else '<='} {bar} within {tolerance:.1%}",
-        "passed": bool(value >= bar * slack if least else value <= bar * slack),
-    }
+    return {"group": group} | report.bar(what, value, bar, least=least, tolerance=tolerance)
 
 
 def _copy(cell: Cell) -> Iterator[Verdict]:
@@ -198,7 +194,7 @@ def _copy(cell: Cell) -> Iterator[Verdict]:
     for ours in _measured(cell):
         verdict = _verdict(group, cell, ours, cell.share(ours), bar, True)
         if cell.op in ARITHMETIC and not verdict["passed"]:
-            verdict["note"] = "may be limited by arithmetic: see --ncu"
+            verdict["note"] = "may be limited by arithmetic: see twinop bench instructions"
         yield verdict
 
 

@@ -164,15 +164,8 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for key in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
         us = {r["provider"]: r["median_us"] for r in rows if (r["op"], r["dtype"]) == key}
         noise = max(LEAST_NOISE, abs(us[AGAIN] / us[STOCK] - 1))
-        value = us[OURS] / us[STOCK]
-        found.append(
-            {
-                "what": f"{key[0]}, {key[1]}: {OURS} / {STOCK}, time",
-                "value": round(value, 3),
-                "bar": f"<= 1 within {noise:.1%}",
-                "passed": bool(value <= 1 + noise),
-            }
-        )
+        what = f"{key[0]}, {key[1]}: {OURS} / {STOCK}, time"
+        found.append(report.bar(what, us[OURS] / us[STOCK], 1, tolerance=noise))
     return found
 
 

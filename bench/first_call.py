@@ -1,4 +1,4 @@
-"""What the first call of an op costs in a fresh process: `twinop bench first-call LIBRARY...`."""
+"""The cost of an op's first call in a fresh process: `twinop bench first-call`."""
 
 import json
 import statistics
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from twinop.console import clear_errors, out
+from twinop.console import clear_errors
 
 from . import report
 from .recording import Commit, Output, Recording
@@ -49,7 +49,14 @@ print(json.dumps([b - a for a, b in zip(times, times[1:])]))
 
 
 def measure(libraries: list[Path], provider: str, rounds: int) -> list[dict[str, Any]]:
-    """Runs each op of each library in processes of its own, in turn; returns medians in milliseconds."""
+    """Runs each op of each library in processes of its own, in turn.
+
+    Returns:
+        A row for each library and op, with medians in milliseconds.
+
+    Raises:
+        BenchError: a process failed.
+    """
     found: dict[tuple[Path, str], list[list[float]]] = {}
     with report.progress("first call", rounds * len(OPS)) as step:
         for _ in range(rounds):
@@ -82,11 +89,11 @@ def main(
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """Measures registering a library, creating a session and the first two runs, in fresh processes.
+    """Measure registering a library, opening a session and the first two runs, in fresh processes.
 
-    Examples:
+    Example:
 
-      twinop bench first-call build/libcustom_ops.so old/libcustom_ops.so
+        twinop bench first-call build/libcustom_ops.so old/libcustom_ops.so
     """
     with clear_errors():
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -98,5 +105,5 @@ def main(
         for row in sorted(rows, key=lambda row: row["op"]):
             times = (f"{row[f'{step}_ms']:.2f}" for step in _STEPS)
             table.add_row(row["op"], row["library"], f"{row['bytes'] / 1e6:.1f}", *times)
-        out.print(table)
-        recording.write(rows=rows)
+        report.show(table)
+        recording.write(settings={"rounds": rounds, "provider": provider}, rows=rows)

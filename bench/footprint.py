@@ -82,10 +82,7 @@ def bars(rows: list[dict[str, Any]], archs: int, build: dict[str, Any], tree: di
         ("imports that run upward", len(tree["upward"]), 0),
         ("modules in an import cycle", len(tree["cycle"]), 0),
     ]
-    return [
-        {"what": what, "value": value, "bar": f"<= {bound:g}", "passed": value <= bound}
-        for what, value, bound in values
-    ]
+    return [report.bar(*each) for each in values]
 
 
 def tree_facts(tree: SourceTree) -> dict[str, Any]:

@@ -16,21 +16,18 @@ from .report import BenchError
 from .tables import show_document
 
 REGRESSION = 0.03
-_SAME = ("device", "gpu", "driver", "cpu", "torch", "onnxruntime", "twinop", "commit")  # the commit is last
+_SAME = ("device", "gpu", "driver", "cpu", "torch", "onnxruntime", "twinop", "commit")
 
 
-def merged(documents: Sequence[dict[str, Any]], several_commits: bool = False) -> dict[str, Any]:
+def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combines reports into one. Where two have the same cell, the cell of the later one counts.
-
-    Args:
-        several_commits: allow parts of several commits; the result lists the ops of each commit.
 
     Raises:
         BenchError: the parts come from different machines, versions or commits.
     """
     first = documents[0]
     for other in documents[1:]:
-        for name in _SAME[:-1] if several_commits else _SAME:
+        for name in _SAME:
             values = [document["environment"].get(name) for document in (first, other)]
             if values[0] != values[1]:
                 raise BenchError(
@@ -46,18 +43,16 @@ def merged(documents: Sequence[dict[str, Any]], several_commits: bool = False) -
             for entry in document[key]:
                 names = ("op", "direction", "dtype", "shape", "provider")
                 store[str([entry.get(name) for name in names])] = entry
-    commits = [document["environment"]["commit"] for document in documents]
     settings = [
-        document["settings"]
-        | {"commit": commit, "ops": list(dict.fromkeys(r["op"] for r in document["rows"]))}
-        for document, commit in zip(documents, commits, strict=True)
+        document["settings"] | {"ops": list(dict.fromkeys(row["op"] for row in document["rows"]))}
+        for document in documents
     ]
     seconds = {key: 0.0 for document in documents for key in document["seconds"]}
     for document in documents:
         for key, value in document["seconds"].items():
             seconds[key] = round(seconds[key] + value, 1)
     return {
-        "environment": first["environment"] | {"commit": " ".join(dict.fromkeys(commits))},
+        "environment": first["environment"],
         "settings": {"parts": settings},
         "clocks": {"before": first["clocks"]["before"], "after": documents[-1]["clocks"]["after"]},
         "seconds": seconds,
@@ -104,14 +99,6 @@ def merge(
     reports: Annotated[list[Path], typer.Argument(help="The JSON files of partial reports.")],
     output: Output = None,
     name: Name = None,
-    several_commits: Annotated[
-        bool,
-        typer.Option(
-            "--several-commits",
-            help="Allow parts of several commits, if the commits between them change other ops. "
-            "The file lists the ops of each commit.",
-        ),
-    ] = False,
 ) -> None:
     """Combine partial reports of one machine and commit into one JSON file, with its overview and verdicts.
 
@@ -120,7 +107,7 @@ def merge(
         twinop bench merge part1.json part2.json --output bench/results
     """
     with clear_errors():
-        document = merged([read_ops(path) for path in reports], several_commits)
+        document = merged([read_ops(path) for path in reports])
         folder = output_folder(output)
         facts = document.pop("environment")
         path = folder / f"{name or 'ops-' + report.machine_name(facts)}.json"

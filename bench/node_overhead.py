@@ -99,12 +99,8 @@ def compare(rows: Sequence[dict[str, Any]], nodes: int, what: str) -> tuple[floa
 def bar(rows: Sequence[dict[str, Any]], nodes: int, what: str) -> dict[str, Any]:
     ratio, again = compare(rows, nodes, what)
     noise = max(NOISE, abs(again - 1))
-    return {
-        "what": f"twinop / built-in, {what} time, {nodes} nodes, {rows[0]['device']}",
-        "value": round(ratio, 3),
-        "bar": f"<= 1 within the noise of {noise:.1%}",
-        "passed": ratio <= 1 + noise,
-    }
+    text = f"twinop / built-in, {what} time, {nodes} nodes, {rows[0]['device']}"
+    return report.bar(text, ratio, 1, tolerance=noise)
 
 
 def show(rows: Sequence[dict[str, Any]], caption: str) -> None:

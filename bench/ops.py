@@ -22,7 +22,6 @@ from .figures import draw_ops
 from .measure import cases_of, configure_compiler, machine, measure
 from .merge import announce, compare_with
 from .peers import Entry, resolve
-from .profiling import profile_kernels, write_trace
 from .providers import COMPILE, Budget, Providers
 from .recording import Commit, Device, Name, Ops, Output, Recording, read_ops
 from .report import BenchError
@@ -66,18 +65,6 @@ def main(
         ),
     ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of ONNX Runtime and of torch.", min=1)] = 2,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Measure nothing; write a chrome trace of three runs of each provider.", show_default=False
-        ),
-    ] = None,
-    ncu: Annotated[
-        bool,
-        typer.Option(
-            "--ncu", help="Measure nothing; run Nsight Compute on twinop's kernels, or print the command."
-        ),
-    ] = False,
     plots: Annotated[bool, typer.Option(help="Draw the overview.")] = True,
     commit: Commit = None,
 ) -> None:
@@ -104,10 +91,6 @@ def main(
         twinop bench --ops gelu,softmax --quick --output /tmp/report
 
         twinop bench --ops rms_norm --providers twinop,liger --kinds bandwidth
-
-        twinop bench --ops gelu --trace gelu.json
-
-        twinop bench --ops gelu --ncu
     """
     with clear_errors():
         where = report.choose_device(device)
@@ -117,9 +100,6 @@ def main(
         if unknown := set(chosen) - set(known := KINDS.split(",")):
             raise BenchError(f"--kinds {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
         old = read_ops(compare) if compare else None
-        if ncu:
-            profile_kernels(where, entries)
-            return
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
         who = Providers(where, stream, threads, wanted, Budget(compile_seconds, len(entries)))
         rounds, seconds = (7, 0.2) if quick else (15, 1.0)
@@ -127,9 +107,6 @@ def main(
             rounds = 51 if quick else 1001
             torch.set_num_threads(threads)
         device_of = machine(where, who, rounds=rounds, seconds=seconds)
-        if trace is not None:
-            write_trace(device_of, entries, trace)
-            return
 
         recording = Recording("ops", where, output, commit, name)
         if names := without_entry():

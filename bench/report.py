@@ -157,6 +157,20 @@ def flag(text: str, good: bool) -> str:
     return f"[{'green' if good else 'red'}]{text}[/]"
 
 
+def bar(
+    what: str, value: float, bound: float, *, least: bool = False, tolerance: float = 0.0
+) -> dict[str, Any]:
+    """Returns a verdict: whether the value is at most `bound`, or with `least` at least.
+
+    Args:
+        tolerance: the share of `bound` by which the value may miss it.
+    """
+    bounds = bound * (1 - tolerance if least else 1 + tolerance)
+    text = f"{'>=' if least else '<='} {bound:g}" + (f" within {tolerance:.1%}" if tolerance else "")
+    passed = value >= bounds if least else value <= bounds
+    return {"what": what, "value": round(value, 3), "bar": text, "passed": bool(passed)}
+
+
 def show_bars(verdicts: Sequence[Mapping[str, Any]]) -> None:
     """Prints the bars that are missed, and the number of those that are met."""
     missed = [bar for bar in verdicts if not bar["passed"]]

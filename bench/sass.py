@@ -14,7 +14,7 @@ from .report import BenchError
 # The mangled name of an elementwise kernel: functor, arithmetic type, tensor type, width, threads, vectors,
 # outputs, inputs.
 _KERNEL = re.compile(
-    r"ElementwiseKernelINS_\d+([A-Za-z0-9]+?)I(?:f|d|NS_12ReducedFloatE)EE(f|d|\d+__half|\d+__nv_bfloat16)"
+    r"ElementwiseKernelINS_\d+([A-Za-z0-9]+?)I(?:f|d|NS_\d+[A-Za-z0-9]+E)EE(f|d|\d+__half|\d+__nv_bfloat16)"
     r"Li(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E"
 )
 _RESIDENT = (128, 4)  # threads and vectors of the kernels for tensors that stay in L2

@@ -157,26 +157,22 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         [row] = [r for r in rows if (r["model"], r["server"], r["protocol"], r["clients"]) == wanted]
         return row[key]
 
-    def bar(what: str, value: float, least: bool, bound: float) -> dict[str, Any]:
-        passed = value >= bound if least else value <= bound
-        text = f"{'>=' if least else '<='} {bound:g}"
-        return {"what": what, "value": round(value, 3), "bar": text, "passed": bool(passed)}
-
     found = []
     ready = [row["ready_seconds"] for row in rows if row["model"] == "small" and row["server"] == OURS]
-    found += [bar("small: seconds from the start to ready", ready[0], False, 3.0)] if ready else []
+    found += [report.bar("small: seconds from the start to ready", ready[0], 3.0)] if ready else []
     for model in dict.fromkeys(row["model"] for row in rows):
         for protocol in (REST, GRPC):
             pairs = (value(model, server, protocol, 1, "p50s_ms") for server in (OURS, KSERVE))
             ratios = [ours / peers for ours, peers in zip(*pairs, strict=True)]
-            found.append(bar(f"{model}, {protocol}, 1 client: p50 / KServe's", median(ratios), False, 1.1))
+            found.append(report.bar(f"{model}, {protocol}, 1 client: p50 / KServe's", median(ratios), 1.1))
             found[-1]["quartiles"] = [round(each, 3) for each in quantiles(ratios, method="inclusive")[::2]]
             if model != "wide":
                 continue
             for key, least, bound in (("per_second", True, 1.5), ("p99_ms", False, 1.0)):
                 for peer in (KSERVE, UNBATCHED):
                     ratio = value(model, OURS, protocol, 64, key) / value(model, peer, protocol, 64, key)
-                    found.append(bar(f"{model}, {protocol}, 64 clients: {key} / {peer}", ratio, least, bound))
+                    what = f"{model}, {protocol}, 64 clients: {key} / {peer}"
+                    found.append(report.bar(what, ratio, bound, least=least))
     return found
 
 

@@ -177,7 +177,7 @@ def bars(outcome: Outcome, left: int, finished: list[tuple[Outcome, int]]) -> li
         "new versions that never answered": len(set(outcome.swapped) - outcome.versions.keys()),
         "broken versions not refused": sum(s != "unavailable" for s in outcome.broken.values()),
         "answers of a broken version": sum(outcome.versions[v] for v in outcome.broken),
-        "growth of resident memory": round(late / early - 1, 4),
+        "growth of resident memory": late / early - 1,
         "growth of open files": files,
         "open files left when the clients had gone": left,
         f"requests lost at {ends} ends": sum(len(found.lost) for found, _ in finished),
@@ -185,11 +185,7 @@ def bars(outcome: Outcome, left: int, finished: list[tuple[Outcome, int]]) -> li
         f"exits that were not 0, of {ends}": sum(code != 0 for _, code in finished),
     }
     bounds = {"growth of resident memory": 0.05}
-    return [
-        {"what": what, "value": value, "bar": f"<= {bound:g}", "passed": value <= bound}
-        for what, value in values.items()
-        for bound in [bounds.get(what, 0)]
-    ]
+    return [report.bar(what, value, bounds.get(what, 0)) for what, value in values.items()]
 
 
 def _files_left(pid: int, before: int) -> int:

@@ -10,7 +10,6 @@ from bench_rows import FAST, rows_of
 from PIL import Image
 from typer.testing import CliRunner
 
-from twinop.bench import profiling
 from twinop.bench.__main__ import app
 from twinop.bench.cases import BACKWARD, FORWARD
 from twinop.bench.cells import IN_ORT, IN_TORCH, cells_of
@@ -247,42 +246,10 @@ def test_report_on_the_cpu(tmp_path: Path) -> None:
         (["--ops=nonsense"], "--ops nonsense: unknown"),
         (["--kinds=speed"], "--kinds speed: expected some of bandwidth, latency, numerics"),
         (["--compare=missing.json"], "missing.json: cannot be read"),
-        (["--ops=relu", "--trace=/nowhere/trace.json"], "--trace /nowhere/trace.json: cannot be written"),
     ],
 )
 def test_bad_options_are_one_message(options: list[str], message: str) -> None:
     assert message in command("report", "--device=cpu", *options, code=1)
-
-
-def test_trace(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    command("--device=cpu", "--ops=relu", "--providers=twinop,eager", "--trace", str(path))
-    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
-    assert any(str(name).startswith("relu forward") and IN_TORCH in str(name) for name in names)
-
-
-def test_ncu_prints_its_command() -> None:
-    text = command("--device=cpu", "--ops=relu", "--ncu")
-    assert "--clock-control=none" in text and "twinop.bench kernels --ops=relu" in text
-    assert command("kernels", "--device=cpu", "--ops=relu") == ""
-
-
-def test_ncu_output_is_read() -> None:
-    header = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
-    name = "void twinop::elementwise::Kernel<twinop::Gelu<float>, (int)4>(const T1 *, T2 (*)[3])"
-    lines = [
-        "==PROF== Connected to process 1",
-        header,
-        f'"0","1","{name}","Duration","us","63.10"',
-        f'"0","1","{name}","DRAM Throughput","%","88.2"',
-        f'"0","1","{name}","Compute (SM) Throughput","%","93.5"',
-        f'"1","1","{name}","DRAM Throughput","%","50"',
-    ]
-    kernels = profiling.parse("\n".join(lines))
-    assert [found for found, _ in kernels] == ["elementwise::Kernel<Gelu<float>, (int)4>"] * 2
-    assert kernels[0][1]["Duration"] == "63.10 us"
-    assert profiling.limit(kernels[0][1]) == "[green]arithmetic[/]"
-    assert profiling.limit(kernels[1][1]) == "[red]DRAM[/]" and profiling.limit({}) == ""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
@@ -306,11 +273,3 @@ def test_report_on_the_gpu(tmp_path: Path) -> None:
         found = {row["provider"] for row in report["rows"] if row["kind"] == kind}
         assert found >= wanted | {IN_TORCH, IN_ORT, EAGER, "torch.compile", "ORT Relu"}, text
     assert report["numerics"] and report["clocks"]["after"]
-
-
-@pytest.mark.cuda
-def test_other_commands_on_the_gpu(tmp_path: Path) -> None:
-    command("kernels", "--device=cuda", "--ops=relu")
-    trace = tmp_path / "trace.json"
-    command("--device=cuda", "--ops=relu", "--providers=twinop", "--trace", str(trace))
-    assert "twinop" in trace.read_text()
