@@ -97,7 +97,6 @@ Outputs<T, kOutputs> OutputPointers(const Call& call) {
 #include "kernels/elementwise/strided_cuda.cuh"
 #else
 #include "kernels/elementwise/cpu.h"
-#include "kernels/elementwise/strided_cpu.h"
 #endif
 
 // An op y = f(x) with its derivative, in namespace twinop:

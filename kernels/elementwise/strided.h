@@ -1,5 +1,5 @@
-// How the tensors of an elementwise call lie in memory, reduced to the fewest dimensions: what both
-// launchers loop over where the tensors are not one flat sequence (broadcasting, strided views).
+// The layout of an elementwise call's tensors, reduced to the fewest dimensions. Both launchers
+// loop over it where the tensors are not one contiguous sequence (broadcasting, strided views).
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace twinop::elementwise {
 
-// The operands of a call are its outputs and behind them its inputs.
+// The operands of a call are its outputs, followed by its inputs; kOperands or fewer.
 template <int kOperands>
 struct Layout {
   int rank = 0;  // at least 1 once made; the first dimension is the innermost
@@ -17,20 +17,20 @@ struct Layout {
   std::int64_t sizes[kMaxRank];
   std::int64_t strides[kOperands][kMaxRank];  // in elements; 0 where an operand is broadcast
 
-  // One sequence of elements, the same for all.
+  // Returns whether all kOperands operands are one contiguous sequence in the same order.
   bool IsFlat() const {
     bool flat = rank == 1;
     for (int k = 0; k < kOperands; ++k) flat = flat && strides[k][0] == 1;
     return flat;
   }
-  // The operand is one sequence of elements in the order of the call.
+  // Returns whether the operand is one contiguous sequence in the order of the call.
   bool IsFlat(int operand) const {
     std::int64_t expected = 1;
     for (int i = 0; i < rank; expected *= sizes[i++])
       if (strides[operand][i] != expected) return false;
     return true;
   }
-  // Every element of the call reads the operand's one element.
+  // Returns whether the operand has one element, which all elements of the call read.
   bool IsScalar(int operand) const {
     for (int i = 0; i < rank; ++i)
       if (strides[operand][i] != 0) return false;
@@ -38,7 +38,7 @@ struct Layout {
   }
 };
 
-// All tensors hold as many elements as the first output, in one order: nothing to lay out.
+// Returns whether all tensors have as many elements as the first output, in one contiguous order.
 inline bool IsFlat(const Call& call, int outputs, int inputs) {
   const std::int64_t numel = call.outputs[0].numel;
   bool flat = true;
@@ -48,25 +48,26 @@ inline bool IsFlat(const Call& call, int outputs, int inputs) {
   return flat;
 }
 
-template <int kOutputs, int kInputs>
-Layout<kOutputs + kInputs> MakeLayout(const Call& call) {
-  constexpr int kOperands = kOutputs + kInputs;
+// Returns the layout of a call with any number of operands up to kMaxOperands.
+template <int kMaxOperands>
+Layout<kMaxOperands> MakeLayout(const Call& call, int outputs, int inputs) {
+  const int operands = outputs + inputs;
   const Tensor& first = call.outputs[0];
   const int rank = static_cast<int>(first.rank);
 
-  // The sizes that matter, from the last to the first, and every operand's stride there.
-  Layout<kOperands> all;
+  // The dimensions larger than 1, from the last to the first, and every operand's stride there.
+  Layout<kMaxOperands> all;
   all.numel = first.numel;
-  int index[kMaxRank];  // of a dimension that is kept, or -1
+  int index[kMaxRank];  // a dimension's place in `all`, or -1
   for (int d = 0; d < rank; ++d) {
     const std::int64_t size = first.sizes[rank - 1 - d];
     index[d] = size == 1 ? -1 : all.rank;
     if (size == 1) continue;
-    for (int k = 0; k < kOperands; ++k) all.strides[k][all.rank] = 0;
+    for (int k = 0; k < operands; ++k) all.strides[k][all.rank] = 0;
     all.sizes[all.rank++] = size;
   }
-  for (int k = 0; k < kOperands; ++k) {
-    const Tensor& tensor = k < kOutputs ? call.outputs[k] : call.inputs[k - kOutputs];
+  for (int k = 0; k < operands; ++k) {
+    const Tensor& tensor = k < outputs ? call.outputs[k] : call.inputs[k - outputs];
     std::int64_t dense = 1;
     for (int d = 0; d < static_cast<int>(tensor.rank); ++d) {
       const std::size_t i = tensor.rank - 1 - static_cast<std::size_t>(d);
@@ -76,7 +77,7 @@ Layout<kOutputs + kInputs> MakeLayout(const Call& call) {
     }
   }
 
-  // In the order of the output's memory: its stores are what must be consecutive.
+  // Order the dimensions by the first output's strides, so that its stores are consecutive.
   int order[kMaxRank];
   for (int d = 0; d < all.rank; ++d) {
     int place = d;
@@ -85,28 +86,32 @@ Layout<kOutputs + kInputs> MakeLayout(const Call& call) {
     order[place] = d;
   }
 
-  // A dimension that goes on where the one inside it ends, for every operand, is part of it.
-  Layout<kOperands> layout;
+  // Merge a dimension into the one inside it where it continues that one for every operand.
+  Layout<kMaxOperands> layout;
   layout.numel = all.numel;
   for (int i = 0; i < all.rank; ++i) {
     const int d = order[i];
     const int last = layout.rank - 1;
-    bool goes_on = last >= 0;
-    for (int k = 0; k < kOperands && goes_on; ++k)
-      goes_on = all.strides[k][d] == layout.strides[k][last] * layout.sizes[last];
-    if (goes_on) {
+    bool continues = last >= 0;
+    for (int k = 0; k < operands && continues; ++k)
+      continues = all.strides[k][d] == layout.strides[k][last] * layout.sizes[last];
+    if (continues) {
       layout.sizes[last] *= all.sizes[d];
       continue;
     }
-    for (int k = 0; k < kOperands; ++k) layout.strides[k][layout.rank] = all.strides[k][d];
+    for (int k = 0; k < operands; ++k) layout.strides[k][layout.rank] = all.strides[k][d];
     layout.sizes[layout.rank++] = all.sizes[d];
   }
   if (layout.rank == 0) {  // one element
     layout.rank = 1;
     layout.sizes[0] = 1;
-    for (int k = 0; k < kOperands; ++k) layout.strides[k][0] = 1;
+    for (int k = 0; k < operands; ++k) layout.strides[k][0] = 1;
   }
   return layout;
+}
+template <int kOutputs, int kInputs>
+Layout<kOutputs + kInputs> MakeLayout(const Call& call) {
+  return MakeLayout<kOutputs + kInputs>(call, kOutputs, kInputs);
 }
 
 }  // namespace twinop::elementwise

@@ -1,6 +1,6 @@
-// Run-time choice of the instruction set. Code for a newer one lives in functions that carry the
-// target attribute, never in files compiled with -mavx2: an inline function shared with such a file
-// could be linked in its AVX2 form and crash an older processor.
+// The choice of the instruction set at run time. Code for a newer set lives in functions that carry
+// the target attribute instead of files compiled with -mavx2: an inline function shared with such a
+// file could be linked in its AVX2 form and crash an older processor.
 #pragma once
 
 #include <cstdlib>
@@ -14,14 +14,14 @@ namespace twinop {
 
 enum class Level { kBaseline, kAvx2, kAvx512 };
 
-// The best level of this processor; TWINOP_CPU_LEVEL=baseline|avx2 lowers it (for tests and
-// diagnosis).
+// Returns the best level of this processor. TWINOP_CPU_LEVEL=baseline|avx2 lowers it, for tests and
+// diagnosis.
 inline Level CpuLevel() {
   static const Level level = [] {
     Level best = Level::kBaseline;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("bmi2"))
+        __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c"))
       best = Level::kAvx2;
     if (best == Level::kAvx2 && __builtin_cpu_supports("avx512f") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -37,5 +37,39 @@ inline Level CpuLevel() {
   }();
   return level;
 }
+
+// One function compiled for each level. Body::Run<level>(arguments...) must be always_inline.
+template <class Function>
+struct ByLevel;
+template <class... Arguments>
+struct ByLevel<void(Arguments...)> {
+  void (*functions[3])(Arguments...);
+
+  void operator()(Arguments... arguments) const {
+    functions[static_cast<int>(CpuLevel())](arguments...);
+  }
+};
+
+template <class Body, class Function>
+struct LevelFunctions;
+template <class Body, class... Arguments>
+struct LevelFunctions<Body, void(Arguments...)> {
+  static void Baseline(Arguments... arguments) {
+    Body::template Run<Level::kBaseline>(arguments...);
+  }
+#if defined(__x86_64__)
+  TWINOP_TARGET_AVX2 static void Avx2(Arguments... arguments) {
+    Body::template Run<Level::kAvx2>(arguments...);
+  }
+  TWINOP_TARGET_AVX512 static void Avx512(Arguments... arguments) {
+    Body::template Run<Level::kAvx512>(arguments...);
+  }
+  static constexpr ByLevel<void(Arguments...)> kByLevel = {{ Baseline, Avx2, Avx512 }};
+#else
+  static constexpr ByLevel<void(Arguments...)> kByLevel = {{Baseline, Baseline, Baseline}};
+#endif
+};
+template <class Body, class Function>
+inline constexpr const ByLevel<Function>& kByLevel = LevelFunctions<Body, Function>::kByLevel;
 
 }  // namespace twinop
