@@ -152,7 +152,7 @@ def _reduction(function):
     """Returns an operator Reduce*, from a function of (x, dims, keepdim)."""
 
     def reduction(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-        dims = _ints(axes) or ([] if axes is not None or noop_with_empty_axes else list(range(x.dim())))
+        dims = _ints(axes) or ([] if axes is not None or noop_with_empty_axes else list(range(x.ndim)))
         return function(x, dims, bool(keepdims)) if dims else x
 
     return reduction
@@ -175,10 +175,10 @@ def _split(x, split=None, *, axis=0, num_outputs=None):
 
 
 def _pad(x, pads, value=None, axes=None, *, mode="constant"):
-    sizes, pairs = _ints(pads), [(0, 0)] * x.dim()
-    dims = _ints(axes) or list(range(x.dim()))
-    for i, dim in enumerate(dims):
-        pairs[dim] = sizes[i], sizes[i + len(dims)]
+    sizes, pairs = _ints(pads), [(0, 0)] * x.ndim
+    padded = _ints(axes) or list(range(x.ndim))
+    for i, axis in enumerate(padded):
+        pairs[axis] = sizes[i], sizes[i + len(padded)]
     flat = [size for pair in reversed(pairs) for size in pair]
     return F.pad(x, flat, mode, 0 if value is None else float(value))
 
@@ -188,7 +188,7 @@ def _squeeze(x, axes=None):
 
 
 def _unsqueeze(x, axes):
-    rank = x.dim() + len(_ints(axes))
+    rank = x.ndim + len(_ints(axes))
     for axis in sorted(axis % rank for axis in _ints(axes)):
         x = x.unsqueeze(axis)
     return x
