@@ -11,6 +11,8 @@ from torch import Tensor
 
 from twinop import torch_op
 from twinop.record import Record
+from twinop.shapes import input_shapes as shapes_of_inputs
+from twinop.shapes import output_shapes
 
 from .cells import DOUBLE
 from .peers import ENTRIES, Entry, entry_of
@@ -167,7 +169,7 @@ def input_shapes(case: Case, entry: Entry) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the entry's inputs by name."""
     record = torch_op.records()[entry.op]
     first = (*case.shape[:-1], 2 * case.columns) if entry.op == "swiglu_packed" else case.shape
-    shapes = record.infer_input_shapes(first, _attributes(record, entry))
+    shapes = shapes_of_inputs(record, first, _attributes(record, entry))
     return {name: shapes[name] for name in entry.input_names}
 
 
@@ -190,7 +192,7 @@ def make_outputs(case: Case, entry: Entry, device: torch.device) -> tuple[Tensor
     """Draws random tensors: the outputs to overwrite, or the gradients that backward starts from."""
     record = torch_op.records()[entry.op]
     absent = dict.fromkeys(each.name for each in record.inputs)
-    shapes = record.infer_shapes(absent | input_shapes(case, entry), _attributes(record, entry))
+    shapes = output_shapes(record, absent | input_shapes(case, entry), _attributes(record, entry))
     return tuple(torch.randn(shape, dtype=case.torch_dtype, device=device) for shape in shapes.values())
 
 

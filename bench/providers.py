@@ -13,6 +13,7 @@ from onnx import NodeProto, helper
 from torch import Tensor
 
 from twinop import torch_op
+from twinop.comparison import TOLERANCE
 from twinop.record import DOMAIN
 from twinop.torch_op.registry import functions
 
@@ -24,9 +25,6 @@ from .timing import Restored, Run
 
 EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "torch.compile max-autotune"
 _MODES = {COMPILE: "default", AUTOTUNE: "max-autotune-no-cudagraphs"}
-
-# The largest relative error (2-norm, against float64) of a result that is timed.
-TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4, "float64": 1e-10}
 
 # The shapes that the compiler may autotune, which takes long.
 AUTOTUNED = ((1 << 28,), (1 << 26,), (32768, 4096), (4096, 65536), (64, 4096))

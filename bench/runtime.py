@@ -8,21 +8,16 @@ from typing import Any
 
 import onnx
 import torch  # before onnxruntime, so that both use the same CUDA libraries
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, helper
 
+from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
 from twinop.record import DOMAIN, DOMAIN_VERSION
 
 from .report import BenchError
 from .timing import Run
 
-ONNX_TYPES = {
-    torch.float32: TensorProto.FLOAT,
-    torch.float16: TensorProto.FLOAT16,
-    torch.bfloat16: TensorProto.BFLOAT16,
-    torch.float64: TensorProto.DOUBLE,
-    torch.int64: TensorProto.INT64,
-}
+ONNX_TYPES = {getattr(torch, name): element for name, element in ELEMENT_TYPES.items() if name != "str"}
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 share_pool = True

@@ -1,30 +1,22 @@
 """Compares a model's custom nodes with a library's records; ONNX Runtime passes much or is unclear."""
 
 import difflib
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
 
 from twinop.call_checks import check_attributes
-from twinop.deploy.custom_nodes import CustomNode, Model, ModelSource, load_model
-from twinop.deploy.domains import choose_libraries
-from twinop.deploy.dtypes import dtype_name
-from twinop.deploy.errors import ModelError
-from twinop.deploy.type_inference import typed_nodes
+from twinop.dtypes import dtype_name
 from twinop.errors import RecordError
 from twinop.library import Library
+from twinop.op_schema import ATTRIBUTE_TYPES
 from twinop.record import Attribute, Record
 
-_A = onnx.AttributeProto
-# ONNX has no bool attribute: it is an int, 0 or 1.
-_ONNX_KINDS = {"int": _A.INT, "float": _A.FLOAT, "bool": _A.INT, "str": _A.STRING, "int[]": _A.INTS}
-
-
-Libraries = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-"""One library's path, several, or None for those that are found."""
+from .choose_library import Libraries, choose_libraries, library_paths
+from .custom_nodes import Model, ModelSource, load_model
+from .errors import ModelError
+from .type_inference import typed_nodes
 
 
 def check_model(model: ModelSource, library: Libraries = None) -> list[Library]:
@@ -46,13 +38,6 @@ def check_model(model: ModelSource, library: Libraries = None) -> list[Library]:
     found = choose_libraries(loaded, library_paths(library))
     require_fit(loaded, found)
     return found
-
-
-def library_paths(library: Libraries) -> list[Path]:
-    """The paths given, as a list."""
-    if library is None:
-        return []
-    return [Path(library)] if isinstance(library, str | os.PathLike) else [Path(path) for path in library]
 
 
 def require_fit(model: Model, libraries: Sequence[Library]) -> None:
@@ -80,7 +65,8 @@ def _problems(model: Model, libraries: Sequence[Library]) -> Iterator[str]:
             yield from _schema_problem(model, by_domain[record.domain], record)
     for node in typed_nodes(model.proto, records):
         if record := records.get(node.node_type):
-            for text in _node_problems(node, record):
+            texts = node_problems(node.proto, node.types, record)
+            for text in (*texts, *_output_problems(node.proto, record)):
                 yield f"{node.label}: {text}"
         elif node.domain in by_domain and node.node_type not in model.bodies:
             known = by_domain[node.domain].by_onnx_name
@@ -98,10 +84,17 @@ def _schema_problem(model: Model, library: Library, record: Record) -> Iterator[
         )
 
 
-def _node_problems(node: CustomNode, record: Record) -> Iterator[str]:
-    yield from _input_problems(node, record)
-    yield from _output_problems(node, record)
-    given = {attribute.name: attribute for attribute in node.proto.attribute}
+def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Record) -> Iterator[str]:
+    """Finds what in a node's inputs and attributes keeps it from being a call of the record's op.
+
+    Args:
+        types: the ONNX element types of the values that are known, by name.
+
+    Yields:
+        One text for each problem, without the node's name.
+    """
+    yield from _input_problems(node, types, record)
+    given = {attribute.name: attribute for attribute in node.attribute}
     for name, attribute in given.items():
         declared = record.attribute(name)
         if declared is None:
@@ -113,10 +106,10 @@ def _node_problems(node: CustomNode, record: Record) -> Iterator[str]:
             yield f"attribute {declared.name} ({declared.kind}) is missing and has no default"
 
 
-def _input_problems(node: CustomNode, record: Record) -> Iterator[str]:
+def _input_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Record) -> Iterator[str]:
     marks = {(True, False): "?", (False, True): " ..."}
     takes = ", ".join(entry.name + marks.get((entry.optional, entry.repeated), "") for entry in record.inputs)
-    names = list(node.proto.input)
+    names = list(node.input)
     if record.has_repeated_input:  # ONNX Runtime compares the types of the rest
         names = names[: len(record.inputs)]
     if len(names) > len(record.inputs):
@@ -127,7 +120,7 @@ def _input_problems(node: CustomNode, record: Record) -> Iterator[str]:
     for name, entry in zip(names, record.inputs, strict=True):
         if not name and not entry.optional:
             yield f"input {entry.name} is absent; it takes {takes}"
-        elif name and (element := node.types.get(name)):
+        elif name and (element := types.get(name)):
             given[entry.name] = dtype_name(element)
     if given and record.combination_of(given) is None:
         have = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
@@ -137,16 +130,16 @@ def _input_problems(node: CustomNode, record: Record) -> Iterator[str]:
         )
 
 
-def _output_problems(node: CustomNode, record: Record) -> Iterator[str]:
-    if len(node.proto.output) != len(record.outputs) or not all(node.proto.output):
-        named = [name or "(unnamed)" for name in node.proto.output]
+def _output_problems(node: onnx.NodeProto, record: Record) -> Iterator[str]:
+    if len(node.output) != len(record.outputs) or not all(node.output):
+        named = [name or "(unnamed)" for name in node.output]
         yield f"outputs {', '.join(named) or 'none'}; the node must name all of: {', '.join(record.outputs)}"
 
 
 def _attribute_problems(given: Any, declared: Attribute, record: Record) -> Iterator[str]:
-    wanted = _ONNX_KINDS[declared.kind]
+    wanted = ATTRIBUTE_TYPES[declared.kind]
     if given.type != wanted:
-        name = _A.AttributeType.Name
+        name = onnx.AttributeProto.AttributeType.Name
         yield f"attribute {given.name} is {name(given.type)}, expected {name(wanted)} ({declared.kind})"
     elif given.ref_attr_name:  # in a function: the value comes from its caller
         return

@@ -10,8 +10,8 @@ from typing import Any
 
 from twinop.deploy import cuda
 from twinop.deploy.check_nodes import Libraries, library_paths, require_fit
+from twinop.deploy.choose_library import choose_libraries
 from twinop.deploy.custom_nodes import Model, ModelSource, load_model
-from twinop.deploy.domains import choose_libraries
 from twinop.deploy.errors import ProviderError, RunError
 from twinop.deploy.inference_session import Session
 from twinop.deploy.node_providers import Profile

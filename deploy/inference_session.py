@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from twinop.deploy.custom_nodes import Model
-from twinop.deploy.dtypes import dtype_name, element_type, is_foreign_to_numpy
 from twinop.deploy.errors import FeedError, RunError
 from twinop.deploy.node_providers import NodeRun, Profile
 from twinop.deploy.tensor_specs import Spec, kind_of, require_all, unknown_name, wrong_arguments
+from twinop.dtypes import dtype_name, element_type, is_foreign_to_numpy
 from twinop.library import Library
 
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 
 from twinop.deploy.custom_nodes import ModelSource, is_custom
+from twinop.dtypes import to_array
 from twinop.record import Record
 
 
@@ -108,17 +110,15 @@ def _value(attribute: onnx.AttributeProto, record: Record) -> Any:
 
 def _difference(value: Any, expected: Any) -> tuple[bool, str]:
     """Whether two tensors have the same bits, NaN payloads and signs of zero too; else how far off."""
-    import torch
-
     if value.dtype != expected.dtype or value.shape != expected.shape:
         return False, f"torch gives {_text(expected)}"
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
-    differs = value.contiguous().view(bits) != expected.contiguous().view(bits)
-    count = int(differs.sum())
+    a, b = to_array(value), to_array(expected)
+    bits = f"u{a.itemsize}"
+    count = np.count_nonzero(a.view(bits) != b.view(bits))
     if count == 0:
         return True, ""
-    distance = (value.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max().item()
-    return False, f"{count} of {value.numel()} elements differ, by up to {distance:.3g}"
+    distance = np.nan_to_num(np.abs(a.astype(np.float64) - b.astype(np.float64)), nan=np.inf).max()
+    return False, f"{count} of {a.size} elements differ, by up to {distance:.3g}"
 
 
 def _text(tensor: Any) -> str:

@@ -32,6 +32,7 @@ from twinop.deploy.inference_session import Session
 from twinop.deploy.node_parity import Comparison, compare, observed_model
 from twinop.deploy.node_providers import NodeRun
 from twinop.deploy.tensor_specs import Spec
+from twinop.dtypes import to_tensor
 
 _PROVIDERS = {"auto": None, "cpu": ["CPUExecutionProvider"], "cuda": [CUDA, "CPUExecutionProvider"]}
 _MANY = 40  # above this, built-in nodes are counted instead of listed
@@ -103,18 +104,13 @@ def _compare_with_torch(
     providers: list[str] | None,
     folder: Path,
 ) -> list[Comparison]:
-    import torch
-
     from twinop import torch_op
 
     for library in opened.libraries:
         torch_op.load(library.path)
     libraries: list[str | os.PathLike[str]] = [library.path for library in opened.libraries]
     watched = session(observed, providers, libraries or False, folder=folder)
-    tensors = {
-        name: torch.from_numpy(_as_bits(array)).view(getattr(torch, array.dtype.name)).to(watched.device)
-        for name, array in feeds.items()
-    }
+    tensors = {name: to_tensor(array).to(watched.device) for name, array in feeds.items()}
     records = {
         record.node_type: record for library in opened.libraries for record in library.by_onnx_name.values()
     }
@@ -179,11 +175,6 @@ def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> 
     if spec.numpy_dtype.kind in "biu":
         return random.integers(0, 2, shape).astype(spec.numpy_dtype)
     return random.standard_normal(shape).astype(spec.numpy_dtype)
-
-
-def _as_bits(array: np.ndarray) -> np.ndarray:
-    """The array's bytes in a type that torch.from_numpy knows (it knows no bfloat16)."""
-    return array.view({1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize])
 
 
 def _node_table(proto: onnx.ModelProto, ran: list[NodeRun]) -> Table:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 
-from twinop.deploy.dtypes import dtype_name, element_type, numpy_dtype
 from twinop.deploy.errors import FeedError
+from twinop.dtypes import dtype_name, element_type, numpy_dtype
 
 
 class _Argument(NamedTuple):

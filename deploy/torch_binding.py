@@ -20,6 +20,7 @@ from twinop.deploy.inference_session import (
     to_numpy,
 )
 from twinop.deploy.tensor_specs import Spec, kind_of, unknown_name
+from twinop.dtypes import to_tensor
 
 # ONNX Runtime's own CUDA kernels load 16 bytes at a time, without asking how its memory is aligned.
 _ALIGNMENT = 16
@@ -231,8 +232,7 @@ class TensorRunner:
                 f"output {spec.name} is {spec.type}, which torch has no tensor for: run with numpy arrays"
             )
         if not hasattr(value, "to_dlpack"):  # CPU builds of ONNX Runtime before 1.23
-            array = to_numpy(value, spec)
-            return torch.from_numpy(array.view(f"u{array.itemsize}")).view(dtype)
+            return to_tensor(to_numpy(value, spec))
         return torch.utils.dlpack.from_dlpack(value.to_dlpack()).view(dtype)
 
     def _output_shape(self, name: str, feeds: Mapping[str, torch.Tensor]) -> tuple[int, ...] | None:

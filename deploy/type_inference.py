@@ -2,18 +2,17 @@
 
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import onnx
-from onnx import defs, shape_inference
+from onnx import shape_inference
 
-from twinop.deploy.custom_nodes import CustomNode, custom_nodes, is_custom
-from twinop.deploy.dtypes import dtype_name
+from twinop.op_schema import make_schema
 from twinop.record import Record
+
+from .custom_nodes import CustomNode, custom_nodes, is_custom
 
 # A domain of our own: registering here disturbs no schema that others registered for the libraries' domains.
 _DOMAIN = "twinop.check"
-_ANY = sorted(f"tensor({name.lower()})" for name in onnx.TensorProto.DataType.keys() if name != "UNDEFINED")  # noqa: SIM118
 _known: set[str] = set()
 _lock = threading.Lock()
 
@@ -51,45 +50,6 @@ def _registered(record: Record) -> str:
     name = f"{record.namespace}_{record.onnx_name}_{record.schema_hash}"
     with _lock:
         if name not in _known:
-            defs.register_schema(_schema(name, record))
+            onnx.defs.register_schema(make_schema(record, name, _DOMAIN, 1, strict=False))
             _known.add(name)
     return name
-
-
-def _schema(name: str, record: Record) -> Any:
-    parameter = defs.OpSchema.FormalParameter
-    option = defs.OpSchema.FormalParameterOption
-    inputs = [
-        parameter(
-            entry.name,
-            f"I{i}",
-            param_option=option.Variadic
-            if entry.repeated
-            else (option.Optional if entry.optional else option.Single),
-        )
-        for i, entry in enumerate(record.inputs)
-    ]
-    outputs = [parameter(output, f"O{i}") for i, output in enumerate(record.outputs)]
-    constraints = [(entry.type_str, _ANY, "") for entry in (*inputs, *outputs)]
-    schema = defs.OpSchema(name, _DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=constraints)
-
-    def infer(context: Any) -> None:
-        given = {}
-        for i in range(min(context.get_num_inputs(), len(record.inputs))):
-            value = context.get_input_type(i)
-            if value is not None and value.tensor_type.elem_type:
-                given[record.inputs[i].name] = dtype_name(value.tensor_type.elem_type)
-        combination = record.combination_of(given) if given else None
-        if combination is None:
-            return
-        for i in range(min(context.get_num_outputs(), len(record.outputs))):
-            output = onnx.TypeProto()
-            output.tensor_type.elem_type = _element(combination[record.outputs[i]])
-            context.set_output_type(i, output)
-
-    schema.set_type_and_shape_inference_function(infer)
-    return schema
-
-
-def _element(name: str) -> int:
-    return next(value for value in onnx.TensorProto.DataType.values() if value and dtype_name(value) == name)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .exporter import export as export
     from .fuse_add_norm import fuse_sums as fuse_sums
     from .report import ExportReport as ExportReport
-    from .schema import op_schema as op_schema
+    from twinop.op_schema import op_schema as op_schema
     from .standard_nodes import replace_nodes as replace_nodes
     from .torchscript import register_symbolics as register_symbolics
 

@@ -8,12 +8,13 @@ import onnx
 import onnx_ir as ir
 
 from twinop.errors import ExportError
+from twinop.op_schema import default_of
 from twinop.record import Record
 
 from .bodies import Body, DefaultInput, find_body
 from .calls import Call, find_calls
 from .record_body import trace
-from .schema import ONNX_TYPES, default_of
+from .schema import ONNX_TYPES
 
 OPSETS = range(20, 24)
 """Standard opsets that models may have: string comparison needs 20, torch's exporter ends at 23."""

@@ -2,24 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
+from twinop.deploy.check_nodes import node_problems
+from twinop.dtypes import dtype_name
 from twinop.errors import ExportError
+from twinop.op_schema import default_of
 from twinop.record import DOMAIN, Attribute, Record
 
-from .schema import (
-    ATTRIBUTE_TYPES,
-    DTYPE_NAMES,
-    ONNX_TYPES,
-    combination_of,
-    default_of,
-    onnx_value,
-    registered_schemas,
-)
+from .schema import ATTRIBUTE_TYPES, ONNX_TYPES, onnx_value, registered_schemas
 
 
 @dataclass(frozen=True)
@@ -59,49 +54,35 @@ def read_call(record: Record, node: ir.Node) -> Call:
     Raises:
         ExportError: the node does not fit the record, or the dtype of an input is not known.
     """
-    attributes = _attributes(record, node)
-    call = Call(record, node, {}, attributes)
-    if len(node.inputs) > len(record.inputs) and not record.has_repeated_input:
-        raise ExportError(
-            f"{call.label} has {len(node.inputs)} inputs; {record.onnx_name} takes {len(record.inputs)}"
-        )
-    if missing := [e.name for e in record.inputs if not e.optional and e.name not in call.inputs]:
-        raise ExportError(f"{call.label}: {record.onnx_name} needs input {', '.join(missing)}")
+    label = label_of(node)
+    types = {value.name or "": value.dtype for value in node.inputs if value is not None and value.dtype}
+    for problem in node_problems(ir.to_proto(node), types, record):
+        raise ExportError(f"{label} ({record.onnx_name}): {problem}")
+    call = Call(record, node, {}, _attributes(record, node))
     dtypes = {}
     for name, value in call.inputs.items():
         if value.dtype is None:
             raise ExportError(
-                f"{call.label}: the type of input {name} ({value.name}) is not known. "
-                "Add it to the model's value_info"
+                f"{label}: the type of input {name} ({value.name}) is not known. Add it to the model's value_info"
             )
-        dtypes[name] = DTYPE_NAMES.get(value.dtype, value.dtype.name.lower())
-    return Call(record, node, combination_of(record, dtypes, call.label), attributes)
+        dtypes[name] = dtype_name(value.dtype)
+    combination = record.combination_of(dtypes)
+    assert combination is not None, "node_problems compares the dtypes"
+    return replace(call, dtypes=combination)
 
 
 def _attributes(record: Record, node: ir.Node) -> dict[str, Any]:
-    label = label_of(node)
-    known = {entry.name: entry for entry in record.attributes}
     values = {entry.name: default_of(entry) for entry in record.attributes}
-    for name, given in node.attributes.items():
-        attribute = known.get(name)
-        if attribute is None:
+    for entry in record.attributes:
+        if entry.name not in node.attributes:
+            continue
+        values[entry.name] = onnx_value(entry, node.attributes[entry.name].value)
+        if values[entry.name] == () and default_of(entry) != ():
             raise ExportError(
-                f"{label}: {record.onnx_name} has no attribute {name}; it has: "
-                f"{', '.join(known) or 'none'} ({record.schema})"
+                f"{label_of(node)}: attribute {entry.name} is an empty list, which ONNX Runtime cannot tell from "
+                f"a missing one (default {entry.default_text}). Pass the default, or make an empty list the "
+                "default"
             )
-        if given.type is not ATTRIBUTE_TYPES[attribute.kind]:
-            raise ExportError(
-                f"{label}: attribute {name} of {record.onnx_name} is a {given.type.name}, expected "
-                f"{attribute.kind}"
-            )
-        values[name] = onnx_value(attribute, given.value)
-        if values[name] == () and default_of(attribute) != ():
-            raise ExportError(
-                f"{label}: attribute {name} is an empty list, which ONNX Runtime cannot tell from a missing "
-                f"one (default {attribute.default_text}). Pass the default, or make an empty list the default"
-            )
-    if missing := [e.name for e in record.attributes if e.required and e.name not in node.attributes]:
-        raise ExportError(f"{label}: {record.onnx_name} needs attribute {', '.join(missing)}")
     return values
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from onnx_ir.tensor_adapters import TorchTensor
 
 from twinop import deploy
-from twinop.deploy.tolerance import TOLERANCE, difference
+from twinop.comparison import TOLERANCE, difference, same_bits
+from twinop.dtypes import to_array
 from twinop.errors import ExportError
 from twinop.library import Library
 from twinop.record import Record
@@ -54,7 +54,7 @@ def run(
         ExportError: ONNX Runtime refuses the model or a run for another reason.
         TwinopError: the library is missing, damaged, or not the one that the model needs.
     """
-    arrays = [{name: to_numpy(tensor) for name, tensor in case.items()} for case in cases]
+    arrays = [{name: to_array(tensor) for name, tensor in case.items()} for case in cases]
     request = Request(model, library, arrays)
     name = f"ONNX Runtime {ort.__version__}"
     try:
@@ -74,11 +74,6 @@ def run(
         raise ExportError(str(error)) from error
 
 
-def to_numpy(tensor: torch.Tensor | np.ndarray) -> np.ndarray:
-    """Returns a tensor's values; bfloat16 and the 8-bit floats have the dtypes of ml_dtypes."""
-    return tensor if isinstance(tensor, np.ndarray) else TorchTensor(tensor.detach().contiguous()).numpy()
-
-
 def compare(expected: Sequence[Any], found: Sequence[Any], what: str) -> Parity:
     """Compares two lists of outputs, torch's and those of `what`, as tensors or arrays.
 
@@ -93,7 +88,7 @@ def compare(expected: Sequence[Any], found: Sequence[Any], what: str) -> Parity:
     for index, pair in enumerate(zip(expected, found, strict=True)):
         if not hasattr(pair[1], "dtype") or getattr(pair[1].dtype, "kind", "") in "OSU":
             raise NotRunnable(f"an output is {type(pair[1]).__name__}, not a tensor of numbers")
-        reference, value = map(to_numpy, pair)
+        reference, value = map(to_array, pair)
         for name in ("dtype", "shape"):
             if getattr(reference, name) != getattr(value, name):
                 raise ExportError(
@@ -121,13 +116,6 @@ def _worst_rows(reference: np.ndarray, value: np.ndarray) -> str:
     worst = [i for i in np.argsort(-errors, axis=None, kind="stable")[:3] if errors.flat[i] > accepted]
     places = [str([int(index) for index in np.unravel_index(i, errors.shape)]) for i in worst]
     return f". It differs most in the rows {', '.join(places)}" if places else ""
-
-
-def same_bits(a: torch.Tensor | np.ndarray, b: torch.Tensor | np.ndarray) -> bool:
-    """Whether all bits are equal, also the sign of zero; any NaN equals any other."""
-    a, b = to_numpy(a), to_numpy(b)
-    nan = np.isnan(a)
-    return np.array_equal(nan, np.isnan(b)) and a[~nan].tobytes() == b[~nan].tobytes()
 
 
 def verify(

@@ -7,10 +7,11 @@ import torch
 from onnxscript.values import Op, Opset
 
 from twinop import torch_op
+from twinop.op_schema import op_schema
 from twinop.record import Record
 from twinop.torch_op.arguments import bind, signature_of
 
-from .schema import onnx_value, op_schema
+from .schema import onnx_value
 
 
 def translation_table(

@@ -19,6 +19,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferenceP
 
 import twinop
 from twinop import deploy, torch_op
+from twinop.dtypes import FLOATING
 from twinop.errors import ExportError
 from twinop.record import Record
 
@@ -26,7 +27,7 @@ from . import comparison
 from .attach import attach_to_calls
 from .calls import Call, find_calls
 from .fuse_add_norm import fuse_sums
-from .inputs import FLOATING, Dynamic, Inputs, bind_inputs, check_dynamic, check_opset, leaves, resized
+from .inputs import Dynamic, Inputs, bind_inputs, check_dynamic, check_opset, leaves, resized
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet, run_route
 from .standard_nodes import replace_nodes
@@ -140,7 +141,7 @@ def _run_passes(
 
 
 def _mixed_dtypes(record: Record, calls: Sequence[Call]) -> Iterator[str]:
-    dtypes = {dtype for call in calls for dtype in call.dtypes.values()} & FLOATING.keys()
+    dtypes = {dtype for call in calls for dtype in call.dtypes.values()}.intersection(FLOATING)
     if "float64" in dtypes and len(dtypes) > 1:
         yield (
             f"{record.onnx_name} is called with {', '.join(sorted(dtypes))}: a model holds one body per op, "

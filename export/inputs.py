@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 
+from twinop.dtypes import FLOATING
 from twinop.errors import ExportError
 
 from .attach import OPSETS
 
 Dynamic = Mapping[str, Sequence[int] | Mapping[int, str]]
-
-FLOATING = {
-    str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-}
 
 
 class Inputs:
@@ -178,7 +175,7 @@ def floating_dtype(name: str) -> torch.dtype:
         known = isinstance(getattr(torch, name, None), torch.dtype)
         kind = "is not a floating type" if known else "is not known"
         raise ExportError(f"dtype {name} {kind}; expected one of: {', '.join(FLOATING)}")
-    return FLOATING[name]
+    return getattr(torch, name)
 
 
 def resized(
@@ -203,7 +200,8 @@ def resized(
 
 
 _DRAWN = {
-    *FLOATING.values(), torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    *(getattr(torch, name) for name in FLOATING),
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 }  # fmt: skip
 
 

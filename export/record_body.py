@@ -8,12 +8,14 @@ import onnx
 import onnx_ir as ir
 from onnxscript import build_function
 
+from twinop.dtypes import FLOATING
 from twinop.errors import ExportError
+from twinop.op_schema import default_of
 from twinop.record import Attribute, Record
 
 from .bodies import Body
 from .calls import Call
-from .schema import ATTRIBUTE_TYPES, ONNX_TYPES, default_of
+from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
 
 class AttributeArgument:
@@ -156,7 +158,7 @@ def trace(body: Body, calls: Sequence[Call], opset: int) -> ir.Function:
     """
     record = calls[0].record
     dtypes = {name: {call.dtypes[name] for call in calls} for name in calls[0].dtypes}
-    floating = _FLOATING & set().union(*dtypes.values())
+    floating = set().union(*dtypes.values()).intersection(FLOATING)
     compute = None
     if floating:  # the widest type in the model, to which the narrower ones convert without loss
         compute = ir.DataType.DOUBLE if "float64" in floating else ir.DataType.FLOAT
@@ -168,7 +170,7 @@ def trace(body: Body, calls: Sequence[Call], opset: int) -> ir.Function:
             found = dtypes[str(value.name)]
             if value.name not in calls[0].inputs:
                 arguments.append(None)
-            elif found & _FLOATING and {ONNX_TYPES[dtype] for dtype in found} != {compute}:
+            elif found.intersection(FLOATING) and {ONNX_TYPES[dtype] for dtype in found} != {compute}:
                 arguments.append(ops.computed(value))
             else:
                 arguments.append(value)
@@ -202,7 +204,6 @@ def trace(body: Body, calls: Sequence[Call], opset: int) -> ir.Function:
     return function
 
 
-_FLOATING = {"float32", "float16", "bfloat16", "float64"}
 
 
 def _formal_input(name: str, dtypes: set[str]) -> ir.Value:

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 from onnx.defs import get_schema
 
+from twinop.dtypes import dtype_name
 from twinop.errors import ExportError
+from twinop.op_schema import default_of
 from twinop.record import Record
 
 from .bodies import find_body
 from .calls import make_call
 from .record_body import trace
-from .schema import DTYPE_NAMES, default_of
 
 
 def standard_node(record: Record, opset: int = 20) -> ir.Node | None:
@@ -90,9 +91,9 @@ def _fits(node: ir.Node, record: Record, standard: ir.Node) -> bool:
         return False
     dtypes = {}
     for entry, value in zip(record.inputs, node.inputs, strict=True):
-        if value is None or value.dtype not in DTYPE_NAMES:
+        if value is None or value.dtype is None:
             return False
-        dtypes[entry.name] = DTYPE_NAMES[value.dtype]
+        dtypes[entry.name] = dtype_name(value.dtype)
     return record.combination_of(dtypes) is not None
 
 

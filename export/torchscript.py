@@ -8,10 +8,12 @@ import torch
 
 from twinop import torch_op
 from twinop.errors import ExportError
+from twinop.op_schema import Dims
 from twinop.record import Record
+from twinop.shapes import Unknown
 from twinop.torch_op.arguments import signature_of
 
-from .schema import Dims, Unknown, infer, onnx_value
+from .schema import infer, onnx_value
 
 # Of a symbolic's arguments (`parse_args`) and, after an underscore, of `g.op`'s attributes.
 _READ = {"int": "i", "float": "f", "bool": "b", "str": "s", "int[]": "is"}

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-from twinop.errors import RecordError
-from twinop.record import Record, entries
-from twinop.shapes import ShapeExpression, broadcast, too_few_dimensions
+from .errors import RecordError
+from .record import Record, entries
+from .shapes import ShapeExpression, broadcast, output_shapes, too_few_dimensions
 
 Shapes = Mapping[str, Sequence[Any] | None]
 
@@ -86,13 +86,13 @@ def check_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) 
 
 
 def infer_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """The shapes of the outputs.
+    """Returns the shapes of the outputs by name, from the same arguments as `output_shapes`.
 
     Raises:
         RecordError: the record's expressions do not fit, or an input has too few dimensions for them.
     """
     try:
-        return record.infer_shapes(shapes, attributes)
+        return output_shapes(record, shapes, attributes)
     except RecordError as error:
         raise RecordError(too_few_dimensions(record, shapes) or str(error)) from error
 

@@ -7,13 +7,12 @@ checks) is derived from it.
 import ast
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from twinop.errors import RecordError
-from twinop.shapes import ShapeExpression
+from .errors import RecordError
 
 DOMAIN = "custom_domain"
 """The domain of twinop's own ops. Other libraries have domains of their own (`Record.domain`)."""
@@ -200,40 +199,6 @@ class Record:
 
     def attribute(self, name: str) -> Attribute | None:
         return next((entry for entry in self.attributes if entry.name == name), None)
-
-    def infer_shapes(
-        self, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
-    ) -> dict[str, tuple[Any, ...]]:
-        """Output shapes by name.
-
-        Args:
-            shapes: the shape of every input by name, None where absent; one left out is not known. Sizes are
-                ints, torch SymInts or `Unknown`.
-            attributes: the value of every attribute by name.
-
-        Raises:
-            RecordError: the shapes do not fit the record's expressions.
-        """
-        texts = entries(self.shapes)
-        expression = ShapeExpression(self, shapes, attributes)
-        return {
-            output: expression.evaluate(texts.get(output, self.inputs[0].name)) for output in self.outputs
-        }
-
-    def infer_input_shapes(
-        self, first: Sequence[int], attributes: Mapping[str, Any]
-    ) -> dict[str, tuple[Any, ...]]:
-        """Shapes of all inputs by name, given about that of the first (an odd width may become even).
-
-        Args:
-            attributes: the value of every attribute by name.
-        """
-        texts = entries(self.input_shapes)
-        shapes = {entry.name: tuple(first) for entry in self.inputs}
-        for name in [*shapes, *shapes]:  # twice: an input may depend on a later one
-            text = f"{name} = {texts.get(name, self.inputs[0].name)}"
-            shapes[name] = replace(self, outputs=(name,), shapes=text).infer_shapes(shapes, attributes)[name]
-        return shapes
 
 
 def entries(text: str) -> dict[str, str]:

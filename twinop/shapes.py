@@ -9,12 +9,10 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from twinop.errors import RecordError
-
-if TYPE_CHECKING:
-    from twinop.record import Record
+from .errors import RecordError
+from .record import Record, entries
 
 ABSENT = (0,)
 """The shape of an optional input that is absent: it has no elements (and so has its gradient)."""
@@ -46,7 +44,7 @@ class ShapeExpression:
     """Evaluates texts for one call: the shape of every input by name (None: absent), every attribute."""
 
     def __init__(
-        self, record: "Record", shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
+        self, record: Record, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
     ):
         self.record, self.shapes, self.attributes = record, shapes, attributes
 
@@ -114,7 +112,43 @@ class ShapeExpression:
         raise SyntaxError(f"{name} is not an input")
 
 
-def too_few_dimensions(record: "Record", shapes: Mapping[str, Sequence[Any] | None]) -> str | None:
+def output_shapes(
+    record: Record, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
+) -> dict[str, tuple[Any, ...]]:
+    """Returns the shapes of the outputs by name.
+
+    Args:
+        shapes: the shape of every input by name, None where it is absent. An input left out is not known.
+            Sizes are ints, torch SymInts or `Unknown`.
+        attributes: the value of every attribute by name.
+
+    Raises:
+        RecordError: the shapes do not fit the record's expressions.
+    """
+    texts = entries(record.shapes)
+    expression = ShapeExpression(record, shapes, attributes)
+    first = record.inputs[0].name
+    return {output: expression.evaluate(texts.get(output, first)) for output in record.outputs}
+
+
+def input_shapes(
+    record: Record, first: Sequence[int], attributes: Mapping[str, Any]
+) -> dict[str, tuple[Any, ...]]:
+    """Returns shapes of all inputs by name that fit each other.
+
+    Args:
+        first: about the shape of the first input. An odd width may become even.
+        attributes: the value of every attribute by name.
+    """
+    texts = entries(record.input_shapes)
+    shapes = {entry.name: tuple(first) for entry in record.inputs}
+    for name in [*shapes, *shapes]:  # twice: an input may depend on a later one
+        text = texts.get(name, record.inputs[0].name)
+        shapes[name] = ShapeExpression(record, shapes, attributes).evaluate(text)
+    return shapes
+
+
+def too_few_dimensions(record: Record, shapes: Mapping[str, Sequence[Any] | None]) -> str | None:
     """What is wrong with the first input that has fewer dimensions than the record's shapes need, or None."""
     for name, shape in shapes.items():
         own = re.search(rf"(?:^|;) *{name} *=([^;]*)", record.input_shapes)

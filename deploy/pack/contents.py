@@ -10,9 +10,9 @@ import onnx
 from onnx import external_data_helper
 
 from twinop.deploy.check_nodes import require_fit
+from twinop.deploy.choose_library import only_library
 from twinop.deploy.create_session import session
 from twinop.deploy.custom_nodes import Model, load_model, tensors
-from twinop.deploy.domains import only_library
 from twinop.deploy.errors import RunError
 from twinop.deploy.pack.errors import PackError
 from twinop.deploy.service.datatypes import DATATYPES, datatype_of

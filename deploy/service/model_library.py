@@ -7,7 +7,7 @@ from twinop.library import Library, checksum, library_folders
 
 from ..check_nodes import require_fit
 from ..custom_nodes import Model
-from ..domains import only_library
+from ..choose_library import only_library
 from .folders import VersionFolder
 from .settings import ModelSettings, ServerSettings
 

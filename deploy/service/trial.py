@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from twinop.comparison import TOLERANCE, difference
+
 from ..errors import FeedError, ModelError, RunError
 from ..tensor_specs import Spec
-from ..tolerance import TOLERANCE, difference
 from .errors import ServiceError
 from .instance import Instance
 from .settings import ModelSettings, SettingsError

@@ -11,8 +11,8 @@ from samples import RECORDS, torch_dtype, values
 
 import twinop
 from twinop import deploy, torch_op
+from twinop.comparison import same_bits
 from twinop.export import export
-from twinop.export.comparison import same_bits
 from twinop.record import DOMAIN
 
 EXPORTERS = ("dynamo", "torchscript")

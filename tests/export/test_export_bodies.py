@@ -17,8 +17,10 @@ from ulps import errors_in_ulps
 from twinop.export import attach_bodies
 from twinop.export.bodies import find_body
 from twinop.export.calls import make_call
-from twinop.export.comparison import same_bits, unsupported_cell
-from twinop.export.schema import default_of, registered_schemas
+from twinop.comparison import same_bits
+from twinop.export.comparison import unsupported_cell
+from twinop.export.schema import registered_schemas
+from twinop.op_schema import default_of
 from twinop.record import DOMAIN, Record
 
 OPSETS = (20, 21, 22, 23)

@@ -18,8 +18,10 @@ from torch.onnx._internal.torchscript_exporter import registration
 import twinop.export
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, op_schema, register_symbolics, translation_table
-from twinop.export.schema import Unknown, default_of, infer, onnx_value, registered_schemas
+from twinop.export.schema import infer, onnx_value, registered_schemas
+from twinop.op_schema import default_of
 from twinop.record import DOMAIN, Attribute, Record
+from twinop.shapes import Unknown
 
 FOLDER = Path(twinop.export.__file__).resolve().parent
 # The command line has CustomReLU's own option.

@@ -6,28 +6,18 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
+from twinop.dtypes import ELEMENT_TYPES
 from twinop.record import DOMAIN, DOMAIN_VERSION, Record
 
-TYPES = {
-    "float32": TensorProto.FLOAT,
-    "float16": TensorProto.FLOAT16,
-    "bfloat16": TensorProto.BFLOAT16,
-    "float64": TensorProto.DOUBLE,
-    "int32": TensorProto.INT32,
-    "int64": TensorProto.INT64,
-    "bool": TensorProto.BOOL,
-    "str": TensorProto.STRING,
-    "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
-}
 ORT_VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
 Shape = Sequence[int | str | None] | None  # None: unknown rank
 ROWS = ("N", 4)
 
 
 def value(name: str, dtype: str = "float32", shape: Shape = ROWS) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, TYPES[dtype], shape)
+    return helper.make_tensor_value_info(name, ELEMENT_TYPES[dtype], shape)
 
 
 def node(

@@ -7,22 +7,17 @@ from typing import Any
 
 import onnx
 import torch
-from onnx import TensorProto, helper
+from onnx import helper
 
+from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import Library, find_library, read_library
 from twinop.record import DOMAIN, DOMAIN_VERSION, Record
 
-ONNX_TYPES = {
-    "float32": TensorProto.FLOAT,
-    "float16": TensorProto.FLOAT16,
-    "bfloat16": TensorProto.BFLOAT16,
-    "float64": TensorProto.DOUBLE,
-}
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 def onnx_type(tensor: torch.Tensor) -> int:
-    return ONNX_TYPES[str(tensor.dtype).removeprefix("torch.")]
+    return ELEMENT_TYPES[str(tensor.dtype).removeprefix("torch.")]
 
 
 @cache
@@ -58,8 +53,8 @@ def one_node_model(
     graph = helper.make_graph(
         [node],
         record.name,
-        [helper.make_tensor_value_info(name, ONNX_TYPES[dtypes[name]], None) for name in names if name],
-        [helper.make_tensor_value_info(name, ONNX_TYPES[dtypes[name]], None) for name in record.outputs],
+        [helper.make_tensor_value_info(name, ELEMENT_TYPES[dtypes[name]], None) for name in names if name],
+        [helper.make_tensor_value_info(name, ELEMENT_TYPES[dtypes[name]], None) for name in record.outputs],
     )
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)

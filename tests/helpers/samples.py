@@ -15,6 +15,7 @@ import torch
 from twinop import torch_op
 from twinop.library import find_library
 from twinop.record import Record
+from twinop.shapes import input_shapes as shapes_of_inputs
 
 torch_op.load(find_library("test_ops"))
 
@@ -142,7 +143,7 @@ def input_shapes(
     """A shape for every input, given that of the first; that one too may have to bend (to an even width)."""
     given = {entry.name: entry.default for entry in record.attributes} | dict(attributes or {})
     record = replace(record, input_shapes=record.input_shapes or OWN_SHAPES.get(record.name, ""))
-    return record.infer_input_shapes(shape, given)
+    return shapes_of_inputs(record, shape, given)
 
 
 def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from record_driver import Driver
 from samples import ALL, RECORDS, Sample, each_combination, large_sample, run_in_torch, samples, torch_dtype
 
 from twinop import torch_op
-from twinop.export.comparison import same_bits
+from twinop.comparison import same_bits
 from twinop.record import Record
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")

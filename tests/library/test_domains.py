@@ -12,8 +12,8 @@ from abi_files import CPU, FLOAT, INT64, ROOT, X, c_library, in_torch, model, ne
 from onnx import helper
 
 from twinop import deploy
+from twinop.deploy.choose_library import only_library
 from twinop.deploy.custom_nodes import load_model
-from twinop.deploy.domains import only_library
 from twinop.errors import LibraryError
 from twinop.library import find_library
 

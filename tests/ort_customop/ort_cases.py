@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from one_node import ONNX_TYPES
 from onnx import TensorProto, helper
 from samples import RECORDS, Sample, samples, torch_dtype, values
 
 from twinop import torch_op
+from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
 from twinop.record import DOMAIN, DOMAIN_VERSION, Record
 
@@ -66,7 +66,7 @@ def graph(
     outside = {"bfloat16": "float32"}
     for name, (dtype, _) in inputs.items():
         if dtype in outside:
-            nodes.insert(0, helper.make_node("Cast", [f"{name}"], [f"{name}_cast"], to=ONNX_TYPES[dtype]))
+            nodes.insert(0, helper.make_node("Cast", [f"{name}"], [f"{name}_cast"], to=ELEMENT_TYPES[dtype]))
     casts = {
         name: f"{name}_cast" for name, (dtype, _) in (*inputs.items(), *outputs.items()) if dtype in outside
     }
@@ -76,10 +76,10 @@ def graph(
                 names[:] = [casts.get(name, name) for name in names]
     for name, (dtype, _) in outputs.items():
         if dtype in outside:
-            nodes.append(helper.make_node("Cast", [f"{name}_cast"], [name], to=ONNX_TYPES[outside[dtype]]))
+            nodes.append(helper.make_node("Cast", [f"{name}_cast"], [name], to=ELEMENT_TYPES[outside[dtype]]))
     given, made = (
         [
-            helper.make_tensor_value_info(name, ONNX_TYPES[outside.get(dtype, dtype)], dims)
+            helper.make_tensor_value_info(name, ELEMENT_TYPES[outside.get(dtype, dtype)], dims)
             for name, (dtype, dims) in tensors.items()
         ]
         for tensors in (inputs, outputs)

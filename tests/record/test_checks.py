@@ -14,7 +14,7 @@ from twinop.call_checks import check_attributes, check_shapes, describe
 from twinop.errors import ExportError, RecordError
 from twinop.export.schema import infer
 from twinop.record import DOMAIN, Record
-from twinop.shapes import Unknown
+from twinop.shapes import Unknown, output_shapes
 
 SCHEMA = "f(Tensor x, Tensor? w=None, Tensor? b=None, int axis=-1, float eps=1e-5, int offset=0) -> Tensor"
 BASE = Record.from_json(json.loads(driver().ask("schema", SCHEMA)))
@@ -52,7 +52,7 @@ def ask_python(record: dict[str, str], shapes: dict[str, Any], attributes: dict[
         return f"{DOMAIN}::f: {error}"
     try:
         check_shapes(wanted, shapes, attributes)
-        wanted.infer_shapes(shapes, attributes)
+        output_shapes(wanted, shapes, attributes)
     except RecordError as error:
         return f"{describe(wanted, dict.fromkeys(shapes, 'float32'), shapes)}: {error}"
     return "fits"

@@ -21,7 +21,7 @@ from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.loading import load
 from twinop.deploy.service.settings import ModelSettings, ServerSettings, Settings, SettingsError
-from twinop.deploy.tolerance import difference
+from twinop.comparison import difference
 from twinop.errors import LibraryError, TwinopError
 from twinop.library import needed_libraries
 

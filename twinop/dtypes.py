@@ -1,0 +1,85 @@
+"""Element types: the names that records, numpy and torch share, and ONNX's numbers for them."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from onnx import TensorProto
+
+_NAMES = {
+    TensorProto.FLOAT: "float32",
+    TensorProto.DOUBLE: "float64",
+    TensorProto.STRING: "str",
+    TensorProto.FLOAT8E4M3FN: "float8_e4m3fn",
+    TensorProto.FLOAT8E4M3FNUZ: "float8_e4m3fnuz",
+    TensorProto.FLOAT8E5M2: "float8_e5m2",
+    TensorProto.FLOAT8E5M2FNUZ: "float8_e5m2fnuz",
+}
+_SAME_NAME = (
+    "float16", "bfloat16", "bool", "complex64", "complex128",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+)  # fmt: skip
+
+ELEMENT_TYPES = {name: element for element, name in _NAMES.items()} | {
+    name: TensorProto.DataType.Value(name.upper()) for name in _SAME_NAME
+}
+"""ONNX's number of every element type of whole bytes, by name: "float32" is TensorProto.FLOAT."""
+
+FLOATING = ("float32", "float16", "bfloat16", "float64")
+"""The floating-point types that the ops compute in."""
+
+
+def dtype_name(element: int) -> str:
+    """Returns numpy's and torch's name of an ONNX element type; for types that they lack, ONNX's own."""
+    return _NAMES.get(element) or TensorProto.DataType.Name(element).lower()
+
+
+def onnx_name(name: str) -> str:
+    """Returns ONNX's name of a tensor type: "tensor(double)" for "float64"."""
+    return f"tensor({TensorProto.DataType.Name(ELEMENT_TYPES[name]).lower()})"
+
+
+def element_type(ort_type: str) -> int | None:
+    """Returns ONNX's number for ONNX Runtime's name of a type: TensorProto.FLOAT for "tensor(float)".
+
+    Returns:
+        None for types that are not tensors (sequences) and for elements of less than a byte (int4).
+    """
+    return _ELEMENT_OF_ORT_TYPE.get(ort_type)
+
+
+_ELEMENT_OF_ORT_TYPE = {onnx_name(name): element for name, element in ELEMENT_TYPES.items()}
+
+
+def numpy_dtype(element: int) -> np.dtype:
+    """Returns the numpy dtype. bfloat16 and 8-bit floats are those of ml_dtypes; strings are objects."""
+    name = dtype_name(element)
+    return np.dtype(object if name == "str" else getattr(ml_dtypes, name, name))
+
+
+def is_foreign_to_numpy(element: int) -> bool:
+    """Returns whether numpy needs ml_dtypes for this type; ONNX Runtime does not convert such arrays."""
+    return hasattr(ml_dtypes, dtype_name(element))
+
+
+def to_array(tensor: Any) -> np.ndarray:
+    """Returns a torch tensor as a contiguous numpy array, without a copy where possible; arrays as they are."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if not hasattr(ml_dtypes, name):
+        return tensor.numpy()
+    bits = torch.int16 if tensor.element_size() == 2 else torch.int8
+    return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
+
+
+def to_tensor(array: np.ndarray) -> Any:
+    """Returns a torch tensor in the memory of a numpy array."""
+    import torch
+
+    if not hasattr(ml_dtypes, array.dtype.name):
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
