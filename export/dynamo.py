@@ -1,4 +1,4 @@
-"""The route through `torch.onnx.export(dynamo=True)`: a translation of each op, derived from its record."""
+"""Derives a translation of each op from its record, for `torch.onnx.export(dynamo=True)`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,10 +17,10 @@ from .schema import onnx_value
 def translation_table(
     records: Mapping[str, Record] | None = None,
 ) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """For `torch.onnx.export(..., dynamo=True, custom_translation_table=translation_table())`.
+    """Makes the table for `torch.onnx.export(..., dynamo=True, custom_translation_table=translation_table())`.
 
     Args:
-        records: the ops by name; by default those that `twinop.torch_op` has loaded.
+        records: the ops by name; by default the ops that `twinop.torch_op` has loaded.
     """
     records = torch_op.records() if records is None else records
     return {
@@ -31,7 +31,7 @@ def translation_table(
 
 
 def _translation(record: Record) -> Callable[..., Any]:
-    # A bare `Op` in the table takes positional attributes for one another (mode=0.001, eps="m"): bind first.
+    # A bare `Op` in the table would mix up positional attributes (mode=0.001, eps="m"): bind them first.
     op = Op(Opset(record.domain, record.domain_version), record.onnx_name, op_schema(record))
     signature = signature_of(record)
 

@@ -1,4 +1,4 @@
-"""Keeps a model as its owner left it while it is exported."""
+"""Restores a model after its export."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,10 @@ import torch
 
 @contextmanager
 def evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """Runs its block with the model in eval mode and without attention's fast path.
+    """Runs its block with the model in eval mode and without torch's fused attention (`torch.backends.mha`).
 
-    Afterwards every submodule is in its own mode again, and its buffers have their old values. torch's fused
-    attention (`torch.backends.mha`) is switched off because neither exporter knows its operators, and because
-    it writes zeros where padding hides a position.
+    Afterwards every submodule is in its own mode again, and its buffers have their old values. Neither
+    exporter knows the operators of the fused attention, which also writes zeros to hidden positions.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = {module: dict(module._buffers) for module in modes}

@@ -1,4 +1,4 @@
-"""The route through `torch.onnx.export(dynamo=False)`: symbolic functions derived from the records."""
+"""Derives symbolic functions from the records, for `torch.onnx.export(dynamo=False)`."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from twinop.torch_op.arguments import signature_of
 
 from .schema import infer, onnx_value
 
-# Of a symbolic's arguments (`parse_args`) and, after an underscore, of `g.op`'s attributes.
+# torch's letters for a symbolic's arguments (`parse_args`) and for the attributes of `g.op` (`axis_i`).
 _READ = {"int": "i", "float": "f", "bool": "b", "str": "s", "int[]": "is"}
 _WRITE = {"int": "i", "float": "f", "bool": "i", "str": "s", "int[]": "i"}
 
@@ -23,10 +23,10 @@ _FIRST_OPSET = 9  # the exporter takes the newest symbolic that is not newer tha
 
 
 def register_symbolics(records: Mapping[str, Record] | None = None) -> None:
-    """Makes `torch.onnx.export(..., dynamo=False)` know the ops. Doing it again does no harm.
+    """Registers the ops for `torch.onnx.export(..., dynamo=False)`. A second call does no harm.
 
     Args:
-        records: the ops by name; by default those that `twinop.torch_op` has loaded.
+        records: the ops by name; by default the ops that `twinop.torch_op` has loaded.
     """
     for record in (torch_op.records() if records is None else records).values():
         if not record.is_backward:
@@ -73,7 +73,7 @@ def _symbolic(record: Record) -> Callable[..., Any]:
 def _set_types(
     record: Record, tensors: Mapping[str, Any], attributes: Mapping[str, Any], outputs: Any
 ) -> None:
-    """Types and sizes of the outputs: the exporter cannot infer them for ops that it does not know."""
+    """Sets the types and sizes of the outputs, which the exporter cannot infer for these ops."""
     inputs: dict[str, tuple[str, Dims]] = {}
     for name, value in tensors.items():
         if value is not None:

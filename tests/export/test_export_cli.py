@@ -15,6 +15,7 @@ from twinop.cli import app
 from twinop.library import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
+QUICK = ("--exporter", "torchscript")  # where the exporter does not matter
 
 FACTORIES = """
 import torch
@@ -132,7 +133,7 @@ def test_options_for_the_example(folder: Path) -> None:
     assert "half.onnx" in output and "ai.onnx 22" in output and "float16 [rows,columns]" in output
     model = onnx.load("half.onnx")
     assert model.graph.node[0].attribute[0].s == b"vec4"
-    succeed("--dynamic", "none", "-o", "fixed.onnx", "--no-bodies")
+    succeed("--dynamic", "none", "-o", "fixed.onnx", "--no-bodies", *QUICK)
     model = onnx.load("fixed.onnx")
     assert [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim] == [8, 1024]
     assert not model.functions
@@ -142,19 +143,19 @@ def test_models_of_ones_own(folder: Path) -> None:
     output = succeed("--model", "my_factories.models:mlp", "-o", "mlp.onnx", "--dynamic", "input:0")
     assert "libcustom" in output and node_types("mlp.onnx") == ["Gemm", "CustomRelu"]
     output = succeed(
-        *("--model", "my_factories.models:by_name", "-o", "two.onnx"),
+        *("--model", "my_factories.models:by_name", "-o", "two.onnx", *QUICK),
         *("--dynamic", "images:0=rows", "--dynamic", "mask:0=rows"),
     )
     assert "images: float [rows,5]" in output and "mask: float [rows,5]" in output
-    output = succeed("--model", "my_factories.models:mlp", "--dtype", "float64", "-o", "double.onnx")
+    output = succeed("--model", "my_factories.models:mlp", "--dtype", "float64", "-o", "double.onnx", *QUICK)
     assert "double [2,4]" in output
-    succeed("--model", "my_factories.models:replaced", "-o", "replaced.onnx")
+    succeed("--model", "my_factories.models:replaced", "-o", "replaced.onnx", *QUICK)
     assert node_types("replaced.onnx") == ["CustomRelu"]
-    assert "libtest_ops.so" in succeed("--model", "my_factories.models:affine", "-o", "affine.onnx")
+    assert "libtest_ops.so" in succeed("--model", "my_factories.models:affine", "-o", "affine.onnx", *QUICK)
 
 
 def test_a_sum_and_a_norm(folder: Path) -> None:
-    arguments = ("--model", "my_factories.models:residual", "-o", "residual.onnx")
+    arguments = ("--model", "my_factories.models:residual", "-o", "residual.onnx", *QUICK)
     assert "CustomAddRmsNorm x 1" in succeed(*arguments)
     assert node_types("residual.onnx") == ["Sigmoid", "CustomAddRmsNorm"]
     assert "CustomAddRmsNorm" not in succeed(*arguments, "--no-fuse")
@@ -162,12 +163,12 @@ def test_a_sum_and_a_norm(folder: Path) -> None:
 
 
 def test_what_needs_saying_is_in_the_table(folder: Path) -> None:
-    assert "not compared: --no-verify" in succeed("--no-verify")
-    output = succeed("--no-bodies")
+    assert "not compared: --no-verify" in succeed("--no-verify", *QUICK)
+    output = succeed("--no-bodies", *QUICK)
     assert "without the library" in output
     assert "no function body: CustomRelu" in output
     (folder / "plain.py").write_text("import torch\ndef f(): return torch.nn.ReLU(), torch.randn(3)")
-    assert "none: the model needs no library" in succeed("--model", "plain:f", "-o", "plain.onnx")
+    assert "none: the model needs no library" in succeed("--model", "plain:f", "-o", "plain.onnx", *QUICK)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class Fixed(torch.nn.Module):
         ({"model": Branching()}, r"torch's dynamo exporter cannot export the model"),
         ({"model": ShapeAttribute(), "dynamic": {"x": [0]}}, r"axis 0 of x was .*fixes it to 4.*attribute"),
         ({"model": Fixed(), "dynamic": {"x": [0]}}, r"axis 0 of x was to stay dynamic.*fixes it to 4"),
-        ({"library": "/nowhere/libcustom_relu.so"}, r"/nowhere/libcustom_relu.so: no such file"),
+        ({"library": "/nowhere/libcustom_relu.so", "exporter": "torchscript"}, r"/nowhere/libcustom_relu.so: no such file"),
     ],
 )  # fmt: skip
 def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_wrong_result_is_refused_and_nothing_is_kept(
     wrong = bodies.Body(lambda op, x, *, variant: op.Neg(x))
     monkeypatch.setitem(bodies.BODIES, "relu", wrong)
     with pytest.raises(ExportError, match=r"without the library, differs from torch in output 0"):
-        export(torch_op.CustomReLU(), torch.randn(3), path)
+        export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript")
     assert path.read_text() == "the file of before" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -117,7 +117,7 @@ def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: 
     body = bodies.Body(lambda op, x, *, variant: op.Where(op.Less(x, op.Mul(op.Erf(x), 0.0)), 0, x))
     monkeypatch.setitem(bodies.BODIES, "relu", body)
     x = torch.randn(3, dtype=torch.float64)
-    report = export(torch_op.CustomReLU(), x, tmp_path / "m.onnx")
+    report = export(torch_op.CustomReLU(), x, tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is not None and report.parity.equal and report.without_library is None
     (cell,) = report.unsupported
     assert cell.startswith("CustomRelu float64: ONNX Runtime") and cell.endswith("has no CPU kernel for Erf")
@@ -125,5 +125,6 @@ def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: 
 
 def test_another_operator_without_a_kernel_stops_the_comparison_only(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch_op.CustomReLU()).bfloat16()
-    report = export(model, torch.randn(2, 3, dtype=torch.bfloat16), tmp_path / "m.onnx")
+    x = torch.randn(2, 3, dtype=torch.bfloat16)
+    report = export(model, x, tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is None and "has no CPU kernel for" in report.parity_reason

@@ -11,8 +11,7 @@ import torch
 from models import model, node, value
 
 from twinop import deploy, torch_op
-from twinop.export import attach_bodies, export
-from twinop.export.fuse_add_norm import fuse_sums
+from twinop.export import attach_bodies, export, fuse_sums
 
 RECORDS = torch_op.records()
 CPU = ["CPUExecutionProvider"]
