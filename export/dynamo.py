@@ -17,7 +17,7 @@ from .schema import onnx_value
 def translation_table(
     records: Mapping[str, Record] | None = None,
 ) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Makes the table for `torch.onnx.export(..., dynamo=True, custom_translation_table=translation_table())`.
+    """Makes the `custom_translation_table` of `torch.onnx.export(..., dynamo=True)`.
 
     Args:
         records: the ops by name; by default the ops that `twinop.torch_op` has loaded.
