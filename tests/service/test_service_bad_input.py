@@ -1,15 +1,16 @@
-"""Bad input gets a precise answer, and nothing else is disturbed by it."""
+"""Bad input gets a precise answer and disturbs nothing else."""
 
 import gzip
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 import pytest
 import service_models as models
 from service_fixtures import Answer, Served, receive, serve, tensor
+from service_rows import message
 
 from twinop.deploy.service.protocol import SERVICE, pb
 
@@ -33,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def served(server: Served) -> Iterator[Served]:
-    """The server; after the test it still answers, and has met nothing that it did not expect."""
+    """Check that the server still answers after the test, and logged no unexpected error."""
     logged = len(server.log)
     yield server
     answer = server.infer("relu", GOOD)
@@ -56,127 +57,68 @@ def refused(stub: Any, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, 
 
 # -------------------------------------------------------------------------------- what does not fit the model
 
-# The model, its inputs, the status, gRPC's code, a part of the message.
-NOT_FITTING: dict[str, tuple[str, list[dict[str, Any]], int, grpc.StatusCode, str]] = {
-    "unknown model": ("nope", [GOOD], 404, CODES.NOT_FOUND, "no model 'nope'; models: add, batched"),
-    "path for a model": ("..", [GOOD], 404, CODES.NOT_FOUND, "no model '..'"),
-    "unknown input": (
-        "relu",
-        [GOOD | {"name": "z"}],
-        400,
-        INVALID,
-        "model relu has no input 'z'; its inputs: x (FP32[N, 4])",
+
+class Misfit(NamedTuple):
+    """A request that does not fit the model, and a part of the message."""
+
+    message: str
+    inputs: list[dict[str, Any]]
+    model: str = "relu"
+    status: int = 400
+    code: grpc.StatusCode = INVALID
+
+
+def of_shape(*shape: int, data: list[Any] | None = None, datatype: str = "FP32") -> list[dict[str, Any]]:
+    return [tensor("x", datatype, list(shape), [1, 2, 3, 4] if data is None else data)]
+
+
+Z = GOOD | {"name": "z"}
+NOT_FITTING = {
+    "unknown model": Misfit("no model 'nope'; models: add, batched", [GOOD], "nope", 404, CODES.NOT_FOUND),
+    "path for a model": Misfit("no model '..'", [GOOD], "..", 404, CODES.NOT_FOUND),
+    "unknown input": Misfit("model relu has no input 'z'; its inputs: x (FP32[N, 4])", [Z]),
+    "input beside": Misfit("model relu has no input 'z'", [GOOD, Z]),
+    "input missing": Misfit("input missing: b (FP32[N, 4]); given: a", [GOOD | {"name": "a"}], "add"),
+    "no input": Misfit("input missing: a (FP32[N, 4]), b (FP32[N, 4]); given: none", [], "add"),
+    "input twice": Misfit("input x is given twice", [GOOD, GOOD]),
+    "dtype": Misfit(
+        "input x is FP64[1, 4], model relu takes FP32[N, 4]: send it as FP32", of_shape(1, 4, datatype="FP64")
     ),
-    "input beside": (
-        "relu",
-        [GOOD, GOOD | {"name": "z"}],
-        400,
-        INVALID,
-        "model relu has no input 'z'",
-    ),
-    "input missing": (
-        "add",
-        [GOOD | {"name": "a"}],
-        400,
-        INVALID,
-        "input missing: b (FP32[N, 4]); given: a",
-    ),
-    "no input": ("add", [], 400, INVALID, "input missing: a (FP32[N, 4]), b (FP32[N, 4]); given: none"),
-    "input twice": ("relu", [GOOD, GOOD], 400, INVALID, "input x is given twice"),
-    "dtype": (
-        "relu",
-        [tensor("x", "FP64", [1, 4], [1, 2, 3, 4])],
-        400,
-        INVALID,
-        "input x is FP64[1, 4], model relu takes FP32[N, 4]: send it as FP32",
-    ),
-    "text for numbers": (
-        "relu",
-        [tensor("x", "BYTES", [1, 4], ["1", "2", "3", "4"])],
-        400,
-        INVALID,
+    "text for numbers": Misfit(
         "input x is BYTES[1, 4], model relu takes FP32[N, 4]: send it as FP32",
+        of_shape(1, 4, data=["1", "2", "3", "4"], datatype="BYTES"),
     ),
-    "rank": (
-        "relu",
-        [tensor("x", "FP32", [4], [1, 2, 3, 4])],
-        400,
-        INVALID,
-        "input x is FP32[4], model relu takes FP32[N, 4]: it must have 2 dimensions, not 1",
+    "rank": Misfit(
+        "input x is FP32[4], model relu takes FP32[N, 4]: it must have 2 dimensions, not 1", of_shape(4)
     ),
-    "fixed dimension": (
-        "relu",
-        [tensor("x", "FP32", [1, 3], [1, 2, 3])],
-        400,
-        INVALID,
+    "fixed dimension": Misfit(
         "input x is FP32[1, 3], model relu takes FP32[N, 4]: dimension 1 must be 4, not 3",
+        of_shape(1, 3, data=[1, 2, 3]),
     ),
-    "empty batch": (
-        "relu",
-        [tensor("x", "FP32", [0, 4], [])],
-        400,
-        INVALID,
-        "input x is empty: its shape is [0, 4]",
-    ),
-    "dimension of 0": (
-        "relu",
-        [tensor("x", "FP32", [4, 0], [])],
-        400,
-        INVALID,
-        "dimension 1 must be 4, not 0",
-    ),
-    "data too short": (
-        "relu",
-        [tensor("x", "FP32", [1, 4], [1, 2, 3])],
-        400,
-        INVALID,
-        "shape [1, 4] has 4",
-    ),
-    "negative shape": (
-        "relu",
-        [tensor("x", "FP32", [-1, 4], [1, 2, 3, 4])],
-        400,
-        INVALID,
-        "whole numbers >= 0",
-    ),
-    "enormous shape": (
-        "relu",
-        [tensor("x", "FP32", [2**40, 2**40], [1])],
-        400,
-        INVALID,
-        "is larger than any tensor can be",
-    ),
-    "large shape": ("relu", [tensor("x", "FP32", [2**33, 4], [1])], 400, INVALID, "34359738368"),
-    "unknown datatype": (
-        "relu",
-        [tensor("x", "FLOAT", [1, 4], [1, 2, 3, 4])],
-        400,
-        INVALID,
-        "datatype 'FLOAT' is none of",
-    ),
-    "batch too large": (
-        "batched",
-        [tensor("x", "FP32", [5, 4], [0] * 20)],
-        400,
-        INVALID,
-        "5 rows in one request; model batched takes up to 4",
+    "empty batch": Misfit("input x is empty: its shape is [0, 4]", of_shape(0, 4, data=[])),
+    "dimension of 0": Misfit("dimension 1 must be 4, not 0", of_shape(4, 0, data=[])),
+    "data too short": Misfit("shape [1, 4] has 4", of_shape(1, 4, data=[1, 2, 3])),
+    "negative shape": Misfit("whole numbers >= 0", of_shape(-1, 4)),
+    "enormous shape": Misfit("is larger than any tensor can be", of_shape(2**40, 2**40, data=[1])),
+    "large shape": Misfit("34359738368", of_shape(2**33, 4, data=[1])),
+    "unknown datatype": Misfit("datatype 'FLOAT' is none of", of_shape(1, 4, datatype="FLOAT")),
+    "batch too large": Misfit(
+        "5 rows in one request; model batched takes up to 4", of_shape(5, 4, data=[0] * 20), "batched"
     ),
 }
 
 
 @pytest.mark.parametrize("case", NOT_FITTING.values(), ids=NOT_FITTING)
-def test_not_fitting_over_http(served: Served, case: Any) -> None:
-    model, inputs, status, _, message = case
-    answer = served.infer(model, *inputs)
-    assert answer.status == status and message in answer.error
+def test_not_fitting_over_http(served: Served, case: Misfit) -> None:
+    answer = served.infer(case.model, *case.inputs)
+    assert answer.status == case.status and case.message in answer.error
     assert answer.headers["x-request-id"]
 
 
 @pytest.mark.parametrize("case", NOT_FITTING.values(), ids=NOT_FITTING)
-def test_not_fitting_over_grpc(served: Served, stub: Any, case: Any) -> None:
-    model, inputs, _, code, message = case
-    request = pb.ModelInferRequest(model_name=model)
-    for each in inputs:
+def test_not_fitting_over_grpc(served: Served, stub: Any, case: Misfit) -> None:
+    request = pb.ModelInferRequest(model_name=case.model)
+    for each in case.inputs:
         given = request.inputs.add(name=each["name"], datatype=each["datatype"], shape=each["shape"])
         if each["datatype"] == "BYTES":
             given.contents.bytes_contents.extend(text.encode() for text in each["data"])
@@ -184,7 +126,7 @@ def test_not_fitting_over_grpc(served: Served, stub: Any, case: Any) -> None:
             field = "fp64_contents" if each["datatype"] == "FP64" else "fp32_contents"
             getattr(given.contents, field).extend(each["data"])
     found, details = refused(stub, request)
-    assert found is code and message in details
+    assert found is case.code and case.message in details
 
 
 @pytest.mark.parametrize("version", ["2", "0", "-1", "x", "1.0", "9" * 30])
@@ -203,9 +145,7 @@ def test_unknown_version(served: Served, stub: Any, version: str) -> None:
 def test_unknown_output(served: Served, stub: Any) -> None:
     answer = served.infer("relu", GOOD, outputs=[{"name": "z"}])
     assert answer.status == 400 and "model relu has no output 'z'; its outputs: y" in answer.error
-    request = pb.ModelInferRequest(model_name="relu", outputs=[{"name": "z"}])
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
-    assert refused(stub, request) == (CODES.INVALID_ARGUMENT, answer.error)
+    assert refused(stub, message("relu", outputs=[{"name": "z"}])) == (CODES.INVALID_ARGUMENT, answer.error)
 
 
 def test_a_run_that_fails(served: Served) -> None:
@@ -258,10 +198,10 @@ BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
 }
 
 
-@pytest.mark.parametrize(("body", "headers", "status", "message"), BODIES.values(), ids=BODIES)
-def test_no_request(served: Served, body: bytes, headers: dict[str, str], status: int, message: str) -> None:
+@pytest.mark.parametrize(("body", "headers", "status", "said"), BODIES.values(), ids=BODIES)
+def test_no_request(served: Served, body: bytes, headers: dict[str, str], status: int, said: str) -> None:
     answer = post(served, body, **headers)
-    assert answer.status == status and message in answer.error
+    assert answer.status == status and said in answer.error
 
 
 def test_too_large_in_chunks(served: Served) -> None:
@@ -321,13 +261,12 @@ LONG_NAMES = {"ASCII": "a" * 20_000, "other": "\N{PILE OF POO}" * 20_000}
 
 @pytest.mark.parametrize("name", LONG_NAMES.values(), ids=LONG_NAMES)
 def test_long_names_are_quoted_in_short(served: Served, stub: Any, name: str) -> None:
-    """Clients of gRPC take no more than 8 KiB beside an answer, and what a name encodes to counts."""
+    """gRPC clients accept at most 8 KiB of metadata, in which the message is percent-encoded."""
     answer = served.infer("relu", GOOD | {"name": name})
     assert answer.status == 400 and len(answer.content) < 4000
     assert answer.error.startswith(f"model relu has no input '{name[:100]}")
     assert answer.error.endswith("its inputs: x (FP32[N, 4])")
-    request = pb.ModelInferRequest(model_name="relu")
-    request.inputs.add(name=name, datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+    request = message("relu", name=name)
     assert refused(stub, request) == (INVALID, answer.error)
     request.model_name = name
     code, said = refused(stub, request)
@@ -390,4 +329,6 @@ def test_failures_are_counted_by_reason(served: Served) -> None:
     post(served, b"hello")
     assert served.metric("twinop_failures_total", reason="not_found") == before["not_found"] + 1
     assert served.metric("twinop_failures_total", reason="invalid") == before["invalid"] + 2
-    assert b"made-up" not in served.ask("GET", "/metrics").content  # no name of a client's becomes a label
+    assert (
+        b"made-up" not in served.ask("GET", "/metrics").content
+    )  # no label comes from a client

@@ -1,4 +1,4 @@
-"""The codecs alone: what is wrong with a request gets a message that says so, and nothing crashes."""
+"""The REST codec alone: each error in a request has a message, and nothing crashes."""
 
 import json
 import tracemalloc
@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_codecs import FLOATS, decode, rest_request, result
 
-from twinop.deploy.service import codec_grpc, codec_rest
+from twinop.deploy.service import codec_rest
 from twinop.deploy.service.bodies import Limit, decompressed
 from twinop.deploy.service.datatypes import DATATYPES, Datatype
 from twinop.deploy.service.errors import INVALID, NOT_FOUND, TOO_LARGE, ServiceError
-from twinop.deploy.service.protocol import pb
 
 # -------------------------------------------------------------------------------- bad input, REST
 
@@ -279,86 +278,3 @@ def test_a_bomb_is_not_decompressed() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-
-
-# -------------------------------------------------------------------------------- bad input, gRPC
-
-
-def message_with(**tensor: Any) -> Any:
-    raw = tensor.pop("raw", None)
-    message = pb.ModelInferRequest(
-        model_name="m", inputs=[{"name": "x", "datatype": "FP32", "shape": [2], **tensor}]
-    )
-    if raw is not None:
-        message.raw_input_contents.extend(raw)
-    return message
-
-
-BAD_MESSAGES = {
-    "raw and typed": (
-        message_with(raw=[b"\0" * 8], contents={"fp32_contents": [1, 2]}),
-        "contents besides raw_input_contents",
-    ),
-    "too few raw": (
-        pb.ModelInferRequest(inputs=[{"name": "x"}, {"name": "y"}], raw_input_contents=[b""]),
-        "2 inputs, but 1 raw_input_contents",
-    ),
-    "raw too short": (message_with(raw=[b"\0" * 7]), r"7 bytes of data, but FP32 of shape \[2\] has 8"),
-    "negative shape": (message_with(raw=[b""], shape=[-1]), r"shape \[-1\] must be"),
-    "enormous shape": (message_with(raw=[b""], shape=[2**62, 2**62]), "larger than any tensor"),
-    "unknown datatype": (message_with(raw=[b""], datatype="TENSOR"), "datatype 'TENSOR' is none of"),
-    "typed too short": (
-        message_with(contents={"fp32_contents": [1]}),
-        r"1 elements in contents, but shape \[2\] has 2",
-    ),
-    "no contents": (message_with(), r"0 elements in contents, but shape \[2\] has 2"),
-    "wrong contents": (
-        message_with(contents={"int_contents": [1, 2]}),
-        "FP32 is sent in fp32_contents, not in int_contents",
-    ),
-    "FP16 typed": (message_with(datatype="FP16"), "FP16 has no typed contents: send raw_input_contents"),
-    "INT8 out of range": (
-        message_with(datatype="INT8", contents={"int_contents": [1, 200]}),
-        "element 1 is 200; INT8 has -128 to 127",
-    ),
-    "UINT16 out of range": (
-        message_with(datatype="UINT16", contents={"uint_contents": [65536, 1]}),
-        "element 0 is 65536; UINT16 has",
-    ),
-    "BYTES not UTF-8": (
-        message_with(datatype="BYTES", contents={"bytes_contents": [b"a", b"\xff"]}),
-        "element 1 is not UTF-8",
-    ),
-    "same input twice": (
-        pb.ModelInferRequest(inputs=[{"name": "x", "datatype": "FP32", "shape": [0]}] * 2),
-        "input x is given twice",
-    ),
-    "same output twice": (pb.ModelInferRequest(outputs=[{"name": "y"}] * 2), "output y is asked for twice"),
-    "classification": (
-        pb.ModelInferRequest(
-            outputs=[{"name": "y", "parameters": {"classification": pb.InferParameter(int64_param=3)}}]
-        ),
-        "the extension for classification is not served here",
-    ),
-    "shared memory": (
-        message_with(parameters={"shared_memory_region": pb.InferParameter(string_param="r")}),
-        "the extension for shared memory is not served here",
-    ),
-    "timeout is text": (
-        pb.ModelInferRequest(parameters={"timeout": pb.InferParameter(string_param="1")}),
-        "whole number of micro",
-    ),
-}
-
-
-@pytest.mark.parametrize(("message", "expected"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
-def test_bad_message(message: Any, expected: str) -> None:
-    with pytest.raises(ServiceError, match=expected) as error:
-        codec_grpc.decode(message, None)
-    assert error.value.failure is INVALID
-
-
-def test_unknown_version_over_grpc() -> None:
-    with pytest.raises(ServiceError, match="model m has no version 'x'") as error:
-        codec_grpc.decode(pb.ModelInferRequest(model_name="m", model_version="x"), None)
-    assert error.value.failure is NOT_FOUND

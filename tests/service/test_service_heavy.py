@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import service_models as models
 from service_fixtures import Answer, Served, serve, tensor
+from service_rows import message
 
 from twinop.deploy.service.protocol import SERVICE, pb
 
@@ -51,8 +52,7 @@ def refused(stub: Any, request: pb.ModelInferRequest) -> tuple[grpc.StatusCode, 
 
 def test_many_outputs(served: Served, stub: Any) -> None:
     outputs = [{"name": str(index)} for index in range(TENSORS)]
-    request = pb.ModelInferRequest(model_name="relu", outputs=outputs)
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+    request = message("relu", outputs=outputs)
     assert request.ByteSize() < 256 << 10  # read on the event loop
     said = refused(stub, request)
     expected = f"{TENSORS} outputs: a request to this model has up to 64"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import service_models as models
 from service_fixtures import Served, receive, serve, split, tensor, wait_until
+from service_rows import message
 
 from twinop.deploy.service.protocol import pb
 
@@ -44,8 +45,7 @@ def test_outputs_are_chosen_by_name_and_come_in_that_order(served: Served, stub:
     assert turned == [both[1], both[0]]
     one = served.infer("two_outputs", x, outputs=[{"name": "sign"}]).json["outputs"]
     assert one == [{"name": "sign", "datatype": "INT32", "shape": [1, 4], "data": [-1, 0, 1, 1]}]
-    request = pb.ModelInferRequest(model_name="two_outputs", outputs=[{"name": "sign"}])
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([-1, 0, 1, 2])
+    request = message("two_outputs", -1, 0, 1, 2, outputs=[{"name": "sign"}])
     assert [list(each.contents.int_contents) for each in stub.ModelInfer(request).outputs] == [[-1, 0, 1, 1]]
 
 
@@ -55,8 +55,7 @@ def test_versions(served: Served, stub: Any) -> None:
         answer = served.ask("POST", f"/v2/models/two_versions{version}/infer", {"inputs": [x]}).json
         assert answer["outputs"][0]["data"][0] == expected
         assert answer["model_version"] == ("1" if version.endswith("1") else "2")
-    request = pb.ModelInferRequest(model_name="two_versions", model_version="1")
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([-1, 0, 1, 2])
+    request = message("two_versions", -1, 0, 1, 2, model_version="1")
     assert stub.ModelInfer(request).outputs[0].contents.fp32_contents[0] == 0
     assert served.ask("GET", "/v2/models/two_versions/versions/1/ready").json["ready"]
     metadata = served.ask("GET", "/v2/models/two_versions/versions/1").json
@@ -103,8 +102,7 @@ def test_request_ids(served: Served, stub: Any) -> None:
     odd = served.infer("relu", x, id="a\r\nset-cookie: b")  # must not end the header
     assert len(odd.headers["x-request-id"]) == 32 and "set-cookie" not in odd.headers
     assert served.ask("GET", "/nowhere", None, {"x-request-id": "lost"}).headers["x-request-id"] == "lost"
-    request = pb.ModelInferRequest(model_name="relu", id="own")
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+    request = message("relu", id="own")
     for metadata, expected in (((), "own"), ((("x-request-id", "header"),), "header")):
         answer, call = stub.ModelInfer.with_call(request, metadata=metadata)
         assert dict(call.trailing_metadata())["x-request-id"] == expected
@@ -190,8 +188,7 @@ def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) 
 
 def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
     before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
-    request = pb.ModelInferRequest(model_name="slow")
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+    request = message("slow")
     first = stub.ModelInfer.future(request)
     time.sleep(0.05)
     others = [stub.ModelInfer.future(request) for _ in range(5)]
@@ -205,8 +202,7 @@ def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
 
 
 def test_deadlines(served: Served, stub: Any) -> None:
-    request = pb.ModelInferRequest(model_name="slow")
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0] * 4)
+    request = message("slow")
     first = stub.ModelInfer.future(request)
     time.sleep(0.05)
     answer = split(

@@ -19,7 +19,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
     # A lone request waits up to half a second for another.
     place(folder, "uneven", uneven(), settings="max_batch_size = 2\nmax_queue_delay_us = 500_000")
-    place(folder, "slow", slow(1500), settings="max_batch_size = 8")
+    place(folder, "slow", slow(800), settings="max_batch_size = 8")
     place(folder, "log", log())
     with serve(folder, "--provider", "cpu", "--access-log") as server:
         yield server
@@ -78,9 +78,7 @@ def test_a_request_behind_another_on_its_connection_has_nothing_of_it(served: Se
     body = b"{no JSON"
     first = b"POST /v2/models/uneven/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body)
     served.exchange(first + body + b"GET /v2 HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
-    one, two = (
-        line for line in served.log[logged:] if line.get("path") in ("/v2/models/uneven/infer", "/v2")
-    )
+    one, two = (line for line in served.log[logged:] if "path" in line)
     assert one["model"] == "uneven" and "model" not in two
     assert one["request_id"] != two["request_id"]
 

@@ -1,0 +1,184 @@
+"""Loading a version: finding and checking its library, and function bodies as a fallback."""
+
+import hashlib
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import service_models
+from models import node
+from service_loads import CPU, X, loaded, only_these, other_machine, where
+
+from twinop.deploy.errors import ModelError
+from twinop.deploy.service.folders import scan
+from twinop.deploy.service.loading import load
+from twinop.deploy.service.settings import ModelSettings, ServerSettings, Settings, SettingsError
+from twinop.errors import LibraryError, TwinopError
+from twinop.library import needed_libraries
+
+
+def test_a_library_beside_the_versions(libraries: dict[str, Path], tmp_path: Path) -> None:
+    place = where(tmp_path, service_models.relu())
+    mine = tmp_path / "m" / "libmine.so"
+    shutil.copy(libraries["custom_relu"], mine)
+    model = load(place, ModelSettings(provider="cpu"), ServerSettings())
+    assert model.library is not None and model.library.path == mine
+    beside = place.folder / "libmine.so"
+    shutil.copy(mine, beside)
+    model = load(place, ModelSettings(provider="cpu"), ServerSettings())
+    assert model.library is not None and model.library.path == beside
+
+
+def test_a_named_library(libraries: dict[str, Path], tmp_path: Path) -> None:
+    ops = libraries["custom_ops"]
+    for name in (ops, Path(ops.name)):
+        model = loaded(tmp_path, service_models.relu(), library=name)
+        assert model.library is not None and model.library.path == ops
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(ops, elsewhere / "libx.so")
+    with pytest.raises(LibraryError, match=r"loaded only from the model's own folder and configured ones"):
+        loaded(tmp_path, service_models.relu(), library=elsewhere / "libx.so")
+    allowed = ServerSettings(library_folders=(elsewhere,))
+    model = loaded(tmp_path, service_models.relu(), allowed, library=Path("libx.so"))
+    assert model.library is not None and model.library.path == elsewhere / "libx.so"
+    (tmp_path / "m" / "liblink.so").symlink_to(elsewhere / "libx.so")
+    with pytest.raises(LibraryError, match=f"configured ones .* and this one is in {elsewhere}"):
+        loaded(tmp_path, service_models.relu(), library=Path("liblink.so"))
+    with pytest.raises(
+        LibraryError, match=r"liblink\.so: a symbolic link to .*libx\.so, out of the folder. It"
+    ):
+        loaded(tmp_path, service_models.relu())
+
+
+def test_settings_beside_a_model_allow_no_folder(libraries: dict[str, Path], tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(libraries["custom_ops"], elsewhere / "libx.so")
+    models = tmp_path / "models"
+    service_models.place(models, "m", service_models.relu(), settings='library = "../../elsewhere/libx.so"')
+    folder = scan(models)["m"]
+    settings = Settings().for_model("m", *folder.layers)
+    with pytest.raises(LibraryError, match="configured ones"):
+        load(folder.versions[1], settings, ServerSettings())
+
+
+def test_a_library_of_the_triton_config(libraries: dict[str, Path], tmp_path: Path) -> None:
+    service_models.place(
+        tmp_path,
+        "m",
+        service_models.relu(),
+        config='max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: 4 } '
+        'model_operations { op_library_filename: "/in/the/container/libcustom_ops.so" }',
+    )
+    folder = scan(tmp_path)["m"]
+    model = load(folder.versions[1], Settings().for_model("m", CPU, *folder.layers), ServerSettings())
+    assert model.library is not None and model.library.path == libraries["custom_ops"]
+    assert model.settings.max_batch_size == 4
+    service_models.place(tmp_path, "m", service_models.relu("FP64"))
+    with pytest.raises(SettingsError, match="the model is another one:\n  - data_type of input x: FP32"):
+        load(folder.versions[1], Settings().for_model("m", CPU, *folder.layers), ServerSettings())
+
+
+def test_checksum(libraries: dict[str, Path], tmp_path: Path) -> None:
+    right = hashlib.sha256(libraries["custom_relu"].read_bytes()).hexdigest()
+    assert loaded(tmp_path, service_models.relu(), library_sha256=right.upper()).library is not None
+    with pytest.raises(LibraryError, match=f"its SHA-256 is {right}, library_sha256 says {'0' * 64}"):
+        loaded(tmp_path, service_models.relu(), library_sha256="0" * 64)
+
+
+def test_another_schema(libraries: dict[str, Path], tmp_path: Path) -> None:
+    model = service_models.relu(metadata={"twinop.schema.CustomRelu": "0123456789abcdef"})
+    with pytest.raises(ModelError, match=r"exported by twinop .* with schema 0123456789abcdef"):
+        loaded(tmp_path, model)
+
+
+def test_libraries_that_cannot_be_used(libraries: dict[str, Path], tmp_path: Path) -> None:
+    folder = where(tmp_path, service_models.relu()).folder
+    whole = libraries["custom_relu"].read_bytes()
+    cases = {
+        "libmissing.so": (None, "no such library"),
+        "libtext.so": (b"#!/bin/sh\n", "not a shared library"),
+        "libcut.so": (whole[:5000], "cut short"),
+        "libother.so": (other_machine(libraries["custom_relu"]), "built for riscv64, this machine is"),
+        "libtorch.so": (libraries["twinop_torch"].read_bytes(), "without twinop records"),
+        "libpython.so": (Path(sys.executable).read_bytes(), "without twinop records"),
+        "libtest.so": (libraries["test_ops"].read_bytes(), "has no CustomRelu, which would run on"),
+    }
+    for name, (data, message) in cases.items():
+        if data is not None:
+            (folder / name).write_bytes(data)
+        with pytest.raises(TwinopError, match=message) as error:
+            loaded(tmp_path, service_models.relu(), library=Path(name))
+        assert name in str(error.value)
+        assert str(error.value).endswith("more slowly: allow_fallback permits it")
+
+
+def test_fallback_only_if_allowed(
+    libraries: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    only_these(monkeypatch, tmp_path / "none")
+    with pytest.raises(ModelError, match=r"no library has custom_domain::CustomRelu.*allow_fallback permits"):
+        loaded(tmp_path, service_models.relu())
+    with caplog.at_level(logging.WARNING):
+        model = loaded(tmp_path, service_models.relu(), allow_fallback=True)
+    assert model.fallback is not None and "no library has custom_domain::CustomRelu" in model.fallback
+    assert "runs on its function bodies, the library cannot be used" in caplog.text
+    assert model.library is None and model.custom_nodes == () and model.body_nodes == ("CustomRelu x1",)
+    np.testing.assert_array_equal(model.instances[0].run([{"x": X}], ["y"])["y"], np.maximum(X, 0))
+    assert str(tmp_path) not in str(model.describe()["parameters"]["fallback"])
+    with pytest.raises(ModelError, match="has no function body for it") as error:
+        loaded(tmp_path, service_models.relu(body=False), allow_fallback=True)
+    assert "allow_fallback" not in str(error.value)
+
+
+def test_a_library_that_does_not_load(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """Its records are right, but a library that it needs is missing."""
+    folder = where(tmp_path, service_models.relu()).folder
+    data = libraries["custom_relu"].read_bytes()
+    needed = next(name for name in needed_libraries(libraries["custom_relu"]) if name.startswith("libstdc"))
+    (folder / "libbad.so").write_bytes(data.replace(needed.encode(), b"X" * len(needed)))
+    with pytest.raises(LibraryError, match=r"libbad\.so: ONNX Runtime cannot load it.*allow_fallback"):
+        loaded(tmp_path, service_models.relu(), library=Path("libbad.so"))
+    model = loaded(tmp_path, service_models.relu(), library=Path("libbad.so"), allow_fallback=True)
+    assert model.fallback is not None and "cannot load it" in model.fallback
+
+
+def test_ops_of_two_libraries(
+    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "libs"
+    folder.mkdir()
+    for name in ("custom_ops", "test_ops"):
+        shutil.copy(libraries[name], folder)
+    only_these(monkeypatch, folder)
+    with pytest.raises(LibraryError) as error:
+        loaded(tmp_path, service_models.several_libraries())
+    assert "CustomPadAffine is in libtest_ops.so; CustomSilu is in libcustom_ops.so" in str(error.value)
+    command = "twinop_add_library(my_ops DOMAIN custom_domain OPS twinop_op_pad_affine twinop_op_silu)"
+    assert command in str(error.value)
+    first = loaded(tmp_path, service_models.relu())
+    second = loaded(
+        tmp_path / "other", service_models.relu(), library=Path("libtest_ops.so"), allow_fallback=True
+    )
+    assert first.library is not None and second.fallback is not None
+
+
+def test_two_models_with_two_libraries(libraries: dict[str, Path], tmp_path: Path) -> None:
+    relu = loaded(tmp_path / "a", service_models.relu())
+    pad = service_models._model(
+        [node("CustomPadAffine", scale=2.0, pads=[0, 0])],
+        [service_models._value("x", "FP32", ("N", 4))],
+        [service_models._value("y", "FP32", None)],
+    )
+    other = loaded(tmp_path / "b", pad)
+    assert relu.library is not None and other.library is not None and relu.library.path != other.library.path
+    np.testing.assert_array_equal(relu.instances[0].run([{"x": X}], ["y"])["y"], np.maximum(X, 0))
+    np.testing.assert_array_equal(other.instances[0].run([{"x": X}], ["y"])["y"], 2 * X)
+    assert other.difference is None  # it carries no function body
