@@ -13,7 +13,7 @@ usage: ./build.sh [command] [arguments]
   bench     build, run a performance report: ./build.sh bench --ops gelu --quick; bench --help lists the others
   check     check the sources without changing them (ruff, clang-format, mypy)
   format    format and fix the sources (ruff, clang-format)
-  setup     set up .venv with the packages of all commands, compile nothing
+  setup     set up .venv with the packages of all commands, or of those named (base serve bench test lint)
   clean     remove build/, build-*/, .venv/ and the tools' caches
 
 Each command installs the packages that it needs (requirements/) where they are missing.
@@ -43,6 +43,8 @@ python=$(command -v "${TWINOP_PYTHON:-python3}" || true) # before .venv's own co
 export PATH="$venv/bin:$PATH" # cmake and ninja come from there
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
+everything=(base serve bench test lint)
+
 device() {
   local device=${TWINOP_DEVICE:-}
   if [[ -z $device ]]; then
@@ -61,8 +63,8 @@ check_prerequisites() {
     fail "no C++ compiler found (${CXX:-c++}, g++, clang++). Install one (Debian, Ubuntu: g++), or set CXX."
 }
 
-# .venv with the pinned packages of `base` and of each purpose named: requirements/<purpose>.txt. Files in .venv/twinop
-# record what is installed; a purpose whose requirements have not changed costs no network.
+# .venv with the pinned packages of each purpose, requirements/<purpose>.txt; `base` comes first. Files in .venv/twinop
+# record what is installed: a purpose whose requirements have not changed costs no network.
 setup() {
   local device made_for purpose file files stamps=$venv/twinop arguments=()
   local -A wanted=()
@@ -75,8 +77,9 @@ setup() {
   elif [[ -z ${TWINOP_TORCH_INDEX:-} && -f $stamps/index ]]; then
     TWINOP_TORCH_INDEX=$(<"$stamps/index") # which .venv was made with
   fi
-  for purpose in base "$@"; do
+  for purpose in "$@"; do
     files=("requirements/$purpose.txt")
+    [[ -f ${files[0]} ]] || fail "no ${files[0]}: expected some of ${everything[*]}"
     if [[ $purpose == base ]]; then files+=("requirements/$device.txt"); fi
     wanted[$purpose]=$(cat requirements/constraints.txt "${files[@]}" | sha256sum)
     if [[ $purpose == base ]]; then wanted[base]+=" ${TWINOP_TORCH_INDEX:-}"; fi
@@ -158,43 +161,43 @@ run_tests() {
     if [[ $argument == --all ]]; then arguments+=(-m ""); image_models; else arguments+=("$argument"); fi
   done
   python tests/helpers/ort_versions.py # the ONNX Runtime releases that one .so file must serve
-  python -m pytest "${arguments[@]}"
+  # Many tests start processes: Python's byte code is kept, also where the environment says otherwise.
+  PYTHONDONTWRITEBYTECODE='' python -m pytest "${arguments[@]}"
 }
 
-everything=(serve bench test lint)
 command=${1:-build}
 shift || true
 case $command in
   build)
-    setup
+    setup base
     build default
     say "done; .venv/bin/twinop export writes a first model, .venv/bin/twinop --help lists the commands"
     ;;
   demo)
-    setup
+    setup base
     build default
     python export/to_onnx.py
     python deploy/run_onnx.py custom_relu.onnx
     ;;
   serve)
-    setup serve
+    setup base serve
     build default
     if [[ $# -gt 0 ]]; then cd "$caller" && exec twinop serve "$@"; fi
     say "done; .venv/bin/twinop serve MODEL serves an .onnx file or a folder of models"
     ;;
   test)
-    setup serve bench test
+    setup base serve bench test
     build test
     run_tests "$@"
     ;;
   bench)
-    setup serve bench
+    setup base serve bench
     build default
     python -m twinop.bench "$@"
     ;;
   check) setup "${everything[@]}"; check ;; # mypy reads the packages
-  format) setup lint; format ;;
-  setup) setup "${everything[@]}" ;;
+  format) setup base lint; format ;;
+  setup) if [[ $# -gt 0 ]]; then setup "$@"; else setup "${everything[@]}"; fi ;;
   clean) rm -rf build build-* .venv dist .mypy_cache .pytest_cache .ruff_cache .hypothesis ;;
   -h | --help | help) usage ;;
   *) usage >&2; fail "unknown command: $command" ;;

@@ -122,6 +122,8 @@ def test_a_command_installs_what_it_needs(tmp_path, build):
     change(tmp_path / "a tree/requirements/serve.txt")
     build("demo")
     assert installed(tmp_path) == []
+    build("setup", "base", "bench")
+    assert installed(tmp_path) == []
     build("setup")
     assert installed(tmp_path) == [["serve"]]
     change(tmp_path / "a tree/requirements/constraints.txt")
@@ -241,6 +243,7 @@ def test_help(build):
     ("arguments", "env", "message"),
     [
         (["frob"], {}, "unknown command: frob"),
+        (["setup", "tests"], {}, "no requirements/tests.txt: expected some of base serve bench test lint"),
         ([], {"TWINOP_DEVICE": "tpu"}, "TWINOP_DEVICE=tpu: expected cpu or cuda"),
         (
             [],
