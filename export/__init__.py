@@ -21,6 +21,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from twinop.op_schema import op_schema as op_schema
+
     from .attach import attach_bodies as attach_bodies
     from .bodies import DefaultInput as DefaultInput
     from .bodies import body as body
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from .exporter import export as export
     from .fuse_add_norm import fuse_sums as fuse_sums
     from .report import ExportReport as ExportReport
-    from twinop.op_schema import op_schema as op_schema
     from .standard_nodes import replace_nodes as replace_nodes
     from .torchscript import register_symbolics as register_symbolics
 

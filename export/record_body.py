@@ -204,8 +204,6 @@ def trace(body: Body, calls: Sequence[Call], opset: int) -> ir.Function:
     return function
 
 
-
-
 def _formal_input(name: str, dtypes: set[str]) -> ir.Value:
     """Makes an input of the function, typed if there is one dtype: constants beside it then get its type."""
     return ir.val(name, dtype=ONNX_TYPES[min(dtypes)] if len(dtypes) == 1 else None)

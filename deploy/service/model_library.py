@@ -6,8 +6,8 @@ from twinop.errors import LibraryError
 from twinop.library import Library, checksum, library_folders
 
 from ..check_nodes import require_fit
-from ..custom_nodes import Model
 from ..choose_library import only_library
+from ..custom_nodes import Model
 from .folders import VersionFolder
 from .settings import ModelSettings, ServerSettings
 

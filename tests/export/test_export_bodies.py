@@ -14,10 +14,10 @@ from references import advice, reference_of
 from samples import RECORDS, each_combination, make_sample, presence_patterns, run_in_torch, samples, values
 from ulps import errors_in_ulps
 
+from twinop.comparison import same_bits
 from twinop.export import attach_bodies
 from twinop.export.bodies import find_body
 from twinop.export.calls import make_call
-from twinop.comparison import same_bits
 from twinop.export.comparison import unsupported_cell
 from twinop.export.schema import registered_schemas
 from twinop.op_schema import default_of

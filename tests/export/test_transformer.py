@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from twinop import deploy, torch_op
-from twinop.comparison import TOLERANCE, difference
 from twinop.bench.encoder_models import STYLES, TINY, Encoder, batch, encoder
+from twinop.comparison import TOLERANCE, difference
 from twinop.deploy import costs
 from twinop.export import ExportReport, export
 

@@ -329,6 +329,4 @@ def test_failures_are_counted_by_reason(served: Served) -> None:
     post(served, b"hello")
     assert served.metric("twinop_failures_total", reason="not_found") == before["not_found"] + 1
     assert served.metric("twinop_failures_total", reason="invalid") == before["invalid"] + 2
-    assert (
-        b"made-up" not in served.ask("GET", "/metrics").content
-    )  # no label comes from a client
+    assert b"made-up" not in served.ask("GET", "/metrics").content  # no label comes from a client
