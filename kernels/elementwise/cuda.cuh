@@ -185,15 +185,17 @@ template <class F, class T, int kOutputs, int kInputs>
 Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
                   const Inputs<T, kInputs>& in) {
   constexpr int kWidth = kVectorBytes / sizeof(T);
-  if (!AreAligned(out))
-    return LaunchElementwise<F, T, 1, kThreads, kScalarLoads>(call, functor, out, in);
-  if (!AreAligned(in)) return LaunchStrided(call, functor, out, in);
-  const std::int64_t bytes = call.outputs[0].bytes();
-  if (bytes < kResidentMinBytes)
-    return LaunchElementwise<F, T, kWidth, kThreads, kLoads>(call, functor, out, in);
-  if (bytes <= kResidentMaxBytes)
-    return LaunchElementwise<F, T, kWidth, kThreads, kResidentLoads>(call, functor, out, in);
-  return LaunchElementwise<F, T, kWidth, kThreads, kFunctorLoads<F>>(call, functor, out, in);
+  constexpr int kMost = kFunctorLoads<F>;
+  if (!AreAligned(out) || !AreAligned(in)) return LaunchStrided(call, functor, out, in);
+  if constexpr (sizeof(T) < 8) {
+    constexpr int kResident = kMost > kLoads ? kMost : kResidentLoads;
+    const std::int64_t bytes = call.outputs[0].bytes();
+    if (bytes < kResidentMinBytes)
+      return LaunchElementwise<F, T, kWidth, kThreads, kLoads>(call, functor, out, in);
+    if (bytes <= kResidentMaxBytes)
+      return LaunchElementwise<F, T, kWidth, kThreads, kResident>(call, functor, out, in);
+  }
+  return LaunchElementwise<F, T, kWidth, kThreads, kMost>(call, functor, out, in);
 }
 
 template <template <class> class F>

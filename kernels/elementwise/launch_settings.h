@@ -25,14 +25,15 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/primitives/vector_bytes.h"
+
 namespace twinop::elementwise {
 
-inline constexpr int kVectorBytes = 16;  // the widest access of sm_75 to sm_90
 inline constexpr int kThreads = 128;
-inline constexpr int kLoads = 1;        // vectors per thread
-inline constexpr int kScalarLoads = 8;  // elements per thread where the tensors are misaligned
+inline constexpr int kLoads = 1;  // vectors per thread
 
-// Tensors of these sizes stay in L2 (60 MB on an H200): four vectors per thread.
+// Tensors of these sizes stay in L2 (60 MB on an H200): four vectors per thread, or as many as the
+// functor says.
 inline constexpr std::int64_t kResidentMinBytes = 6 << 20;
 inline constexpr std::int64_t kResidentMaxBytes = 24 << 20;
 inline constexpr int kResidentLoads = 4;
@@ -111,14 +112,14 @@ inline constexpr int kFunctorRegisters<F, std::void_t<decltype(F::kRegisters)>> 
 // Element by element (packed backward, 4095: its outputs are misaligned): 128 x 1 0.407 and 0.753,
 // x 2 0.464 and 0.838, x 4 0.479 and 0.785, x 8 0.413 and 0.696.
 inline constexpr int kStridedThreads = 128;
-inline constexpr int kStridedLoads = 1;        // vectors per thread
-inline constexpr int kStridedScalarLoads = 2;  // elements per thread where there are no vectors
+inline constexpr int kStridedLoads = 1;  // vectors per thread
 // Where every input would have to be put together of two loads a vector, elements of 4 bytes are as
 // good or better (SwiGLU of two halves of a row, float32, share of the copy's speed, vectors / 128
 // x 2, x 3, x 4, x 6: 32768 x 4095 0.93 / 0.91, 1.00, 1.04, 0.86; rows of 127 0.84 / 0.84, 0.84,
 // 0.87, 0.79). Where one has vectors, they are not (0.88 / 0.80), and those of 2 bytes never (0.91
 // / 0.73).
-inline constexpr int kStridedElements = 4;
+template <class T>  // elements per thread where there are no vectors
+inline constexpr int kStridedElements = sizeof(T) == 4 ? 4 : 2;
 // Elements of one launch, counted in 32 bits; half of what a Divider takes, as the last block may
 // reach behind the end.
 inline constexpr std::int64_t kMaxStridedElements = 1 << 30;

@@ -11,6 +11,7 @@
 #include "kernels/elementwise/launch_settings.h"
 #include "kernels/elementwise/strided.h"
 #include "kernels/primitives/launch.cuh"
+#include "kernels/primitives/vector.cuh"
 
 namespace twinop::elementwise {
 
@@ -89,36 +90,6 @@ struct Strides {
     return place;
   }
 };
-
-// 16 bytes from an address that is aligned to its elements only: cut out of the one or two aligned
-// vectors that they lie in.
-template <class V>
-__device__ __forceinline__ V LoadShifted(const void* address) {
-  static_assert(sizeof(V) == 16);
-  const auto number = reinterpret_cast<std::uintptr_t>(address);
-  const auto* aligned = reinterpret_cast<const uint4*>(number & ~std::uintptr_t{15});
-  const unsigned shift = static_cast<unsigned>(number) & 15u;
-  const uint4 low = aligned[0];
-  const uint4 high = shift == 0 ? low : aligned[1];
-  std::uint32_t words[7] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z};
-  const std::uint32_t last = high.w;
-  if (shift & 8u) {
-#pragma unroll
-    for (int i = 0; i < 5; ++i) words[i] = words[i + 2];
-    words[5] = last;
-  }
-  if (shift & 4u) {
-#pragma unroll
-    for (int i = 0; i < 5; ++i) words[i] = words[i + 1];
-  }
-  std::uint32_t result[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    result[i] = __funnelshift_r(words[i], words[i + 1], (shift & 3u) * 8u);
-  V vector;
-  memcpy(&vector, result, sizeof(vector));
-  return vector;
-}
 
 // The vector of an input that belongs to a vector of the output. Its first `left` elements lie in
 // the row where `offset` is, the others in the one where `next` is.
@@ -290,19 +261,21 @@ Status LaunchLayout(const Call& call, const F& functor, Layout<kOutputs + kInput
     }
   }
   // Of a vector that is gathered, one part may lie in one row and the other in the next.
-  if (!vectors || (gathers && layout.sizes[0] < kWidth))
-    return LaunchStridedKernel<1, false, kStridedThreads, kStridedScalarLoads>(
-        call, functor, layout, out, in, accesses);
-  if constexpr (sizeof(T) == 4) {
-    if (shifted == kInputs)
-      return LaunchStridedKernel<1, false, kStridedThreads, kStridedElements>(call, functor, layout,
-                                                                              out, in, accesses);
+  const bool elements =
+      !vectors || (gathers && layout.sizes[0] < kWidth) || (sizeof(T) == 4 && shifted == kInputs);
+  if constexpr (sizeof(T) < 8) {
+    if (!elements) {
+      // One input alone has few enough registers for both.
+      if (gathers || kInputs == 1)
+        return LaunchStridedKernel<kWidth, true, kStridedThreads, kStridedLoads>(
+            call, functor, layout, out, in, accesses);
+      if constexpr (kInputs > 1)
+        return LaunchStridedKernel<kWidth, false, kStridedThreads, kStridedLoads>(
+            call, functor, layout, out, in, accesses);
+    }
   }
-  if (gathers)
-    return LaunchStridedKernel<kWidth, true, kStridedThreads, kStridedLoads>(call, functor, layout,
+  return LaunchStridedKernel<1, false, kStridedThreads, kStridedElements<T>>(call, functor, layout,
                                                                              out, in, accesses);
-  return LaunchStridedKernel<kWidth, false, kStridedThreads, kStridedLoads>(call, functor, layout,
-                                                                            out, in, accesses);
 }
 
 template <class F, class T, int kOutputs, int kInputs>
@@ -310,7 +283,7 @@ Status LaunchStrided(const Call& call, const F& functor, const Outputs<T, kOutpu
                      const Inputs<T, kInputs>& in) {
   const auto layout = MakeLayout<kOutputs, kInputs>(call);
   // Tensors that have strides and are flat all the same, as a part of whole rows.
-  if (layout.IsFlat() && (AreAligned(in) || !AreAligned(out)))
+  if (layout.IsFlat() && AreAligned(in) && AreAligned(out))
     return LaunchFlat(call, functor, out, in);
   return LaunchLayout(call, functor, layout, out, in);
 }

@@ -19,13 +19,27 @@
 #define TWINOP_CUDA_LAUNCHER(id) nullptr
 #endif
 
+// TWINOP_PART(id)(code): the code, if the CUDA code of the op belongs to this object file. The
+// forward and the backward ops of a header become one object file each (cmake/TwinopOp.cmake),
+// because the first call of an op loads the code of its whole object file. The generated source
+// defines TWINOP_PART_<id> for some of the ops and TWINOP_OTHER_PARTS for the others.
+#define TWINOP_KEEP(...) __VA_ARGS__
+#define TWINOP_DROP(...)
+#if !defined(TWINOP_OTHER_PARTS)
+#define TWINOP_OTHER_PARTS TWINOP_KEEP
+#endif
+#define TWINOP_SECOND(first, second, ...) second
+#define TWINOP_FIND_PART(part) TWINOP_SECOND(part, TWINOP_OTHER_PARTS, )
+#define TWINOP_PART(id) TWINOP_FIND_PART(TWINOP_PART_##id)
+
 // TWINOP_OP(id, record, cpu_launcher, cuda_launcher), in namespace twinop; TWINOP_CPU_OP(id,
 // record, cpu_launcher) for an op without a CUDA kernel.
 #if defined(__CUDACC__)
 #define TWINOP_OP(id, record, cpu_launcher, ...)                               \
-  Status id##_cuda(const Call& call) {                                         \
+  TWINOP_PART(id)                                                              \
+  (Status id##_cuda(const Call& call) {                                        \
     return OnDevice(call, [](const Call& call) { return __VA_ARGS__(call); }); \
-  }
+  })
 #define TWINOP_CPU_OP(id, record, cpu_launcher)
 #else
 #define TWINOP_OP(id, record, cpu_launcher, ...) \

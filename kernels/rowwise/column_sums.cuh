@@ -14,11 +14,13 @@ namespace twinop::rowwise {
 
 inline constexpr int kSumThreads = 128;
 
-// partials[sum][block][column] of rows that were too wide to sum on the way: reads them again, with
-// what the first pass kept of each row.
+// partials[sum][block][column] of rows that were not summed on the way: reads them again, with what
+// the first pass kept of each row. Clusters of `groups` groups would have taken the same rows in
+// the same order (WideSlices).
 template <class F, class S, class W, bool kVectorised>
 __global__ void __launch_bounds__(kSumThreads)
-    ColumnSumsKernel(Arguments<F, S, W> arguments, const F* states, Compute<S>* partials) {
+    ColumnSumsKernel(Arguments<F, S, W> arguments, unsigned groups, const F* states,
+                     Compute<S>* partials) {
   WaitForPreviousKernel();
   using T = ElementCompute<S>;
   constexpr int kWidth = kVectorised ? kVectorBytes / sizeof(S) : 1;
@@ -28,8 +30,9 @@ __global__ void __launch_bounds__(kSumThreads)
       (static_cast<std::int64_t>(blockIdx.x) * kSumThreads + threadIdx.x) * kWidth;
   if (column >= columns) return;
   Compute<S> sums[F::kColumnSums][kWidth] = {};
+  const unsigned first = blockIdx.y / groups + blockIdx.y % groups * (gridDim.y / groups);
 #pragma unroll 4
-  for (std::int64_t row = blockIdx.y; row < arguments.rows.count; row += gridDim.y) {
+  for (std::int64_t row = first; row < arguments.rows.count; row += gridDim.y) {
     Values<T, kInputs> values[kWidth] = {};
 #pragma unroll
     for (int j = 0; j < kInputs - F::kLateInputs; ++j) {

@@ -27,6 +27,8 @@ struct Launch {
       Held(kSums, kShortRow&& kColumnInputs<F> > 0, kOneRow, sizeof(S));
   // (One column: a multiple of no vector's width.)
   static constexpr bool kHasElements = MovesElements(sizeof(S), kSums, 1);
+  static constexpr Moves kMisaligned = sizeof(S) == 2 ? Moves::kRealigned : Moves::kSingle;
+  static constexpr bool kHasWarps = sizeof(S) < 8;
   // Two rows that are both needed to the end: their values spilled (softmax backward, float16,
   // 32768 x 4096: 0.74 of the copy's speed, packed 1.00).
   static constexpr Tuning kDefaultTuning =
@@ -43,31 +45,31 @@ struct Launch {
       if (rows.inner != 1) return RunApart();
     }
     const Moves moves = RowMoves();
-    constexpr int kVectors = kSettings.vectors;
-    switch (ChooseLayout(rows, kWidth, kSettings)) {
-      case Layout::kPart:
-        return RunHeld<8, 1, 1>(moves);
-      case Layout::kShort:
-        return RunHeld<32, 1, 1>(moves);
-      case Layout::kWarp:
-        return RunHeld<32, kVectors, 1, kDefaultTuning>(moves);
-      case Layout::kBlock:
-        return RunBlock<kVectors>(moves);
-      case Layout::kLong:
-        if constexpr (kSettings.HasLongRows()) {
-          // (sm_75 has not the shared memory that a misaligned row of float32 goes through.)
-          int architecture = 80;
-          if constexpr (sizeof(S) == 4) {
-            Status status = Architecture(&architecture);
-            if (!status.ok()) return status;
-          }
-          if (architecture >= 80) return RunBlock<kSettings.long_vectors>(moves);
-        }
-        break;
-      case Layout::kWide:
-        break;
+    const Layout layout = ChooseLayout(rows, kWidth, kSettings);
+    if (layout == Layout::kWide) return RunWide(moves == Moves::kVectors);
+    if constexpr (kSettings.HasLongRows()) {
+      if (layout == Layout::kLong) return RunBlock<kSettings.long_vectors>(moves);
     }
-    return RunWide(moves == Moves::kVectors);
+    if constexpr (kHasWarps) {
+      if (layout != Layout::kBlock) return RunWarp(layout, moves);
+    }
+    return RunBlock<kSettings.vectors>(moves);
+  }
+
+  // A warp, or a part of one, a row.
+  Status RunWarp(Layout layout, Moves moves) const {
+    const bool aligned = moves == Moves::kVectors;
+    if constexpr (kSums) {
+      if (layout == Layout::kPart) return RunHeld<8, 1, 1>(moves);
+    } else {
+      if (layout == Layout::kPart && aligned)
+        return RunMoved<8, 1, 1, Tuning::kThroughput, Moves::kVectors>(kGroupThreads);
+    }
+    if (layout == Layout::kShort && aligned)
+      return RunMoved<32, 1, 1, Tuning::kThroughput, Moves::kVectors>(kGroupThreads);
+    // The misaligned rows of all three: a lane without a vector adds nothing, so the bits are the
+    // same.
+    return RunHeld<32, kSettings.vectors, 1, kDefaultTuning>(moves);
   }
 
   Reads AllReads() const {
@@ -84,7 +86,7 @@ struct Launch {
 
   Moves RowMoves() const {
     if (MovesElements(sizeof(S), kSums, arguments.rows.columns)) return Moves::kElements;
-    return Aligned() ? Moves::kVectors : Moves::kRealigned;
+    return Aligned() ? Moves::kVectors : kMisaligned;
   }
 
   // Whether each vector is one access in all tensors.
@@ -117,14 +119,21 @@ struct Launch {
     if constexpr (kSplits) {
       if (few(kVectors / 2, 2 * threads))
         return RunMoved<0, kVectors / 2, 1, Tuning::kLatency, Moves::kVectors>(2 * threads);
-    } else if constexpr (!kSums && !kLong && kColumnInputs<F> > 0) {
-      if (few(kVectors, threads))
-        return RunMoved<0, kVectors, 1, Tuning::kLatency, Moves::kVectors>(threads);
+    }
+    if constexpr (kHasElements) {  // a block of up to 1024 threads for a long row
+      if (moves == Moves::kElements)
+        return RunMoved<0, kSettings.vectors, 1, kDefaultTuning, Moves::kElements>(
+            BlockThreads(kSettings.vectors));
     }
     if constexpr (kShortRow) {
-      if (aligned && (kLong || threads >= kPackedThreads))
-        return RunMoved<0, kVectors, kTotals, Tuning::kPacked, Moves::kVectors>(threads);
-      if (aligned) return RunMoved<0, kVectors, kTotals, kDefaultTuning, Moves::kVectors>(threads);
+      if constexpr (kLong || kSettings.max_threads >= kPackedThreads) {
+        if (aligned && (kLong || threads >= kPackedThreads))
+          return RunMoved<0, kVectors, kTotals, Tuning::kPacked, Moves::kVectors>(threads);
+      }
+      if constexpr (!kLong) {
+        if (aligned)
+          return RunMoved<0, kVectors, kTotals, kDefaultTuning, Moves::kVectors>(threads);
+      }
       // Of 8 vectors a thread a misaligned row spills (layer norm, bfloat16, 16384 x 8191, share of
       // the copy's speed: 0.67, so 0.80). Twice the threads with one total each give the same bits.
       constexpr int kHalves = kLong ? 2 : 1;
@@ -135,22 +144,24 @@ struct Launch {
       // backward, float16, microseconds: 32768 x 4096 187.0, so 186.4; x 4095 201, so 191; but 8192
       // x 16384, by 1024 threads, 217 instead of 187).
       if constexpr (kSplits && !kOneRow) {
-        if (2 * threads <= kSettings.max_threads)
+        if (2 * threads <= kSettings.max_threads || !aligned)
           return RunHeld<0, kVectors / 2, 1, kDefaultTuning>(moves, 2 * threads);
+        return RunMoved<0, kVectors, kTotals, kDefaultTuning, Moves::kVectors>(threads);
+      } else {
+        return RunHeld<0, kVectors, kTotals, kDefaultTuning>(moves, threads);
       }
-      return RunHeld<0, kVectors, kTotals, kDefaultTuning>(moves, threads);
     }
   }
 
   template <int kLanes, int kVectors, int kTotals, Tuning kTuning = Tuning::kThroughput>
   Status RunHeld(Moves moves, int threads = kGroupThreads) const {
-    if constexpr (kHasElements) {
+    if constexpr (kHasElements && kLanes > 0) {
       if (moves == Moves::kElements)
         return RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kElements>(threads);
     }
     return moves == Moves::kVectors
                ? RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kVectors>(threads)
-               : RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kRealigned>(threads);
+               : RunMoved<kLanes, kVectors, kTotals, kTuning, kMisaligned>(threads);
   }
 
   template <int kLanes, int kVectors, int kTotals, Tuning kTuning, Moves kMoves>
@@ -191,43 +202,48 @@ struct Launch {
     return {};
   }
 
-  static Status Architecture(int* value) {
-    return KernelArchitecture<WideKernel<F, S, W, Source::kRing, kSums>>(value);
-  }
-
   // ---------------------------------------------------------------------------------- wide rows
+
+  // Which of the sources for sm_90 exist. Norms have them for the widths that models have: rows
+  // that are wider than registers, or wide and misaligned, are those of a vocabulary. Float64 rows
+  // come from global memory.
+  static constexpr bool kNarrowType = sizeof(S) < 8;
+  static constexpr bool kVocabulary = kColumnInputs<F> == 0 && !kSums;
+  static constexpr bool kHasHeld = kNarrowType && !kSums;
+  static constexpr bool kHasHeldLong = kVocabulary && kHeld == 1 && sizeof(S) == 4;
+  static constexpr bool kHasHeldMisaligned = kNarrowType && kVocabulary;
+  static constexpr bool kHasRing = kNarrowType && (kSums || (kVocabulary && kHeld == 2));
 
   Status RunWide(bool aligned) const {
     int architecture = 0;
-    Status status = Architecture(&architecture);
+    Status status = KernelArchitecture<WideKernel<F, S, W, Source::kGlobal, false>>(&architecture);
     if (!status.ok()) return status;
     const std::int64_t columns = arguments.rows.columns;
     WideSettings settings{1, 1, kWideThreads, 0};
-    if (architecture >= 90) {
-      if constexpr (!kSums) {
-        const auto choose = [&](bool is_long) {
-          return ChooseHeldWide(columns, kWidth, WideVectors(kHeld, is_long), kRowBytes,
-                                kColumnBytes);
-        };
-        const WideSettings held = choose(false);
-        if (held.stages > 0)
-          return aligned ? RunWideFrom<Source::kHeld, false>(held) : RunHeldMisaligned(held);
-        if constexpr (kHeld == 1 && sizeof(S) == 4) {
-          const WideSettings held_long = choose(true);
-          if (held_long.stages > 0)
-            return aligned ? RunWideFrom<Source::kHeldLong, false>(held_long)
-                           : RunWideFrom<Source::kMisaligned, false>(held_long);
-        }
+    if (architecture < 90 || !kNarrowType) return RunWideGlobal(settings, aligned);
+    if constexpr (kHasHeld) {
+      const auto choose = [&](bool is_long) {
+        return ChooseHeldWide(columns, kWidth, WideVectors(kHeld, is_long), kRowBytes,
+                              kColumnBytes);
+      };
+      const WideSettings held = choose(false);
+      if (held.stages > 0) {
+        if (aligned) return RunWideFrom<Source::kHeld, false>(held);
+        if constexpr (kHasHeldMisaligned) return RunHeldMisaligned(held);
+        return RunWideGlobal(held, aligned);
       }
-      settings =
-          ChooseWide(columns, kWidth, kRowBytes, kColumnBytes, kSums ? kWideSumVectors<S> : 0);
+      if constexpr (kHasHeldLong) {
+        const WideSettings held_long = choose(true);
+        if (held_long.stages > 0)
+          return aligned ? RunWideFrom<Source::kHeldLong, false>(held_long)
+                         : RunWideGlobal(held_long, aligned);
+      }
     }
-    if (settings.stages > 0) {
-      if (aligned) return RunWideFrom<Source::kRing, kSums>(settings);
-      return RunWideFrom<Source::kMisaligned, kSums>(settings);
+    settings = ChooseWide(columns, kWidth, kRowBytes, kColumnBytes, kSums ? kWideSumVectors<S> : 0);
+    if constexpr (kHasRing) {
+      if (settings.stages > 0 && aligned) return RunWideFrom<Source::kRing, kSums>(settings);
     }
-    if (aligned) return RunWideFrom<Source::kAligned, false>(settings);
-    return RunWideFrom<Source::kMisaligned, false>(settings);
+    return RunWideGlobal(settings, aligned);
   }
 
   // Misaligned outputs take shared memory too: fewer stages, if that leaves any.
@@ -236,7 +252,7 @@ struct Launch {
     for (WideSettings fewer = settings; fewer.stages > 0; --fewer.stages)
       if (Held::SharedBytes(fewer, arguments.rows.columns) <= WideBytes(kWidth))
         return RunWideFrom<Source::kHeldMisaligned, false>(fewer);
-    return RunWideFrom<Source::kMisaligned, false>(settings);
+    return RunWideGlobal(settings, false);
   }
 
   template <Source kSource, bool kSumOnTheWay>
@@ -257,34 +273,51 @@ struct Launch {
       Status status = ResidentClusters(kernel, grid, &clusters);
       if (!status.ok()) return status;
     }
-    grid.blocks = std::min<std::int64_t>(clusters, rows.count) * settings.cluster;
+    clusters = static_cast<int>(std::min<std::int64_t>(clusters, rows.count));
+    grid.blocks = std::int64_t{clusters} * settings.cluster;
     Status launched = LaunchKernel(kernel, Overlapping(grid), call, functor, arguments, settings,
                                    AllReads(), states, Partials());
     if constexpr (kSumOnTheWay) {
-      if (launched.ok())
-        return FinishSums(static_cast<int>(grid.blocks / settings.cluster * settings.groups));
-    } else if constexpr (kSums) {
-      if (launched.ok() && (arguments.sums[0] != nullptr || arguments.sums[1] != nullptr))
-        return kSource == Source::kMisaligned ? SumColumns<false>(states)
-                                              : SumColumns<true>(states);
+      if (launched.ok()) return FinishSums(clusters * settings.groups);
+    }
+    return launched;
+  }
+
+  // From global memory, and then the columns in a second pass: in the order in which a ring of
+  // these settings adds them, if there is one.
+  Status RunWideGlobal(const WideSettings& settings, bool aligned) const {
+    Status launched = RunWideFrom<Source::kGlobal, false>(settings);
+    if constexpr (kSums) {
+      if (!launched.ok() || (arguments.sums[0] == nullptr && arguments.sums[1] == nullptr))
+        return launched;
+      if constexpr (kNarrowType) {
+        if (aligned) return SumColumns<true>(settings);
+      }
+      return SumColumns<false>(settings);
     }
     return launched;
   }
 
   template <bool kVectorised>
-  Status SumColumns(const F* states) const {
+  Status SumColumns(const WideSettings& settings) const {
     const std::int64_t per_block = kSumThreads * (kVectorised ? kWidth : 1);
     const std::int64_t across = (arguments.rows.columns + per_block - 1) / per_block;
+    const std::int64_t count = arguments.rows.count;
     // The number of partial sums is the shape's alone.
-    const std::int64_t vectors = (arguments.rows.columns + kWidth - 1) / kWidth;
-    std::int64_t down = 4 * kPartials / ((vectors + kSumThreads - 1) / kSumThreads);
-    if (down > kPartials) down = kPartials;
-    if (down > arguments.rows.count) down = arguments.rows.count;
-    if (down < 1) down = 1;
+    std::int64_t down;
+    unsigned groups = 1;
+    if (settings.stages > 0) {
+      groups = static_cast<unsigned>(settings.groups);
+      down = std::min<std::int64_t>(SumClusters(settings.cluster), count) * groups;
+    } else {
+      const std::int64_t vectors = (arguments.rows.columns + kWidth - 1) / kWidth;
+      down = 4 * kPartials / ((vectors + kSumThreads - 1) / kSumThreads);
+      down = std::max<std::int64_t>(1, std::min({down, std::int64_t{kPartials}, count}));
+    }
     Status status =
         LaunchKernel(ColumnSumsKernel<F, S, W, kVectorised>,
                      Overlapping({across, dim3(kSumThreads), static_cast<unsigned>(down)}), call,
-                     arguments, states, Partials());
+                     arguments, groups, static_cast<const F*>(call.scratch), Partials());
     return status.ok() ? FinishSums(static_cast<int>(down)) : std::move(status);
   }
 

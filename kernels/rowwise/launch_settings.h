@@ -4,11 +4,10 @@
 
 #include <cstdint>
 
+#include "kernels/primitives/vector_bytes.h"
 #include "kernels/rowwise.h"
 
 namespace twinop::rowwise {
-
-inline constexpr int kVectorBytes = 16;
 
 // Rows held in registers: kVectors 16-byte vectors a thread, all loaded before the first use.
 inline constexpr int kGroupThreads = 128;  // of a block that takes several rows
@@ -68,11 +67,13 @@ inline Layout ChooseLayout(const Rows& rows, int width, HeldSettings held) {
   return Layout::kWide;
 }
 
-// How a row moves between memory and registers. kRealigned changes no sum, so alignment may choose
-// it instead of kVectors; kElements does, so the width alone chooses it.
+// How a row moves between memory and registers. kRealigned and kSingle sum in the order of
+// kVectors, so the alignment may choose between them. kElements sums in another order, so only the
+// width may choose it.
 enum class Moves {
   kVectors,    // whole aligned vectors
-  kRealigned,  // aligned vectors, realigned through shared memory
+  kRealigned,  // aligned vectors, realigned through shared memory: 16-bit rows
+  kSingle,     // the elements of each vector one by one: float32 and float64 rows
   kElements,   // element by element, neighbouring lanes on neighbouring elements
 };
 
@@ -83,7 +84,7 @@ enum class Moves {
 //   float32    0.95 / 1.02     0.82 / 1.01     0.97 / 1.01
 //   bfloat16   0.96 / 0.70     0.80 / 0.54     0.92 / 0.73     0.93 / 0.70
 constexpr bool MovesElements(int bytes, bool column_sums, std::int64_t columns) {
-  return bytes >= 4 && !column_sums && columns % (kVectorBytes / bytes) != 0;
+  return bytes == 4 && !column_sums && columns % (kVectorBytes / bytes) != 0;
 }
 
 // How a row is held.

@@ -18,7 +18,8 @@ class HeldAccess {
   static constexpr int kWidth = kVectorBytes / sizeof(S);
   // Of kElements, a lane's elements are all so many columns apart: a warp takes a stretch of the
   // row, its lanes neighbouring elements, and one address serves them all.
-  static constexpr int kApart = kMoves != Moves::kElements ? 1 : kLanes == 8 ? 8 : 32;
+  static constexpr int kApart = kMoves == Moves::kElements ? 32 : 1;
+  static constexpr bool kOneByOne = kMoves == Moves::kElements || kMoves == Moves::kSingle;
   static constexpr bool kDirect = kMoves != Moves::kRealigned;  // not through shared memory
   static constexpr int kColumns = kColumnInputs<F>;
   static constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
@@ -100,7 +101,7 @@ class HeldAccess {
   template <bool kPlain, class U>
   __device__ __forceinline__ void Load(const U* row, int k, int count,
                                        Vector<U, kWidth>* vector) const {
-    if constexpr (kMoves == Moves::kElements) {
+    if constexpr (kOneByOne) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
         if (kPlain || Column(k) + i * kApart < count) vector->Set(i, At(row, k)[i * kApart]);
@@ -115,19 +116,18 @@ class HeldAccess {
 
   // Where rows follow rows. (Of a warp's misaligned ones the pieces would be spilled.)
   static constexpr bool kHidesAddresses = F::kColumnSums > 0 && (kLanes == 0 || kDirect);
-  // Where rows follow rows in a block, its threads are no more than a row's vectors.
-  static constexpr bool kHasFirst = F::kColumnSums > 0 && kLanes == 0 && kDirect;
+  // Where rows follow rows in a block, its threads are no more than a row's vectors. (Float64 rows
+  // of all widths are a block's.)
+  static constexpr bool kHasFirst = F::kColumnSums > 0 && kLanes == 0 && kDirect && sizeof(S) < 8;
   __device__ __forceinline__ bool HasVector(int k) const {
     return (kHasFirst && k == 0) || Left(k) > 0;
   }
   // Whether to move a vector at all. (Of single elements each is asked for itself.)
-  __device__ __forceinline__ bool Asks(int k) const {
-    return kMoves == Moves::kElements || HasVector(k);
-  }
+  __device__ __forceinline__ bool Asks(int k) const { return kOneByOne || HasVector(k); }
 
   template <bool kPlain>
   __device__ __forceinline__ void Store(const Vector<S, kWidth>& vector, S* row, int k) const {
-    if constexpr (kMoves == Moves::kElements) {
+    if constexpr (kOneByOne) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
         if (kPlain || Has(k, i)) At(row, k)[i * kApart] = vector.Get(i);

@@ -16,7 +16,7 @@ class HeldSums {
   using T = ElementCompute<S>;
   static constexpr int kWidth = Access::kWidth;
   static constexpr int kSums = F::kColumnSums;
-  static_assert(kSums == 0 || kMoves != Moves::kElements);  // a vector is of neighbouring columns
+  static_assert(kSums == 0 || Access::kApart == 1);  // a vector is of neighbouring columns
 
   template <class Term>
   __device__ __forceinline__ void Add(int k, int i, const Term& term) {

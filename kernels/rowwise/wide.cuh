@@ -23,6 +23,9 @@ template <class F, class S, class W, Source kSource, bool kSums>
 __global__ void __launch_bounds__(kWideThreads, 1)
     WideKernel(F functor, Arguments<F, S, W> arguments, WideSettings settings, Reads reads,
                F* states, Compute<S>* partials) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (kSource != Source::kGlobal) return;  // never launched
+#endif
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ WideStorage<F, S> storage;
   WaitForPreviousKernel();

@@ -24,18 +24,12 @@ class WideBatches
   using Base::Base;
 
   static std::int64_t SharedBytes(const WideSettings& settings, std::int64_t columns) {
-    const std::int64_t slice = SliceVectors(columns, kWidth, settings.cluster) * kWidth;
-    return Base::RingBytes(settings, slice) + settings.groups * RoomBytes(settings.threads);
-  }
-  // For each group: a batch of a misaligned row.
-  static constexpr __host__ __device__ int RoomBytes(int threads) {
-    if (kSource != Source::kMisaligned) return 0;
-    return Stretch<S>::RoomVectors(kBatch * threads) * kVectorBytes;
+    return Base::RingBytes(settings, SliceVectors(columns, kWidth, settings.cluster) * kWidth);
   }
 
  protected:
   using Base::arguments_, Base::thread_, Base::threads_, Base::group_;
-  using Base::begin_, Base::length_, Base::ring_;
+  using Base::begin_, Base::length_;
 
   // This thread's vectors of the slice, kBatch at a time, all of them loaded before the first is
   // used.
@@ -44,23 +38,25 @@ class WideBatches
     Vector<W, kWidth> columns[kColumns + 1][kBatch];
   };
 
-  // body(first, whole): the first of the batch's vectors, and whether all threads have all of them.
+  // body(first, whole): the first of the batch's vectors, and whether all threads have all of them
+  // (from global memory each thread asks for itself: code for both would be twice as large).
   // Every thread of a warp takes part in every batch.
   template <class Body>
   __device__ __forceinline__ void ForEachBatch(const Body& body) const {
     const std::int64_t vectors = (length_ + kWidth - 1) / kWidth;
     const int batch = kBatch * threads_;
     std::int64_t start = 0;
-    if (kSource != Source::kMisaligned)
+    if constexpr (kSource == Source::kRing)
       for (; start + batch <= vectors; start += batch) body(start + thread_, std::true_type{});
     for (; start < vectors; start += batch) body(start + thread_, std::false_type{});
   }
 
-  // The same for the batch that starts at this vector of the slice, if there is one.
+  // The same for the batch that starts at this vector of a slice in the ring, if there is one.
   template <class Body>
   __device__ __forceinline__ void AtBatch(int start, const Body& body) const {
+    static_assert(kSource == Source::kRing);
     const int vectors = static_cast<int>((length_ + kWidth - 1) / kWidth);
-    if (kSource != Source::kMisaligned && start + kBatch * threads_ <= vectors) {
+    if (start + kBatch * threads_ <= vectors) {
       body(start + thread_, std::true_type{});
     } else if (start < vectors) {
       body(start + thread_, std::false_type{});
@@ -72,49 +68,61 @@ class WideBatches
     return length_ - (first + b * threads_) * kWidth;
   }
 
+  template <class U>
+  __device__ __forceinline__ static bool IsAligned(const U* slice) {
+    return reinterpret_cast<std::uintptr_t>(slice) % alignof(Vector<U, kWidth>) == 0;
+  }
+
+  // A slice that may start at any element. The branches are around all of a batch's loads: behind a
+  // branch of its own, each load would wait for the one before.
   template <bool kWhole, class U>
   __device__ __forceinline__ void Load(const U* slice, std::int64_t first,
                                        Vector<U, kWidth> (&vectors)[kBatch]) const {
+    const auto place = [&](int b) { return slice + (first + b * threads_) * kWidth; };
+    if constexpr (kSource == Source::kRing) {
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const U* const place = slice + (first + b * threads_) * kWidth;
-      if constexpr (kSource == Source::kMisaligned) {
-        LoadAnywhere(place, static_cast<int>(min(Left(first, b), std::int64_t{kWidth})),
-                     &vectors[b]);
-      } else if (kWhole || Left(first, b) > 0) {
-        LoadAligned(place, &vectors[b]);
+      for (int b = 0; b < kBatch; ++b)
+        if (kWhole || Left(first, b) > 0) LoadAligned(place(b), &vectors[b]);
+      return;
+    }
+    const std::int64_t left = Left(first, kBatch - 1);
+    if (kBatch > 1 && left >= kWidth && IsAligned(slice)) {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) LoadAligned(place(b), &vectors[b]);
+      return;
+    }
+    if constexpr (sizeof(Vector<U, kWidth>) == kVectorBytes && sizeof(U) < 8) {
+      // A vector of the slice lies on both sides: the aligned vectors are the slice's, too.
+      if (first > 0 && left >= 2 * kWidth && !IsAligned(slice)) {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) vectors[b] = LoadShifted<Vector<U, kWidth>>(place(b));
+        return;
       }
     }
+    LoadAnywhere(slice, first, vectors);
+  }
+  template <class U>
+  __device__ __forceinline__ void LoadAnywhere(const U* slice, std::int64_t first,
+                                               Vector<U, kWidth> (&vectors)[kBatch]) const {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b)
+      twinop::LoadAnywhere(slice + (first + b * threads_) * kWidth,
+                           static_cast<int>(min(Left(first, b), std::int64_t{kWidth})),
+                           &vectors[b]);
   }
 
-  // The batch's part of a misaligned row, in this group's share of shared memory. To be loaded, it
-  // goes on for `ahead` elements: the last owned vector ends in the aligned one behind the batch.
-  __device__ __forceinline__ Stretch<S> InRoom(const S* slice, std::int64_t first,
-                                               int ahead) const {
-    const std::int64_t left = length_ - (first - thread_) * kWidth;
-    const int batch = kBatch * threads_ * kWidth;
-    return {slice + (first - thread_) * kWidth,
-            static_cast<int>(min(left, std::int64_t{batch + ahead})),
-            thread_,
-            threads_,
-            left >= batch + kWidth,
-            ring_ + group_ * RoomBytes(threads_)};
-  }
-
-  __device__ __forceinline__ void LoadMisaligned(std::int64_t row, std::int64_t first,
-                                                 Batch* batch) const {
-    Pieces<S, kBatch> pieces[kHeld];
+  template <bool kWhole>
+  __device__ __forceinline__ void Store(const Vector<S, kWidth>& vector, S* slice,
+                                        std::int64_t first, int b) const {
+    S* const place = slice + (first + b * threads_) * kWidth;
+    if constexpr (kSource == Source::kRing) {
+      if (kWhole || Left(first, b) > 0) StoreAligned(vector, place);
+    } else if (Left(first, b) >= kWidth && IsAligned(slice)) {
+      StoreAligned(vector, place);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) InRoom(Base::Input(j, row), first, kWidth).Load(&pieces[j]);
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const Stretch<S> stretch = InRoom(Base::Input(j, row), first, kWidth);
-      Base::SyncGroup();
-      stretch.Put(pieces[j]);
-      Base::SyncGroup();
-      stretch.Get(&pieces[j]);
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) batch->row[j][b] = pieces[j].vectors[b];
+      for (int i = 0; i < kWidth; ++i)
+        if (i < Left(first, b)) place[i] = vector.Get(i);
     }
   }
 
@@ -126,11 +134,10 @@ class WideBatches
     for (int j = 0; j < kHeld; ++j) {
       if constexpr (kSource == Source::kRing) {
         Load<kWhole>(static_cast<const S*>(Base::Stage(stage, j)), first, batch.row[j]);
-      } else if constexpr (kSource == Source::kAligned) {
+      } else {
         Load<kWhole>(Base::Input(j, row), first, batch.row[j]);
       }
     }
-    if constexpr (kSource == Source::kMisaligned) LoadMisaligned(row, first, &batch);
     if constexpr (kWithColumns) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
@@ -139,7 +146,7 @@ class WideBatches
         if constexpr (kSource == Source::kRing) {
           Load<kWhole>(static_cast<const W*>(Base::Column(c)), first, batch.columns[c]);
         } else {
-          Load<kWhole>(column + begin_, first, batch.columns[c]);
+          LoadAnywhere(column + begin_, first, batch.columns[c]);
         }
       }
     }

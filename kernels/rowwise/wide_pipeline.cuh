@@ -13,8 +13,9 @@
 namespace twinop::rowwise {
 
 // Where the elements of a phase come from. kHeld, kHeldLong, kHeldMisaligned: registers, behind a
-// ring; kRing: the ring itself; kAligned, kMisaligned: global memory.
-enum class Source { kHeld, kHeldLong, kHeldMisaligned, kRing, kAligned, kMisaligned };
+// ring; kRing: the ring itself; kGlobal: global memory, on every architecture and at every
+// alignment.
+enum class Source { kHeld, kHeldLong, kHeldMisaligned, kRing, kGlobal };
 
 inline constexpr int kMaxBarriers = kMaxGroups * kMaxStages;
 

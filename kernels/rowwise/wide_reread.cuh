@@ -12,9 +12,7 @@ namespace twinop::rowwise {
 // Vectors of a thread. (With sums, which leave few registers and few batches, the last one is full
 // more often: layer norm backward, bfloat16, 16384 x 11008: 623 us, by two vectors 712 us.)
 template <class F, bool kSums>
-inline constexpr int kWideBatch = kSums                  ? 1
-                                  : kEarlyInputs<F> == 1 ? 4
-                                                         : 2;
+inline constexpr int kWideBatch = kSums || kEarlyInputs<F> > 1 ? 1 : 2;
 
 // kSums: of the columns, on the way. (Without, the rows' functors are kept for a second pass.)
 template <class F, class S, class W, Source kSource, bool kSums>
@@ -22,7 +20,7 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
   static constexpr int kBatch = kWideBatch<F, kSums>;
   using Base = WideBatches<F, S, W, kSource, kBatch>;
   using Base::arguments_, Base::settings_, Base::thread_, Base::threads_, Base::group_;
-  using Base::AtBatch, Base::ForEachBatch, Base::InRoom, Base::Left;
+  using Base::AtBatch, Base::ForEachBatch, Base::Left;
   using Base::begin_, Base::length_, Base::rank_;
   using Base::kWidth, Base::kInputs, Base::kHeld, Base::kPhaseCount;
   using typename Base::Batch;
@@ -97,7 +95,7 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
           const auto term = functor->Term(Phase<kPhase>{}, values.row[i], values.columns[i]);
-          if (kSource != Source::kMisaligned || i < Left(first, b)) totals.Add(i, term);
+          if (kSource == Source::kRing || i < Left(first, b)) totals.Add(i, term);
         }
       }
     });
@@ -141,21 +139,9 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
     for (int o = 0; o < F::kRowOutputs; ++o) {
       if (arguments_.outputs[o] == nullptr) continue;
       S* const slice = Base::Output(o, row);
-      if constexpr (kSource == Source::kMisaligned) {
-        Vector<S, kWidth> results[kBatch];
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) results[b] = Pack<S>(out[o][b]);
-        const Stretch<S> stretch = InRoom(slice, first, 0);
-        Base::SyncGroup();
-        stretch.PutOwned(results);
-        Base::SyncGroup();
-        stretch.Store(results, slice + (first - thread_) * kWidth);
-      } else {
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b)
-          if (kWhole || Left(first, b) > 0)
-            StoreAligned(Pack<S>(out[o][b]), slice + (first + b * threads_) * kWidth);
-      }
+      for (int b = 0; b < kBatch; ++b)
+        Base::template Store<kWhole>(Pack<S>(out[o][b]), slice, first, b);
     }
   }
 
@@ -172,16 +158,12 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
         const auto& sums = sums_[k / kBatch][s][k % kBatch];
         const int first = (k * threads_ + thread_) * kWidth;
 #pragma unroll
-        for (int i = 0; i < kWidth; i += kSource == Source::kMisaligned ? 1 : kPer) {
+        for (int i = 0; i < kWidth; i += kPer) {
           if (first + i >= length_) continue;
-          if constexpr (kSource == Source::kMisaligned) {
-            slice[first + i] = sums[i];
-          } else {
-            Vector<Sum, kPer> vector;
+          Vector<Sum, kPer> vector;
 #pragma unroll
-            for (int j = 0; j < kPer; ++j) vector.Set(j, sums[i + j]);
-            StoreAligned(vector, slice + first + i);
-          }
+          for (int j = 0; j < kPer; ++j) vector.Set(j, sums[i + j]);
+          StoreAligned(vector, slice + first + i);
         }
       }
     }
