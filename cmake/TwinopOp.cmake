@@ -2,16 +2,32 @@
 #
 # One OBJECT library, twinop_op_<name>, for one op header: compiled by the C++ compiler for the record and
 # the CPU launcher and, with CUDA, by nvcc for the CUDA launcher. Every library that links the target
-# carries the very same object code.
+# carries the very same object code. nvcc compiles the backward ops of a header apart from the others
+# (TWINOP_PART in kernels/record/registry.h): inference does not load their kernels, and both compile at once.
 function(twinop_add_op name header)
   set(folder "${CMAKE_CURRENT_BINARY_DIR}/ops")
   set(sources "${folder}/${name}.cpp")
+  set(include "#include \"${header}\"\n")
+  file(CONFIGURE OUTPUT "${sources}" CONTENT "${include}" @ONLY)
   if(TWINOP_CUDA)
-    list(PREPEND sources "${folder}/${name}.cu")  # the longer compilation begins first
+    cmake_path(ABSOLUTE_PATH header BASE_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE path)
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${path}")
+    file(STRINGS "${path}" backward REGEX "^TWINOP_(UNARY\\([a-z]|[A-Z]+\\([a-z0-9_]+_backward,)")
+    list(TRANSFORM backward REPLACE "^TWINOP_[A-Z]+\\(([a-z0-9_]+).*" "\\1")
+    list(TRANSFORM backward REPLACE "_backward$" "")
+    set(forward_parts "")
+    set(backward_parts "#define TWINOP_OTHER_PARTS TWINOP_DROP\n")
+    foreach(op IN LISTS backward)
+      string(APPEND forward_parts "#define TWINOP_PART_${op}_backward , TWINOP_DROP\n")
+      string(APPEND backward_parts "#define TWINOP_PART_${op}_backward , TWINOP_KEEP\n")
+    endforeach()
+    file(CONFIGURE OUTPUT "${folder}/${name}.cu" CONTENT "${forward_parts}${include}" @ONLY)
+    list(PREPEND sources "${folder}/${name}.cu")  # the longer compilations begin first
+    if(backward)
+      file(CONFIGURE OUTPUT "${folder}/${name}.backward.cu" CONTENT "${backward_parts}${include}" @ONLY)
+      list(PREPEND sources "${folder}/${name}.backward.cu")
+    endif()
   endif()
-  foreach(source IN LISTS sources)
-    file(CONFIGURE OUTPUT "${source}" CONTENT "#include \"${header}\"\n" @ONLY)
-  endforeach()
   add_library(twinop_op_${name} OBJECT ${sources})
   target_link_libraries(twinop_op_${name} PUBLIC twinop_kernels_api)
 endfunction()
@@ -58,7 +74,8 @@ function(twinop_finish_library name exports)
   # nodelete: a runtime may unload the library with its last session and load it again for the next one, and what
   # the library set up for the life of the process (the ops, the CUDA runtime) would be lost every time.
   target_link_options(${name} PRIVATE "LINKER:--version-script=${map}" "LINKER:--no-undefined"
-                                      "LINKER:-z,nostart-stop-gc" "LINKER:-z,nodelete")
+                                      "LINKER:-z,nostart-stop-gc" "LINKER:-z,nodelete"
+                                      $<$<NOT:$<CONFIG:Debug>>:LINKER:--strip-all>)
   set_target_properties(${name} PROPERTIES LINK_DEPENDS "${map}" LINKER_LANGUAGE CXX
                                            LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}")
 endfunction()
