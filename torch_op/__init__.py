@@ -36,7 +36,8 @@ from collections.abc import Callable
 from typing import Any
 
 from twinop.library import find_library
-from twinop.torch_op.modules import (
+
+from .modules import (
     CustomGatedMLP,
     CustomGELU,
     CustomLayerNorm,
@@ -49,8 +50,8 @@ from twinop.torch_op.modules import (
     CustomSwiGLU,
     CustomTanh,
 )
-from twinop.torch_op.registry import Ops, functions, load, records
-from twinop.torch_op.replacement import Replacement, replace_modules
+from .registry import Ops, functions, load, records
+from .replacement import Replacement, replace_modules
 
 __all__ = [
     "CustomGELU",

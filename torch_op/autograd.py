@@ -1,17 +1,7 @@
-"""Autograd from a record's derivative formulas.
+"""Autograd of an op from its derivative formulas (formulas.py)."""
 
-A formula is Python over the op's inputs, outputs and attributes, the incoming `grad` (`grad_<output>` where
-there are several outputs), torch, and the other ops by name: `x = relu_backward(grad, y)`, as in torch's own
-derivatives.yaml. One that gives several gradients, `x, weight = f(grad)`, is evaluated once; the formulas
-behind it may use them: `residual = grad_x`. An input without a formula has derivative zero; an op without any
-refuses to be differentiated. Backward ops are ordinary ops with formulas of their own, which gives second
-derivatives.
-"""
-
-import ast
-import builtins
 import ctypes
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,101 +10,14 @@ from torch.autograd import forward_ad
 
 from twinop.errors import RecordError
 from twinop.record import DOMAIN, Record
-from twinop.torch_op.arguments import bind, numbers_as_tensors, signature_of, tensors_of
+
+from .arguments import bind, numbers_as_tensors, signature_of, tensors_of
+from .formulas import Formulas
 
 
 def _narrow(value: Any) -> Any:
     """Float attributes as the kernels see them: fp32, as in ONNX."""
     return ctypes.c_float(value).value if isinstance(value, float) else value
-
-
-class _Formulas:
-    """The compiled formulas of one record, and what they need of a call."""
-
-    def __init__(self, record: Record, functions: Mapping[str, Callable[..., Any]]) -> None:
-        self.record = record
-        self.functions = functions
-        self.code = [compile(gradient.text, f"<{record.name}>", "eval") for gradient in record.gradients]
-        trees = [ast.parse(gradient.text, mode="eval") for gradient in record.gradients]
-        self.used = [_names(tree) for tree in trees]
-        # `a.shape` alone needs no more of `a` than that: broadcasting ops would keep all their inputs alive.
-        values = set().union(*(_names(tree, but_shapes=True) for tree in trees))
-        used = set().union(*self.used)
-        self.inputs = [entry.name for entry in record.inputs if entry.name in values]
-        self.shapes = [entry.name for entry in record.inputs if entry.name in used - values]
-        self.outputs = [name for name in record.outputs if name in used]
-
-    def evaluate(self, scope: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
-        """The gradients of the inputs wanted, by name."""
-        if not self.code:
-            once = (
-                "it can be differentiated once, not twice" if self.record.is_backward else "detach its inputs"
-            )
-            raise RecordError(f"{self.record.qualified_name} has no derivative; {once}")
-        needed, selected = set(wanted), []
-        for i in reversed(range(len(self.code))):
-            if needed & set(self.record.gradients[i].inputs):
-                # `grad_x` is an earlier gradient unless the op has an argument of that name.
-                needed |= {name.removeprefix("grad_") for name in self.used[i] - set(scope)}
-                selected.append(i)
-        result: dict[str, Any] = {}
-        for i in reversed(selected):
-            # The text is the record's own, from a library whose native code runs anyway.
-            value = eval(self.code[i], {"torch": torch, **self.functions, **scope})
-            names = self.record.gradients[i].names
-            values = value if len(names) > 1 else (value,)
-            result |= zip(names, values, strict=True)
-            scope = {f"grad_{name}": value for name, value in zip(names, values, strict=True)} | scope
-        return result
-
-
-def check_formulas(record: Record, ops: Iterable[str]) -> None:
-    """Checks that the record's formulas are Python, give gradients of its inputs, and use only what there is.
-
-    Args:
-        ops: the ops that a formula may call.
-
-    Raises:
-        RecordError: a formula does not parse, or one of its names is unknown.
-    """
-    inputs = [entry.name for entry in record.inputs]
-    outputs = [f"grad_{name}" for name in record.outputs] if len(record.outputs) > 1 else ["grad"]
-    attributes = [entry.name for entry in record.attributes]
-    known = [*inputs, *record.outputs, *attributes, *outputs]  # in the order of the message
-    for gradient in record.gradients:
-        where = f"{record.domain}::{record.name}: derivative `{', '.join(gradient.names)} = {gradient.text}`"
-        try:
-            tree = ast.parse(gradient.text, mode="eval")
-        except SyntaxError as error:
-            raise RecordError(f"{where} is not a Python expression: {error.msg}") from error
-        if wrong := [name for name in gradient.inputs if name not in inputs]:
-            raise RecordError(
-                f"{where} is of {', '.join(wrong)}, expected inputs of the op: {', '.join(inputs)}"
-            )
-        if unknown := sorted(_free_names(tree) - {*known, *ops, "torch", *dir(builtins)}):
-            raise RecordError(
-                f"{where} uses {', '.join(unknown)}, expected {', '.join(known)}, torch, or an op by its name"
-            )
-        known += [f"grad_{name}" for name in gradient.inputs]
-
-
-def _free_names(tree: ast.AST) -> set[str]:
-    """The names that an expression takes from outside, not those of its lambdas and comprehensions."""
-    own = {
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    return _names(tree) - own
-
-
-def _names(tree: ast.AST, but_shapes: bool = False) -> set[str]:
-    """The names that an expression uses; `but_shapes`: other than as `name.shape`."""
-    shapes = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr == "shape" and but_shapes
-    }
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in shapes}
 
 
 def make_function(
@@ -126,7 +29,7 @@ def make_function(
     transforms do not see through the Autograd kernel of a dispatcher op.
     """
     signature = signature_of(record)
-    formulas = _Formulas(record, functions)
+    formulas = Formulas(record, functions)
     names = list(signature.parameters)
     defaults = tuple(parameter.default for parameter in signature.parameters.values())
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from twinop.torch_op.registry import functions
+from .registry import functions
 
 
 class CustomReLU(nn.Module):

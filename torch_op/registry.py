@@ -14,8 +14,10 @@ import torch
 from twinop.errors import LibraryError, RecordError
 from twinop.library import Library, find_library, read_library
 from twinop.record import DOMAIN, Record
-from twinop.torch_op.autograd import check_formulas, make_function
-from twinop.torch_op.rules import autocast_rule, fake_rule, refuse, refuse_empty_list, vmap_rule
+
+from .autograd import make_function
+from .formulas import check_formulas
+from .rules import autocast_rule, fake_rule, refuse, refuse_empty_list, vmap_rule
 
 Function = Callable[..., Any]
 

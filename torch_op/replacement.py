@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from twinop.torch_op import modules as ours
-from twinop.torch_op.registry import functions
+from . import modules as ours
+from .registry import functions
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import torch
 from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
 from twinop.errors import RecordError
 from twinop.record import Record
-from twinop.torch_op.arguments import bind, signature_of
+
+from .arguments import bind, signature_of
 
 Rule = Callable[..., Any]
 

@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from twinop import torch_op
 from twinop.errors import LibraryError, RecordError
 from twinop.library import find_library
-from twinop.torch_op.autograd import _Formulas, check_formulas
+from twinop.torch_op import second_derivatives
+from twinop.torch_op.formulas import Formulas, check_formulas
 
 ops = torch.ops.custom_domain
 
@@ -63,8 +64,9 @@ def test_only_what_the_formulas_need_is_kept() -> None:
 
 def test_what_an_op_without_formulas_says() -> None:
     for name, hint in (("relu_backward", "differentiated once, not twice"), ("relu", "detach its inputs")):
-        formulas = _Formulas(replace(ALL[name], gradient=""), {})
-        with pytest.raises(RecordError, match=f"custom_domain::{name} has no derivative; .*{hint}"):
+        # In another domain, whose ops have no formulas but those of their records.
+        formulas = Formulas(replace(ALL[name], gradient="", domain="other"), {})
+        with pytest.raises(RecordError, match=f"other::{name} has no derivative; .*{hint}"):
             formulas.evaluate({}, {"x"})
 
 
@@ -134,3 +136,18 @@ def test_a_typo_in_a_derivative_is_told_when_the_library_is_loaded(
 def test_formulas_may_have_names_of_their_own() -> None:
     text = "x = sum([part * grad for part in (lambda a: (a, y))(x)])"
     check_formulas(replace(torch_op.records()["relu"], gradient=text), [])
+
+
+def test_second_derivatives_are_of_arguments_that_exist() -> None:
+    """Each of twinop's backward ops has them, by inputs of its own, from what a call of it has."""
+    backward = {name: record for name, record in torch_op.records().items() if record.is_backward}
+    assert backward
+    for record in backward.values():
+        formulas = second_derivatives.formulas_of(record)
+        assert formulas and not record.gradient, record.name
+        inputs = {entry.name for entry in record.inputs}
+        grads = {f"grad_{name}" for name in record.outputs} if len(record.outputs) > 1 else {"grad"}
+        known = inputs | set(record.outputs) | grads | {entry.name for entry in record.attributes}
+        assert formulas.keys() <= inputs, record.name
+        assert all(set(formula.parameters) <= known for formula in formulas.values()), record.name
+        assert not second_derivatives.formulas_of(replace(record, domain="other"))

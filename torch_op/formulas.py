@@ -1,0 +1,168 @@
+"""The derivative formulas of an op.
+
+A record's formula is Python over the op's inputs, outputs and attributes, the incoming `grad`
+(`grad_<output>` where there are several outputs), torch, and the other ops by name:
+`x = relu_backward(grad, y)`, as in torch's own derivatives.yaml. A formula that gives several gradients,
+`x, weight = f(grad)`, is evaluated once. The formulas after it may use them: `residual = grad_x`. An input
+without a formula has derivative zero.
+
+Backward ops are ordinary ops, so their formulas are second derivatives. Those of twinop's own ops are
+functions in second_derivatives.py.
+"""
+
+import ast
+import builtins
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from twinop.errors import RecordError
+from twinop.record import Record
+
+from . import second_derivatives
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class _Formula:
+    names: tuple[str, ...]  # the inputs whose gradients it gives; "_": not wanted
+    used: set[str]
+    values: set[str]  # those of `used` of which it needs more than the shape
+    compute: Callable[[dict[str, Any]], Any]
+
+    @property
+    def inputs(self) -> set[str]:
+        return set(self.names) - {"_"}
+
+
+class Formulas:
+    """The formulas of one op, and what they need of a call.
+
+    Attributes:
+        inputs, outputs: the tensors to keep for the backward pass, by name.
+        shapes: the inputs of which only the shape is needed.
+    """
+
+    def __init__(self, record: Record, functions: Functions) -> None:
+        self.record = record
+        self._formulas = _formulas_of(record, functions)
+        used = set().union(*(formula.used for formula in self._formulas))
+        values = set().union(*(formula.values for formula in self._formulas))
+        self.inputs = [entry.name for entry in record.inputs if entry.name in values]
+        self.shapes = [entry.name for entry in record.inputs if entry.name in used - values]
+        self.outputs = [name for name in record.outputs if name in used]
+
+    def evaluate(self, scope: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
+        """Returns the gradients of the inputs wanted, by name.
+
+        Args:
+            scope: what formulas use, by name: kept tensors, shapes, attributes and incoming gradients.
+
+        Raises:
+            RecordError: the op has no formulas.
+        """
+        if not self._formulas:
+            once = (
+                "it can be differentiated once, not twice" if self.record.is_backward else "detach its inputs"
+            )
+            raise RecordError(f"{self.record.qualified_name} has no derivative; {once}")
+        needed, selected = set(wanted), []
+        for formula in reversed(self._formulas):
+            if needed & formula.inputs:
+                # `grad_x` is an earlier gradient unless the op has an argument of that name.
+                needed |= {name.removeprefix("grad_") for name in formula.used - set(scope)}
+                selected.append(formula)
+        result: dict[str, Any] = {}
+        for formula in reversed(selected):
+            value = formula.compute(scope)
+            values = value if len(formula.names) > 1 else (value,)
+            result |= zip(formula.names, values, strict=True)
+            scope = {f"grad_{name}": grad for name, grad in zip(formula.names, values, strict=True)} | scope
+        return result
+
+
+class _Ops:
+    """The ops as attributes."""
+
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return self._functions[name]
+
+
+def _formulas_of(record: Record, functions: Functions) -> list[_Formula]:
+    result = []
+    for gradient in record.gradients:
+        tree = ast.parse(gradient.text, mode="eval")
+        code = compile(gradient.text, f"<{record.name}>", "eval")
+
+        def evaluate(scope: dict[str, Any], code: Any = code) -> Any:
+            # The text is the record's own, from a library whose native code runs anyway.
+            return eval(code, {"torch": torch, **functions, **scope})
+
+        # `a.shape` alone needs no more of `a` than that. Broadcasting ops would keep all their inputs alive.
+        result.append(_Formula(gradient.names, _names(tree), _names(tree, but_shapes=True), evaluate))
+    if result:
+        return result
+    ops = _Ops(functions)
+    for name, formula in second_derivatives.formulas_of(record).items():
+
+        def call(scope: dict[str, Any], formula: second_derivatives.Formula = formula) -> Any:
+            return formula.compute(ops, *(scope[parameter] for parameter in formula.parameters))
+
+        used = set(formula.parameters)
+        result.append(_Formula((name,), used, used, call))
+    return result
+
+
+def check_formulas(record: Record, ops: Iterable[str]) -> None:
+    """Checks that the record's formulas are Python, give gradients of its inputs, and use only what there is.
+
+    Args:
+        ops: the ops that a formula may call.
+
+    Raises:
+        RecordError: a formula does not parse, or one of its names is unknown.
+    """
+    inputs = [entry.name for entry in record.inputs]
+    outputs = [f"grad_{name}" for name in record.outputs] if len(record.outputs) > 1 else ["grad"]
+    attributes = [entry.name for entry in record.attributes]
+    known = [*inputs, *record.outputs, *attributes, *outputs]  # in the order of the message
+    for gradient in record.gradients:
+        where = f"{record.domain}::{record.name}: derivative `{', '.join(gradient.names)} = {gradient.text}`"
+        try:
+            tree = ast.parse(gradient.text, mode="eval")
+        except SyntaxError as error:
+            raise RecordError(f"{where} is not a Python expression: {error.msg}") from error
+        if wrong := [name for name in gradient.inputs if name not in inputs]:
+            raise RecordError(
+                f"{where} is of {', '.join(wrong)}, expected inputs of the op: {', '.join(inputs)}"
+            )
+        if unknown := sorted(_free_names(tree) - {*known, *ops, "torch", *dir(builtins)}):
+            raise RecordError(
+                f"{where} uses {', '.join(unknown)}, expected {', '.join(known)}, torch, or an op by its name"
+            )
+        known += [f"grad_{name}" for name in gradient.inputs]
+
+
+def _free_names(tree: ast.AST) -> set[str]:
+    """The names that an expression takes from outside, without those of its lambdas and comprehensions."""
+    own = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    return _names(tree) - own
+
+
+def _names(tree: ast.AST, but_shapes: bool = False) -> set[str]:
+    """The names that an expression uses; with `but_shapes`, other than as `name.shape`."""
+    shapes = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "shape" and but_shapes
+    }
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in shapes}
