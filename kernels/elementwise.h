@@ -5,10 +5,15 @@
 //     TWINOP_INLINE T operator()(T x) const { return x < T(0) ? T(0) : x; }
 //   };
 //
-// elementwise::Cpu<Relu> and elementwise::Cuda<Relu> are its launchers for fp32, fp16, bf16 and
-// fp64; the inputs broadcast as numpy's and may have any strides. A functor takes 1 to 3 values;
-// one with attributes has a constructor that takes `const Attribute*`; one with several outputs
-// returns elementwise::Results.
+//   TWINOP_ELEMENTWISE(relu, Relu, Record("relu(Tensor x) -> Tensor").in_place("y = x"))
+//
+// The op then runs on both devices in fp32, fp16, bf16 and fp64. Its inputs broadcast as NumPy's
+// and may have any strides. A functor takes 1 to 3 values, in the order of the op's inputs. A
+// functor with several outputs returns elementwise::Results. A functor with attributes has a
+// constructor:
+//
+//   template <class Op>
+//   explicit LeakyRelu(const CallOf<Op>& call) : slope(AttributeOf<float>(call, "slope"_name)) {}
 #pragma once
 
 #include <type_traits>
@@ -54,12 +59,16 @@ constexpr int OutputsOf() {
 template <template <class> class F>
 inline constexpr int kResults = OutputsOf<F<float>, float, kArity<F>>();
 
-template <class F>
-F MakeFunctor(const Attribute* attributes) {
-  if constexpr (std::is_constructible_v<F, const Attribute*>) {
-    return F(attributes);
+// The functor for a call: made from the call where it has attributes.
+template <class F, class AnyCall>
+F MakeFunctor(const AnyCall& call) {
+  if constexpr (std::is_constructible_v<F, const AnyCall&>) {
+    return F(call);
   } else {
-    static_cast<void>(attributes);
+    static_assert(std::is_default_constructible_v<F>,
+                  "an elementwise functor has a constructor that takes `const CallOf<Op>&` (for "
+                  "attributes), or none");
+    static_cast<void>(call);
     return F{};
   }
 }
@@ -99,23 +108,54 @@ Outputs<T, kOutputs> OutputPointers(const Call& call) {
 #include "kernels/elementwise/cpu.h"
 #endif
 
-// An op y = f(x) with its derivative, in namespace twinop:
-//
-//   TWINOP_UNARY(silu, Silu, x, "grad * grad_y * ...")
-//
-// declares silu (functor Silu) and silu_backward (functor SiluBackward, of grad_y and x). The third
-// argument says what the derivative is computed of, x or y; the last is the derivative of
-// silu_backward by it, Python over torch's operators (torch_op/autograd.py).
-#define TWINOP_UNARY(id, Functor, of, second_derivative)                                       \
-  TWINOP_OP(id,                                                                                \
-            Record(#id "(Tensor x) -> Tensor")                                                 \
-                .elementwise()                                                                 \
-                .in_place("y = x")                                                             \
-                .gradient("x = " #id "_backward(grad, " #of ")"),                              \
-            elementwise::Cpu<Functor>, elementwise::Cuda<Functor>)                             \
-  TWINOP_OP(                                                                                   \
-      id##_backward,                                                                           \
-      Record(#id "_backward(Tensor grad_y, Tensor " #of ") -> Tensor grad_x")                  \
-          .elementwise()                                                                       \
-          .gradient("grad_y = " #id "_backward(grad, " #of "); " #of " = " second_derivative), \
-      elementwise::Cpu<Functor##Backward>, elementwise::Cuda<Functor##Backward>)
+namespace twinop::elementwise {
+
+// The launcher of a functor, for the device that this compiler builds for. It checks the functor
+// against the op's record.
+template <template <class> class F, class Op>
+Status Launcher(const CallOf<Op>& call) {
+  constexpr const Schema& kSchema = Op::kRecord.schema;
+  static_assert(Op::kRecord.is_elementwise, "the record of an elementwise op says .elementwise()");
+  static_assert(kArity<F> > 0,
+                "an elementwise functor has `T operator()(T, ...) const` of 1 to 3 values");
+  if constexpr (kArity<F> > 0) {
+    static_assert(kArity<F> == static_cast<int>(kSchema.input_count),
+                  "the functor takes another number of values than the op's schema has tensors");
+    static_assert(kResults<F> == static_cast<int>(kSchema.output_count),
+                  "the functor returns another number of values than the op's schema has outputs "
+                  "(elementwise::Results<T, 2> returns two)");
+#if defined(__CUDACC__)
+    return Cuda<F>(call);
+#else
+    return Cpu<F>(call);
+#endif
+  }
+}
+
+// The same on tensors that are not those of the op's schema, for a functor without attributes.
+template <template <class> class F>
+Status Launcher(const Call& call) {
+#if defined(__CUDACC__)
+  return Cuda<F>(call);
+#else
+  return Cpu<F>(call);
+#endif
+}
+
+}  // namespace twinop::elementwise
+
+// TWINOP_ELEMENTWISE(id, Functor, record), in namespace twinop: an op whose launchers are those of
+// the functor.
+#define TWINOP_ELEMENTWISE(id, Functor, ...) \
+  TWINOP_OP(id, (__VA_ARGS__).elementwise(), elementwise::Launcher<Functor>)
+
+// TWINOP_UNARY(silu, Silu, x): an op y = f(x) with its derivative. It declares silu (functor Silu)
+// and silu_backward (functor SiluBackward, of grad_y and x). The last argument is what the
+// derivative is computed from, x or y.
+#define TWINOP_UNARY(id, Functor, of)                                      \
+  TWINOP_ELEMENTWISE(id, Functor,                                          \
+                     Record(#id "(Tensor x) -> Tensor")                    \
+                         .in_place("y = x")                                \
+                         .gradient("x = " #id "_backward(grad, " #of ")")) \
+  TWINOP_ELEMENTWISE(id##_backward, Functor##Backward,                     \
+                     Record(#id "_backward(Tensor grad_y, Tensor " #of ") -> Tensor grad_x"))

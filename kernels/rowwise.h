@@ -2,22 +2,32 @@
 // and what becomes of each element. The skeleton reads each row once and holds it.
 //
 //   template <class T>
-//   struct RmsNorm : rowwise::Op<1, 1> {          // one row in (x), one row out (y)
-//     using RowInputs = Indices<0>;               // the op's inputs that are rows: x
-//     using ColumnInputs = Indices<1>;            // those with one value a column: weight
-//     using Phases = Reductions<kSum>;            // what is reduced, one after another
-//     ... a constructor (const Attribute*, const Rows&), and
-//     Values<T, 1> Term(Phase<0>, Values<T, 1>& x, const Values<T, 1>& weight) const
-//     void Finish(Phase<0>, const Values<T, 1>& total)
-//     Values<T, 1> Result(const Values<T, 1>& x, const Values<T, 1>& weight) const
+//   struct RmsNorm : rowwise::Defaults {
+//     static constexpr auto kRows = Names("x");             // inputs that are rows
+//     static constexpr auto kColumns = Names("weight");     // inputs with one value a column
+//     using Phases = Reductions<kSquares>;                  // reductions, one after another
+//
+//     template <class Op>                                   // for attributes (record/arguments.h)
+//     RmsNorm(const CallOf<Op>& call, const Rows& rows);
+//     Values<T, 1> Term(Phase<0>, Values<T, 1>& x, const Values<T, 1>& weight) const;
+//     void Finish(Phase<0>, const Values<T, 1>& total);
+//     Values<T, 1> Result(const Values<T, 1>& x, const Values<T, 1>& weight) const;
 //   };
+//   TWINOP_ROWWISE(rms_norm, RmsNorm, Record("rms_norm(Tensor x, ...) -> Tensor").rows("-1")...)
+//
+// The values of an element have the order of kRows and kColumns. The record's `rows` says what a
+// row of the first of kRows is. The op's outputs are first the rows of the results, then the column
+// sums.
 //
 // A functor is copied for each row: Finish keeps what the later phases need (a mean, a maximum) in
 // its members. Term may replace the row's values (softmax puts the exponentials there); where a row
 // is too wide to hold, the skeleton computes them again.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -67,14 +77,11 @@ inline constexpr Reduction kSum = Reduction::kSum;
 inline constexpr Reduction kSquares = Reduction::kSquares;
 inline constexpr Reduction kMax = Reduction::kMax;
 
-template <int... I>
-struct Indices {
-  static constexpr int kCount = sizeof...(I);
-  static constexpr int At(int i) {
-    constexpr int values[] = {I..., 0};
-    return values[i];
-  }
-};
+// Names of an op's inputs.
+template <class... Texts>
+constexpr std::array<std::string_view, sizeof...(Texts)> Names(Texts... texts) {
+  return {std::string_view(texts)...};
+}
 
 template <Reduction... R>
 struct Reductions {
@@ -118,12 +125,13 @@ inline Rows RowsAlong(const Tensor& x, std::int64_t dim) {
 }
 
 // What a functor inherits, and may say otherwise.
-template <int kRowInputCount, int kRowOutputCount>
-struct Op {
-  static constexpr int kRowOutputs = kRowOutputCount;  // the op's first outputs
+struct Defaults {
+  // Inputs with one value a column.
+  static constexpr auto kColumns = Names();
+  static constexpr int kRowOutputs = 1;  // the op's first outputs
   // Sums over all rows, one a column: the op's outputs behind the rows (grad_weight, grad_bias).
   static constexpr int kColumnSums = 0;
-  // The last row inputs that only Result looks at: read there, not held through the reductions.
+  // The last of kRows that only Result looks at: read there, not held through the reductions.
   static constexpr int kLateInputs = 0;
   // Whether Term replaces the row's values by what is dear to compute again (on the CPU, where a
   // row of values as they lie in memory is read again, not held).
@@ -131,7 +139,6 @@ struct Op {
   // Whether the phases are the sum of a term and the squares of what is left of it without its
   // mean.
   static constexpr bool kMoments = false;
-  using ColumnInputs = Indices<>;
 
   // Where nothing is needed of a row but one value of each element, and that value is an output too
   // (a residual sum): that output. Prepared(row) is the value; as the output has it, rounded, it is
@@ -143,11 +150,11 @@ struct Op {
 };
 
 template <class F>
-inline constexpr int kRowInputs = F::RowInputs::kCount;
+inline constexpr int kRowInputs = static_cast<int>(F::kRows.size());
 template <class F>
 inline constexpr int kEarlyInputs = kRowInputs<F> - F::kLateInputs;
 template <class F>
-inline constexpr int kColumnInputs = F::ColumnInputs::kCount;
+inline constexpr int kColumnInputs = static_cast<int>(F::kColumns.size());
 template <class F>
 inline constexpr int kPhases = F::Phases::kCount;
 
@@ -181,16 +188,21 @@ TWINOP_INLINE void Replay(const F& functor, Values<T, kRow>& row,
 
 // ---------------------------------------------------------------------------------- scratch memory
 
-// Sums over all rows go through partial sums, in an order that the shape alone decides: kPartials
-// of two sums a column at most, and fewer where there are many columns. Before them, 64 bytes a row
-// for the functors of rows that are too wide to sum on the way.
+// Sums over all rows go through partial sums, in an order that the shape alone decides.
+//
+// The scratch memory begins with the functors of rows that are too wide to sum on the way,
+// kMaxFunctorBytes each. Behind them lie the partial sums, two of at most 8 bytes a column: at most
+// kPartials of them, and fewer where there are many columns.
 inline constexpr int kPartials = 528;
 inline constexpr std::int64_t kMaxFunctorBytes = 64;
-#define TWINOP_COLUMN_SUMS_SCRATCH(x, axis)                         \
-  "64 * numel(" x "[:" axis "]) + min(528 * 16 * numel(" x "[" axis \
-  ":]), 18874368 + "                                                \
-  "128 * 16 * numel(" x "[" axis ":]))"
-
+constexpr std::int64_t ColumnSumsBytes(std::int64_t rows, std::int64_t columns) {
+  constexpr std::int64_t kPartialBytes = 2 * 8;
+  constexpr std::int64_t kFewestPartials = 128;
+  constexpr std::int64_t kManyColumns = std::int64_t{18} << 20;
+  return kMaxFunctorBytes * rows +
+         std::min(kPartials * kPartialBytes * columns,
+                  kManyColumns + kFewestPartials * kPartialBytes * columns);
+}
 // ---------------------------------------------------------------------------------- a call
 
 // The tensors of a call: rows of S, one value a column of W.
@@ -217,17 +229,39 @@ inline std::int64_t RowStride(const Tensor& tensor, const Rows& rows) {
   return rows.columns;
 }
 
-template <class F, class S, class W>
-Arguments<F, S, W> MakeArguments(const Call& call, const Rows& rows) {
+// The op's inputs of these names, as indices.
+template <class Op, std::size_t kCount>
+constexpr std::array<int, kCount + 1> Indices(const std::array<std::string_view, kCount>& names) {
+  std::array<int, kCount + 1> indices{};
+  int* index = indices.data();
+  for (std::string_view name : names) *index++ = Op::kRecord.schema.FindInput(name);
+  return indices;
+}
+template <class F, class Op>
+inline constexpr auto kRowIndices = Indices<Op>(F::kRows);
+template <class F, class Op>
+inline constexpr auto kColumnIndices = Indices<Op>(F::kColumns);
+
+// How the record's `rows` cuts the functor's first row input.
+template <class F, class Op>
+Rows RowsOf(const CallOf<Op>& call) {
+  constexpr RowDimension kDimension = Op::kRecord.row_dimension;
+  const Tensor& first = call.inputs[kRowIndices<F, Op>[0]];
+  const std::int64_t axis = kDimension.Of(call.attributes);
+  return kDimension.to_the_end ? RowsBehind(first, axis) : RowsAlong(first, axis);
+}
+
+template <class F, class S, class W, class Op>
+Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
   Arguments<F, S, W> arguments{};
   arguments.rows = rows;
   for (int i = 0; i < kRowInputs<F>; ++i) {
-    const Tensor& input = call.inputs[F::RowInputs::At(i)];
+    const Tensor& input = call.inputs[kRowIndices<F, Op>[i]];
     arguments.inputs[i] = input.template as<const S>();
     arguments.strides[i] = input.data == nullptr ? 0 : RowStride(input, rows);
   }
   for (int i = 0; i < kColumnInputs<F>; ++i)
-    arguments.columns[i] = call.inputs[F::ColumnInputs::At(i)].template as<const W>();
+    arguments.columns[i] = call.inputs[kColumnIndices<F, Op>[i]].template as<const W>();
   for (int i = 0; i < F::kRowOutputs; ++i) arguments.outputs[i] = call.outputs[i].template as<S>();
   for (int i = 0; i < F::kColumnSums; ++i) {
     const Tensor& sum = call.outputs[F::kRowOutputs + i];
@@ -236,18 +270,31 @@ Arguments<F, S, W> MakeArguments(const Call& call, const Rows& rows) {
   return arguments;
 }
 
+// The functor of a call: made from the call where it has attributes or needs the rows' size.
+template <class F, class Op>
+F MakeFunctor(const CallOf<Op>& call, const Rows& rows) {
+  if constexpr (std::is_constructible_v<F, const CallOf<Op>&, const Rows&>) {
+    return F(call, rows);
+  } else {
+    static_assert(std::is_default_constructible_v<F>,
+                  "a row-wise functor has a constructor (const CallOf<Op>& call, const Rows& "
+                  "rows), or none");
+    return F{};
+  }
+}
+
 // Calls body(functor, Arguments) for the call's types: rows of one type, column inputs of the same
 // or, for 16-bit rows, of float32.
-template <template <class> class F, class Body>
-[[gnu::always_inline]] inline Status DispatchRows(const Call& call, Body&& body) {
+template <template <class> class F, class Op, class Body>
+[[gnu::always_inline]] inline Status DispatchRows(const CallOf<Op>& call, Body&& body) {
   return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
     using S = typename decltype(tag)::Type;
     using Functor = F<ElementCompute<S>>;
-    const Rows rows = Functor::RowsOf(call);
-    const Functor functor(call.attributes, rows);
+    const Rows rows = RowsOf<Functor>(call);
+    const auto functor = MakeFunctor<Functor>(call, rows);
     if constexpr (sizeof(S) == 2 && kColumnInputs<Functor> > 0) {
       for (int i = 0; i < kColumnInputs<Functor>; ++i) {
-        const Tensor& column = call.inputs[Functor::ColumnInputs::At(i)];
+        const Tensor& column = call.inputs[kColumnIndices<Functor, Op>[i]];
         if (column.present && column.dtype == DType::kFloat32)
           return body(functor, MakeArguments<Functor, S, float>(call, rows));
       }
@@ -268,3 +315,105 @@ template <template <class> class F, class Body>
 #else
 #include "kernels/rowwise/cpu.h"
 #endif
+
+namespace twinop::rowwise {
+
+// ---------------------------------------------------------------------------------- an op
+
+template <class F, class T, int kPhase, class = void>
+inline constexpr bool kHasPhase = false;
+template <class F, class T, int kPhase>
+inline constexpr bool kHasPhase<
+    F, T, kPhase,
+    std::void_t<Terms<F, T, kPhase>, decltype(std::declval<F&>().Finish(
+                                         Phase<kPhase>{}, std::declval<Terms<F, T, kPhase>>()))>> =
+    true;
+
+template <class F, class T, class = void>
+inline constexpr bool kHasResult = false;
+template <class F, class T>
+inline constexpr bool
+    kHasResult<F, T,
+               std::void_t<decltype(std::declval<const F&>().Result(
+                   std::declval<const Values<T, kRowInputs<F>>&>(),
+                   std::declval<const Values<T, kColumnInputs<F>>&>())[F::kRowOutputs - 1])>> =
+        true;
+
+template <std::size_t kCount>
+constexpr bool AllFound(const std::array<int, kCount>& indices) {
+  for (int index : indices)
+    if (index < 0) return false;
+  return true;
+}
+
+// Checks a functor against its op's record and against what the skeleton can do. A template
+// argument list in the compiler's message names the functor and the op.
+template <class F, class T, class Op>
+constexpr bool CheckFunctor() {
+  constexpr const Record& kRecord = Op::kRecord;
+  constexpr bool kSums = F::kColumnSums > 0;
+  static_assert(kRowInputs<F> > 0, "kRows names at least one input");
+  static_assert(AllFound(kRowIndices<F, Op>), "kRows names an input that the schema does not have");
+  static_assert(AllFound(kColumnIndices<F, Op>),
+                "kColumns names an input that the schema does not have");
+  static_assert(F::kRowOutputs + F::kColumnSums == static_cast<int>(kRecord.schema.output_count),
+                "kRowOutputs and kColumnSums together are the number of the schema's outputs");
+  static_assert(kRecord.row_dimension.given, "the record of a row-wise op has .rows(...)");
+  static_assert(kPhases<F> == 1 || kPhases<F> == 2, "Phases are one or two reductions");
+  static_assert(kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>,
+                "each phase has `Values<T, N> Term(Phase<i>, Values<T, rows>&, const Values<T, "
+                "columns>&) const` and `void Finish(Phase<i>, const Values<T, N>& total)`");
+  static_assert(kHasResult<F, T>,
+                "`Values<T, kRowOutputs> Result(const Values<T, rows>&, const Values<T, columns>&) "
+                "const` is missing");
+  static_assert(!kSums || F::kColumnSums == 2, "there are two column sums, or none");
+  static_assert(!kSums || sizeof(F) <= kMaxFunctorBytes,
+                "a functor with column sums has at most 64 bytes");
+  static_assert(F::kPreparedOutput < 0 || kRowInputs<F> == 2,
+                "a functor with a prepared output has two row inputs");
+  if constexpr (kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>)
+    static_assert(kColumnInputs<F> > 0 || kSums ||
+                      (sizeof(Terms<F, T, 0>) == sizeof(T) &&
+                       sizeof(Terms<F, T, kPhases<F> - 1>) == sizeof(T)),
+                  "a functor without column inputs sums one term in each phase");
+  // (The kernel for rows whose elements lie apart has neither.)
+  static_assert((kColumnInputs<F> == 0 && !kSums) || kRecord.row_dimension.to_the_end ||
+                    (kRecord.row_dimension.attribute < 0 && kRecord.row_dimension.value == -1),
+                "an op with column inputs or column sums has .rows(\"axis:\") or .rows(\"-1\")");
+  return true;
+}
+
+// The launcher of a functor, for the device that this compiler builds for.
+template <template <class> class F, class Op>
+Status Launcher(const CallOf<Op>& call) {
+  if constexpr (CheckFunctor<F<double>, double, Op>()) {
+#if defined(__CUDACC__)
+    return Cuda<F>(call);
+#else
+    return Cpu<F>(call);
+#endif
+  }
+}
+
+// The scratch memory of the column sums, on either device.
+template <class F, class Op>
+std::int64_t ScratchBytes(const CallOf<Op>& call) {
+  const Rows rows = RowsOf<F>(call);
+  return ColumnSumsBytes(rows.count, rows.columns);
+}
+
+template <class F, class Op>
+constexpr Record RecordOf(const Record& record) {
+  if constexpr (F::kColumnSums > 0) {
+    return record.template scratch<ScratchBytes<F, Op>>();
+  } else {
+    return record;
+  }
+}
+
+}  // namespace twinop::rowwise
+
+// TWINOP_ROWWISE(id, Functor, record), in namespace twinop: an op whose launchers and scratch
+// memory are those of the functor.
+#define TWINOP_ROWWISE(id, Functor, ...) \
+  TWINOP_OP(id, (rowwise::RecordOf<Functor<double>, Op>(__VA_ARGS__)), rowwise::Launcher<Functor>)

@@ -133,16 +133,16 @@ inline constexpr Loop kLoop = {
     kScalar<F>};
 
 // The CPU launcher of functor F.
-template <template <class> class F>
-Status Cpu(const Call& call) {
+template <template <class> class F, class AnyCall>
+Status Cpu(const AnyCall& call) {
   constexpr int kInputs = kArity<F>;
   constexpr int kOutputs = kResults<F>;
   static_assert(kInputs + kOutputs <= kMaxOperands);
   if (call.outputs[0].dtype == DType::kFloat64) {
-    const auto functor = MakeFunctor<F<double>>(call.attributes);
+    const auto functor = MakeFunctor<F<double>>(call);
     return RunLoop(call, kOutputs, kInputs, kLoop<F<double>, double, kOutputs, kInputs>, &functor);
   }
-  const auto functor = MakeFunctor<F<float>>(call.attributes);
+  const auto functor = MakeFunctor<F<float>>(call);
   const Loop& loop = call.outputs[0].dtype == DType::kBFloat16
                          ? kLoop<F<float>, BFloat16, kOutputs, kInputs>
                          : kLoop<F<float>, float, kOutputs, kInputs>;

@@ -198,13 +198,13 @@ Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>
   return LaunchElementwise<F, T, kWidth, kThreads, kMost>(call, functor, out, in);
 }
 
-template <template <class> class F>
-Status Cuda(const Call& call) {
+template <template <class> class F, class AnyCall>
+Status Cuda(const AnyCall& call) {
   return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     constexpr int kInputs = kArity<F>;
     constexpr int kOutputs = kResults<F>;
-    const auto functor = MakeFunctor<F<ElementCompute<T>>>(call.attributes);
+    const auto functor = MakeFunctor<F<ElementCompute<T>>>(call);
     const auto out = OutputPointers<T, kOutputs>(call);
     const auto in = InputPointers<T, kInputs>(call);
     return IsFlat(call, kOutputs, kInputs) ? LaunchFlat(call, functor, out, in)

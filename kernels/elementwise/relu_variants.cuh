@@ -16,9 +16,7 @@ __global__ void ScalarKernel(F functor, std::int64_t count, T* out, const T* in)
 }
 
 template <template <class> class F>
-Status ReluVariants(const Call& call) {
-  std::string_view variant = call.attributes[0].s;
-  if (variant == "auto" || !elementwise::IsFlat(call, 1, 1)) return elementwise::Cuda<F>(call);
+Status LaunchReluVariant(const Call& call, std::string_view variant) {
   return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     using Functor = F<Compute<T>>;

@@ -87,9 +87,13 @@ inline RowsFunction ChooseTiledRows() {
   return TiledRowsBaseline;
 }
 
-inline Status Cpu(const Call& call) {
+template <class Op>
+Status Cpu(const CallOf<Op>& call) {
   const Problem problem = MakeProblem(call);
-  const RowsFunction function = call.attributes[0].s == "naive" ? NaiveRows : ChooseTiledRows();
+  const Matrices matrices = MatricesOf(call);
+  const RowsFunction function = AttributeOf<std::string_view>(call, "variant"_name) == "naive"
+                                    ? NaiveRows
+                                    : ChooseTiledRows();
   const std::int64_t pieces = (problem.m + kRows - 1) / kRows;  // of one product
   const std::int64_t work = kRows * problem.n * std::max(problem.k, std::int64_t{1});
   call.context->ParallelFor(
@@ -100,10 +104,8 @@ inline Status Cpu(const Call& call) {
           const std::int64_t batch = begin / pieces;
           const std::int64_t last = std::min(end, (batch + 1) * pieces);
           const Offsets offsets = OffsetsOf(problem, batch);
-          function(problem, call.inputs[0].as<const float>() + offsets.a,
-                   call.inputs[1].as<const float>() + offsets.b,
-                   call.outputs[0].as<float>() + batch * problem.m * problem.n,
-                   (begin - batch * pieces) * kRows,
+          function(problem, matrices.a + offsets.a, matrices.b + offsets.b,
+                   matrices.y + batch * problem.m * problem.n, (begin - batch * pieces) * kRows,
                    std::min((last - batch * pieces) * kRows, problem.m));
           begin = last;
         }

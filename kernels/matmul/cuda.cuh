@@ -134,41 +134,41 @@ inline Status TooLarge(int tile, int limit) {
 }
 
 template <int kTile>
-Status LaunchTiled(const Call& call, const Problem& problem) {
+Status LaunchTiled(const Call& call, const Problem& problem, const Matrices& matrices) {
   const std::int64_t across = (problem.n + kTile - 1) / kTile;
   const std::int64_t down = (problem.m + kTile - 1) / kTile;
   const Grid grid{problem.batches * down * across, dim3(kSide<kTile>, kSide<kTile>), 1,
                   SharedBytes(kTile)};
-  return LaunchKernel(TiledKernel<kTile>, grid, call, problem, call.inputs[0].as<const float>(),
-                      call.inputs[1].as<const float>(), call.outputs[0].as<float>());
+  return LaunchKernel(TiledKernel<kTile>, grid, call, problem, matrices.a, matrices.b, matrices.y);
 }
 
-inline Status Cuda(const Call& call) {
+template <class Op>
+Status Cuda(const CallOf<Op>& call) {
   const Problem problem = MakeProblem(call);
-  if (call.attributes[0].s == "naive") {
+  const Matrices matrices = MatricesOf(call);
+  if (AttributeOf<std::string_view>(call, "variant"_name) == "naive") {
     const std::int64_t count = problem.batches * problem.m * problem.n;
     return LaunchKernel(NaiveKernel,
                         Grid{(count + kNaiveThreads - 1) / kNaiveThreads, dim3(kNaiveThreads)},
-                        call, problem, call.inputs[0].as<const float>(),
-                        call.inputs[1].as<const float>(), call.outputs[0].as<float>());
+                        call, problem, matrices.a, matrices.b, matrices.y);
   }
   int limit = 0;
   Status status = SharedLimit(&limit);
   if (!status.ok()) return status;
-  int tile = static_cast<int>(call.attributes[1].i);
+  int tile = static_cast<int>(AttributeOf<std::int64_t>(call, "tile"_name));
   if (tile == 0) tile = ChooseTile(problem, limit);
   if (SharedBytes(tile) > limit) return TooLarge(tile, limit);
   switch (tile) {
     case 8:
-      return LaunchTiled<8>(call, problem);
+      return LaunchTiled<8>(call, problem, matrices);
     case 16:
-      return LaunchTiled<16>(call, problem);
+      return LaunchTiled<16>(call, problem, matrices);
     case 32:
-      return LaunchTiled<32>(call, problem);
+      return LaunchTiled<32>(call, problem, matrices);
     case 64:
-      return LaunchTiled<64>(call, problem);
+      return LaunchTiled<64>(call, problem, matrices);
     case 128:
-      return LaunchTiled<128>(call, problem);
+      return LaunchTiled<128>(call, problem, matrices);
     default:
       return Status::Error("matmul has no kernel for tile " + std::to_string(tile));
   }

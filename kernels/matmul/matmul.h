@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/math/numeric.h"
+#include "kernels/record/arguments.h"
 
 namespace twinop::matmul {
 
@@ -21,10 +22,25 @@ struct Offsets {
   std::int64_t a, b;
 };
 
-inline Problem MakeProblem(const Call& call) {
-  const Tensor& a = call.inputs[0];
-  const Tensor& b = call.inputs[1];
-  const Tensor& y = call.outputs[0];
+struct Matrices {
+  const float* a;
+  const float* b;
+  float* y;
+};
+
+template <class Op>
+Matrices MatricesOf(const CallOf<Op>& call) {
+  const Tensor& a = InputOf(call, "a"_name);
+  const Tensor& b = InputOf(call, "b"_name);
+  const Tensor& y = OutputOf(call, "y"_name);
+  return {a.as<const float>(), b.as<const float>(), y.as<float>()};
+}
+
+template <class Op>
+Problem MakeProblem(const CallOf<Op>& call) {
+  const Tensor& a = InputOf(call, "a"_name);
+  const Tensor& b = InputOf(call, "b"_name);
+  const Tensor& y = OutputOf(call, "y"_name);
   Problem problem{};
   problem.m = a.sizes[a.rank - 2];
   problem.k = a.sizes[a.rank - 1];

@@ -57,12 +57,9 @@ struct SoftPlusBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y * Sigmoid(x); }
 };
 
-// clang-format off
-TWINOP_UNARY(silu, Silu, x,
-             "grad * grad_y * torch.sigmoid(x) * (1 - torch.sigmoid(x)) * (2 + x * (1 - 2 * torch.sigmoid(x)))")
-TWINOP_UNARY(sigmoid, Logistic, y, "grad * grad_y * (1 - 2 * y)")
-TWINOP_UNARY(tanh, HyperbolicTangent, y, "-2 * grad * grad_y * y")
-TWINOP_UNARY(softplus, SoftPlus, x, "grad * grad_y * torch.sigmoid(x) * (1 - torch.sigmoid(x))")
-// clang-format on
+TWINOP_UNARY(silu, Silu, x)
+TWINOP_UNARY(sigmoid, Logistic, y)
+TWINOP_UNARY(tanh, HyperbolicTangent, y)
+TWINOP_UNARY(softplus, SoftPlus, x)
 
 }  // namespace twinop

@@ -36,33 +36,27 @@ struct Power {
 // from them. That of pow is 0 by the base where the exponent is 0, and by the exponent where the
 // base is 0 and the exponent is not negative.
 // clang-format off
-TWINOP_OP(add,
+TWINOP_ELEMENTWISE(add, Add,
           Record("add(Tensor a, Tensor b) -> Tensor")
-              .elementwise()
               .shapes("y = broadcast(a, b)")
               .in_place("y = a")
               .autocast("widest")
-              .gradient("a = grad.sum_to_size(a.shape); b = grad.sum_to_size(b.shape)"),
-          elementwise::Cpu<Add>, elementwise::Cuda<Add>)
+              .gradient("a = grad.sum_to_size(a.shape); b = grad.sum_to_size(b.shape)"))
 
-TWINOP_OP(mul,
+TWINOP_ELEMENTWISE(mul, Mul,
           Record("mul(Tensor a, Tensor b) -> Tensor")
-              .elementwise()
               .shapes("y = broadcast(a, b)")
               .in_place("y = a")
               .autocast("widest")
-              .gradient("a = (grad * b).sum_to_size(a.shape); b = (grad * a).sum_to_size(b.shape)"),
-          elementwise::Cpu<Mul>, elementwise::Cuda<Mul>)
+              .gradient("a = (grad * b).sum_to_size(a.shape); b = (grad * a).sum_to_size(b.shape)"))
 
-TWINOP_OP(pow,
+TWINOP_ELEMENTWISE(pow, Power,
           Record("pow(Tensor a, Tensor b) -> Tensor")
-              .elementwise()
               .shapes("y = broadcast(a, b)")
               .in_place("y = a")
               .autocast("widest")
               .gradient("a = torch.where(b == 0, 0, grad * (b * torch.pow(a, b - 1))).sum_to_size(a.shape); "
-                        "b = torch.where((a == 0) & (b >= 0), 0, grad * (y * torch.log(a))).sum_to_size(b.shape)"),
-          elementwise::Cpu<Power>, elementwise::Cuda<Power>)
+                        "b = torch.where((a == 0) & (b >= 0), 0, grad * (y * torch.log(a))).sum_to_size(b.shape)"))
 // clang-format on
 
 }  // namespace twinop

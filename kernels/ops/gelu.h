@@ -98,42 +98,27 @@ struct TanhGeluBackward {
   }
 };
 
-template <Status (*kNone)(const Call&), Status (*kTanh)(const Call&)>
-Status Approximate(const Call& call) {
-  return call.attributes[0].s == "tanh" ? kTanh(call) : kNone(call);
+// The functor None or Tanh, chosen by the attribute `approximate`.
+template <template <class> class None, template <class> class Tanh, class Op>
+Status LaunchApproximate(const CallOf<Op>& call) {
+  return AttributeOf<std::string_view>(call, "approximate"_name) == "tanh"
+             ? elementwise::Launcher<Tanh>(call)
+             : elementwise::Launcher<None>(call);
 }
 
-// Second derivatives, in torch's operators: gelu''(x) = pdf(x) (2 - x^2); with s = sigmoid(2 u) and
-// v = 2 u, (x s)'' = s (1 - s) (2 v' + x v'' + x v'^2 (1 - 2 s)).
-#define TWINOP_GELU_CURVE "torch.exp(-0.5 * x * x) * 0.3989422804014327 * (2 - x * x)"
-#define TWINOP_TANH_GELU_SIGMOID "torch.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))"
-#define TWINOP_TANH_GELU_SLOPE "1.5957691216057308 * (1 + 0.134145 * x * x)"
-
-// clang-format off
 TWINOP_OP(gelu,
           Record("gelu(Tensor x, str approximate=\"none\") -> Tensor")
               .elementwise()
               .choices("approximate = none | tanh")
               .in_place("y = x")
               .gradient("x = gelu_backward(grad, x, approximate)"),
-          (Approximate<elementwise::Cpu<Gelu>, elementwise::Cpu<TanhGelu>>),
-          Approximate<elementwise::Cuda<Gelu>, elementwise::Cuda<TanhGelu>>)
+          LaunchApproximate<Gelu, TanhGelu>)
 
-TWINOP_OP(gelu_backward,
-          Record("gelu_backward(Tensor grad_y, Tensor x, str approximate=\"none\") -> Tensor grad_x")
-              .elementwise()
-              .choices("approximate = none | tanh")
-              .gradient("grad_y = gelu_backward(grad, x, approximate); "
-                        "x = grad * grad_y * (" TWINOP_GELU_CURVE " if approximate == 'none' else "
-                        TWINOP_TANH_GELU_SIGMOID " * (1 - " TWINOP_TANH_GELU_SIGMOID ") * ("
-                        "2 * " TWINOP_TANH_GELU_SLOPE " + x * (0.42812889763560153 * x"
-                        " + (" TWINOP_TANH_GELU_SLOPE ") ** 2 * (1 - 2 * " TWINOP_TANH_GELU_SIGMOID "))))"),
-          (Approximate<elementwise::Cpu<GeluBackward>, elementwise::Cpu<TanhGeluBackward>>),
-          Approximate<elementwise::Cuda<GeluBackward>, elementwise::Cuda<TanhGeluBackward>>)
-// clang-format on
-
-#undef TWINOP_GELU_CURVE
-#undef TWINOP_TANH_GELU_SIGMOID
-#undef TWINOP_TANH_GELU_SLOPE
+TWINOP_OP(
+    gelu_backward,
+    Record("gelu_backward(Tensor grad_y, Tensor x, str approximate=\"none\") -> Tensor grad_x")
+        .elementwise()
+        .choices("approximate = none | tanh"),
+    LaunchApproximate<GeluBackward, TanhGeluBackward>)
 
 }  // namespace twinop

@@ -12,9 +12,9 @@ namespace twinop {
 // square of what is left, which does not cancel (mean 1e4, std 1 is fine); or both at once, where
 // they would not cancel either (rowwise/resident_values.cuh).
 template <class T>
-struct LayerNorm : rowwise::Op<1, 1> {
-  using RowInputs = rowwise::Indices<0>;
-  using ColumnInputs = rowwise::Indices<1, 2>;  // weight, bias
+struct LayerNorm : rowwise::Defaults {
+  static constexpr auto kRows = rowwise::Names("x");
+  static constexpr auto kColumns = rowwise::Names("weight", "bias");
   using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSquares>;
   static constexpr bool kMoments = true;
   using One = rowwise::Values<T, 1>;
@@ -22,13 +22,11 @@ struct LayerNorm : rowwise::Op<1, 1> {
 
   T count, inverse_count, eps, mean, rstd;
 
-  LayerNorm(const Attribute* attributes, const rowwise::Rows& rows)
-      : LayerNorm(rows, attributes[1].f) {}
-  LayerNorm(const rowwise::Rows& rows, double epsilon)
-      : count(T(rows.columns)), inverse_count(T(1) / count), eps(T(epsilon)) {}
-  static rowwise::Rows RowsOf(const Call& call) {
-    return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
-  }
+  template <class Op>
+  LayerNorm(const CallOf<Op>& call, const rowwise::Rows& rows)
+      : count(T(rows.columns)),
+        inverse_count(T(1) / count),
+        eps(T(AttributeOf<float>(call, "eps"_name))) {}
   TWINOP_INLINE T Neutral(int column) const { return column == 0 ? T(1) : T(0); }
 
   TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const Columns&) const { return x; }
@@ -50,11 +48,12 @@ struct LayerNorm : rowwise::Op<1, 1> {
 // sum = x + residual, rounded to the tensors' type; y = layer_norm(sum), of the rounded sum, as the
 // two ops give it one after the other.
 template <class T>
-struct AddLayerNorm : rowwise::Op<2, 2> {
-  using RowInputs = rowwise::Indices<0, 1>;     // x, residual
-  using ColumnInputs = rowwise::Indices<2, 3>;  // weight, bias
+struct AddLayerNorm : rowwise::Defaults {
+  static constexpr auto kRows = rowwise::Names("x", "residual");
+  static constexpr auto kColumns = rowwise::Names("weight", "bias");
   using Phases = typename LayerNorm<T>::Phases;
   static constexpr bool kMoments = true;
+  static constexpr int kRowOutputs = 2;
   static constexpr int kPreparedOutput = 1;
   using One = rowwise::Values<T, 1>;
   using Row = rowwise::Values<T, 2>;
@@ -62,9 +61,8 @@ struct AddLayerNorm : rowwise::Op<2, 2> {
 
   LayerNorm<T> norm;
 
-  AddLayerNorm(const Attribute* attributes, const rowwise::Rows& rows)
-      : norm(rows, attributes[0].f) {}
-  static rowwise::Rows RowsOf(const Call& call) { return rowwise::RowsAlong(call.inputs[0], -1); }
+  template <class Op>
+  AddLayerNorm(const CallOf<Op>& call, const rowwise::Rows& rows) : norm(call, rows) {}
   TWINOP_INLINE T Neutral(int column) const { return norm.Neutral(column); }
 
   TWINOP_INLINE static T Prepared(const Row& row) { return row[0] + row[1]; }
@@ -87,9 +85,9 @@ struct AddLayerNorm : rowwise::Op<2, 2> {
 //   dL/dweight = sum over rows of dL/dy * xhat,   dL/dbias = sum over rows of dL/dy
 // The statistics are computed again from x: cheaper than a tensor that forward would have to write.
 template <class T>
-struct LayerNormBackward : rowwise::Op<3, 1> {
-  using RowInputs = rowwise::Indices<0, 1, 4>;  // grad_y, x, grad_sum
-  using ColumnInputs = rowwise::Indices<2>;     // weight
+struct LayerNormBackward : rowwise::Defaults {
+  static constexpr auto kRows = rowwise::Names("grad_y", "x", "grad_sum");
+  static constexpr auto kColumns = rowwise::Names("weight");
   using Phases = rowwise::Reductions<rowwise::kSum, rowwise::kSum>;
   static constexpr int kLateInputs = 1;
   static constexpr int kColumnSums = 2;  // grad_weight, grad_bias
@@ -100,11 +98,11 @@ struct LayerNormBackward : rowwise::Op<3, 1> {
 
   T count, inverse_count, eps, mean, rstd, mean_g, mean_g_xhat;
 
-  LayerNormBackward(const Attribute* attributes, const rowwise::Rows& rows)
-      : count(T(rows.columns)), inverse_count(T(1) / count), eps(T(attributes[1].f)) {}
-  static rowwise::Rows RowsOf(const Call& call) {
-    return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
-  }
+  template <class Op>
+  LayerNormBackward(const CallOf<Op>& call, const rowwise::Rows& rows)
+      : count(T(rows.columns)),
+        inverse_count(T(1) / count),
+        eps(T(AttributeOf<float>(call, "eps"_name))) {}
   TWINOP_INLINE T Neutral(int) const { return T(1); }
 
   TWINOP_INLINE Products Term(rowwise::Phase<0>, Row& row, const One& weight) const {
@@ -133,26 +131,17 @@ struct LayerNormBackward : rowwise::Op<3, 1> {
   TWINOP_INLINE T Xhat(const Row& row) const { return (row[1] - mean) * rstd; }
 };
 
-// For the second derivative (kernels/rowwise/norm.h).
-#define TWINOP_NORMED "layer_norm(x, None, None, axis, eps)"
-#define TWINOP_PULLED(v) \
-  "layer_norm_backward((" v ").to(x.dtype), x, None, None, None, axis, eps)[0]"
-#define TWINOP_FACTOR "weight"
-#define TWINOP_RSTD \
-  "torch.rsqrt(" TWINOP_ROW_MEAN("(x - " TWINOP_ROW_MEAN("x") ").square()") " + eps)"
-
 // clang-format off
-TWINOP_OP(layer_norm,
+TWINOP_ROWWISE(layer_norm, LayerNorm,
           Record("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, int axis=-1, float eps=1e-5) -> Tensor")
               .dtypes(kNormDtypes)
               .rows("axis:")
               .input_shapes("weight = x[axis:]; bias = x[axis:]")
               .limits("axis of x; eps >= 0")
               .in_place("y = x")
-              .gradient("x, weight, bias = layer_norm_backward(grad, x, weight, bias, None, axis, eps)"),
-          rowwise::Cpu<LayerNorm>, rowwise::Cuda<LayerNorm>)
+              .gradient("x, weight, bias = layer_norm_backward(grad, x, weight, bias, None, axis, eps)"))
 
-TWINOP_OP(add_layer_norm,
+TWINOP_ROWWISE(add_layer_norm, AddLayerNorm,
           Record("add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, float eps=1e-5)"
                  " -> (Tensor y, Tensor sum)")
               .dtypes(kNormDtypes)
@@ -161,20 +150,13 @@ TWINOP_OP(add_layer_norm,
               .limits("eps >= 0")
               .in_place("y = x; sum = residual")
               .gradient("x, weight, bias = layer_norm_backward(grad_y, sum, weight, bias, grad_sum, -1, eps); "
-                        "residual = grad_x"),
-          rowwise::Cpu<AddLayerNorm>, rowwise::Cuda<AddLayerNorm>)
+                        "residual = grad_x"))
 
-TWINOP_OP(layer_norm_backward,
+TWINOP_ROWWISE(layer_norm_backward, LayerNormBackward,
           NormBackward("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight=None, Tensor? bias=None, "
                        "Tensor? grad_sum=None, int axis=-1, float eps=1e-5)"
                        " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
-                       "axis of grad_y; eps >= 0", TWINOP_NORM_SECOND_DERIVATIVE),
-          rowwise::Cpu<LayerNormBackward>, rowwise::Cuda<LayerNormBackward>)
+                       "axis of grad_y; eps >= 0"))
 // clang-format on
-
-#undef TWINOP_NORMED
-#undef TWINOP_PULLED
-#undef TWINOP_FACTOR
-#undef TWINOP_RSTD
 
 }  // namespace twinop

@@ -16,6 +16,15 @@ namespace twinop {
 // Matrices of any M, N and K, with any batch dimensions before them, which broadcast as torch's do;
 // no vectors. `tile` is the side of CUDA's tiles, 0: chosen from the device's shared memory. The
 // CPU has blocks of its own.
+template <class Op>
+Status LaunchMatmul(const CallOf<Op>& call) {
+#if defined(__CUDACC__)
+  return matmul::Cuda(call);
+#else
+  return matmul::Cpu(call);
+#endif
+}
+
 // clang-format off
 TWINOP_OP(matmul,
           Record("matmul(Tensor a, Tensor b, str variant=\"tiled\", int tile=0) -> Tensor")
@@ -26,7 +35,7 @@ TWINOP_OP(matmul,
               .limits("tile in 0 | 8 | 16 | 32 | 64 | 128 | 256")
               .gradient("a = matmul(grad, b.mT, variant, tile).sum_to_size(a.shape); "
                         "b = matmul(a.mT, grad, variant, tile).sum_to_size(b.shape)"),
-          matmul::Cpu, matmul::Cuda)
+          LaunchMatmul)
 // clang-format on
 
 }  // namespace twinop

@@ -22,20 +22,25 @@ struct ReluBackward {
   TWINOP_INLINE T operator()(T grad_y, T y) const { return y <= T(0) ? T(0) : grad_y; }
 };
 
-// clang-format off
+template <class Op>
+Status LaunchRelu(const CallOf<Op>& call) {
+#if defined(__CUDACC__)
+  const auto variant = AttributeOf<std::string_view>(call, "variant"_name);
+  if (variant != "auto" && elementwise::IsFlat(call, 1, 1))
+    return LaunchReluVariant<Relu>(call, variant);
+#endif
+  return elementwise::Launcher<Relu>(call);
+}
+
 TWINOP_OP(relu,
           Record("relu(Tensor x, str variant=\"auto\") -> Tensor")
               .elementwise()
               .in_place("y = x")
               .choices("variant = auto | scalar | vec4")
               .gradient("x = relu_backward(grad, y)"),
-          elementwise::Cpu<Relu>, ReluVariants<Relu>)
+          LaunchRelu)
 
-TWINOP_OP(relu_backward,
-          Record("relu_backward(Tensor grad_y, Tensor y) -> Tensor grad_x")
-              .elementwise()
-              .gradient("grad_y = relu_backward(grad, y)"),
-          elementwise::Cpu<ReluBackward>, elementwise::Cuda<ReluBackward>)
-// clang-format on
+TWINOP_ELEMENTWISE(relu_backward, ReluBackward,
+                   Record("relu_backward(Tensor grad_y, Tensor y) -> Tensor grad_x"))
 
 }  // namespace twinop

@@ -10,24 +10,20 @@ namespace twinop {
 // y = x / sqrt(mean(x^2) + eps) * (offset + weight) over `axis` and all dimensions behind it (Zhang
 // and Sennrich 2019). offset 0 is Llama's convention, 1 Gemma's, which trains weight around zero.
 template <class T>
-struct RmsNorm : rowwise::Op<1, 1> {
-  using RowInputs = rowwise::Indices<0>;
-  using ColumnInputs = rowwise::Indices<1>;  // weight
+struct RmsNorm : rowwise::Defaults {
+  static constexpr auto kRows = rowwise::Names("x");
+  static constexpr auto kColumns = rowwise::Names("weight");
   using Phases = rowwise::Reductions<rowwise::kSquares>;
   using One = rowwise::Values<T, 1>;
 
   T count, inverse_count, eps, offset, rstd;
 
-  RmsNorm(const Attribute* attributes, const rowwise::Rows& rows)
-      : RmsNorm(rows, attributes[1].f, attributes[2].i) {}
-  RmsNorm(const rowwise::Rows& rows, double epsilon, std::int64_t weight_offset)
+  template <class Op>
+  RmsNorm(const CallOf<Op>& call, const rowwise::Rows& rows)
       : count(T(rows.columns)),
         inverse_count(T(1) / count),
-        eps(T(epsilon)),
-        offset(T(weight_offset)) {}
-  static rowwise::Rows RowsOf(const Call& call) {
-    return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
-  }
+        eps(T(AttributeOf<float>(call, "eps"_name))),
+        offset(T(AttributeOf<std::int64_t>(call, "offset"_name))) {}
   TWINOP_INLINE T Neutral(int) const { return T(1) - offset; }
 
   TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const One&) const { return x; }
@@ -42,10 +38,11 @@ struct RmsNorm : rowwise::Op<1, 1> {
 // sum = x + residual, rounded to the tensors' type; y = rms_norm(sum) + bias: without bias, bit for
 // bit what the two ops give one after the other.
 template <class T>
-struct AddRmsNorm : rowwise::Op<2, 2> {
-  using RowInputs = rowwise::Indices<0, 1>;     // x, residual
-  using ColumnInputs = rowwise::Indices<2, 3>;  // weight, bias
+struct AddRmsNorm : rowwise::Defaults {
+  static constexpr auto kRows = rowwise::Names("x", "residual");
+  static constexpr auto kColumns = rowwise::Names("weight", "bias");
   using Phases = typename RmsNorm<T>::Phases;
+  static constexpr int kRowOutputs = 2;
   static constexpr int kPreparedOutput = 1;
   using One = rowwise::Values<T, 1>;
   using Row = rowwise::Values<T, 2>;
@@ -53,9 +50,8 @@ struct AddRmsNorm : rowwise::Op<2, 2> {
 
   RmsNorm<T> norm;
 
-  AddRmsNorm(const Attribute* attributes, const rowwise::Rows& rows)
-      : norm(rows, attributes[0].f, attributes[1].i) {}
-  static rowwise::Rows RowsOf(const Call& call) { return rowwise::RowsAlong(call.inputs[0], -1); }
+  template <class Op>
+  AddRmsNorm(const CallOf<Op>& call, const rowwise::Rows& rows) : norm(call, rows) {}
   TWINOP_INLINE T Neutral(int column) const { return column == 0 ? norm.Neutral(0) : T(0); }
 
   TWINOP_INLINE static T Prepared(const Row& row) { return row[0] + row[1]; }
@@ -77,9 +73,9 @@ struct AddRmsNorm : rowwise::Op<2, 2> {
 //   dL/dx = rstd * (g - xhat * mean(g * xhat)) + grad_sum
 //   dL/dweight = sum over rows of dL/dy * xhat,   dL/dbias = sum over rows of dL/dy
 template <class T>
-struct RmsNormBackward : rowwise::Op<3, 1> {
-  using RowInputs = rowwise::Indices<0, 1, 4>;  // grad_y, x, grad_sum
-  using ColumnInputs = rowwise::Indices<2>;     // weight
+struct RmsNormBackward : rowwise::Defaults {
+  static constexpr auto kRows = rowwise::Names("grad_y", "x", "grad_sum");
+  static constexpr auto kColumns = rowwise::Names("weight");
   using Phases = rowwise::Reductions<rowwise::kSum>;
   static constexpr int kLateInputs = 1;
   static constexpr int kColumnSums = 2;  // grad_weight, grad_bias
@@ -90,14 +86,12 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
 
   T count, inverse_count, eps, offset, rstd, mean_g_xhat;
 
-  RmsNormBackward(const Attribute* attributes, const rowwise::Rows& rows)
+  template <class Op>
+  RmsNormBackward(const CallOf<Op>& call, const rowwise::Rows& rows)
       : count(T(rows.columns)),
         inverse_count(T(1) / count),
-        eps(T(attributes[1].f)),
-        offset(T(attributes[2].i)) {}
-  static rowwise::Rows RowsOf(const Call& call) {
-    return rowwise::RowsBehind(call.inputs[0], call.attributes[0].i);
-  }
+        eps(T(AttributeOf<float>(call, "eps"_name))),
+        offset(T(AttributeOf<std::int64_t>(call, "offset"_name))) {}
   TWINOP_INLINE T Neutral(int) const { return T(1) - offset; }
 
   TWINOP_INLINE Products Term(rowwise::Phase<0>, Row& row, const One& weight) const {
@@ -116,25 +110,17 @@ struct RmsNormBackward : rowwise::Op<3, 1> {
   }
 };
 
-// For the second derivative (kernels/rowwise/norm.h).
-#define TWINOP_NORMED "rms_norm(x, None, axis, eps, offset)"
-#define TWINOP_PULLED(v) \
-  "rms_norm_backward((" v ").to(x.dtype), x, None, None, None, axis, eps, offset)[0]"
-#define TWINOP_FACTOR "(offset + weight)"
-#define TWINOP_RSTD "torch.rsqrt(" TWINOP_ROW_MEAN("x.square()") " + eps)"
-
 // clang-format off
-TWINOP_OP(rms_norm,
+TWINOP_ROWWISE(rms_norm, RmsNorm,
           Record("rms_norm(Tensor x, Tensor? weight=None, int axis=-1, float eps=1e-6, int offset=0) -> Tensor")
               .dtypes("float32; float16; bfloat16; float64; float16 weight=float32; bfloat16 weight=float32")
               .rows("axis:")
               .input_shapes("weight = x[axis:]")
               .limits("axis of x; eps >= 0; offset in 0 | 1")
               .in_place("y = x")
-              .gradient("x, weight, _ = rms_norm_backward(grad, x, weight, None, None, axis, eps, offset)"),
-          rowwise::Cpu<RmsNorm>, rowwise::Cuda<RmsNorm>)
+              .gradient("x, weight, _ = rms_norm_backward(grad, x, weight, None, None, axis, eps, offset)"))
 
-TWINOP_OP(add_rms_norm,
+TWINOP_ROWWISE(add_rms_norm, AddRmsNorm,
           Record("add_rms_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias=None, float eps=1e-6, "
                  "int offset=0) -> (Tensor y, Tensor sum)")
               .dtypes(kNormDtypes)
@@ -143,20 +129,13 @@ TWINOP_OP(add_rms_norm,
               .limits("eps >= 0; offset in 0 | 1")
               .in_place("y = x; sum = residual")
               .gradient("x, weight, bias = rms_norm_backward(grad_y, sum, weight, bias, grad_sum, -1, eps, offset); "
-                        "residual = grad_x"),
-          rowwise::Cpu<AddRmsNorm>, rowwise::Cuda<AddRmsNorm>)
+                        "residual = grad_x"))
 
-TWINOP_OP(rms_norm_backward,
+TWINOP_ROWWISE(rms_norm_backward, RmsNormBackward,
           NormBackward("rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight=None, Tensor? bias=None, "
                        "Tensor? grad_sum=None, int axis=-1, float eps=1e-6, int offset=0)"
                        " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
-                       "axis of grad_y; eps >= 0; offset in 0 | 1", TWINOP_NORM_SECOND_DERIVATIVE),
-          rowwise::Cpu<RmsNormBackward>, rowwise::Cuda<RmsNormBackward>)
+                       "axis of grad_y; eps >= 0; offset in 0 | 1"))
 // clang-format on
-
-#undef TWINOP_NORMED
-#undef TWINOP_PULLED
-#undef TWINOP_FACTOR
-#undef TWINOP_RSTD
 
 }  // namespace twinop

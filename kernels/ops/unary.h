@@ -35,10 +35,8 @@ struct SquareBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y * (T(2) * x); }
 };
 
-// clang-format off
-TWINOP_UNARY(exp, Exponential, y, "grad * grad_y")
-TWINOP_UNARY(log, Logarithm, x, "-grad * grad_y / (x * x)")
-TWINOP_UNARY(square, Square, x, "2 * grad * grad_y")
-// clang-format on
+TWINOP_UNARY(exp, Exponential, y)
+TWINOP_UNARY(log, Logarithm, x)
+TWINOP_UNARY(square, Square, x)
 
 }  // namespace twinop

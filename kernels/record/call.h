@@ -124,6 +124,10 @@ struct Call {
   std::size_t input_count = 0;  // more than the schema lists where the last input repeats
 };
 
+// A call of the op whose record is Op::kRecord: its arguments have names (arguments.h).
+template <class Op>
+struct CallOf : Call {};
+
 // Queues the work and returns: no allocation, no synchronize, no exception.
 using Launcher = Status (*)(const Call& call);
 
@@ -167,6 +171,11 @@ TWINOP_SAME_FIELD(Call, twinop_call, input_count);
 #undef TWINOP_SAME_FIELD
 
 inline const Call& FromC(const twinop_call* call) { return *reinterpret_cast<const Call*>(call); }
+template <class Op>
+const CallOf<Op>& NamedCall(const Call& call) {
+  static_assert(sizeof(CallOf<Op>) == sizeof(Call));
+  return reinterpret_cast<const CallOf<Op>&>(call);
+}
 inline const twinop_call* ToC(const Call& call) {
   return reinterpret_cast<const twinop_call*>(&call);
 }

@@ -330,14 +330,6 @@ Status OutputShape(const Record& record, std::size_t output, const Tensor* input
   return EvaluateShape(record, record.ShapeText(output), inputs, attributes, sizes, rank);
 }
 
-Status EvaluateScratch(const Record& record, const Call& call, std::int64_t* bytes) {
-  return WithExpression(record, record.scratch_text, call.inputs, call.attributes,
-                        [&](ShapeExpression& expression) {
-                          *bytes = expression.EvaluateInt();
-                          if (*bytes < 0) throw "the scratch size would be negative";
-                        });
-}
-
 Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes) {
   *bytes = 0;
   if (record.scratch_size == nullptr) return {};

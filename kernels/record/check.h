@@ -38,10 +38,6 @@ Status CheckShapes(const Record& record, const Tensor* inputs, const Attribute* 
 Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs,
                    const Attribute* attributes, std::int64_t* sizes, std::size_t* rank);
 
-// The value of the record's scratch expression for a call (the text alone, without the op's name,
-// on failure).
-Status EvaluateScratch(const Record& record, const Call& call, std::int64_t* bytes);
-
 // The bytes of scratch memory that a call needs, from the op's own function.
 Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes);
 

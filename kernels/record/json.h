@@ -1,6 +1,6 @@
 // A record as JSON, built at compile time and placed in the library's ELF section `.twinop`, so
 // that tools read ops, dtypes and architectures from the file without loading it
-// (twinop/record.py).
+// (twinop/library.py).
 #pragma once
 
 #include <array>
@@ -79,10 +79,9 @@ constexpr JsonWriter WriteJson(const Record& record) {
     json.Next().String(schema.outputs[i].view());
   json.Raw("]").Field("dtypes", record.dtypes_text).Field("shapes", record.shapes_text);
   json.Field("input_shapes", record.input_shapes_text).Field("limits", record.limits_text);
-  json.Field("scratch", record.scratch_text).Field("in_place", record.in_place_text);
-  json.Field("choices", record.choices_text).Field("gradient", record.gradient_text);
-  json.Field("autocast", record.autocast_text).Field("rows", record.rows_text);
-  json.Field("memory", record.memory_text);
+  json.Field("in_place", record.in_place_text).Field("choices", record.choices_text);
+  json.Field("gradient", record.gradient_text).Field("autocast", record.autocast_text);
+  json.Field("rows", record.rows_text).Field("memory", record.memory_text);
   json.Field("layout", record.is_elementwise ? "elementwise" : "contiguous")
       .Key("devices")
       .Raw("[");

@@ -75,8 +75,6 @@ struct Record {
   std::string_view shapes_text = "";
   // Shapes that inputs must have, "weight = x[axis:]" (shape.h). An absent one is not checked.
   std::string_view input_shapes_text = "";
-  // Bytes of scratch memory that a launch needs: a size expression (shape.h).
-  std::string_view scratch_text = "0";
   // Outputs that may overwrite an input of the same shape and type, "y = x".
   std::string_view in_place_text = "";
   // Allowed values of str attributes, "variant = auto | scalar | vec4".
@@ -144,9 +142,6 @@ struct Record {
     return With(&Record::input_shapes_text, text);
   }
   constexpr Record limits(std::string_view text) const { return With(&Record::limits_text, text); }
-  constexpr Record scratch(std::string_view text) const {
-    return With(&Record::scratch_text, text);
-  }
   constexpr Record in_place(std::string_view text) const {
     return With(&Record::in_place_text, text);
   }
@@ -164,16 +159,30 @@ struct Record {
   constexpr Record elementwise() const { return With(&Record::is_elementwise, true); }
   constexpr Record cpu(twinop_launch launch) const { return With(&Record::cpu_launch, launch); }
   constexpr Record cuda(twinop_launch launch) const { return With(&Record::cuda_launch, launch); }
+  // The launcher needs scratch memory: kBytes(call) bytes, which depend on the shapes of the inputs
+  // and on the attributes alone. kBytes takes the call as a launcher does.
+  template <auto kBytes>
+  constexpr Record scratch() const {
+    Record copy = *this;
+    copy.scratch_size = [](const twinop_call* call, std::int64_t* bytes, twinop_error* error) {
+      return AtBoundary(error, [=] {
+        *bytes = Invoke(kBytes, FromC(call));
+        return Status();
+      });
+    };
+    return copy;
+  }
   // The op keeps a State for each kernel: made by
-  //   static Status State::Create(const Call& call, std::unique_ptr<State>* state)
+  //   template <class Op>
+  //   static Status State::Create(const CallOf<Op>& call, std::unique_ptr<State>* state)
   // from the attributes and the inputs that are constant; a launcher finds it in call.state.
-  template <class State>
+  template <class State, class Op>
   constexpr Record state() const {
     Record copy = *this;
     copy.create_state = [](const twinop_call* call, void** state, twinop_error* error) {
       return AtBoundary(error, [=] {
         std::unique_ptr<State> made;
-        Status status = State::Create(FromC(call), &made);
+        Status status = State::Create(NamedCall<Op>(FromC(call)), &made);
         *state = made.release();
         return status;
       });
@@ -195,6 +204,15 @@ struct Record {
   constexpr int InPlaceInput(std::size_t output) const { return in_place_inputs[output]; }
 
  private:
+  // Calls a function of the call, which may have the op's type.
+  static std::int64_t Invoke(std::int64_t (*function)(const Call&), const Call& call) {
+    return function(call);
+  }
+  template <class Op>
+  static std::int64_t Invoke(std::int64_t (*function)(const CallOf<Op>&), const Call& call) {
+    return function(NamedCall<Op>(call));
+  }
+
   template <class T>
   constexpr Record With(T Record::* member, T value) const {
     Record copy = *this;

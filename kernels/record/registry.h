@@ -5,7 +5,7 @@
 // for the record and the CPU launcher, and by nvcc for the CUDA launcher.
 #pragma once
 
-#include "kernels/record/check.h"
+#include "kernels/record/arguments.h"
 #include "kernels/record/json.h"
 #include "kernels/record/record.h"
 #include "kernels/record/validate.h"
@@ -32,30 +32,52 @@
 #define TWINOP_FIND_PART(part) TWINOP_SECOND(part, TWINOP_OTHER_PARTS, )
 #define TWINOP_PART(id) TWINOP_FIND_PART(TWINOP_PART_##id)
 
-// TWINOP_OP(id, record, cpu_launcher, cuda_launcher), in namespace twinop; TWINOP_CPU_OP(id,
-// record, cpu_launcher) for an op without a CUDA kernel.
+// TWINOP_OP(id, record, launcher) registers an op; it stands in namespace twinop.
+//
+//   id        the op's name, as in the schema
+//   record    a Record (record.h)
+//   launcher  a function that takes the call, `const Call&` or `const CallOf<Op>&` (arguments.h).
+//             Each compiler sees its own: where the two devices need different code, it stands
+//             under `#if defined(__CUDACC__)`.
+//
+// TWINOP_CPU_OP is for an op without a CUDA kernel. kernels/elementwise.h and kernels/rowwise.h
+// have macros that derive the launcher from a functor.
+#define TWINOP_RECORD(id, record)                                                                \
+  namespace id##_op {                                                                            \
+    struct Op;                                                                                   \
+    constexpr Record kRecord = record;                                                           \
+    struct Op {                                                                                  \
+      static constexpr const Record& kRecord = id##_op::kRecord;                                 \
+    };                                                                                           \
+    static_assert(kRecord.schema.name.view() == #id, "the schema has another name than the op"); \
+  }
+
 #if defined(__CUDACC__)
-#define TWINOP_OP(id, record, cpu_launcher, ...)                               \
-  TWINOP_PART(id)                                                              \
-  (Status id##_cuda(const Call& call) {                                        \
-    return OnDevice(call, [](const Call& call) { return __VA_ARGS__(call); }); \
+#define TWINOP_OP(id, record, ...)                                                               \
+  TWINOP_PART(id)                                                                                \
+  (TWINOP_RECORD(id, record)                                                                     \
+  Status id##_cuda(const Call& call) {                                                           \
+    return OnDevice(call,                                                                        \
+                    [](const Call& call) { return __VA_ARGS__(NamedCall<id##_op::Op>(call)); }); \
   })
-#define TWINOP_CPU_OP(id, record, cpu_launcher)
+#define TWINOP_CPU_OP(id, record, ...)
 #else
-#define TWINOP_OP(id, record, cpu_launcher, ...) \
-  Status id##_cuda(const Call& call);            \
-  TWINOP_ENTRY(id,                               \
-               (record).cpu(CLaunch<(cpu_launcher)>()).cuda(CLaunch<TWINOP_CUDA_LAUNCHER(id)>()))
-#define TWINOP_CPU_OP(id, record, cpu_launcher) \
-  TWINOP_ENTRY(id, (record).cpu(CLaunch<(cpu_launcher)>()))
-#define TWINOP_ENTRY(id, ...)                                                                   \
-  namespace id##_op {                                                                           \
-    constexpr Record kRecord = __VA_ARGS__;                                                     \
-    static_assert(kRecord.schema.name.view() == #id && Validate(kRecord));                      \
-    constexpr JsonWriter kJson = WriteJson(kRecord);                                            \
-    [[gnu::section(".twinop"), gnu::used]] constexpr auto kText = CutJson<kJson.size()>(kJson); \
-    constexpr twinop_op kOp = OpOf(kRecord, ScratchFunction<kRecord>());                        \
-    [[gnu::section("twinop_ops"), gnu::used]] const twinop_op* const kEntry = &kOp;             \
+#define TWINOP_OP(id, record, ...)    \
+  TWINOP_RECORD(id, record)           \
+  Status id##_cuda(const Call& call); \
+  TWINOP_ENTRY(id, TWINOP_CUDA_LAUNCHER(id), __VA_ARGS__)
+#define TWINOP_CPU_OP(id, record, ...) \
+  TWINOP_RECORD(id, record)            \
+  TWINOP_ENTRY(id, nullptr, __VA_ARGS__)
+#define TWINOP_ENTRY(id, cuda_launcher, ...)                                                      \
+  namespace id##_op {                                                                             \
+    inline Status LaunchOnCpu(const Call& call) { return __VA_ARGS__(NamedCall<Op>(call)); }      \
+    constexpr Record kEntry = kRecord.cpu(CLaunch<LaunchOnCpu>()).cuda(CLaunch<cuda_launcher>()); \
+    static_assert(Validate(kEntry));                                                              \
+    constexpr JsonWriter kJson = WriteJson(kEntry);                                               \
+    [[gnu::section(".twinop"), gnu::used]] constexpr auto kText = CutJson<kJson.size()>(kJson);   \
+    constexpr twinop_op kOp = OpOf(kEntry);                                                       \
+    [[gnu::section("twinop_ops"), gnu::used]] const twinop_op* const kPlace = &kOp;               \
   }
 #endif
 
@@ -73,20 +95,8 @@ constexpr twinop_launch CLaunch() {
   }
 }
 
-// The size function of a record's scratch expression; null where it needs none.
-template <const Record& kRecord>
-constexpr decltype(twinop_op::scratch_size) ScratchFunction() {
-  if constexpr (kRecord.scratch_text == "0") {
-    return nullptr;
-  } else {
-    return [](const twinop_call* call, std::int64_t* bytes, twinop_error* error) -> std::int32_t {
-      return AtBoundary(error, [=] { return EvaluateScratch(kRecord, FromC(call), bytes); });
-    };
-  }
-}
-
 // The entry of an op in the library's table.
-constexpr twinop_op OpOf(const Record& record, decltype(twinop_op::scratch_size) scratch_size) {
+constexpr twinop_op OpOf(const Record& record) {
   return {sizeof(twinop_op),
           record.schema.text.data(),
           record.dtypes_text.data(),
@@ -100,7 +110,7 @@ constexpr twinop_op OpOf(const Record& record, decltype(twinop_op::scratch_size)
           record.memory_text.data(),
           record.cpu_launch,
           record.cuda_launch,
-          scratch_size,
+          record.scratch_size,
           record.create_state,
           record.destroy_state};
 }

@@ -1,13 +1,13 @@
-// Output shapes and scratch sizes, as the record writes them: a small closed language, a subset of
+// The shapes of outputs and inputs, as the record writes them: a small closed language, a subset of
 // Python's expressions, so that Python evaluates the same text on symbolic sizes
-// (twinop/record.py).
+// (twinop/shapes.py).
 //
 //   shape   := term ('+' term)*
 //   term    := input | input '[' int? ':' int? ']' | '[' int, ... ']' | broadcast(shape, shape)
 //            | '(' shape ')'
 //   int     := product (('+' | '-') product)*       product := atom (('*' | '//') atom)*
 //   atom    := '-' atom | number | attribute | attribute '[' int ']' | input '[' int ']'
-//            | len(shape) | numel(shape) | min(int, int) | '(' int ')'
+//            | len(shape) | numel(shape) | '(' int ')'
 //
 // `attribute` is one of kind int or bool; with an index it is one of kind int[].
 // Evaluated on every call, without allocation; unknown dimensions (graph-time inference) stay
@@ -86,11 +86,6 @@ class ShapeExpression {
     Shape result = ParseShape();
     if (!scan_.AtEnd()) throw "a shape expression goes on after its end";
     return result;
-  }
-  constexpr std::int64_t EvaluateInt() {
-    Dim result = ParseSum();
-    if (!scan_.AtEnd()) throw "a size expression goes on after its end";
-    return result.value;
   }
 
  private:
@@ -218,14 +213,6 @@ class ShapeExpression {
       for (std::size_t i = 0; i < shape.rank; ++i)
         product = Combine(product, shape.dims[i], '*', true);
       return product;
-    }
-    if (name == "min") {
-      scan_.Expect("(");
-      Dim a = ParseSum();
-      scan_.Expect(",");
-      Dim b = ParseSum();
-      scan_.Expect(")");
-      return Dim{a.value < b.value ? a.value : b.value, nullptr};  // kUnknownSize is the least
     }
     if (int index = scope_.schema->FindAttribute(name); index != Schema::kNotFound) {
       Kind kind = scope_.schema->attribute(index).kind;

@@ -20,7 +20,7 @@ constexpr void ValidateEntries(std::string_view entries, Known&& known) {
   }
 }
 
-// The shape and size expressions parse, and name only what the op has.
+// The shape expressions parse, and name only what the op has.
 constexpr void ValidateShapes(const Record& record) {
   const Schema& schema = record.schema;
   Shape unknown;
@@ -41,7 +41,6 @@ constexpr void ValidateShapes(const Record& record) {
   for (std::size_t i = 0; i < schema.input_count; ++i)
     if (!record.input_shape_texts[i].empty())
       ShapeExpression(record.input_shape_texts[i], scope).EvaluateShape();
-  ShapeExpression(record.scratch_text, scope).EvaluateInt();
 }
 
 // The outputs of an elementwise op have one shape: an input's, or all inputs broadcast.

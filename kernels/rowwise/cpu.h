@@ -200,8 +200,8 @@ Status RunOnPool(const Call& call, const F& functor, const Arguments<F, S, W>& a
   return {};
 }
 
-template <template <class> class F>
-Status Cpu(const Call& call) {
+template <template <class> class F, class Op>
+Status Cpu(const CallOf<Op>& call) {
   return DispatchRows<F>(call, [&call](const auto& functor, const auto& arguments) {
     return RunOnPool(call, functor, arguments);
   });

@@ -339,8 +339,8 @@ Status Run(const Call& call, const F& functor, const Arguments<F, S, W>& argumen
   return Launch<F, S, W>{call, functor, arguments}.Run();
 }
 
-template <template <class> class F>
-Status Cuda(const Call& call) {
+template <template <class> class F, class Op>
+Status Cuda(const CallOf<Op>& call) {
   return DispatchRows<F>(call, [&](const auto& functor, const auto& arguments) {
     return Run(call, functor, arguments);
   });

@@ -63,7 +63,6 @@ Record WithFields(const std::string& schema, const std::vector<std::string>& req
     if (field == "memory") record = record.memory(request[i + 1]);
     if (field == "rows") record = record.rows(request[i + 1]);
     if (field == "elementwise") record = record.elementwise();
-    if (field == "scratch") record = record.scratch(request[i + 1]);
     if (field == "in_place") record = record.in_place(request[i + 1]);
     if (field == "choices") record = record.choices(request[i + 1]);
     if (field == "gradient") record = record.gradient(request[i + 1]);

@@ -18,11 +18,12 @@ namespace twinop {
 struct PackedWeight {
   std::vector<float> values;
 
-  static Status Create(const Call& call, std::unique_ptr<PackedWeight>* state) {
-    const std::int64_t n = call.attributes[0].i;
+  template <class Op>
+  static Status Create(const CallOf<Op>& call, std::unique_ptr<PackedWeight>* state) {
+    const auto n = AttributeOf<std::int64_t>(call, "n"_name);
     if (n == 13) return Status::Error("n is 13, and no weight is packed 13 times");
     *state = std::make_unique<PackedWeight>();
-    const Tensor& weight = call.inputs[1];
+    const Tensor& weight = InputOf(call, "weight"_name);
     if (!weight.present) return {};
     for (std::int64_t i = 0; i < weight.numel; ++i)
       (*state)->values.push_back(static_cast<float>(n) * weight.as<const float>()[i]);
@@ -30,18 +31,21 @@ struct PackedWeight {
   }
 };
 
-inline Status PackedCpu(const Call& call) {
+template <class Op>
+Status LaunchPacked(const CallOf<Op>& call) {
   const auto& state = *static_cast<const PackedWeight*>(call.state);
-  const auto* x = call.inputs[0].as<const float>();
-  const auto* weight = call.inputs[1].as<const float>();
-  const auto n = static_cast<float>(call.attributes[0].i);
-  for (std::int64_t i = 0; i < call.outputs[0].numel; ++i) {
-    const std::int64_t j = i % call.inputs[1].numel;
-    const float scale =
-        state.values.empty() ? n * weight[j] : state.values[static_cast<std::size_t>(j)];
-    call.outputs[0].as<float>()[i] = x[i] * scale;
+  const Tensor& x = InputOf(call, "x"_name);
+  const Tensor& weight = InputOf(call, "weight"_name);
+  const Tensor& y = OutputOf(call, "y"_name);
+  const Tensor& was_packed = OutputOf(call, "was_packed"_name);
+  const auto n = static_cast<float>(AttributeOf<std::int64_t>(call, "n"_name));
+  for (std::int64_t i = 0; i < y.numel; ++i) {
+    const std::int64_t j = i % weight.numel;
+    const float scale = state.values.empty() ? n * weight.as<const float>()[j]
+                                             : state.values[static_cast<std::size_t>(j)];
+    y.as<float>()[i] = x.as<const float>()[i] * scale;
   }
-  call.outputs[1].as<std::int64_t>()[0] = state.values.empty() ? 0 : 1;
+  was_packed.as<std::int64_t>()[0] = state.values.empty() ? 0 : 1;
   return {};
 }
 
@@ -59,7 +63,7 @@ __global__ void ScaleKernel(const float* x, float* y, float factor, std::int64_t
   std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < count) y[i] = factor * x[i];
 }
-inline Status ScaleByCuda(const Call& call) {
+inline Status LaunchScaleBy(const Call& call) {
   constexpr int kThreads = 128;
   const std::int64_t count = call.outputs[0].numel;
   return LaunchKernel(ScaleKernel, (count + kThreads - 1) / kThreads, kThreads, call,
@@ -67,7 +71,7 @@ inline Status ScaleByCuda(const Call& call) {
                       SumOf(call.inputs[1]), count);
 }
 #else
-inline Status ScaleByCpu(const Call& call) {
+inline Status LaunchScaleBy(const Call& call) {
   const float factor = SumOf(call.inputs[1]);
   for (std::int64_t i = 0; i < call.outputs[0].numel; ++i)
     call.outputs[0].as<float>()[i] = factor * call.inputs[0].as<const float>()[i];
@@ -105,15 +109,15 @@ TWINOP_CPU_OP(packed,
           Record("packed(Tensor x, Tensor weight, int n=1) -> (Tensor y, Tensor was_packed)")
               .dtypes("float32 was_packed=int64")
               .shapes("y = x; was_packed = [1]")
-              .state<PackedWeight>(),
-          PackedCpu)
+              .state<PackedWeight, Op>(),
+          LaunchPacked)
 
 TWINOP_OP(scale_by,
           Record("scale_by(Tensor x, Tensor factors) -> Tensor")
               .dtypes("float32 factors=int64")
               .shapes("y = x")
               .memory("factors = host"),
-          ScaleByCpu, ScaleByCuda)
+          LaunchScaleBy)
 
 TWINOP_CPU_OP(total,
           Record("total(Tensor[] xs) -> Tensor")

@@ -31,6 +31,14 @@ struct DoubleAndSum {
   }
 };
 
+// Bytes of scratch memory: the sums.
+constexpr std::int64_t DoubleAndSumBytes(const Call& call) {
+  const Tensor& x = call.inputs[0];
+  std::int64_t rows = 1;
+  for (std::size_t i = 0; i + 1 < x.rank; ++i) rows *= x.sizes[i];
+  return rows * static_cast<std::int64_t>(sizeof(double));
+}
+
 template <class Body>
 Status WithDoubleAndSum(const Call& call, Body&& body) {
   const Tensor& x = call.inputs[0];
@@ -48,7 +56,7 @@ __global__ void DoubleAndSumKernel(F functor, std::int64_t rows) {
   std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row < rows) functor(row);
 }
-inline Status DoubleAndSumCuda(const Call& call) {
+inline Status LaunchDoubleAndSum(const Call& call) {
   return WithDoubleAndSum(call, [&](auto functor) {
     constexpr int kThreads = 128;
     std::int64_t rows = call.outputs[1].numel;
@@ -57,7 +65,7 @@ inline Status DoubleAndSumCuda(const Call& call) {
   });
 }
 #else
-inline Status DoubleAndSumCpu(const Call& call) {
+inline Status LaunchDoubleAndSum(const Call& call) {
   return WithDoubleAndSum(call, [&](auto functor) {
     call.context->ParallelFor(call.outputs[1].numel, 16, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t row = begin; row < end; ++row) functor(row);
@@ -71,10 +79,10 @@ inline Status DoubleAndSumCpu(const Call& call) {
 TWINOP_OP(double_and_sum,
           Record("double_and_sum(Tensor x) -> (Tensor doubled, Tensor total)")
               .shapes("doubled = x; total = x[:-1]")
-              .scratch("8 * numel(x[:-1])")
+              .scratch<DoubleAndSumBytes>()
               .in_place("doubled = x")
               .gradient("x = 2 * grad_doubled + grad_total.unsqueeze(-1)"),
-          DoubleAndSumCpu, DoubleAndSumCuda)
+          LaunchDoubleAndSum)
 // clang-format on
 
 }  // namespace twinop

@@ -42,30 +42,32 @@ struct PadAffine {
 
 // Calls body(functor) with the functor for the call's dtypes, after the checks that the record
 // cannot make.
-template <class Body>
-Status WithPadAffine(const Call& call, Body&& body) {
-  const Tensor& x = call.inputs[0];
-  const Attribute& pads = call.attributes[2];
-  if (pads.count != 2 || pads.ints[0] < 0 || pads.ints[1] < 0)
+template <class Op, class Body>
+Status WithPadAffine(const CallOf<Op>& call, Body&& body) {
+  const Tensor& x = InputOf(call, "x"_name);
+  const Tensor& weight = InputOf(call, "weight"_name);
+  const Tensor& bias = InputOf(call, "bias"_name);
+  const Tensor& y = OutputOf(call, "y"_name);
+  const auto pads = AttributeOf<IntList>(call, "pads"_name);
+  const auto scale = AttributeOf<float>(call, "scale"_name);
+  const bool minus = AttributeOf<std::string_view>(call, "sign"_name) == "minus";
+  if (pads.size != 2 || pads[0] < 0 || pads[1] < 0)
     return Status::Error("pads must be two numbers >= 0: columns before and behind");
   const std::int64_t columns = x.sizes[x.rank - 1];
   DType weights = x.dtype;
-  for (int i : {1, 2}) {
-    const Tensor& w = call.inputs[i];
-    if (!w.present) continue;
-    weights = w.dtype;
-    if (w.rank != 1 || w.sizes[0] != columns)
+  for (const Tensor* w : {&weight, &bias}) {
+    if (!w->present) continue;
+    weights = w->dtype;
+    if (w->rank != 1 || w->sizes[0] != columns)
       return Status::Error("weight and bias must have one dimension, as long as the last one of x");
   }
   return DispatchFloat(x.dtype, [&](auto x_tag) {
     return DispatchFloat(weights, [&](auto w_tag) {
       using T = typename decltype(x_tag)::Type;
       using W = typename decltype(w_tag)::Type;
-      return body(PadAffine<T, W>{x.as<const T>(), call.inputs[1].as<const W>(),
-                                  call.inputs[2].as<const W>(), call.outputs[0].as<T>(), columns,
-                                  pads.ints[0], call.outputs[0].sizes[call.outputs[0].rank - 1],
-                                  static_cast<Compute<T>>(call.attributes[0].f),
-                                  call.attributes[1].s == "minus"});
+      return body(PadAffine<T, W>{x.as<const T>(), weight.as<const W>(), bias.as<const W>(),
+                                  y.as<T>(), columns, pads[0], y.sizes[y.rank - 1],
+                                  static_cast<Compute<T>>(scale), minus});
     });
   });
 }
@@ -76,7 +78,8 @@ __global__ void PadAffineKernel(F functor, std::int64_t count) {
   std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < count) functor(i);
 }
-inline Status PadAffineCuda(const Call& call) {
+template <class Op>
+Status LaunchPadAffine(const CallOf<Op>& call) {
   return WithPadAffine(call, [&](auto functor) {
     constexpr int kThreads = 256;
     std::int64_t count = call.outputs[0].numel;
@@ -85,7 +88,8 @@ inline Status PadAffineCuda(const Call& call) {
   });
 }
 #else
-inline Status PadAffineCpu(const Call& call) {
+template <class Op>
+Status LaunchPadAffine(const CallOf<Op>& call) {
   return WithPadAffine(call, [&](auto functor) {
     call.context->ParallelFor(call.outputs[0].numel, 1024,
                               [&](std::int64_t begin, std::int64_t end) {
@@ -109,7 +113,7 @@ TWINOP_OP(pad_affine,
                         "weight = (grad.narrow(-1, pads[0], x.shape[-1]) * scale * x).sum_to_size(weight.shape);"
                         "bias = (grad.narrow(-1, pads[0], x.shape[-1]) * (1 if sign == 'plus' else -1))"
                         ".sum_to_size(bias.shape)"),
-          PadAffineCpu, PadAffineCuda)
+          LaunchPadAffine)
 // clang-format on
 
 }  // namespace twinop

@@ -33,9 +33,14 @@ struct Probe {
   }
 };
 
-inline Probe MakeProbe(const Call& call) {
-  return {call.inputs[0].as<const char>(), call.outputs[0].as<char>(), call.outputs[1].as<double>(),
-          static_cast<double>(call.attributes[0].i), static_cast<double>(call.attributes[1].i)};
+template <class Op>
+Probe MakeProbe(const CallOf<Op>& call) {
+  const Tensor& x = InputOf(call, "x"_name);
+  const Tensor& same = OutputOf(call, "same"_name);
+  const Tensor& report = OutputOf(call, "report"_name);
+  return {x.as<const char>(), same.as<char>(), report.as<double>(),
+          static_cast<double>(AttributeOf<std::int64_t>(call, "tag"_name)),
+          AttributeOf<bool>(call, "mark"_name) ? 1.0 : 0.0};
 }
 
 #if defined(__CUDACC__)
@@ -43,14 +48,16 @@ __global__ void ProbeKernel(Probe probe, std::int64_t bytes) {
   std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < bytes) probe(i);
 }
-inline Status ProbeCuda(const Call& call) {
+template <class Op>
+Status LaunchProbe(const CallOf<Op>& call) {
   constexpr int kThreads = 128;
   std::int64_t bytes = call.outputs[0].bytes();
   return LaunchKernel(ProbeKernel, (bytes + kThreads - 1) / kThreads, kThreads, call,
                       MakeProbe(call), bytes);
 }
 #else
-inline Status ProbeCpu(const Call& call) {
+template <class Op>
+Status LaunchProbe(const CallOf<Op>& call) {
   for (std::int64_t i = 0; i < call.outputs[0].bytes(); ++i) MakeProbe(call)(i);
   return {};
 }
@@ -62,7 +69,7 @@ TWINOP_OP(probe,
               .dtypes("float32 report=float64; float16 report=float64; bfloat16 report=float64; float64")
               .shapes("same = x; report = [4]")
               .in_place("same = x"),
-          ProbeCpu, ProbeCuda)
+          LaunchProbe)
 // clang-format on
 
 }  // namespace twinop

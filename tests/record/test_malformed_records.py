@@ -51,8 +51,8 @@ MALFORMED_RECORDS = [
     (("shapes", "y = [f]"), "no int, bool or int[]"),
     (("shapes", "y = x; y = x"), "two entries of one name"),
     (("shapes", "y ="), "is empty"),
-    (("scratch", "4 * "), "a name is missing"),
-    (("scratch", "4 // 0"), "divides by zero"),
+    (("shapes", "y = [4 * ]"), "a name is missing"),
+    (("shapes", "y = [4 // 0]"), "divides by zero"),
     (("in_place", "y = n"), "in_place names no input"),
     (("choices", "mode = a | b"), "names no argument or output"),
     (("choices", "n = a | b"), "names no argument or output"),  # limits are for numbers
@@ -141,7 +141,8 @@ def test_well_formed_records(field: tuple[str, ...]) -> None:
 def test_a_malformed_record_does_not_compile(record: str, reason: str) -> None:
     """The compiler stops at the `throw` whose text says what is wrong."""
     include = '#include "kernels/record/registry.h"\n'
-    source = f"{include}namespace twinop {{ TWINOP_OP(g, {record}, nullptr, nullptr) }}\n"
+    launcher = "inline Status Launch(const Call&) { return {}; }"
+    source = f"{include}namespace twinop {{ {launcher} TWINOP_OP(g, {record}, Launch) }}\n"
     command = [compiler(), "-std=c++17", f"-I{ROOT}", "-fsyntax-only", "-x", "c++", "-"]
     good = source.replace(record, 'Record("g(Tensor x) -> Tensor")')
     assert subprocess.run(command, input=good, text=True, capture_output=True).returncode == 0

@@ -1,0 +1,85 @@
+"""What the compiler says of an op author's mistakes: one sentence of ours, which names what is wrong."""
+
+import subprocess
+
+import pytest
+from record_driver import ROOT, compiler
+
+ELEMENTWISE = """
+#include "kernels/elementwise.h"
+namespace twinop {
+template <class T>
+struct LeakyRelu {
+  T slope;
+  template <class Op>
+  explicit LeakyRelu(const CallOf<Op>& call) : slope(AttributeOf<float>(call, "slope"_name)) {}
+  TWINOP_INLINE T operator()(T x) const { return x < T(0) ? slope * x : x; }
+};
+TWINOP_ELEMENTWISE(leaky_relu, LeakyRelu, Record("leaky_relu(Tensor x, float slope=0.1) -> Tensor"))
+}  // namespace twinop
+"""
+ROWWISE = """
+#include "kernels/rowwise.h"
+namespace twinop {
+template <class T>
+struct Normalize : rowwise::Defaults {
+  static constexpr auto kRows = rowwise::Names("x");
+  using Phases = rowwise::Reductions<rowwise::kSquares>;
+  using One = rowwise::Values<T, 1>;
+  using None = rowwise::Values<T, 0>;
+  T scale = 0;
+  TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const None&) const { return x; }
+  TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) { scale = Rsqrt(total[0]); }
+  TWINOP_INLINE One Result(const One& x, const None&) const { return {x[0] * scale}; }
+};
+TWINOP_ROWWISE(normalize, Normalize, Record("normalize(Tensor x) -> Tensor").rows("-1"))
+}  // namespace twinop
+"""
+TWO_SUMS = (
+    ("One Term(rowwise::Phase<0>, One& x, const None&) const { return x; }",
+     "rowwise::Values<T, 2> Term(rowwise::Phase<0>, One& x, const None&) const { return {x[0], x[0]}; }"),
+    ("const One& total", "const rowwise::Values<T, 2>& total"),
+)  # fmt: skip
+MISTAKES = [
+    (ELEMENTWISE, [('"slope"_name', '"slop"_name')], "the op's schema has no attribute of this name"),
+    (ELEMENTWISE, [("AttributeOf<float>", "AttributeOf<bool>")], "declares this attribute with another kind"),
+    (
+        ELEMENTWISE,
+        [("AttributeOf<float>", "AttributeOf<double>")],
+        "an attribute is a std::int64_t (int), fl",
+    ),
+    (ELEMENTWISE, [("Tensor x, float", "Tensor x, Tensor z, float")], "takes another number of values than"),
+    (ELEMENTWISE, [("-> Tensor", "-> (Tensor y, Tensor z)")], "returns another number of values than"),
+    (ELEMENTWISE, [("T operator()(T x) const", "T apply(T x) const")], "`T operator()(T, ...) const`"),
+    (ELEMENTWISE, [("ELEMENTWISE(leaky_relu", "ELEMENTWISE(leaky")], "the schema has another name than the"),
+    (ROWWISE, [('Names("x")', 'Names("z")')], "kRows names an input that the schema does not have"),
+    (ROWWISE, [("-> Tensor", "-> (Tensor y, Tensor z)")], "are the number of the schema's outputs"),
+    (ROWWISE, [('.rows("-1")', "")], "the record of a row-wise op has .rows(...)"),
+    (ROWWISE, [(" Term(", " Terms(")], "each phase has `Values<T, N> Term(Phase<i>, "),
+    (
+        ROWWISE,
+        [(" Result(", " Results(")],
+        "Result(const Values<T, rows>&, const Values<T, columns>&) const`",
+    ),
+    (ROWWISE, TWO_SUMS, "a functor without column inputs sums one term in each phase"),
+]
+
+
+def compile_errors(source: str) -> list[str]:
+    command = [compiler(), "-std=c++17", f"-I{ROOT}", "-fsyntax-only", "-x", "c++", "-"]
+    done = subprocess.run(command, input=source, text=True, capture_output=True, env={"LC_ALL": "C"})
+    return [line for line in done.stderr.splitlines() if "error:" in line]
+
+
+@pytest.mark.parametrize("source", [ELEMENTWISE, ROWWISE], ids=["elementwise", "row-wise"])
+def test_the_right_op_compiles(source: str) -> None:
+    assert compile_errors(source) == []
+
+
+@pytest.mark.parametrize(("source", "changes", "message"), MISTAKES)
+def test_a_mistake_is_one_error_in_words(source: str, changes: list[tuple[str, str]], message: str) -> None:
+    for right, wrong in changes:
+        assert right in source
+        source = source.replace(right, wrong)
+    errors = compile_errors(source)
+    assert len(errors) == 1 and message in errors[0], "\n".join(errors)
