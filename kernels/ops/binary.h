@@ -24,7 +24,7 @@ template <class T>
 struct Power {
   static constexpr int kLoads = 2;
   static constexpr int kRegisters = sizeof(T) == 8 ? 64 : kIsReduced<T> ? 40 : 32;
-  static constexpr bool kHasPlain = true;  // on CUDA: elementwise/cuda.cuh
+  static constexpr bool kHasPlain = true;          // on CUDA: elementwise/cuda.cuh
   static constexpr bool kScalar = sizeof(T) == 8;  // on the CPU the C library's pow
 
   TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }

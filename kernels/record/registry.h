@@ -55,8 +55,7 @@
 #if defined(__CUDACC__)
 #define TWINOP_OP(id, record, ...)                                                               \
   TWINOP_PART(id)                                                                                \
-  (TWINOP_RECORD(id, record)                                                                     \
-  Status id##_cuda(const Call& call) {                                                           \
+  (TWINOP_RECORD(id, record) Status id##_cuda(const Call& call) {                                \
     return OnDevice(call,                                                                        \
                     [](const Call& call) { return __VA_ARGS__(NamedCall<id##_op::Op>(call)); }); \
   })

@@ -149,7 +149,7 @@ def test_opcheck(record: Record, device: str) -> None:
         tensor = (tensor.abs() + 0.5).to(device)  # positive: log and pow have derivatives everywhere
         if strided:
             tensor = torch.stack([tensor, tensor]).movedim(0, -1)[..., 0]
-        return tensor.requires_grad_(bool(record.gradient))
+        return tensor.requires_grad_(bool(record.gradient) or record.is_backward)
 
     for dtypes, strided in ((record.combinations[0], False), (record.combinations[-1], True)):
         sample = make_sample(record, dtypes, (4, 6), tame=True)
