@@ -1,7 +1,8 @@
 # CUDA or not: sets TWINOP_CUDA, enables the language and chooses the architectures.
 #
-# TWINOP_CUDA_ARCHS (variable or environment): `native` (default; 90 where there is no GPU), `all` (what
-# wheels use), or a list like `80;90`.
+# TWINOP_CUDA_ARCHS (variable or environment): `native` (default; 90-real where there is no GPU), `all`
+# (what wheels use), or a list like `80;90`. Only the last of a list has PTX, which newer GPUs compile for
+# themselves; `-real` leaves it out.
 include(CheckLanguage)
 
 set(TWINOP_CUDA_ARCHS "native" CACHE STRING "CUDA architectures: native, all, or a list such as 80,90")
@@ -41,11 +42,11 @@ if(wanted STREQUAL "native")
   list(TRANSFORM gpus REPLACE "\\." "")
   list(REMOVE_DUPLICATES gpus)
   set(wanted ${gpus})
-  list(TRANSFORM wanted APPEND "-real")  # the GPUs are known: no PTX for others
-  if(NOT wanted)
+  if(NOT gpus)
     set(wanted 90)
     message(STATUS "CUDA: no GPU here to ask; building for sm_90 (TWINOP_CUDA_ARCHS chooses)")
   endif()
+  list(TRANSFORM wanted APPEND "-real")
 elseif(wanted STREQUAL "all")
   set(wanted "")
   foreach(arch 75 80 86 89 90 100 120)
