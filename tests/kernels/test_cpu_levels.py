@@ -31,7 +31,7 @@ def all_results() -> dict[str, torch.Tensor]:
     found = {}
     for record in ALL.values():
         for dtypes in record.combinations:
-            for i, sample in enumerate(samples(record, dtypes)):
+            for i, sample in enumerate(list(samples(record, dtypes))[::2]):
                 for name, tensor in zip(record.outputs, run_in_torch(record, sample), strict=True):
                     found[f"{record.name}.{name} {'-'.join(dtypes.values())} {i}"] = tensor
     for dtype in map(torch_dtype, DTYPES):

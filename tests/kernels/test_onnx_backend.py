@@ -120,6 +120,7 @@ def test_what_is_excluded() -> None:
     assert {name: why for name, case in CASES.items() if (why := reason(case.model))} == EXCLUDED
 
 
+@pytest.mark.slow  # it makes the cases of all operators
 @pytest.mark.filterwarnings("ignore")  # of other operators' cases, while they are made
 def test_no_case_is_missed() -> None:
     assert set(of_one_node(node_cases.collect_testcases())) == set(CASES)

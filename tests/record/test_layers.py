@@ -26,7 +26,6 @@ from twinop.record import DOMAIN, DOMAIN_VERSION, Record
 
 ALL = torch_op.records()  # with the backward ops
 CPU = ["CPUExecutionProvider"]
-NO_SECOND_DERIVATIVE: set[str] = set()
 each_op = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
 
 

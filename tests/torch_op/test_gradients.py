@@ -3,6 +3,7 @@
 `test_torch_op.py` has the rest of autograd for single ops (opcheck, transforms, layouts).
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from references import advice, reference_of
 from samples import (
+    ALL,
     DEVICES,
     RECORDS,
     Sample,
@@ -23,6 +25,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from ulps import as_tuple, compute
 
 from twinop import torch_op
+from twinop.errors import RecordError
 from twinop.record import Record
 
 each_op = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
@@ -97,7 +100,7 @@ def test_gradients_against_fp64(record: Record, dtypes: dict[str, str], device: 
 @each_op
 def test_gradcheck(record: Record, device: str) -> None:
     dtypes = record.combinations[-1] if record.name == "matmul" else double(record)
-    for sample in small(record, dtypes, device):
+    for i, sample in enumerate(small(record, dtypes, device)):
         sample = leaves(smooth(record, sample))
         given = {name: t for name, t in sample.inputs.items() if t is not None}
 
@@ -105,12 +108,22 @@ def test_gradcheck(record: Record, device: str) -> None:
             inputs = dict.fromkeys(sample.inputs) | dict(zip(given, tensors, strict=True))
             return call(record, Sample(inputs, sample.attributes))
 
+        # Every derivative by every element with the first sample; the others along random directions.
+        options: dict[str, Any] = {"atol": 1e-7, "rtol": 1e-5, "fast_mode": i > 0}
         if record.name == "matmul":  # fp32 only
-            options: dict[str, Any] = {"eps": 1e-2, "atol": 1e-2, "rtol": 1e-2}
-        else:
-            options = {"atol": 1e-7, "rtol": 1e-5}
+            options = {"eps": 1e-2, "atol": 1e-2, "rtol": 1e-2}
         assert gradcheck(function, tuple(given.values()), **options), str(sample)
-        assert gradgradcheck(function, tuple(given.values()), **options), str(sample)
+        if has_second_derivative(record):
+            assert gradgradcheck(function, tuple(given.values()), **options), str(sample)
+        else:
+            with pytest.raises(RecordError, match="it can be differentiated once, not twice"):
+                gradgradcheck(function, tuple(given.values()))
+
+
+def has_second_derivative(record: Record) -> bool:
+    """Whether the backward ops in the op's formulas have formulas of their own."""
+    used = [ALL[name] for name in re.findall(r"\w+_backward", record.gradient)]
+    return all(backward.gradients for backward in used)
 
 
 def double(record: Record) -> dict[str, str]:
@@ -122,7 +135,7 @@ def double(record: Record) -> dict[str, str]:
 def test_gradients_are_the_same_on_every_run(record: Record, device: str) -> None:
     """Bit for bit, also from another number of threads and at other addresses."""
     for dtypes in (record.combinations[0], record.combinations[-1]):
-        for shape in ((1000, 34), (3, 4098)):
+        for shape in ((1000, 34), (3, 514 if record.name == "matmul" else 4098)):
             sample = make_sample(record, dtypes, shape, 11, tame=True).to(device)
             sample = leaves(smooth(record, sample))
             first = gradients(record, sample, call(record, sample))
@@ -172,7 +185,7 @@ def test_compile_without_graph_break(record: Record, device: str) -> None:
         return sum(y.double().sin().sum() for y in as_tuple(getattr(torch_op, record.name)(*tensors)))
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for width in (6, 8, 10):  # the second one makes it dynamic
+    for width in (6, 8):  # the second one makes it dynamic
         sample = leaves(smooth(record, make_sample(record, dtypes, (5, width), width, tame=True).to(device)))
         given: Any = list(sample.inputs.values())
         found, expected = compiled(*given), function(*given)

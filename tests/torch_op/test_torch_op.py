@@ -142,7 +142,7 @@ def test_func_grad_of_the_dispatcher_op_names_the_function() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
 def test_opcheck(record: Record, device: str) -> None:
-    """Every op, backward ones too: schema, fake, autograd registration and tracing, with views as well."""
+    """Every op, backward ones too: schema, fake, autograd registration, tracing; views with the first two."""
     op = getattr(ops, record.name).default
 
     def prepared(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
@@ -151,10 +151,11 @@ def test_opcheck(record: Record, device: str) -> None:
             tensor = torch.stack([tensor, tensor]).movedim(0, -1)[..., 0]
         return tensor.requires_grad_(bool(record.gradient) or record.is_backward)
 
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
     for dtypes, strided in ((record.combinations[0], False), (record.combinations[-1], True)):
         sample = make_sample(record, dtypes, (4, 6), tame=True)
         tensors = sample.map(lambda tensor: prepared(tensor, strided)).inputs.values()  # noqa: B023
-        opcheck(op, tuple(tensors), sample.attributes)
+        opcheck(op, tuple(tensors), sample.attributes, test_utils=checks[:2] if strided else checks)
 
 
 INDUCTOR_ON_CPU = pytest.mark.skipif(
@@ -162,8 +163,9 @@ INDUCTOR_ON_CPU = pytest.mark.skipif(
 )
 
 
+# Inductor takes half a minute on a CPU. Every op is compiled by test_gradients.py, without inductor.
 @INDUCTOR_ON_CPU
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), DEVICES[1]])
 def test_compile_without_graph_break(device: str) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return (torch_op.relu(x) * 2 + ops.relu(-x) + torch_op.CustomReLU()(x)).sum()

@@ -1,0 +1,114 @@
+"""The guides docs/adding-*.md are true: their blocks are applied to a copy of the tree, built, and tested.
+
+A block behind the line "`file`:" is a new file; one behind "`file`, at the end:" is added to a file. The test
+builds all pages at once, for the CPU, without the other ops. Blocks of `python` run in the result.
+"""
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from record_driver import ROOT, compiler
+
+PAGES = sorted((ROOT / "docs").glob("adding-*.md"))
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+STEP = re.compile(
+    r"^`(?P<file>[\w/.]+)`(?P<end>, at the end)?:\n\n```\w+\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"(?<!:\n\n)^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "build-*", "__pycache__", ".*_cache", "results")
+# An editable installation of the checkout would take its modules from there.
+NOT_EDITABLE = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
+"""
+
+
+def op_of(page: Path) -> str:
+    """The name of the op that a page adds: that of its header."""
+    (header,) = (step["file"] for step in STEP.finditer(page.read_text()) if not step["end"])
+    return Path(header).stem
+
+
+def apply(page: Path, folder: Path) -> None:
+    """Does what the page's steps say, in `folder`."""
+    for step in STEP.finditer(page.read_text()):
+        path = folder / step["file"]
+        assert path.exists() == bool(step["end"]), f"{page.name}: {step['file']}"
+        before = f"{path.read_text()}\n\n" if step["end"] else ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(before + step["text"])
+
+
+@each_page
+def test_a_page_writes_two_files(page: Path, tmp_path: Path) -> None:
+    steps = {step["file"]: step["text"] for step in STEP.finditer(page.read_text())}
+    header = f"kernels/ops/{op_of(page)}.h"
+    assert set(steps) == {header, "export/bodies.py"}
+    (function,) = ast.parse(steps["export/bodies.py"]).body
+    assert isinstance(function, ast.FunctionDef) and function.name == op_of(page)
+    assert [
+        shlex.split(line) for block in COMMANDS.findall(page.read_text()) for line in block.splitlines()
+    ] == [
+        ["./build.sh"],
+        ["./build.sh", "test", "-k", op_of(page)],
+    ]
+    (tmp_path / "op.cpp").write_text(steps[header].replace("#pragma once\n", ""))
+    command = [compiler(), "-std=c++17", f"-I{ROOT}", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    done = subprocess.run([*command, str(tmp_path / "op.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A copy of the tree with all pages applied and their ops built, and the environment to use it in."""
+    folder = tmp_path_factory.mktemp("guides") / "twinop"
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=LEFT_OUT)
+    for page in PAGES:
+        apply(page, folder)
+    options = {
+        "TWINOP_WITH_CUDA": "OFF",
+        "TWINOP_OPS": ";".join(map(op_of, PAGES)),
+        "Python_EXECUTABLE": sys.executable,
+    }
+    configure = ["cmake", "--preset", "default", *(f"-D{name}={value}" for name, value in options.items())]
+    for command in (configure, ["cmake", "--build", "--preset", "default"]):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    hook = folder / "not_editable"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(NOT_EDITABLE)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    paths = {"PYTHONPATH": f"{hook}{os.pathsep}{folder}", "TWINOP_LIBRARY_DIR": str(folder / "build")}
+    return folder, env | paths
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@each_page
+def test_the_pages_op_works(page: Path, tree: tuple[Path, dict[str, str]]) -> None:
+    folder, env = tree
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+        return done.stdout
+
+    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", op_of(page))
+    passed = re.search(r"(\d+) passed", said)
+    assert passed and int(passed[1]) > 80, said[-2000:]
+    assert "failed" not in said and "error" not in said, said[-2000:]
+    programs = PROGRAM.findall(page.read_text())
+    assert programs
+    for program in programs:
+        run("-c", program)
+    run("-m", "twinop.bench", "--ops", op_of(page), "--quick", "--output", str(folder / "report"))
