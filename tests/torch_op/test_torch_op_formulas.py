@@ -139,12 +139,12 @@ def test_formulas_may_have_names_of_their_own() -> None:
 
 
 def test_second_derivatives_are_of_arguments_that_exist() -> None:
-    """Each of twinop's backward ops has them, by inputs of its own, from what a call of it has."""
+    """They are by inputs of the backward op, from what a call of it has. A backward op may have none."""
     backward = {name: record for name, record in torch_op.records().items() if record.is_backward}
     assert backward
     for record in backward.values():
         formulas = second_derivatives.formulas_of(record)
-        assert formulas and not record.gradient, record.name
+        assert not (formulas and record.gradient), record.name
         inputs = {entry.name for entry in record.inputs}
         grads = {f"grad_{name}" for name in record.outputs} if len(record.outputs) > 1 else {"grad"}
         known = inputs | set(record.outputs) | grads | {entry.name for entry in record.attributes}
