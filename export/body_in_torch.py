@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twinop.errors import ExportError
+from twinop.op_schema import default_of
 from twinop.record import Record
 
 from .bodies import find_body
-from .schema import default_of
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def read_call(record: Record, node: ir.Node) -> Call:
     for name, value in call.inputs.items():
         if value.dtype is None:
             raise ExportError(
-                f"{label}: the type of input {name} ({value.name}) is not known. Add it to the model's value_info"
+                f"{label}: the type of input {name} ({value.name}) is not known. "
+                "Add it to the model's value_info"
             )
         dtypes[name] = dtype_name(value.dtype)
     combination = record.combination_of(dtypes)
@@ -79,9 +80,9 @@ def _attributes(record: Record, node: ir.Node) -> dict[str, Any]:
         values[entry.name] = onnx_value(entry, node.attributes[entry.name].value)
         if values[entry.name] == () and default_of(entry) != ():
             raise ExportError(
-                f"{label_of(node)}: attribute {entry.name} is an empty list, which ONNX Runtime cannot tell from "
-                f"a missing one (default {entry.default_text}). Pass the default, or make an empty list the "
-                "default"
+                f"{label_of(node)}: attribute {entry.name} is an empty list, which ONNX Runtime cannot tell "
+                f"from a missing one (default {entry.default_text}). Pass the default, or make an empty list "
+                "the default"
             )
     return values
 

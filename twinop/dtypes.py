@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 from onnx import TensorProto
 
-_NAMES = {
+_NAMES: dict[int, str] = {
     TensorProto.FLOAT: "float32",
     TensorProto.DOUBLE: "float64",
     TensorProto.STRING: "str",
@@ -63,7 +63,7 @@ def is_foreign_to_numpy(element: int) -> bool:
 
 
 def to_array(tensor: Any) -> np.ndarray:
-    """Returns a torch tensor as a contiguous numpy array, without a copy where possible; arrays as they are."""
+    """Returns a torch tensor as a contiguous numpy array, and a numpy array as it is."""
     if isinstance(tensor, np.ndarray):
         return tensor
     import torch
