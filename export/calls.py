@@ -63,8 +63,8 @@ def read_call(record: Record, node: ir.Node) -> Call:
     for name, value in call.inputs.items():
         if value.dtype is None:
             raise ExportError(
-                f"{label}: the type of input {name} ({value.name}) is not known. "
-                "Add it to the model's value_info"
+                f"{label}: the type of input {name} ({value.name}) is not known. Add it to the model's "
+                "value_info"
             )
         dtypes[name] = dtype_name(value.dtype)
     combination = record.combination_of(dtypes)

@@ -40,14 +40,14 @@ class Differs(ExportError):
 
 
 def run(
-    model: Path | bytes, library: deploy.Libraries | bool, cases: Sequence[Mapping[str, Any]] = ()
+    model: Path | bytes, library: deploy.Libraries | bool, cases: Sequence[Mapping[str, torch.Tensor]] = ()
 ) -> Answer:
     """Runs a model on the CPU provider in another process, so that a crash of ONNX Runtime is reported.
 
     Args:
         library: as in `deploy.session`.
-        cases: the inputs of each run, as tensors or arrays. Inputs that the model does not have are ignored:
-            an exporter removes those that it finds to be unused.
+        cases: the inputs of each run. Inputs that the model does not have are ignored: an exporter removes
+            those that it finds to be unused.
 
     Raises:
         NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.
@@ -74,8 +74,8 @@ def run(
         raise ExportError(str(error)) from error
 
 
-def compare(expected: Sequence[Any], found: Sequence[Any], what: str) -> Parity:
-    """Compares two lists of outputs, torch's and those of `what`, as tensors or arrays.
+def compare(expected: Sequence[torch.Tensor], found: Sequence[Any], what: str) -> Parity:
+    """Compares torch's outputs with those of `what`, which are numpy arrays.
 
     Raises:
         Differs: numbers differ by more than rounding.
@@ -85,10 +85,10 @@ def compare(expected: Sequence[Any], found: Sequence[Any], what: str) -> Parity:
     if len(expected) != len(found):
         raise ExportError(f"{what} has {len(found)} outputs, torch {len(expected)}")
     worst, equal = 0.0, True
-    for index, pair in enumerate(zip(expected, found, strict=True)):
-        if not hasattr(pair[1], "dtype") or getattr(pair[1].dtype, "kind", "") in "OSU":
-            raise NotRunnable(f"an output is {type(pair[1]).__name__}, not a tensor of numbers")
-        reference, value = map(to_array, pair)
+    for index, (tensor, value) in enumerate(zip(expected, found, strict=True)):
+        if not isinstance(value, np.ndarray) or value.dtype.kind in "OSU":
+            raise NotRunnable(f"an output is {type(value).__name__}, not a tensor of numbers")
+        reference = to_array(tensor)
         for name in ("dtype", "shape"):
             if getattr(reference, name) != getattr(value, name):
                 raise ExportError(

@@ -42,8 +42,9 @@ def words(path: Path) -> set[str]:
 
 
 def test_no_op_and_no_argument_is_named_twice() -> None:
-    # The bodies are checked against the records by name.
-    files = {path.name: words(path) for path in FOLDER.glob("*.py") if path.name != "bodies.py"}
+    # The bodies are checked against the records; body_in_torch.py names the arguments of ONNX's operators.
+    paths = [path for path in FOLDER.glob("*.py") if path.name not in ("bodies.py", "body_in_torch.py")]
+    files = {path.name: words(path) for path in paths}
     assert len(files) > 8
     for record in RECORDS.values():
         arguments = {entry.name for entry in record.inputs} | {entry.name for entry in record.attributes}
