@@ -12,7 +12,7 @@ from twinop.op_schema import default_of
 from twinop.record import Record
 
 from .bodies import Body, DefaultInput, find_body
-from .calls import Call, find_calls
+from .calls import Call, find_calls, graphs_of
 from .record_body import trace
 from .schema import ONNX_TYPES
 
@@ -77,7 +77,7 @@ def attach_to_calls(
             _insert_default_inputs(record, found, body)
             function = trace(body, found, opset)
             model.functions[function.identifier()] = function
-        for graph in (model.graph, *model.functions.values()):
+        for graph in graphs_of(model):
             if graph is model.graph or any(node.domain == record.domain for node in graph):
                 graph.opset_imports[record.domain] = record.domain_version
 

@@ -119,11 +119,15 @@ def op_nodes(model: ir.Model, records: Mapping[str, Record]) -> dict[tuple[str, 
     """Returns the nodes of the records' domains by `Record.node_type`, in subgraphs and functions too."""
     domains = {DOMAIN, *(record.domain for record in records.values())}
     found: dict[tuple[str, str], list[ir.Node]] = defaultdict(list)
-    for graph in (model.graph, *model.functions.values()):
-        for node in graph.all_nodes():
-            if node.domain in domains:
-                found[node.domain, node.op_type].append(node)
+    for node in (node for graph in graphs_of(model) for node in graph.all_nodes()):
+        if node.domain in domains:
+            found[node.domain, node.op_type].append(node)
     return dict(found)
+
+
+def graphs_of(model: ir.Model) -> list[ir.Graph | ir.Function]:
+    """Returns the main graph and the functions."""
+    return [model.graph, *model.functions.values()]
 
 
 def find_calls(model: ir.Model, records: Mapping[str, Record]) -> dict[Record, list[Call]]:

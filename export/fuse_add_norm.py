@@ -35,10 +35,10 @@ def fuse_sums(model: ir.Model, records: Mapping[str, Record] | None = None) -> d
         records = torch_op.records()
     sums = {("", "Add")} | ({records["add"].node_type} if "add" in records else set())
     fused_ops = {
-        records[norm].node_type: (records[norm], record)
+        records[unfused].node_type: (records[unfused], record)
         for name, record in records.items()
         if name.startswith(_PREFIX) and record.domain == DOMAIN and not record.is_backward
-        if (norm := name.removeprefix(_PREFIX)) in records
+        if (unfused := name.removeprefix(_PREFIX)) in records
     }
     count: Counter[str] = Counter()
     for node_type, nodes in op_nodes(model, records).items():

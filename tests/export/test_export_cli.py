@@ -185,7 +185,7 @@ def test_what_needs_saying_is_in_the_table(folder: Path) -> None:
         (["--dynamic", "x:first"], "dynamic 'x:first': expected INPUT:AXIS,AXIS"),
         (["--dynamic", ":0"], "dynamic ':0': expected INPUT:AXIS,AXIS"),
         (["--variant", "vec5"], "fails on its example inputs, in torch:"),
-        (["--library", "none.so"], "none.so: no such file"),
+        (["--library", "none.so", *QUICK], "none.so: no such file"),
         (["--model", "my_factories"], "--model my_factories: expected package.module:factory"),
         (["--model", "my_factories.none:f"], "no module my_factories.none; searched the current folder"),
         (["--model", "none_at_all:f"], "no module none_at_all; searched the current folder"),
