@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of pages, spoken to over its DevTools pipe: no driver, no further package."""
+"""Drive headless Chromium over its DevTools pipe, without a driver or further packages."""
 
 import base64
 import json
@@ -29,7 +29,7 @@ _FLAGS = (
 
 
 class Page:
-    """A tab. What it logs is kept in `console`: errors, and what the content security policy refused."""
+    """A tab. `console` keeps its errors, and what the content security policy refused."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from = to_browser, from_browser
@@ -43,7 +43,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One method of the DevTools protocol."""
+        """Call one method of the DevTools protocol."""
         self._last += 1
         message: dict[str, Any] = {"id": self._last, "method": method, "params": parameters}
         if self._session is not None:
@@ -95,14 +95,14 @@ class Page:
         self.wait_for("location.href != 'about:blank' && document.readyState == 'complete'")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(f"{script}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """What a reader sees of the first element that fits, on one line."""
+        """Return the visible text of the first matching element on one line."""
         return " ".join(self.run(f"document.querySelector({json.dumps(selector)}).innerText").split())
 
     def wait_for(self, script: str, seconds: float = 10) -> None:
@@ -112,7 +112,7 @@ class Page:
             time.sleep(0.05)
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
+        """Save the whole page as a PNG."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
@@ -126,7 +126,7 @@ def row(page: Page, name: str) -> list[str]:
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Page]:
-    """A new browser with an empty profile below `folder`; needs PROGRAM."""
+    """Start a browser with an empty profile below `folder`. Needs PROGRAM."""
     assert PROGRAM is not None
     read, to_browser = os.pipe()
     from_browser, write = os.pipe()

@@ -1,4 +1,4 @@
-"""What the tests of the codecs share: requests and answers without a server."""
+"""Requests and answers for tests of the codecs, without a server."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ def strings(texts: list[str]) -> np.ndarray:
 
 
 def rest_request(inputs: dict[str, Any], tail: bytes = b"", **rest: Any) -> tuple[bytes, dict[str, str]]:
-    """A body and its headers. `inputs`: a tensor's JSON by name."""
+    """Return a body and its headers. `inputs` has each tensor's JSON by name."""
     tensors = [{"name": name, **tensor} for name, tensor in inputs.items()]
     header = json.dumps({"inputs": tensors, **rest}).encode()
     headers = {"inference-header-content-length": str(len(header))} if tail else {}

@@ -1,4 +1,4 @@
-"""The real server in a process of its own, on free ports of loopback, and plain clients for it."""
+"""Start the real server in its own process on free ports of the loopback interface, with simple clients."""
 
 import html
 import http.client
@@ -21,7 +21,7 @@ import grpc
 
 from twinop.deploy.service.protocol import SERVICE, pb
 
-READY_SECONDS = 120  # a machine that compiles meanwhile
+READY_SECONDS = 120  # enough on a machine that is compiling
 PROGRAM = ("-m", "twinop")
 
 
@@ -50,27 +50,27 @@ class Served:
     http_port: int
     grpc_port: int | None
     log_path: Path
-    root: Path  # the folder of models, or the model
+    root: Path  # the folder of models, or the model file
     is_stopped: bool = False
 
     @property
     def log(self) -> list[dict[str, Any]]:
-        """What it has logged so far; lines that are not ours (ONNX Runtime's) are left out."""
+        """Its JSON log lines so far, without ONNX Runtime's lines."""
         return list(_log_lines(self.log_path))
 
     @property
     def files(self) -> int:
-        """How many file descriptors it holds."""
+        """The number of its open file descriptors."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     @property
     def memory(self) -> int:
-        """Its resident bytes."""
+        """Its resident memory in bytes."""
         fields = Path(f"/proc/{self.process.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def stop(self, sign: int = signal.SIGTERM, seconds: float = 60) -> int:
-        """Its exit status."""
+        """Send a signal and return the exit status."""
         self.is_stopped = True
         self.process.send_signal(sign)
         return self.process.wait(seconds)
@@ -79,7 +79,7 @@ class Served:
 
     @contextmanager
     def stub(self) -> Iterator[Any]:
-        """gRPC calls, on a connection of their own."""
+        """Open a connection for gRPC calls."""
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
             yield Stub(channel)
 
@@ -89,7 +89,7 @@ class Served:
     def ask(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> "Answer":
-        """One HTTP request on a connection of its own; `body` is sent as JSON unless it is bytes."""
+        """Send an HTTP request on its own connection. `body` is sent as JSON unless it is bytes."""
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=60)
         try:
@@ -100,12 +100,12 @@ class Served:
             connection.close()
 
     def infer(self, model: str, *inputs: Any, **rest: Any) -> "Answer":
-        """An inference in JSON; `inputs` come from `tensor`."""
+        """Send an inference request in JSON. `inputs` are made by `tensor`."""
         body = {"inputs": list(inputs), **rest}
         return self.ask("POST", f"/v2/models/{model}/infer", body, {"content-type": "application/json"})
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples with these labels."""
+        """Return the sum of a metric's samples with these labels."""
         total = 0.0
         for line in self.ask("GET", "/metrics").content.decode().splitlines():
             sample, _, value = line.rpartition(" ")
@@ -114,13 +114,13 @@ class Served:
         return total
 
     def versions(self) -> dict[tuple[str, int], tuple[str, str]]:
-        """The state of each model's versions and why, as the status page has them."""
+        """Return the state of each model's versions and the reason, from the status page."""
         page = self.ask("GET", "/status").content.decode()
         found = ([html.unescape(re.sub(r"<.*?>", "", part)) for part in card] for card in _CARD.findall(page))
         return {(name, int(version)): (state.split()[-1], why) for version, name, state, why in found}
 
     def exchange(self, data: bytes, seconds: float = 30) -> bytes:
-        """What comes back for raw bytes until the server closes."""
+        """Send raw bytes and return what arrives until the server closes the connection."""
         with self.connect(seconds) as connection:
             connection.sendall(data)
             return receive_all(connection)
@@ -141,7 +141,7 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """The message, of an answer that is nothing but one."""
+        """The message of an answer that contains nothing else."""
         assert self.status >= 400 and list(self.json) == ["error"], self
         message: str = self.json["error"]
         for trace in ("Traceback", 'File "', ".py", "site-packages"):
@@ -157,10 +157,10 @@ def receive_all(connection: socket.socket) -> bytes:
 
 
 def receive(connection: socket.socket) -> Answer:
-    """One answer with a content-length, of a connection that may have more.
+    """Receive one answer with a content-length; the connection may carry more.
 
     Raises:
-        ConnectionError: it was closed before the end.
+        ConnectionError: the connection was closed before the end.
     """
     data = b""
     while True:
@@ -175,7 +175,7 @@ def receive(connection: socket.socket) -> Answer:
 
 
 def split(answer: bytes) -> Answer:
-    """A raw HTTP answer with a content-length."""
+    """Parse a raw HTTP answer with a content-length."""
     head, _, content = answer.partition(b"\r\n\r\n")
     status, *lines = head.decode("latin-1").split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
@@ -194,7 +194,7 @@ def serve(
     seconds: float = READY_SECONDS,
     program: Sequence[str] = PROGRAM,
 ) -> Iterator[Served]:
-    """`twinop serve models options`, from ready until the block ends."""
+    """Run `twinop serve models options` until the block ends; enter it once the server is ready."""
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "log"
         process = start(models, log_path, *options, env=env, program=program)
@@ -216,10 +216,10 @@ def start(
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = PROGRAM,
 ) -> subprocess.Popen[bytes]:
-    """The server's process, its output going to a file.
+    """Start the server's process, with its output in a file.
 
     Args:
-        program: what Python runs in place of twinop, such as twinop with something in it replaced.
+        program: Python's arguments instead of `-m twinop`, for example to replace a part of twinop.
     """
     ports = ("--http-port", "0", "--grpc-port", "0")
     command = (sys.executable, *program, "serve", str(models), *ports, *options)

@@ -1,4 +1,4 @@
-"""tritonclient's gRPC client in a process of its own: its protobuf names clash with KServe's."""
+"""Run tritonclient's gRPC client in a separate process: its protobuf names clash with KServe's."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import numpy as np
 
 @contextmanager
 def triton_grpc() -> Iterator[Callable[..., Any]]:
-    """Calls the functions below in another process."""
+    """Yield a function that calls the functions below in another process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         yield lambda *call: pool.submit(_called, *call).result(60)
 
@@ -26,7 +26,7 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def echoed(port: int, model: str, datatype: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """y of an identity model, with its datatype."""
+    """Return y of an identity model, with its datatype."""
     import tritonclient.grpc as triton
 
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
@@ -39,7 +39,7 @@ def echoed(port: int, model: str, datatype: str, array: np.ndarray) -> tuple[str
 
 
 def index(client: Any, ready: bool = False) -> list[Any]:
-    """tritonclient's method has no `ready`."""
+    """List the models; tritonclient's method has no `ready`."""
     if not ready:
         return list(client.get_model_repository_index().models)
     from tritonclient.grpc import service_pb2
@@ -48,7 +48,7 @@ def index(client: Any, ready: bool = False) -> list[Any]:
 
 
 def repository(port: int, model: str) -> dict[str, Any]:
-    """What a model's life looks like to the client."""
+    """Load and unload a model, and return what the client observes."""
     import tritonclient.grpc as triton
 
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:

@@ -212,7 +212,7 @@ def test_too_large_in_chunks(served: Served) -> None:
         answer = receive(connection)
         assert answer.status == 413 and "larger than" in answer.error
         connection.sendall(chunk + b"0\r\n\r\nGET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n")
-        assert receive(connection).status == 200  # the rest was read, the connection lives
+        assert receive(connection).status == 200  # the rest was read, and the connection stays open
 
 
 def test_a_large_body_is_not_asked_for(served: Served) -> None:

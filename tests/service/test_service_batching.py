@@ -1,4 +1,4 @@
-"""The batcher alone, over a runner of the test's own: what is joined, waits, fails or is dropped."""
+"""The batcher with a runner of the test's own: which requests are joined, wait, fail or are dropped."""
 
 import asyncio
 import threading
@@ -25,10 +25,10 @@ from twinop.deploy.service.settings import ModelSettings
 
 
 class Doubler:
-    """Doubles x. Holds each run until it is let go; a negative number makes the whole run fail."""
+    """Doubles x. Holds each run until the gate opens. A negative number makes the whole run fail."""
 
     def __init__(self, held: bool = False) -> None:
-        self.batches: list[list[int]] = []  # the rows of each member, run by run
+        self.batches: list[list[int]] = []  # the rows of each member of each run
         self.gate = threading.Event()
         if not held:
             self.gate.set()
@@ -212,7 +212,7 @@ def test_a_deadline_ends_a_run_for_its_client() -> None:
             await queue.submit(request(1, deadline=time.monotonic() + 0.05), ("y",))
         assert caught.value.failure is DEADLINE
         runner.gate.set()
-        assert (await queue.submit(request(2), ("y",))).outputs["y"].item() == 4  # the instance came back
+        assert (await queue.submit(request(2), ("y",))).outputs["y"].item() == 4  # the instance is free again
 
     run(test)
 
@@ -304,7 +304,7 @@ def test_a_surprise_in_a_run_is_one_message(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_deadlines_of_any_fraction_are_kept_on_the_loop_that_serves() -> None:
-    """uvloop's timers have whole milliseconds, and may be early."""
+    """uvloop's timers have whole milliseconds and may fire early."""
 
     async def test() -> None:
         runner = Doubler(held=True)

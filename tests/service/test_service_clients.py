@@ -1,4 +1,4 @@
-"""Every datatype through the real server, by clients that others wrote (Triton's, curl) and by hand."""
+"""Every datatype through the real server, with Triton's client, curl, and requests made by hand."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def stub(served: Served) -> Iterator[Any]:
 
 
 def values(datatype: str, seed: int = 0) -> np.ndarray:
-    """7 x 11 of any bits: NaN with payloads, infinities, -0, subnormals; strings of all kinds."""
+    """Return 7 x 11 random bit patterns, including NaN payloads, infinities, -0, subnormals; or strings."""
     random = np.random.default_rng(seed)
     dtype = models.NUMPY[datatype]
     if datatype == "BYTES":
@@ -65,7 +65,7 @@ def finite(datatype: str) -> np.ndarray:
 
 
 def raw(array: np.ndarray) -> bytes:
-    """As the protocol sends it."""
+    """Return the tensor's bytes in the protocol's binary format."""
     if array.dtype == object:
         texts = [text.encode() if isinstance(text, str) else text for text in array.ravel()]
         return b"".join(len(text).to_bytes(4, "little") + text for text in texts)

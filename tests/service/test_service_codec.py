@@ -1,4 +1,4 @@
-"""The codecs alone: every bit of every datatype survives, and the answer is what was asked for."""
+"""The codecs alone: they keep every bit of every datatype, and answers have the requested form."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.request import Result
 
 NUMBERS = [kind for kind in DATATYPES.values() if kind is not BYTES]
-TEXT = st.text(max_size=12)  # of any characters that UTF-8 has
+TEXT = st.text(max_size=12)  # any Unicode characters
 SHAPES = st.lists(st.integers(0, 4), max_size=4)
 
 
@@ -27,13 +27,13 @@ def bits(array: np.ndarray) -> bytes:
 
 
 def arrays(kind: Datatype, is_finite: bool = False) -> st.SearchStrategy[np.ndarray]:
-    """Tensors of any bits (NaN with payloads, -0, subnormals), or of any finite ones."""
+    """Return a strategy for tensors of any bits (NaN payloads, -0, subnormals), or of any finite values."""
 
     def made(shape: list[int], data: bytes) -> np.ndarray:
         if kind.name == "BOOL":
             data = bytes(each & 1 for each in data)
         array = np.frombuffer(data, kind.dtype).reshape(shape)
-        with np.errstate(invalid="ignore"):  # bfloat16's signalling NaN
+        with np.errstate(invalid="ignore"):  # signalling NaNs of bfloat16
             return np.where(np.isfinite(array), array, kind.dtype.type(-0.0)) if is_finite else array
 
     def of_shape(shape: list[int]) -> st.SearchStrategy[np.ndarray]:

@@ -225,7 +225,7 @@ def test_noise_is_refused_not_crashed_on(body: bytes, length: int | None) -> Non
         decode(body, {} if length is None else {"inference-header-content-length": str(length)})
     except ServiceError:
         return
-    assert b'"inputs"' in body  # the least that is a request: {"inputs":[]}
+    assert b'"inputs"' in body  # the smallest request is {"inputs":[]}
 
 
 JSON = st.recursive(

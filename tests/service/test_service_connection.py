@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def served(server: Served) -> Iterator[Served]:
-    """Check that the server answers after the test, holds no more files than before, and logged no bug."""
+    """Check that the server answers after the test, holds no more files than before, and logged no error."""
     settled(server)
     before, logged = server.files, len(server.log)
     yield server

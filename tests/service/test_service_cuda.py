@@ -1,4 +1,4 @@
-"""Instances on a GPU: pinned buffers, streams of their own, CUDA graphs, and memory that is short."""
+"""Instances on a GPU: pinned buffers, separate streams, CUDA graphs, and running out of memory."""
 
 import contextlib
 import threading
@@ -32,7 +32,7 @@ def loaded(folder: Path, model: onnx.ModelProto, **given: Any) -> LoadedModel:
 
 
 def values(datatype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Any bits but, in floats, NaN: they do not compare."""
+    """Return random values of the datatype, without NaN, which does not compare equal."""
     random = np.random.default_rng(seed)
     dtype = service_models.NUMPY[datatype]
     if datatype == "BYTES":
@@ -53,7 +53,7 @@ SHAPES = ((1, 3), (5, 3), (2, 3), (300, 3), (1, 3), (0, 3))
 
 @pytest.fixture
 def pinned_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The buffers' arithmetic needs no GPU: torch's CPU stands in for one."""
+    """Let torch's CPU replace the GPU: the buffers' arithmetic is the same."""
     torch = pytest.importorskip("torch", reason="the GPU is asked through torch")
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **more: empty(*sizes, **more))
@@ -77,7 +77,7 @@ def test_large_requests_are_joined_in_pinned_memory(pinned_on_cpu: None, datatyp
 
 
 def _check_large(instance: Instance, datatype: str) -> None:
-    rows = _PINNED_BYTES // 3 + 1  # of one byte each, too
+    rows = _PINNED_BYTES // 3 + 1  # large enough even for one-byte elements
     few, many = values(datatype, (2, 3)), [values(datatype, (rows, 3), seed) for seed in (1, 2)]
     assert instance._pinned is not None
     instance.run([{"x": few}, {"x": few}], ["y"])
@@ -92,7 +92,7 @@ def _check_large(instance: Instance, datatype: str) -> None:
 
 
 def test_one_alone_or_many() -> None:
-    """What captures a CUDA graph runs while nothing else does, even if there is always something."""
+    """An exclusive run gets its turn although shared runs never stop."""
     gate, inside, seen, stop = _Gate(), [0], [], threading.Event()
 
     def many() -> None:
@@ -117,7 +117,7 @@ def test_one_alone_or_many() -> None:
 
 
 def test_memory_is_freed_while_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's, which ONNX Runtime may need; freeing it would break a capture."""
+    """Freeing torch's memory would break a capture."""
     running = []
     freeing = "twinop.deploy.service.instance._empty_torch_cache"
     monkeypatch.setattr(freeing, lambda: running.append(_gate._running))
@@ -145,7 +145,7 @@ def test_every_datatype_comes_back(tmp_path: Path, datatype: str) -> None:
 
 
 def _check_round_trips(instance: Any, datatype: str) -> None:
-    """Of parts alone and joined; earlier results stay as they were."""
+    """Run parts alone and joined; earlier results must not change."""
     kept = []
     for seed, shape in enumerate(SHAPES):
         first = values(datatype, shape, seed)

@@ -1,4 +1,4 @@
-"""SIGTERM: the service answers all that it has accepted, and says so if the grace time is not enough."""
+"""SIGTERM: the service answers all accepted requests, and reports if the grace time does not suffice."""
 
 import asyncio
 import signal

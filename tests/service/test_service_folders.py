@@ -1,4 +1,4 @@
-"""What lies on disk: which models and versions there are, and what changed since the last look."""
+"""Scanning folders: the models and versions on disk, and what changed since the last scan."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ def _notes_anew() -> None:
 
 
 def empty(path: Path) -> Path:
-    """A file that is named as a model: a scan reads none."""
+    """Create an empty file named as a model; a scan does not read it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     return path
@@ -46,7 +46,7 @@ def test_the_layouts(tmp_path: Path) -> None:
 def test_one_file(tmp_path: Path) -> None:
     path = empty(tmp_path / "custom_relu.onnx")
     empty(tmp_path / "other.onnx")
-    (tmp_path / "twinop.toml").write_text("[server]\n")  # the server's, not the model's
+    (tmp_path / "twinop.toml").write_text("[server]\n")  # configures the server, not the model
     found = scan(path)
     assert list(found) == ["custom_relu"] and found["custom_relu"].versions[1].path == path
     assert found["custom_relu"].layers == ()
@@ -118,7 +118,7 @@ def test_stamps_follow_the_files(tmp_path: Path) -> None:
     assert scan(tmp_path)["a"].stamps[2] not in (before[2], halfway[2])
     os.utime(tmp_path / "a" / "1" / "model.onnx", ns=(1, 1))
     assert scan(tmp_path)["a"].stamps[1] != before[1]
-    (tmp_path / "a" / "twinop.toml").write_text("max_queue = 1")  # holds for all versions
+    (tmp_path / "a" / "twinop.toml").write_text("max_queue = 1")  # applies to all versions
     last = scan(tmp_path)["a"].stamps
     assert last[1] != before[1] and last[2] != before[2]
 
@@ -166,6 +166,6 @@ def test_the_file_that_the_config_names(tmp_path: Path, caplog: pytest.LogCaptur
     config = tmp_path / "a" / "config.pbtxt"
     config.write_text('default_model_filename: "other.onnx"')
     assert scan(tmp_path)["a"].versions[1].path == other
-    config.write_text('default_model_filename: "../1/other.onnx"')  # no path, a name
+    config.write_text('default_model_filename: "../1/other.onnx"')  # must be a name, not a path
     with pytest.raises(FolderError, match=r"a/1: no \.\./1/other\.onnx, which config\.pbtxt names"):
         scan(tmp_path)

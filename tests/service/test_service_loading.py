@@ -115,7 +115,7 @@ def test_a_first_run_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture
         weights={"shape": np.array([2, 4], np.int64)},
     )
     with caplog.at_level(logging.WARNING):
-        served = loaded(tmp_path, model)  # nobody said that N may be 1
+        served = loaded(tmp_path, model)  # the size 1 for N is only a guess
     assert "was not warmed up, set warm_up: at x [1] it says" in caplog.text
     assert served.instances[0].run([{"x": np.ones(8, np.float32)}], ["y"])["y"].shape == (2, 4)
     assert loaded(tmp_path, model, warm_up={"x": (8,)})
@@ -189,7 +189,7 @@ def test_bodies_of_all_dtypes_are_compared(libraries: dict[str, Path], tmp_path:
 def test_values_that_may_decide_how_long_a_run_takes(
     libraries: dict[str, Path], tmp_path: Path, model: onnx.ModelProto, steady: bool
 ) -> None:
-    """Only runs of other models may be made on the event loop's thread."""
+    """Only runs of steady models may run on the event loop's thread."""
     assert loaded(tmp_path, model).steady is steady
 
 

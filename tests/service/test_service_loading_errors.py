@@ -1,4 +1,4 @@
-"""Models that cannot be served, and runs that fail: each with its message."""
+"""Models that cannot be served, and runs that fail, each with its message."""
 
 import shutil
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_what_onnxruntime_refuses(tmp_path: Path) -> None:
 
 
 def external(tmp_path: Path) -> tuple[VersionFolder, Path]:
-    """A model with its weights in a file, and that file."""
+    """Place a model with its weights in a file; return its folder and that file."""
     place = where(tmp_path, service_models.relu())
     return place, service_models.save_external(service_models.mlp(4, 8, 2), place.path)
 
@@ -165,7 +165,7 @@ def test_a_gpu_that_is_not_there(
     monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: None)
     with pytest.raises(ProviderError, match=r"CUDAExecutionProvider was asked for .*\n  - no NVIDIA driver"):
         loaded(tmp_path, service_models.relu(), provider="cuda")
-    with pytest.raises(ProviderError):  # a fallback is for libraries
+    with pytest.raises(ProviderError):  # allow_fallback concerns libraries only
         loaded(tmp_path, service_models.relu(), provider="cuda", allow_fallback=True)
 
 
@@ -239,7 +239,7 @@ def test_memory_that_onnxruntime_does_not_get(tmp_path: Path) -> None:
 
 def test_memory_that_numpy_does_not_get(tmp_path: Path) -> None:
     instance = loaded(tmp_path, service_models.identity("FP32")).instances[0]
-    huge = np.broadcast_to(np.float32(0), (1 << 45, 4))  # no memory until it is joined
+    huge = np.broadcast_to(np.float32(0), (1 << 45, 4))  # takes memory only when it is joined
     with pytest.raises(ServiceError) as error:
         instance.run([{"x": huge}, {"x": huge}], ["y"])
     assert error.value.failure is OUT_OF_MEMORY

@@ -139,7 +139,7 @@ def test_fallback_only_if_allowed(
 
 
 def test_a_library_that_does_not_load(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """Its records are right, but a library that it needs is missing."""
+    """Its records are valid, but a library that it depends on is missing."""
     folder = where(tmp_path, service_models.relu()).folder
     data = libraries["custom_relu"].read_bytes()
     needed = next(name for name in needed_libraries(libraries["custom_relu"]) if name.startswith("libstdc"))
@@ -181,4 +181,4 @@ def test_two_models_with_two_libraries(libraries: dict[str, Path], tmp_path: Pat
     assert relu.library is not None and other.library is not None and relu.library.path != other.library.path
     np.testing.assert_array_equal(relu.instances[0].run([{"x": X}], ["y"])["y"], np.maximum(X, 0))
     np.testing.assert_array_equal(other.instances[0].run([{"x": X}], ["y"])["y"], 2 * X)
-    assert other.difference is None  # it carries no function body
+    assert other.difference is None  # the model has no function body

@@ -121,7 +121,7 @@ def test_a_version_that_is_loaded_anew_keeps_its_series() -> None:
     new = ModelMetrics("anew", 1)
     new.provider("cpu", fallback=False)
     old.started()
-    old.answered(ANSWER, 0.1)  # it drains
+    old.answered(ANSWER, 0.1)  # while it drains
     old.drop()
     new.started()
     new.answered(ANSWER, 0.1)

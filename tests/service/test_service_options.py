@@ -101,7 +101,7 @@ def test_a_library_of_another_folder_a_token_and_two_runs_at_a_time(tmp_path: Pa
             thread.start()
             wait_until(partial(is_so, number))
             assert gauge("twinop_queued") == max(number - 2, 0)
-        assert infer("slow", **known) == 429  # two run, and one may wait
+        assert infer("slow", **known) == 429  # two requests run and one waits
         for thread in threads:
             thread.join()
         assert found == [200] * 3

@@ -99,7 +99,7 @@ def test_request_ids(served: Served, stub: Any) -> None:
     assert served.infer("relu", x, id="own").headers["x-request-id"] == "own"
     fresh = served.infer("relu", x)
     assert len(fresh.headers["x-request-id"]) == 32 and "id" not in fresh.json
-    odd = served.infer("relu", x, id="a\r\nset-cookie: b")  # must not end the header
+    odd = served.infer("relu", x, id="a\r\nset-cookie: b")  # must not split the header
     assert len(odd.headers["x-request-id"]) == 32 and "set-cookie" not in odd.headers
     assert served.ask("GET", "/nowhere", None, {"x-request-id": "lost"}).headers["x-request-id"] == "lost"
     request = message("relu", id="own")
@@ -109,7 +109,7 @@ def test_request_ids(served: Served, stub: Any) -> None:
         assert answer.id == "own"
     request.ClearField("id")
     _, call = stub.ModelInfer.with_call(request)
-    assert "x-request-id" not in dict(call.trailing_metadata())  # made here: only a failure tells it
+    assert "x-request-id" not in dict(call.trailing_metadata())  # generated ids are sent with failures only
 
 
 def test_requests_may_follow_each_other_without_waiting(served: Served) -> None:
@@ -145,13 +145,13 @@ def test_work_of_a_client_that_has_gone_is_dropped(served: Served) -> None:
     with served.connect() as first:
         first.sendall(slow_request())
         time.sleep(0.05)
-        for _ in range(5):  # these wait for the first
+        for _ in range(5):  # these wait behind the first
             with served.connect() as other:
                 other.sendall(slow_request())
                 time.sleep(0.02)
         wait_until(lambda: cancelled(served) == before + 5)
         assert receive(first).status == 200
-        first.sendall(slow_request())  # is run behind what was not dropped
+        first.sendall(slow_request())  # runs after all requests that were not dropped
         assert receive(first).status == 200
     assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 2
 
@@ -163,7 +163,7 @@ def test_work_that_a_client_has_sent_ahead_goes_with_it(served: Served) -> None:
         time.sleep(0.05)
         for _ in range(3):
             with served.connect() as other:
-                other.sendall(slow_request() * 2)  # the second is not begun before the first is answered
+                other.sendall(slow_request() * 2)  # the second starts only after the first is answered
                 time.sleep(0.02)
         wait_until(lambda: cancelled(served) == before + 3)
         assert receive(first).status == 200
@@ -197,7 +197,7 @@ def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
         other.cancel()
     wait_until(lambda: cancelled(served) == before + 5)
     assert first.result(60).model_name == "slow"
-    assert stub.ModelInfer(request).model_name == "slow"  # is run behind what was not dropped
+    assert stub.ModelInfer(request).model_name == "slow"  # runs after all requests that were not dropped
     assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 2
 
 

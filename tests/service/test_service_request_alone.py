@@ -1,4 +1,4 @@
-"""A request that fails, is refused, comes too late or loses its client does not affect any other."""
+"""A request that fails, is refused, expires or loses its client does not affect any other request."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def test_a_full_queue_says_when_to_come_back_and_a_deadline_is_kept(served: Serv
 
 
 def test_the_service_survives_the_end_of_a_client(served: Served) -> None:
-    """Its request leaves the queue, and is counted as cancelled."""
+    """The client's request leaves the queue and is counted as cancelled."""
     first = threading.Thread(target=served.infer, args=("slow", ROW))
     first.start()
     wait_until(lambda: served.metric("twinop_in_flight", model="slow") == 1)

@@ -1,4 +1,4 @@
-"""Settings of the service: checked, layered, and where their paths lead."""
+"""Settings of the service: validation, precedence, and the resolution of paths."""
 
 from pathlib import Path
 from typing import Any

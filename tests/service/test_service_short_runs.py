@@ -1,4 +1,4 @@
-"""Short runs are made on the event loop's thread, all others in a thread of their own."""
+"""Short runs happen on the event loop's thread, all others in a worker thread."""
 
 import asyncio
 import threading
@@ -17,12 +17,12 @@ from twinop.deploy.service.settings import ModelSettings
 
 
 class Noting:
-    """Doubles x, spends `seconds` of processor time, and notes which runs were on the event loop's thread."""
+    """Doubles x, spends `seconds` of processor time, and records which runs were on the loop's thread."""
 
     def __init__(self) -> None:
         self.loop_thread = threading.get_ident()
         self.here: list[bool] = []
-        self.batches: list[int] = []  # how many requests each run had
+        self.batches: list[int] = []  # the number of requests in each run
         self.seconds = 0.0
 
     def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
@@ -57,7 +57,7 @@ async def ask(queue: Batcher, count: int = 1, **of: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def generous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine numpy's doubling may take longer than SHORT_SECONDS."""
+    """Raise the limit: on a busy machine NumPy's doubling may take longer than SHORT_SECONDS."""
     monkeypatch.setattr(short_runs, "SHORT_SECONDS", 1.0)
 
 
@@ -92,7 +92,9 @@ def test_what_comes_together_shares_a_run_here_too() -> None:
         await ask(queue, rows=4)
         await asyncio.gather(*(ask(queue) for _ in range(3)))
         assert (runner.here, runner.batches) == ([False, True], [1, 3])
-        await asyncio.gather(*(ask(queue, rows=2) for _ in range(3)))  # together too large for here
+        await asyncio.gather(
+            *(ask(queue, rows=2) for _ in range(3))
+        )  # too large when joined
         assert (runner.here[2:], runner.batches[2:]) == ([False], [3])
         await asyncio.gather(*(ask(queue, rows=2) for _ in range(3)))
         assert (runner.here[3:], runner.batches[3:]) == ([True], [3])
@@ -137,7 +139,7 @@ def test_runs_that_are_not_short_go_to_the_thread(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_that_blocked_the_loop_once_never_does_again() -> None:
-    """Such as one with a loop whose length is in the request."""
+    """For example a model with a loop whose length is in the request."""
 
     async def test() -> None:
         runner = Noting()

@@ -12,7 +12,7 @@ from service_fixtures import Served, serve, tensor
 from twinop.deploy.service.protocol import pb
 
 ROW = tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])
-PARENTS = {"HTTP": TRACE, "gRPC": TRACE[::-1]}  # the client's trace, a protocol each
+PARENTS = {"HTTP": TRACE, "gRPC": TRACE[::-1]}  # the client's trace for each protocol
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def metadata(protocol: str, number: str) -> dict[str, str]:
 
 
 def ask_over_both(served: Served, model: str) -> None:
-    """Ids are <protocol>-<model>."""
+    """Send a request over each protocol, with the id <protocol>-<model>."""
     served.ask(
         "POST", f"/v2/models/{model}/infer", {"inputs": [ROW]}, metadata("HTTP", f"HTTP-{model}")
     )  # fmt: skip
@@ -54,7 +54,7 @@ def test_spans_of_http_and_grpc(tmp_path: Path, collector: Collector, by: str) -
     with serve(tmp_path, "--provider", "cpu", "--access-log", env=env) as served:
         for model in ("relu", "nope"):
             ask_over_both(served, model)
-        assert served.stop() == 0  # sends what is left
+        assert served.stop() == 0  # sends the remaining spans
 
     assert set(collector.paths) == {"/v1/traces"}
     assert {each["service.name"] for each in collector.resources} == {"of-the-test"}

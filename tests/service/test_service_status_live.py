@@ -53,7 +53,7 @@ def test_overview(page: Page, served: Served) -> None:
     assert all(cell.endswith(("µs", "ms")) for cell in kernels[7:9])  # p50, p99
     assert row(page, "bodies")[:5] == ["bodies version 1", "● ready fallback", "cpu", "7", "0"]
     assert page.run("document.querySelectorAll('tbody tr').length") == 3
-    assert page.console == []  # nothing that its content security policy refuses
+    assert page.console == []  # the content security policy refuses nothing
 
 
 def test_details(page: Page, served: Served) -> None:

@@ -1,4 +1,4 @@
-"""The status page in headless Chromium: what it says, that it stays up to date, on a phone, in the dark."""
+"""The status page in headless Chromium: its content, updates, narrow screens, and the dark scheme."""
 
 import random
 import socket
@@ -28,7 +28,7 @@ HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\"
 
 
 class Stage:
-    """A page of made-up models that a test changes."""
+    """A page of invented models that a test can change."""
 
     def __init__(self) -> None:
         self.server = ServerStatus(
@@ -136,7 +136,7 @@ def test_overview(page: Page) -> None:
     assert row(page, "fresh")[3:9] == ["0", "0", "0", "–", "–", "–"]
     assert row(page, "next")[1] == "◐ loading"
     assert row(page, "broken")[1] == "✕ unavailable"
-    assert page.console == []  # nothing that its content security policy refuses
+    assert page.console == []  # the content security policy refuses nothing
 
 
 def test_details(page: Page) -> None:
@@ -162,7 +162,7 @@ def test_details(page: Page) -> None:
 
 
 def test_draws_the_latencies(page: Page, stage: Stage) -> None:
-    assert page.run("document.querySelectorAll('article svg').length") == 2  # those with requests
+    assert page.run("document.querySelectorAll('article svg').length") == 2  # models with requests
     drawn = page.run(
         "[...document.querySelectorAll('#classifier-3 polyline')[0].points].map(p => [p.x, p.y])"
     )
@@ -180,7 +180,7 @@ def test_keeps_itself_up_to_date(page: Page, stage: Stage) -> None:
     page.wait_for("document.querySelector('main').innerText.includes('41,266')")
     assert row(page, "next")[1] == "● ready"
     assert page.text("#updates") == "Updates every 2 s"
-    assert page.run("[window.mine, scrollY]") == [1, 300]  # no new page
+    assert page.run("[window.mine, scrollY]") == [1, 300]  # the page was not reloaded
     assert page.run("document.activeElement.getAttribute('href')") == "#classifier-3"
 
 
@@ -229,7 +229,7 @@ def test_is_a_table_to_a_screen_reader(page: Page) -> None:
 def test_fits_and_can_be_read(page: Page, width: int, dark: bool, tmp_path: Path) -> None:
     page.size(width, 900)
     page.dark(dark)
-    page.screenshot(tmp_path / f"status-{width}-{'dark' if dark else 'light'}.png")  # to be looked at
+    page.screenshot(tmp_path / f"status-{width}-{'dark' if dark else 'light'}.png")  # for inspection
     assert page.run("document.documentElement.scrollWidth") <= width
     assert page.run(_WORST_CONTRAST)[0] >= 4.5  # WCAG 2.2, 1.4.3
     ground = page.run("getComputedStyle(document.body).backgroundColor")

@@ -48,7 +48,7 @@ def test_the_line_of_a_failed_run_says_whose_it_was(served: Served) -> None:
     other.join()
     lines = [line for line in served.log if line["message"].startswith("a run failed")]
     assert {(line["model"], line["version"], line["level"]) for line in lines} == {("uneven", 1, "error")}
-    together, *alone = lines  # first joined, then each alone
+    together, *alone = lines  # the joined run, then each request alone
     assert "request_id" not in together and not any("request_ids" in line for line in alone)
     assert sorted(together["request_ids"]) == ["over-grpc", "over-rest"]
     assert sorted(line["request_id"] for line in alone) == ["over-grpc", "over-rest"]
@@ -102,7 +102,7 @@ def test_every_metric_after_good_and_bad_requests(served: Served) -> None:
     is_so(in_flight=1, queued=0)
     for thread in threads[1:]:
         thread.start()
-    is_so(in_flight=3, queued=2)  # these share the next run
+    is_so(in_flight=3, queued=2)  # the two waiting requests share the next run
     for thread in threads:
         thread.join()
 
@@ -132,7 +132,7 @@ def test_every_metric_after_good_and_bad_requests(served: Served) -> None:
     assert of("slow", "request_seconds_count") == 4 and of("slow", "compute_seconds_count") == 3
 
     x = tensor("x", "FP32", [1, 4], [-1.0, 1.0, 1.0, 1.0])
-    assert served.infer("log", x).status == 400  # NaN, which JSON cannot say
+    assert served.infer("log", x).status == 400  # NaN, which JSON cannot express
     assert of("log", "failures_total") == of("log", "requests_total") == 1
     assert of("log", "compute_seconds_count") == 1 and of("log", "request_seconds_count") == 0
     assert served.infer("log", x, parameters={"binary_data_output": True}).status == 200

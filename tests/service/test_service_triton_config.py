@@ -1,4 +1,4 @@
-"""config.pbtxt: read as Triton means it, refused where that cannot be done, and written."""
+"""config.pbtxt: reading it with Triton's meaning, refusing unsupported features, and writing it."""
 
 import logging
 import subprocess
@@ -100,7 +100,7 @@ def test_a_library_that_is_there(tmp_path: Path) -> None:
         ('name: "other"', "the model is called 'other', its folder 'relu'"),
         ("model_transaction_policy { decoupled: true }", "decoupled answers"),
         ('input { name: "x" dims: 4 reshape { shape: [ 2, 2 ] } }', "reshape of x"),
-        ('input { name: "x" dims: 1 reshape { } }', "reshape of x"),  # empty where requests are not joined
+        ('input { name: "x" dims: 1 reshape { } }', "reshape of x"),  # empty although not batched
         ('max_batch_size: 4 input { name: "x" dims: [ 1, 1 ] reshape { } }', "reshape of x"),
         ('input { name: "x" allow_ragged_batch: true }', "allow_ragged_batch of x"),
         ("batch_input { }", "batch_input"),
@@ -220,7 +220,7 @@ def test_what_is_written_reads_the_same(tmp_path: Path, given: dict[str, Any]) -
     config = read(tmp_path, text)
     again = Settings().for_model("relu", dict(config.settings))
     wanted = settings.model_copy(update={"library": Path("lib.so")})
-    if settings.max_batch_size and not settings.warm_up:  # then all sizes are in the file
+    if settings.max_batch_size and not settings.warm_up:  # the file then fixes all sizes
         wanted = wanted.model_copy(update={"warm_up": {"x": (1, 4)}})
     assert again == wanted
     config.require_fit(opened.inputs, opened.outputs)
@@ -242,7 +242,7 @@ def test_what_cannot_be_written() -> None:
 
 
 def test_triton_has_no_empty_dims(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """[1] stands for a scalar, and with an empty reshape for a vector that is joined."""
+    """[1] stands for a scalar; with an empty reshape it stands for a batched vector."""
     scalar = session(service_models.identity("FP32", ()), ["CPUExecutionProvider"])
     config = read(tmp_path, 'input { name: "x" data_type: TYPE_FP32 dims: 1 }')
     config.require_fit(scalar.inputs, scalar.outputs)

@@ -135,7 +135,7 @@ def test_load_and_unload_by_request(tmp_path: Path) -> None:
 
 
 def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
-    """A small soak; `twinop bench soak` is the long one."""
+    """A short version of `twinop bench soak`."""
     soak.write_version(tmp_path / "models", 1)
     (tmp_path / "models" / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
     with soak.service(tmp_path / "models", tmp_path / "log") as (server, running):

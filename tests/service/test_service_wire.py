@@ -33,7 +33,7 @@ def arrays(kind: Datatype) -> st.SearchStrategy[np.ndarray]:
         return st.lists(st.text(max_size=5), max_size=5).map(strings)
     if kind.name == "BOOL":
         return st.lists(st.booleans(), max_size=9).map(np.array).map(lambda array: array.astype(np.bool_))
-    if kind.dtype.kind == "f":  # no NaN but one: Python's floats quiet the signalling ones
+    if kind.dtype.kind == "f":  # one kind of NaN only: Python's floats quiet signalling NaNs
         data = st.binary(max_size=80).map(lambda data: np.frombuffer(data[: len(data) // 8 * 8], kind.dtype))
         return data.map(lambda array: np.where(np.isnan(array), kind.dtype.type(np.nan), array))
     limits = np.iinfo(kind.dtype)
@@ -132,7 +132,7 @@ def test_unusual_requests_are_what_protobuf_reads(data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", NUMBERS, ids=lambda kind: kind.name)
 def test_a_tensor_of_many_pieces(kind: Datatype) -> None:
-    """Numbers of one to ten bytes, more than are converted at once."""
+    """Numbers of one to ten bytes; there are more than one conversion step takes."""
     size = 70_001
     wide = (
         np.random.default_rng(0).integers(-(1 << 63), 1 << 63, size, dtype=np.int64) >> np.arange(size) % 64
@@ -180,7 +180,7 @@ def test_more_than_a_message_can_hold(dtype: type, count: int) -> None:
     ) as error:
         codec_grpc.encode(Result("m", 1, {"y": large}), codec_grpc.Form("", raw=True))
     assert error.value.failure is TOO_LARGE
-    small = np.full(1 << 10, -1, np.int8)  # ten bytes each
+    small = np.full(1 << 10, -1, np.int8)  # each takes ten bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec_grpc, "MOST_BYTES", 10 << 10)
         with pytest.raises(ServiceError, match="larger than the 2 GiB"):
