@@ -92,9 +92,7 @@ def test_what_comes_together_shares_a_run_here_too() -> None:
         await ask(queue, rows=4)
         await asyncio.gather(*(ask(queue) for _ in range(3)))
         assert (runner.here, runner.batches) == ([False, True], [1, 3])
-        await asyncio.gather(
-            *(ask(queue, rows=2) for _ in range(3))
-        )  # too large when joined
+        await asyncio.gather(*(ask(queue, rows=2) for _ in range(3)))  # too large when joined
         assert (runner.here[2:], runner.batches[2:]) == ([False], [3])
         await asyncio.gather(*(ask(queue, rows=2) for _ in range(3)))
         assert (runner.here[3:], runner.batches[3:]) == ([True], [3])
