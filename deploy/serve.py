@@ -1,4 +1,4 @@
-"""`twinop serve`: an ONNX model, or a folder of them, behind the Open Inference Protocol."""
+"""`twinop serve`: serve ONNX models over the Open Inference Protocol."""
 
 import os
 from pathlib import Path
@@ -8,76 +8,74 @@ import typer
 
 from twinop.console import clear_errors
 
-from .service.settings import FILE, Control, Provider, SettingsError, read_settings
+from .service.settings import (
+    FILE,
+    Control,
+    ModelSettings,
+    Provider,
+    ServerSettings,
+    SettingsError,
+    read_settings,
+)
 
-_SERVER = "server"
-_MODEL = "model"
+
+def _server(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Server", show_default=False)
 
 
-def _option(help: str, panel: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+def _model(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel="Models", show_default=False)
 
 
 def main(
+    context: typer.Context,
     models: Annotated[Path, typer.Argument(help="An .onnx file, or a folder of models.", show_default=False)],
     config: Annotated[
         Path | None, typer.Option(help=f"Default: {FILE} in the folder.", show_default=False)
     ] = None,
-    host: Annotated[str | None, _option("Default: 127.0.0.1; 0.0.0.0 for all.", "Server")] = None,
-    http_port: Annotated[int | None, _option("Default: 8080; 0 takes a free one.", "Server")] = None,
-    grpc_port: Annotated[int | None, _option("Default: 8081; 0 takes a free one.", "Server")] = None,
-    no_grpc: Annotated[bool, _option("HTTP only.", "Server", "--no-grpc")] = False,
+    host: Annotated[str | None, _server("Default: 127.0.0.1. 0.0.0.0 listens on all interfaces.")] = None,
+    http_port: Annotated[int | None, _server("Default: 8080. 0 picks a free port.")] = None,
+    grpc_port: Annotated[int | None, _server("Default: 8081. 0 picks a free port.")] = None,
+    no_grpc: Annotated[bool, _server("Serve HTTP only.", "--no-grpc")] = False,
     control: Annotated[
         Control | None,
-        _option(
-            "poll follows the folder (the default), explicit obeys clients, none neither.",
-            "Server",
-        ),
+        _server("What loads models: poll (the folder; default), explicit (clients) or none."),
     ] = None,
     token_file: Annotated[
-        Path | None, _option("Holds the bearer token that clients must send; or TWINOP_TOKEN.", "Server")
+        Path | None, _server("The file with the bearer token that clients must send. Default: TWINOP_TOKEN.")
     ] = None,
-    tls_certificate: Annotated[Path | None, _option("PEM; with --tls-key.", "Server")] = None,
-    tls_key: Annotated[Path | None, _option("PEM.", "Server")] = None,
-    max_request_bytes: Annotated[int | None, _option("Default: 64 MiB.", "Server")] = None,
+    tls_certificate: Annotated[Path | None, _server("A PEM file; needs --tls-key.")] = None,
+    tls_key: Annotated[Path | None, _server("A PEM file.")] = None,
+    max_request_bytes: Annotated[int | None, _server("Default: 64 MiB.")] = None,
     grace_seconds: Annotated[
-        float | None, _option("To finish, after SIGTERM. Default: 30.", "Server")
+        float | None, _server("Time to answer accepted requests after SIGTERM. Default: 30.")
     ] = None,
-    access_log: Annotated[
-        bool | None,
-        _option(
-            "A log line for each HTTP request.",
-            "Server",
-        ),
-    ] = None,
-    log_level: Annotated[str | None, _option("debug, info, warning or error.", "Server")] = None,
-    profile: Annotated[Path | None, _option("A folder for ONNX Runtime's profiles.", "Server")] = None,
+    access_log: Annotated[bool | None, _server("Log a line for each HTTP request.")] = None,
+    log_level: Annotated[str | None, _server("debug, info, warning or error.")] = None,
+    profile: Annotated[Path | None, _server("The folder for ONNX Runtime's profiles.")] = None,
     library: Annotated[
-        Path | None,
-        _option("The custom-op library. Default: beside the model or installed.", "Models"),
+        Path | None, _model("The custom-op library. Default: one beside the model, or an installed one.")
     ] = None,
-    library_sha256: Annotated[str | None, _option("The library's checksum.", "Models")] = None,
-    library_folder: Annotated[list[Path] | None, _option("Libraries may lie there too.", "Models")] = None,
-    provider: Annotated[
-        Provider | None, _option("auto (CUDA where it works), cpu or cuda.", "Models")
-    ] = None,
+    library_sha256: Annotated[str | None, _model("Use the library only if it has this SHA-256.")] = None,
+    library_folder: Annotated[list[Path] | None, _model("A further folder to load libraries from.")] = None,
+    provider: Annotated[Provider | None, _model("auto (CUDA if it works), cpu or cuda.")] = None,
     allow_fallback: Annotated[
-        bool | None, _option("Run function bodies where the library cannot be used.", "Models")
+        bool | None, _model("Run function bodies if the library cannot be used.")
     ] = None,
     max_batch_size: Annotated[
-        int | None, _option("Join requests into runs of up to so many rows. Default: never.", "Models")
+        int | None, _model("Join requests into runs of at most this many rows. Default: never.")
     ] = None,
-    instances: Annotated[int | None, _option("Runs at a time. Default: 1.", "Models")] = None,
-    max_queue: Annotated[int | None, _option("Requests that may wait. Default: 256.", "Models")] = None,
-    cuda_graph: Annotated[bool | None, _option("Replay CUDA graphs, for fixed shapes.", "Models")] = None,
+    instances: Annotated[int | None, _model("Concurrent runs. Default: 1.")] = None,
+    max_queue: Annotated[int | None, _model("Requests that may wait. Default: 256.")] = None,
+    cuda_graph: Annotated[bool | None, _model("Replay CUDA graphs for fixed shapes.")] = None,
 ) -> None:
-    """Serve models over HTTP and gRPC (Open Inference Protocol v2, by KServe's server).
+    """Serve models over HTTP and gRPC (Open Inference Protocol v2).
 
     A folder has Triton's layout, models/<name>/<version>/model.onnx, with
-    config.pbtxt or twinop.toml where needed; <name>/model.onnx works too.
-    A file is served under its stem. Each model's custom-op library is found,
-    checked, registered and compared with the model's function bodies before
-    the service reports ready. SIGTERM finishes what was accepted.
+    config.pbtxt or twinop.toml if needed; <name>/model.onnx works too.
+    A file is served under its stem. The service reports ready once each model's
+    custom-op library is found, checked, registered and compared with the model's
+    function bodies. After SIGTERM it answers all accepted requests.
 
     Examples:
 
@@ -87,42 +85,38 @@ def main(
 
         curl -s localhost:8080/v2/models/custom_relu
 
-    The last, in another shell, describes the model and its inputs; they
-    go to /v2/models/custom_relu/infer. /metrics is for Prometheus, /status
-    is a page for people.
+    The last command, in another shell, describes the model and its inputs.
+    Send these to /v2/models/custom_relu/infer. Prometheus reads /metrics;
+    /status is a page for a browser.
     """
     with clear_errors():
-        server = {
-            "host": host, "http_port": http_port, "grpc_port": grpc_port, "control": control,
-            "token": _token(token_file), "tls_certificate": tls_certificate, "tls_key": tls_key,
-            "max_request_bytes": max_request_bytes, "grace_seconds": grace_seconds, "access_log": access_log,
-            "log_level": log_level, "profile": profile, "library_folders": library_folder or None,
-        }  # fmt: skip
-        model = {
-            "library": library, "library_sha256": library_sha256, "provider": provider,
-            "allow_fallback": allow_fallback, "max_batch_size": max_batch_size, "instances": instances,
-            "max_queue": max_queue, "cuda_graph": cuda_graph,
-        }  # fmt: skip
-        given = {_SERVER: _given(server), _MODEL: _given(model)}
+        given = {
+            section: {
+                name: value
+                for name, value in context.params.items()
+                if name in kind.model_fields and value is not None
+            }
+            for section, kind in (("server", ServerSettings), ("model", ModelSettings))
+        }
+        if (token := _token(token_file)) is not None:
+            given["server"]["token"] = token
+        if library_folder:
+            given["server"]["library_folders"] = library_folder
         if no_grpc:
-            given[_SERVER]["grpc_port"] = None
+            given["server"]["grpc_port"] = None
         settings = read_settings(_config(models, config), given)
-        # Not before: KServe takes half a second to import, and neither --help nor the scan needs it.
+        # Imported late: --help and refused options do not need these modules.
         from .service import logs, spans
         from .service.folders import scan
 
         logs.configure(settings.server.log_level, settings.server.access_log)
-        scan(models)  # where there is no model, no server starts, and none says that it stops
+        scan(models)  # without a model no server starts
 
         from .service.repository import Repository
         from .service.server import Server
 
         spans.configure(settings.server.otlp_endpoint)
         Server(Repository(models, settings)).start()
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _config(models: Path, config: Path | None) -> Path | None:
@@ -133,7 +127,7 @@ def _config(models: Path, config: Path | None) -> Path | None:
 
 
 def _token(file: Path | None) -> str | None:
-    """Never an option's value: those can be read in the list of processes."""
+    """Read the token. It is never an option's value, which the list of processes would show."""
     if file is None:
         return os.environ.get("TWINOP_TOKEN") or None
     try:

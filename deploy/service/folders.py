@@ -144,12 +144,12 @@ def scan(root: Path) -> dict[str, ModelFolder]:
             f"<name>.onnx{', found:' if notes else ': it is empty'}{listed}"
         )
     for note in notes:
-        _note(f"{root}: {note}")
+        log_once(f"{root}: {note}")
     return models
 
 
 @lru_cache(maxsize=4096)
-def _note(text: str) -> None:
+def log_once(text: str) -> None:
     """Log each text once, however often a folder is scanned."""
     _log.warning("%s", text)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +20,7 @@ from .endpoints import model_metadata, off_loop, server_metadata
 from .errors import INTERNAL, INVALID, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
 from .protocol import SERVICE, pb
 from .settings import ServerSettings
+from .tokens import Token
 
 if TYPE_CHECKING:
     from .repository import Repository
@@ -125,8 +125,7 @@ class _Front:
     """Handles every call: its id, the token, and failures as gRPC codes."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        token = settings.token
-        self._token = b"" if token is None else token.get_secret_value().encode()
+        self._token = Token(settings)
         self.draining = False
         self.was_called = False
 
@@ -173,16 +172,12 @@ class _Front:
 
     def _refusal(self, headers: dict[str, str]) -> ServiceError | None:
         """Return why a call is refused before its request is parsed."""
-        if self._token and not self._allowed(headers.get("authorization", "")):
+        if not self._token.allows(headers.get("authorization", "").encode()):
             said = "this server wants a token: send the metadata authorization: Bearer <token>"
             return ServiceError(UNAUTHENTICATED, said)
         if self.draining:
             return ServiceError(NOT_READY, "the server is stopping: send the request to another")
         return None
-
-    def _allowed(self, authorization: str) -> bool:
-        scheme, _, token = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
 
 
 def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:

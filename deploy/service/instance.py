@@ -27,7 +27,7 @@ _INTERNALS = re.compile(r"\S+\.(?:h|cc|cu|cuh):\d+ [^\n]*?\) ")
 _PATH = re.compile(r"(?<![\w.])/(?:[^\s/:'\"()]+/)+")
 
 
-class _Gate:
+class Gate:
     """Admits many runs at once, or one that captures a CUDA graph, which concurrent allocations break."""
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ class _Gate:
                 self._changed.notify_all()
 
 
-_gate = _Gate()
+GATE = Gate()
 
 
 # Batches of at least this size are joined in pinned memory, which the GPU reads faster. For smaller ones the
 # buffer costs more than it gains. A single request is not copied at all.
-_PINNED_BYTES = 1 << 20
+PINNED_BYTES = 1 << 20
 
 
 class Instance:
@@ -77,8 +77,8 @@ class Instance:
         self._session: Any = session
         # Pinned memory comes from torch, which has no strings.
         strings = any(each.dtype == "str" for each in (*session.inputs.values(), *session.outputs.values()))
-        self._pinned = _Pinned() if session.stream is not None and not strings else None
-        self._graphs = _Graphs(session, self._pinned) if self._pinned and session.cuda_graph else None
+        self._pinned = Pinned() if session.stream is not None and not strings else None
+        self._graphs = Graphs(session, self._pinned) if self._pinned and session.cuda_graph else None
 
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """Run the requests in `parts`, joined along axis 0. All must have the same inputs.
@@ -95,11 +95,11 @@ class Instance:
             try:
                 if self._graphs is not None:
                     return self._graphs.run(parts, outputs)
-                with _gate.shared():
+                with GATE.shared():
                     return self._session.run(self._joined(parts), outputs)
             except Exception as error:
                 if _NO_MEMORY.search(str(error)):
-                    with _gate.shared():  # freeing memory breaks a graph capture
+                    with GATE.shared():  # freeing memory breaks a graph capture
                         _empty_torch_cache()  # ONNX Runtime may need the memory that torch caches
                 raise
 
@@ -121,13 +121,13 @@ class Instance:
             return {name: np.concatenate(arrays) for name, arrays in each.items()}
         return {
             name: self._pinned.joined(name, arrays)[1]
-            if sum(array.nbytes for array in arrays) >= _PINNED_BYTES
+            if sum(array.nbytes for array in arrays) >= PINNED_BYTES
             else np.concatenate(arrays)
             for name, arrays in each.items()
         }
 
 
-class _Pinned:
+class Pinned:
     """Named buffers in pinned memory. They grow to powers of two and are kept."""
 
     def __init__(self) -> None:
@@ -159,10 +159,10 @@ class _Pinned:
         return buffer, view
 
 
-class _Graphs:
+class Graphs:
     """Runs through CUDA graphs, whose inputs must be on the GPU. They pass through pinned memory."""
 
-    def __init__(self, session: Session, pinned: _Pinned) -> None:
+    def __init__(self, session: Session, pinned: Pinned) -> None:
         import torch
 
         self.captures = True
@@ -177,7 +177,7 @@ class _Graphs:
 
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
         torch = self._torch
-        gate = _gate.alone() if self.captures else _gate.shared()
+        gate = GATE.alone() if self.captures else GATE.shared()
         # The session's stream is the current one, so no other stream has to be awaited.
         with gate, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:

@@ -95,7 +95,7 @@ def to_json(name: str, array: np.ndarray) -> Any:
                 array = array.astype(np.float32)
         if not np.isfinite(array).all():
             raise invalid(
-                f"output {name} holds NaN or infinity, which JSON has no word for: ask for it with "
+                f"output {name} holds NaN or infinity, which JSON cannot express: ask for it with "
                 '"parameters": {"binary_data": true}'
             )
     return np.ascontiguousarray(array).reshape(math.prod(array.shape))

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import hmac
 import logging
 import socket
 import ssl
@@ -22,6 +21,7 @@ from .endpoints import FAILURES, Endpoints, as_json
 from .errors import NOT_READY, UNAUTHENTICATED
 from .settings import ServerSettings
 from .status import status_page
+from .tokens import Token
 
 if TYPE_CHECKING:
     from .repository import Repository
@@ -40,7 +40,7 @@ class Front:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.draining = False
         self._app = app
-        self._token = settings.token.get_secret_value().encode() if settings.token is not None else None
+        self._token = Token(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given, authorization = "", b""
@@ -61,7 +61,7 @@ class Front:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        if self._token is not None and not self._allowed(scope["path"], authorization):
+        if scope["path"] not in _OPEN and not self._token.allows(authorization):
             metrics.failed_without_model(UNAUTHENTICATED)
             said = "this server wants a token: send the header Authorization: Bearer <token>"
             refusal = as_json({"error": said}, UNAUTHENTICATED.status, {"www-authenticate": "Bearer"})
@@ -79,11 +79,6 @@ class Front:
                 await refusal(scope, receive, answer)
         except Exception:  # answered and logged by `_bug` in endpoints.py
             pass
-
-    def _allowed(self, path: str, authorization: bytes) -> bool:
-        scheme, _, token = authorization.partition(b" ")
-        known = self._token or b""
-        return path in _OPEN or (scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), known))
 
 
 class _Uvicorn(uvicorn.Server):

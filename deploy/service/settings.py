@@ -49,44 +49,43 @@ class ModelSettings(_Settings):
     """How to load and run one model."""
 
     library: Path | None = Field(
-        None, description="the custom-op library; else one beside the model or installed"
+        None, description="the custom-op library; by default one beside the model, or an installed one"
     )
     library_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] | None = Field(
-        None, description="the library is used only if its SHA-256 is this"
+        None, description="use the library only if it has this SHA-256"
     )
     provider: Provider = Field(Provider.AUTO, description="auto, cpu or cuda")
-    allow_fallback: bool = Field(False, description="run function bodies where the library cannot be used")
-    max_batch_size: int = Field(0, ge=0, description="rows joined into one run; 0: requests are never joined")
+    allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
+    max_batch_size: int = Field(0, ge=0, description="most rows in one run; 0 never joins requests")
     preferred_batch_sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field(
-        (), description="sizes that a waiting batch stops at (only with max_queue_delay_us)"
+        (), description="batch sizes that end the wait for more rows (with max_queue_delay_us)"
     )
     max_queue_delay_us: int = Field(0, ge=0, description="how long an idle instance waits for more rows")
-    max_queue: int = Field(256, gt=0, description="requests that may wait; over it clients get 429")
+    max_queue: int = Field(256, gt=0, description="requests that may wait; further ones are refused with 429")
     instances: int = Field(
-        1, ge=1, le=64, description="runs at a time; on CUDA each has a session and a stream"
+        1, ge=1, le=64, description="concurrent runs; on CUDA each has its own session and stream"
     )
     intra_op_threads: int = Field(
-        0, ge=0, description="ONNX Runtime's threads for a run on the CPU; 0: one a core"
+        0, ge=0, description="ONNX Runtime's threads for a run on the CPU; 0 uses one per core"
     )
     intra_op_spinning: bool = Field(
-        False, description="these threads wait for their next work in a loop, which keeps the cores busy"
+        False, description="let these threads spin while they wait for work, which keeps the cores busy"
     )
     versions: (
         Annotated[str, StringConstraints(pattern=r"^(all|latest(:[1-9][0-9]*)?)$")]
         | Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]
-    ) = Field(
-        "latest", description="which version folders are served: latest, latest:<count>, all, or a list"
-    )
+    ) = Field("latest", description="the versions to serve: latest, latest:<count>, all, or a list")
     warm_up: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(
         default_factory=dict,
-        description="the shape of each input that the model is first tried at; else dynamic sizes are 1",
+        description="the shapes of the inputs for the first run; by default dynamic sizes are 1",
     )
     compare_bodies: bool = Field(
-        True, description="hold the kernels against the model's function bodies before it is served"
+        True, description="compare the kernels with the model's function bodies before serving it"
     )
-    allow_empty: bool = Field(False, description="take inputs with a dimension of size 0")
+    allow_empty: bool = Field(False, description="accept inputs with a dimension of size 0")
     cuda_graph: bool = Field(
-        False, description="replay CUDA graphs at the shapes of warm_up, the preferred and largest batches"
+        False,
+        description="replay CUDA graphs for warm_up's shapes and the preferred and largest batches",
     )
 
     @model_validator(mode="after")
@@ -109,7 +108,7 @@ class ServerSettings(_Settings):
     control: Control = Control.POLL
     poll_seconds: float = Field(1.0, gt=0)
     library_folders: tuple[Path, ...] = Field(
-        (), description="libraries may lie here, beside the model's own folder"
+        (), description="folders to load libraries from, besides the model's own folder"
     )
     token: SecretStr | None = Field(
         None, min_length=1, description="clients must send Authorization: Bearer <token>"
@@ -118,16 +117,16 @@ class ServerSettings(_Settings):
     tls_key: Path | None = None
     max_request_bytes: int = Field(64 << 20, gt=0)
     max_json_bytes: int = Field(
-        8 << 20, gt=0, description="of them JSON: while it is read, all other clients wait"
+        8 << 20, gt=0, description="limit for JSON, whose parsing blocks the other clients"
     )
     max_header_bytes: int = Field(64 << 10, gt=0)
-    header_seconds: float = Field(10.0, gt=0, description="in which a request's headers must arrive")
-    body_seconds: float = Field(60.0, gt=0, description="in which a request's body must arrive")
-    grace_seconds: float = Field(30.0, ge=0, description="to finish what was accepted, after SIGTERM")
+    header_seconds: float = Field(10.0, gt=0, description="time limit for a request's headers to arrive")
+    body_seconds: float = Field(60.0, gt=0, description="time limit for a request's body to arrive")
+    grace_seconds: float = Field(30.0, ge=0, description="time after SIGTERM to answer accepted requests")
     access_log: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go, over HTTP")
-    profile: Path | None = Field(None, description="a folder for ONNX Runtime's profiles")
+    otlp_endpoint: str | None = Field(None, description="the OTLP/HTTP endpoint for OpenTelemetry spans")
+    profile: Path | None = Field(None, description="the folder for ONNX Runtime's profiles")
 
     @model_validator(mode="after")
     def _fits(self) -> "ServerSettings":

@@ -1,6 +1,5 @@
 """Send OpenTelemetry spans for each request, its queueing and its run; import nothing without an endpoint."""
 
-import asyncio
 import logging
 import os
 import threading
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from . import logs
-from .errors import CANCELLED, INTERNAL, ServiceError
+from .errors import ServiceError, failure_of
 from .request import Request, Result
 from .settings import SettingsError
 
@@ -23,7 +22,7 @@ _log = logging.getLogger(__name__)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 
-_tracing: "_Tracing | None" = None
+_tracer: "_Tracer | None" = None
 _OFF = nullcontext()
 
 
@@ -36,7 +35,7 @@ def configure(endpoint: str | None) -> None:
     Raises:
         SettingsError: the endpoint is not a URL, or the OpenTelemetry packages are not installed.
     """
-    global _tracing
+    global _tracer
     if endpoint is None and not any(map(os.environ.get, _ENDPOINTS)):
         return
     url = None if endpoint is None else _url(endpoint)
@@ -52,21 +51,21 @@ def configure(endpoint: str | None) -> None:
     name = os.environ.get("OTEL_SERVICE_NAME", "twinop")
     provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
-    _tracing = _Tracing(provider)
+    _tracer = _Tracer(provider)
 
 
 def shutdown(seconds: float = 5.0) -> None:
     """Send the remaining spans and stop. Blocks for at most `seconds`, even if the collector is gone."""
-    global _tracing
-    if _tracing is None:
+    global _tracer
+    if _tracer is None:
         return
     # The SDK would wait 30 s for an unresponsive collector: longer than a pod may take to terminate.
-    sending = threading.Thread(target=_tracing.provider.shutdown, daemon=True)
+    sending = threading.Thread(target=_tracer.provider.shutdown, daemon=True)
     sending.start()
     sending.join(seconds)
     if sending.is_alive():
         _log.warning("the collector did not take the last spans within %g s: they are lost", seconds)
-    _tracing = None
+    _tracer = None
 
 
 def request_span(name: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:
@@ -76,19 +75,29 @@ def request_span(name: str, headers: Mapping[str, str]) -> AbstractContextManage
         name: the operation, such as "infer".
         headers: headers or metadata by lower-case name. `traceparent` names the client's span.
     """
-    return _OFF if _tracing is None else _tracing.request_span(name, headers)
+    return _OFF if _tracer is None else _tracer.request_span(name, headers)
 
 
 def note(**attributes: Any) -> None:
     """Add attributes to the request's span, such as request_id, with the prefix "twinop."."""
-    if _tracing is not None:
-        _tracing.note(attributes)
+    if _tracer is not None:
+        span = _tracer.api.get_current_span()
+        span.set_attributes({f"twinop.{name}": value for name, value in attributes.items()})
 
 
 def record_run(request: Request, result: Result) -> None:
-    """Add the model, and spans for the queueing and the run, to the request's span."""
-    if _tracing is not None:
-        _tracing.record_run(request, result)
+    """Add the model, and spans for the queueing and the run, to the request's span.
+
+    The spans are created afterwards, when their lengths are known.
+    """
+    if _tracer is None or not _tracer.api.get_current_span().is_recording():
+        return
+    note(model=result.model, version=result.version, batch_size=result.batch_size)
+    start = time.time_ns() - time.monotonic_ns() + round(request.arrived * 1e9)
+    for name, seconds in (("queue", result.queue_seconds), ("compute", result.compute_seconds)):
+        end = start + round(seconds * 1e9)
+        _tracer.tracer.start_span(name, start_time=start).end(end)
+        start = end
 
 
 def _url(endpoint: str) -> str:
@@ -101,7 +110,7 @@ def _url(endpoint: str) -> str:
     return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
 
 
-class _Tracing:
+class _Tracer:
     """The imported OpenTelemetry modules, and the objects made from them."""
 
     def __init__(self, provider: "TracerProvider") -> None:
@@ -109,16 +118,16 @@ class _Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.provider = provider
-        self._api = trace
-        self._tracer = provider.get_tracer("twinop")
+        self.api = trace
+        self.tracer = provider.get_tracer("twinop")
         self._propagator = TraceContextTextMapPropagator()
 
     @contextmanager
     def request_span(self, name: str, headers: Mapping[str, str]) -> Iterator[None]:
-        with self._tracer.start_as_current_span(
+        with self.tracer.start_as_current_span(
             name,
             self._propagator.extract(headers),
-            self._api.SpanKind.SERVER,
+            self.api.SpanKind.SERVER,
             record_exception=False,  # a stack trace would show paths and code
             set_status_on_exception=False,
         ) as span:
@@ -127,25 +136,8 @@ class _Tracing:
             try:
                 yield
             except BaseException as error:
-                failure = CANCELLED if isinstance(error, asyncio.CancelledError) else INTERNAL
-                message = failure.reason
-                if isinstance(error, ServiceError):
-                    failure, message = error.failure, str(error)
-                self.note({"failure": failure.reason})
-                span.set_status(self._api.StatusCode.ERROR, message)
+                failure = failure_of(error)
+                note(failure=failure.reason)
+                message = str(error) if isinstance(error, ServiceError) else failure.reason
+                span.set_status(self.api.StatusCode.ERROR, message)
                 raise
-
-    def note(self, attributes: Mapping[str, Any]) -> None:
-        span = self._api.get_current_span()
-        span.set_attributes({f"twinop.{name}": value for name, value in attributes.items()})
-
-    def record_run(self, request: Request, result: Result) -> None:
-        """Create the spans of queueing and run afterwards, when their lengths are known."""
-        if not self._api.get_current_span().is_recording():
-            return
-        self.note({"model": result.model, "version": result.version, "batch_size": result.batch_size})
-        start = time.time_ns() - time.monotonic_ns() + round(request.arrived * 1e9)
-        for name, seconds in (("queue", result.queue_seconds), ("compute", result.compute_seconds)):
-            end = start + round(seconds * 1e9)
-            self._tracer.start_span(name, start_time=start).end(end)
-            start = end

@@ -17,7 +17,7 @@ from twinop.deploy import session
 from twinop.deploy.errors import RunError
 from twinop.deploy.service.errors import OUT_OF_MEMORY, RUN_FAILED, ServiceError
 from twinop.deploy.service.folders import scan
-from twinop.deploy.service.instance import _PINNED_BYTES, Instance, _Gate, _gate, _Graphs, _Pinned
+from twinop.deploy.service.instance import GATE, PINNED_BYTES, Gate, Graphs, Instance, Pinned
 from twinop.deploy.service.loading import LoadedModel, load
 from twinop.deploy.service.settings import ModelSettings, ServerSettings
 
@@ -66,18 +66,18 @@ def pinned_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_buffers_without_a_gpu(pinned_on_cpu: None, datatype: str) -> None:
     opened = session(service_models.identity(datatype), ["CPUExecutionProvider"])
     opened.stream = SimpleNamespace(synchronize=lambda: None)
-    _check_round_trips(_Graphs(opened, _Pinned()), datatype)
+    _check_round_trips(Graphs(opened, Pinned()), datatype)
 
 
 @pytest.mark.parametrize("datatype", NUMBERS)
 def test_large_requests_are_joined_in_pinned_memory(pinned_on_cpu: None, datatype: str) -> None:
     instance = Instance(session(service_models.identity(datatype), ["CPUExecutionProvider"]))
-    instance._pinned = _Pinned()
+    instance._pinned = Pinned()
     _check_large(instance, datatype)
 
 
 def _check_large(instance: Instance, datatype: str) -> None:
-    rows = _PINNED_BYTES // 3 + 1  # large enough even for one-byte elements
+    rows = PINNED_BYTES // 3 + 1  # large enough even for one-byte elements
     few, many = values(datatype, (2, 3)), [values(datatype, (rows, 3), seed) for seed in (1, 2)]
     assert instance._pinned is not None
     instance.run([{"x": few}, {"x": few}], ["y"])
@@ -93,7 +93,7 @@ def _check_large(instance: Instance, datatype: str) -> None:
 
 def test_one_alone_or_many() -> None:
     """An exclusive run gets its turn although shared runs never stop."""
-    gate, inside, seen, stop = _Gate(), [0], [], threading.Event()
+    gate, inside, seen, stop = Gate(), [0], [], threading.Event()
 
     def many() -> None:
         while not stop.is_set():
@@ -120,7 +120,7 @@ def test_memory_is_freed_while_no_graph_is_captured(monkeypatch: pytest.MonkeyPa
     """Freeing torch's memory would break a capture."""
     running = []
     freeing = "twinop.deploy.service.instance._empty_torch_cache"
-    monkeypatch.setattr(freeing, lambda: running.append(_gate._running))
+    monkeypatch.setattr(freeing, lambda: running.append(GATE._running))
 
     def run(feeds: Any, outputs: Any) -> Any:
         raise RunError("CUDA failure 2: out of memory")
@@ -130,7 +130,7 @@ def test_memory_is_freed_while_no_graph_is_captured(monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(ServiceError, match="not enough memory for this request"):
         Instance(opened).run([{}], [])
-    assert running == [1] and not _gate._running
+    assert running == [1] and not GATE._running
 
 
 @cuda

@@ -14,7 +14,7 @@ from twinop.deploy.service.settings import SettingsError
 
 @pytest.fixture(autouse=True)
 def _notes_anew() -> None:
-    folders._note.cache_clear()
+    folders.log_once.cache_clear()
 
 
 def empty(path: Path) -> Path:
