@@ -1,4 +1,4 @@
-// The matmul to learn from, on the CPU: the two variants of matmul.cuh.
+// The matmul to learn from, on the CPU: the two variants of matmul/cuda.cuh.
 #pragma once
 
 #include <algorithm>

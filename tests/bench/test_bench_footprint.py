@@ -33,7 +33,7 @@ def test_times_of_a_build(tmp_path: Path) -> None:
 
 
 def make_tree(folder: Path, **files: str) -> SourceTree:
-    """A tree of these files: `torch_op__call_py` is torch_op/call.py."""
+    """A tree of these files: `export__first_py` is a module in the folder export."""
     texts = {name.replace("__", "/").replace("_py", ".py"): text for name, text in files.items()}
     for name, text in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)

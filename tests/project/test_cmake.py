@@ -91,17 +91,8 @@ def test_the_oldest_cmake_configures_the_project(tmp_path: Path, oldest_cmake: P
     version = subprocess.run([oldest_cmake, "--version"], capture_output=True, text=True).stdout
     required = re.search(r"cmake_minimum_required\(VERSION (.*)\)", (ROOT / "CMakeLists.txt").read_text())
     assert required is not None and f"cmake version {required[1]}." in version
-    command: list[str | Path] = [
-        oldest_cmake,
-        "-S",
-        ROOT,
-        "-B",
-        tmp_path,
-        "-G",
-        "Ninja",
-        f"-DPython_EXECUTABLE={sys.executable}",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True)
+    options = ["-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
+    result = subprocess.run([oldest_cmake, *options], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "Generating done" in result.stdout
 
@@ -110,18 +101,8 @@ def test_without_torch(tmp_path: Path) -> None:
     """As in the environment of its own in which pip builds."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     python = f"-DPython_EXECUTABLE={tmp_path}/bare/bin/python"
-    command: list[str | Path] = [
-        "cmake",
-        "-S",
-        ROOT,
-        "-B",
-        tmp_path / "build",
-        "-G",
-        "Ninja",
-        "-DTWINOP_WITH_CUDA=OFF",
-        python,
-    ]
-    result = subprocess.run(command, capture_output=True, text=True)
+    options = ["-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", "-DTWINOP_WITH_CUDA=OFF", python]
+    result = subprocess.run(["cmake", *options], capture_output=True, text=True)
     said = one_line(result.stderr)
     assert (
         result.returncode != 0 and f"PyTorch is not installed for {tmp_path}/bare/bin/python. ./build" in said
@@ -138,21 +119,8 @@ def test_nonsense_architectures(tmp_path: Path) -> None:
 def test_without_nvcc_the_cpu_part_is_built_and_said(tmp_path: Path) -> None:
     tools = tmp_path / "tools"  # a PATH with a compiler and cmake, but no nvcc
     tools.mkdir()
-    for name in [
-        "cmake",
-        "c++",
-        "g++",
-        "cc",
-        "gcc",
-        "as",
-        "ld",
-        "ar",
-        "ranlib",
-        "ninja",
-        "make",
-        "sh",
-        "uname",
-    ]:
+    compilers = ("c++", "g++", "cc", "gcc", "as", "ld", "ar", "ranlib")
+    for name in ("cmake", *compilers, "ninja", "make", "sh", "uname"):
         if found := shutil.which(name):
             (tools / name).symlink_to(found)
     result = configure(tmp_path, PATH=str(tools), CUDACXX="", CUDA_PATH="/nowhere")
@@ -166,6 +134,12 @@ def test_cuda_can_be_left_out(tmp_path: Path) -> None:
     assert "result: cuda=OFF archs=none" in configure(tmp_path, "-DTWINOP_WITH_CUDA=OFF").stdout
 
 
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that is configured again and again: CMake examines nvcc the first time only."""
+    return tmp_path_factory.mktemp("project")
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 @pytest.mark.parametrize(
     ("wanted", "archs"),
@@ -176,8 +150,8 @@ def test_cuda_can_be_left_out(tmp_path: Path) -> None:
         ("all", "75-real,"),
     ],
 )
-def test_architectures_with_the_nvcc_at_hand(wanted: str, archs: str | None, tmp_path: Path) -> None:
-    result = configure(tmp_path, TWINOP_CUDA_ARCHS=wanted)
+def test_architectures_with_the_nvcc_at_hand(wanted: str, archs: str | None, project: Path) -> None:
+    result = configure(project, TWINOP_CUDA_ARCHS=wanted)
     line = next(line for line in result.stdout.splitlines() if "result: cuda=ON" in line)
     if archs is None:
         no_gpu = shutil.which("nvidia-smi") is None

@@ -53,16 +53,39 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_files_that_are_named_exist() -> None:
+    """A name may leave folders out at its beginning, such as `json.h` or `math/cuda.cuh`."""
     files = tracked()
-    names = {Path(file).name for file in files}
+    ends = {"/".join(parts[i:]) for parts in (Path(file).parts for file in files) for i in range(len(parts))}
     wrong = []
     for file in files:
         path = ROOT / file
         if not path.is_file() or path.is_symlink():
             continue
         for number, line in prose(path):
-            for name in NAME.findall(line):
-                known = name in OTHERS or (name in names if "/" not in name else (ROOT / name).exists())
-                if not known and not (path.parent / name).exists():
+            names = (name for name in NAME.findall(line) if name not in ends | OTHERS)
+            for name in names:
+                if not any((folder / name).exists() for folder in (ROOT, path.parent)):
                     wrong.append(f"{file}:{number}: {name}")
     assert not wrong, "these files do not exist:\n" + "\n".join(wrong)
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    wrong = []
+    for file in (name for name in tracked() if name.endswith(".md")):
+        for link in re.findall(r"\]\(([^)#]+)", (ROOT / file).read_text()):
+            if "://" not in link and not ((ROOT / file).parent / link).exists():
+                wrong.append(f"{file}: {link}")
+    assert not wrong, "these links lead nowhere:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("As json.h says", ["json.h"]),
+        ("see `bodies.py` and ../deploy/run_onnx.py.", ["bodies.py", "../deploy/run_onnx.py"]),
+        ("math/cuda.cuh: the device", ["math/cuda.cuh"]),
+        ("<name>.py, lib*.h, $X/a.py, {op}.h, call.h(), e.g. 1.py*", []),
+    ],
+)
+def test_what_counts_as_the_name_of_a_file(text: str, named: list[str]) -> None:
+    assert NAME.findall(text) == named
