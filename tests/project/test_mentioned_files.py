@@ -19,6 +19,9 @@ OTHERS = {  # of users and of other projects
     "models/twinop.toml",
     "my_models.py",
     "mish.h",
+    "kernels/ops/mish.h",  # of the guides
+    "kernels/ops/l2_normalize.h",
+    "kernels/ops/soft_clip.h",
     "onnxruntime_c_api.h",
     "element_wise_ops.h",
 }
