@@ -1,5 +1,5 @@
 // Runs an elementwise op's loop over the tensors of a call (cpu.h).
-#include "kernels/elementwise/cpu.h"
+#include "kernels/elementwise.h"
 
 #include <algorithm>
 
