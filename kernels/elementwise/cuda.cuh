@@ -165,7 +165,7 @@ Status LaunchElementwise(const Call& call, const F& functor, const Outputs<T, kO
   const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
   const std::int64_t blocks = (count + per_block - 1) / per_block;
   return LaunchKernel(ElementwiseKernel<F, T, kWidth, kThreads, kLoads, kOutputs, kInputs>,
-                      Overlapping({blocks, dim3(kThreads)}), call, functor, count, out, in,
+                      Dependent({blocks, dim3(kThreads)}), call, functor, count, out, in,
                       ReadsOf<T>(count, kOutputs + kInputs));
 }
 

@@ -202,7 +202,7 @@ Status LaunchStridedKernel(const Call& call, const F& functor,
   const std::int64_t per_block = std::int64_t{kThreads} * kLoads * kWidth;
   const std::int64_t blocks = (layout.numel + per_block - 1) / per_block;
   return LaunchKernel(StridedKernel<F, T, kWidth, kGathers, kThreads, kLoads, kOutputs, kInputs>,
-                      Overlapping({blocks, dim3(kThreads)}), call, functor,
+                      Dependent({blocks, dim3(kThreads)}), call, functor,
                       static_cast<std::uint32_t>(layout.numel), out, in, accesses,
                       Strides<kOutputs + kInputs>(layout),
                       ReadsOf<T>(layout.numel, kOutputs + kInputs));

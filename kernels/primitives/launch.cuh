@@ -80,11 +80,11 @@ Status KernelArchitecture(int* architecture) {
 //
 // (relu: 256 rows are 1024 blocks.) Of many blocks, each waits for an instruction more: ReLU of
 // 2^28 elements at 0.81 of the copy's speed.
-inline constexpr int kOverlappingBlocks = 1024;
+inline constexpr int kMaxDependentBlocks = 1024;
 
 __device__ __forceinline__ void WaitForPreviousKernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (gridDim.x > kOverlappingBlocks) return;
+  if (gridDim.x > kMaxDependentBlocks) return;
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
@@ -97,13 +97,13 @@ struct Grid {
   std::int64_t blocks;
   dim3 threads;
   unsigned blocks_y = 1;
-  int shared_bytes = 0;   // dynamic
-  int cluster = 1;        // blocks; more than one needs sm_90
-  bool overlaps = false;  // the kernel begins with WaitForPreviousKernel()
+  int shared_bytes = 0;       // dynamic
+  int cluster = 1;            // blocks; more than one needs sm_90
+  bool is_dependent = false;  // the kernel begins with WaitForPreviousKernel()
 };
 
-inline Grid Overlapping(Grid grid) {
-  grid.overlaps = true;
+inline Grid Dependent(Grid grid) {
+  grid.is_dependent = true;
   return grid;
 }
 
@@ -143,10 +143,10 @@ class LaunchConfig {
   LaunchConfig(const LaunchConfig&) = delete;
   LaunchConfig& operator=(const LaunchConfig&) = delete;
 
-  void Overlap() {
-    cudaLaunchAttribute& overlap = attributes_[config.numAttrs++];
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+  void LaunchDependent() {
+    cudaLaunchAttribute& dependent = attributes_[config.numAttrs++];
+    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    dependent.val.programmaticStreamSerializationAllowed = 1;
   }
 
   template <class Kernel>
@@ -169,10 +169,10 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
   if (grid.blocks > INT32_MAX)
     return Status::Error("the tensor is too large for one kernel launch");
   LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));
-  if (grid.overlaps && grid.blocks <= kOverlappingBlocks) {
+  if (grid.is_dependent && grid.blocks <= kMaxDependentBlocks) {
     int architecture = 0;
     TWINOP_RETURN_IF_ERROR(KernelArchitecture<ArchitectureKernel>(&architecture));
-    if (architecture >= 90) launch.Overlap();
+    if (architecture >= 90) launch.LaunchDependent();
   }
   Status allowed = launch.Allow(kernel);
   if (!allowed.ok()) return allowed;

@@ -17,7 +17,7 @@ namespace twinop::rowwise {
 // What a thread moves of a stretch of a row: aligned vectors, and an element before the first and
 // behind the last of them.
 template <class T, int kVectors>
-struct Pieces {
+struct MovedVectors {
   Vector<T, kVectorBytes / sizeof(T)> vectors[kVectors];
   T head, tail;
 };
@@ -36,24 +36,24 @@ struct Pieces {
 //   a warp for itself         0.88      0.71         0.83       0.73
 //   two loads a vector        0.49      0.33         0.41       0.39
 template <class T>
-class Stretch {
+class Realigner {
  public:
   static constexpr int kWidth = kVectorBytes / sizeof(T);
   using Aligned = Vector<T, kWidth>;
 
   // In shared memory, for a stretch of so many vectors.
-  static constexpr int RoomVectors(int vectors) { return vectors + 2; }
+  static constexpr int SharedVectors(int vectors) { return vectors + 2; }
 
   // whole: whether the thread owns kVectors whole vectors, and another one follows its last. Most
   // threads do; it saves them a comparison for each access.
-  __device__ __forceinline__ Stretch(const T* start, int count, int thread, int threads, bool whole,
-                                     unsigned char* room)
+  __device__ __forceinline__ Realigner(const T* start, int count, int thread, int threads,
+                                       bool whole, unsigned char* shared)
       : start_(start),
         count_(count),
         thread_(thread),
         threads_(threads),
         whole_(whole),
-        room_(reinterpret_cast<Aligned*>(room) + thread) {
+        shared_(reinterpret_cast<Aligned*>(shared) + thread) {
     const auto past = static_cast<int>(reinterpret_cast<std::uintptr_t>(start) % kVectorBytes);
     before_ = past == 0 ? 0 : kWidth - past / static_cast<int>(sizeof(T));
     head_ = min(before_, count);
@@ -62,7 +62,7 @@ class Stretch {
   }
 
   template <int kVectors>
-  __device__ __forceinline__ void Load(Pieces<T, kVectors>* pieces) const {
+  __device__ __forceinline__ void Load(MovedVectors<T, kVectors>* pieces) const {
     ForEnds([&](int i) { pieces->head = start_[i]; }, [&](int i) { pieces->tail = start_[i]; });
     const auto* const first = reinterpret_cast<const Aligned*>(start_ + before_);
 #pragma unroll  // (of two branches, each would wait for its loads)
@@ -72,23 +72,23 @@ class Stretch {
 
   // Then, behind a barrier, Get: the pieces' vectors become the owned ones.
   template <int kVectors>
-  __device__ __forceinline__ void Put(const Pieces<T, kVectors>& pieces) const {
+  __device__ __forceinline__ void Put(const MovedVectors<T, kVectors>& pieces) const {
     // Aligned vectors from the second place on, the elements before them at the first one's end.
-    ForEachAligned<kVectors>([&](int k) { room_[k * threads_ + 1] = pieces.vectors[k]; });
-    T* const elements = reinterpret_cast<T*>(room_ - thread_ + 1) - before_;
+    ForEachAligned<kVectors>([&](int k) { shared_[k * threads_ + 1] = pieces.vectors[k]; });
+    T* const elements = reinterpret_cast<T*>(shared_ - thread_ + 1) - before_;
     ForEnds([&](int i) { elements[i] = pieces.head; }, [&](int i) { elements[i] = pieces.tail; });
   }
   template <int kVectors>
-  __device__ __forceinline__ void Get(Pieces<T, kVectors>* pieces) const {
+  __device__ __forceinline__ void Get(MovedVectors<T, kVectors>* pieces) const {
     if (!whole_) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
-        if (Index(k) >= vectors_) pieces->vectors[k] = room_[k * threads_ + 1];
+        if (Index(k) >= vectors_) pieces->vectors[k] = shared_[k * threads_ + 1];
     }
     WithShift(kWidth - before_, [&](auto words, int bits) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
-        pieces->vectors[k] = Shifted<words>(room_[k * threads_], pieces->vectors[k], bits);
+        pieces->vectors[k] = Shifted<words>(shared_[k * threads_], pieces->vectors[k], bits);
     });
   }
 
@@ -96,18 +96,18 @@ class Stretch {
   template <int kVectors>
   __device__ __forceinline__ void PutOwned(const Aligned (&owned)[kVectors]) const {
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) room_[k * threads_] = owned[k];
+    for (int k = 0; k < kVectors; ++k) shared_[k * threads_] = owned[k];
   }
   template <int kVectors>
   __device__ __forceinline__ void Store(Aligned (&owned)[kVectors], T* start) const {
     WithShift(before_, [&](auto words, int bits) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
-        owned[k] = Shifted<words>(owned[k], room_[k * threads_ + 1], bits);
+        owned[k] = Shifted<words>(owned[k], shared_[k * threads_ + 1], bits);
     });
     auto* const first = reinterpret_cast<uint4*>(start + before_);
     ForEachAligned<kVectors>([&](int k) { StoreAligned(owned[k], &first[Index(k)]); });
-    const T* const elements = reinterpret_cast<const T*>(room_ - thread_);
+    const T* const elements = reinterpret_cast<const T*>(shared_ - thread_);
     ForEnds([&](int i) { start[i] = elements[i]; }, [&](int i) { start[i] = elements[i]; });
   }
 
@@ -177,7 +177,7 @@ class Stretch {
   int head_;               // those of them that the stretch has
   std::uint32_t vectors_;  // aligned ones
   int tail_;               // where the elements behind them begin
-  Aligned* room_;          // from this thread's place on
+  Aligned* shared_;        // from this thread's place on
 };
 
 }  // namespace twinop::rowwise

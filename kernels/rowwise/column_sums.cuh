@@ -16,7 +16,7 @@ inline constexpr int kSumThreads = 128;
 
 // partials[sum][block][column] of rows that were not summed on the way: reads them again, with what
 // the first pass kept of each row. Clusters of `groups` groups would have taken the same rows in
-// the same order (WideSlices).
+// the same order (RowSlices).
 template <class F, class S, class W, bool kVectorised>
 __global__ void __launch_bounds__(kSumThreads)
     ColumnSumsKernel(Arguments<F, S, W> arguments, unsigned groups, const F* states,
@@ -89,13 +89,13 @@ __global__ void __launch_bounds__(32 * kFinishSlices)
 
 // ---------------------------------------------------------------------------------- rows apart
 
-inline constexpr int kApartThreads = 256;
+inline constexpr int kStridedRowThreads = 256;
 
 // A block takes blockDim.x neighbouring rows; blockDim.y threads share each. The elements are read
 // again for each phase. For ops without column inputs.
 template <class F, class S>
-__global__ void __launch_bounds__(kApartThreads)
-    ApartKernel(F initial, Arguments<F, S, S> arguments) {
+__global__ void __launch_bounds__(kStridedRowThreads)
+    StridedRowsKernel(F initial, Arguments<F, S, S> arguments) {
   WaitForPreviousKernel();
   using T = ElementCompute<S>;
   constexpr int kInputs = kRowInputs<F>;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kApartThreads)
   const std::int64_t inner = blockIdx.x % blocks_across * blockDim.x + threadIdx.x;
   const bool exists = inner < rows.inner;
   const std::int64_t base = outer * rows.columns * rows.inner + inner;
-  __shared__ T storage[2 * kApartThreads];
+  __shared__ T storage[2 * kStridedRowThreads];
   F functor = initial;
 
   auto read = [&](auto phase, std::int64_t column) {
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kApartThreads)
         total[0] = Combine<kOp>(total[0], functor.Term(phase, values, Values<T, 0>{})[0]);
       }
     }
-    T* const slices = storage + kPhase % 2 * kApartThreads;
+    T* const slices = storage + kPhase % 2 * kStridedRowThreads;
     slices[threadIdx.y * blockDim.x + threadIdx.x] = total[0];
     __syncthreads();
     total[0] = slices[threadIdx.x];

@@ -6,10 +6,10 @@
 
 #include "kernels/primitives/l2_hints.cuh"
 #include "kernels/primitives/launch.cuh"
+#include "kernels/rowwise/cluster.cuh"
 #include "kernels/rowwise/column_sums.cuh"
 #include "kernels/rowwise/launch_settings.h"
 #include "kernels/rowwise/resident.cuh"
-#include "kernels/rowwise/wide.cuh"
 
 namespace twinop::rowwise {
 
@@ -17,17 +17,18 @@ template <class F, class S, class W>
 struct Launch {
   using T = Compute<S>;
   static constexpr int kWidth = kVectorBytes / sizeof(S);
-  static constexpr int kHeld = kEarlyInputs<F>;
+  static constexpr int kResident = kEarlyInputs<F>;
   static constexpr bool kSums = F::kColumnSums > 0;
-  static constexpr int kRowBytes = kHeld * sizeof(S);
+  static constexpr int kRowBytes = kResident * sizeof(S);
   static constexpr int kColumnBytes = kColumnInputs<F> * sizeof(W);
-  static constexpr bool kOneRow = kHeld == 1 || F::kPreparedOutput >= 0;
-  static constexpr bool kShortRow = !kSums && kHeld == 1 && sizeof(S) == 2;
-  static constexpr HeldSettings kSettings =
-      Held(kSums, kShortRow&& kColumnInputs<F> > 0, kOneRow, sizeof(S));
+  static constexpr bool kOneRow = kResident == 1 || F::kPreparedOutput >= 0;
+  static constexpr bool kShortRow = !kSums && kResident == 1 && sizeof(S) == 2;
+  static constexpr ResidentSettings kSettings =
+      ChooseResident(kSums, kShortRow&& kColumnInputs<F> > 0, kOneRow, sizeof(S));
   // (One column: a multiple of no vector's width.)
-  static constexpr bool kHasElements = MovesElements(sizeof(S), kSums, 1);
-  static constexpr Moves kMisaligned = sizeof(S) == 2 ? Moves::kRealigned : Moves::kSingle;
+  static constexpr bool kHasInterleaved = Interleaves(sizeof(S), kSums, 1);
+  static constexpr RowAccess kMisaligned =
+      sizeof(S) == 2 ? RowAccess::kRealigned : RowAccess::kSingle;
   static constexpr bool kHasWarps = sizeof(S) < 8;
   // Two rows that are both needed to the end: their values spilled (softmax backward, float16,
   // 32768 x 4096: 0.74 of the copy's speed, packed 1.00).
@@ -42,34 +43,34 @@ struct Launch {
     const Rows& rows = arguments.rows;
     if (rows.count == 0 || rows.columns == 0) return FinishSums(0);
     if constexpr (kColumnInputs<F> == 0 && !kSums) {
-      if (rows.inner != 1) return RunApart();
+      if (rows.inner != 1) return RunStrided();
     }
-    const Moves moves = RowMoves();
-    const Layout layout = ChooseLayout(rows, kWidth, kSettings);
-    if (layout == Layout::kWide) return RunWide(moves == Moves::kVectors);
+    const RowAccess access = AccessOf();
+    const RowMapping mapping = ChooseMapping(rows, kWidth, kSettings);
+    if (mapping == RowMapping::kCluster) return RunWide(access == RowAccess::kVectors);
     if constexpr (kSettings.HasLongRows()) {
-      if (layout == Layout::kLong) return RunBlock<kSettings.long_vectors>(moves);
+      if (mapping == RowMapping::kLong) return RunBlock<kSettings.long_vectors>(access);
     }
     if constexpr (kHasWarps) {
-      if (layout != Layout::kBlock) return RunWarp(layout, moves);
+      if (mapping != RowMapping::kBlock) return RunWarp(mapping, access);
     }
-    return RunBlock<kSettings.vectors>(moves);
+    return RunBlock<kSettings.vectors>(access);
   }
 
   // A warp, or a part of one, a row.
-  Status RunWarp(Layout layout, Moves moves) const {
-    const bool aligned = moves == Moves::kVectors;
+  Status RunWarp(RowMapping mapping, RowAccess access) const {
+    const bool aligned = access == RowAccess::kVectors;
     if constexpr (kSums) {
-      if (layout == Layout::kPart) return RunHeld<8, 1, 1>(moves);
+      if (mapping == RowMapping::kPart) return RunLanes<8, 1, 1>(access);
     } else {
-      if (layout == Layout::kPart && aligned)
-        return RunMoved<8, 1, 1, Tuning::kThroughput, Moves::kVectors>(kGroupThreads);
+      if (mapping == RowMapping::kPart && aligned)
+        return RunResident<8, 1, 1, Tuning::kThroughput, RowAccess::kVectors>(kGroupThreads);
     }
-    if (layout == Layout::kShort && aligned)
-      return RunMoved<32, 1, 1, Tuning::kThroughput, Moves::kVectors>(kGroupThreads);
+    if (mapping == RowMapping::kShort && aligned)
+      return RunResident<32, 1, 1, Tuning::kThroughput, RowAccess::kVectors>(kGroupThreads);
     // The misaligned rows of all three: a lane without a vector adds nothing, so the bits are the
     // same.
-    return RunHeld<32, kSettings.vectors, 1, kDefaultTuning>(moves);
+    return RunLanes<32, kSettings.vectors, 1, kDefaultTuning>(access);
   }
 
   Reads AllReads() const {
@@ -84,9 +85,9 @@ struct Launch {
                                 kMaxFunctorBytes * arguments.rows.count);
   }
 
-  Moves RowMoves() const {
-    if (MovesElements(sizeof(S), kSums, arguments.rows.columns)) return Moves::kElements;
-    return Aligned() ? Moves::kVectors : kMisaligned;
+  RowAccess AccessOf() const {
+    if (Interleaves(sizeof(S), kSums, arguments.rows.columns)) return RowAccess::kInterleaved;
+    return Aligned() ? RowAccess::kVectors : kMisaligned;
   }
 
   // Whether each vector is one access in all tensors.
@@ -106,66 +107,66 @@ struct Launch {
 
   // A block a row.
   template <int kVectors>
-  Status RunBlock(Moves moves) const {
+  Status RunBlock(RowAccess access) const {
     constexpr bool kLong = kVectors > kSettings.vectors;
     constexpr bool kSplits = SplitsTotals(sizeof(S), kSums);
     constexpr int kTotals = kSplits ? 2 : 1;
     const int threads = BlockThreads(kVectors);
-    const bool aligned = moves == Moves::kVectors;
+    const bool aligned = access == RowAccess::kVectors;
     const auto few = [&](int vectors, int row_threads) {
       return aligned && row_threads <= kLatencyThreads &&
              arguments.rows.count <= FewRows(vectors, row_threads);
     };
     if constexpr (kSplits) {
       if (few(kVectors / 2, 2 * threads))
-        return RunMoved<0, kVectors / 2, 1, Tuning::kLatency, Moves::kVectors>(2 * threads);
+        return RunResident<0, kVectors / 2, 1, Tuning::kLatency, RowAccess::kVectors>(2 * threads);
     }
-    if constexpr (kHasElements) {  // a block of up to 1024 threads for a long row
-      if (moves == Moves::kElements)
-        return RunMoved<0, kSettings.vectors, 1, kDefaultTuning, Moves::kElements>(
+    if constexpr (kHasInterleaved) {  // a block of up to 1024 threads for a long row
+      if (access == RowAccess::kInterleaved)
+        return RunResident<0, kSettings.vectors, 1, kDefaultTuning, RowAccess::kInterleaved>(
             BlockThreads(kSettings.vectors));
     }
     if constexpr (kShortRow) {
       if constexpr (kLong || kSettings.max_threads >= kPackedThreads) {
         if (aligned && (kLong || threads >= kPackedThreads))
-          return RunMoved<0, kVectors, kTotals, Tuning::kPacked, Moves::kVectors>(threads);
+          return RunResident<0, kVectors, kTotals, Tuning::kPacked, RowAccess::kVectors>(threads);
       }
       if constexpr (!kLong) {
         if (aligned)
-          return RunMoved<0, kVectors, kTotals, kDefaultTuning, Moves::kVectors>(threads);
+          return RunResident<0, kVectors, kTotals, kDefaultTuning, RowAccess::kVectors>(threads);
       }
       // Of 8 vectors a thread a misaligned row spills (layer norm, bfloat16, 16384 x 8191, share of
       // the copy's speed: 0.67, so 0.80). Twice the threads with one total each give the same bits.
       constexpr int kHalves = kLong ? 2 : 1;
-      return RunMoved<0, kVectors / kHalves, kTotals / kHalves, Tuning::kPacked, Moves::kRealigned>(
-          kHalves * threads);
+      return RunResident<0, kVectors / kHalves, kTotals / kHalves, Tuning::kPacked,
+                         RowAccess::kRealigned>(kHalves * threads);
     } else {
       // Two rows that are both needed to the end, by twice the threads: the same bits (softmax
       // backward, float16, microseconds: 32768 x 4096 187.0, so 186.4; x 4095 201, so 191; but 8192
       // x 16384, by 1024 threads, 217 instead of 187).
       if constexpr (kSplits && !kOneRow) {
         if (2 * threads <= kSettings.max_threads || !aligned)
-          return RunHeld<0, kVectors / 2, 1, kDefaultTuning>(moves, 2 * threads);
-        return RunMoved<0, kVectors, kTotals, kDefaultTuning, Moves::kVectors>(threads);
+          return RunLanes<0, kVectors / 2, 1, kDefaultTuning>(access, 2 * threads);
+        return RunResident<0, kVectors, kTotals, kDefaultTuning, RowAccess::kVectors>(threads);
       } else {
-        return RunHeld<0, kVectors, kTotals, kDefaultTuning>(moves, threads);
+        return RunLanes<0, kVectors, kTotals, kDefaultTuning>(access, threads);
       }
     }
   }
 
   template <int kLanes, int kVectors, int kTotals, Tuning kTuning = Tuning::kThroughput>
-  Status RunHeld(Moves moves, int threads = kGroupThreads) const {
-    if constexpr (kHasElements && kLanes > 0) {
-      if (moves == Moves::kElements)
-        return RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kElements>(threads);
+  Status RunLanes(RowAccess access, int threads = kGroupThreads) const {
+    if constexpr (kHasInterleaved && kLanes > 0) {
+      if (access == RowAccess::kInterleaved)
+        return RunResident<kLanes, kVectors, kTotals, kTuning, RowAccess::kInterleaved>(threads);
     }
-    return moves == Moves::kVectors
-               ? RunMoved<kLanes, kVectors, kTotals, kTuning, Moves::kVectors>(threads)
-               : RunMoved<kLanes, kVectors, kTotals, kTuning, kMisaligned>(threads);
+    return access == RowAccess::kVectors
+               ? RunResident<kLanes, kVectors, kTotals, kTuning, RowAccess::kVectors>(threads)
+               : RunResident<kLanes, kVectors, kTotals, kTuning, kMisaligned>(threads);
   }
 
-  template <int kLanes, int kVectors, int kTotals, Tuning kTuning, Moves kMoves>
-  Status RunMoved(int threads) const {
+  template <int kLanes, int kVectors, int kTotals, Tuning kTuning, RowAccess kAccess>
+  Status RunResident(int threads) const {
     constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
     const Rows& rows = arguments.rows;
     std::int64_t blocks = (rows.count + kGroups - 1) / kGroups;
@@ -173,11 +174,12 @@ struct Launch {
       constexpr std::int64_t kRoom = kPartials * 8 / sizeof(T);  // in scratch memory
       blocks = std::min({blocks, std::int64_t{SumBlocks(threads)}, kRoom});
     }
-    using Held = HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>;
-    const int bytes = kGroups * Held::RoomBytes(kLanes > 0 ? kLanes : threads);
-    Status status = LaunchKernel(HeldKernel<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>,
-                                 Overlapping({blocks, dim3(threads), 1, bytes}), call, functor,
-                                 arguments, AllReads(), Partials());
+    using Resident = ResidentRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess>;
+    const int bytes = kGroups * Resident::SharedBytesOf(kLanes > 0 ? kLanes : threads);
+    Status status =
+        LaunchKernel(ResidentKernel<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess>,
+                     Dependent({blocks, dim3(threads), 1, bytes}), call, functor, arguments,
+                     AllReads(), Partials());
     return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
   }
 
@@ -188,15 +190,15 @@ struct Launch {
     return static_cast<int>((vectors + warp - 1) / warp * 32);
   }
 
-  Status RunApart() const {
+  Status RunStrided() const {
     if constexpr (kColumnInputs<F> == 0 && !kSums) {
       const Rows& rows = arguments.rows;
       unsigned across = 32;
       while (across > 1 && static_cast<std::int64_t>(across) / 2 >= rows.inner) across /= 2;
       const std::int64_t outer = rows.count / rows.inner;
       const std::int64_t blocks = outer * ((rows.inner + across - 1) / across);
-      return LaunchKernel(ApartKernel<F, S>,
-                          Overlapping({blocks, dim3(across, kApartThreads / across)}), call,
+      return LaunchKernel(StridedRowsKernel<F, S>,
+                          Dependent({blocks, dim3(across, kStridedRowThreads / across)}), call,
                           functor, arguments);
     }
     return {};
@@ -204,59 +206,62 @@ struct Launch {
 
   // ---------------------------------------------------------------------------------- wide rows
 
-  // Which of the sources for sm_90 exist. Norms have them for the widths that models have: rows
-  // that are wider than registers, or wide and misaligned, are those of a vocabulary. Float64 rows
-  // come from global memory.
-  static constexpr bool kNarrowType = sizeof(S) < 8;
+  // Which of the sources for sm_90 have kernels. Norms have them for the widths of models. Only rows
+  // over a vocabulary, which have no column inputs, are wider than registers, or wide and
+  // misaligned. Wide float64 rows come from global memory.
+  static constexpr bool kHasClusters = sizeof(S) < 8;
   static constexpr bool kVocabulary = kColumnInputs<F> == 0 && !kSums;
-  static constexpr bool kHasHeld = kNarrowType && !kSums;
-  static constexpr bool kHasHeldLong = kVocabulary && kHeld == 1 && sizeof(S) == 4;
-  static constexpr bool kHasHeldMisaligned = kNarrowType && kVocabulary;
-  static constexpr bool kHasRing = kNarrowType && (kSums || (kVocabulary && kHeld == 2));
+  static constexpr bool kHasRegisters = kHasClusters && !kSums;
+  static constexpr bool kHasRegistersLong = kVocabulary && kResident == 1 && sizeof(S) == 4;
+  static constexpr bool kHasRegistersUnaligned = kHasClusters && kVocabulary;
+  static constexpr bool kHasPipeline = kHasClusters && (kSums || (kVocabulary && kResident == 2));
 
   Status RunWide(bool aligned) const {
     int architecture = 0;
-    Status status = KernelArchitecture<WideKernel<F, S, W, Source::kGlobal, false>>(&architecture);
+    Status status =
+        KernelArchitecture<ClusterKernel<F, S, W, Source::kGlobal, false>>(&architecture);
     if (!status.ok()) return status;
     const std::int64_t columns = arguments.rows.columns;
-    WideSettings settings{1, 1, kWideThreads, 0};
-    if (architecture < 90 || !kNarrowType) return RunWideGlobal(settings, aligned);
-    if constexpr (kHasHeld) {
+    ClusterSettings settings{1, 1, kClusterThreads, 0};
+    if (architecture < 90 || !kHasClusters) return RunGlobal(settings, aligned);
+    const DevicePolicy policy = PolicyOf(architecture);
+    if constexpr (kHasRegisters) {
       const auto choose = [&](bool is_long) {
-        return ChooseHeldWide(columns, kWidth, WideVectors(kHeld, is_long), kRowBytes,
-                              kColumnBytes);
+        return ChooseResidentCluster(policy, columns, kWidth, VectorsPerThread(kResident, is_long),
+                                     kRowBytes, kColumnBytes);
       };
-      const WideSettings held = choose(false);
+      const ClusterSettings held = choose(false);
       if (held.stages > 0) {
-        if (aligned) return RunWideFrom<Source::kHeld, false>(held);
-        if constexpr (kHasHeldMisaligned) return RunHeldMisaligned(held);
-        return RunWideGlobal(held, aligned);
+        if (aligned) return RunCluster<Source::kRegisters, false>(held);
+        if constexpr (kHasRegistersUnaligned) return RunRegistersUnaligned(policy, held);
+        return RunGlobal(held, aligned);
       }
-      if constexpr (kHasHeldLong) {
-        const WideSettings held_long = choose(true);
-        if (held_long.stages > 0)
-          return aligned ? RunWideFrom<Source::kHeldLong, false>(held_long)
-                         : RunWideGlobal(held_long, aligned);
+      if constexpr (kHasRegistersLong) {
+        const ClusterSettings two_slices = choose(true);
+        if (two_slices.stages > 0)
+          return aligned ? RunCluster<Source::kRegistersLong, false>(two_slices)
+                         : RunGlobal(two_slices, aligned);
       }
     }
-    settings = ChooseWide(columns, kWidth, kRowBytes, kColumnBytes, kSums ? kWideSumVectors<S> : 0);
-    if constexpr (kHasRing) {
-      if (settings.stages > 0 && aligned) return RunWideFrom<Source::kRing, kSums>(settings);
+    settings = ChoosePipelineCluster(policy, columns, kWidth, kRowBytes, kColumnBytes,
+                                     kSums ? kClusterSumVectors<S> : 0);
+    if constexpr (kHasPipeline) {
+      if (settings.stages > 0 && aligned) return RunCluster<Source::kPipeline, kSums>(settings);
     }
-    return RunWideGlobal(settings, aligned);
+    return RunGlobal(settings, aligned);
   }
 
-  // Misaligned outputs take shared memory too: fewer stages, if that leaves any.
-  Status RunHeldMisaligned(const WideSettings& settings) const {
-    using Held = WideRowsFrom<F, S, W, Source::kHeldMisaligned, false>;
-    for (WideSettings fewer = settings; fewer.stages > 0; --fewer.stages)
-      if (Held::SharedBytes(fewer, arguments.rows.columns) <= WideBytes(kWidth))
-        return RunWideFrom<Source::kHeldMisaligned, false>(fewer);
-    return RunWideGlobal(settings, false);
+  // Misaligned outputs go through shared memory, too: fewer stages are left, or none.
+  Status RunRegistersUnaligned(const DevicePolicy& policy, const ClusterSettings& settings) const {
+    using Slices = SlicesFrom<F, S, W, Source::kRegistersUnaligned, false>;
+    for (ClusterSettings fewer = settings; fewer.stages > 0; --fewer.stages)
+      if (Slices::SharedBytes(fewer, arguments.rows.columns) <= PipelineCapacity(policy, kWidth))
+        return RunCluster<Source::kRegistersUnaligned, false>(fewer);
+    return RunGlobal(settings, false);
   }
 
   template <Source kSource, bool kSumOnTheWay>
-  Status RunWideFrom(const WideSettings& settings) const {
+  Status RunCluster(const ClusterSettings& settings) const {
     const Rows& rows = arguments.rows;
     F* states = nullptr;
     if constexpr (kSums) {
@@ -264,8 +269,8 @@ struct Launch {
       states = static_cast<F*>(call.scratch);
     }
     const std::int64_t bytes =
-        WideRowsFrom<F, S, W, kSource, kSumOnTheWay>::SharedBytes(settings, rows.columns);
-    const auto kernel = WideKernel<F, S, W, kSource, kSumOnTheWay>;
+        SlicesFrom<F, S, W, kSource, kSumOnTheWay>::SharedBytes(settings, rows.columns);
+    const auto kernel = ClusterKernel<F, S, W, kSource, kSumOnTheWay>;
     Grid grid{settings.cluster, dim3(settings.groups * settings.threads), 1,
               static_cast<int>(bytes), settings.cluster};
     int clusters = SumClusters(settings.cluster);
@@ -275,7 +280,7 @@ struct Launch {
     }
     clusters = static_cast<int>(std::min<std::int64_t>(clusters, rows.count));
     grid.blocks = std::int64_t{clusters} * settings.cluster;
-    Status launched = LaunchKernel(kernel, Overlapping(grid), call, functor, arguments, settings,
+    Status launched = LaunchKernel(kernel, Dependent(grid), call, functor, arguments, settings,
                                    AllReads(), states, Partials());
     if constexpr (kSumOnTheWay) {
       if (launched.ok()) return FinishSums(clusters * settings.groups);
@@ -285,12 +290,12 @@ struct Launch {
 
   // From global memory, and then the columns in a second pass: in the order in which a ring of
   // these settings adds them, if there is one.
-  Status RunWideGlobal(const WideSettings& settings, bool aligned) const {
-    Status launched = RunWideFrom<Source::kGlobal, false>(settings);
+  Status RunGlobal(const ClusterSettings& settings, bool aligned) const {
+    Status launched = RunCluster<Source::kGlobal, false>(settings);
     if constexpr (kSums) {
       if (!launched.ok() || (arguments.sums[0] == nullptr && arguments.sums[1] == nullptr))
         return launched;
-      if constexpr (kNarrowType) {
+      if constexpr (kHasClusters) {
         if (aligned) return SumColumns<true>(settings);
       }
       return SumColumns<false>(settings);
@@ -299,7 +304,7 @@ struct Launch {
   }
 
   template <bool kVectorised>
-  Status SumColumns(const WideSettings& settings) const {
+  Status SumColumns(const ClusterSettings& settings) const {
     const std::int64_t per_block = kSumThreads * (kVectorised ? kWidth : 1);
     const std::int64_t across = (arguments.rows.columns + per_block - 1) / per_block;
     const std::int64_t count = arguments.rows.count;
@@ -316,7 +321,7 @@ struct Launch {
     }
     Status status =
         LaunchKernel(ColumnSumsKernel<F, S, W, kVectorised>,
-                     Overlapping({across, dim3(kSumThreads), static_cast<unsigned>(down)}), call,
+                     Dependent({across, dim3(kSumThreads), static_cast<unsigned>(down)}), call,
                      arguments, groups, static_cast<const F*>(call.scratch), Partials());
     return status.ok() ? FinishSums(static_cast<int>(down)) : std::move(status);
   }
@@ -326,7 +331,7 @@ struct Launch {
       static_assert(F::kColumnSums == 2);
       const std::int64_t across = (arguments.rows.columns + 31) / 32;
       if (across == 0 || (arguments.sums[0] == nullptr && arguments.sums[1] == nullptr)) return {};
-      return LaunchKernel(FinishSumsKernel<T, W>, Overlapping({across, dim3(32, kFinishSlices), 2}),
+      return LaunchKernel(FinishSumsKernel<T, W>, Dependent({across, dim3(32, kFinishSlices), 2}),
                           call, static_cast<const T*>(Partials()), count, arguments.rows.columns,
                           arguments.sums[0], arguments.sums[1]);
     }

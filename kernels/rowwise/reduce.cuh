@@ -81,8 +81,8 @@ __device__ __forceinline__ Values<T, N> ReduceLanes(Values<T, N> value) {
 #pragma unroll
   for (int i = 0; i < N; ++i)
 #pragma unroll
-    for (int apart = 1; apart < kLanes; apart *= 2)
-      value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(value[i]), apart)));
+    for (int distance = 1; distance < kLanes; distance *= 2)
+      value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(value[i]), distance)));
   return value;
 }
 
@@ -93,15 +93,15 @@ template <Reduction kOp, class T, int kCount>
 __device__ __forceinline__ T ReduceWarp(T (&values)[kCount], unsigned lane) {
   static_assert(kCount <= 2);
 #pragma unroll
-  for (int apart = 1; apart < 32; apart *= 2) {
-    const bool odd = (lane & apart) != 0;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const bool odd = (lane & distance) != 0;
 #pragma unroll
-    for (int i = 0; i < (kCount + 2 * apart - 1) / (2 * apart); ++i) {
-      const bool paired = 2 * apart <= kCount;
+    for (int i = 0; i < (kCount + 2 * apart - 1) / (2 * distance); ++i) {
+      const bool paired = 2 * distance <= kCount;
       T& first = values[paired ? 2 * i : i];
       T& second = values[paired ? 2 * i + 1 : i];
       const T given = odd ? first : second, kept = odd ? second : first;
-      values[i] = Combine<kOp>(kept, T(__shfl_xor_sync(0xFFFFFFFFu, Plain(given), apart)));
+      values[i] = Combine<kOp>(kept, T(__shfl_xor_sync(0xFFFFFFFFu, Plain(given), distance)));
     }
   }
   return values[0];
@@ -154,8 +154,9 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N> (&totals)
       if (kTotals == 2 && lane % 2 == 1) value[i] = totals[kTotals - 1][i];
       value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(given), 1)));
 #pragma unroll
-      for (int apart = 2; apart < 32; apart *= 2)
-        value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(value[i]), apart)));
+      for (int distance = 2; distance < 32; distance *= 2)
+        value[i] =
+            Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(value[i]), distance)));
       if (lane < kTotals) storage->values[i][warp + lane * warps] = value[i];
       if (warp == 0 && lane >= count && lane < count + kPer - 1)
         storage->values[i][lane] = Start<kOp, T>();
@@ -202,7 +203,7 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N>& total, i
 // What the blocks of a cluster send each other: two slots for each phase, this row's and the
 // next's.
 template <class T, int kPhaseCount>
-struct ClusterStorage {
+struct ClusterExchange {
   alignas(8) hopper::Barrier arrived[2][kPhaseCount];
   alignas(16) T totals[2][kPhaseCount][2][kMaxCluster];
 };
@@ -211,10 +212,10 @@ struct ClusterStorage {
 // all add them in the order of the ranks. `turn` counts the rows. A slot is used again two rows
 // later: by then each block has had the row's totals between from all others.
 template <int kPhase, Reduction kOp, class T, int kPhaseCount, int N>
-__device__ __forceinline__ Values<T, N> ReduceCluster(Values<T, N> total, std::uint32_t turn,
+__device__ __forceinline__ Values<T, N> ReduceCluster(Values<T, N> total, std::uint32_t row_count,
                                                       int thread, int rank, int blocks,
-                                                      ClusterStorage<T, kPhaseCount>* storage) {
-  const int slot = turn & 1;
+                                                      ClusterExchange<T, kPhaseCount>* storage) {
+  const int slot = row_count & 1;
   hopper::Barrier* const arrived = &storage->arrived[slot][kPhase];
   auto& totals = storage->totals[slot][kPhase];
   if (thread == 0) hopper::ArriveExpecting(arrived, blocks * N * sizeof(T));
@@ -222,7 +223,7 @@ __device__ __forceinline__ Values<T, N> ReduceCluster(Values<T, N> total, std::u
 #pragma unroll
     for (int i = 0; i < N; ++i) hopper::Send(total[i], &totals[i][rank], arrived, thread);
   }
-  hopper::WaitForCluster(arrived, (turn >> 1) & 1);
+  hopper::WaitForCluster(arrived, (row_count >> 1) & 1);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     T all[kMaxCluster];  // loaded at once

@@ -11,34 +11,34 @@
 namespace twinop::rowwise {
 
 template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
-          Moves kMoves>
-class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves> {
+          RowAccess kAccess>
+class ResidentRows : ResidentValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess> {
  public:
-  using Base = HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>;
+  using Base = ResidentValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess>;
   using Access = typename Base::Access;
   using T = ElementCompute<S>;
   using Sum = Compute<S>;
   using Base::kColumns;
-  using Base::kHeld;
   using Base::kInputs;
   using Base::kPacked;
   using Base::kPrepares;
+  using Base::kResident;
   using Base::kSums;
   using Base::kWidth;
   static constexpr int kLoaded = kEarlyInputs<F>;
   static_assert(kInputs <= kLoaded + 1);
-  static constexpr bool kHoldsColumns = kSums > 0 || kTuning == Tuning::kLatency;
+  static constexpr bool kKeepsColumns = kSums > 0 || kTuning == Tuning::kLatency;
 
   using typename Base::ColumnVectors;
   using typename Base::RawRow;
   using typename Base::RowValues;
   using Results = typename Access::RowVectors[F::kRowOutputs];  // of a misaligned row
 
-  using Access::RoomBytes;
+  using Access::SharedBytesOf;
 
-  __device__ HeldRows(const F& functor, const Arguments<F, S, W>& arguments, const Reads& reads,
-                      unsigned char* room)
-      : Base(arguments, reads, room), functor_(functor) {}
+  __device__ ResidentRows(const F& functor, const Arguments<F, S, W>& arguments, const Reads& reads,
+                          unsigned char* shared)
+      : Base(arguments, reads, shared), functor_(functor) {}
 
   // A row for each group of threads.
   __device__ __forceinline__ void RunOnce() {
@@ -46,11 +46,11 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
     // A block's row exists. But where column inputs are loaded, knowing it costs registers
     // (float32, 8192 x 16384, share of the copy's speed: layer norm 0.92, not knowing it 0.98;
     // softmax 0.98, not knowing it 0.92).
-    constexpr bool kKnown =
-        kLanes == 0 && (kColumns == 0 || kMoves != Moves::kVectors || kTuning == Tuning::kLatency);
+    constexpr bool kKnown = kLanes == 0 && (kColumns == 0 || kAccess != RowAccess::kVectors ||
+                                            kTuning == Tuning::kLatency);
     const bool exists = kKnown || row < arguments_.rows.count;
     RawRow raw = {};
-    if constexpr (kHoldsColumns) HoldColumns();
+    if constexpr (kKeepsColumns) KeepColumns();
     if constexpr (kPrepares) {
       Access::LoadPrepared(row, exists, &raw[0]);
     } else {
@@ -65,7 +65,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
   // Rows until there are no more, the next one loaded while this one is reduced; sums of the
   // columns on the way.
   __device__ __forceinline__ void RunAndSum(Sum* partials) {
-    HoldColumns();
+    KeepColumns();
     Base::BeginRows();
     const std::int64_t count = arguments_.rows.count;
     const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kGroups;
@@ -76,7 +76,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
       const std::int64_t row = first + group_;
       RawRow raw;
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) raw[j] = next[j];
+      for (int j = 0; j < kResident; ++j) raw[j] = next[j];
       Row(row, kLanes == 0 || row < count, raw, [&] {
         if (row + stride < count) LoadRow(row + stride, next);
       });
@@ -99,17 +99,17 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
   using Access::StoreMisaligned;
   using Base::ColumnValues;
   using Base::Forget;
-  using Base::held_columns_;
+  using Base::resident_columns_;
 
-  __device__ __forceinline__ void HoldColumns() {
+  __device__ __forceinline__ void KeepColumns() {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k)
-      Access::template LoadColumns<false>(functor_, k, held_columns_[k]);
+      Access::template LoadColumns<false>(functor_, k, resident_columns_[k]);
   }
 
   __device__ __forceinline__ void LoadRow(std::int64_t row, RawRow& raw) const {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) LoadInput(j, row, &raw[j]);
+    for (int j = 0; j < kResident; ++j) LoadInput(j, row, &raw[j]);
   }
 
   __device__ __forceinline__ bool IsWrittenLast(int o) const {
@@ -124,7 +124,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
     RowValues values;
     if constexpr (!kDirect && !kPrepares) {
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) Realign(j, row, exists, j > 0 || kSums > 0, &raw[j]);
+      for (int j = 0; j < kResident; ++j) Realign(j, row, exists, j > 0 || kSums > 0, &raw[j]);
     }
     if constexpr (!kPacked) {
 #pragma unroll
@@ -140,7 +140,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
       } else {
         Write<false, false>(functor, values, row, exists, raw, results);
       }
-    } else if (!kHoldsColumns && PlainColumns()) {
+    } else if (!kKeepsColumns && PlainColumns()) {
       Write<true, false>(functor, values, row, exists, raw, results);
     } else {
       Write<false, false>(functor, values, row, exists, raw, results);
@@ -161,7 +161,7 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
     // rows in flight.
     ColumnVectors ahead[2];
     const auto load_ahead = [&](int k) {
-      if (!kHoldsColumns && k < kVectors)
+      if (!kKeepsColumns && k < kVectors)
         Access::template LoadColumns<kPlain>(functor_, k, ahead[k % 2]);
     };
     load_ahead(0);
@@ -184,8 +184,8 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
         for (int i = 0; i < kWidth; ++i) values[k][i][j] = unpacked[i];
       }
       Values<T, kColumns> columns[kWidth];
-      if constexpr (kHoldsColumns) {
-        ColumnValues(held_columns_[k], columns);
+      if constexpr (kKeepsColumns) {
+        ColumnValues(resident_columns_[k], columns);
       } else {
         ColumnValues(ahead[k % 2], columns);
         if constexpr (!kBeforeUnpacking) load_ahead(k + 1);
@@ -213,19 +213,19 @@ class HeldRows : HeldValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves>
   }
 
   const F& functor_;
-  HeldSums<F, S, W, kLanes, kVectors, kMoves> sums_;
+  ResidentColumnSums<F, S, W, kLanes, kVectors, kAccess> sums_;
 };
 
 template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
-          Moves kMoves>
-__global__ void __maxnreg__(HeldRegisters(sizeof(S), F::kColumnSums > 0, kEarlyInputs<F>,
-                                          kColumnInputs<F> > 0 ? sizeof(W) : 0, kLanes, kVectors,
-                                          kTuning, kMoves))
-    HeldKernel(F functor, Arguments<F, S, W> arguments, Reads reads, Compute<S>* partials) {
+          RowAccess kAccess>
+__global__ void __maxnreg__(ResidentRegisters(sizeof(S), F::kColumnSums > 0, kEarlyInputs<F>,
+                                              kColumnInputs<F> > 0 ? sizeof(W) : 0, kLanes,
+                                              kVectors, kTuning, kAccess))
+    ResidentKernel(F functor, Arguments<F, S, W> arguments, Reads reads, Compute<S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   WaitForPreviousKernel();
-  HeldRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kMoves> rows(functor, arguments, reads,
-                                                                     memory);
+  ResidentRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess> rows(functor, arguments, reads,
+                                                                          memory);
   if constexpr (F::kColumnSums > 0) {
     rows.RunAndSum(partials);
   } else {

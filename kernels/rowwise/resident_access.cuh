@@ -12,48 +12,49 @@
 namespace twinop::rowwise {
 
 // kLanes 0: a block a row, of as many threads as it is launched with.
-template <class F, class S, class W, int kLanes, int kVectors, Moves kMoves>
-class HeldAccess {
+template <class F, class S, class W, int kLanes, int kVectors, RowAccess kAccess>
+class ResidentAccess {
  public:
   static constexpr int kWidth = kVectorBytes / sizeof(S);
-  // Of kElements, a lane's elements are all so many columns apart: a warp takes a stretch of the
+  // Of kInterleaved, a lane's elements are all so many columns apart: a warp takes a stretch of the
   // row, its lanes neighbouring elements, and one address serves them all.
-  static constexpr int kApart = kMoves == Moves::kElements ? 32 : 1;
-  static constexpr bool kOneByOne = kMoves == Moves::kElements || kMoves == Moves::kSingle;
-  static constexpr bool kDirect = kMoves != Moves::kRealigned;  // not through shared memory
+  static constexpr int kLaneStride = kAccess == RowAccess::kInterleaved ? 32 : 1;
+  static constexpr bool kOneByOne =
+      kAccess == RowAccess::kInterleaved || kAccess == RowAccess::kSingle;
+  static constexpr bool kDirect = kAccess != RowAccess::kRealigned;  // not through shared memory
   static constexpr int kColumns = kColumnInputs<F>;
   static constexpr int kGroups = kLanes > 0 ? kGroupThreads / kLanes : 1;
 
-  using RowPieces = Pieces<S, kVectors>;
+  using MovedRow = MovedVectors<S, kVectors>;
   using ColumnVectors = Vector<W, kWidth>[kColumns + 1];
   using RowVectors = Vector<S, kWidth>[kVectors];
 
-  __device__ HeldAccess(const Arguments<F, S, W>& arguments, const Reads& reads,
-                        unsigned char* room)
+  __device__ ResidentAccess(const Arguments<F, S, W>& arguments, const Reads& reads,
+                            unsigned char* shared)
       : arguments_(arguments),
         reads_(reads),
         columns_(static_cast<int>(arguments.rows.columns)),
         lanes_(kLanes > 0 ? kLanes : BlockLanes()),
         lane_(static_cast<int>(kLanes > 0 ? threadIdx.x % kLanes : threadIdx.x)),
         group_(kLanes > 0 ? threadIdx.x / kLanes : 0),
-        whole_(kMoves != Moves::kVectors &&
+        whole_(kAccess != RowAccess::kVectors &&
                __all_sync(0xFFFFFFFFu, Left(kVectors - 1) > kWholeLeft)),
-        room_(Remembered(room) + group_ * RoomBytes(lanes_)) {}
+        shared_(Remembered(shared) + group_ * SharedBytesOf(lanes_)) {}
 
   // Of shared memory, for each group of threads: one row at a time, where it is misaligned.
-  static constexpr __host__ __device__ int RoomBytes(int lanes) {
-    return kDirect ? 0 : Stretch<S>::RoomVectors(lanes * kVectors) * kVectorBytes;
+  static constexpr __host__ __device__ int SharedBytesOf(int lanes) {
+    return kDirect ? 0 : Realigner<S>::SharedVectors(lanes * kVectors) * kVectorBytes;
   }
 
   // The first element of this lane's k-th vector, and the elements of the row from there on: none,
   // or all where tensors are aligned.
   __device__ __forceinline__ int Column(int k) const {
-    if constexpr (kMoves == Moves::kElements)
-      return (lane_ / kApart * kVectors + k) * kApart * kWidth + lane_ % kApart;
+    if constexpr (kAccess == RowAccess::kInterleaved)
+      return (lane_ / kLaneStride * kVectors + k) * kLaneStride * kWidth + lane_ % kLaneStride;
     return (k * lanes_ + lane_) * kWidth;
   }
   __device__ __forceinline__ int Left(int k) const { return columns_ - Column(k); }
-  __device__ __forceinline__ bool Has(int k, int i) const { return Left(k) > i * kApart; }
+  __device__ __forceinline__ bool Has(int k, int i) const { return Left(k) > i * kLaneStride; }
   __device__ __forceinline__ int Group() const { return group_; }
 
  protected:
@@ -68,8 +69,8 @@ class HeldAccess {
   // (Unsigned: an address from it is one instruction.)
   template <class U>
   __device__ __forceinline__ U* At(U* row, int k) const {
-    if constexpr (kMoves == Moves::kElements)
-      return row + static_cast<std::uint32_t>(Column(0)) + k * kApart * kWidth;
+    if constexpr (kAccess == RowAccess::kInterleaved)
+      return row + static_cast<std::uint32_t>(Column(0)) + k * kLaneStride * kWidth;
     return row + static_cast<std::uint32_t>(Column(k));
   }
 
@@ -77,13 +78,13 @@ class HeldAccess {
   // misaligned rows most warps have whole vectors only, which spares them all comparisons.
   template <class Body>
   __device__ __forceinline__ void ForEachVector(bool exists, const Body& body) const {
-    if (kMoves != Moves::kVectors && whole_) {
+    if (kAccess != RowAccess::kVectors && whole_) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) body(k, std::true_type{});
     } else {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
-        if (exists && HasVector(k)) body(k, std::bool_constant<kMoves == Moves::kVectors>{});
+        if (exists && HasVector(k)) body(k, std::bool_constant<kAccess == RowAccess::kVectors>{});
     }
   }
 
@@ -104,8 +105,9 @@ class HeldAccess {
     if constexpr (kOneByOne) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
-        if (kPlain || Column(k) + i * kApart < count) vector->Set(i, At(row, k)[i * kApart]);
-    } else if constexpr (kMoves == Moves::kVectors) {
+        if (kPlain || Column(k) + i * kLaneStride < count)
+          vector->Set(i, At(row, k)[i * kLaneStride]);
+    } else if constexpr (kAccess == RowAccess::kVectors) {
       if ((kHasFirst && k == 0 && count > 0) || Column(k) < count) LoadAligned(At(row, k), vector);
     } else if constexpr (kPlain) {
       LoadAligned(At(row, k), vector);
@@ -130,14 +132,14 @@ class HeldAccess {
     if constexpr (kOneByOne) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
-        if (kPlain || Has(k, i)) At(row, k)[i * kApart] = vector.Get(i);
+        if (kPlain || Has(k, i)) At(row, k)[i * kLaneStride] = vector.Get(i);
     } else {
       StoreAligned(vector, At(row, k));
     }
   }
 
   // A misaligned row as it lies in memory; Realign gives each thread its vectors.
-  __device__ __forceinline__ void LoadInput(int j, std::int64_t row, RowPieces* pieces) const {
+  __device__ __forceinline__ void LoadInput(int j, std::int64_t row, MovedRow* pieces) const {
     if constexpr (kDirect) {
       // Hidden addresses are made once; the compiler makes the others better where they are used
       // (softmax backward, bfloat16, 16384 x 11008: 249 us, made once 269 us).
@@ -147,24 +149,23 @@ class HeldAccess {
         if (Asks(k))
           Load<false>(kHidesAddresses ? start : Input(j, row), k, columns_, &pieces->vectors[k]);
     } else {
-      InRoom(Input(j, row), true).Load(pieces);
+      RealignerOf(Input(j, row), true).Load(pieces);
     }
   }
 
   // again: the room was in use before.
   __device__ __forceinline__ void Realign(int j, std::int64_t row, bool exists, bool again,
-                                          RowPieces* pieces) const {
-    const Stretch<S> stretch = InRoom(Input(j, row), exists);
-    if (again) SyncRoom();
-    stretch.Put(*pieces);
-    SyncRoom();
-    stretch.Get(pieces);
+                                          MovedRow* pieces) const {
+    const Realigner<S> realigner = RealignerOf(Input(j, row), exists);
+    if (again) SyncLanes();
+    realigner.Put(*pieces);
+    SyncLanes();
+    realigner.Get(pieces);
   }
 
   // Two rows of which only what Prepared makes of them is needed: that is held. An aligned one is
   // written at once.
-  __device__ __forceinline__ void LoadPrepared(std::int64_t row, bool exists,
-                                               RowPieces* raw) const {
+  __device__ __forceinline__ void LoadPrepared(std::int64_t row, bool exists, MovedRow* raw) const {
     static_assert(kEarlyInputs<F> == 2);
     if constexpr (kDirect) {
       if (exists) {
@@ -189,7 +190,7 @@ class HeldAccess {
         }
       }
     } else {
-      RowPieces pieces[2] = {};
+      MovedRow pieces[2] = {};
 #pragma unroll
       for (int j = 0; j < 2; ++j)
         if (exists) LoadInput(j, row, &pieces[j]);
@@ -213,16 +214,16 @@ class HeldAccess {
 
   __device__ __forceinline__ void StoreMisaligned(int o, std::int64_t row, bool exists, bool again,
                                                   RowVectors& vectors) const {
-    const Stretch<S> stretch = InRoom(Output(o, row), exists);
-    if (again) SyncRoom();
-    stretch.PutOwned(vectors);
-    SyncRoom();
-    stretch.Store(vectors, Output(o, row));
+    const Realigner<S> realigner = RealignerOf(Output(o, row), exists);
+    if (again) SyncLanes();
+    realigner.PutOwned(vectors);
+    SyncLanes();
+    realigner.Store(vectors, Output(o, row));
   }
 
   // Whether there is nothing to ask before this thread's part of the column inputs is loaded.
   __device__ __forceinline__ bool PlainColumns() const {
-    bool plain = kMoves == Moves::kVectors || whole_;
+    bool plain = kAccess == RowAccess::kVectors || whole_;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const auto place = reinterpret_cast<std::uintptr_t>(arguments_.columns[c]);
@@ -238,7 +239,7 @@ class HeldAccess {
     for (int c = 0; c < kColumns; ++c) {
       int count = columns_;
       if constexpr (!kPlain) {
-        columns[c] = Neutral(functor, c);
+        columns[c] = DefaultColumn(functor, c);
         const bool present = arguments_.columns[c] != nullptr;
         if constexpr (kDirect) {
           // Hidden, so that the load is predicated: behind a branch it would wait for those before.
@@ -253,7 +254,7 @@ class HeldAccess {
   }
 
   // Instead of an absent column input.
-  static __device__ __forceinline__ Vector<W, kWidth> Neutral(const F& functor, int c) {
+  static __device__ __forceinline__ Vector<W, kWidth> DefaultColumn(const F& functor, int c) {
     ElementCompute<W> values[kWidth];
 #pragma unroll
     for (auto& value : values) value = Plain(ElementCompute<S>(functor.Neutral(c)));
@@ -267,7 +268,7 @@ class HeldAccess {
   const bool whole_;
 
  private:
-  static constexpr int kWholeLeft = kDirect ? (kWidth - 1) * kApart : 2 * kWidth - 1;
+  static constexpr int kWholeLeft = kDirect ? (kWidth - 1) * kLaneStride : 2 * kWidth - 1;
 
   // The product is hidden: the compiler would make it anew for each access.
   template <class U>
@@ -286,10 +287,10 @@ class HeldAccess {
     return lanes;
   }
 
-  __device__ __forceinline__ Stretch<S> InRoom(const S* row, bool exists) const {
-    return {row, exists ? columns_ : 0, lane_, lanes_, whole_ && exists, room_};
+  __device__ __forceinline__ Realigner<S> RealignerOf(const S* row, bool exists) const {
+    return {row, exists ? columns_ : 0, lane_, lanes_, whole_ && exists, shared_};
   }
-  __device__ __forceinline__ void SyncRoom() const {
+  __device__ __forceinline__ void SyncLanes() const {
     if constexpr (kLanes > 0) {
       __syncwarp();
     } else {
@@ -297,7 +298,7 @@ class HeldAccess {
     }
   }
 
-  unsigned char* const room_;
+  unsigned char* const shared_;
 };
 
 }  // namespace twinop::rowwise

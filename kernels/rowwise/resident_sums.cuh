@@ -8,15 +8,15 @@
 namespace twinop::rowwise {
 
 // What one thread adds up of the columns that it has of every row.
-template <class F, class S, class W, int kLanes, int kVectors, Moves kMoves>
-class HeldSums {
+template <class F, class S, class W, int kLanes, int kVectors, RowAccess kAccess>
+class ResidentColumnSums {
  public:
-  using Access = HeldAccess<F, S, W, kLanes, kVectors, kMoves>;
+  using Access = ResidentAccess<F, S, W, kLanes, kVectors, kAccess>;
   using Sum = Compute<S>;
   using T = ElementCompute<S>;
   static constexpr int kWidth = Access::kWidth;
   static constexpr int kSums = F::kColumnSums;
-  static_assert(kSums == 0 || Access::kApart == 1);  // a vector is of neighbouring columns
+  static_assert(kSums == 0 || Access::kLaneStride == 1);  // a vector is of neighbouring columns
 
   template <class Term>
   __device__ __forceinline__ void Add(int k, int i, const Term& term) {
@@ -24,7 +24,7 @@ class HeldSums {
     for (int s = 0; s < kSums; ++s) sums_[s][k][i] = Plain(WithTerm(T(sums_[s][k][i]), term, s));
   }
 
-  // partials[sum][block][column]. The groups of a block add theirs up first, in turn.
+  // partials[sum][block][column]. The groups of a block add theirs up first, in state.
   __device__ __forceinline__ void Write(const Access& access, std::int64_t columns,
                                         Sum* partials) const {
     if constexpr (kLanes > 0) {

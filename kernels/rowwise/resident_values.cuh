@@ -12,21 +12,21 @@ namespace twinop::rowwise {
 
 // kTotals of each thread: with two it adds up what two threads with half its vectors would.
 template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
-          Moves kMoves>
-class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
+          RowAccess kAccess>
+class ResidentValues : public ResidentAccess<F, S, W, kLanes, kVectors, kAccess> {
  public:
-  using Access = HeldAccess<F, S, W, kLanes, kVectors, kMoves>;
+  using Access = ResidentAccess<F, S, W, kLanes, kVectors, kAccess>;
   using T = ElementCompute<S>;
   static constexpr int kWidth = Access::kWidth;
   static constexpr int kInputs = kRowInputs<F>;
   static constexpr bool kPrepares = F::kPreparedOutput >= 0;
-  static constexpr int kHeld = kPrepares ? 1 : kEarlyInputs<F>;
+  static constexpr int kResident = kPrepares ? 1 : kEarlyInputs<F>;
   static constexpr int kColumns = Access::kColumns;
   static constexpr int kSums = F::kColumnSums;
   static constexpr bool kPacked = kTuning == Tuning::kPacked;
 
   using typename Access::ColumnVectors;
-  using RawRow = typename Access::RowPieces[kHeld];
+  using RawRow = typename Access::MovedRow[kResident];
   using RowValues = Values<T, kInputs>[kVectors][kWidth];
 
   using Access::Access;
@@ -54,12 +54,12 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
 #pragma unroll
     for (int j = 0; j < kInputs; ++j) {
       T unpacked[kWidth];
-      if (j < kHeld) Unpack(raw[j < kHeld ? j : 0].vectors[k], unpacked);
+      if (j < kResident) Unpack(raw[j < kResident ? j : 0].vectors[k], unpacked);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) values[i][j] = j < kHeld ? unpacked[i] : T(0);
+      for (int i = 0; i < kWidth; ++i) values[i][j] = j < kResident ? unpacked[i] : T(0);
     }
     Values<T, kColumns> columns[kWidth] = {};
-    if constexpr (kSums > 0) ColumnValues(held_columns_[k], columns);
+    if constexpr (kSums > 0) ColumnValues(resident_columns_[k], columns);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       if constexpr (kPrepares) {
@@ -90,7 +90,7 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
 #pragma unroll
         for (auto& value : vector)
 #pragma unroll
-          for (int j = 0; j < kHeld; ++j) asm("" : "+f"(value[j].value));
+          for (int j = 0; j < kResident; ++j) asm("" : "+f"(value[j].value));
     }
   }
 
@@ -115,10 +115,10 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
     }
   }
   __device__ __forceinline__ void NextRow() {
-    if constexpr (kPhases<F> == 1) turn_ ^= 1;
+    if constexpr (kPhases<F> == 1) storage_index_ ^= 1;
   }
 
-  ColumnVectors held_columns_[kVectors] = {};
+  ColumnVectors resident_columns_[kVectors] = {};
 
  private:
   static constexpr int kChains = std::min(kWidth, 4);
@@ -140,7 +140,7 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
       if constexpr (kPacked) VectorValues<kPhase>(*functor, raw, k, values[k]);
       // Of the phases, only those of ops that sum columns look at the column inputs.
       Values<T, kColumns> columns[kWidth];
-      if constexpr (kSums > 0) ColumnValues(held_columns_[k], columns);
+      if constexpr (kSums > 0) ColumnValues(resident_columns_[k], columns);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const auto term = functor->Term(Phase<kPhase>{}, values[k][i], columns[i]);
@@ -158,7 +158,7 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
       if constexpr (kSums > 0) {
         static_assert(kPhases<F> <= 2);
         totals[0] = ReduceBlock<kOp, true>(totals, threadIdx.x, blockDim.x, 0,
-                                           &storage_[kPhases<F> == 1 ? turn_ : kPhase]);
+                                           &storage_[kPhases<F> == 1 ? storage_index_ : kPhase]);
       } else {
         __shared__ BlockStorage<T> storage;
         totals[0] = ReduceBlock<kOp>(totals, threadIdx.x, blockDim.x, 0, &storage);
@@ -214,7 +214,7 @@ class HeldValues : public HeldAccess<F, S, W, kLanes, kVectors, kMoves> {
   }
 
   BlockStorage<T>* storage_;
-  int turn_ = 0;
+  int storage_index_ = 0;
 };
 
 }  // namespace twinop::rowwise

@@ -12,30 +12,30 @@
 
 namespace twinop::rowwise {
 
-// Where the elements of a phase come from. kHeld, kHeldLong, kHeldMisaligned: registers, behind a
-// ring; kRing: the ring itself; kGlobal: global memory, on every architecture and at every
-// alignment.
-enum class Source { kHeld, kHeldLong, kHeldMisaligned, kRing, kGlobal };
+// Where the elements of a phase come from. kResident, kRegistersLong, kRegistersUnaligned:
+// registers, behind a ring; kPipeline: the ring itself; kGlobal: global memory, on every
+// architecture and at every alignment.
+enum class Source { kRegisters, kRegistersLong, kRegistersUnaligned, kPipeline, kGlobal };
 
 inline constexpr int kMaxBarriers = kMaxGroups * kMaxStages;
 
 template <class F, class S>
-struct WideStorage {
+struct SliceStorage {
   using T = ElementCompute<S>;
   alignas(8) hopper::Barrier full[kMaxBarriers];
   hopper::Barrier columns;
-  ClusterStorage<T, kPhases<F>> cluster[kMaxGroups];
+  ClusterExchange<T, kPhases<F>> cluster[kMaxGroups];
   BlockStorage<T> block[kMaxGroups][2];
 };
 
 // Where a group is in its rows and stages. It has stages of its own: copies end in any order, and a
 // barrier tells only its last phase from the one before.
-struct Turn {
+struct PipelineState {
   std::uint32_t count = 0;
   int stage = 0;
   std::uint32_t parity = 0;
 
-  __device__ __forceinline__ void Next(int stages) {
+  __device__ __forceinline__ void Advance(int stages) {
     ++count;
     if (++stage == stages) stage = 0, parity ^= 1;
   }
@@ -43,20 +43,20 @@ struct Turn {
 
 // Where the ring's rows come from: kWhole ones, or ones that start anywhere, which share their
 // first and last vectors in memory with others.
-enum class Ring { kNone, kWhole, kAnywhere };
+enum class Pipeline { kNone, kAligned, kUnaligned };
 
-template <class F, class S, class W, Ring kRing>
-class WideSlices {
+template <class F, class S, class W, Pipeline kPipeline>
+class RowSlices {
  public:
   using T = ElementCompute<S>;
-  using Storage = WideStorage<F, S>;
+  using Storage = SliceStorage<F, S>;
   static constexpr int kWidth = kVectorBytes / sizeof(S);
-  static constexpr int kHeld = kEarlyInputs<F>;
+  static constexpr int kResident = kEarlyInputs<F>;
   static constexpr int kColumns = kColumnInputs<F>;
   static constexpr int kPhaseCount = kPhases<F>;
 
-  __device__ WideSlices(const Arguments<F, S, W>& arguments, const WideSettings& settings,
-                        const Reads& reads, Storage* storage, unsigned char* memory)
+  __device__ RowSlices(const Arguments<F, S, W>& arguments, const ClusterSettings& settings,
+                       const Reads& reads, Storage* storage, unsigned char* memory)
       : arguments_(arguments),
         settings_(settings),
         reads_(reads),
@@ -73,22 +73,22 @@ class WideSlices {
     begin_ = min(slice_ * rank_, columns);
     length_ = min(slice_, columns - begin_);
     memory_ = memory;
-    ring_ = memory + (kRing == Ring::kNone ? 0 : slice_ * kColumns * sizeof(W));
+    stages_ = memory + (kPipeline == Pipeline::kNone ? 0 : slice_ * kColumns * sizeof(W));
   }
 
   // Of shared memory.
-  static constexpr __host__ __device__ std::int64_t RingBytes(const WideSettings& settings,
-                                                              std::int64_t slice) {
-    if (kRing == Ring::kNone) return 0;
+  static constexpr __host__ __device__ std::int64_t PipelineBytes(const ClusterSettings& settings,
+                                                                  std::int64_t slice) {
+    if (kPipeline == Pipeline::kNone) return 0;
     return slice * kColumns * sizeof(W) +
-           settings.groups * settings.stages * kHeld * StageElements(slice) * sizeof(S);
+           settings.groups * settings.stages * kResident * StageElements(slice) * sizeof(S);
   }
 
  protected:
   __device__ __forceinline__ void Begin() const {
-    if (kRing == Ring::kNone && settings_.cluster == 1) return;
+    if (kPipeline == Pipeline::kNone && settings_.cluster == 1) return;
     if (threadIdx.x == 0) {
-      if constexpr (kRing != Ring::kNone) {
+      if constexpr (kPipeline != Pipeline::kNone) {
 #pragma unroll 1
         for (int i = 0; i < settings_.groups * settings_.stages; ++i)
           hopper::Init(&storage_->full[i], 1);
@@ -101,10 +101,10 @@ class WideSlices {
       hopper::FenceInit();
     }
     __syncthreads();
-    if constexpr (kRing != Ring::kNone) {
-      if (thread_ == Filler()) {
+    if constexpr (kPipeline != Pipeline::kNone) {
+      if (thread_ == Producer()) {
 #pragma unroll 1
-        for (int i = 0; i < settings_.stages; ++i) Fill(first_row_ + i * row_stride_, i);
+        for (int i = 0; i < settings_.stages; ++i) Produce(first_row_ + i * row_stride_, i);
       }
       if constexpr (kColumns > 0) LoadColumns();
     }
@@ -116,7 +116,7 @@ class WideSlices {
 
   // The column inputs stay in shared memory.
   __device__ __forceinline__ void LoadColumns() const {
-    if constexpr (kRing == Ring::kWhole) {
+    if constexpr (kPipeline == Pipeline::kAligned) {
       if (threadIdx.x == 0) {
         const std::uint32_t bytes = static_cast<std::uint32_t>(length_) * sizeof(W);
         std::uint32_t all = 0;
@@ -145,31 +145,31 @@ class WideSlices {
   // ---------------------------------------------------------------------------------- the ring
 
   // The thread of a group that fills its stages. (Not of the first warp, which sends totals.)
-  __device__ __forceinline__ int Filler() const { return threads_ - 32; }
+  __device__ __forceinline__ int Producer() const { return threads_ - 32; }
 
   // Starts the copies of a row, if there is one.
-  __device__ __forceinline__ void Fill(std::int64_t row, int stage) const {
+  __device__ __forceinline__ void Produce(std::int64_t row, int stage) const {
     if (row >= arguments_.rows.count) return;
     hopper::Barrier* const full = Full(stage);
     std::uint32_t bytes = 0;
-    if constexpr (kRing == Ring::kWhole) {
+    if constexpr (kPipeline == Pipeline::kAligned) {
       bytes = static_cast<std::uint32_t>(length_) * sizeof(S);
-      hopper::ArriveExpecting(full, kHeld * bytes);
+      hopper::ArriveExpecting(full, kResident * bytes);
       if (bytes == 0) return;
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j)
+      for (int j = 0; j < kResident; ++j)
         hopper::BulkLoad(Stage(stage, j), Input(j, row), bytes, full, reads_.Policy());
     } else {
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) bytes += FillAnywhere(j, row, Stage(stage, j), full);
+      for (int j = 0; j < kResident; ++j) bytes += ProduceUnaligned(j, row, Stage(stage, j), full);
       hopper::ArriveExpecting(full, bytes);
     }
   }
 
   // The aligned vectors that a slice lies in; of those that reach out of the tensor, only the
   // slice's elements, one by one.
-  __device__ __forceinline__ std::uint32_t FillAnywhere(int j, std::int64_t row, S* stage,
-                                                        hopper::Barrier* full) const {
+  __device__ __forceinline__ std::uint32_t ProduceUnaligned(int j, std::int64_t row, S* stage,
+                                                            hopper::Barrier* full) const {
     if (length_ == 0) return 0;
     const S* const slice = Input(j, row);
     const S* const slice_end = slice + length_;
@@ -201,18 +201,18 @@ class WideSlices {
     return static_cast<int>(reinterpret_cast<std::uintptr_t>(place) % kVectorBytes / sizeof(S));
   }
 
-  __device__ __forceinline__ void WaitUntilFull(const Turn& turn) const {
-    hopper::Wait(Full(turn.stage), turn.parity);
+  __device__ __forceinline__ void WaitForStage(const PipelineState& state) const {
+    hopper::Wait(Full(state.stage), state.parity);
   }
   __device__ __forceinline__ hopper::Barrier* Full(int stage) const {
     return &storage_->full[group_ * settings_.stages + stage];
   }
   static constexpr __host__ __device__ std::int64_t StageElements(std::int64_t slice) {
-    return slice + (kRing == Ring::kAnywhere ? kWidth : 0);
+    return slice + (kPipeline == Pipeline::kUnaligned ? kWidth : 0);
   }
   __device__ __forceinline__ S* Stage(int stage, int j) const {
-    return reinterpret_cast<S*>(ring_) +
-           ((group_ * settings_.stages + stage) * kHeld + j) * StageElements(slice_);
+    return reinterpret_cast<S*>(stages_) +
+           ((group_ * settings_.stages + stage) * kResident + j) * StageElements(slice_);
   }
 
   // ---------------------------------------------------------------------------------- a row
@@ -230,21 +230,21 @@ class WideSlices {
 
   // Over all threads that share the row. between() runs when all of the group have come here.
   template <int kPhase, class Total, class Between>
-  __device__ __forceinline__ Total Reduce(Total total, const Turn& turn,
+  __device__ __forceinline__ Total Reduce(Total total, const PipelineState& state,
                                           const Between& between) const {
     constexpr Reduction kOp = F::Phases::At(kPhase);
     // Two places in turn: a fast warp's next reduction must not overwrite what a slow one reads.
     total = ReduceBlock<kOp>(total, thread_, threads_, 1 + group_,
-                             &storage_->block[group_][(turn.count * kPhaseCount + kPhase) & 1]);
+                             &storage_->block[group_][(state.count * kPhaseCount + kPhase) & 1]);
     between();
     if (settings_.cluster > 1)
-      total = ReduceCluster<kPhase, kOp>(total, turn.count, thread_, rank_, settings_.cluster,
+      total = ReduceCluster<kPhase, kOp>(total, state.count, thread_, rank_, settings_.cluster,
                                          &storage_->cluster[group_]);
     return total;
   }
 
   const Arguments<F, S, W>& arguments_;
-  const WideSettings& settings_;
+  const ClusterSettings& settings_;
   const Reads& reads_;
   Storage* const storage_;
   const int rank_;
@@ -253,7 +253,7 @@ class WideSlices {
   int thread_;                           // of its group's
   std::int64_t first_row_, row_stride_;  // the group's rows
   std::int64_t slice_, begin_, length_;  // elements: of a slice, before this block's, of this one
-  unsigned char *memory_, *ring_;
+  unsigned char *memory_, *stages_;
 };
 
 }  // namespace twinop::rowwise

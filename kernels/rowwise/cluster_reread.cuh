@@ -5,24 +5,24 @@
 
 #include <cstdint>
 
-#include "kernels/rowwise/wide_batches.cuh"
+#include "kernels/rowwise/cluster_batches.cuh"
 
 namespace twinop::rowwise {
 
 // Vectors of a thread. (With sums, which leave few registers and few batches, the last one is full
 // more often: layer norm backward, bfloat16, 16384 x 11008: 623 us, by two vectors 712 us.)
 template <class F, bool kSums>
-inline constexpr int kWideBatch = kSums || kEarlyInputs<F> > 1 ? 1 : 2;
+inline constexpr int kRereadBatch = kSums || kEarlyInputs<F> > 1 ? 1 : 2;
 
 // kSums: of the columns, on the way. (Without, the rows' functors are kept for a second pass.)
 template <class F, class S, class W, Source kSource, bool kSums>
-class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
-  static constexpr int kBatch = kWideBatch<F, kSums>;
-  using Base = WideBatches<F, S, W, kSource, kBatch>;
+class RereadSlices : SliceBatches<F, S, W, kSource, kRereadBatch<F, kSums>> {
+  static constexpr int kBatch = kRereadBatch<F, kSums>;
+  using Base = SliceBatches<F, S, W, kSource, kBatch>;
   using Base::arguments_, Base::settings_, Base::thread_, Base::threads_, Base::group_;
   using Base::AtBatch, Base::ForEachBatch, Base::Left;
   using Base::begin_, Base::length_, Base::rank_;
-  using Base::kWidth, Base::kInputs, Base::kHeld, Base::kPhaseCount;
+  using Base::kWidth, Base::kInputs, Base::kResident, Base::kPhaseCount;
   using typename Base::Batch;
   using typename Base::VectorValues;
 
@@ -31,39 +31,39 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
   using typename Base::T;
   using Sum = Compute<S>;
   using Base::SharedBytes;
-  static constexpr int kSumBatches = kSums ? kWideSumVectors<S> / kBatch : 0;
+  static constexpr int kSumBatches = kSums ? kClusterSumVectors<S> / kBatch : 0;
   using BatchSums = Sum[F::kColumnSums + 1][kBatch][kWidth];
 
-  __device__ ReadWideRows(const F& functor, const Arguments<F, S, W>& arguments,
-                          const WideSettings& settings, const Reads& reads, Storage* storage,
+  __device__ RereadSlices(const F& functor, const Arguments<F, S, W>& arguments,
+                          const ClusterSettings& settings, const Reads& reads, Storage* storage,
                           unsigned char* memory)
       : Base(arguments, settings, reads, storage, memory), functor_(functor) {}
 
   __device__ __forceinline__ void Run(F* states, Sum* partials) {
     Base::Begin();
-    Turn turn;
+    PipelineState state;
     for (std::int64_t row = Base::first_row_; row < arguments_.rows.count;
          row += Base::row_stride_) {
-      Row(row, turn, states);
-      turn.Next(settings_.stages);
+      Row(row, state, states);
+      state.Advance(settings_.stages);
     }
     if constexpr (kSums) WriteSums(partials);
     Base::End();
   }
 
  private:
-  __device__ __forceinline__ void Row(std::int64_t row, const Turn& turn, F* states) {
+  __device__ __forceinline__ void Row(std::int64_t row, const PipelineState& state, F* states) {
     F functor = functor_;
-    const int stage = turn.stage;
-    if constexpr (kSource == Source::kRing) Base::WaitUntilFull(turn);
-    ReducePhase<0>(&functor, row, turn, [&] {
+    const int stage = state.stage;
+    if constexpr (kSource == Source::kPipeline) Base::WaitForStage(state);
+    ReducePhase<0>(&functor, row, state, [&] {
       // All of the group are done with the row before.
       const int last = settings_.stages - 1;
-      if (kSource == Source::kRing && thread_ == Base::Filler() && turn.count > 0)
-        Base::Fill(row + last * Base::row_stride_, stage == 0 ? last : stage - 1);
+      if (kSource == Source::kPipeline && thread_ == Base::Producer() && state.count > 0)
+        Base::Produce(row + last * Base::row_stride_, stage == 0 ? last : stage - 1);
     });
-    if constexpr (kPhaseCount > 1) ReducePhase<1>(&functor, row, turn, [] {});
-    if constexpr (kPhaseCount > 2) ReducePhase<2>(&functor, row, turn, [] {});
+    if constexpr (kPhaseCount > 1) ReducePhase<1>(&functor, row, state, [] {});
+    if constexpr (kPhaseCount > 2) ReducePhase<2>(&functor, row, state, [] {});
     static_assert(kPhaseCount <= 3);
     if constexpr (kSums) {
 #pragma unroll
@@ -80,14 +80,14 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
   }
 
   template <int kPhase, class Between>
-  __device__ __forceinline__ void ReducePhase(F* functor, std::int64_t row, const Turn& turn,
-                                              const Between& between) {
+  __device__ __forceinline__ void ReducePhase(F* functor, std::int64_t row,
+                                              const PipelineState& state, const Between& between) {
     using Total = Terms<F, T, kPhase>;
     ThreadTotals<F::Phases::At(kPhase), Total, kWidth> totals;
     ForEachBatch([&](std::int64_t first, auto whole) {
       // Of the phases, only those of ops that sum columns look at the column inputs.
       const Batch batch =
-          Base::template LoadBatch<whole, (F::kColumnSums > 0)>(row, turn.stage, first);
+          Base::template LoadBatch<whole, (F::kColumnSums > 0)>(row, state.stage, first);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         if (!whole && Left(first, b) <= 0) continue;
@@ -95,11 +95,11 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
           const auto term = functor->Term(Phase<kPhase>{}, values.row[i], values.columns[i]);
-          if (kSource == Source::kRing || i < Left(first, b)) totals.Add(i, term);
+          if (kSource == Source::kPipeline || i < Left(first, b)) totals.Add(i, term);
         }
       }
     });
-    functor->Finish(Phase<kPhase>{}, Base::template Reduce<kPhase>(totals.Sum(), turn, between));
+    functor->Finish(Phase<kPhase>{}, Base::template Reduce<kPhase>(totals.Sum(), state, between));
   }
 
   template <bool kWhole>
@@ -108,17 +108,17 @@ class ReadWideRows : WideBatches<F, S, W, kSource, kWideBatch<F, kSums>> {
     const Batch batch = Base::template LoadBatch<kWhole, true>(row, stage, first);
     Vector<S, kWidth> late[F::kLateInputs + 1][kBatch] = {};
 #pragma unroll
-    for (int j = kHeld; j < kInputs; ++j)
+    for (int j = kResident; j < kInputs; ++j)
       if (arguments_.inputs[j] != nullptr)
-        Base::template Load<kWhole>(Base::Input(j, row), first, late[j - kHeld]);
+        Base::template Load<kWhole>(Base::Input(j, row), first, late[j - kResident]);
     T out[F::kRowOutputs][kBatch][kWidth];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       VectorValues values = Base::template Read<kPhaseCount>(functor, batch, b);
 #pragma unroll
-      for (int j = kHeld; j < kInputs; ++j) {
+      for (int j = kResident; j < kInputs; ++j) {
         T unpacked[kWidth];
-        Unpack(late[j - kHeld][b], unpacked);
+        Unpack(late[j - kResident][b], unpacked);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) values.row[i][j] = unpacked[i];
       }

@@ -11,56 +11,56 @@
 //     bfloat16        0.62 / 0.29   0.54 / 0.24   0.76 / 0.35   0.49 / 0.22      0.61 / 0.28
 #pragma once
 
-#include "kernels/rowwise/wide_pipeline.cuh"
+#include "kernels/rowwise/cluster_pipeline.cuh"
 
 namespace twinop::rowwise {
 
 // kVectors: of a thread, of each input.
 template <class F, class S, class W, bool kAligned, int kVectors>
-class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhere> {
-  using Base = WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhere>;
+class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeline::kUnaligned> {
+  using Base = RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeline::kUnaligned>;
   using Base::arguments_, Base::settings_, Base::thread_, Base::threads_, Base::length_;
 
  public:
   using typename Base::Storage;
   using typename Base::T;
   static constexpr int kWidth = Base::kWidth;
-  static constexpr int kHeld = Base::kHeld;
+  static constexpr int kResident = Base::kResident;
   static constexpr int kColumns = Base::kColumns;
   static_assert(F::kLateInputs == 0 && F::kColumnSums == 0);
 
-  __device__ HeldWideRows(const F& functor, const Arguments<F, S, W>& arguments,
-                          const WideSettings& settings, const Reads& reads, Storage* storage,
-                          unsigned char* memory)
+  __device__ ResidentSlices(const F& functor, const Arguments<F, S, W>& arguments,
+                            const ClusterSettings& settings, const Reads& reads, Storage* storage,
+                            unsigned char* memory)
       : Base(arguments, settings, reads, storage, memory),
         functor_(functor),
         vectors_(static_cast<int>((length_ + kWidth - 1) / kWidth)),
         whole_((Index(kVectors - 1) / 32 * 32 + (kAligned ? 32 : 33)) * kWidth <= length_),
-        room_(memory + Base::RingBytes(settings, Base::slice_) +
-              Base::group_ * RoomBytes(threads_)) {}
+        shared_(memory + Base::PipelineBytes(settings, Base::slice_) +
+                Base::group_ * SharedBytesOf(threads_)) {}
 
-  static std::int64_t SharedBytes(const WideSettings& settings, std::int64_t columns) {
+  static std::int64_t SharedBytes(const ClusterSettings& settings, std::int64_t columns) {
     const std::int64_t slice = SliceVectors(columns, kWidth, settings.cluster) * kWidth;
-    return Base::RingBytes(settings, slice) + settings.groups * RoomBytes(settings.threads);
+    return Base::PipelineBytes(settings, slice) + settings.groups * SharedBytesOf(settings.threads);
   }
   // For each group: its part of a misaligned output.
-  static constexpr __host__ __device__ int RoomBytes(int threads) {
-    return kAligned ? 0 : Stretch<S>::RoomVectors(kVectors * threads) * kVectorBytes;
+  static constexpr __host__ __device__ int SharedBytesOf(int threads) {
+    return kAligned ? 0 : Realigner<S>::SharedVectors(kVectors * threads) * kVectorBytes;
   }
 
   __device__ __forceinline__ void Run(F*, Compute<S>*) {
     Base::Begin();
-    Turn turn;
+    PipelineState state;
     for (std::int64_t row = Base::first_row_; row < arguments_.rows.count;
          row += Base::row_stride_) {
-      Row(row, turn);
-      turn.Next(settings_.stages);
+      Row(row, state);
+      state.Advance(settings_.stages);
     }
     Base::End();
   }
 
  private:
-  using RowValues = Values<T, kHeld>[kVectors][kWidth];
+  using RowValues = Values<T, kResident>[kVectors][kWidth];
 
   // This thread's k-th vector of the slice, and the slice's elements from there on.
   __device__ __forceinline__ int Index(int k) const { return k * threads_ + thread_; }
@@ -82,19 +82,19 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
     }
   }
 
-  __device__ __forceinline__ void Row(std::int64_t row, const Turn& turn) {
+  __device__ __forceinline__ void Row(std::int64_t row, const PipelineState& state) {
     // Hides that these are the same for each row: the compiler would keep what it makes of them.
     if constexpr (!kAligned) asm volatile("" : "+r"(thread_), "+r"(threads_));
     F functor = functor_;
     RowValues values;
-    Base::WaitUntilFull(turn);
-    Load(row, turn.stage, values);
-    ReducePhase<0>(&functor, values, turn, [&] {
+    Base::WaitForStage(state);
+    Load(row, state.stage, values);
+    ReducePhase<0>(&functor, values, state, [&] {
       // All of the group have read the stage.
-      if (thread_ == Base::Filler())
-        Base::Fill(row + settings_.stages * Base::row_stride_, turn.stage);
+      if (thread_ == Base::Producer())
+        Base::Produce(row + settings_.stages * Base::row_stride_, state.stage);
     });
-    if constexpr (Base::kPhaseCount > 1) ReducePhase<1>(&functor, values, turn, [] {});
+    if constexpr (Base::kPhaseCount > 1) ReducePhase<1>(&functor, values, state, [] {});
     static_assert(Base::kPhaseCount <= 2);
     Write(functor, values, row);
   }
@@ -103,7 +103,7 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
     if constexpr (kAligned) {
       ForEachVector([&](int k, auto whole) {
 #pragma unroll
-        for (int j = 0; j < kHeld; ++j) {
+        for (int j = 0; j < kResident; ++j) {
           Vector<S, kWidth> vector;
           LoadAligned(Base::Stage(stage, j) + Place<whole>(k), &vector);
           SetValues(vector, j, values[k]);
@@ -111,7 +111,7 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
       });
     } else {
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) LoadAnywhere(j, row, stage, values);
+      for (int j = 0; j < kResident; ++j) LoadAnywhere(j, row, stage, values);
     }
 #pragma unroll
     for (int k = 0; k < kVectors; ++k)
@@ -124,7 +124,7 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
     return (kWhole ? Index(k) : max(min(Index(k), vectors_ - 1), 0)) * kWidth;
   }
   __device__ __forceinline__ static void SetValues(const Vector<S, kWidth>& vector, int j,
-                                                   Values<T, kHeld> (&values)[kWidth]) {
+                                                   Values<T, kResident> (&values)[kWidth]) {
     T unpacked[kWidth];
     Unpack(vector, unpacked);
 #pragma unroll
@@ -136,20 +136,21 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
   __device__ __forceinline__ void LoadAnywhere(int j, std::int64_t row, int stage,
                                                RowValues& values) const {
     const S* const slice = Base::Stage(stage, j) + thread_ * kWidth;
-    Stretch<S>::WithShift(Base::PastAligned(Base::Input(j, row)), [&](auto words, int bits) {
+    Realigner<S>::WithShift(Base::PastAligned(Base::Input(j, row)), [&](auto words, int bits) {
       const S* place = slice;
 #pragma unroll
       for (int k = 0; k < kVectors; ++k, place += threads_ * kWidth) {
         Vector<S, kWidth> low, high;
         LoadAligned(place, &low);
         LoadAligned(place + kWidth, &high);
-        SetValues(Stretch<S>::template Shifted<words>(low, high, bits), j, values[k]);
+        SetValues(Realigner<S>::template Shifted<words>(low, high, bits), j, values[k]);
       }
     });
   }
 
   template <int kPhase, class Between>
-  __device__ __forceinline__ void ReducePhase(F* functor, RowValues& values, const Turn& turn,
+  __device__ __forceinline__ void ReducePhase(F* functor, RowValues& values,
+                                              const PipelineState& state,
                                               const Between& between) const {
     using Total = Terms<F, T, kPhase>;
     ThreadTotals<F::Phases::At(kPhase), Total, kWidth> totals;
@@ -160,7 +161,7 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
         if (whole || (kAligned ? Index(k) < vectors_ : i < Left(k))) totals.Add(i, term);
       }
     });
-    functor->Finish(Phase<kPhase>{}, Base::template Reduce<kPhase>(totals.Sum(), turn, between));
+    functor->Finish(Phase<kPhase>{}, Base::template Reduce<kPhase>(totals.Sum(), state, between));
   }
 
   __device__ __forceinline__ void Write(const F& functor, const RowValues& values,
@@ -186,12 +187,12 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
           results[k] = Pack<S>(out[o]);
         }
         S* const slice = Base::Output(o, row);
-        const Stretch<S> stretch(slice, static_cast<int>(length_), thread_, threads_, whole_,
-                                 room_);
+        const Realigner<S> realigner(slice, static_cast<int>(length_), thread_, threads_, whole_,
+                                     shared_);
         if (o > 0) Base::SyncGroup();  // (the reductions were barriers)
-        stretch.PutOwned(results);
+        realigner.PutOwned(results);
         Base::SyncGroup();
-        stretch.Store(results, slice);
+        realigner.Store(results, slice);
       }
     }
   }
@@ -222,7 +223,7 @@ class HeldWideRows : WideSlices<F, S, W, kAligned ? Ring::kWhole : Ring::kAnywhe
   const F& functor_;
   const int vectors_;  // of the slice
   const bool whole_;   // this warp's vectors (and, if misaligned, the one behind them)
-  unsigned char* const room_;
+  unsigned char* const shared_;
 };
 
 }  // namespace twinop::rowwise

@@ -4,27 +4,29 @@
 
 #include <cstdint>
 
-#include "kernels/rowwise/wide_pipeline.cuh"
+#include "kernels/rowwise/cluster_pipeline.cuh"
 
 namespace twinop::rowwise {
 
 // kBatch: vectors of a thread.
 template <class F, class S, class W, Source kSource, int kBatch>
-class WideBatches
-    : protected WideSlices<F, S, W, kSource == Source::kRing ? Ring::kWhole : Ring::kNone> {
+class SliceBatches
+    : protected RowSlices<F, S, W,
+                          kSource == Source::kPipeline ? Pipeline::kAligned : Pipeline::kNone> {
  public:
-  using Base = WideSlices<F, S, W, kSource == Source::kRing ? Ring::kWhole : Ring::kNone>;
+  using Base =
+      RowSlices<F, S, W, kSource == Source::kPipeline ? Pipeline::kAligned : Pipeline::kNone>;
   using typename Base::Storage;
   using typename Base::T;
   static constexpr int kWidth = Base::kWidth;
   static constexpr int kInputs = kRowInputs<F>;
-  static constexpr int kHeld = Base::kHeld;
+  static constexpr int kResident = Base::kResident;
   static constexpr int kColumns = Base::kColumns;
 
   using Base::Base;
 
-  static std::int64_t SharedBytes(const WideSettings& settings, std::int64_t columns) {
-    return Base::RingBytes(settings, SliceVectors(columns, kWidth, settings.cluster) * kWidth);
+  static std::int64_t SharedBytes(const ClusterSettings& settings, std::int64_t columns) {
+    return Base::PipelineBytes(settings, SliceVectors(columns, kWidth, settings.cluster) * kWidth);
   }
 
  protected:
@@ -34,7 +36,7 @@ class WideBatches
   // This thread's vectors of the slice, kBatch at a time, all of them loaded before the first is
   // used.
   struct Batch {
-    Vector<S, kWidth> row[kHeld][kBatch];
+    Vector<S, kWidth> row[kResident][kBatch];
     Vector<W, kWidth> columns[kColumns + 1][kBatch];
   };
 
@@ -46,7 +48,7 @@ class WideBatches
     const std::int64_t vectors = (length_ + kWidth - 1) / kWidth;
     const int batch = kBatch * threads_;
     std::int64_t start = 0;
-    if constexpr (kSource == Source::kRing)
+    if constexpr (kSource == Source::kPipeline)
       for (; start + batch <= vectors; start += batch) body(start + thread_, std::true_type{});
     for (; start < vectors; start += batch) body(start + thread_, std::false_type{});
   }
@@ -54,7 +56,7 @@ class WideBatches
   // The same for the batch that starts at this vector of a slice in the ring, if there is one.
   template <class Body>
   __device__ __forceinline__ void AtBatch(int start, const Body& body) const {
-    static_assert(kSource == Source::kRing);
+    static_assert(kSource == Source::kPipeline);
     const int vectors = static_cast<int>((length_ + kWidth - 1) / kWidth);
     if (start + kBatch * threads_ <= vectors) {
       body(start + thread_, std::true_type{});
@@ -79,7 +81,7 @@ class WideBatches
   __device__ __forceinline__ void Load(const U* slice, std::int64_t first,
                                        Vector<U, kWidth> (&vectors)[kBatch]) const {
     const auto place = [&](int b) { return slice + (first + b * threads_) * kWidth; };
-    if constexpr (kSource == Source::kRing) {
+    if constexpr (kSource == Source::kPipeline) {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b)
         if (kWhole || Left(first, b) > 0) LoadAligned(place(b), &vectors[b]);
@@ -115,7 +117,7 @@ class WideBatches
   __device__ __forceinline__ void Store(const Vector<S, kWidth>& vector, S* slice,
                                         std::int64_t first, int b) const {
     S* const place = slice + (first + b * threads_) * kWidth;
-    if constexpr (kSource == Source::kRing) {
+    if constexpr (kSource == Source::kPipeline) {
       if (kWhole || Left(first, b) > 0) StoreAligned(vector, place);
     } else if (Left(first, b) >= kWidth && IsAligned(slice)) {
       StoreAligned(vector, place);
@@ -131,8 +133,8 @@ class WideBatches
                                              std::int64_t first) const {
     Batch batch = {};
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      if constexpr (kSource == Source::kRing) {
+    for (int j = 0; j < kResident; ++j) {
+      if constexpr (kSource == Source::kPipeline) {
         Load<kWhole>(static_cast<const S*>(Base::Stage(stage, j)), first, batch.row[j]);
       } else {
         Load<kWhole>(Base::Input(j, row), first, batch.row[j]);
@@ -143,7 +145,7 @@ class WideBatches
       for (int c = 0; c < kColumns; ++c) {
         const W* const column = arguments_.columns[c];
         if (column == nullptr) continue;
-        if constexpr (kSource == Source::kRing) {
+        if constexpr (kSource == Source::kPipeline) {
           Load<kWhole>(static_cast<const W*>(Base::Column(c)), first, batch.columns[c]);
         } else {
           LoadAnywhere(column + begin_, first, batch.columns[c]);
@@ -165,13 +167,13 @@ class WideBatches
     VectorValues values;
     T unpacked[kWidth];
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
+    for (int j = 0; j < kResident; ++j) {
       Unpack(batch.row[j][b], unpacked);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) values.row[i][j] = unpacked[i];
     }
 #pragma unroll
-    for (int j = kHeld; j < kInputs; ++j)
+    for (int j = kResident; j < kInputs; ++j)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) values.row[i][j] = T(0);
 #pragma unroll

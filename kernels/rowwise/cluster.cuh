@@ -1,0 +1,36 @@
+// Rows too wide for one warp's or block's registers, slice by slice: on sm_90 a block, or a cluster
+// of blocks that share each row, takes several rows at a time, each by a group of threads of its
+// own. Where a row comes from changes no bit of it: the shape alone decides which thread sums what.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/primitives/launch.cuh"
+#include "kernels/rowwise/cluster_reread.cuh"
+#include "kernels/rowwise/cluster_resident.cuh"
+
+namespace twinop::rowwise {
+
+template <class F, class S, class W, Source kSource, bool kSums>
+using SlicesFrom = std::conditional_t<
+    kSource == Source::kRegisters || kSource == Source::kRegistersLong ||
+        kSource == Source::kRegistersUnaligned,
+    ResidentSlices<F, S, W, kSource != Source::kRegistersUnaligned,
+                   VectorsPerThread(kEarlyInputs<F>, kSource == Source::kRegistersLong)>,
+    RereadSlices<F, S, W, kSource, kSums>>;
+
+template <class F, class S, class W, Source kSource, bool kSums>
+__global__ void __launch_bounds__(kClusterThreads, 1)
+    ClusterKernel(F functor, Arguments<F, S, W> arguments, ClusterSettings settings, Reads reads,
+                  F* states, Compute<S>* partials) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (kSource != Source::kGlobal) return;  // never launched
+#endif
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ SliceStorage<F, S> storage;
+  WaitForPreviousKernel();
+  SlicesFrom<F, S, W, kSource, kSums>(functor, arguments, settings, reads, &storage, memory)
+      .Run(states, partials);
+}
+
+}  // namespace twinop::rowwise
