@@ -11,45 +11,9 @@
 #include "kernels/elementwise/launch_settings.h"
 #include "kernels/primitives/l2_hints.cuh"
 #include "kernels/primitives/launch.cuh"
+#include "kernels/primitives/vector.cuh"
 
 namespace twinop::elementwise {
-
-template <class T, int kWidth>
-struct alignas(sizeof(T) * kWidth) Vector {
-  T values[kWidth];
-};
-
-// An element as it is computed with, and its place in a vector. Vectors of bfloat16 are looked at
-// as words: of the two numbers in one, one is its upper half and the other a shift away, one
-// instruction each, where 16-bit elements would first be taken apart.
-template <class T, int kWidth>
-inline constexpr bool kHasWords = std::is_same_v<T, BFloat16> && kWidth > 1;
-
-template <class T, int kWidth>
-__device__ __forceinline__ Compute<T> Get(const Vector<T, kWidth>& vector, int i) {
-  if constexpr (kHasWords<T, kWidth>) {
-    std::uint32_t word;
-    memcpy(&word, &vector.values[i / 2 * 2], sizeof(word));
-    return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
-  } else {
-    return ToCompute(vector.values[i]);
-  }
-}
-// In the order of the elements.
-template <class T, int kWidth>
-__device__ __forceinline__ void Set(Vector<T, kWidth>* vector, int i, T value) {
-  if constexpr (kHasWords<T, kWidth>) {
-    std::uint32_t word = SameBits<std::uint16_t>(value);
-    if (i % 2 == 1) {
-      std::uint32_t lower;
-      memcpy(&lower, &vector->values[i - 1], sizeof(lower));
-      word = word << 16 | lower;
-    }
-    memcpy(&vector->values[i / 2 * 2], &word, sizeof(word));
-  } else {
-    vector->values[i] = value;
-  }
-}
 
 // The results of a functor over vectors, one for each output.
 template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
@@ -58,7 +22,7 @@ __device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&
                                           std::index_sequence<I...>) {
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    auto results = functor(Get(in[I], i)...);
+    auto results = functor(ComputeAt(in[I], i)...);
     if constexpr (kResultCount<decltype(results)> == 1) {
       Round(results, &out[0].values[i]);
     } else {
@@ -87,11 +51,11 @@ __device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)
     constexpr unsigned kAll = 0xFFFFFFFFu;
     bool plain = true;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) plain = plain & F::IsPlain(Get(in[I], i)...);
+    for (int i = 0; i < kWidth; ++i) plain = plain & F::IsPlain(ComputeAt(in[I], i)...);
     if (__all_sync(kAll, plain)) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const auto result = F::TryPlain(Get(in[I], i)...);
+        const auto result = F::TryPlain(ComputeAt(in[I], i)...);
         plain = plain & result.plain;
         Round(result.value, &out[0].values[i]);
       }

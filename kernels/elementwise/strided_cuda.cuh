@@ -102,7 +102,7 @@ __device__ __forceinline__ Vector<T, kWidth> Load(const T* data, Access access, 
   if (kWidth == 1 || access == Access::kScalar) {
     const T value = data[offset];
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) Set(&vector, i, value);
+    for (int i = 0; i < kWidth; ++i) vector.Append(i, value);
   } else if (!kGathers || access == Access::kVector) {
     vector = *reinterpret_cast<const V*>(data + offset);
   } else if (access == Access::kShifted && inside) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ Vector<T, kWidth> Load(const T* data, Access access, 
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      Set(&vector, i, data[offset]);
+      vector.Append(i, data[offset]);
       offset = i + 1 == left ? next : offset + stride;
     }
   }

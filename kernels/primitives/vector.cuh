@@ -11,15 +11,21 @@
 
 namespace twinop {
 
-// kWidth elements, as the words that accesses move. (An array of 16-bit elements would be taken
-// apart and put together again: an instruction an element.)
+// kWidth elements, and the words that accesses move. 16-bit elements are read and written through
+// the words: the compiler would take an array of them apart and put it together again, which is an
+// instruction an element.
 template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth < kVectorBytes ? sizeof(T) * kWidth : kVectorBytes) Vector {
-  static constexpr int kWords = sizeof(T) * kWidth / 4;
-  std::uint32_t words[kWords];
+  using Word = std::conditional_t < sizeof(T) * kWidth<4, std::uint16_t, std::uint32_t>;
+  static constexpr int kWords = sizeof(T) * kWidth / sizeof(Word);
+  union {
+    T values[kWidth];
+    Word words[kWords];
+  };
 
-  // i is a constant where loops are unrolled.
+  // The i-th element. i is a constant where loops are unrolled.
   __device__ __forceinline__ T Get(int i) const {
+    if constexpr (kWidth == 1) return values[0];
     T value;
     if constexpr (sizeof(T) == 2) {
       const auto bits = static_cast<std::uint16_t>(words[i / 2] >> (i % 2 * 16));
@@ -29,6 +35,7 @@ struct alignas(sizeof(T) * kWidth < kVectorBytes ? sizeof(T) * kWidth : kVectorB
     }
     return value;
   }
+  // Sets the i-th element, in any order.
   __device__ __forceinline__ void Set(int i, T value) {
     if constexpr (sizeof(T) == 2) {
       std::uint16_t bits;
@@ -38,19 +45,33 @@ struct alignas(sizeof(T) * kWidth < kVectorBytes ? sizeof(T) * kWidth : kVectorB
       std::memcpy(&words[i * (sizeof(T) / 4)], &value, sizeof(value));
     }
   }
+  // Sets the i-th element; the ones before it are set.
+  __device__ __forceinline__ void Append(int i, T value) {
+    if constexpr (std::is_same_v<T, BFloat16> && kWidth > 1) {
+      const std::uint32_t bits = SameBits<std::uint16_t>(value);
+      words[i / 2] = i % 2 == 0 ? bits : bits << 16 | SameBits<std::uint16_t>(values[i - 1]);
+    } else {
+      values[i] = value;
+    }
+  }
 };
+
+// The i-th element as it is computed with. The word of a bfloat16 element holds it in its upper
+// half or a shift away: one instruction.
+template <class T, int kWidth>
+__device__ __forceinline__ Compute<T> ComputeAt(const Vector<T, kWidth>& vector, int i) {
+  if constexpr (std::is_same_v<T, BFloat16> && kWidth > 1) {
+    const std::uint32_t word = vector.words[i / 2];
+    return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
+  } else {
+    return ToCompute(vector.Get(i));
+  }
+}
 
 template <class T, int kWidth, class Result>
 __device__ __forceinline__ void Unpack(const Vector<T, kWidth>& vector, Result (&values)[kWidth]) {
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      const std::uint32_t word = vector.words[i / 2];
-      values[i] = __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
-    } else {
-      values[i] = ToCompute(vector.Get(i));
-    }
-  }
+  for (int i = 0; i < kWidth; ++i) values[i] = ComputeAt(vector, i);
 }
 
 template <class T, int kWidth, class Value>

@@ -7,7 +7,7 @@
 
 #include "kernels/primitives/hopper.cuh"
 #include "kernels/primitives/l2_hints.cuh"
-#include "kernels/rowwise/access.cuh"
+#include "kernels/primitives/vector.cuh"
 #include "kernels/rowwise/reduce.cuh"
 
 namespace twinop::rowwise {

@@ -11,6 +11,7 @@
 //     bfloat16        0.62 / 0.29   0.54 / 0.24   0.76 / 0.35   0.49 / 0.22      0.61 / 0.28
 #pragma once
 
+#include "kernels/primitives/realigner.cuh"
 #include "kernels/rowwise/cluster_pipeline.cuh"
 
 namespace twinop::rowwise {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kernels/primitives/launch.cuh"
-#include "kernels/rowwise/access.cuh"
+#include "kernels/primitives/vector.cuh"
 #include "kernels/rowwise/reduce.cuh"
 
 namespace twinop::rowwise {

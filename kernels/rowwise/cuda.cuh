@@ -174,12 +174,11 @@ struct Launch {
       constexpr std::int64_t kRoom = kPartials * 8 / sizeof(T);  // in scratch memory
       blocks = std::min({blocks, std::int64_t{SumBlocks(threads)}, kRoom});
     }
-    using Resident = ResidentRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess>;
-    const int bytes = kGroups * Resident::SharedBytesOf(kLanes > 0 ? kLanes : threads);
+    using Traits = ResidentTraits<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess>;
+    const int bytes = kGroups * ResidentRows<Traits>::SharedBytesOf(kLanes > 0 ? kLanes : threads);
     Status status =
-        LaunchKernel(ResidentKernel<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess>,
-                     Dependent({blocks, dim3(threads), 1, bytes}), call, functor, arguments,
-                     AllReads(), Partials());
+        LaunchKernel(ResidentKernel<Traits>, Dependent({blocks, dim3(threads), 1, bytes}), call,
+                     functor, arguments, AllReads(), Partials());
     return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
   }
 
@@ -206,8 +205,8 @@ struct Launch {
 
   // ---------------------------------------------------------------------------------- wide rows
 
-  // Which of the sources for sm_90 have kernels. Norms have them for the widths of models. Only rows
-  // over a vocabulary, which have no column inputs, are wider than registers, or wide and
+  // Which of the sources for sm_90 have kernels. Norms have them for the widths of models. Only
+  // rows over a vocabulary, which have no column inputs, are wider than registers, or wide and
   // misaligned. Wide float64 rows come from global memory.
   static constexpr bool kHasClusters = sizeof(S) < 8;
   static constexpr bool kVocabulary = kColumnInputs<F> == 0 && !kSums;

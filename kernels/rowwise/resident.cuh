@@ -10,11 +10,16 @@
 
 namespace twinop::rowwise {
 
-template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
-          RowAccess kAccess>
-class ResidentRows : ResidentValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess> {
+template <class Traits>
+class ResidentRows : ResidentValues<Traits> {
  public:
-  using Base = ResidentValues<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess>;
+  using Base = ResidentValues<Traits>;
+  using F = typename Traits::F;
+  using S = typename Traits::S;
+  using W = typename Traits::W;
+  static constexpr int kLanes = Traits::kLanes;
+  static constexpr int kVectors = Traits::kVectors;
+  static constexpr Tuning kTuning = Traits::kTuning;
   using Access = typename Base::Access;
   using T = ElementCompute<S>;
   using Sum = Compute<S>;
@@ -46,8 +51,9 @@ class ResidentRows : ResidentValues<F, S, W, kLanes, kVectors, kTotals, kTuning,
     // A block's row exists. But where column inputs are loaded, knowing it costs registers
     // (float32, 8192 x 16384, share of the copy's speed: layer norm 0.92, not knowing it 0.98;
     // softmax 0.98, not knowing it 0.92).
-    constexpr bool kKnown = kLanes == 0 && (kColumns == 0 || kAccess != RowAccess::kVectors ||
-                                            kTuning == Tuning::kLatency);
+    constexpr bool kKnown =
+        kLanes == 0 &&
+        (kColumns == 0 || Traits::kAccess != RowAccess::kVectors || kTuning == Tuning::kLatency);
     const bool exists = kKnown || row < arguments_.rows.count;
     RawRow raw = {};
     if constexpr (kKeepsColumns) KeepColumns();
@@ -213,20 +219,24 @@ class ResidentRows : ResidentValues<F, S, W, kLanes, kVectors, kTotals, kTuning,
   }
 
   const F& functor_;
-  ResidentColumnSums<F, S, W, kLanes, kVectors, kAccess> sums_;
+  ResidentColumnSums<Traits> sums_;
 };
 
-template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
-          RowAccess kAccess>
-__global__ void __maxnreg__(ResidentRegisters(sizeof(S), F::kColumnSums > 0, kEarlyInputs<F>,
-                                              kColumnInputs<F> > 0 ? sizeof(W) : 0, kLanes,
-                                              kVectors, kTuning, kAccess))
-    ResidentKernel(F functor, Arguments<F, S, W> arguments, Reads reads, Compute<S>* partials) {
+template <class Traits>
+constexpr int kRegisterLimit = ResidentRegisters(
+    sizeof(typename Traits::S), Traits::F::kColumnSums > 0, kEarlyInputs<typename Traits::F>,
+    kColumnInputs<typename Traits::F> > 0 ? sizeof(typename Traits::W) : 0, Traits::kLanes,
+    Traits::kVectors, Traits::kTuning, Traits::kAccess);
+
+template <class Traits>
+__global__ void __maxnreg__(kRegisterLimit<Traits>)
+    ResidentKernel(typename Traits::F functor,
+                   Arguments<typename Traits::F, typename Traits::S, typename Traits::W> arguments,
+                   Reads reads, Compute<typename Traits::S>* partials) {
   extern __shared__ __align__(128) unsigned char memory[];
   WaitForPreviousKernel();
-  ResidentRows<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess> rows(functor, arguments, reads,
-                                                                          memory);
-  if constexpr (F::kColumnSums > 0) {
+  ResidentRows<Traits> rows(functor, arguments, reads, memory);
+  if constexpr (Traits::F::kColumnSums > 0) {
     rows.RunAndSum(partials);
   } else {
     rows.RunOnce();

@@ -6,15 +6,35 @@
 #include <type_traits>
 
 #include "kernels/primitives/l2_hints.cuh"
-#include "kernels/rowwise/access.cuh"
+#include "kernels/primitives/realigner.cuh"
 #include "kernels/rowwise/reduce.cuh"
 
 namespace twinop::rowwise {
 
-// kLanes 0: a block a row, of as many threads as it is launched with.
-template <class F, class S, class W, int kLanes, int kVectors, RowAccess kAccess>
+// What distinguishes the register-resident kernels.
+template <class Functor, class Storage, class ColumnStorage, int kRowLanes, int kThreadVectors,
+          int kThreadTotals, Tuning kTunedFor, RowAccess kRowAccess>
+struct ResidentTraits {
+  using F = Functor;
+  using S = Storage;                               // of rows
+  using W = ColumnStorage;                         // of column inputs
+  static constexpr int kLanes = kRowLanes;         // that share a row; 0: all threads of a block
+  static constexpr int kVectors = kThreadVectors;  // of each row input, in a thread
+  // With two, a thread adds up what two threads with half its vectors would.
+  static constexpr int kTotals = kThreadTotals;
+  static constexpr Tuning kTuning = kTunedFor;
+  static constexpr RowAccess kAccess = kRowAccess;
+};
+
+template <class Traits>
 class ResidentAccess {
  public:
+  using F = typename Traits::F;
+  using S = typename Traits::S;
+  using W = typename Traits::W;
+  static constexpr int kLanes = Traits::kLanes;
+  static constexpr int kVectors = Traits::kVectors;
+  static constexpr RowAccess kAccess = Traits::kAccess;
   static constexpr int kWidth = kVectorBytes / sizeof(S);
   // Of kInterleaved, a lane's elements are all so many columns apart: a warp takes a stretch of the
   // row, its lanes neighbouring elements, and one address serves them all.

@@ -8,10 +8,14 @@
 namespace twinop::rowwise {
 
 // What one thread adds up of the columns that it has of every row.
-template <class F, class S, class W, int kLanes, int kVectors, RowAccess kAccess>
+template <class Traits>
 class ResidentColumnSums {
  public:
-  using Access = ResidentAccess<F, S, W, kLanes, kVectors, kAccess>;
+  using Access = ResidentAccess<Traits>;
+  using F = typename Traits::F;
+  using S = typename Traits::S;
+  static constexpr int kLanes = Traits::kLanes;
+  static constexpr int kVectors = Traits::kVectors;
   using Sum = Compute<S>;
   using T = ElementCompute<S>;
   static constexpr int kWidth = Access::kWidth;

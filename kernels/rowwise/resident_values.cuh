@@ -10,12 +10,15 @@
 
 namespace twinop::rowwise {
 
-// kTotals of each thread: with two it adds up what two threads with half its vectors would.
-template <class F, class S, class W, int kLanes, int kVectors, int kTotals, Tuning kTuning,
-          RowAccess kAccess>
-class ResidentValues : public ResidentAccess<F, S, W, kLanes, kVectors, kAccess> {
+template <class Traits>
+class ResidentValues : public ResidentAccess<Traits> {
  public:
-  using Access = ResidentAccess<F, S, W, kLanes, kVectors, kAccess>;
+  using Access = ResidentAccess<Traits>;
+  using F = typename Traits::F;
+  using S = typename Traits::S;
+  static constexpr int kLanes = Traits::kLanes;
+  static constexpr int kVectors = Traits::kVectors;
+  static constexpr int kTotals = Traits::kTotals;
   using T = ElementCompute<S>;
   static constexpr int kWidth = Access::kWidth;
   static constexpr int kInputs = kRowInputs<F>;
@@ -23,7 +26,7 @@ class ResidentValues : public ResidentAccess<F, S, W, kLanes, kVectors, kAccess>
   static constexpr int kResident = kPrepares ? 1 : kEarlyInputs<F>;
   static constexpr int kColumns = Access::kColumns;
   static constexpr int kSums = F::kColumnSums;
-  static constexpr bool kPacked = kTuning == Tuning::kPacked;
+  static constexpr bool kPacked = Traits::kTuning == Tuning::kPacked;
 
   using typename Access::ColumnVectors;
   using RawRow = typename Access::MovedRow[kResident];

@@ -1,51 +1,39 @@
-// Reading and writing the vectors of a row, 16 bytes of storage each, wherever the row starts. A
-// thread owns whole vectors, side by side, whatever the alignment: only the accesses differ, never
-// who sums what. (Rows that move element by element do without: rowwise/resident_access.cuh.)
+// Moves a part of a row that may start at any element, through aligned vectors and shared memory.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
+#include <type_traits>
 
 #include "kernels/primitives/vector.cuh"
-#include "kernels/rowwise.h"
-#include "kernels/rowwise/launch_settings.h"
 
-namespace twinop::rowwise {
+namespace twinop {
 
-// ---------------------------------------------------------------------------------- misaligned
-
-// What a thread moves of a stretch of a row: aligned vectors, and an element before the first and
-// behind the last of them.
+// What a thread moves: aligned vectors, and an element before the first and behind the last of
+// them.
 template <class T, int kVectors>
 struct MovedVectors {
   Vector<T, kVectorBytes / sizeof(T)> vectors[kVectors];
   T head, tail;
 };
 
-// A stretch of a row that starts at any element. Global memory is accessed by aligned vectors, the
-// elements at the ends one by one; threads own vectors counted from the stretch's start, the i-th
-// belongs to thread i % threads. An owned vector is the end of one aligned vector and the beginning
-// of the next: a thread has one of the two itself, the other comes from its neighbour through
-// shared memory, by accesses of whole vectors without bank conflicts.
-//
-// Share of the copy's speed, 32768 x 4095 (H200), bf16:
-//
-//                             softmax   layer_norm   rms_norm   add_rms_norm
-//   as here                   0.98      0.79         0.93       0.89
-//   the same, when compared   0.93      0.75         0.90       0.88
-//   a warp for itself         0.88      0.71         0.83       0.73
-//   two loads a vector        0.49      0.33         0.41       0.39
+// Global memory is accessed by aligned vectors, and by single elements at both ends. Each thread
+// owns vectors counted from the first element, the i-th vector belongs to thread i % threads: the
+// alignment changes only the accesses, never which thread adds what. An owned vector is the end of
+// one aligned vector and the beginning of the next. A thread has one of the two itself; the other
+// comes from its neighbour through shared memory, in accesses of whole vectors without bank
+// conflicts. (docs/tuning.md compares this with two loads a vector.)
 template <class T>
 class Realigner {
  public:
   static constexpr int kWidth = kVectorBytes / sizeof(T);
   using Aligned = Vector<T, kWidth>;
 
-  // In shared memory, for a stretch of so many vectors.
+  // Vectors of shared memory that this many owned vectors need.
   static constexpr int SharedVectors(int vectors) { return vectors + 2; }
 
-  // whole: whether the thread owns kVectors whole vectors, and another one follows its last. Most
-  // threads do; it saves them a comparison for each access.
+  // `count` elements from `start` on, shared by `threads` threads. `whole`: the thread owns
+  // kVectors whole vectors, and another one follows its last. Most threads do; it saves them a
+  // comparison for each access.
   __device__ __forceinline__ Realigner(const T* start, int count, int thread, int threads,
                                        bool whole, unsigned char* shared)
       : start_(start),
@@ -65,15 +53,17 @@ class Realigner {
   __device__ __forceinline__ void Load(MovedVectors<T, kVectors>* pieces) const {
     ForEnds([&](int i) { pieces->head = start_[i]; }, [&](int i) { pieces->tail = start_[i]; });
     const auto* const first = reinterpret_cast<const Aligned*>(start_ + before_);
-#pragma unroll  // (of two branches, each would wait for its loads)
+#pragma unroll  // without a branch for `whole`: each branch would wait for its own loads
     for (int k = 0; k < kVectors; ++k)
       if (Index(k) < vectors_) pieces->vectors[k] = first[Index(k)];
   }
 
-  // Then, behind a barrier, Get: the pieces' vectors become the owned ones.
+  // Puts the loaded vectors into shared memory. Behind a barrier, Get turns them into the owned
+  // ones.
   template <int kVectors>
   __device__ __forceinline__ void Put(const MovedVectors<T, kVectors>& pieces) const {
-    // Aligned vectors from the second place on, the elements before them at the first one's end.
+    // Aligned vectors lie from the second place on, the elements before them at the end of the
+    // first.
     ForEachAligned<kVectors>([&](int k) { shared_[k * threads_ + 1] = pieces.vectors[k]; });
     T* const elements = reinterpret_cast<T*>(shared_ - thread_ + 1) - before_;
     ForEnds([&](int i) { elements[i] = pieces.head; }, [&](int i) { elements[i] = pieces.tail; });
@@ -127,8 +117,8 @@ class Realigner {
     return vector;
   }
 
-  // body(words, bits) for a shift by some elements: the words as a constant, so that they cost no
-  // instruction. (All threads that share a stretch branch the same way.)
+  // Calls body(words, bits) for a shift by some elements. The words are a constant, so that they
+  // cost no instruction. All threads of the realigner branch the same way.
   template <class Body>
   __device__ __forceinline__ static void WithShift(int elements, const Body& body) {
     const int bytes = elements * static_cast<int>(sizeof(T));
@@ -148,7 +138,7 @@ class Realigner {
   }
 
  private:
-  // This thread's k-th. (Unsigned: an address from it is one instruction.)
+  // This thread's k-th vector. Unsigned, because an address from it is then one instruction.
   __device__ __forceinline__ std::uint32_t Index(int k) const { return k * threads_ + thread_; }
 
   template <int kVectors, class Body>
@@ -174,10 +164,10 @@ class Realigner {
   int count_, thread_, threads_;
   bool whole_;
   int before_;             // elements from the start to an aligned place
-  int head_;               // those of them that the stretch has
+  int head_;               // those of them that exist
   std::uint32_t vectors_;  // aligned ones
   int tail_;               // where the elements behind them begin
   Aligned* shared_;        // from this thread's place on
 };
 
-}  // namespace twinop::rowwise
+}  // namespace twinop
