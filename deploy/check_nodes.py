@@ -1,4 +1,4 @@
-"""Compares a model's custom nodes with a library's records; ONNX Runtime passes much or is unclear."""
+"""Compares a model's custom nodes with the records of libraries, more strictly than ONNX Runtime does."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ def check_model(model: ModelSource, library: Libraries = None) -> list[Library]:
 
     Args:
         model: a path, the bytes of a model, or a ModelProto.
-        library: custom-op libraries, one or several; those of other domains are found as `session` finds
+        library: one or several custom-op libraries. Libraries of other domains are found as `session` finds
             them.
 
     Returns:
-        The libraries, one for each domain. A domain whose function bodies run has none.
+        One library for each domain, without the domains whose function bodies run.
 
     Raises:
-        ModelError: the model is damaged, or nodes do not fit a library: the message lists all of them.
+        ModelError: the model is damaged, or nodes do not fit a library. The message lists all of them.
         LibraryError: a library is missing, damaged, or not the one that the model needs.
     """
     loaded = load_model(model)
@@ -41,7 +41,11 @@ def check_model(model: ModelSource, library: Libraries = None) -> list[Library]:
 
 
 def require_fit(model: Model, libraries: Sequence[Library]) -> None:
-    """Raises ModelError with every problem of the model's custom nodes."""
+    """Checks a model's custom nodes against libraries.
+
+    Raises:
+        ModelError: nodes do not fit. The message lists every problem.
+    """
     problems = list(_problems(model, libraries)) if model.nodes else []
     if problems:
         names = ", ".join(library.path.name for library in libraries)
@@ -85,13 +89,10 @@ def _schema_problem(model: Model, library: Library, record: Record) -> Iterator[
 
 
 def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Record) -> Iterator[str]:
-    """Finds what in a node's inputs and attributes keeps it from being a call of the record's op.
+    """Yields a text for each way in which a node's inputs and attributes do not fit the record of its op.
 
     Args:
         types: the ONNX element types of the values that are known, by name.
-
-    Yields:
-        One text for each problem, without the node's name.
     """
     yield from _input_problems(node, types, record)
     given = {attribute.name: attribute for attribute in node.attribute}
@@ -125,8 +126,8 @@ def _input_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Reco
     if given and record.combination_of(given) is None:
         have = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
         yield (
-            f"no kernel for these dtypes: {have}. It takes: {record.dtypes} (all inputs alike but where one "
-            "is named). Export in one of these, or put a Cast before the node"
+            f"no kernel for these dtypes: {have}. It takes: {record.dtypes} (one dtype for all inputs except "
+            "named ones). Export in one of these, or put a Cast before the node"
         )
 
 
@@ -159,6 +160,4 @@ def _attribute_problems(given: Any, declared: Attribute, record: Record) -> Iter
 def _suggestion(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; it has: {', '.join(names) or 'none'}"
+    return f"; did you mean {close[0]}?" if close else f"; it has: {', '.join(names) or 'none'}"

@@ -24,44 +24,42 @@ def library_paths(library: Libraries) -> list[Path]:
 
 
 def choose_libraries(model: Model, explicit: Sequence[Path] = (), **search: Any) -> list[Library]:
-    """The libraries to register for a model, one for each domain of its custom nodes.
+    """Chooses the libraries to register for a model, one for each domain of its custom nodes.
 
     Args:
         model: the model, whose custom nodes say what is needed.
-        explicit: libraries to use; the other domains' are looked for.
-        search: where to look, as `choose_library` takes it.
+        explicit: libraries to use. Libraries of the other domains are looked for.
+        search: where to look, as in `choose_library`.
 
     Returns:
         The explicit libraries, then those found. A domain whose function bodies run has none.
 
     Raises:
-        LibraryError: one cannot be used, two are of one domain, or one domain's ops are spread over several.
-        ModelError: no library has an op of the model, and no function body may stand in for it.
+        LibraryError: a library cannot be used, two have one domain, or the ops of a domain are spread over
+            several libraries.
+        ModelError: no library has an op of the model, and no function body may replace it.
     """
-    libraries: list[Library] = []
+    libraries: dict[str, Library] = {}
     for path in explicit:
-        library = choose_library(model, path)
-        assert library is not None
-        for other in libraries:
-            if other.domain == library.domain:
-                raise LibraryError(
-                    f"{other.path} and {library.path} both have ops of the domain {library.domain}, and ONNX "
-                    "Runtime takes one library per domain and session. Name one of them, or link the ops of "
-                    "both into one library"
-                )
-        libraries.append(library)
-    have = {library.domain for library in libraries}
+        library = _usable(path)
+        if other := libraries.get(library.domain):
+            raise LibraryError(
+                f"{other.path} and {library.path} both have ops of the domain {library.domain}, and ONNX "
+                "Runtime takes one library per domain and session. Name one of them, or link the ops of "
+                "both into one library"
+            )
+        libraries[library.domain] = library
     for domain in dict.fromkeys(node.domain for node in model.nodes):
-        if domain not in have and (found := choose_library(model, domain=domain, **search)) is not None:
-            libraries.append(found)
-    return libraries
+        if domain not in libraries and (found := choose_library(model, domain=domain, **search)) is not None:
+            libraries[domain] = found
+    return list(libraries.values())
 
 
 def only_library(model: Model, explicit: Path | None = None, **search: Any) -> Library | None:
-    """`choose_libraries` for what takes one library per model (the service, packing).
+    """Chooses as `choose_libraries` does, for a served or packed model, which has one library at most.
 
     Raises:
-        LibraryError, ModelError: as `choose_libraries`; or the model needs several libraries.
+        LibraryError, ModelError: as `choose_libraries` does; or the model needs several libraries.
     """
     libraries = choose_libraries(model, [explicit] if explicit is not None else [], **search)
     if len(libraries) > 1:
@@ -75,7 +73,6 @@ def only_library(model: Model, explicit: Path | None = None, **search: Any) -> L
 
 def choose_library(
     model: Model,
-    explicit: Path | None = None,
     *,
     own: Sequence[Path] | None = None,
     others: Sequence[Path] | None = None,
@@ -83,58 +80,49 @@ def choose_library(
     bodies: bool = True,
     domain: str = DOMAIN,
 ) -> Library | None:
-    """The library to register for a model's nodes of one domain.
+    """Chooses the library for a model's nodes of one domain.
 
-    It is the first one whose records cover all custom nodes; in one folder, the one with the fewest ops.
+    Takes the first library whose records cover all of these nodes. Within a folder, libraries with fewer
+    ops come first.
 
     Args:
         model: the model, whose custom nodes say what is needed.
-        explicit: the library to use, whatever else there is.
-        own: the model's own folders, searched first. Default: where the model lies. A file `lib*.so` there
+        own: the model's own folders, searched first. Default: the folder of the model. A file `lib*.so` there
             that cannot be read is an error, unless it is a library that twinop did not build.
-        others: the folders searched then. Default: `twinop.library.library_folders`. What cannot be read
-            there is passed over.
+        others: the folders searched next. Default: `twinop.library.library_folders`. Files there that cannot
+            be read are skipped.
         confined: whether a symbolic link may not lead out of its folder.
-        bodies: whether a function body may stand in for an op that no library has.
+        bodies: whether a function body may replace an op that no library has.
         domain: the domain of the nodes and of the library.
 
     Returns:
-        None if the model has no such nodes, or if no library has any of them and its function bodies cover
-        them all.
+        None if the model has no such nodes, or if no library has any of them and function bodies cover all.
 
     Raises:
-        LibraryError: `explicit` or a library of the model's own cannot be used, or the ops are spread over
-            several libraries.
-        ModelError: no library has an op of the model, and no function body may stand in for it.
+        LibraryError: a library of the model's own cannot be used, or several libraries share the ops.
+        ModelError: no library has an op of the model, and no function body may replace it.
     """
-    if explicit is not None:
-        return _usable(explicit)
     needed = {node.op_type for node in model.nodes if node.domain == domain}
     if not needed:
         return None
     if own is None:
         own = [model.path.parent] if model.path is not None else []
-    if others is None:
-        others = library_folders()
-    places = [*own, *others]
-    libraries, skipped = _candidates(own, others, confined)
+    places = [*own, *(library_folders() if others is None else others)]
+    libraries, skipped = _candidates(places, len(own), confined)
     libraries = [library for library in libraries if library.domain == domain]
-    for library in libraries:
-        if needed <= library.by_onnx_name.keys():
-            return library
     owners = {op: [library for library in libraries if op in library.by_onnx_name] for op in sorted(needed)}
     homeless = [
         op for op, found in owners.items() if not found and not (bodies and (domain, op) in model.bodies)
     ]
     if homeless:
         raise ModelError(_no_library(model, domain, homeless, places, libraries, skipped))
-    owned = {op for op, found in owners.items() if found}
-    for library in libraries:  # the rest runs on function bodies
-        if owned and owned <= library.by_onnx_name.keys():
-            return library
+    owned = {op: found[0] for op, found in owners.items() if found}  # the rest runs on function bodies
     if not owned:
         return None
-    raise LibraryError(_several(model, domain, {op: found[0] for op, found in owners.items() if found}))
+    for library in libraries:
+        if owned.keys() <= library.by_onnx_name.keys():
+            return library
+    raise LibraryError(_several(model, domain, owned))
 
 
 def _usable(path: Path) -> Library:
@@ -147,26 +135,26 @@ def _usable(path: Path) -> Library:
     return library
 
 
-def _candidates(
-    own: Sequence[Path], others: Sequence[Path], confined: bool
-) -> tuple[list[Library], list[str]]:
-    """Usable libraries in the order of preference, and why others were passed over.
+def _candidates(places: Sequence[Path], own: int, confined: bool) -> tuple[list[Library], list[str]]:
+    """Returns usable libraries in the order of preference, and why others were skipped.
 
     Raises:
-        LibraryError: one in `own` cannot be read.
+        LibraryError: one in the first `own` places cannot be read.
     """
     libraries: list[Library] = []
     skipped: list[str] = []
-    strict = {folder.resolve() for folder in own}
-    for folder in dict.fromkeys(folder.resolve() for folder in (*own, *others)):
+    folders = [folder.resolve() for folder in places]
+    for folder in dict.fromkeys(folders):
         here = []
         for path in sorted(folder.glob("lib*.so")):
             try:
-                here.append(_read_in(folder, path, confined))
+                if confined and not path.resolve().is_relative_to(folder):
+                    raise LibraryError(f"{path}: a symbolic link to {path.resolve()}, out of the folder")
+                here.append(read_library(path))
             except ForeignLibraryError:
                 continue
             except LibraryError as error:
-                if folder in strict:
+                if folder in folders[:own]:
                     raise LibraryError(
                         f"{error}. It lies beside the model, so no other library is taken instead of it: "
                         "replace or remove it, or name the library to use"
@@ -176,14 +164,8 @@ def _candidates(
     return libraries, skipped
 
 
-def _read_in(folder: Path, path: Path, confined: bool) -> Library:
-    if confined and not path.resolve().is_relative_to(folder):
-        raise LibraryError(f"{path}: a symbolic link to {path.resolve()}, out of the folder")
-    return read_library(path)
-
-
 def _size(library: Library) -> tuple[int, bool]:
-    """How many ops; of libraries with as many, one that is named after an op comes first."""
+    """Sorts by the number of ops; among equals, a library that is named after one of its ops comes first."""
     return len(library.records), not any(library.path.stem.endswith(name) for name in library.records)
 
 

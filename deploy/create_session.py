@@ -1,4 +1,4 @@
-"""Creates sessions: model and library checked, the library registered, the provider proven to be there."""
+"""Creates sessions: checks model and library, registers the library, requires the provider to be active."""
 
 import os
 import warnings
@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinop.deploy import cuda
-from twinop.deploy.check_nodes import Libraries, library_paths, require_fit
-from twinop.deploy.choose_library import choose_libraries
-from twinop.deploy.custom_nodes import Model, ModelSource, load_model
-from twinop.deploy.errors import ProviderError, RunError
-from twinop.deploy.inference_session import Session
-from twinop.deploy.node_providers import Profile
-from twinop.deploy.registration import register
 from twinop.errors import LibraryError
 from twinop.library import Library
 from twinop.record import DOMAIN
 
-_OLDEST = (1, 18)  # what the libraries' C side needs
+from . import cuda
+from .check_nodes import Libraries, library_paths, require_fit
+from .choose_library import choose_libraries
+from .custom_nodes import Model, ModelSource, load_model
+from .errors import ProviderError, RunError
+from .inference_session import Session
+from .node_providers import Profile
+from .registration import register
+
+_OLDEST = (1, 18)  # the C API that the libraries are compiled for
 _CPU = "CPUExecutionProvider"
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 Provider = str | tuple[str, dict[str, Any]]
@@ -28,9 +29,12 @@ Provider = str | tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The providers to ask ONNX Runtime for, the CUDA device or None, and why.
+    """The providers to request from ONNX Runtime.
 
-    `automatic`: nobody asked for them, so that a session may come out on another one.
+    Attributes:
+        device: the CUDA device, or None.
+        reason: why these providers were chosen.
+        automatic: whether the caller named none, so that a session may run on another one.
     """
 
     providers: list[Provider]
@@ -49,34 +53,35 @@ def session(
     profile: bool = False,
     folder: str | os.PathLike[str] | None = None,
 ) -> Session:
-    """Opens a model for running, with the custom-op libraries that it needs.
+    """Opens a model with the custom-op libraries that it needs.
 
     Args:
         model: a path, the bytes of a model, or a ModelProto.
-        providers: execution providers as ONNX Runtime takes them, names or (name, options). None takes CUDA
-            where it works, else the CPU; `Session.reason` says why. One asked for is used, or an error.
-        library: the path of a library, or several paths, one for each domain. The libraries of other
-            domains are looked for beside the model, then where the built or installed ones are. False
-            registers none: the model's function bodies run, or ops that `session_options` has.
-        session_options: an `onnxruntime.SessionOptions` to start from. The library is registered on it, so it
-            serves one call.
-        enable_cuda_graph: capture the run, once per combination of input shapes, and replay it (CUDA, torch
-            tensors).
-        profile: record which provider runs each node, for `Session.executed_on`.
-        folder: where external data lies, if the model is not given as a path.
+        providers: execution providers as ONNX Runtime takes them: names, or pairs of a name and options. A
+            provider named here is used, or an error is raised. None chooses CUDA where it works and the CPU
+            otherwise; `Session.reason` says why.
+        library: the path of a library, or several paths, one for each domain. The libraries of other domains
+            are looked for beside the model, then among the built or installed ones. False registers none: the
+            model's function bodies run, or ops that are registered on `session_options`.
+        session_options: an `onnxruntime.SessionOptions` to start from. The library is registered on it, so
+            that it can be used for one call only.
+        enable_cuda_graph: whether to capture the run once per combination of input shapes and to replay it.
+            This needs CUDA and torch tensors.
+        profile: whether to record which provider runs each node, for `Session.executed_on`.
+        folder: the folder of external data, if `model` is not a path.
 
     Raises:
         ModelError: the model is damaged, or its custom nodes do not fit the library.
-        LibraryError: a library is missing, damaged, not the one that the model needs, or there already.
-        ReplacedLibraryError: its file was replaced after this process loaded it.
-        ProviderError: ONNX Runtime is missing or too old, or a provider asked for cannot be used.
+        LibraryError: a library is missing, damaged, not the one that the model needs, or already registered.
+        ReplacedLibraryError: the library's file was replaced after this process loaded it.
+        ProviderError: ONNX Runtime is missing or too old, or a named provider cannot be used.
         RunError: ONNX Runtime refuses the model for another reason.
     """
     loaded = load_model(model, Path(folder) if folder is not None else None)
     found = _libraries(loaded, library)
     require_fit(loaded, found)
     choice = choose_providers(providers, found)
-    if choice.automatic and choice.device is None and cuda.has_gpu():  # somebody may be waiting for it
+    if choice.automatic and choice.device is None and cuda.has_gpu():
         _warn_of_cpu(choice.reason)
     opened = open_session(
         loaded, found, choice, options=session_options, enable_cuda_graph=enable_cuda_graph, profile=profile
@@ -95,7 +100,7 @@ def open_session(
     enable_cuda_graph: bool = False,
     profile: bool = False,
 ) -> Session:
-    """`session` for a model that is read and checked, without its warnings: `Session.reason` has them.
+    """Opens a model that has been read and checked. Warns of nothing: `Session.reason` has the reason.
 
     Raises:
         TwinopError: as `session` does.
@@ -118,8 +123,8 @@ def open_session(
     if choice.automatic and device is not None and cuda.CUDA not in inner.get_providers():
         reason = "ONNX Runtime could not start CUDA (its log above says why)"
         device = stream = None
-    for name in () if choice.automatic else map(_name, requested):
-        if name not in inner.get_providers():
+    for name, _ in map(_split, requested):
+        if not choice.automatic and name not in inner.get_providers():
             raise ProviderError(
                 f"{name} was asked for, but ONNX Runtime could not start it (its log above says why) and "
                 f"would use {', '.join(inner.get_providers())} instead. Nothing was run"
@@ -152,7 +157,7 @@ def _libraries(model: Model, library: Libraries | bool) -> list[Library]:
         of = "" if domains == {DOMAIN} else f" for {', '.join(sorted(domains))}"
         warnings.warn(
             f"{model.name}: no custom-op library found{of}, so its function bodies run instead, which is "
-            "slower. library=False says that this is meant",
+            "slower. Pass library=False if that is intended",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -175,29 +180,29 @@ def _onnxruntime() -> Any:
     return onnxruntime
 
 
-def _name(provider: Provider) -> str:
-    return provider if isinstance(provider, str) else provider[0]
+def _split(provider: Provider) -> tuple[str, dict[str, Any]]:
+    return (provider, {}) if isinstance(provider, str) else provider
 
 
 def choose_providers(providers: Sequence[Provider] | None, libraries: Sequence[Library]) -> Choice:
-    """What to ask for: `providers` if they can be used; for None CUDA where it works, else the CPU.
+    """Returns `providers` if they can be used; for None, CUDA where it works and the CPU otherwise.
 
     Raises:
-        ProviderError: ONNX Runtime is missing or too old, or a provider asked for cannot be used.
+        ProviderError: ONNX Runtime is missing or too old, or a named provider cannot be used.
     """
     if isinstance(providers, str):
         providers = [providers]
-    if (providers is None or cuda.CUDA in map(_name, providers)) and cuda.driver_version() is not None:
+    if (providers is None or cuda.CUDA in dict(map(_split, providers))) and cuda.driver_version() is not None:
         cuda.import_torch()
     available = _onnxruntime().get_available_providers()
     if providers is None:
         if found := cuda.obstacles(0, libraries):
-            # The one that comes first: without a GPU, the wheel is as it should be.
+            # Only the first: without a GPU, the wheel for the CPU is the right one.
             return Choice([_CPU], None, found[0], automatic=True)
         return Choice([cuda.CUDA, _CPU], 0, "CUDA works here", automatic=True)
     device = None
     for provider in providers:
-        name, options = (provider, {}) if isinstance(provider, str) else provider
+        name, options = _split(provider)
         if name == cuda.CUDA:
             device = int(options.get("device_id", 0))
             if found := cuda.obstacles(device, libraries):
@@ -211,7 +216,7 @@ def choose_providers(providers: Sequence[Provider] | None, libraries: Sequence[L
 
 
 def _torch_stream(device: int) -> Any:
-    """The session's stream, to be ordered against torch's; None without a torch that has CUDA."""
+    """Makes the session's stream, which is ordered with torch's; None without a torch that has CUDA."""
     try:
         import torch
     except ImportError:
@@ -220,7 +225,7 @@ def _torch_stream(device: int) -> Any:
 
 
 def _current_device_kept(stream: Any) -> AbstractContextManager[Any]:
-    """ONNX Runtime leaves its own GPU current in this thread; the caller's comes back."""
+    """Restores the caller's current GPU, because ONNX Runtime makes its own the current one."""
     if stream is None:
         return nullcontext()
     import torch
@@ -229,9 +234,10 @@ def _current_device_kept(stream: Any) -> AbstractContextManager[Any]:
 
 
 def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Provider:
-    if _name(provider) != cuda.CUDA:
+    name, given = _split(provider)
+    if name != cuda.CUDA:
         return provider
-    options = dict(provider[1]) if not isinstance(provider, str) else {}
+    options = dict(given)
     if stream is not None:
         if "user_compute_stream" in options:
             raise ProviderError("user_compute_stream is the session's own: order work by Session.stream")
@@ -244,7 +250,7 @@ def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Pro
 def _create(ort: Any, model: Model, options: Any, providers: list[Provider]) -> Any:
     source = str(model.path) if model.path is not None else model.data
     try:
-        # Without its fallback: that would retry on the CPU, and only print so.
+        # The fallback would retry on the CPU and only print a message.
         return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
     except Exception as error:
         if "Domain already set" in str(error):

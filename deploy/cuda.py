@@ -1,4 +1,4 @@
-"""Why CUDA can or cannot be used here; ONNX Runtime only falls back to the CPU. Each probe asks one thing."""
+"""Finds out why CUDA cannot be used. ONNX Runtime itself only falls back to the CPU."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ from twinop.library import Library, needed_libraries
 
 CUDA = "CUDAExecutionProvider"
 
-# Stem of a library -> the pip package that has it, from CUDA 13 on (before, "-cu12" is added).
+# The pip package of each library, from CUDA 13 on. Before, the names end in "-cu12".
 _PACKAGES = {
     "libcublas": "nvidia-cublas",
     "libcublasLt": "nvidia-cublas",
@@ -33,7 +33,7 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def driver() -> Any:
-    """The CUDA driver (libcuda.so.1) as a ctypes library, or None where there is none."""
+    """Returns the CUDA driver (libcuda.so.1) as a ctypes library, or None where it is not installed."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -41,7 +41,7 @@ def driver() -> Any:
 
 
 def driver_version() -> int | None:
-    """The newest CUDA version that the driver serves, 13000 for 13.0; None without a driver."""
+    """Returns the newest CUDA version that the driver supports (13000 is 13.0), or None without a driver."""
     library = driver()
     if library is None:
         return None
@@ -50,7 +50,7 @@ def driver_version() -> int | None:
 
 
 def device_count() -> tuple[int, str]:
-    """How many GPUs this process sees and, where the driver fails to start, its error's name."""
+    """Returns the number of GPUs that this process sees, and the name of the error if the driver fails."""
     library = driver()
     if library is None:
         return 0, ""
@@ -64,7 +64,7 @@ def device_count() -> tuple[int, str]:
 
 
 def compute_capability(device: int) -> int:
-    """90 for an H100 or H200."""
+    """Returns the compute capability of a device: 90 for an H100 or H200."""
     library = driver()
     handle = ctypes.c_int()
     library.cuDeviceGet(ctypes.byref(handle), device)
@@ -77,29 +77,30 @@ def compute_capability(device: int) -> int:
 
 
 def runtime_cuda_version() -> str:
-    """The CUDA version that the installed ONNX Runtime was built with, such as "13.0"; "" for a CPU build."""
+    """Returns the CUDA version that ONNX Runtime was built with, such as "13.0", or "" for a CPU build."""
     import onnxruntime
 
     return getattr(onnxruntime, "cuda_version", "") or ""
 
 
 def runtime_has_cuda() -> bool:
+    """Returns whether the installed ONNX Runtime has the CUDA provider."""
     import onnxruntime
 
     return CUDA in onnxruntime.get_available_providers()
 
 
 def installed_wheels() -> list[str]:
-    """The ONNX Runtime wheels installed here; two of them overwrite each other's files."""
+    """Returns the names of the installed ONNX Runtime wheels. Two of them overwrite each other's files."""
     names = {(dist.metadata["Name"] or "").lower() for dist in importlib.metadata.distributions()}
     return sorted(names & {"onnxruntime", "onnxruntime-gpu"})
 
 
 def missing_libraries() -> list[str]:
-    """The shared libraries that the CUDA provider needs and the loader does not find."""
+    """Returns the shared libraries that the CUDA provider needs and the loader does not find."""
     import onnxruntime
 
-    # Not by loading the provider itself: loaded before ONNX Runtime does it, it would stay without its host.
+    # The provider itself cannot be loaded here: before ONNX Runtime loads it, it would lack its host.
     provider = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
     missing = []
     for name in needed_libraries(provider) if provider.is_file() else []:
@@ -113,7 +114,7 @@ def missing_libraries() -> list[str]:
 
 
 def import_torch() -> None:
-    """Torch, where it is installed, must load its CUDA libraries before ONNX Runtime looks for some."""
+    """Imports torch where it is installed, so that ONNX Runtime uses torch's CUDA libraries."""
     if importlib.util.find_spec("torch") is not None:
         import torch  # noqa: F401
 
@@ -123,9 +124,7 @@ def preload() -> None:
     import onnxruntime
 
     if hasattr(onnxruntime, "preload_dlls"):
-        with contextlib.redirect_stdout(
-            io.StringIO()
-        ):  # it prints what is missing; missing_libraries says it
+        with contextlib.redirect_stdout(io.StringIO()):  # missing_libraries reports what it would print
             onnxruntime.preload_dlls()
 
 
@@ -133,11 +132,12 @@ def preload() -> None:
 
 
 def has_gpu() -> bool:
+    """Returns whether this process sees a GPU."""
     return device_count()[0] > 0
 
 
 def obstacles(device: int, libraries: Sequence[Library]) -> list[str]:
-    """Everything that keeps CUDA from being used on a device, each with what to do; empty if it works."""
+    """Returns every reason why CUDA cannot be used on a device, with what to do about it."""
     found = _driver_obstacles(device)
     if not runtime_has_cuda():
         found.append(_wheel_obstacle())
@@ -219,11 +219,11 @@ def _library_obstacles(library: Library, device: int | None) -> list[str]:
 
 
 def _serves(archs: str, capability: int) -> bool:
-    """90-real is for its major version, from its minor version on; 90-virtual for all newer; 90 is both."""
+    """Whether code for `archs` runs: 90-real from 9.0 up to below 10, 90-virtual from 9.0 on, 90 is both."""
     for number, suffix, kind in re.findall(r"(\d+)([af]?)(-real|-virtual)?", archs):
         arch = int(number)
         same_major = capability // 10 == arch // 10 and capability >= arch
-        if suffix:  # 90a: that GPU alone; 100f: its family
+        if suffix:  # 90a: this capability only; 100f: its family
             matches = same_major if suffix == "f" else capability == arch
         else:
             matches = same_major if kind == "-real" else capability >= arch

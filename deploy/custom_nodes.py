@@ -1,4 +1,4 @@
-"""Reads a model for checking: its custom nodes wherever they stand, with the element types known there."""
+"""Reads a model to check it: finds its custom nodes, with the element types that are known there."""
 
 import os
 import re
@@ -10,18 +10,24 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import external_data_helper
 
-from twinop.deploy.errors import ModelError
 from twinop.record import DOMAIN
 
-# Domains of ONNX and ONNX Runtime themselves, and those below them.
+from .errors import ModelError
+
+# The domains of ONNX and ONNX Runtime, and their subdomains.
 _BUILT_IN = re.compile(r"(ai\.onnx|com\.microsoft|com\.ms|org\.pytorch)(\..*)?")
-_LARGE = 1024  # bytes; only small initializers (shapes, axes) matter to type inference
+_LARGE = 1024  # bytes. Type inference needs the values of small initializers only (shapes, axes).
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 
 @dataclass(frozen=True)
 class CustomNode:
-    """A node of a custom-op library. `types` are the element types of the values that it can see."""
+    """A node of a custom-op library.
+
+    Attributes:
+        label: the node as error messages name it.
+        types: the ONNX element types of the values in the node's scope, by name.
+    """
 
     proto: onnx.NodeProto
     label: str
@@ -29,10 +35,12 @@ class CustomNode:
 
     @property
     def op_type(self) -> str:
+        """The type of the node, such as "CustomRelu"."""
         return self.proto.op_type
 
     @property
     def domain(self) -> str:
+        """The domain of the node's op."""
         return self.proto.domain
 
     @property
@@ -43,33 +51,45 @@ class CustomNode:
 
 @dataclass
 class Model:
-    """A model as it was given, for ONNX Runtime, and a copy without weights, to look into."""
+    """A model as it was given, for ONNX Runtime, and a copy without its weights.
+
+    Attributes:
+        name: the model as error messages name it.
+        proto: the copy.
+        path, data: the file, or the bytes if the model is not a file.
+        folder: the folder of external data.
+        nodes: the custom nodes.
+    """
 
     name: str
     proto: onnx.ModelProto
     path: Path | None = None
     data: bytes = b""
-    folder: Path | None = None  # of external data, where the model itself is not a file
+    folder: Path | None = None
     nodes: list[CustomNode] = field(default_factory=list)
 
     @property
     def bodies(self) -> set[tuple[str, str]]:
-        """The domain and type of the ops with a function body in the model: they run without a library."""
+        """The domain and type of the ops that have a function body in the model and need no library."""
         return {(function.domain, function.name) for function in self.proto.functions}
 
     @property
     def metadata(self) -> dict[str, str]:
+        """The model's own metadata."""
         return {entry.key: entry.value for entry in self.proto.metadata_props}
 
 
 def load_model(source: ModelSource, folder: Path | None = None, *, confined: bool = False) -> Model:
-    """Reads a model from a path, its bytes or a ModelProto; `folder` holds the external data of the last two.
+    """Reads a model.
 
     Args:
-        confined: refuse external data outside of the model's folder, also behind a symbolic link.
+        source: a path, the bytes of a model, or a ModelProto.
+        folder: the folder of external data, if `source` is not a path.
+        confined: whether to refuse external data outside the model's folder, also behind a symbolic link.
 
     Raises:
-        ModelError: no such file, not a complete ONNX model, or its external data is missing or elsewhere.
+        ModelError: the file is missing or not a complete ONNX model, or its external data is missing or
+            elsewhere.
     """
     if isinstance(source, onnx.ModelProto):
         try:
@@ -111,7 +131,7 @@ def _parsed(model: Model, data: bytes, confined: bool) -> Model:
 
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """All tensors in a model: initializers and attributes, in subgraphs and functions too."""
+    """Yields all tensors of a model: initializers and attributes, in subgraphs and functions too."""
     yield from _tensors_of_graph(proto.graph)
     for function in proto.functions:
         yield from _tensors_of_nodes(function.node)
@@ -125,13 +145,12 @@ def _tensors_of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def _tensors_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-                yield from (sparse.values, sparse.indices)
-            for graph in (attribute.g, *attribute.graphs):
-                yield from _tensors_of_graph(graph)
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        yield from (attribute.t, *attribute.tensors)
+        for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+            yield from (sparse.values, sparse.indices)
+        for graph in (attribute.g, *attribute.graphs):
+            yield from _tensors_of_graph(graph)
 
 
 def _check_external(model: Model, tensor: onnx.TensorProto, confined: bool) -> None:
@@ -157,7 +176,7 @@ def _check_external(model: Model, tensor: onnx.TensorProto, confined: bool) -> N
 
 
 def _require_inside(model: Model, folder: Path, location: str, what: str) -> None:
-    """Raises ModelError if a data file lies, or a symbolic link leads, outside of the model's folder."""
+    """Raises ModelError if a data file lies outside the model's folder or a symbolic link leads there."""
     if "\0" in location or not (folder / location).resolve().is_relative_to(folder.resolve()):
         raise ModelError(
             f"{model.name} keeps {what} outside of its folder, in {location!r}. External data must lie "
@@ -171,7 +190,7 @@ def _require_inside(model: Model, folder: Path, location: str, what: str) -> Non
 
 
 def is_custom(node: onnx.NodeProto) -> bool:
-    """Whether a node needs a custom-op library: it is `CustomMish` of a domain that is not ONNX's own."""
+    """Returns whether a node needs a custom-op library: `Custom...` of a domain that is not ONNX's own."""
     if node.domain == DOMAIN:
         return True
     return node.op_type.startswith("Custom") and bool(node.domain) and not _BUILT_IN.fullmatch(node.domain)
@@ -180,35 +199,26 @@ def is_custom(node: onnx.NodeProto) -> bool:
 def custom_nodes(
     proto: onnx.ModelProto, wanted: Callable[[onnx.NodeProto], bool] = is_custom
 ) -> Iterator[CustomNode]:
-    """The nodes of custom-op libraries: in the graph, in subgraphs (If, Loop, Scan) and in functions."""
-    yield from _in_graph(proto.graph, {}, "", wanted)
+    """Yields the wanted nodes of the graph, of its subgraphs (If, Loop, Scan) and of functions."""
+    everywhere = list(_in_graph(proto.graph, {}, ""))
     for function in proto.functions:
         types = {value.name: value.type.tensor_type.elem_type for value in function.value_info}
-        place = f" in function {function.domain}::{function.name}"
-        yield from _in_nodes(function.node, types, place, wanted)
+        everywhere += _in_nodes(function.node, types, f" in function {function.domain}::{function.name}")
+    return (node for node in everywhere if wanted(node.proto))
 
 
-def _in_graph(
-    graph: onnx.GraphProto, outer: Mapping[str, int], place: str, wanted: Callable[[onnx.NodeProto], bool]
-) -> Iterator[CustomNode]:
+def _in_graph(graph: onnx.GraphProto, outer: Mapping[str, int], place: str) -> Iterator[CustomNode]:
     values = [*graph.input, *graph.value_info, *graph.output]
     types = dict(outer) | {value.name: value.type.tensor_type.elem_type for value in values}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    yield from _in_nodes(graph.node, types, place, wanted)
+    yield from _in_nodes(graph.node, types, place)
 
 
-def _in_nodes(
-    nodes: Iterable[onnx.NodeProto],
-    types: Mapping[str, int],
-    place: str,
-    wanted: Callable[[onnx.NodeProto], bool],
-) -> Iterator[CustomNode]:
+def _in_nodes(nodes: Iterable[onnx.NodeProto], types: Mapping[str, int], place: str) -> Iterator[CustomNode]:
     for index, node in enumerate(nodes):
         name = f"node '{node.name}'" if node.name else f"node {index}"
-        if wanted(node):
-            yield CustomNode(node, f"{name} ({node.op_type}){place}", types)
+        yield CustomNode(node, f"{name} ({node.op_type}){place}", types)
         for attribute in node.attribute:
             graphs = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs
             for graph in graphs:
-                inside = f" in {attribute.name} of {name} ({node.op_type}){place}"
-                yield from _in_graph(graph, types, inside, wanted)
+                yield from _in_graph(graph, types, f" in {attribute.name} of {name} ({node.op_type}){place}")

@@ -1,4 +1,4 @@
-"""What can go wrong between a model file and its outputs; LibraryError is in twinop.errors."""
+"""The errors between a model file and its outputs. `LibraryError` is in twinop.errors."""
 
 from twinop.errors import TwinopError
 
@@ -8,7 +8,7 @@ class ModelError(TwinopError):
 
 
 class ProviderError(TwinopError):
-    """ONNX Runtime is missing or too old, or an execution provider that was asked for cannot be used."""
+    """ONNX Runtime is missing or too old, or a requested execution provider cannot be used."""
 
 
 class FeedError(TwinopError):

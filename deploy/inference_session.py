@@ -1,4 +1,4 @@
-"""Runs a session: numpy arrays, torch tensors or OrtValues in, the same out."""
+"""Runs sessions with numpy arrays, torch tensors or OrtValues; the outputs are of the same kind."""
 
 import ctypes
 import sys
@@ -7,28 +7,30 @@ from typing import Any
 
 import numpy as np
 
-from twinop.deploy.custom_nodes import Model
-from twinop.deploy.errors import FeedError, RunError
-from twinop.deploy.node_providers import NodeRun, Profile
-from twinop.deploy.tensor_specs import Spec, kind_of, require_all, unknown_name, wrong_arguments
 from twinop.dtypes import dtype_name, element_type, is_foreign_to_numpy
 from twinop.library import Library
 
+from .custom_nodes import Model
+from .errors import FeedError, RunError
+from .node_providers import NodeRun, Profile
+from .tensor_specs import Spec, kind_of, require_all, unknown_name, wrong_arguments
+
 
 class Session:
-    """A model ready to run, made by `twinop.deploy.session`. Any number of threads may run it at once.
+    """A model that is ready to run, made by `twinop.deploy.session`. Several threads may run it at once.
 
     Attributes:
         device: "cpu" or "cuda:<index>".
-        reason: why this provider was chosen, or the other one not.
-        providers: ONNX Runtime's own list for this session.
+        reason: why this provider was chosen.
+        providers: ONNX Runtime's list of the providers of this session.
         libraries: the registered custom-op libraries, one for each domain.
         library: the first of them, or None.
-        checksums: the SHA-256 of the code of each library.
-        inputs, outputs: a `Spec` by name; inputs that have a default in the model may be left out of a run.
+        checksums: the SHA-256 of each library's code.
+        inputs, outputs: a `Spec` by name.
+        required: the inputs that have no default in the model.
         stream: the `torch.cuda.Stream` that the session works on, or None.
         cuda_graph: whether runs on the GPU are captured as CUDA graphs.
-        ort: the `onnxruntime.InferenceSession` underneath.
+        ort: the `onnxruntime.InferenceSession`.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Session:
         cuda_graph: bool = False,
         profile: Profile | None = None,
     ) -> None:
-        import onnxruntime  # not with this module: torch must come first where CUDA is used
+        import onnxruntime  # late, because torch must be imported first where CUDA is used
 
         self.ort = inner
         self.libraries = list(libraries)
@@ -63,7 +65,7 @@ class Session:
         self._names = list(self.outputs)
         self._profile = profile
         self._module = onnxruntime
-        self._inner = inner._sess  # below the Python class: 2 us less per run
+        self._inner = inner._sess  # calls below the Python class take 2 us less
         self._cpu = onnxruntime.OrtDevice.make("cpu", 0)._get_c_device()
         self.foreign = any(
             spec.element is not None and is_foreign_to_numpy(spec.element)
@@ -71,10 +73,10 @@ class Session:
         )
         self.cuda_graph = cuda_graph
         self._options = None
-        if cuda_graph:  # feeds that are not at a captured graph's addresses run without it
+        if cuda_graph:  # these feeds are not at a captured graph's addresses, so they run without it
             self._options = onnxruntime.RunOptions()
             self._options.add_run_config_entry("gpu_graph_id", "-1")
-        self._tensors: Any = None  # a TensorRunner, once there are torch tensors
+        self._tensors: Any = None  # a TensorRunner, from the first torch tensors on
         if stream is not None:
             self._tensor_runner()
 
@@ -82,14 +84,15 @@ class Session:
         """Runs the model once.
 
         Args:
-            feeds: the inputs by name, of one kind: numpy arrays (bfloat16 and 8-bit floats as ml_dtypes),
+            feeds: the inputs by name, all of one kind: numpy arrays (bfloat16 and 8-bit floats as ml_dtypes),
                 torch tensors, or OrtValues. Torch tensors are read in place, on the CPU or on the session's
-                GPU; ones that are not contiguous are copied first.
-            outputs: the names wanted; all if left out.
+                GPU. Tensors that are not contiguous are copied first. Inputs with a default in the model may
+                be left out.
+            outputs: the names of the outputs to return. Default: all.
 
         Returns:
-            The outputs by name, of the kind of the feeds. Torch outputs lie where the inputs do. On a GPU
-            the work is queued, as any torch op's: after what the current stream holds, before what follows.
+            The outputs by name, of the same kind as the feeds. Torch outputs are on the device of the inputs.
+            On a GPU the work is queued on the current stream, like that of any torch op.
 
         Raises:
             FeedError: a name, kind, dtype, shape or device does not fit.
@@ -115,15 +118,18 @@ class Session:
         return self._run_arrays(feeds, names)
 
     def stop_capturing(self) -> None:
-        """With CUDA graphs: from now on only shapes that were run before are replayed, others run without."""
+        """Captures no further CUDA graphs: only combinations of shapes that have run are replayed."""
         if self._tensors is not None:
             self._tensors.captures = False
 
     def executed_on(self, custom_only: bool = True) -> list[NodeRun]:
-        """The nodes that ran so far and their provider, from ONNX Runtime's profile; the first call ends it.
+        """Returns the nodes that have run and their provider, from ONNX Runtime's profile.
+
+        The first call ends the recording.
 
         Args:
-            custom_only: only custom nodes; one that its function body replaced is not among them.
+            custom_only: whether to return custom nodes only. Nodes that a function body replaced are not
+                among them.
 
         Raises:
             RunError: the session was made without profile=True.
@@ -139,7 +145,7 @@ class Session:
         return spec
 
     def _tensor_runner(self) -> Any:
-        from twinop.deploy.torch_binding import TensorRunner
+        from .torch_binding import TensorRunner
 
         self._tensors = TensorRunner(self, self._inner, self.cuda_graph)
         return self._tensors
@@ -161,7 +167,7 @@ class Session:
         return dict(zip(names, guarded(self._inner.run, names, arrays, self._options), strict=True))
 
     def _run_foreign(self, arrays: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-        """With dtypes that ONNX Runtime's numpy conversion does not know: as OrtValues on the same memory."""
+        """Runs with OrtValues on the arrays' memory: ONNX Runtime does not convert all dtypes from numpy."""
         require_numbers(self._module)
         make = self._module.OrtValue
         values = {}
@@ -206,13 +212,13 @@ class Session:
         return dict(zip(names, found, strict=True))
 
 
-# ONNX Runtime takes no null pointer, which is what empty tensors have; nothing is read or written there.
+# ONNX Runtime refuses null pointers, which empty tensors have. Nothing is read or written here.
 _nothing = (ctypes.c_char * 16)()
 NOWHERE = ctypes.addressof(_nothing)
 
 
 def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls into ONNX Runtime; its errors become a RunError without the wrapping."""
+    """Calls ONNX Runtime and turns its errors into a RunError that has only the message."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -222,11 +228,12 @@ def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def takes_numbers(module: Any) -> bool:
-    """Whether buffers are bound with ONNX's type numbers; before, with numpy's types, which lack some."""
+    """Returns whether this ONNX Runtime binds buffers with ONNX's type numbers, not with numpy's types."""
     return tuple(int(part) for part in module.__version__.split(".")[:2]) >= (1, 20)
 
 
 def require_numbers(module: Any) -> None:
+    """Raises RunError if this ONNX Runtime cannot take types that numpy lacks."""
     if not takes_numbers(module):
         raise RunError(
             f"onnxruntime {module.__version__} takes no bfloat16 or 8-bit float feeds from Python: use 1.20 "
@@ -235,12 +242,12 @@ def require_numbers(module: Any) -> None:
 
 
 def to_numpy(value: Any, spec: Spec) -> np.ndarray:
-    """A copy of a bound output in CPU memory, in dtypes that ONNX Runtime does not convert too."""
+    """Copies a bound output to a numpy array, also in dtypes that ONNX Runtime does not convert."""
     if spec.element is None or not is_foreign_to_numpy(spec.element) or spec.numpy_dtype is None:
         return value.numpy()
     shape = tuple(value.shape())
     size = int(np.prod(shape)) * spec.numpy_dtype.itemsize
-    memory = ctypes.string_at(value.data_ptr(), size) if size else b""  # a copy
+    memory = ctypes.string_at(value.data_ptr(), size) if size else b""
     return np.frombuffer(bytearray(memory), spec.numpy_dtype).reshape(shape)
 
 
@@ -259,7 +266,7 @@ def _as_array(name: str, value: Any) -> np.ndarray:
 
 
 def _scalars(model: Model) -> set[str]:
-    """Inputs and outputs that are declared with rank 0, which NodeArg does not tell from unknown rank."""
+    """Returns the names declared with rank 0. A NodeArg does not tell this from an unknown rank."""
     values = [*model.proto.graph.input, *model.proto.graph.output]
     tensors = {value.name: value.type.tensor_type for value in values}
     return {name for name, each in tensors.items() if each.HasField("shape") and not each.shape.dim}

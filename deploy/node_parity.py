@@ -8,14 +8,21 @@ from typing import Any
 import numpy as np
 import onnx
 
-from twinop.deploy.custom_nodes import ModelSource, is_custom
 from twinop.dtypes import to_array
 from twinop.record import Record
+
+from .custom_nodes import ModelSource, is_custom
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output of one custom node. `equal` is None if not compared; `detail` says why, or how far off."""
+    """One output of one custom node.
+
+    Attributes:
+        tensor: its dtype and shape.
+        equal: whether torch gives the same bits; None if they were not compared.
+        detail: why they were not compared, or how much they differ.
+    """
 
     node: str
     op_type: str
@@ -26,9 +33,9 @@ class Comparison:
 
 
 def observed_model(source: ModelSource) -> onnx.ModelProto:
-    """A copy that gives out what goes into and out of the custom nodes of the main graph.
+    """Copies a model and adds the inputs and outputs of the main graph's custom nodes to its outputs.
 
-    Unnamed ones get the name that ONNX Runtime gives them, so that they are found in its profile.
+    Nodes without a name get the name that they have in ONNX Runtime's profile.
     """
     proto = onnx.ModelProto()
     if isinstance(source, onnx.ModelProto):
@@ -51,7 +58,7 @@ def observed_model(source: ModelSource) -> onnx.ModelProto:
 def compare(
     proto: onnx.ModelProto, values: Mapping[str, Any], records: Mapping[tuple[str, str], Record]
 ) -> list[Comparison]:
-    """Runs each custom node of the main graph in torch on the inputs that it had in ONNX Runtime.
+    """Runs each custom node of the main graph in torch, on the inputs that it had in ONNX Runtime.
 
     Args:
         proto: an `observed_model`.
@@ -109,7 +116,7 @@ def _value(attribute: onnx.AttributeProto, record: Record) -> Any:
 
 
 def _difference(value: Any, expected: Any) -> tuple[bool, str]:
-    """Whether two tensors have the same bits, NaN payloads and signs of zero too; else how far off."""
+    """Returns whether two tensors have the same bits, NaN payloads included, and how much they differ."""
     if value.dtype != expected.dtype or value.shape != expected.shape:
         return False, f"torch gives {_text(expected)}"
     a, b = to_array(value), to_array(expected)

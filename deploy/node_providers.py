@@ -1,4 +1,4 @@
-"""Which provider ran each node, read from ONNX Runtime's own profile."""
+"""Reads from ONNX Runtime's profile which provider ran each node, and how long it took."""
 
 import json
 import tempfile
@@ -12,7 +12,7 @@ _SUFFIX = "_kernel_time"
 
 @dataclass(frozen=True)
 class NodeRun:
-    """One node's runs. `node` is ONNX Runtime's name for it: an unnamed node is called after its op."""
+    """The runs of one node. `node` is ONNX Runtime's name for it; unnamed nodes are named after their op."""
 
     node: str
     op_type: str
@@ -23,7 +23,7 @@ class NodeRun:
 
 @dataclass(frozen=True)
 class Cost:
-    """What all nodes of one type took on one provider. `share` is of the time of all nodes given."""
+    """The time of all nodes of one type on one provider. `share` is the part of the time of all nodes."""
 
     op_type: str
     provider: str
@@ -34,7 +34,11 @@ class Cost:
 
 
 class Profile:
-    """Switches profiling on in session options; the files lie in a folder that goes with this object."""
+    """Enables profiling in session options. The files are deleted with this object.
+
+    Args:
+        custom: the types of the custom nodes.
+    """
 
     def __init__(self, options: Any, custom: Iterable[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="twinop-profile-")
@@ -44,14 +48,14 @@ class Profile:
         options.profile_file_prefix = str(Path(self._folder.name) / "ort")
 
     def read(self, session: Any, custom_only: bool) -> list[NodeRun]:
-        """What ran until now; the first call ends the recording."""
+        """Returns the nodes that have run. The first call ends the recording."""
         if self._runs is None:
             self._runs = parse_profile(Path(session.end_profiling()).read_text())
         return [run for run in self._runs if not custom_only or run.op_type in self._custom]
 
 
 def parse_profile(text: str) -> list[NodeRun]:
-    """The nodes of a profile, in the order of their first run; a node may have run on several providers."""
+    """Returns the nodes of a profile in the order of their first run, once for each provider."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for event in json.loads(text):
         arguments = event.get("args", {})
@@ -62,7 +66,7 @@ def parse_profile(text: str) -> list[NodeRun]:
 
 
 def costs(nodes: Iterable[NodeRun]) -> list[Cost]:
-    """The time by op type, dearest first. On CUDA it is the host's: a node's kernel runs on behind it."""
+    """Returns the time by op type and provider, longest first. For CUDA it is the time of the host."""
     groups: dict[tuple[str, str], list[NodeRun]] = {}
     for node in nodes:
         groups.setdefault((node.op_type, node.provider), []).append(node)

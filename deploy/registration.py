@@ -1,4 +1,4 @@
-"""Registers custom-op libraries, and refuses a file that the loader would not load again."""
+"""Registers custom-op libraries with ONNX Runtime, and refuses a file that was replaced after loading."""
 
 import os
 import threading
@@ -11,20 +11,20 @@ from twinop.errors import LibraryError, ReplacedLibraryError
 from twinop.library import Library, checksum
 
 _lock = threading.Lock()
-_loaded: dict[int, str] = {}  # by the loader's handle: what the file's checksum was when it was loaded
+_loaded: dict[int, str] = {}  # the checksum of each library when it was loaded, by the loader's handle
 
 
 def register(options: Any, library: Library) -> str:
-    """Registers a library on session options; returns the SHA-256 of the code that will run.
+    """Registers a library on session options and returns the SHA-256 of the code that will run.
 
-    The loader knows libraries by path and inode, and ours stay loaded until the process ends (CMake links
-    them with nodelete): for a file that was replaced it would hand out the old code.
+    The loader knows libraries by path and inode, and twinop's stay loaded until the process ends (CMake links
+    them with nodelete). For a file that was replaced, the loader would return the old code.
 
     Raises:
         ReplacedLibraryError: this process has loaded another file from there.
         LibraryError: ONNX Runtime cannot load it.
     """
-    path = library.path.absolute()  # the loader would compare a relative one with those of other folders
+    path = library.path.absolute()  # the loader compares paths as texts
     with _lock:
         try:
             found = _checksum(path, *_stamp(path))
@@ -48,12 +48,12 @@ def register(options: Any, library: Library) -> str:
 
 
 def _handle(path: Path) -> int | None:
-    """What the loader has for a path; None if it would read the file."""
+    """Returns the loader's handle of a loaded library, or None if the loader would read the file."""
     try:
         handle = dlopen(str(path), os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
         return None
-    dlclose(handle)  # gives back the reference; the number stays the library's
+    dlclose(handle)  # releases the reference; the library keeps its handle
     return handle
 
 
@@ -64,5 +64,5 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _checksum(path: Path, *stamp: int) -> str:
-    """Computed again only if the file's stamp changed: a large library takes 30 ms."""
+    """Returns the checksum, which is computed only if the stamp is new: a large library takes 30 ms."""
     return checksum(path)

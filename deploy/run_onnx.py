@@ -1,7 +1,4 @@
-"""The command `twinop run`, also `python deploy/run_onnx.py`: runs a model on random inputs.
-
-Where torch is installed, each custom node is compared with the torch op.
-"""
+"""The command `twinop run`, also `python deploy/run_onnx.py`: runs a model on random inputs."""
 
 import importlib.util
 import os
@@ -10,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-if __name__ == "__main__":  # a script: the root comes first, and this folder is not a place to import from
+if __name__ == "__main__":  # as a script: import from the root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
     from twinop.script import require
@@ -35,7 +32,7 @@ from twinop.deploy.tensor_specs import Spec
 from twinop.dtypes import to_tensor
 
 _PROVIDERS = {"auto": None, "cpu": ["CPUExecutionProvider"], "cuda": [CUDA, "CPUExecutionProvider"]}
-_MANY = 40  # above this, built-in nodes are counted instead of listed
+_MANY = 40  # in larger models built-in nodes are counted instead of listed
 _DYNAMIC_SIZE = 4
 
 
@@ -47,22 +44,25 @@ def main(
     library: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A custom-op library, once for each domain; else beside the model, then the built ones.",
+            help="A custom-op library, once for each domain. Default: beside the model, then the built ones.",
             show_default=False,
         ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="Sizes of an input, as x=2,3; else dynamic sizes are 4.", show_default=False),
+        typer.Option(
+            help="Sizes of an input, such as x=2,3. Default: dynamic sizes are 4.", show_default=False
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the random inputs.")] = 0,
 ) -> None:
     """Run an exported model on random inputs.
 
-    Lists its nodes, registers the custom-op library that it needs, runs it,
-    says which execution provider ran each node (from ONNX Runtime's profile),
-    and, where torch is installed, compares each custom node bit for bit with
-    the torch op on the same input. Exits with 1 if anything fails or differs.
+    Registers the custom-op libraries that the model needs, runs it, and lists
+    its nodes with the execution provider that ran each (from ONNX Runtime's
+    profile). Where torch is installed, compares each custom node bit for bit
+    with the torch op on the same input. Exits with 1 if anything fails or
+    differs.
 
     Examples:
 
@@ -144,7 +144,7 @@ def _parse_shapes(texts: list[str], opened: Session) -> dict[str, tuple[int, ...
 
 
 def _random_feeds(opened: Session, shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
-    """Normal floats and ints in {0, 1}, which do as indices; dynamic dimensions of one name get one size."""
+    """Draws the inputs. Dynamic dimensions of one name get one size."""
     random = np.random.default_rng(seed)
     sizes: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -173,7 +173,7 @@ def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> 
     if not spec.accepts(shape):
         raise spec.mismatch(spec.dtype, shape)
     if spec.numpy_dtype.kind in "biu":
-        return random.integers(0, 2, shape).astype(spec.numpy_dtype)
+        return random.integers(0, 2, shape).astype(spec.numpy_dtype)  # may be indices
     return random.standard_normal(shape).astype(spec.numpy_dtype)
 
 
@@ -193,7 +193,7 @@ def _node_table(proto: onnx.ModelProto, ran: list[NodeRun]) -> Table:
             name, node.op_type, node.domain or "ai.onnx", ran_on.pop(name, "- (fused, folded or inlined)")
         )
     domains = {node.op_type: node.domain for node in custom_nodes(proto)}
-    for run in ran:  # what is left is in subgraphs and functions
+    for run in ran:  # the rest is in subgraphs and functions
         if run.node in ran_on and run.op_type in domains:
             table.add_row(run.node, run.op_type, domains[run.op_type], ran_on[run.node])
     return table
@@ -217,7 +217,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _providers(ran: list[NodeRun]) -> dict[str, str]:
-    """By node, short: "CUDA" for "CUDAExecutionProvider"."""
+    """Returns the provider by node, in short: "CUDA" for "CUDAExecutionProvider"."""
     return {run.node: run.provider.removesuffix("ExecutionProvider") for run in ran}
 
 

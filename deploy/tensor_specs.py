@@ -1,4 +1,4 @@
-"""What a session's inputs and outputs must be, and the messages for what they are not."""
+"""Describes the inputs and outputs of a session, and words the errors for values that do not fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 
-from twinop.deploy.errors import FeedError
 from twinop.dtypes import dtype_name, element_type, numpy_dtype
+
+from .errors import FeedError
 
 
 class _Argument(NamedTuple):
@@ -21,18 +22,25 @@ class _Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """One input or output. `shape` has ints, names of dynamic dimensions and None; it is None if unknown."""
+    """One input or output of a model.
+
+    Attributes:
+        type: ONNX Runtime's name of the type, such as "tensor(float)".
+        element: ONNX's number of the element type, or None if this is not a tensor (sequences, maps).
+        shape: sizes, names of dynamic dimensions, and None; or None for an unknown rank.
+        fixed: axis and size of the dimensions that are not dynamic.
+    """
 
     name: str
-    type: str  # ONNX Runtime's, such as "tensor(float)"
-    element: int | None  # TensorProto's number; None for what is not a tensor (sequences, maps)
+    type: str
+    element: int | None
     shape: tuple[int | str | None, ...] | None
-    fixed: tuple[tuple[int, int], ...] = ()  # (axis, size) of the dimensions that are not dynamic
+    fixed: tuple[tuple[int, int], ...] = ()
     numpy_dtype: np.dtype | None = None
 
     @classmethod
     def of(cls, argument: Any, is_scalar: bool) -> "Spec":
-        """From a NodeArg, which has [] both for a scalar and for an unknown rank."""
+        """Makes the spec of a NodeArg, whose shape is [] both for a scalar and for an unknown rank."""
         element = element_type(argument.type)
         shape = tuple(argument.shape) if argument.shape or is_scalar else None
         fixed = tuple((axis, size) for axis, size in enumerate(shape or ()) if isinstance(size, int))
@@ -41,7 +49,7 @@ class Spec:
 
     @classmethod
     def of_value(cls, value: onnx.ValueInfoProto) -> "Spec":
-        """From a model's graph, where no session can be opened."""
+        """Makes the spec of a value in a model's graph, where no session can be opened."""
         kind = value.type.WhichOneof("value") or "of no type"
         if kind != "tensor_type":
             return cls(value.name, kind, None, None)
@@ -54,9 +62,11 @@ class Spec:
 
     @property
     def dtype(self) -> str:
+        """numpy's and torch's name of the element type; ONNX Runtime's name where there is none."""
         return dtype_name(self.element) if self.element is not None else self.type
 
     def accepts(self, shape: Sequence[int]) -> bool:
+        """Returns whether a tensor of this shape fits."""
         if self.shape is None:
             return True
         if len(shape) != len(self.shape):
@@ -72,7 +82,7 @@ class Spec:
         return f"{self.dtype}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
 
     def mismatch(self, dtype: str, shape: Sequence[int]) -> FeedError:
-        """The error for a tensor of another dtype or shape."""
+        """Returns the error for a tensor of another dtype or shape."""
         given = f"{dtype}[{', '.join(map(str, shape))}]"
         if dtype != self.dtype:
             what = f"convert it to {self.dtype}"
@@ -88,18 +98,19 @@ class Spec:
 
 
 def unknown_name(kind: str, name: Any, known: Mapping[str, Any]) -> FeedError:
+    """Returns the error for a name that is not among the model's inputs or outputs (`kind`)."""
     return FeedError(f"the model has no {kind} {name!r}; its {kind}s: {', '.join(known)}")
 
 
 def require_all(feeds: Mapping[str, Any], required: Sequence[Spec]) -> None:
     """Raises FeedError if a required input is missing."""
-    missing = [str_of(spec) for spec in required if spec.name not in feeds]
+    missing = [f"{spec.name} ({spec})" for spec in required if spec.name not in feeds]
     if missing:
         raise FeedError(f"input missing: {', '.join(missing)}; given: {', '.join(map(str, feeds)) or 'none'}")
 
 
 def wrong_arguments(feeds: Any, outputs: Any, inputs: Mapping[str, Spec]) -> FeedError:
-    """The error for a run that was not given a dict of inputs and a list of names."""
+    """Returns the error for a run without a dict of inputs or a list of output names."""
     example = ", ".join(f'"{name}": {name}' for name in inputs)
     given = " and ".join(kind_of(value) for value in (feeds, outputs) if value is not None)
     reversed_order = isinstance(outputs, Mapping) and not isinstance(feeds, Mapping)
@@ -110,12 +121,8 @@ def wrong_arguments(feeds: Any, outputs: Any, inputs: Mapping[str, Spec]) -> Fee
     )
 
 
-def str_of(spec: Spec) -> str:
-    return f"{spec.name} ({spec})"
-
-
 def kind_of(value: Any) -> str:
-    """For messages: "a torch tensor", "a numpy array", "an OrtValue", or the type's name."""
+    """Returns what a value is, for messages: "a torch tensor", "an OrtValue", or the name of its type."""
     module, name = type(value).__module__.split(".")[0], type(value).__qualname__
     if isinstance(value, np.ndarray):
         return "a numpy array"

@@ -1,4 +1,4 @@
-"""Torch tensors in a session: bound by address, on the CPU and on the session's GPU."""
+"""Runs sessions on torch tensors, bound by address, on the CPU and on the session's GPU."""
 
 import threading
 from collections.abc import Iterable, Mapping
@@ -10,8 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twinop.deploy.errors import FeedError, RunError
-from twinop.deploy.inference_session import (
+from twinop.dtypes import to_tensor
+
+from .errors import FeedError, RunError
+from .inference_session import (
     NOWHERE,
     Session,
     guarded,
@@ -19,16 +21,20 @@ from twinop.deploy.inference_session import (
     takes_numbers,
     to_numpy,
 )
-from twinop.deploy.tensor_specs import Spec, kind_of, unknown_name
-from twinop.dtypes import to_tensor
+from .tensor_specs import Spec, kind_of, unknown_name
 
-# ONNX Runtime's own CUDA kernels load 16 bytes at a time, without asking how its memory is aligned.
+# ONNX Runtime's own CUDA kernels load 16 bytes at a time without checking the alignment.
 _ALIGNMENT = 16
-_MAX_GRAPHS = 16  # a captured graph holds memory; further combinations of shapes run without one
+_NOT_SYNCHRONIZED = {"disable_synchronize_execution_providers": "1"}
+_MAX_GRAPHS = 16  # each captured graph holds memory. Further combinations of shapes run without one.
 
 
 class TensorRunner:
-    """The torch side of one Session."""
+    """Runs one Session on torch tensors.
+
+    Attributes:
+        captures: whether further combinations of shapes are captured as CUDA graphs.
+    """
 
     def __init__(self, session: Session, inner: Any, cuda_graph: bool) -> None:
         if session.foreign:
@@ -55,21 +61,21 @@ class TensorRunner:
         self._shapes: dict[str, Any] = {
             name: _sources(spec, session.required) for name, spec in self._outputs.items()
         }
-        self._options = onnxruntime.RunOptions()
-        if cuda_graph:
-            self._options.add_run_config_entry("gpu_graph_id", "-1")
-        self._queued = onnxruntime.RunOptions()  # without a synchronize at the end
-        self._queued.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        no_graph = {"gpu_graph_id": "-1"} if cuda_graph else {}
+        self._options = _run_options(no_graph)
+        self._queued = _run_options(no_graph | _NOT_SYNCHRONIZED)
         self._local = threading.local()
         self._guard = self._cuda is not None and torch.cuda.device_count() > 1
         self._graphs: dict[tuple[Any, ...], _Graph] | None = {} if cuda_graph else None
         self._lock = threading.Lock()
-        self.captures = True  # graphs of further combinations of shapes
-        if cuda_graph:
-            self._queued.add_run_config_entry("gpu_graph_id", "-1")
+        self.captures = True
 
     def run(self, feeds: Mapping[str, Any], names: list[str]) -> dict[str, torch.Tensor]:
-        """See Session.run; the names are known to exist."""
+        """Runs the model as `Session.run` does.
+
+        Args:
+            names: the wanted outputs, which the model has.
+        """
         device = self._device(feeds)
         if device.type == "cpu":
             return self._run_bound(feeds, names, device)
@@ -97,7 +103,7 @@ class TensorRunner:
     # -------------------------------------------------------------------------------- checks
 
     def _device(self, feeds: Mapping[str, Any]) -> torch.device:
-        """The device of all feeds; FeedError if there are several, or if the session cannot read it."""
+        """Returns the device of all feeds. Raises FeedError for several devices or one of another session."""
         device = next(iter(feeds.values())).device
         for name, value in feeds.items():
             if not isinstance(value, torch.Tensor):
@@ -116,7 +122,7 @@ class TensorRunner:
         raise FeedError(f"input {name} is on {device}, {where}: move it there")
 
     def _checked(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor, or a copy that ONNX Runtime can read: contiguous and, on the GPU, aligned."""
+        """Returns the tensor, or a copy that is contiguous and, on the GPU, aligned."""
         spec = self._inputs.get(name)
         if spec is None:
             raise unknown_name("input", name, self._inputs)
@@ -151,9 +157,7 @@ class TensorRunner:
         results: dict[str, Any] = {}  # None where ONNX Runtime allocates
         bound = []
         for name in names:
-            if (
-                name in kept
-            ):  # an input that is an output too: ONNX Runtime would hand back the input's memory
+            if name in kept:  # an output that is an input: ONNX Runtime would return the input's memory
                 results[name] = kept[name].clone()
                 continue
             bound.append(name)
@@ -162,7 +166,7 @@ class TensorRunner:
                 binding.bind_output(name, place)
                 results[name] = None
                 continue
-            # Torch's own memory where the shape is known: its allocator knows which stream may reuse it when.
+            # Memory of torch, whose allocator knows which stream may reuse it when.
             results[name] = output = torch.empty(shape, dtype=self._dtypes[name], device=device)
             binding.bind_output(name, place, self._elements[name], shape, output.data_ptr() or NOWHERE)
         if not bound:
@@ -176,23 +180,23 @@ class TensorRunner:
         except RunError as error:
             if not any(text in str(error) for text in _MISMATCHES) or not any(self._shapes.values()):
                 raise
-            # The model declares another shape for an output than its nodes make. For numpy ONNX Runtime only
-            # warns of that; so let it allocate the outputs, from now on.
+            # An output has another shape than the model declares. For numpy ONNX Runtime only warns of that,
+            # so it allocates the outputs from now on.
             self._shapes = dict.fromkeys(self._shapes)
             return self._run_bound(kept, names, device)
         return results
 
     def _queue(self, binding: Any, results: dict[str, Any], bound: list[str]) -> None:
-        """Runs on the session's stream, after what the current stream holds and before what comes there next.
+        """Runs on the session's stream, between the past and the future work of the current stream.
 
-        So no memory can be reused too early: to torch it is as if the current stream had done the work.
+        No memory is reused too early: for torch it is as if the current stream had done the work.
         """
         current = torch.cuda.current_stream(self._cuda)
         self._fork(current)
         try:
             guarded(self._inner.run_with_iobinding, binding, self._queued)
             if any(output is None for output in results.values()):
-                # These lie in ONNX Runtime's memory, which the next run may reuse while other streams read.
+                # The next run may reuse ONNX Runtime's memory while other streams still read it.
                 with torch.cuda.stream(self._stream):
                     self._take(binding, results, bound)
                 for output in results.values():
@@ -217,7 +221,7 @@ class TensorRunner:
         current.wait_event(events[1])
 
     def _take(self, binding: Any, results: dict[str, Any], bound: list[str]) -> None:
-        """Fills in the outputs that ONNX Runtime allocated."""
+        """Adds the outputs that ONNX Runtime allocated to the results."""
         if all(results[name] is not None for name in bound):
             return
         for name, value in zip(bound, binding.get_outputs(), strict=True):
@@ -246,7 +250,7 @@ class TensorRunner:
     # -------------------------------------------------------------------------------- CUDA graphs
 
     def _new_graph(self, feeds: Mapping[str, torch.Tensor], device: torch.device, number: int) -> "_Graph":
-        """Buffers at fixed addresses; ONNX Runtime captures at the first run with them."""
+        """Makes buffers at fixed addresses. ONNX Runtime captures the first run with them."""
         binding = onnxruntime.SessionIOBinding(self._inner)
         place = self._devices["cuda"]
         inputs = {name: torch.empty_like(tensor, device=device) for name, tensor in feeds.items()}
@@ -259,9 +263,7 @@ class TensorRunner:
                 raise RunError(f"enable_cuda_graph: the shape of output {name} is not known before the run")
             outputs[name] = output = torch.empty(shape, dtype=self._dtypes[name], device=device)
             binding.bind_output(name, place, self._elements[name], shape, output.data_ptr() or NOWHERE)
-        options = onnxruntime.RunOptions()
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        options.add_run_config_entry("gpu_graph_id", str(number))
+        options = _run_options({"gpu_graph_id": str(number)} | _NOT_SYNCHRONIZED)
         return _Graph(binding, options, inputs, outputs)
 
     def _replay(
@@ -285,8 +287,15 @@ class TensorRunner:
         return results
 
 
+def _run_options(entries: Mapping[str, str]) -> Any:
+    options = onnxruntime.RunOptions()
+    for key, value in entries.items():
+        options.add_run_config_entry(key, value)
+    return options
+
+
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """Tensors whose data_ptr() means nothing: fakes, and subclasses that wrap other tensors."""
+    """Returns whether data_ptr() is not an address: for fakes and subclasses that wrap other tensors."""
     return isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
 
 
@@ -299,7 +308,7 @@ class _Graph:
 
 
 def _sources(spec: Spec, inputs: Iterable[Spec]) -> tuple[int | tuple[str, int], ...] | None:
-    """Where each of an output's sizes comes from: itself, or (input, axis); None if one is not known."""
+    """Returns the source of each size of an output: a number, or (input, axis). None if one is unknown."""
     if spec.shape is None or spec.element is None:
         return None
     places = {
@@ -312,7 +321,7 @@ def _sources(spec: Spec, inputs: Iterable[Spec]) -> tuple[int | tuple[str, int],
     return None if None in found else tuple(source for source in found if source is not None)
 
 
-# What ONNX Runtime says of an output buffer of the wrong shape, in the versions from 1.18 to 1.31.
+# ONNX Runtime's messages for an output buffer of the wrong shape, in versions 1.18 to 1.31.
 _MISMATCHES = (
     "shape verification failed",
     "invalid dimensions for output",

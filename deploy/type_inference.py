@@ -1,24 +1,23 @@
-"""Element types behind custom nodes: ONNX's own inference, taught the ops of the records."""
+"""Infers the element types at custom nodes: ONNX's own inference, with schemas of the ops."""
 
 import threading
 from collections.abc import Mapping
 
 import onnx
-from onnx import shape_inference
 
 from twinop.op_schema import make_schema
 from twinop.record import Record
 
 from .custom_nodes import CustomNode, custom_nodes, is_custom
 
-# A domain of our own: registering here disturbs no schema that others registered for the libraries' domains.
+# A domain of this module alone, so that its schemas replace none of the libraries' domains.
 _DOMAIN = "twinop.check"
 _known: set[str] = set()
 _lock = threading.Lock()
 
 
 def typed_nodes(proto: onnx.ModelProto, records: Mapping[tuple[str, str], Record]) -> list[CustomNode]:
-    """The model's custom nodes, in the order of `custom_nodes`, with the types that inference adds.
+    """Returns the model's custom nodes, in the order of `custom_nodes`, with inferred types added.
 
     Args:
         proto: a model without large weights.
@@ -34,19 +33,15 @@ def typed_nodes(proto: onnx.ModelProto, records: Mapping[tuple[str, str], Record
     for opsets in (copy.opset_import, *(function.opset_import for function in copy.functions)):
         opsets.append(onnx.helper.make_opsetid(_DOMAIN, 1))
     try:
-        inferred = shape_inference.infer_shapes(copy)
+        inferred = onnx.shape_inference.infer_shapes(copy)
     except Exception:  # a broken model: ONNX Runtime says what is wrong with it
         return plain
-    return [
-        CustomNode(node.proto, node.label, found.types)
-        for node, found in zip(
-            plain, custom_nodes(inferred, lambda node: node.domain == _DOMAIN or is_custom(node)), strict=True
-        )
-    ]
+    typed = custom_nodes(inferred, lambda node: node.domain == _DOMAIN or is_custom(node))
+    return [CustomNode(node.proto, node.label, found.types) for node, found in zip(plain, typed, strict=True)]
 
 
 def _registered(record: Record) -> str:
-    """Registers the record's schema once per process; returns the name it has in `_DOMAIN`."""
+    """Registers the record's schema once per process and returns its name in `_DOMAIN`."""
     name = f"{record.namespace}_{record.onnx_name}_{record.schema_hash}"
     with _lock:
         if name not in _known:

@@ -1,4 +1,4 @@
-"""`python -m twinop`."""
+"""Runs the command-line tool: `python -m twinop`."""
 
 if __name__ == "__main__":
     from twinop.script import require

@@ -1,4 +1,4 @@
-"""The checks of `kernels/record/check.cpp`, for calls that reach no kernel: fakes, export, models."""
+"""Checks a call as `kernels/record/check.cpp` does, where no kernel runs: fakes, export, models."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ Shapes = Mapping[str, Sequence[Any] | None]
 
 
 def describe(record: Record, dtypes: Mapping[str, str], shapes: Shapes) -> str:
-    """The call as error messages show it: `custom_domain::relu(x: float32[2, 3])`."""
+    """Returns the call as error messages show it: `custom_domain::relu(x: float32[2, 3])`."""
 
     def tensor(name: str) -> str:
         shape = shapes.get(name)
@@ -24,10 +24,11 @@ def describe(record: Record, dtypes: Mapping[str, str], shapes: Shapes) -> str:
 
 
 def check_attributes(record: Record, attributes: Mapping[str, Any]) -> None:
-    """Choices and limits that need no shape.
+    """Checks attributes against their choices and the limits that need no shape.
 
     Raises:
-        RecordError: "attribute eps is -1.0, expected a finite number >= 0". The op is for the caller to add.
+        RecordError: an attribute does not fit. The caller adds the op to the message: "attribute eps is -1.0,
+            expected a finite number >= 0".
     """
     for name, choices in record.attribute_choices.items():
         if name in attributes and attributes[name] not in choices:
@@ -36,7 +37,7 @@ def check_attributes(record: Record, attributes: Mapping[str, Any]) -> None:
             )
     for name, (word, limit) in record.attribute_limits.items():
         value = attributes.get(name)
-        if not isinstance(value, int | float):  # left out, or symbolic
+        if not isinstance(value, int | float):  # omitted or symbolic
             continue
         if word == ">=" and not (math.isfinite(value) and value >= int(limit)):
             finite = "finite " if isinstance(value, float) else ""
@@ -46,23 +47,24 @@ def check_attributes(record: Record, attributes: Mapping[str, Any]) -> None:
 
 
 def check_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) -> None:
-    """The shapes that the record requires, and attributes that are dimensions of an input.
+    """Checks the shapes that the record requires, and attributes that are dimensions of an input.
 
-    Sizes that are not numbers are not compared: the kernel does that when it is called.
+    Sizes that are not numbers are not compared. The kernel compares them when it is called.
 
     Args:
-        shapes: of every input by name, None where it is absent; one left out is not known.
+        shapes: the shape of every input by name, None where it is absent. An input left out is not known.
         attributes: the value of every attribute by name.
 
     Raises:
-        RecordError: "weight has shape [5], expected x[axis:] = [8]". The op is for the caller to add.
+        RecordError: a shape or attribute does not fit. The caller adds the op to the message: "weight has
+            shape [5], expected x[axis:] = [8]".
     """
     _check_elementwise(record, shapes)
     for name, (word, source) in record.attribute_limits.items():
         shape, value = shapes.get(source), attributes[name]
         if word != "of" or shape is None or not isinstance(value, int):
             continue
-        rank = max(len(shape), 1)  # as torch: a scalar has the dimensions 0 and -1
+        rank = max(len(shape), 1)  # as in torch, a scalar has the dimensions 0 and -1
         if not -rank <= value < rank:
             raise RecordError(
                 f"attribute {name} is {value}, expected a dimension of {source}: {-rank} to {rank - 1}"
@@ -117,7 +119,7 @@ def _check_elementwise(record: Record, shapes: Shapes) -> None:
 
 
 def _may_be_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Sizes of one rank, equal where both are numbers."""
+    """Whether shapes have one rank and are equal where both sizes are numbers."""
     return len(a) == len(b) and not any(
         isinstance(x, int) and isinstance(y, int) and x != y for x, y in zip(a, b, strict=True)
     )

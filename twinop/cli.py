@@ -1,4 +1,4 @@
-"""The command `twinop`."""
+"""Defines the command `twinop` and its part `twinop ops`."""
 
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -6,12 +6,14 @@ from typing import Annotated, ClassVar
 import typer
 from rich.table import Table
 
-from twinop.console import clear_errors, out
-from twinop.lazy_commands import LazyGroup
-from twinop.library import find_library, read_library
+from .console import clear_errors, out
+from .lazy_commands import LazyGroup
+from .library import find_library, read_library
 
 
 class Commands(LazyGroup):
+    """The commands of `twinop`, each imported when it is used."""
+
     modules: ClassVar = {
         "export": "twinop.export.to_onnx:main",
         "run": "twinop.deploy.run_onnx:main",

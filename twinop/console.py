@@ -1,4 +1,4 @@
-"""What the command-line tools share: where they print, and errors as one message."""
+"""Shared by the command-line tools: consoles, help texts, and errors as one message."""
 
 import inspect
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from twinop.errors import TwinopError
+from .errors import TwinopError
 
 out = Console()
 err = Console(stderr=True)
@@ -26,7 +26,7 @@ def run_alone(function: Callable[..., None]) -> None:
 
 
 def help_of(function: Callable[..., None]) -> str:
-    """A command's docstring; where PATH has no twinop, its examples name the folder: `.venv/bin/twinop`."""
+    """Returns a command's docstring. Where twinop is not on PATH, examples say `.venv/bin/twinop`."""
     beside = Path(sys.executable).with_name("twinop")
     found = shutil.which("twinop") is not None or not beside.is_file()
     name = "twinop" if found else min(str(beside), os.path.relpath(beside), key=len)
@@ -35,7 +35,7 @@ def help_of(function: Callable[..., None]) -> str:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Ends the program with one message and exit code 1 where twinop refuses something."""
+    """Turns a TwinopError into one message and exit code 1."""
     try:
         yield
     except TwinopError as error:

@@ -1,4 +1,4 @@
-"""The errors that twinop raises on purpose: what was wrong, what was expected, what to do."""
+"""The errors that twinop raises on purpose. Each says what was wrong, what was expected, and what to do."""
 
 
 class TwinopError(Exception):
@@ -6,11 +6,11 @@ class TwinopError(Exception):
 
 
 class RecordError(TwinopError):
-    """An op record, or one of its small texts, does not parse or does not fit the call."""
+    """An op record or one of its texts does not parse, or a call does not fit it."""
 
 
 class LibraryError(TwinopError):
-    """A custom-op library is missing, damaged, for another machine, or not one of ours."""
+    """A custom-op library is missing, damaged, for another machine, or not twinop's."""
 
 
 class ForeignLibraryError(LibraryError):
@@ -18,8 +18,8 @@ class ForeignLibraryError(LibraryError):
 
 
 class ReplacedLibraryError(LibraryError):
-    """A library's file was replaced after this process loaded it, and only a restart loads the new one."""
+    """A library's file was replaced after this process loaded it. Only a restart loads the new one."""
 
 
 class ExportError(TwinopError):
-    """A model cannot be exported to ONNX, or what was exported is not what was asked for."""
+    """A model cannot be exported to ONNX, or the exported model does not fulfil the request."""

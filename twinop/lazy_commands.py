@@ -1,4 +1,4 @@
-"""Groups of commands, each imported with what it needs (torch, ONNX Runtime) when it is used."""
+"""Groups of commands that are imported, with torch or ONNX Runtime, only when they are used."""
 
 import ast
 import importlib
@@ -10,20 +10,20 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from twinop.console import clear_errors, help_of
-from twinop.errors import TwinopError
+from .console import clear_errors, help_of
+from .errors import TwinopError
 
-# By command, the extra of twinop that pip has to install.
+# The extra of twinop that a command needs.
 _EXTRAS = {"serve": "serve", "pack": "serve", "soak": "serve"}
-_OTHERS = {"torch", "onnxruntime", "matplotlib"}  # in no extra
+_OTHERS = {"torch", "onnxruntime", "matplotlib"}  # packages that are in no extra
 
 
 class LazyGroup(TyperGroup):
-    """Lists its commands without importing them: what each does is read from its docstring in the source.
+    """Lists its commands without importing them: it reads their docstrings from the source.
 
     Attributes:
-        modules: by command, `module:function`; of a module that has an `app`, that is the command.
-        unlisted: those of them that the help does not mention.
+        modules: `module:function` by command. If the module has an `app`, that is the command.
+        unlisted: the commands that the help does not mention.
     """
 
     modules: ClassVar[dict[str, str]] = {}
@@ -51,7 +51,8 @@ class LazyGroup(TyperGroup):
 
 @contextmanager
 def _packages(ctx: Any) -> Iterator[None]:
-    """
+    """Names a package that is not installed, and how to install it.
+
     Raises:
         TwinopError: a package that the command needs is not installed.
     """

@@ -1,4 +1,4 @@
-"""Custom-op libraries as files: finding them, and reading their records without loading them."""
+"""Finds custom-op libraries, and reads their records without loading them."""
 
 import hashlib
 import json
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import twinop
-from twinop.errors import ForeignLibraryError, LibraryError
-from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+
+from .errors import ForeignLibraryError, LibraryError
+from .record import DOMAIN, DOMAIN_VERSION, Record
 
 ABI_VERSION = 1
-"""The version of the interface between libraries and adapters (`kernels/abi.h`) that this code is for."""
+"""The version of the interface between libraries and adapters (`kernels/abi.h`) that this code reads."""
 
 _SECTION = ".twinop"
 _EXPORT = b"RegisterCustomOps"
@@ -27,12 +28,19 @@ _LOADER_TABLES = {_STRINGS, 4, 6, 11}  # with relocations, the dynamic section a
 _UNWIND_TABLES = {".eh_frame", ".eh_frame_hdr"}
 _ALLOCATED, _EXECUTABLE = 2, 4  # sh_flags
 _PAGE = 4096
-_LEAST = 256  # bytes of a page; fewer zeros may be padding
+_LEAST = 256  # bytes of a page: fewer zeros may be padding
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library's own description. `cuda_archs`: what its kernels were compiled for, or "none"."""
+    """A library's own description.
+
+    Attributes:
+        version: the version of twinop that built it.
+        cuda_archs: the GPU architectures of its kernels, or "none".
+        records: the ops by name.
+        exports_ort: whether ONNX Runtime can load it.
+    """
 
     path: Path
     version: str
@@ -45,7 +53,7 @@ class Library:
 
     @cached_property
     def by_onnx_name(self) -> dict[str, Record]:
-        """The records that ONNX models can name (no backward ops), by node type."""
+        """The records of the ops that ONNX models can have (no backward ops), by node type."""
         return {record.onnx_name: record for record in self.records.values() if not record.is_backward}
 
 
@@ -108,7 +116,7 @@ def _require_abi(path: Path, build: Mapping[str, Any]) -> None:
 
 
 class _Section(NamedTuple):
-    """What a section header says."""
+    """A section header."""
 
     name: str
     kind: int
@@ -118,7 +126,7 @@ class _Section(NamedTuple):
 
 
 def _sections(path: Path, file: BinaryIO) -> dict[str, _Section]:
-    """The sections of a 64-bit little-endian ELF file (System V ABI, chapter 4), by name.
+    """Returns the sections of a 64-bit little-endian ELF file (System V ABI, chapter 4) by name.
 
     Raises:
         LibraryError: not an ELF file, for another machine, or damaged.
@@ -139,7 +147,7 @@ def _sections(path: Path, file: BinaryIO) -> dict[str, _Section]:
             )
         (table,) = struct.unpack_from("<Q", head, 40)
         entry_size, count, names_index = struct.unpack_from("<HHH", head, 58)
-        if count == 0:  # a library that was stripped of them
+        if count == 0:  # stripped
             return {}
         entries = _read(file, table, count * entry_size)
         headers = [struct.unpack_from("<IIQQQQ", entries, i * entry_size) for i in range(count)]
@@ -163,10 +171,10 @@ def _content(path: Path, file: BinaryIO, section: _Section) -> bytes:
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:
-    """Not by mmap: it kills a process that reads what another cuts short meanwhile.
+    """Reads without mmap, which kills the process if another one truncates the file meanwhile.
 
     Raises:
-        ValueError: the file ends before.
+        ValueError: the file is too short.
     """
     if offset + size > file.seek(0, os.SEEK_END):
         raise ValueError("the file is cut short")
@@ -179,10 +187,10 @@ def _damaged(path: Path) -> LibraryError:
 
 
 def _require_no_zeroed_page(path: Path, file: BinaryIO, sections: dict[str, _Section]) -> None:
-    """Looks at code, the loader's tables, the unwinder's and the records, where no page is ever all zeros.
+    """Checks code, the tables of the loader and the unwinder, and the records for pages of zeros.
 
-    A copy that was interrupted, or a file system after a crash, leaves such pages; to run them ends the
-    process. Constants and GPU code do have pages of zeros.
+    An interrupted copy or a crashed file system leaves such pages, and running them ends the process. In
+    constants and GPU code such pages are valid.
 
     Raises:
         LibraryError: a page is all zeros.
@@ -204,7 +212,7 @@ def _require_no_zeroed_page(path: Path, file: BinaryIO, sections: dict[str, _Sec
 
 
 def checksum(path: Path) -> str:
-    """A file's SHA-256 as hex digits."""
+    """Returns a file's SHA-256 as hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -216,7 +224,7 @@ def section_sizes(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
-    """The names of the shared libraries that a library links (DT_NEEDED).
+    """Returns the names of the shared libraries that a library links (DT_NEEDED).
 
     Raises:
         LibraryError: not an ELF file, damaged, or for another machine.
@@ -233,7 +241,7 @@ def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
 
 
 def library_folders() -> list[Path]:
-    """Where libraries are looked for, in order: TWINOP_LIBRARY_DIR, the installed package, the build tree."""
+    """Returns the folders to search: TWINOP_LIBRARY_DIR, the installed package, the build tree."""
     folders = [Path(os.environ["TWINOP_LIBRARY_DIR"])] if "TWINOP_LIBRARY_DIR" in os.environ else []
     package = resources.files("twinop")
     folders.append(Path(str(package / "lib")))
@@ -242,10 +250,10 @@ def library_folders() -> list[Path]:
 
 
 def find_library(stem: str) -> Path:
-    """The path of `lib<stem>.so`.
+    """Returns the path of `lib<stem>.so`.
 
     Raises:
-        LibraryError: it is in none of the folders.
+        LibraryError: no folder has it.
     """
     folders = library_folders()
     for folder in folders:

@@ -1,7 +1,7 @@
-"""The op record in Python: what `kernels/record/record.h` declares, read from a library or given by hand.
+"""The op record of `kernels/record/record.h` in Python, read from a library or made by hand.
 
-A record is text, so C++ and Python can both give one; every adapter (torch registration, exporters, session
-checks) is derived from it.
+A record is text, so that both C++ and Python can make one. Every adapter is derived from it: torch
+registration, exporters, checks of models.
 """
 
 import ast
@@ -15,13 +15,13 @@ from typing import Any
 from .errors import RecordError
 
 DOMAIN = "custom_domain"
-"""The domain of twinop's own ops. Other libraries have domains of their own (`Record.domain`)."""
+"""The domain of twinop's own ops. Other libraries have other domains (`Record.domain`)."""
 DOMAIN_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor of the schema. `repeated`: one or more tensors (`Tensor[]`), as the last input."""
+    """A tensor of the schema. `repeated`: one or more tensors (`Tensor[]`), only as the last input."""
 
     name: str
     optional: bool = False
@@ -38,6 +38,7 @@ class Attribute:
 
     @property
     def required(self) -> bool:
+        """Whether a call must give the attribute."""
         return self.default_text is None
 
     @property
@@ -51,19 +52,20 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A derivative formula: Python over the op's arguments that gives one gradient, or a tuple of them."""
+    """A derivative formula: a Python expression over the op's arguments for one or several gradients."""
 
-    names: tuple[str, ...]  # of the inputs; "_": not wanted
+    names: tuple[str, ...]  # of the inputs, or "_" for an unused result
     text: str
 
     @property
     def inputs(self) -> tuple[str, ...]:
+        """The inputs whose gradients the formula gives."""
         return tuple(name for name in self.names if name != "_")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One op. The texts are those of `kernels/record/record.h`, which explains each of them."""
+    """One op. `kernels/record/record.h` explains each of the texts."""
 
     name: str
     onnx_name: str
@@ -89,7 +91,7 @@ class Record:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Record":
-        """Reads a record from a library's JSON (`kernels/record/json.h`); `fields` names its domain too."""
+        """Reads a record from a library's JSON (`kernels/record/json.h`), to which its domain was added."""
         special = {
             "inputs": tuple(Input(**entry) for entry in fields["inputs"]),
             "attributes": tuple(
@@ -108,12 +110,12 @@ class Record:
 
     @property
     def key(self) -> str:
-        """The op among those of all domains: its name, and before it the domain unless it is twinop's own."""
+        """The op's name among all domains: with its domain, unless that is twinop's own."""
         return self.name if self.domain == DOMAIN else self.qualified_name
 
     @property
     def namespace(self) -> str:
-        """The domain as a namespace of `torch.ops`, which has no dots."""
+        """The domain as a namespace of `torch.ops`, without dots."""
         return self.domain.replace(".", "_")
 
     @property
@@ -128,27 +130,28 @@ class Record:
 
     @property
     def metadata_key(self) -> str:
-        """Where an exported model's metadata has the schema's hash."""
+        """The key of the schema's hash in an exported model's metadata."""
         place = "" if self.domain == DOMAIN else f"{self.domain}."
         return f"twinop.schema.{place}{self.onnx_name}"
 
     @property
     def is_backward(self) -> bool:
-        """Backward ops are torch ops only: they have no ONNX side."""
+        """Whether this is a backward op, which exists in torch only."""
         return self.name.endswith("_backward")
 
     @property
     def is_elementwise(self) -> bool:
+        """Whether the op runs on the elementwise skeleton."""
         return self.layout == "elementwise"
 
     @property
     def schema_hash(self) -> str:
-        """16 hex digits that change with the op's signature; exported models carry it."""
+        """A hash of the op's signature (16 hex digits), which exported models carry."""
         return hashlib.sha256(self.schema.encode()).hexdigest()[:16]
 
     @cached_property
     def combinations(self) -> tuple[dict[str, str], ...]:
-        """Allowed dtypes: for each combination the dtype name of every tensor input and output."""
+        """The allowed dtypes: in each combination a dtype by the name of every input and output."""
         names = [entry.name for entry in self.inputs] + list(self.outputs)
         result = []
         for text in self.dtypes.split(";"):
@@ -157,7 +160,7 @@ class Record:
         return tuple(result)
 
     def combination_of(self, given: Mapping[str, str]) -> dict[str, str] | None:
-        """The first dtype combination that takes these dtypes (by tensor name), or None."""
+        """Returns the first dtype combination with these dtypes (by tensor name), or None."""
         for combination in self.combinations:
             if all(combination[name] == dtype for name, dtype in given.items()):
                 return combination
@@ -165,7 +168,7 @@ class Record:
 
     @cached_property
     def gradients(self) -> tuple[Gradient, ...]:
-        """Derivative formulas, in the order in which they are evaluated."""
+        """The derivative formulas, in the order of their evaluation."""
         result = []
         for part in filter(str.strip, _split(self.gradient, ";")):
             names, _, text = part.partition("=")
@@ -174,38 +177,40 @@ class Record:
 
     @cached_property
     def attribute_choices(self) -> dict[str, tuple[str, ...]]:
-        """Allowed values by str attribute."""
+        """The allowed values of str attributes, by name."""
         return {name: tuple(map(str.strip, text.split("|"))) for name, text in entries(self.choices).items()}
 
     @cached_property
     def attribute_limits(self) -> dict[str, tuple[str, str]]:
-        """What `limits` says of an attribute: ("of", input), (">=", number) or ("in", "0 | 1")."""
+        """The limits by attribute: ("of", input), (">=", number) or ("in", "0 | 1")."""
         parts = (part.split(None, 2) for part in self.limits.split(";") if part.strip())
         return {name: (word, value.strip()) for name, word, value in parts}
 
     @cached_property
     def host_inputs(self) -> frozenset[str]:
-        """The inputs that lie in host memory on every device."""
+        """The inputs that are in host memory on every device."""
         return frozenset(name for name, place in entries(self.memory).items() if place == "host")
 
     @property
     def has_repeated_input(self) -> bool:
+        """Whether the last input is a list of tensors."""
         return self.inputs[-1].repeated
 
     @property
     def broadcasts(self) -> bool:
-        """An elementwise op whose inputs broadcast."""
+        """Whether this is an elementwise op whose inputs broadcast."""
         return self.is_elementwise and "broadcast(" in self.shapes
 
     def attribute(self, name: str) -> Attribute | None:
+        """Returns the attribute of that name, or None."""
         return next((entry for entry in self.attributes if entry.name == name), None)
 
 
 def entries(text: str) -> dict[str, str]:
-    """`"y = x; s = x[:-1]"` as a dict. A value may hold "=" and, in quotes or brackets, ";".
+    """Parses `"y = x; s = x[:-1]"`. A value may contain "=" and, in quotes or brackets, ";".
 
     Raises:
-        RecordError: an entry is not `name = value`, or a name stands there twice.
+        RecordError: an entry is not `name = value`, or a name occurs twice.
     """
     result: dict[str, str] = {}
     *parts, last = _split(text, ";")
@@ -220,7 +225,7 @@ def entries(text: str) -> dict[str, str]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits where `separator` stands outside quotes and brackets, as the C++ scanner does."""
+    """Splits at separators outside quotes and brackets, as the C++ scanner does."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:

@@ -1,4 +1,4 @@
-"""For files that are run directly, `python export/to_onnx.py`: a Python that has what they need."""
+"""Finds a Python with the needed packages for files that are run directly (`python export/to_onnx.py`)."""
 
 import importlib.util
 import os
@@ -9,9 +9,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def require(*packages: str) -> None:
-    """Runs the program again with the repository's .venv if this Python is too old or lacks a package.
+    """Restarts the program with the repository's .venv if this Python is too old or lacks a package.
 
-    Where there is no .venv either, it ends the program with what to do.
+    Without a .venv, the program ends with a message that says what to do.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if not missing and sys.version_info >= (3, 11):
@@ -19,9 +19,8 @@ def require(*packages: str) -> None:
     venv = ROOT / ".venv"
     python = venv / "bin" / "python"
     if python.is_file() and Path(sys.prefix).resolve() != venv.resolve():
-        arguments = getattr(
-            sys, "orig_argv", [sys.executable, *sys.argv]
-        )  # since 3.10, with Python's options
+        # orig_argv, which has Python's own options, exists since 3.10.
+        arguments = getattr(sys, "orig_argv", [sys.executable, *sys.argv])
         os.execv(python, [str(python), *arguments[1:]])
     lack = f"lacks {', '.join(missing)}" if missing else "is older than 3.11"
     sys.exit(

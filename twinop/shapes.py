@@ -1,4 +1,4 @@
-"""Shape expressions: the closed language of `kernels/record/shape.h`; nothing else of Python is accepted.
+"""Evaluates shape expressions, the closed language of `kernels/record/shape.h`.
 
 Sizes are numbers, torch SymInts or `Unknown`.
 """
@@ -15,12 +15,12 @@ from .errors import RecordError
 from .record import Record, entries
 
 ABSENT = (0,)
-"""The shape of an optional input that is absent: it has no elements (and so has its gradient)."""
+"""The shape of an absent optional input, and of its gradient: no elements."""
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A dimension without a number, perhaps with a name; what is computed from it has neither."""
+    """A size that is not known, perhaps with a name. Sizes computed from it have no name."""
 
     name: str | None = None
 
@@ -41,7 +41,12 @@ _SHAPE_TEXT = re.compile(r"[\[\](),:+*/ -]|[A-Za-z_]\w*|(?:0|[1-9]\d{0,17})(?!\w
 
 
 class ShapeExpression:
-    """Evaluates texts for one call: the shape of every input by name (None: absent), every attribute."""
+    """Evaluates expressions for one call.
+
+    Args:
+        shapes: the shape of every input by name, None where it is absent. An input left out is not known.
+        attributes: the value of every attribute by name.
+    """
 
     def __init__(
         self, record: Record, shapes: Mapping[str, Sequence[Any] | None], attributes: Mapping[str, Any]
@@ -49,6 +54,11 @@ class ShapeExpression:
         self.record, self.shapes, self.attributes = record, shapes, attributes
 
     def evaluate(self, text: str) -> tuple[Any, ...]:
+        """Returns the shape that an expression describes.
+
+        Raises:
+            RecordError: the expression is malformed or does not fit the call.
+        """
         try:
             if _SHAPE_TEXT.sub("", text):
                 raise SyntaxError("not in the language of shapes")
@@ -149,10 +159,10 @@ def input_shapes(
 
 
 def too_few_dimensions(record: Record, shapes: Mapping[str, Sequence[Any] | None]) -> str | None:
-    """What is wrong with the first input that has fewer dimensions than the record's shapes need, or None."""
+    """Describes the first input that has fewer dimensions than the record's shapes need, if there is one."""
     for name, shape in shapes.items():
         own = re.search(rf"(?:^|;) *{name} *=([^;]*)", record.input_shapes)
-        # x[-2] needs two dimensions, and so does `x[:-2] + ...` where it is the shape of x itself.
+        # x[-2] needs two dimensions. So does `x[:-2] + ...` as the required shape of x.
         indices = re.findall(rf"\b{name}\[(-?\d+)\]", f"{record.shapes};{record.input_shapes}")
         indices += re.findall(rf"\b{name}\[:(-\d+)\]", own[1] if own else "")
         needed = max((-i if i < 0 else i + 1 for i in map(int, indices)), default=0)
@@ -165,7 +175,7 @@ def too_few_dimensions(record: Record, shapes: Mapping[str, Sequence[Any] | None
 
 
 def broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
-    """numpy's rule. Of two different sizes that are not known, either could be the 1.
+    """Broadcasts two shapes by numpy's rule. Two different unknown sizes give an unknown one.
 
     Raises:
         ValueError: the shapes do not broadcast.

@@ -58,7 +58,7 @@ def main(
     """
     with clear_errors():
         # Not before: ONNX Runtime and jinja2 are of no use to --help.
-        from twinop.deploy.pack.packing import Options, pack
+        from .packing import Options, pack
 
         packed = pack(
             Options(

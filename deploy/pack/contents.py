@@ -9,16 +9,17 @@ from pathlib import Path
 import onnx
 from onnx import external_data_helper
 
-from twinop.deploy.check_nodes import require_fit
-from twinop.deploy.choose_library import only_library
-from twinop.deploy.create_session import session
-from twinop.deploy.custom_nodes import Model, load_model, tensors
-from twinop.deploy.errors import RunError
-from twinop.deploy.pack.errors import PackError
-from twinop.deploy.service.datatypes import DATATYPES, datatype_of
-from twinop.deploy.tensor_specs import Spec
 from twinop.errors import LibraryError
 from twinop.library import Library, checksum
+
+from ..check_nodes import require_fit
+from ..choose_library import only_library
+from ..create_session import session
+from ..custom_nodes import Model, load_model, tensors
+from ..errors import RunError
+from ..service.datatypes import DATATYPES, datatype_of
+from ..tensor_specs import Spec
+from .errors import PackError
 
 # Of the two base images, Debian 13 (our service) and Ubuntu 24.04 (Triton), the older version of each.
 BASE_IMAGES_HAVE = {"GLIBC": (2, 39), "GLIBCXX": (3, 4, 33)}

@@ -13,12 +13,13 @@ from typing import Any
 import jinja2
 
 import twinop
-from twinop.deploy.pack.contents import Contents, needed_version, read_contents
-from twinop.deploy.pack.errors import PackError
-from twinop.deploy.pack.requirements import pinned, runtime_version
-from twinop.deploy.pack.write_triton_config import write_config
-from twinop.deploy.service.settings import ModelSettings, Provider, checked
 from twinop.library import checksum
+
+from ..service.settings import ModelSettings, Provider, checked
+from .contents import Contents, needed_version, read_contents
+from .errors import PackError
+from .requirements import pinned, runtime_version
+from .write_triton_config import write_config
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 MANIFEST = "twinop-pack.json"

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError
 
 from packaging.requirements import Requirement
 
-from twinop.deploy.pack.errors import PackError
+from .errors import PackError
 
 _NEEDED = (
     "kserve", "onnx", "numpy", "ml_dtypes", "pydantic", "prometheus-client", "orjson", "Jinja2", "uvloop",

@@ -11,10 +11,10 @@ from typing import Any
 
 from google.protobuf import text_format
 
-from twinop.deploy.service.datatypes import datatype_of
-from twinop.deploy.service.read_triton_config import THREADS, protocol
-from twinop.deploy.service.settings import ModelSettings, Provider, SettingsError
-from twinop.deploy.tensor_specs import Spec
+from ..service.datatypes import datatype_of
+from ..service.read_triton_config import THREADS, protocol
+from ..service.settings import ModelSettings, Provider, SettingsError
+from ..tensor_specs import Spec
 
 
 def write_config(
