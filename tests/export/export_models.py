@@ -1,17 +1,30 @@
-"""Small ONNX models of twinop's nodes without types or bodies, and their runs without the library."""
+"""What the tests of the export share: the exporters, and small ONNX models without types or bodies."""
+
+from collections import Counter
 
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import op_bodies  # noqa: F401 (the test ops)
+import pytest
 import torch
 from one_node import onnxruntime
 from onnx import helper
 
 from twinop.record import DOMAIN
 
+EXPORTERS = ("dynamo", "torchscript")
+each_exporter = pytest.mark.parametrize("exporter", EXPORTERS)
+CPU = ["CPUExecutionProvider"]
+
+
+def node_types(model: ir.Model) -> dict[str, int]:
+    """Counts the nodes of the main graph by type."""
+    return dict(Counter(each.op_type for each in model.graph))
+
 
 def model_of(nodes: list[str], inputs: str, opset: int = 20) -> onnx.ModelProto:
-    """A model from ONNX's text form; intermediate types stay unknown."""
+    """Parses a model from ONNX's text form; the types of intermediate values stay unknown."""
     text = f'''<ir_version: 10, opset_import: ["": {opset}, "{DOMAIN}": 1]>
         g ({inputs}) => () {{ {chr(10).join(nodes)} }}'''
     model = onnx.parser.parse_model(text)
@@ -24,6 +37,7 @@ def model_of(nodes: list[str], inputs: str, opset: int = 20) -> onnx.ModelProto:
 
 
 def body_session(model: onnx.ModelProto) -> ort.InferenceSession:
+    """Opens a session without the library."""
     onnxruntime()
     return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 

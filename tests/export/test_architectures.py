@@ -13,6 +13,7 @@ import architectures_table as table
 import pytest
 import torch
 from architectures import ARCHITECTURES, check, missing
+from export_models import EXPORTERS, each_exporter
 from torch import nn
 
 from twinop import torch_op
@@ -20,7 +21,6 @@ from twinop.errors import ExportError
 from twinop.export import export
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EXPORTERS = ("dynamo", "torchscript")
 
 
 def state(model: nn.Module) -> set[tuple[Any, ...]]:
@@ -33,7 +33,7 @@ def state(model: nn.Module) -> set[tuple[Any, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@each_exporter
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_export(
     name: str, exporter: str, tmp_path: Path, record_property: Any, libraries: dict[str, Path]

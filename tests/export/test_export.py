@@ -7,6 +7,7 @@ import onnx
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
 import torch
+from export_models import CPU, EXPORTERS, each_exporter
 from samples import RECORDS, torch_dtype, values
 
 import twinop
@@ -15,13 +16,11 @@ from twinop.comparison import same_bits
 from twinop.export import export
 from twinop.record import DOMAIN
 
-EXPORTERS = ("dynamo", "torchscript")
 # torch.export traces the same graph for every dtype; tracing declares types by our rules.
 DTYPES = {"dynamo": ("float32", "bfloat16"), "torchscript": ("float32", "float16", "bfloat16", "float64")}
 each_dtype = pytest.mark.parametrize(
     ("exporter", "dtype"), [(exporter, dtype) for exporter in DTYPES for dtype in DTYPES[exporter]]
 )
-CPU = ["CPUExecutionProvider"]
 
 
 class Relus(torch.nn.Module):
@@ -162,7 +161,7 @@ def test_metadata_and_checks(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["relu.onnx"]
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@each_exporter
 def test_external_data(exporter: str, tmp_path: Path) -> None:
     """The mechanism for weights over 2 GB, with the limit lowered; moving both files together keeps them
     whole."""
@@ -190,7 +189,7 @@ class Nested(torch.nn.Module):
         return {"sum": torch_op.relu(first + second) * times, "extra": torch_op.relu(extra["bias"])}
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@each_exporter
 def test_nested_inputs_constants_and_dicts(exporter: str, tmp_path: Path) -> None:
     path = tmp_path / "nested.onnx"
     a, b, c = torch.randn(4, 3), torch.randn(4, 3), torch.randn(3)
@@ -212,7 +211,7 @@ class CatchAll(torch.nn.Module):
         return torch_op.relu(xs[0] + xs[1] + named["z"])
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@each_exporter
 def test_inputs_without_names_of_their_own(exporter: str, tmp_path: Path) -> None:
     a, b, z = (torch.randn(4, 3) for _ in range(3))
     dynamic = {name: {0: "rows"} for name in ("xs_0", "xs_1", "z")}

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from export_models import model_of
+from export_models import each_exporter, model_of
 from onnx import TensorProto, helper
 from samples import RECORDS
 from torch.onnx._internal.torchscript_exporter import registration
@@ -81,7 +81,7 @@ WANTED = [
 ]
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@each_exporter
 def test_torchs_own_export_with_our_tables(exporter: str, tmp_path: Path) -> None:
     """What a user of torch.onnx.export does; a bare op in the table would take 2.5 for an input or a
     string."""

@@ -7,14 +7,13 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from export_models import each_exporter
 from torch import nn
 
 from twinop import torch_op
 from twinop.errors import ExportError
 from twinop.export import comparison, export, ort_process
 from twinop.export.inputs import resized
-
-EXPORTERS = ("dynamo", "torchscript")
 
 
 class Frozen(nn.Module):
@@ -34,7 +33,7 @@ class Frozen(nn.Module):
         return self.relu(self.drop(self.norm(x)))
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@each_exporter
 @pytest.mark.parametrize(("training", "kwargs"), [(False, {}), (True, {"flag": False})])
 def test_modes_and_buffers_stay_as_they_were(
     exporter: str, training: bool, kwargs: dict[str, Any], tmp_path: Path
@@ -85,7 +84,7 @@ class Defaults(nn.Module):
 
 
 @pytest.mark.parametrize(("verify", "kwargs"), [(True, {}), (False, {"use_cache": False})])
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@each_exporter
 def test_python_defaults_are_no_inputs(
     exporter: str, kwargs: dict[str, Any], verify: bool, tmp_path: Path
 ) -> None:
@@ -120,7 +119,7 @@ def test_attention_with_padding(exporter: str, frozen: bool, tmp_path: Path) -> 
     assert report.parity is not None and report.resized
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
+@each_exporter
 def test_a_recurrent_layer_keeps_its_time_axis_open(exporter: str, tmp_path: Path) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -1,6 +1,5 @@
 """A sum and the norm behind it become one node and no bit of a result changes; what must stay apart does."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from export_models import CPU, each_exporter, node_types
 from models import model, node, value
 
 from twinop import deploy, torch_op
 from twinop.export import attach_bodies, export, fuse_sums
 
 RECORDS = torch_op.records()
-CPU = ["CPUExecutionProvider"]
 SHAPE = (3, 4, 16)
 NORMS = {"CustomLayerNorm": "CustomAddLayerNorm", "CustomRmsNorm": "CustomAddRmsNorm"}
 each_norm = pytest.mark.parametrize("norm", NORMS)
@@ -44,10 +43,6 @@ def graph(
         [value(name, dtype, None) for name in outputs],
     )
     return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
-
-
-def kinds(found: ir.Model) -> dict[str, int]:
-    return dict(Counter(each.op_type for each in found.graph))
 
 
 def run(found: ir.Model, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -85,7 +80,7 @@ def check_no_bit_changes(norm: str, domain: str, dtype: str, providers: list[str
     feeds |= {name: torch.randn(16, dtype=torch.float64).to(kind) for name in inputs[1:]}
     apart, fused = build(), build()
     assert fuse_sums(fused, RECORDS) == {NORMS[norm]: 1}
-    assert kinds(fused) == {NORMS[norm]: 1}
+    assert node_types(fused) == {NORMS[norm]: 1}
     device = "cuda" if providers[0].startswith("CUDA") else "cpu"
     feeds = {name: tensor.to(device) for name, tensor in feeds.items()}
     expected, found = (deploy.session(ir.to_proto(each), providers).run(feeds) for each in (apart, fused))
@@ -113,7 +108,7 @@ def test_other_readers_of_the_sum(norm: str) -> None:
     expected = deploy.session(proto, CPU).run(feeds)
     fused = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
     assert fuse_sums(fused, RECORDS) == {NORMS[norm]: 1}  # the sum is made once
-    assert kinds(fused) == {"Neg": 1, "Abs": 1, norm: 1, NORMS[norm]: 1}
+    assert node_types(fused) == {"Neg": 1, "Abs": 1, norm: 1, NORMS[norm]: 1}
     found = run(fused, feeds)
     assert list(found) == outputs
     assert all(torch.equal(found[name], expected[name]) for name in outputs)
@@ -135,9 +130,9 @@ APART: dict[str, dict[str, Any]] = {
 @each_norm
 def test_what_stays_apart(norm: str, case: dict[str, Any]) -> None:
     found = graph(norm, **case)
-    before = kinds(found)
+    before = node_types(found)
     assert fuse_sums(found, RECORDS) == {}
-    assert kinds(found) == before
+    assert node_types(found) == before
 
 
 @pytest.mark.parametrize(
@@ -187,7 +182,7 @@ class Block(torch.nn.Module):
         return self.norm(torch_op.add(x, residual)) + residual
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@each_exporter
 @pytest.mark.parametrize("fuse", [True, False])
 def test_export_fuses_unless_told_not_to(exporter: str, fuse: bool, tmp_path: Path) -> None:
     path = tmp_path / "block.onnx"

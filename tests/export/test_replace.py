@@ -1,6 +1,5 @@
 """Standard operators become twinop's nodes where they compute the same; all else stays as it is."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from export_models import CPU, each_exporter, node_types
 from models import model, node, value
 from torch import nn
 
@@ -18,7 +18,6 @@ from twinop.export.standard_nodes import standard_node
 
 OURS = set(torch_op.records())  # before other tests load theirs
 RECORDS = {name: record for name, record in torch_op.records().items() if not record.is_backward}
-CPU = ["CPUExecutionProvider"]
 STANDARD = {name: found for name, record in RECORDS.items() if (found := standard_node(record))}
 
 
@@ -31,10 +30,6 @@ def graph(op_type: str, inputs: int, dtype: str = "float32", **attributes: Any) 
         [value("y", dtype, (3, 4, 5) if inputs == 2 else (3, 1, 5))],
     )
     return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
-
-
-def kinds(found: ir.Model) -> dict[str, int]:
-    return dict(Counter(each.op_type for each in found.graph))
 
 
 def test_the_standard_operators_are_read_off_the_bodies() -> None:
@@ -56,7 +51,7 @@ def test_each_operator_computes_the_same(op: str) -> None:
     expected = deploy.session(ir.to_proto(found), CPU).run(feeds)["y"]
     onnx_name = RECORDS[op].onnx_name
     assert replace_nodes(found, [op]) == {onnx_name: 1}
-    assert kinds(found) == {onnx_name: 1}
+    assert node_types(found) == {onnx_name: 1}
     torch.testing.assert_close(deploy.session(ir.to_proto(found), CPU).run(feeds)["y"], expected)
     without = deploy.session(ir.to_proto(attach_bodies(found)), CPU, library=False).run(feeds)["y"]
     torch.testing.assert_close(without, expected)
@@ -65,7 +60,7 @@ def test_each_operator_computes_the_same(op: str) -> None:
 def test_what_is_not_asked_for_stays() -> None:
     found = graph("Relu", 1)
     assert replace_nodes(found, ["add"]) == {}
-    assert kinds(found) == {"Relu": 1}
+    assert node_types(found) == {"Relu": 1}
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
@@ -102,7 +97,7 @@ class Attention(nn.Module):
         return torch.softmax(scores + mask, -1) + 1
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@each_exporter
 def test_export_replaces_functions_and_the_report_says_so(exporter: str, tmp_path: Path) -> None:
     args = (torch.randn(2, 3, 4, 4), torch.randn(2, 1, 1, 4))
     report = export(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from export_models import each_exporter
 from torch import nn
 
 from twinop import deploy, torch_op
@@ -23,7 +24,6 @@ OPS = {
     "llama": {"CustomRmsNorm": 1, "CustomAddRmsNorm": 4, "CustomSwiglu": 2},
 }
 each_style = pytest.mark.parametrize("style", list(STYLES))
-each_exporter = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 
 
 def pair(style: str, dtype: torch.dtype = torch.float32) -> tuple[Encoder, Encoder]:
