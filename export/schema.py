@@ -1,6 +1,6 @@
-"""A record as `onnx_ir` and the exporters see it: element types, attribute types and values, inference."""
+"""Translates records to the types of `onnx_ir`, and registers their schemas with onnx."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,10 +8,10 @@ import onnx
 import onnx_ir as ir
 
 from twinop.dtypes import ELEMENT_TYPES
-from twinop.errors import ExportError, RecordError
+from twinop.errors import ExportError
 from twinop.op_schema import ATTRIBUTE_TYPES as ATTRIBUTE_NUMBERS
-from twinop.op_schema import Dims, infer_outputs, op_schema
 from twinop.op_schema import onnx_value as constant_value
+from twinop.op_schema import op_schema
 from twinop.record import Attribute, Record
 
 ONNX_TYPES = {name: ir.DataType(element) for name, element in ELEMENT_TYPES.items()}
@@ -38,7 +38,7 @@ def onnx_value(attribute: Attribute, value: Any) -> int | float | str | tuple[in
 
 @contextmanager
 def registered_schemas(records: Iterable[Record]) -> Iterator[None]:
-    """Within it, onnx's checker and shape inference know the ops."""
+    """Makes the ops known to onnx's checker and shape inference within its block."""
     registered = []
     try:
         for record in records:
@@ -49,17 +49,3 @@ def registered_schemas(records: Iterable[Record]) -> Iterator[None]:
     finally:
         for record in registered:
             onnx.defs.deregister_schema(record.onnx_name, record.domain_version, record.domain)
-
-
-def infer(
-    record: Record, inputs: Mapping[str, tuple[str, Dims]], attributes: Mapping[str, Any], where: str
-) -> dict[str, tuple[str, Dims]]:
-    """Infers dtype and dimensions (None: unknown rank) of each output as `infer_outputs` does.
-
-    Raises:
-        ExportError: the dtypes or sizes do not fit the op. The message begins with `where`.
-    """
-    try:
-        return infer_outputs(record, inputs, attributes)
-    except RecordError as error:
-        raise ExportError(f"{where}: {error}") from error

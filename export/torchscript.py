@@ -8,12 +8,12 @@ import torch
 
 from twinop import torch_op
 from twinop.errors import ExportError
-from twinop.op_schema import Dims
+from twinop.op_schema import Dims, infer_outputs
 from twinop.record import Record
 from twinop.shapes import Unknown
 from twinop.torch_op.arguments import signature_of
 
-from .schema import infer, onnx_value
+from .schema import onnx_value
 
 # torch's letters for a symbolic's arguments (`parse_args`) and for the attributes of `g.op` (`axis_i`).
 _READ = {"int": "i", "float": "f", "bool": "b", "str": "s", "int[]": "is"}
@@ -83,7 +83,7 @@ def _set_types(
             sizes: Sequence[int | None] | None = value.type().varyingSizes()
             dims: Dims = None if sizes is None else [Unknown() if size is None else size for size in sizes]
             inputs[name] = (str(dtype).removeprefix("torch."), dims)
-    inferred = infer(record, inputs, attributes, record.qualified_name)
+    inferred = infer_outputs(record, inputs, attributes)
     values = [outputs] if len(record.outputs) == 1 else outputs
     for value, (dtype_name, shape) in zip(values, inferred.values(), strict=True):
         kind = torch._C.TensorType.get().with_dtype(getattr(torch, dtype_name))

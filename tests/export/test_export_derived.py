@@ -16,10 +16,10 @@ from samples import RECORDS
 from torch.onnx._internal.torchscript_exporter import registration
 
 import twinop.export
-from twinop.errors import ExportError
+from twinop.errors import ExportError, RecordError
 from twinop.export import attach_bodies, op_schema, register_symbolics, translation_table
-from twinop.export.schema import infer, onnx_value, registered_schemas
-from twinop.op_schema import default_of
+from twinop.export.schema import onnx_value, registered_schemas
+from twinop.op_schema import default_of, infer_outputs
 from twinop.record import DOMAIN, Attribute, Record
 from twinop.shapes import Unknown
 
@@ -126,13 +126,13 @@ def test_sizes_that_are_not_known() -> None:
     record = RECORDS["pad_affine"]
     attributes = {"scale": 1.0, "sign": "plus", "pads": (1, 2)}
     batch = Unknown("batch")
-    found = infer(record, {"x": ("float16", [batch, Unknown("n")])}, attributes, "here")
+    found = infer_outputs(record, {"x": ("float16", [batch, Unknown("n")])}, attributes)
     assert found == {"y": ("float16", (batch, Unknown()))}
-    assert infer(record, {"x": ("float16", None)}, attributes, "here") == {"y": ("float16", None)}
-    with pytest.raises(ExportError, match=r"here: CustomPadAffine does not take x: int32"):
-        infer(record, {"x": ("int32", [3])}, attributes, "here")
-    with pytest.raises(ExportError, match=r"here: op pad_affine: .* does not fit"):
-        infer(record, {"x": ("float32", [])}, attributes, "here")
+    assert infer_outputs(record, {"x": ("float16", None)}, attributes) == {"y": ("float16", None)}
+    with pytest.raises(RecordError, match=r"CustomPadAffine does not take x: int32"):
+        infer_outputs(record, {"x": ("int32", [3])}, attributes)
+    with pytest.raises(RecordError, match=r"op pad_affine: .* does not fit"):
+        infer_outputs(record, {"x": ("float32", [])}, attributes)
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
