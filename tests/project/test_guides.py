@@ -79,7 +79,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
         "Python_EXECUTABLE": sys.executable,
     }
     configure = ["cmake", "--preset", "default", *(f"-D{name}={value}" for name, value in options.items())]
-    for command in (configure, ["cmake", "--build", "--preset", "default"]):
+    for command in (configure, ["cmake", "--build", "--preset", "test"]):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     hook = folder / "not_editable"
