@@ -28,9 +28,7 @@ from typer.testing import CliRunner
 from twinop.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDES = (
-    "adding-"  # pages whose blocks are parts of one op; tests/project/test_guides.py builds and runs them
-)
+GUIDES = "adding-"  # the blocks of these pages are parts of an op: test_guides.py applies them
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",

@@ -25,6 +25,7 @@ OTHERS = {  # of users and of other projects
     "onnxruntime_c_api.h",
     "element_wise_ops.h",
 }
+STEP = re.compile(r"^`([\w/.]+)`:$", re.MULTILINE)  # a file that a guide writes
 COMMENTS = {".h": "//", ".cuh": "//", ".cu": "//", ".cpp": "//", ".cmake": "#", ".sh": "#", ".txt": "#"}
 
 
@@ -67,11 +68,7 @@ def test_files_that_are_named_exist() -> None:
         path = ROOT / file
         if not path.is_file() or path.is_symlink():
             continue
-        new = (
-            set(re.findall(r"^`([\w/.]+)`:$", path.read_text(), re.MULTILINE))
-            if path.suffix == ".md"
-            else set()
-        )
+        new = set(STEP.findall(path.read_text())) if path.suffix == ".md" else set()
         for number, line in prose(path):
             names = (name for name in NAME.findall(line) if name not in ends | OTHERS | new)
             for name in names:
