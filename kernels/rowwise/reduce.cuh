@@ -96,7 +96,7 @@ __device__ __forceinline__ T ReduceWarp(T (&values)[kCount], unsigned lane) {
   for (int distance = 1; distance < 32; distance *= 2) {
     const bool odd = (lane & distance) != 0;
 #pragma unroll
-    for (int i = 0; i < (kCount + 2 * apart - 1) / (2 * distance); ++i) {
+    for (int i = 0; i < (kCount + 2 * distance - 1) / (2 * distance); ++i) {
       const bool paired = 2 * distance <= kCount;
       T& first = values[paired ? 2 * i : i];
       T& second = values[paired ? 2 * i + 1 : i];
