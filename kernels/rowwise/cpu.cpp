@@ -2,6 +2,7 @@
 #include "kernels/rowwise.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "kernels/rowwise/cpu_row.h"
 
@@ -24,9 +25,50 @@ std::int64_t UnitsAcross(const RowCall<T>& call) {
   return (call.rows.inner + kLanes - 1) / kLanes;
 }
 
+// Runs the units with the op's loop over contiguous rows. Returns false where it does not take
+// them.
+template <class T>
+bool RunContiguous(const RowCall<T>& call, std::int64_t begin, std::int64_t end, T* sums) {
+  const RowOp& op = call.kernels.op;
+  const bool converts = call.row_format.conversion != nullptr;
+  const auto* const loop = converts ? call.kernels.bfloat16_rows : &call.kernels.rows;
+  if (call.rows.inner != 1 ||
+      (converts && call.row_format.conversion != ConversionOf(DType::kBFloat16)))
+    return false;
+  const std::int64_t columns = call.rows.columns;
+  const bool converts_columns = call.column_format.conversion != nullptr;
+  const bool stores_in_output = !converts && op.early_inputs == 1 && call.outputs[0] != nullptr;
+  // The column inputs as T, then the values of a row.
+  alignas(64) T buffer[kKeptRowBytes / sizeof(T)];
+  const std::int64_t converted = converts_columns ? op.columns * columns : 0;
+  const std::int64_t stored = op.stores_values && !stores_in_output ? op.early_inputs * columns : 0;
+  if (converted + stored > static_cast<std::int64_t>(std::size(buffer))) return false;
+
+  ContiguousRows<T> rows{end - begin, columns,           {}, {}, {}, call.defaults, {},
+                         sums,        buffer + converted};
+  for (int j = 0; j < op.inputs; ++j) {
+    rows.strides[j] = call.strides[j];
+    if (call.inputs[j] != nullptr)
+      rows.inputs[j] = call.inputs[j] + begin * call.strides[j] * call.row_format.size;
+  }
+  for (int k = 0; k < op.outputs; ++k)
+    if (call.outputs[k] != nullptr)
+      rows.outputs[k] = call.outputs[k] + begin * columns * call.row_format.size;
+  for (int j = 0; j < op.columns; ++j) {
+    if (call.columns[j] == nullptr) continue;
+    rows.column_inputs[j] = reinterpret_cast<const T*>(call.columns[j]);
+    if (!converts_columns) continue;
+    Load<T>(call.column_format, call.columns[j], columns, buffer + j * columns);
+    rows.column_inputs[j] = buffer + j * columns;
+  }
+  (*loop)(call.functor, &rows);
+  return true;
+}
+
 template <class T>
 void RunUnits(const RowCall<T>& call, std::int64_t begin, std::int64_t end, T* sums) {
-  RowWorker<T> worker(call, sums, end);
+  if (RunContiguous(call, begin, end, sums)) return;
+  RowWorker<T> worker(call, sums);
   const std::int64_t inner = call.rows.inner;
   for (std::int64_t unit = begin; unit < end; ++unit) {
     if (call.lanes_are_rows) {
@@ -48,7 +90,7 @@ void SumColumns(const Call& call, const RowCall<T>& rows_call) {
   static_assert(kGroups <= kPartials);
   const Rows& rows = rows_call.rows;
   const std::int64_t groups = std::clamp(rows.count / kRowsEach, std::int64_t{1}, kGroups);
-  const std::int64_t size = rows_call.op.sums * rows.columns;
+  const std::int64_t size = rows_call.kernels.op.sums * rows.columns;
   T* const partials = static_cast<T*>(call.scratch);
   if (rows.count > 0) {
     call.context->ParallelFor(groups, Grain(rows.columns * (rows.count / groups)),
@@ -72,14 +114,15 @@ void SumColumns(const Call& call, const RowCall<T>& rows_call) {
   call.context->ParallelFor((rows.columns + kLanes - 1) / kLanes, Grain(kLanes * groups),
                             [&](std::int64_t begin, std::int64_t end) {
                               for (std::int64_t i = begin; i < end; ++i)
-                                for (int s = 0; s < rows_call.op.sums; ++s)
+                                for (int s = 0; s < rows_call.kernels.op.sums; ++s)
                                   if (rows_call.sums[s] != nullptr) sum(s, i * kLanes);
                             });
 }
 
 template <class T>
-RowCall<T> MakeRowCall(const Call& call, const RowOp& op, const ByLevel<StepFunction<T>>& step,
-                       const Rows& rows, const void* functor, const T* defaults) {
+RowCall<T> MakeRowCall(const Call& call, const RowKernels<T>& kernels, const Rows& rows,
+                       const void* functor, const T* defaults) {
+  const RowOp& op = kernels.op;
   // Weights and their gradients may be of float32 where the rows are of a 16-bit type.
   DType columns_dtype = call.outputs[0].dtype;
   for (int j = 0; j < op.columns; ++j) {
@@ -93,8 +136,7 @@ RowCall<T> MakeRowCall(const Call& call, const RowOp& op, const ByLevel<StepFunc
                                        static_cast<std::int64_t>(Info(dtype).size)};
   };
   const bool may_interleave = op.columns == 0 && op.sums == 0;
-  RowCall<T> result{op,
-                    step,
+  RowCall<T> result{kernels,
                     functor,
                     defaults,
                     rows,
@@ -124,10 +166,10 @@ RowCall<T> MakeRowCall(const Call& call, const RowOp& op, const ByLevel<StepFunc
 }  // namespace
 
 template <class T>
-Status RunRows(const Call& call, const RowOp& op, const ByLevel<StepFunction<T>>& step,
-               const Rows& rows, const void* functor, const T* defaults) {
-  const RowCall<T> rows_call = MakeRowCall(call, op, step, rows, functor, defaults);
-  for (int s = 0; s < op.sums; ++s) {
+Status RunRows(const Call& call, const RowKernels<T>& kernels, const Rows& rows,
+               const void* functor, const T* defaults) {
+  const RowCall<T> rows_call = MakeRowCall(call, kernels, rows, functor, defaults);
+  for (int s = 0; s < kernels.op.sums; ++s) {
     if (rows_call.sums[s] == nullptr) continue;
     SumColumns(call, rows_call);
     return {};
@@ -141,9 +183,9 @@ Status RunRows(const Call& call, const RowOp& op, const ByLevel<StepFunction<T>>
   return {};
 }
 
-template Status RunRows(const Call&, const RowOp&, const ByLevel<StepFunction<float>>&, const Rows&,
-                        const void*, const float*);
-template Status RunRows(const Call&, const RowOp&, const ByLevel<StepFunction<double>>&,
-                        const Rows&, const void*, const double*);
+template Status RunRows(const Call&, const RowKernels<float>&, const Rows&, const void*,
+                        const float*);
+template Status RunRows(const Call&, const RowKernels<double>&, const Rows&, const void*,
+                        const double*);
 
 }  // namespace twinop::rowwise

@@ -1,7 +1,6 @@
-// A thread's rows of a row-wise call on the CPU: what lies between the tensors and an op's steps
-// over tiles (cpu.h). Tiles are the tensors' own memory where that is contiguous and of the compute
-// type. Otherwise they pass through buffers, and a row that fits in the second-level cache is
-// converted once.
+// Rows on the CPU that a loop over contiguous rows does not take: of fp16, strided, or interleaved.
+// Tiles of interleaved rows of the compute type are the tensors' own memory. All others pass
+// through buffers, and a row that fits in the second-level cache is converted once.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +14,6 @@
 
 namespace twinop::rowwise {
 
-// Tiles whose terms are added one after another before they join the total: one long sum of a long
-// row would lose digits.
-inline constexpr std::int64_t kRun = 64;
-
 // Bytes of a buffer for one operand, in the first-level cache, and for the rows and the column
 // inputs that are kept, in the second-level one.
 inline constexpr std::int64_t kChunkBytes = 4096;
@@ -28,8 +23,7 @@ inline constexpr std::int64_t kKeptColumnBytes = 64 << 10;
 // The tensors of a call. `conversion` is null where they are of the compute type.
 template <class T>
 struct RowCall {
-  const RowOp& op;
-  const ByLevel<StepFunction<T>>& step;
+  const RowKernels<T>& kernels;
   const void* functor;
   const T* defaults;  // of the column inputs
   Rows rows;
@@ -79,42 +73,25 @@ void Add(Reduction reduction, T* totals, const T* terms, int count) {
 template <class T>
 class RowWorker {
  public:
-  // `sums`: the thread's column sums, op.sums rows of them, or null; `end`: of the thread's units.
-  RowWorker(const RowCall<T>& call, T* sums, std::int64_t end)
+  // `sums`: op.sums rows of column sums, or null.
+  RowWorker(const RowCall<T>& call, T* sums)
       : call_(call),
-        op_(call.op),
-        step_(call.step.functions[static_cast<int>(CpuLevel())]),
+        op_(call.kernels.op),
+        step_(call.kernels.step.functions[static_cast<int>(CpuLevel())]),
         inner_(call.rows.inner),
         size_(call.row_format.size),
         lanes_are_rows_(call.lanes_are_rows),
-        direct_(call.row_format.conversion == nullptr && (inner_ == 1 || lanes_are_rows_)),
+        direct_(call.row_format.conversion == nullptr && lanes_are_rows_),
         whole_(lanes_are_rows_ ? call.rows.columns : call.rows.columns / kLanes),
         tail_(lanes_are_rows_ ? 0 : call.rows.columns % kLanes),
         row_tiles_(whole_ + (tail_ > 0 ? 1 : 0)),
         tile_step_(lanes_are_rows_ ? inner_ : kLanes * inner_),
         sums_(sums) {
     const bool fits = op_.early_inputs * row_tiles_ * kTileBytes <= kKeptRowBytes;
-    keeps_rows_ = fits && !direct_;
-    stores_in_output_ = false;
-    if (direct_ && op_.stores_values) {
-      // In the output's own memory, the values take no cache beside it.
-      stores_in_output_ =
-          op_.early_inputs == 1 && call.outputs[0] != nullptr && (!lanes_are_rows_ || !fits);
-      keeps_rows_ = fits && !stores_in_output_;
-    }
-    for (int j = 0; j < op_.inputs; ++j) {
-      limits_[j] = nullptr;
-      if (call.inputs[j] != nullptr && inner_ == 1)
-        limits_[j] = call.inputs[j] + ((end - 1) * call.strides[j] + call.rows.columns) * size_;
-    }
-    bool converts_columns = false;
-    for (int j = 0; j < op_.columns; ++j) converts_columns |= !KeepColumns(j);
-    chunk_ =
-        direct_ && !converts_columns && (!op_.stores_values || keeps_rows_ || stores_in_output_)
-            ? std::numeric_limits<std::int64_t>::max()
-            : kChunkTiles;
-    if (op_.prepared_output >= 0 && call.outputs[op_.prepared_output] == nullptr)
-      chunk_ = kChunkTiles;
+    keeps_rows_ = fits && (op_.stores_values || !direct_);
+    stores_in_output_ = op_.stores_values && direct_ && !fits && op_.early_inputs == 1 &&
+                        call.outputs[0] != nullptr;
+    for (int j = 0; j < op_.columns; ++j) KeepColumns(j);
     std::fill_n(zeros_, kLanes, T(0));
     std::fill_n(&unused_sums_[0][0], kMaxOperands * kLanes, T(0));
     std::fill_n(&tail_sums_[0][0], kMaxOperands * kLanes, T(0));
@@ -127,11 +104,8 @@ class RowWorker {
       Reduce(phase);
       if (phase == 0) EndFirstPass();
     }
-    for (std::int64_t tile = 0; tile < whole_;) {
-      const std::int64_t count = std::min(chunk_, whole_ - tile);
-      WriteResults(tile, count, lanes_);
-      tile += count;
-    }
+    for (std::int64_t tile = 0; tile < whole_; tile += kChunkTiles)
+      WriteResults(tile, std::min(kChunkTiles, whole_ - tile), lanes_);
     if (tail_ > 0) WriteResults(whole_, 1, tail_);
   }
 
@@ -146,24 +120,22 @@ class RowWorker {
   static constexpr std::int64_t kChunkTiles = kChunkBytes / kTileBytes;
   static constexpr std::int64_t kChunk = kChunkTiles * kLanes;
 
-  // Prepares column input j. Returns whether it is in memory as T.
-  bool KeepColumns(int j) {
+  // Converts column input j, as far as there is room.
+  void KeepColumns(int j) {
     const char* const data = call_.columns[j];
     columns_[j] = nullptr;
     std::fill_n(default_columns_[j], kLanes, call_.defaults[j]);
-    if (data == nullptr) return true;
-    const auto& format = call_.column_format;
     std::fill_n(tail_columns_[j], kLanes, call_.defaults[j]);
+    if (data == nullptr) return;
+    const auto& format = call_.column_format;
     Load<T>(format, data + whole_ * kLanes * format.size, tail_, tail_columns_[j]);
     if (format.conversion == nullptr) {
       columns_[j] = reinterpret_cast<const T*>(data);
-      return true;
+    } else if ((j + 1) * whole_ * kTileBytes <= kKeptColumnBytes) {
+      T* const kept = kept_columns_ + j * whole_ * kLanes;
+      Load<T>(format, data, whole_ * kLanes, kept);
+      columns_[j] = kept;
     }
-    if ((j + 1) * whole_ * kTileBytes > kKeptColumnBytes) return false;
-    T* const kept = kept_columns_ + j * whole_ * kLanes;
-    Load<T>(format, data, whole_ * kLanes, kept);
-    columns_[j] = kept;
-    return true;
   }
 
   void Begin(std::int64_t row, std::int64_t lanes) {
@@ -195,7 +167,6 @@ class RowWorker {
     if (is_loaded_ || prepared == nullptr) return;
     for (int j = 0; j < op_.early_inputs; ++j) in_[j] = nullptr;
     in_[0] = prepared;
-    limits_[0] = nullptr;
   }
 
   // ------------------------------------------------------------------------------ tiles
@@ -203,14 +174,13 @@ class RowWorker {
   bool IsTail(std::int64_t lanes) const { return !lanes_are_rows_ && lanes < kLanes; }
   T* Kept(int j, std::int64_t tile) { return kept_rows_ + (j * row_tiles_ + tile) * kLanes; }
 
-  // Returns `count` tiles of a tensor; `copy` holds them where they are not in memory as T. Of a
-  // tail the missing lanes are what lies behind it in memory, up to `limit`, or zeros.
-  Operand<const T> Read(const char* base, const char* limit, std::int64_t tile, std::int64_t count,
-                        std::int64_t lanes, T* copy) const {
+  // Returns `count` tiles of a tensor; `copy` holds them where they are not in memory as T. Missing
+  // lanes of a tail are zeros.
+  Operand<const T> Read(const char* base, std::int64_t tile, std::int64_t count, std::int64_t lanes,
+                        T* copy) const {
     if (base == nullptr) return {zeros_, 0};
     const char* const from = base + tile * tile_step_ * size_;
-    if (direct_ && (!IsTail(lanes) || limit - from >= kTileBytes))
-      return {reinterpret_cast<const T*>(from), tile_step_};
+    if (direct_) return {reinterpret_cast<const T*>(from), tile_step_};
     const std::int64_t elements = (count - 1) * kLanes + lanes;
     if (lanes_are_rows_) {
       for (std::int64_t k = 0; k < count; ++k)
@@ -267,7 +237,7 @@ class RowWorker {
         tiles->inputs[j] = {Kept(j, tile), kLanes};
       } else {
         T* const copy = keeps_rows_ ? Kept(j, tile) : chunks_[j];
-        tiles->inputs[j] = Read(in_[j], limits_[j], tile, count, lanes, copy);
+        tiles->inputs[j] = Read(in_[j], tile, count, lanes, copy);
       }
     }
     if (!is_prepared_) Prepare(tile, count, lanes, tiles);
@@ -277,7 +247,7 @@ class RowWorker {
   // rounded.
   void Prepare(std::int64_t tile, std::int64_t count, std::int64_t lanes, Tiles<T>* tiles) {
     char* const out = out_[op_.prepared_output];
-    const bool in_output = direct_ && out != nullptr && !IsTail(lanes);
+    const bool in_output = direct_ && out != nullptr;
     Operand<T> prepared{keeps_rows_ ? Kept(0, tile) : chunks_[0], kLanes};
     if (in_output) prepared = {reinterpret_cast<T*>(out + tile * tile_step_ * size_), tile_step_};
     tiles->stored[0] = prepared;
@@ -294,16 +264,14 @@ class RowWorker {
   }
 
   // Where the last phase stores the row's values.
-  void SetStored(std::int64_t tile, std::int64_t lanes, Tiles<T>* tiles) {
+  void SetStored(std::int64_t tile, Tiles<T>* tiles) {
     for (int j = 0; j < op_.early_inputs; ++j) {
       if (keeps_rows_) {
         tiles->stored[j] = {Kept(j, tile), kLanes};
-      } else if (!stores_in_output_) {
-        tiles->stored[j] = {chunks_[j], kLanes};
-      } else if (IsTail(lanes)) {
-        tiles->stored[j] = {tail_stored_, 0};
-      } else {
+      } else if (stores_in_output_) {
         tiles->stored[j] = {reinterpret_cast<T*>(out_[0] + tile * tile_step_ * size_), tile_step_};
+      } else {
+        tiles->stored[j] = {chunks_[j], kLanes};
       }
     }
   }
@@ -338,12 +306,12 @@ class RowWorker {
     tiles.lanes = lanes;
     ReadEarly(tile, count, lanes, &tiles);
     SetColumns(tile, count, lanes, &tiles);
-    if (op_.stores_values && phase == op_.phases - 1) SetStored(tile, lanes, &tiles);
+    if (op_.stores_values && phase == op_.phases - 1) SetStored(tile, &tiles);
     RunStep(Step::kReduce, phase, &tiles, totals);
   }
   void AddTiles(int phase, std::int64_t begin, std::int64_t end, T* totals) {
     while (begin < end) {
-      const std::int64_t count = std::min(chunk_, end - begin);
+      const std::int64_t count = std::min(kChunkTiles, end - begin);
       AddTerms(phase, begin, count, lanes_, totals);
       begin += count;
     }
@@ -387,12 +355,11 @@ class RowWorker {
         alignas(64) T unused[kMaxTerms * kLanes];
         AddTerms(op_.phases - 1, tile, count, lanes, unused);
       }
-      SetStored(tile, lanes, &tiles);
-      for (int j = 0; j < op_.early_inputs; ++j)
-        tiles.inputs[j] = {tiles.stored[j].data, tiles.stored[j].step};
+      SetStored(tile, &tiles);
+      for (int j = 0; j < op_.early_inputs; ++j) tiles.inputs[j] = {zeros_, 0};
     }
     for (int j = op_.early_inputs; j < op_.inputs; ++j)
-      tiles.inputs[j] = Read(in_[j], limits_[j], tile, count, lanes, chunks_[j]);
+      tiles.inputs[j] = Read(in_[j], tile, count, lanes, chunks_[j]);
     SetColumns(tile, count, lanes, &tiles);
     for (int s = 0; s < op_.sums; ++s) {
       T* const sums = sums_ + s * call_.rows.columns + tile * kLanes;
@@ -400,18 +367,17 @@ class RowWorker {
       if (IsTail(lanes)) tiles.sums[s] = {tail_sums_[s], 0};
       if (sums_ == nullptr) tiles.sums[s] = {unused_sums_[s], 0};
     }
-    const bool direct = direct_ && !IsTail(lanes);
     for (int k = 0; k < op_.outputs; ++k) {
       if (!IsWanted(k)) {
         tiles.outputs[k] = {output_chunks_[k], 0};
-      } else if (direct) {
+      } else if (direct_) {
         tiles.outputs[k] = {reinterpret_cast<T*>(out_[k] + tile * tile_step_ * size_), tile_step_};
       } else {
         tiles.outputs[k] = {output_chunks_[k], kLanes};
       }
     }
     RunStep(Step::kResult, 0, &tiles, nullptr);
-    if (direct) return;
+    if (direct_) return;
     for (int k = 0; k < op_.outputs; ++k)
       if (IsWanted(k)) Write(output_chunks_[k], out_[k], tile, count, lanes);
   }
@@ -428,11 +394,9 @@ class RowWorker {
   const std::int64_t row_tiles_, tile_step_;
   T* const sums_;
   bool keeps_rows_, stores_in_output_;
-  std::int64_t chunk_;  // tiles that one step may take
 
   // The current rows.
   const char* in_[kMaxOperands];
-  const char* limits_[kMaxOperands];  // the end of the thread's rows
   char* out_[kMaxOperands];
   const T* columns_[kMaxOperands];
   std::int64_t lanes_;
@@ -442,7 +406,6 @@ class RowWorker {
   alignas(64) T zeros_[kLanes];
   alignas(64) T default_columns_[kMaxOperands][kLanes];
   alignas(64) T tail_columns_[kMaxOperands][kLanes];
-  alignas(64) T tail_stored_[kLanes];
   alignas(64) T tail_sums_[kMaxOperands][kLanes];
   alignas(64) T unused_sums_[kMaxOperands][kLanes];
   alignas(64) T chunks_[kMaxOperands][kChunk];
