@@ -1,12 +1,11 @@
 /* The C interface between a custom-op library and the runtimes' adapters.
  *
- * A library exports twinop_library(), which returns its table of ops. The ONNX Runtime adapter
- * (ort_customop/), linked into each library, and the torch adapter (torch_op/), a library of its
- * own, both read that table. Nothing else crosses the boundary: no C++ type, no memory that the
- * other side has to free, no exception.
+ * A library exports twinop_library(), which returns its table of ops. Two adapters read the table:
+ * the one for ONNX Runtime (ort_customop/), which is linked into each library, and the one for
+ * torch (torch_op/), which is a library of its own. Nothing else crosses the boundary: no C++ type,
+ * no memory that the other side frees, and no exception.
  *
- * The header is C99. Authors of ops use kernels/record/call.h and kernels/record/registry.h
- * instead.
+ * The header is C99. Authors of ops in C++ include kernels/record/registry.h instead.
  */
 #ifndef TWINOP_KERNELS_ABI_H_
 #define TWINOP_KERNELS_ABI_H_
@@ -18,9 +17,8 @@
 extern "C" {
 #endif
 
-/* Changes when a caller of the previous version would misread a structure. Fields that are added
- * at the end of twinop_op or twinop_table do not change it: their struct_size says that they are
- * there. */
+/* Changes when a caller of the previous version would misread a structure. A field that is added at
+ * the end of twinop_op or twinop_table does not change it: struct_size says whether it is there. */
 #define TWINOP_ABI_VERSION 1
 
 /* Element types (twinop_tensor.dtype). */
@@ -91,19 +89,19 @@ typedef struct twinop_call {
   size_t input_count; /* more than the schema lists where the last input repeats (Tensor[]) */
 } twinop_call;
 
-/* Receives the text of a failure, which is valid during the call only. The caller of a function
- * below owns it, and may keep more behind it. */
+/* Receives the text of a failure. The text is valid during the call only. The caller of the
+ * functions below owns the structure and may extend it. */
 typedef struct twinop_error {
   void (*set)(struct twinop_error* self, const char* text, size_t size);
 } twinop_error;
 
-/* Functions return 0 for success; any other value is a failure, whose text went to error->set. */
+/* Functions return 0 for success. Any other value is a failure, whose text they passed to
+ * error->set. */
 
-/* Queues the work and returns. It does not allocate device memory and does not synchronize. */
+/* Queues the work and returns. It neither allocates device memory nor synchronizes. */
 typedef int32_t (*twinop_launch)(const twinop_call* call, twinop_error* error);
 
-/* One op. Texts are NUL-terminated and never null; kernels/record/record.h documents each of them.
- */
+/* One op. Texts are NUL-terminated and never null. kernels/record/record.h documents them. */
 typedef struct twinop_op {
   size_t struct_size; /* sizeof(twinop_op) when the library was compiled */
   const char* schema;
@@ -116,22 +114,22 @@ typedef struct twinop_op {
   const char* rows;
   const char* layout; /* "elementwise" or "contiguous" */
   const char* memory; /* inputs that lie in host memory on every device, "lengths = host" */
-  twinop_launch cpu;  /* null: the op does not run there */
+  twinop_launch cpu;  /* null: the op does not run on this device */
   twinop_launch cuda;
-  /* The bytes of scratch memory that a call needs, from its inputs' shapes and its attributes;
-   * null: none. `call` has neither data nor outputs. */
+  /* Computes the bytes of scratch memory that a call needs from the shapes of its inputs and its
+   * attributes; null: none. `call` has neither data nor outputs. */
   int32_t (*scratch_size)(const twinop_call* call, int64_t* bytes, twinop_error* error);
-  /* Makes the state of one kernel (a node of a session; in torch, one combination of attributes and
-   * device); null: the op has none. `call` has the attributes, the context without a stream, and
-   * those inputs that are constant, in the memory that a launch gets them in; the others are not
-   * present. */
+  /* Makes the state of one kernel; null: the op has none. A kernel is a node of a session or, in
+   * torch, one combination of attributes and device. `call` has the attributes, the context without
+   * a stream, and the constant inputs, in the memory in which a launch gets them. Other inputs are
+   * not present. */
   int32_t (*create)(const twinop_call* call, void** state, twinop_error* error);
   void (*destroy)(void* state);
 } twinop_op;
 
 /* What a library holds. */
 typedef struct twinop_table {
-  uint32_t abi_version; /* of the structures that the table leads to; stays the first field */
+  uint32_t abi_version; /* of all these structures; stays the first field */
   uint32_t struct_size; /* sizeof(twinop_table) when the library was compiled */
   const char* twinop_version;
   const char* domain;
@@ -141,7 +139,7 @@ typedef struct twinop_table {
   const twinop_op* const* ops;
 } twinop_table;
 
-/* The table in the ABI version wanted, or, from a library that has another one only, its own. */
+/* Returns the table in the wanted ABI version, or in the library's own if it has no other. */
 typedef const twinop_table* (*twinop_library_function)(uint32_t wanted_abi);
 
 #if defined(__GNUC__)

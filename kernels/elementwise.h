@@ -32,11 +32,11 @@ constexpr int ArityOf() {
   return 0;
 }
 
-// Number of tensors that the functor reads.
+// The number of tensors that the functor reads.
 template <template <class> class F>
 inline constexpr int kArity = ArityOf<F<float>, float>();
 
-// What a functor with several outputs returns: `return elementwise::Results<T, 2>{{a, b}};`
+// The value of a functor with several outputs: `return elementwise::Results<T, 2>{{a, b}};`
 template <class T, int kCount>
 struct Results {
   T values[kCount];
@@ -55,11 +55,11 @@ constexpr int OutputsOf() {
   return 0;
 }
 
-// Number of tensors that the functor writes.
+// The number of tensors that the functor writes.
 template <template <class> class F>
 inline constexpr int kResults = OutputsOf<F<float>, float, kArity<F>>();
 
-// The functor for a call: made from the call where it has attributes.
+// Makes the functor of a call, from the call if the functor has attributes.
 template <class F, class AnyCall>
 F MakeFunctor(const AnyCall& call) {
   if constexpr (std::is_constructible_v<F, const AnyCall&>) {
@@ -73,7 +73,7 @@ F MakeFunctor(const AnyCall& call) {
   }
 }
 
-// A plain struct: it is a kernel parameter, and std::array's accessors are host functions.
+// A plain struct, because it is a kernel parameter and std::array's accessors are host functions.
 template <class T, int kCount>
 struct Pointers {
   T* pointers[kCount];
@@ -101,6 +101,16 @@ Outputs<T, kOutputs> OutputPointers(const Call& call) {
 
 }  // namespace twinop::elementwise
 
+namespace twinop::elementwise {
+
+// The launchers of a functor on each device.
+template <template <class> class F, class AnyCall>
+Status Cpu(const AnyCall& call);
+template <template <class> class F, class AnyCall>
+Status Cuda(const AnyCall& call);
+
+}  // namespace twinop::elementwise
+
 #if defined(__CUDACC__)
 #include "kernels/elementwise/cuda.cuh"
 #include "kernels/elementwise/strided_cuda.cuh"
@@ -110,8 +120,8 @@ Outputs<T, kOutputs> OutputPointers(const Call& call) {
 
 namespace twinop::elementwise {
 
-// The launcher of a functor, for the device that this compiler builds for. It checks the functor
-// against the op's record.
+// Runs a functor on the device that this compiler builds for. Checks the functor against the op's
+// record.
 template <template <class> class F, class Op>
 Status Launcher(const CallOf<Op>& call) {
   constexpr const Schema& kSchema = Op::kRecord.schema;
@@ -132,7 +142,7 @@ Status Launcher(const CallOf<Op>& call) {
   }
 }
 
-// The same on tensors that are not those of the op's schema, for a functor without attributes.
+// Runs a functor without attributes on tensors other than those of the op's schema.
 template <template <class> class F>
 Status Launcher(const Call& call) {
 #if defined(__CUDACC__)
@@ -144,14 +154,13 @@ Status Launcher(const Call& call) {
 
 }  // namespace twinop::elementwise
 
-// TWINOP_ELEMENTWISE(id, Functor, record), in namespace twinop: an op whose launchers are those of
-// the functor.
+// TWINOP_ELEMENTWISE(id, Functor, record), in namespace twinop, registers an elementwise op.
 #define TWINOP_ELEMENTWISE(id, Functor, ...) \
   TWINOP_OP(id, (__VA_ARGS__).elementwise(), elementwise::Launcher<Functor>)
 
-// TWINOP_UNARY(silu, Silu, x): an op y = f(x) with its derivative. It declares silu (functor Silu)
-// and silu_backward (functor SiluBackward, of grad_y and x). The last argument is what the
-// derivative is computed from, x or y.
+// TWINOP_UNARY(silu, Silu, x) registers an op y = f(x) and its derivative: silu with the functor
+// Silu, and silu_backward with the functor SiluBackward of grad_y and x. The last argument is the
+// tensor that the derivative is computed from, x or y.
 #define TWINOP_UNARY(id, Functor, of)                                      \
   TWINOP_ELEMENTWISE(id, Functor,                                          \
                      Record(#id "(Tensor x) -> Tensor")                    \

@@ -1,5 +1,6 @@
-// TWINOP_LIBRARY("custom_domain", 1): in one source file of each library, its table of ops
-// (kernels/abi.h) and its description for tools. cmake/TwinopOp.cmake writes that file.
+// TWINOP_LIBRARY("custom_domain", 1) defines a library's table of ops (kernels/abi.h) and its
+// description for tools. One source file of each library has it; cmake/TwinopOp.cmake writes that
+// file.
 #pragma once
 
 #include <cstddef>

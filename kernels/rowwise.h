@@ -1,5 +1,5 @@
 // The row-wise skeleton: an op is a functor over compute types that says what is summed over a row
-// and what becomes of each element. The skeleton reads each row once and holds it.
+// and what each element becomes. The skeleton reads each row once and keeps it on the chip.
 //
 //   template <class T>
 //   struct RmsNorm : rowwise::Defaults {
@@ -16,12 +16,12 @@
 //   TWINOP_ROWWISE(rms_norm, RmsNorm, Record("rms_norm(Tensor x, ...) -> Tensor").rows("-1")...)
 //
 // The values of an element have the order of kRows and kColumns. The record's `rows` says what a
-// row of the first of kRows is. The op's outputs are first the rows of the results, then the column
+// row of the first of kRows is. The op's first outputs are the results, and the others are column
 // sums.
 //
-// A functor is copied for each row: Finish keeps what the later phases need (a mean, a maximum) in
-// its members. Term may replace the row's values (softmax puts the exponentials there); where a row
-// is too wide to hold, the skeleton computes them again.
+// Each row has its own copy of the functor. Finish keeps in its members what later phases need (a
+// mean, a maximum). Term may replace the row's values (softmax stores the exponentials there). If a
+// row is too wide to hold, the skeleton computes them again.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ namespace twinop::rowwise {
 
 // ---------------------------------------------------------------------------------- a functor
 
-// The values of one element: of each row input, each column input, each result.
+// The values of one element: one for each row input, column input, or result.
 template <class T, int N>
 struct Values {
   T values[N > 0 ? N : 1];
@@ -48,13 +48,13 @@ struct Values {
   TWINOP_INLINE const T& operator[](int i) const { return values[i]; }
 };
 
-// Terms that are products, each added to its sum with one rounding.
+// Terms that are products. Each is added to its sum with one rounding.
 template <class T, int N>
 struct Products {
   Values<T, N> first, second;
 };
 
-// The t-th sum with the t-th of the terms added.
+// Adds the t-th term to its sum.
 template <class T, int N>
 TWINOP_INLINE T WithTerm(T sum, const Values<T, N>& terms, int t) {
   return sum + terms[t];
@@ -64,7 +64,7 @@ TWINOP_INLINE T WithTerm(T sum, const Products<T, N>& terms, int t) {
   return Fma(terms.first[t], terms.second[t], sum);
 }
 
-// A value as it will be read again from a tensor of S.
+// A value as a tensor of S stores it.
 template <class S, class T>
 TWINOP_INLINE T Rounded(T value) {
   S stored;
@@ -95,14 +95,14 @@ struct Reductions {
 template <int I>
 using Phase = std::integral_constant<int, I>;
 
-// How the op's first row input is cut into rows.
+// The rows of a tensor.
 struct Rows {
   std::int64_t count = 0;    // rows
   std::int64_t columns = 0;  // elements of a row
-  std::int64_t inner = 1;    // rows that lie side by side: a row's neighbours are `inner` apart
+  std::int64_t inner = 1;    // distance of a row's neighbouring elements
 };
 
-// One row is everything behind `axis` (layer norm).
+// A row is all dimensions from `axis` on (layer norm).
 inline Rows RowsBehind(const Tensor& x, std::int64_t axis) {
   const std::int64_t rank = static_cast<std::int64_t>(x.rank);
   if (axis < 0) axis += rank;
@@ -111,7 +111,7 @@ inline Rows RowsBehind(const Tensor& x, std::int64_t axis) {
   return rows;
 }
 
-// One row goes along `dim` (softmax).
+// A row lies along `dim` (softmax).
 inline Rows RowsAlong(const Tensor& x, std::int64_t dim) {
   const std::int64_t rank = static_cast<std::int64_t>(x.rank);
   if (dim < 0) dim += rank;
@@ -124,28 +124,29 @@ inline Rows RowsAlong(const Tensor& x, std::int64_t dim) {
   return rows;
 }
 
-// What a functor inherits, and may say otherwise.
+// The defaults that a functor inherits.
 struct Defaults {
   // Inputs with one value a column.
   static constexpr auto kColumns = Names();
   static constexpr int kRowOutputs = 1;  // the op's first outputs
-  // Sums over all rows, one a column: the op's outputs behind the rows (grad_weight, grad_bias).
+  // Sums over all rows, one a column: the op's last outputs (grad_weight, grad_bias).
   static constexpr int kColumnSums = 0;
-  // The last of kRows that only Result looks at: read there, not held through the reductions.
+  // How many of the last of kRows only Result uses. They are read there and not held through the
+  // reductions.
   static constexpr int kLateInputs = 0;
-  // Whether Term replaces the row's values by what is dear to compute again (on the CPU, where a
-  // row of values as they lie in memory is read again, not held).
+  // Whether Term replaces the row's values by values that are expensive to compute again. (The CPU
+  // reads other rows again instead of holding them.)
   static constexpr bool kReplacesValues = false;
-  // Whether the phases are the sum of a term and the squares of what is left of it without its
+  // Whether the phases are the sum of a value and the sum of squares of its deviations from the
   // mean.
   static constexpr bool kMoments = false;
 
-  // Where nothing is needed of a row but one value of each element, and that value is an output too
-  // (a residual sum): that output. Prepared(row) is the value; as the output has it, rounded, it is
-  // the first of the row's values from then on.
+  // If all later steps use one value computed from an element's row inputs, and that value is an
+  // output too (a residual sum): the output's index. Prepared(row) computes the value. Rounded as
+  // in the output, it then replaces the first of the row's values.
   static constexpr int kPreparedOutput = -1;
 
-  // What an absent column input stands for. (An absent row input is zeros.)
+  // The value of an absent column input. (An absent row input is zero.)
   TWINOP_INLINE static float Neutral(int) { return 0; }
 };
 
@@ -158,7 +159,7 @@ inline constexpr int kColumnInputs = static_cast<int>(F::kColumns.size());
 template <class F>
 inline constexpr int kPhases = F::Phases::kCount;
 
-// What a phase's terms add up to.
+// The sums of a phase.
 template <class T, int N>
 Values<T, N> SumsOf(const Values<T, N>&);
 template <class T, int N>
@@ -168,7 +169,7 @@ using Terms = decltype(SumsOf(std::declval<F>().Term(Phase<kPhase>{},
                                                      std::declval<Values<T, kRowInputs<F>>&>(),
                                                      std::declval<Values<T, kColumnInputs<F>>>())));
 
-// A row's values as they are after the phases before kPhase, from the prepared values.
+// Turns prepared values into those that kPhase gets.
 template <int kPhase, class F, class T, int kRow, int kColumn>
 TWINOP_INLINE void ReplayPhases(const F& functor, Values<T, kRow>& row,
                                 const Values<T, kColumn>& column) {
@@ -178,7 +179,7 @@ TWINOP_INLINE void ReplayPhases(const F& functor, Values<T, kRow>& row,
   }
 }
 
-// The same from the values just read.
+// Turns values that were just read into those that kPhase gets.
 template <int kPhase, class S, class F, class T, int kRow, int kColumn>
 TWINOP_INLINE void Replay(const F& functor, Values<T, kRow>& row,
                           const Values<T, kColumn>& column) {
@@ -188,11 +189,11 @@ TWINOP_INLINE void Replay(const F& functor, Values<T, kRow>& row,
 
 // ---------------------------------------------------------------------------------- scratch memory
 
-// Sums over all rows go through partial sums, in an order that the shape alone decides.
+// Sums over all rows are computed from partial sums, in an order that depends on the shape only.
 //
-// The scratch memory begins with the functors of rows that are too wide to sum on the way,
-// kMaxFunctorBytes each. Behind them lie the partial sums, two of at most 8 bytes a column: at most
-// kPartials of them, and fewer where there are many columns.
+// The scratch memory holds the functors of rows that are too wide to sum in one pass,
+// kMaxFunctorBytes each. After them it holds the partial sums, two of at most 8 bytes a column: at
+// most kPartials of them, and fewer if there are many columns.
 inline constexpr int kPartials = 528;
 inline constexpr std::int64_t kMaxFunctorBytes = 64;
 constexpr std::int64_t ColumnSumsBytes(std::int64_t rows, std::int64_t columns) {
@@ -205,7 +206,7 @@ constexpr std::int64_t ColumnSumsBytes(std::int64_t rows, std::int64_t columns) 
 }
 // ---------------------------------------------------------------------------------- a call
 
-// The tensors of a call: rows of S, one value a column of W.
+// The tensors of a call: rows have element type S, column inputs and column sums have W.
 template <class F, class S, class W>
 struct Arguments {
   static constexpr int kInputs = kRowInputs<F>;
@@ -219,17 +220,17 @@ struct Arguments {
   Rows rows;
 };
 
-// Elements between the starts of two rows: the leading dimensions collapse to one stride (the
-// record's .rows says so, the binding sees to it).
+// The number of elements between the starts of two rows. The leading dimensions collapse to one
+// stride, as the record's `rows` asks of the adapters.
 inline std::int64_t RowStride(const Tensor& tensor, const Rows& rows) {
   if (tensor.strides == nullptr || rows.inner != 1) return rows.columns;
-  std::int64_t behind = 1;  // elements of a row seen so far, from the last dimension on
+  std::int64_t behind = 1;  // elements of the dimensions after i
   for (std::size_t i = tensor.rank; i-- > 0; behind *= tensor.sizes[i])
     if (behind >= rows.columns && tensor.sizes[i] > 1) return tensor.strides[i];
   return rows.columns;
 }
 
-// The op's inputs of these names, as indices.
+// The indices of the op's inputs with these names, and one more entry.
 template <class Op, std::size_t kCount>
 constexpr std::array<int, kCount + 1> Indices(const std::array<std::string_view, kCount>& names) {
   std::array<int, kCount + 1> indices{};
@@ -242,7 +243,7 @@ inline constexpr auto kRowIndices = Indices<Op>(F::kRows);
 template <class F, class Op>
 inline constexpr auto kColumnIndices = Indices<Op>(F::kColumns);
 
-// How the record's `rows` cuts the functor's first row input.
+// The rows of the functor's first row input, as the record's `rows` says.
 template <class F, class Op>
 Rows RowsOf(const CallOf<Op>& call) {
   constexpr RowDimension kDimension = Op::kRecord.row_dimension;
@@ -270,7 +271,7 @@ Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
   return arguments;
 }
 
-// The functor of a call: made from the call where it has attributes or needs the rows' size.
+// Makes the functor of a call, from the call and its rows if the functor has such a constructor.
 template <class F, class Op>
 F MakeFunctor(const CallOf<Op>& call, const Rows& rows) {
   if constexpr (std::is_constructible_v<F, const CallOf<Op>&, const Rows&>) {
@@ -283,8 +284,8 @@ F MakeFunctor(const CallOf<Op>& call, const Rows& rows) {
   }
 }
 
-// Calls body(functor, Arguments) for the call's types: rows of one type, column inputs of the same
-// or, for 16-bit rows, of float32.
+// Calls body(functor, Arguments) for the call's types. Column inputs have the type of the rows or,
+// if the rows have 16-bit types, float32.
 template <template <class> class F, class Op, class Body>
 [[gnu::always_inline]] inline Status DispatchRows(const CallOf<Op>& call, Body&& body) {
   return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
@@ -298,8 +299,7 @@ template <template <class> class F, class Op, class Body>
         if (column.present && column.dtype == DType::kFloat32)
           return body(functor, MakeArguments<Functor, S, float>(call, rows));
       }
-      // A backward op's weight may be absent where its bias, of which only the gradient matters, is
-      // not.
+      // If the weight of a backward op is absent, the gradient of its bias has the type.
       for (int i = 0; i < Functor::kColumnSums; ++i)
         if (call.outputs[Functor::kRowOutputs + i].dtype == DType::kFloat32)
           return body(functor, MakeArguments<Functor, S, float>(call, rows));
@@ -307,6 +307,12 @@ template <template <class> class F, class Op, class Body>
     return body(functor, MakeArguments<Functor, S, S>(call, rows));
   });
 }
+
+// The launchers of a functor on each device.
+template <template <class> class F, class Op>
+Status Cpu(const CallOf<Op>& call);
+template <template <class> class F, class Op>
+Status Cuda(const CallOf<Op>& call);
 
 }  // namespace twinop::rowwise
 
@@ -346,8 +352,8 @@ constexpr bool AllFound(const std::array<int, kCount>& indices) {
   return true;
 }
 
-// Checks a functor against its op's record and against what the skeleton can do. A template
-// argument list in the compiler's message names the functor and the op.
+// Checks a functor against its op's record and against the limits of the skeleton. The compiler's
+// message names the functor and the op.
 template <class F, class T, class Op>
 constexpr bool CheckFunctor() {
   constexpr const Record& kRecord = Op::kRecord;
@@ -376,14 +382,14 @@ constexpr bool CheckFunctor() {
                       (sizeof(Terms<F, T, 0>) == sizeof(T) &&
                        sizeof(Terms<F, T, kPhases<F> - 1>) == sizeof(T)),
                   "a functor without column inputs sums one term in each phase");
-  // (The kernel for rows whose elements lie apart has neither.)
+  // (The kernel for rows along an inner dimension has neither.)
   static_assert((kColumnInputs<F> == 0 && !kSums) || kRecord.row_dimension.to_the_end ||
                     (kRecord.row_dimension.attribute < 0 && kRecord.row_dimension.value == -1),
                 "an op with column inputs or column sums has .rows(\"axis:\") or .rows(\"-1\")");
   return true;
 }
 
-// The launcher of a functor, for the device that this compiler builds for.
+// Runs a functor on the device that this compiler builds for.
 template <template <class> class F, class Op>
 Status Launcher(const CallOf<Op>& call) {
   if constexpr (CheckFunctor<F<double>, double, Op>()) {
@@ -413,7 +419,6 @@ constexpr Record RecordOf(const Record& record) {
 
 }  // namespace twinop::rowwise
 
-// TWINOP_ROWWISE(id, Functor, record), in namespace twinop: an op whose launchers and scratch
-// memory are those of the functor.
+// TWINOP_ROWWISE(id, Functor, record), in namespace twinop, registers a row-wise op.
 #define TWINOP_ROWWISE(id, Functor, ...) \
   TWINOP_OP(id, (rowwise::RecordOf<Functor<double>, Op>(__VA_ARGS__)), rowwise::Launcher<Functor>)

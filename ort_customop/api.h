@@ -1,4 +1,4 @@
-// Small helpers over ORT's C API: statuses, and the type and shape of a tensor.
+// Helpers over ORT's C API: statuses, and the type and shape of a tensor.
 #pragma once
 
 #include <exception>
@@ -30,7 +30,7 @@ inline OrtStatusPtr ToOrt(const OrtApi* api, const Status& status, OrtErrorCode 
   return status.ok() ? nullptr : api->CreateStatus(code, status.message().c_str());
 }
 
-// Runs `body` at the C boundary: nothing that C++ throws goes into ORT's frames.
+// Runs `body` at the C boundary. No C++ exception enters ORT's frames.
 template <class Body>
 OrtStatusPtr Guard(const OrtApi* api, Body&& body) {
   try {
@@ -57,9 +57,8 @@ OrtStatusPtr Guard(const OrtApi* api, Body&& body) {
       return ::twinop::ort::TakeError((api), error_); \
   } while (false)
 
-// GetTensorElementTypeAndShapeDataReference, API 24: type and dimensions without a copy (155
-// instead of 223 ns per node). Older headers do not declare it, so its place in OrtApi is written
-// here.
+// GetTensorElementTypeAndShapeDataReference of API 24 returns type and dimensions without a copy.
+// Older headers do not declare it, so its offset in OrtApi is given here.
 using TypeAndShapeReference = OrtStatusPtr(ORT_API_CALL*)(const OrtValue*,
                                                           ONNXTensorElementDataType*,
                                                           const std::int64_t**, std::size_t*);

@@ -1,4 +1,4 @@
-// A node's attributes, read once when its kernel is created.
+// Reads a node's attributes when its kernel is created.
 #include "ort_customop/api.h"
 
 namespace twinop::ort {
@@ -25,7 +25,7 @@ bool GetFloat(const OrtApi* api, const OrtKernelInfo* info, const char* name, At
 bool GetString(const OrtApi* api, const OrtKernelInfo* info, const char* name, Attribute* value,
                AttributeStorage* storage) {
   std::size_t size = 0;
-  // The first call only asks for the size, and says so with a failure on some versions.
+  // The first call asks for the size only. Some versions return a failure with it.
   Ok(api, api->KernelInfoGetAttribute_string(info, name, nullptr, &size));
   if (size == 0) return false;
   std::string& text = storage->text;
@@ -42,7 +42,7 @@ bool GetIntList(const OrtApi* api, const OrtKernelInfo* info, const char* name, 
   Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &count));
   if (count == 0) return false;
   value->count = count;
-  if (count > kMaxList) return true;  // refused by the caller
+  if (count > kMaxList) return true;  // the caller refuses it
   value->ints = storage->ints;
   return Ok(api, api->KernelInfoGetAttributeArray_int64(info, name, storage->ints, &count));
 }
@@ -73,8 +73,7 @@ Status ReadAttributes(const Record& record, const OrtApi* api, const OrtKernelIn
     const std::string name(argument.name.view());
     const Reader& wanted = ReaderOf(argument.kind);
     if (!wanted.get(api, info, name.c_str(), &values[i], &storage[i])) {
-      // ORT gives one code for an attribute that is missing and for one of another type: try the
-      // others.
+      // ORT has one error code for a missing attribute and for one of another type. Try all types.
       for (const Reader& reader : kReaders) {
         Attribute other;
         AttributeStorage other_storage;

@@ -1,4 +1,4 @@
-// The creation of a kernel: the node's attributes, the device and the op's state.
+// Creates a kernel: the node's attributes, the device and the op's state.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -10,7 +10,7 @@ namespace {
 
 using Sizes = std::int64_t[kMaxRank];
 
-// The device's allocator and, on CUDA, which device it is.
+// Finds the device's allocator and, on CUDA, the index of the device.
 Status FindDevice(const OrtKernelInfo* info, Kernel* kernel) {
   const OrtApi* api = kernel->api;
   if (!kernel->op->on_cuda && kernel->op->record->scratch_size == nullptr) return {};
@@ -25,7 +25,7 @@ Status FindDevice(const OrtKernelInfo* info, Kernel* kernel) {
   return {};
 }
 
-// Calls the op's `create` with the inputs that are initializers of the model.
+// Makes the op's state. The constant inputs are the initializers of the model.
 Status CreateState(const OrtKernelInfo* info, Kernel* kernel) {
   const OrtApi* api = kernel->api;
   const Record& record = *kernel->op->record;
@@ -47,10 +47,7 @@ Status CreateState(const OrtKernelInfo* info, Kernel* kernel) {
   const Context context = ContextOf(*kernel);
   Call call = CallOf(*kernel, inputs.data(), inputs.size(), nullptr);
   call.context = &context;
-  ErrorText error;
-  if (record.create_state(ToC(call), &kernel->state, &error) == 0) return {};
-  kernel->state = nullptr;
-  return Status::Error("creating its state failed: " + error.text);
+  return twinop::CreateState(record, call, &kernel->state);
 }
 
 }  // namespace

@@ -1,8 +1,6 @@
-// A run of a kernel.
-//
-// Compute is the sequence that every binding has: views of the inputs, check, outputs, empty
-// return, stream, launch. ORT has checked the dtypes and allocates the outputs; the launcher makes
-// the kernel's device the current one.
+// A run of a kernel: views of the inputs, checks, outputs, empty return, scratch, stream, launch.
+// ORT has checked the dtypes and allocates the outputs. The launcher makes the kernel's device the
+// current one.
 #include "ort_customop/kernel.h"
 
 #include <algorithm>
@@ -15,7 +13,7 @@
 namespace twinop::ort {
 namespace {
 
-// The inputs of one call. An op with a repeated input may have more than fit here.
+// The inputs of one call. Those of an op with a repeated input may be too many for the arrays.
 struct Inputs {
   using Sizes = std::int64_t[kMaxRank];
 
@@ -30,7 +28,7 @@ struct Inputs {
     const OrtApi* api = kernel.api;
     const std::size_t listed = kernel.op->record->schema.input_count;
     Sizes* sizes = few_sizes;
-    std::size_t given = 0;  // a node may leave out optional inputs at its end
+    std::size_t given = 0;  // a node may omit optional inputs at its end
     TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInputCount(context, &given));
     count = std::max(listed, given);
     if (__builtin_expect(count > kMaxArguments, false)) {
@@ -74,8 +72,8 @@ struct Pool {
   OrtKernelContext* context;
 };
 
-// ORT's intra-op pool runs `pieces` calls, each an equal share of the range, in one batch per
-// thread (0 below; a batch per piece measured the same, with a busy neighbour too).
+// ORT's intra-op pool runs a call for each piece of the range, in one batch for each thread (the 0
+// below).
 void ParallelFor(void* pool, std::int64_t count, std::int64_t grain, Context::Range range,
                  void* argument) {
   struct Work {
@@ -96,7 +94,7 @@ void ParallelFor(void* pool, std::int64_t count, std::int64_t grain, Context::Ra
                                 work.range(begin, end, work.argument);
                               },
                               pieces, 0, &work));
-  if (!status.ok()) range(0, count, argument);  // no pool: this thread does it all
+  if (!status.ok()) range(0, count, argument);  // without a pool, this thread does all the work
 }
 
 // Queues the kernel.
@@ -106,7 +104,7 @@ TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_contex
   Context context = ContextOf(kernel);
   context.parallel_for = ParallelFor;
   context.pool = &pool;
-  if (kernel.op->on_cuda)  // in every call: ORT may run a session on another stream next time
+  if (kernel.op->on_cuda)  // in every call, because ORT may use another stream in the next run
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->KernelContext_GetGPUComputeStream(ort_context, &context.stream));
   call->context = &context;
@@ -124,10 +122,7 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   Call call = CallOf(kernel, inputs.tensors, inputs.count, outputs);
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
 
-  bool empty = true;
-  for (std::size_t i = 0; i < record.schema.output_count; ++i)
-    empty = empty && outputs[i].numel == 0;
-  if (empty) return {};
+  if (AllEmpty(record, outputs)) return {};
   Scratch scratch(kernel.allocator);
   std::int64_t bytes = 0;
   TWINOP_RETURN_IF_ERROR(ScratchBytes(record, call, &bytes));

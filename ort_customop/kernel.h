@@ -1,4 +1,4 @@
-// A kernel: what ORT creates for a node (create.cpp) and calls for a run (kernel.cpp).
+// A kernel, which ORT creates for a node (create.cpp) and runs (kernel.cpp).
 #pragma once
 
 #include <memory>
@@ -8,17 +8,16 @@
 
 namespace twinop::ort {
 
-// Small: what a run reads of each node's kernel is one cache line, and few pages for a model of
-// many nodes.
+// The fields that a run reads come first and fit in one cache line.
 struct Kernel {
   const Op* op;
   const OrtApi* api;
   TypeAndShapeReference type_and_shape;  // null before ORT 1.24
-  OrtAllocator* allocator = nullptr;     // of the device; null if nothing asks for it
+  OrtAllocator* allocator = nullptr;     // of the device; null if the op does not need it
   std::unique_ptr<Attribute[]> attributes;
   void* state = nullptr;
   std::int32_t device_index = 0;
-  std::unique_ptr<AttributeStorage[]> storage;  // what the attributes point to
+  std::unique_ptr<AttributeStorage[]> storage;  // of the attributes
   std::string node;                             // its name in the model
 
   ~Kernel() {
@@ -33,7 +32,8 @@ inline Status AtNode(const Kernel& kernel, const Status& status) {
                        kernel.node + "' (" + provider + "): " + status.message());
 }
 
-// Dimensions of a tensor: ORT's own memory where the runtime shows it, else copied to `buffer`.
+// Reads the dimensions of a tensor: in ORT's own memory, or copied to `buffer` by runtimes before
+// 1.24.
 inline Status ReadShape(const Kernel& kernel, const OrtValue* value, std::int64_t* buffer,
                         Tensor* tensor) {
   const OrtApi* api = kernel.api;
@@ -65,11 +65,11 @@ inline std::int64_t Numel(const std::int64_t* sizes, std::size_t rank) {
   return numel;
 }
 
-// A view of the tensor behind `value`, which is the op's input `i`.
+// Makes a view of `value`, which is the op's input `i`.
 inline Status ReadTensor(const Kernel& kernel, const OrtValue* value, std::size_t i,
                          std::int64_t* buffer, Tensor* tensor) {
   TWINOP_RETURN_IF_ERROR(ReadShape(kernel, value, buffer, tensor));
-  // The C API has one accessor, which is not const; inputs are only read.
+  // The only accessor is not const. Inputs are only read.
   TWINOP_RETURN_IF_ORT_ERROR(
       kernel.api, kernel.api->GetTensorMutableData(const_cast<OrtValue*>(value), &tensor->data));
   tensor->numel = Numel(tensor->sizes, tensor->rank);

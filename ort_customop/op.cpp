@@ -7,8 +7,7 @@ namespace {
 
 const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
 
-// ORT's GetMayInplace gets no op pointer, so the answer is in the function's type: one function for
-// each (input, output) pair.
+// GetMayInplace gets no op pointer, so there is one function for each pair of input and output.
 template <int kInput, int kOutput>
 std::size_t MayInplace(int** input, int** output) {
   *input = static_cast<int*>(std::malloc(sizeof(int)));
@@ -30,8 +29,7 @@ constexpr MayInplaceFunction kMayInplace[4][2] = {{MayInplace<0, 0>, MayInplace<
                                                   {MayInplace<2, 0>, MayInplace<2, 1>},
                                                   {MayInplace<3, 0>, MayInplace<3, 1>}};
 
-// The first pair that the record allows; ORT reuses one buffer per output, and one is what an op
-// has to offer.
+// Returns the function for the first pair that the record allows.
 MayInplaceFunction FindMayInplace(const Record& record) {
   for (std::size_t output = 0; output < record.schema.output_count && output < 2; ++output) {
     int input = record.InPlaceInput(output);
@@ -129,7 +127,7 @@ Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combina
   op.CreateKernelV2 = CreateKernel;
   op.KernelComputeV2 = FindCompute(record, api24);
   op.KernelDestroy = DestroyKernel;
-  // An absent input in the middle of the list together with this callback crashes ORT before 1.24.
+  // Before 1.24, ORT crashes if a node omits an input in the middle and this callback exists.
   if (!schema.HasOptionalInput() || runtime_minor >= 24) op.InferOutputShapeFn = InferShapes;
   op.GetMayInplace = FindMayInplace(record);
   if (op.GetMayInplace != nullptr) op.ReleaseMayInplace = ReleaseMayInplace;

@@ -1,5 +1,5 @@
-// One OrtCustomOp per (record, dtype combination, execution provider): the raw C struct, which
-// serves the widest range of runtimes and costs the least per call, with the record behind it.
+// One OrtCustomOp for each record, dtype combination and execution provider. It is the raw C
+// struct, which works with the widest range of runtimes and has the lowest cost per call.
 #pragma once
 
 #define ORT_API_MANUAL_INIT
@@ -11,7 +11,7 @@
 
 namespace twinop::ort {
 
-// The oldest API that has every function used here, apart from TypeAndShapeReference (api.h).
+// The oldest API that has all functions used here except TypeAndShapeReference (api.h).
 inline constexpr std::uint32_t kApiVersion = 18;
 
 struct Op : OrtCustomOp {
@@ -29,7 +29,7 @@ struct Op : OrtCustomOp {
 Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,
           const OrtApi* api, const OrtApi* api24, int runtime_minor);
 
-// Callbacks that live in files of their own.
+// Callbacks in files of their own.
 OrtStatusPtr CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
                           void** kernel);
 using ComputeFunction = OrtStatusPtr(ORT_API_CALL*)(void* kernel, OrtKernelContext* context);

@@ -1,4 +1,4 @@
-// RegisterCustomOps: what ONNX Runtime calls when it loads the library.
+// RegisterCustomOps, which ONNX Runtime calls when it loads the library.
 #include <cstdlib>
 #include <deque>
 #include <memory>
@@ -16,7 +16,7 @@ int RuntimeMinor(const OrtApiBase* base) {
   return std::atoi(version.substr(version.find('.') + 1).c_str());
 }
 
-// The ops and their domain. Sessions keep pointers to them, so they live until the process ends.
+// The ops and their domain. Sessions point to them, so they live until the process ends.
 class Library {
  public:
   Status Build(const twinop_table& table, const OrtApiBase* base, const OrtApi* api) {

@@ -1,4 +1,4 @@
-// Scratch memory of one launch, from ORT's own arena.
+// The scratch memory of one launch, from ORT's arena.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace twinop::ort {
 
-// Given back when it leaves the scope. On CUDA the kernel is only queued then: the memory was taken
-// for the run's stream, and the arena makes other streams wait for that one before they get it.
+// Frees the memory when it leaves the scope. The memory belongs to the run's stream: on CUDA, where
+// the kernel is only queued by then, the arena makes other streams wait before they reuse it.
 class Scratch {
  public:
-  // `allocator` is the execution provider's, of the kernel; null if the op needs no scratch.
+  // `allocator` is that of the kernel's execution provider, or null if the op needs no scratch.
   explicit Scratch(OrtAllocator* allocator) : allocator_(allocator) {}
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -28,8 +28,8 @@ class Scratch {
       TWINOP_RETURN_IF_ORT_ERROR(
           api, api->KernelContext_GetScratchBuffer(context, memory, bytes, &data_));
     } else {
-      data_ = allocator_->Alloc(allocator_,
-                                bytes);  // GetScratchBuffer crashes without a stream (1.18, 1.20)
+      // GetScratchBuffer crashes without a stream (1.18, 1.20).
+      data_ = allocator_->Alloc(allocator_, bytes);
     }
     return data_ != nullptr
                ? Status()

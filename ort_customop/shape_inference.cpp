@@ -1,4 +1,4 @@
-// Output shapes at session creation, from the record's shape expressions.
+// Infers output shapes at session creation from the record's shape expressions.
 #include <memory>
 
 #include "kernels/record/check.h"
@@ -22,7 +22,7 @@ Status ReadInput(const OrtApi* api, OrtShapeInferContext* context, std::size_t i
   TWINOP_RETURN_IF_ORT_ERROR(api, api->GetTensorElementType(info, type));
   std::size_t rank = 0;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->GetDimensionsCount(info, &rank));
-  // ORT shows an unknown rank as rank 0, so a scalar cannot be told from it.
+  // ORT shows an unknown rank as rank 0, like that of a scalar.
   if (rank == 0 || rank > kMaxRank) {
     shape->known_rank = false;
     return {};
@@ -46,7 +46,7 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Rec
                     api->ShapeInferContext_GetAttribute(context, argument.name.text, &attribute));
   if (!found.ok() || attribute == nullptr)
     return argument.has_default ? ParseDefault(record, index, value, storage) : Status();
-  // Sizes depend on ints only.
+  // Shapes depend on ints only.
   std::size_t bytes = 0;
   if (argument.kind == Kind::kInt || argument.kind == Kind::kBool) {
     TWINOP_RETURN_IF_ORT_ERROR(
@@ -60,9 +60,8 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Rec
   return {};
 }
 
-// Sets the output's type, and its shape where every dimension has a size or a name. A nameless
-// unknown dimension would make ORT's buffer planner compare -1 with -1 and fail with a re-use
-// mismatch.
+// Sets the output's type and shape if each dimension has a size or a name. With an unknown
+// dimension without a name, ORT's buffer planner would fail with a re-use mismatch.
 Status SetOutput(const OrtApi* api, OrtShapeInferContext* context, std::size_t output, DType dtype,
                  const Shape& shape) {
   if (dtype == DType::kNone) return {};
@@ -85,7 +84,7 @@ Status SetOutput(const OrtApi* api, OrtShapeInferContext* context, std::size_t o
   return {};
 }
 
-// The output's type for these input types (UNDEFINED ones are not known), or kNone.
+// The output's type for these input types, some of which may be unknown (UNDEFINED), or kNone.
 DType OutputType(const Record& record, const ONNXTensorElementDataType* inputs,
                  std::size_t output) {
   const Schema& schema = record.schema;
@@ -99,8 +98,8 @@ DType OutputType(const Record& record, const ONNXTensorElementDataType* inputs,
   return DType::kNone;
 }
 
-// ORT keeps one inference function for all ops of a name, the first one's: what depends on the
-// dtype comes from the node's inputs, not from `op`.
+// ORT keeps one inference function for all ops of a name, that of the first op. So dtypes come from
+// the node's inputs and not from `op`.
 Status Infer(const Op& op, OrtShapeInferContext* context) {
   const OrtApi* api = op.api;
   const Record& record = *op.record;
@@ -110,7 +109,7 @@ Status Infer(const Op& op, OrtShapeInferContext* context) {
   Shape shapes[kMaxArguments];
   const Shape* inputs[kMaxArguments] = {};
   ONNXTensorElementDataType types[kMaxArguments] = {};
-  // Nothing is known of an optional input: one that is absent has no type, and asking for it fails.
+  // Optional inputs are unknown, because ORT fails when it is asked for an absent one.
   for (std::size_t i = 0; i < schema.input_count; ++i) {
     inputs[i] = &shapes[i];
     shapes[i].known_rank = schema.input(i).kind != Kind::kOptionalTensor;

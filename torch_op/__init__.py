@@ -5,25 +5,25 @@
     y = torch_op.relu(x)                 # = torch.ops.custom_domain.relu(x); works under torch.func as well
     model = torch_op.replace_modules(model)   # nn.ReLU -> CustomReLU, nn.LayerNorm -> CustomLayerNorm ...
 
-Importing this package loads `libcustom_ops.so`: each of its ops is a function here (`torch_op.<name>`), with
+Importing this package loads `libcustom_ops.so`. Each of its ops is a function here (`torch_op.<name>`), with
 autograd, a fake for torch.compile and export, a vmap rule and clear errors, all derived from the op's record
-(`kernels/ops/<name>.h`). `load(path)` does the same for another library and returns its ops:
+(`kernels/ops`). `load(path)` does the same for another library and returns its ops:
 
     mish = torch_op.load("build/libmish.so")
     y = mish.mish(x)                 # = torch.ops.mish.mish(x); the library's domain is the namespace
 
-A package that AOTInductor compiled names the ops as `torch.ops` does, and no library. The process that loads
-the package loads the libraries of these ops first: `from twinop import torch_op`, then `torch_op.load(path)`
-for those of other domains.
+A package that AOTInductor compiled names ops as `torch.ops` does, without their libraries. The process that
+loads the package first loads these libraries: with `from twinop import torch_op`, and with
+`torch_op.load(path)` for other domains.
 
-Inputs may be views. Elementwise ops read any strides where they are, and row-wise ops (softmax, the norms,
-packed swiglu) rows at one distance from each other, such as the columns of a wider tensor; all else is copied
-first. Outputs of elementwise ops have the memory order of the first dense input of their shape, others are
-contiguous.
+Inputs may be views. Elementwise ops read tensors with any strides in place. Row-wise ops (softmax, the norms,
+packed swiglu) read rows at a constant distance from each other in place, such as some columns of a wider
+tensor. Other views are copied first. An output of an elementwise op has the memory order of the first dense
+input of its shape. Other outputs are contiguous.
 
-Operands have one dtype: nothing is promoted, but under torch.autocast `add`, `mul`, `pow` and `swiglu` take
-the wider one. A Python number beside a tensor, `add(x, 2.0)`, becomes a 0-d tensor of its dtype, rounded to
-it. The norms also take fp32 weights beside fp16 and bf16 rows.
+Operands have one dtype, and nothing is promoted. Under torch.autocast, `add`, `mul`, `pow` and `swiglu`
+promote to the wider dtype. A Python number beside a tensor, `add(x, 2.0)`, becomes a 0-d tensor of the
+tensor's dtype. The norms also take fp32 weights with fp16 and bf16 rows.
 """
 
 if __name__ != "twinop.torch_op":

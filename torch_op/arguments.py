@@ -1,4 +1,4 @@
-"""A record's arguments as a Python signature."""
+"""The arguments of an op as a Python signature."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def signature_of(record: Record) -> inspect.Signature:
-    """The op's arguments in schema order, with their defaults: `(x, *, variant='auto')` without the star."""
+    """Returns the signature: all arguments in the schema's order, with their defaults."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     empty = inspect.Parameter.empty
     tensors = [
@@ -28,14 +28,14 @@ def signature_of(record: Record) -> inspect.Signature:
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, in schema order, defaults filled in."""
+    """Returns all arguments by name, in the schema's order, with defaults filled in."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 
 
 def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among an op's arguments, those of a `Tensor[]` too."""
+    """Returns the tensors among an op's arguments, with those of a `Tensor[]`."""
     tensors = []
     for value in arguments:
         if isinstance(value, torch.Tensor):
@@ -48,9 +48,10 @@ def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
 def numbers_as_tensors(
     record: Record, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sequence[Any]:
-    """All arguments, tensors in place of Python numbers: 0-d ones of the first tensor's dtype and device.
+    """Returns all arguments, with each Python number replaced by a 0-d tensor.
 
-    The number is rounded to that dtype, so that torch and ONNX, which knows tensors only, compute the same.
+    The new tensor has the dtype and device of the first tensor. The number is rounded to that dtype, so that
+    torch and ONNX, which has tensors only, compute the same.
 
     Raises:
         RecordError: no operand is a tensor.

@@ -9,7 +9,7 @@
 #include "torch_op/layout.h"
 #include "torch_op/tensor.h"
 
-// CUDA builds of torch have these; on a CPU build they stay null and no CUDA tensor exists.
+// Only CUDA builds of torch have these. In a CPU build they are null, and no CUDA tensor exists.
 #pragma weak aoti_torch_get_current_cuda_stream
 #pragma weak torch_c10_cuda_check_msg
 #pragma weak torch_c10_cuda_free_error_msg
@@ -20,9 +20,9 @@ namespace {
 using torch::stable::detail::from;
 using torch::stable::detail::to;
 
-// The arguments of one call, owned.
+// Owns the arguments of one call.
 struct Arguments {
-  std::vector<std::optional<TorchTensor>> tensors;  // one each for the entries of a Tensor[]
+  std::vector<std::optional<TorchTensor>> tensors;  // each entry of a Tensor[] has its own
   std::vector<Tensor> views;
   Attribute attributes[kMaxArguments];
   std::string strings[kMaxArguments];
@@ -38,7 +38,7 @@ void ReadAttribute(Kind kind, StableIValue value, std::size_t index, Arguments* 
     case Kind::kBool:
       attribute->i = to<bool>(value);
       break;
-    // fp32, as in ONNX: what the two runtimes see is then the same number.
+    // Rounded to fp32, which ONNX has: both runtimes see the same number.
     case Kind::kFloat:
       attribute->f = static_cast<float>(to<double>(value));
       break;
@@ -56,7 +56,7 @@ void ReadAttribute(Kind kind, StableIValue value, std::size_t index, Arguments* 
   }
 }
 
-// Takes over every argument first: an exception on the way must not leak the ones behind it.
+// Takes over all arguments before anything else, because an exception would leak the others.
 void Unbox(const Record& record, const StableIValue* stack, Arguments* arguments) {
   const Schema& schema = record.schema;
   std::vector<std::optional<TorchTensor>>& tensors = arguments->tensors;
@@ -90,7 +90,7 @@ void Unbox(const Record& record, const StableIValue* stack, Arguments* arguments
   }
 }
 
-// Where the first tensor is, where all others are but those in host memory.
+// Returns the device of the first tensor. All others must be there, except those in host memory.
 Device CheckDevices(const Record& record, const Arguments& arguments, bool on_cuda) {
   const Schema& schema = record.schema;
   std::optional<Device> first;
@@ -114,8 +114,7 @@ Device CheckDevices(const Record& record, const Arguments& arguments, bool on_cu
   if ((on_cuda ? record.cuda_launch : record.cpu_launch) == nullptr)
     Check(Failure(record, arguments.views.data(),
                   "this library was built without CUDA; rebuild it with nvcc on the PATH, or move "
-                  "the tensors to "
-                  "the CPU"));
+                  "the tensors to the CPU"));
   return *first;
 }
 
@@ -131,9 +130,9 @@ void CheckRepeated(const Record& record, const Arguments& arguments) {
                         std::string(Info(views[i].dtype).name)));
 }
 
-// The inputs as the launcher takes them: an elementwise op takes any strides, an op with rows those
-// of its rows, and all others are contiguous; whatever is not, is copied. Strides are left out
-// where they are contiguous.
+// Lays out the inputs as the launcher takes them: with any strides for an elementwise op, with
+// those of its rows for an op with rows, and contiguous for others. Copies tensors that have other
+// strides. The strides of contiguous tensors stay null.
 void LayOut(const Record& record, Arguments* arguments) {
   const std::size_t rank = arguments->views[0].rank;
   for (std::size_t i = 0; i < arguments->tensors.size(); ++i) {
@@ -164,8 +163,8 @@ void LayOut(const Record& record, Arguments* arguments) {
 }
 
 // The strides of an elementwise op's output: those of the first input that has its shape and is
-// dense, else torch.empty_like of the first one that has its shape, else contiguous. The fake says
-// the same (rules.py).
+// dense, else those of torch.empty_like of the first input that has its shape, else contiguous. The
+// fake does the same (rules.py).
 void ElementwiseStrides(const Record& record, const Arguments& arguments, const std::int64_t* sizes,
                         std::size_t rank, std::int64_t* strides) {
   const Tensor* like = nullptr;
@@ -206,8 +205,8 @@ std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& 
   return outputs;
 }
 
-// One shape and one dense order for all tensors of an elementwise call: one flat sequence, without
-// strides.
+// Clears the strides of an elementwise call's tensors if all have one shape and one dense order:
+// they are then flat sequences.
 void Flatten(const Schema& schema, Tensor* inputs, Tensor* outputs) {
   const Tensor& first = outputs[0];
   bool flat = IsDense(first, first.strides);
@@ -237,13 +236,13 @@ class DeviceGuard {
 
 void ParallelFor(void*, std::int64_t count, std::int64_t grain, Context::Range range,
                  void* argument) {
-  // Nothing may be thrown through the op's code: this thread does it all where torch has no pool.
+  // Nothing may be thrown through the op's code. If torch fails, this thread does all the work.
   if (torch_parallel_for(0, count, grain, range, argument) != AOTI_TORCH_SUCCESS)
     range(0, count, argument);
 }
 
-// The op's state for these attributes on this device; it lives until the process ends. torch has no
-// constant inputs to show.
+// Returns the op's state for these attributes on this device. It lives until the process ends.
+// torch has no constant inputs.
 void* StateFor(LoadedOp* op, const Call& call) {
   const Record& record = op->record;
   if (record.create_state == nullptr) return nullptr;
@@ -270,10 +269,10 @@ void* StateFor(LoadedOp* op, const Call& call) {
   creation.inputs = none.data();
   creation.outputs = nullptr;
   creation.context = &context;
-  ErrorText error;
-  if (record.create_state(ToC(creation), &entry->second, &error) == 0) return entry->second;
+  const Status status = CreateState(record, creation, &entry->second);
+  if (status.ok()) return entry->second;
   op->states.erase(entry);
-  Check(Failure(record, call.inputs, "creating its state failed: " + error.text));
+  Check(Failure(record, call.inputs, status.message()));
   return nullptr;
 }
 
@@ -301,7 +300,7 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
   Check(ScratchBytes(record, call, &bytes));
   std::optional<TorchTensor> scratch;
   if (bytes > 0) {
-    // As fp64 elements: the caching allocator aligns every block to 512 bytes whatever the type.
+    // In fp64 elements. The caching allocator aligns each block to 512 bytes for any type.
     std::int64_t size = (bytes + 7) / 8;
     std::int64_t stride = 1;
     scratch = EmptyStrided(&size, &stride, 1, DType::kFloat64, device);
@@ -329,10 +328,8 @@ void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   LayOut(record, &arguments);
   Tensor views[kMaxOutputs];
   std::vector<TorchTensor> outputs = AllocateOutputs(record, arguments, combination, device, views);
-  bool empty = true;
-  for (std::size_t i = 0; i < schema.output_count; ++i) empty = empty && views[i].numel == 0;
   if (record.is_elementwise) Flatten(schema, arguments.views.data(), views);
-  if (!empty) LaunchOn(op, on_cuda, arguments, device, views);
+  if (!AllEmpty(record, views)) LaunchOn(op, on_cuda, arguments, device, views);
   for (std::size_t i = 0; i < schema.output_count; ++i) stack[i] = from(outputs[i]);
 }
 

@@ -20,8 +20,8 @@ struct LoadedOp {
   std::map<std::string, void*> states;  // by attributes and device
 };
 
-// Unboxes the arguments by the schema's kinds, checks, allocates the outputs, launches, and boxes
-// the outputs in place of the arguments. Throws std::runtime_error with the record's message.
+// Unboxes the arguments, checks them, allocates the outputs, launches the kernel, and boxes the
+// outputs in place of the arguments. Throws std::runtime_error with a message for the user.
 void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack);
 
 }  // namespace twinop::torch_op

@@ -1,4 +1,4 @@
-// Which strides a launcher gets as they are, and which ones an output has.
+// Tests of strides, and the strides of outputs.
 #pragma once
 
 #include <utility>
@@ -15,7 +15,7 @@ inline void ContiguousStrides(const std::int64_t* sizes, std::size_t rank, std::
   }
 }
 
-// The dimensions from `begin` on lie in memory as those of a contiguous tensor.
+// Whether the dimensions from `begin` on are those of a contiguous tensor.
 inline bool IsContiguous(const Tensor& view, const std::int64_t* strides, std::size_t begin = 0) {
   std::int64_t expected = 1;
   for (std::size_t i = view.rank; i-- > begin; expected *= view.sizes[i])
@@ -23,7 +23,8 @@ inline bool IsContiguous(const Tensor& view, const std::int64_t* strides, std::s
   return true;
 }
 
-// No gaps and no overlap: torch.empty_like gives such a tensor's strides again.
+// Whether a tensor has neither gaps nor overlap. torch.empty_like keeps the strides of such a
+// tensor.
 inline bool IsDense(const Tensor& view, const std::int64_t* strides) {
   if (IsContiguous(view, strides)) return true;
   bool used[kMaxRank] = {};
@@ -39,13 +40,13 @@ inline bool IsDense(const Tensor& view, const std::int64_t* strides) {
   return true;
 }
 
-// The strides that torch.empty_like gives a tensor that is not dense: its dimensions in the order
-// of their strides, without gaps (at::infer_dense_strides, whose rules for ties these are).
+// The strides of torch.empty_like for a tensor that is not dense: its dimensions in the order of
+// their strides, without gaps. Ties are resolved as in at::infer_dense_strides.
 inline void DenseStrides(const Tensor& view, const std::int64_t* from, std::int64_t* strides) {
   std::size_t order[kMaxRank];  // the innermost dimension first
   for (std::size_t i = 0; i < view.rank; ++i) order[i] = view.rank - 1 - i;
   auto compare = [&](std::size_t a, std::size_t b) {
-    if (from[a] == 0 || from[b] == 0) return 0;  // expanded: it could be anywhere
+    if (from[a] == 0 || from[b] == 0) return 0;  // an expanded dimension has no place
     if (from[a] != from[b]) return from[a] < from[b] ? -1 : 1;
     return view.sizes[a] > view.sizes[b] ? 1 : 0;
   };
@@ -66,7 +67,7 @@ inline void DenseStrides(const Tensor& view, const std::int64_t* from, std::int6
   }
 }
 
-// Two tensors of one shape with one order of elements.
+// Whether two tensors of one shape have the same order of elements.
 inline bool SameOrder(const Tensor& view, const std::int64_t* a, const std::int64_t* b) {
   for (std::size_t i = 0; i < view.rank; ++i)
     if (view.sizes[i] > 1 && a[i] != b[i]) return false;
@@ -79,7 +80,7 @@ inline bool SameShape(const Tensor& view, const std::int64_t* sizes, std::size_t
   return same;
 }
 
-// Rows at one distance from each other, each of them contiguous (Record::rows_text).
+// Whether rows are contiguous and lie at a constant distance from each other (Record::rows_text).
 inline bool AreRows(const RowDimension& rows, const Attribute* attributes, const Tensor& view,
                     const std::int64_t* strides) {
   if (IsContiguous(view, strides)) return true;

@@ -1,7 +1,7 @@
-"""torch.nn modules over the ops, with the constructors and the state of torch.nn's own.
+"""torch.nn modules that compute with twinop's ops.
 
-Each is a subclass of its counterpart in torch.nn: same arguments, same parameters, same `state_dict`, and
-`isinstance` still says what it is. `inplace=True` is accepted and computed out of place.
+Most are subclasses of their counterparts in torch.nn, with the same arguments, parameters and `state_dict`.
+`inplace=True` is accepted and computed out of place.
 """
 
 from typing import Any
@@ -13,12 +13,14 @@ from .registry import functions
 
 
 class CustomReLU(nn.Module):
-    """ReLU through `custom_domain::relu`: y = max(x, 0), NaN stays NaN.
+    """Computes y = max(x, 0). NaN stays NaN.
 
-    Shape: any; output as the input. Dtypes: float32, float16, bfloat16, float64.
+    Input and output have the same shape, which may be any, and the same dtype: float32, float16, bfloat16 or
+    float64.
 
     Args:
-        variant: the CUDA kernel: "auto" (fastest), or "scalar" and "vec4" to study; all give the same bits.
+        variant: the CUDA kernel: "auto" (the fastest), or "scalar" and "vec4" for study. All give the same
+            bits.
     """
 
     variant = "auto"
@@ -35,35 +37,35 @@ class CustomReLU(nn.Module):
 
 
 class CustomGELU(nn.GELU):
-    """GELU, exact ("none") or by tanh ("tanh")."""
+    """Computes GELU, exactly (`approximate="none"`) or in its tanh form ("tanh")."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions["gelu"](x, self.approximate)
 
 
 class CustomSiLU(nn.SiLU):
-    """SiLU (swish): x * sigmoid(x)."""
+    """Computes SiLU (swish), x * sigmoid(x)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions["silu"](x)
 
 
 class CustomSigmoid(nn.Sigmoid):
-    """1 / (1 + exp(-x))."""
+    """Computes 1 / (1 + exp(-x))."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions["sigmoid"](x)
 
 
 class CustomTanh(nn.Tanh):
-    """tanh(x)."""
+    """Computes tanh(x)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions["tanh"](x)
 
 
 class CustomSoftplus(nn.Softplus):
-    """log(1 + exp(x)), everywhere: torch's threshold, from which it returns x, is not needed.
+    """Computes log(1 + exp(x)) for every x. torch returns x above its threshold.
 
     Raises:
         ValueError: beta is not 1.
@@ -79,7 +81,7 @@ class CustomSoftplus(nn.Softplus):
 
 
 class CustomSoftmax(nn.Softmax):
-    """Softmax over `dim`, the last dimension unless given (nn.Softmax guesses one from the rank)."""
+    """Computes softmax along `dim`, by default the last dimension (nn.Softmax guesses one)."""
 
     dim: int
 
@@ -91,9 +93,9 @@ class CustomSoftmax(nn.Softmax):
 
 
 class CustomLayerNorm(nn.LayerNorm):
-    """Layer normalization over the last `len(normalized_shape)` dimensions.
+    """Normalizes over the last `len(normalized_shape)` dimensions.
 
-    The weights may be float32 beside float16 or bfloat16 activations.
+    Weights may be float32 with float16 or bfloat16 activations.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,14 +104,17 @@ class CustomLayerNorm(nn.LayerNorm):
 
 
 class CustomRMSNorm(nn.RMSNorm):
-    """RMS normalization over the last `len(normalized_shape)` dimensions.
+    """Normalizes by the root mean square over the last `len(normalized_shape)` dimensions.
 
-    y = x / sqrt(mean(x^2) + eps) * (offset + weight), rounded once, at the end. (Llama also rounds
-    before it multiplies by the weight.)
+    y = x / sqrt(mean(x^2) + eps) * (offset + weight) is rounded once, at the end. (Llama also rounds before
+    it multiplies by the weight.)
 
     Args:
-        eps: None as in torch: the machine epsilon of the type that computes (float32 for 16-bit inputs).
-        offset: 0, or 1 for Gemma's convention, where the weight starts at zero.
+        eps: None means the machine epsilon of the compute type (float32 for 16-bit inputs), as in torch.
+        offset: 0, or 1 for Gemma's convention, in which the weight starts at zero.
+
+    Raises:
+        ValueError: the offset is neither 0 nor 1.
     """
 
     offset = 0
@@ -146,9 +151,9 @@ class CustomRMSNorm(nn.RMSNorm):
 
 
 def _first_axis(norm: nn.LayerNorm | nn.RMSNorm, x: torch.Tensor) -> int:
-    """The axis, from the end, where the normalized dimensions begin."""
+    """The first normalized dimension, counted from the end."""
     axis = -len(norm.normalized_shape)
-    # With a weight the op compares the shapes itself.
+    # With a weight, the op compares the shapes.
     if norm.weight is None and tuple(x.shape[axis:]) != tuple(norm.normalized_shape):
         raise RuntimeError(
             f"{type(norm).__name__}: the input has shape {list(x.shape)}, expected one that ends in "
@@ -158,19 +163,19 @@ def _first_axis(norm: nn.LayerNorm | nn.RMSNorm, x: torch.Tensor) -> int:
 
 
 class CustomSwiGLU(nn.Module):
-    """silu(gate) * x; with one argument, of 2n columns: the gate is the first n."""
+    """Computes silu(gate) * x. A single argument of 2n columns holds the gate in its first n columns."""
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         return functions["swiglu_packed"](x) if gate is None else functions["swiglu"](x, gate)
 
 
 class CustomGatedMLP(nn.Module):
-    """Llama's MLP: down_proj(silu(gate_proj(x)) * up_proj(x)), with its names.
+    """Computes Llama's MLP, down_proj(silu(gate_proj(x)) * up_proj(x)).
 
     Args:
-        hidden_size: columns of the input and the output.
-        intermediate_size: columns between.
-        bias: whether the projections have one.
+        hidden_size: the number of columns of the input and the output.
+        intermediate_size: the number of columns of gate and up.
+        bias: whether the projections have a bias.
     """
 
     gate_proj: nn.Module

@@ -1,6 +1,6 @@
-// Registers the ops of a library with torch. Not a static initializer: a second TORCH_LIBRARY of
-// one namespace, or an op defined twice, ends the process; Python checks first and gets errors back
-// as text.
+// Registers the ops of a library with torch. Python calls a function for it and gets errors as
+// text. A static initializer would end the process on a second TORCH_LIBRARY of one namespace or an
+// op that is defined twice.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -16,8 +16,8 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// The ops of all libraries of the process. The dispatcher passes no context to a boxed function, so
-// an op's place in this table is part of the function's type.
+// The ops of all libraries in the process. The dispatcher passes no context to a boxed function, so
+// each place in this table has a function of its own.
 constexpr std::size_t kMaxOps = 512;
 std::unique_ptr<LoadedOp> loaded_ops[kMaxOps];
 std::size_t loaded_count = 0;
@@ -35,14 +35,14 @@ BoxedFunction BoxedAt(std::size_t index, std::index_sequence<kIndices...>) {
   return kTable[index];
 }
 
-// The domain as torch's namespace, which has no dots.
+// The domain as a namespace of torch, which has no dots.
 std::string NamespaceOf(const char* domain) {
   std::string name(domain);
   std::replace(name.begin(), name.end(), '.', '_');
   return name;
 }
 
-// Whether an op is here already; the same name with another schema is refused.
+// Whether an op is loaded. Throws if its name is, with another schema.
 bool IsLoaded(const Record& record) {
   for (std::size_t i = 0; i < loaded_count; ++i) {
     const Record& other = loaded_ops[i]->record;
@@ -65,8 +65,8 @@ void RegisterAll(const twinop_table& table) {
   if (loaded_count + records.size() > kMaxOps)
     throw std::runtime_error("a process holds at most " + std::to_string(kMaxOps) +
                              " ops of twinop's libraries");
-  // Never deleted: deleting them would take the registrations back. torch keeps no copy of the
-  // namespace.
+  // Never deleted, because their destructors would take the registrations back. torch keeps no copy
+  // of the namespace.
   const auto* name = new std::string(NamespaceOf(table.domain));
   const auto make = [name](StableLibrary::Kind kind, const char* key) {
     return new StableLibrary(kind, name->c_str(), key, __FILE__, __LINE__);
@@ -89,8 +89,8 @@ void RegisterAll(const twinop_table& table) {
 }  // namespace
 }  // namespace twinop::torch_op
 
-// Registers the ops of the library whose function `library` is. Returns null, or what went wrong
-// (valid until the next call).
+// Registers the ops of a library, given its function twinop_library. Returns null, or an error that
+// is valid until the next call.
 extern "C" __attribute__((visibility("default"))) const char* twinop_torch_register(
     twinop_library_function library) {
   static std::mutex mutex;

@@ -1,4 +1,4 @@
-"""Loads libraries and derives, from each record, what torch wants to know of an op."""
+"""Loads libraries and registers with torch what it derives from each record."""
 
 import ctypes
 import os
@@ -23,13 +23,13 @@ Function = Callable[..., Any]
 
 _functions: dict[str, dict[str, Function]] = defaultdict(dict)  # by domain and op name
 functions: dict[str, Function] = _functions[DOMAIN]
-"""The ops of twinop's own domain as Python functions, by name. Unlike `torch.ops.custom_domain.*` they work
+"""The ops of twinop's own domain as Python functions, by name. Unlike `torch.ops.custom_domain.*`, they work
 under torch.func."""
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The ops of a loaded library. Each is an attribute, a Python function that works under torch.func."""
+    """The ops of a loaded library as attributes: Python functions that work under torch.func."""
 
     library: Library
     functions: Mapping[str, Function]
@@ -49,7 +49,7 @@ class Ops:
 _loaded: dict[Path, Ops] = {}
 _owners: dict[str, tuple[Record, Path]] = {}  # by the op's name in torch's dispatcher
 
-# Tensors that no kernel reads. Without these entries torch answers with a dump of its dispatch table.
+# Tensors that no kernel reads. Without these entries, torch's error is a dump of its dispatch table.
 _FOREIGN_KEYS = {
     "SparseCPU": "sparse",
     "SparseCUDA": "sparse",
@@ -62,21 +62,21 @@ _FOREIGN_KEYS = {
 
 
 def records() -> dict[str, Record]:
-    """The records of all loaded ops by `Record.key`: `relu`, `mish::mish`."""
+    """Returns the records of all loaded ops by `Record.key`: `relu`, `mish::mish`."""
     return {record.key: record for record, _ in _owners.values()}
 
 
 def load(path: str | os.PathLike[str]) -> Ops:
     """Registers the ops of a library with torch, as `torch.ops.<domain>.<op>` ("_" for "." in a domain).
 
-    An op that is registered already, from this file or from another one with the same op, stays as it is.
+    An op that is already registered, from this file or from another one with the same op, stays unchanged.
 
     Returns:
         The library's ops.
 
     Raises:
-        LibraryError: the file is missing, damaged, not a twinop library or one of another version, one of its
-            ops has a derivative that does not work, or is registered already with another schema.
+        LibraryError: the file is missing, damaged, not a twinop library, or one of another version; or one of
+            its ops has a wrong derivative, or is already registered with another schema.
     """
     path = Path(path).resolve()
     if path in _loaded:
@@ -123,7 +123,7 @@ def _adapter() -> ctypes.CDLL:
 
 
 def _is_registered(record: Record, path: Path) -> bool:
-    """Whether torch has the op; raises LibraryError where it has another one of its name."""
+    """Returns whether torch has the op. Raises LibraryError if torch has another op of this name."""
     if record.torch_name in _owners:
         other, owner = _owners[record.torch_name]
         if (other.domain, other.schema_hash) == (record.domain, record.schema_hash):

@@ -1,4 +1,4 @@
-"""The exchange of torch's and transformers' modules for twinop's in an existing model."""
+"""Replaces modules of torch and transformers in an existing model by twinop's."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from .registry import functions
 
 @dataclass(frozen=True)
 class Replacement:
-    """What becomes of one module. `twin` is None where it stays; `reason` then says why."""
+    """What happens to one module. If the module stays, `twin` is None and `reason` says why."""
 
     path: str
     module: str
@@ -26,13 +26,17 @@ class Replacement:
 
 
 class _Stays(Exception):
-    """A module that looks like one of ours computes something that the op does not."""
+    """A module that looks like one of ours computes something that the op does not compute."""
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """`attributes` gives what the twin needs and the module has under another name, or raises _Stays; `drops`
-    are submodules that the twin has no use for."""
+    """How to replace a module.
+
+    Attributes:
+        attributes: returns what the twin needs and the module has under another name, or raises _Stays.
+        drops: submodules that the twin does not use.
+    """
 
     op: str
     twin: type[nn.Module]
@@ -88,7 +92,7 @@ _TORCH: dict[type[nn.Module], _Rule] = {
     nn.LayerNorm: _Rule("layer_norm", ours.CustomLayerNorm),
     nn.RMSNorm: _Rule("rms_norm", ours.CustomRMSNorm),
 }
-"""torch's module type -> its twin. Subclasses stay: they may compute something else."""
+"""Rules by module type of torch. Subclasses stay, because they may compute something else."""
 
 _TRANSFORMERS: dict[str, _Rule] = {
     "GELUActivation": _gelu("none"),
@@ -107,11 +111,11 @@ _TRANSFORMERS: dict[str, _Rule] = {
         for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
     },
 }
-"""transformers' classes by name (it is not imported here); a test compares the copies with Llama's own."""
+"""Rules by class name of transformers, which is not imported here. A test compares them with Llama's own."""
 
 
 def _transformers_name(module: nn.Module) -> str:
-    """The class's name if it is one of transformers', else ""."""
+    """The name of a class of transformers; "" for other classes."""
     kind = type(module)
     return kind.__name__ if kind.__module__.split(".")[0] == "transformers" else ""
 
@@ -123,7 +127,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def _why_unknown(module: nn.Module) -> str:
-    """Why a module without a rule stays, if it could be taken for one of ours; else ""."""
+    """Why a module without a rule stays, if it looks like one of ours; else ""."""
     if base := next((base.__name__ for base in _TORCH if isinstance(module, base)), None):
         return f"a subclass of {base} may compute something else"
     if type(module).__module__.startswith("torch."):
@@ -139,18 +143,18 @@ def _why_unknown(module: nn.Module) -> str:
 def replace_modules(
     model: nn.Module, report: Callable[[Replacement], None] = lambda replacement: None
 ) -> nn.Module:
-    """Turns torch's and transformers' modules into twinop's, in place, and returns the model.
+    """Replaces modules of torch and transformers by twinop's, in place, and returns the model.
 
-    A module stays the same object with the same parameters, buffers and hooks; only its class changes.
-    Replaced are `nn.ReLU`, `GELU`, `SiLU`, `Sigmoid`, `Tanh`, `Softplus` (beta 1), `Softmax`, `LayerNorm` and
-    `RMSNorm`; of transformers, the GELU and SiLU activations, the RMS norms of Llama (and Mistral, Qwen) and
-    Gemma, and their gated MLPs, where silu(gate) * up becomes one op. `inplace=True` becomes out of place.
-    Functional calls (`F.relu`) are not modules and stay as they are.
+    A module stays the same object with the same parameters, buffers and hooks. Only its class changes.
+    Replaced modules of torch are `nn.ReLU`, `GELU`, `SiLU`, `Sigmoid`, `Tanh`, `Softplus` (beta 1),
+    `Softmax`, `LayerNorm` and `RMSNorm`. Replaced modules of transformers are the GELU and SiLU activations,
+    the RMS norms of Llama, Mistral, Qwen and Gemma, and their gated MLPs, whose silu(gate) * up becomes one
+    op. `inplace=True` is computed out of place. Functional calls (`F.relu`) are not modules and stay.
 
     Args:
-        report: called with a `Replacement` for each module that was replaced. It is also called for each
-            module that stays although it is a subclass of one of these, is named like one (`T5LayerNorm`), or
-            has a gated MLP's projections; the `Replacement` then gives the reason. `report=print` shows them.
+        report: called with a `Replacement` for each module that is replaced, and for each module that stays
+            although it is a subclass of one of these, has a similar name (`T5LayerNorm`), or has the
+            projections of a gated MLP. `report=print` prints them.
     """
     for path, module in model.named_modules():  # a module before its submodules
         if replacement := _replace(path, module):

@@ -1,4 +1,4 @@
-"""Rules that torch asks of an op, derived from its record: fake, vmap, autocast, refusals."""
+"""An op's rules for torch, derived from its record: fake, vmap, autocast, refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,12 @@ Rule = Callable[..., Any]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
+    """Returns the name of a tensor's dtype, `float32`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def fake_rule(record: Record) -> Rule:
-    """Shapes, dtypes and strides of the outputs without data (meta tensors, torch.compile, torch.export)."""
+    """Returns the rule that gives shapes, dtypes and strides without data (meta tensors, compile, export)."""
     signature = signature_of(record)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +66,7 @@ def fake_rule(record: Record) -> Rule:
 
 
 def _take_repeated(record: Record, tensors: dict[str, Any]) -> list[torch.Tensor]:
-    """Replaces the list of a `Tensor[]` by its first entry, as the kernel's checks do; returns the rest."""
+    """Replaces the list of a `Tensor[]` by its first entry, as the kernel's checks do. Returns the rest."""
     if not record.has_repeated_input:
         return []
     last = record.inputs[-1].name
@@ -76,7 +77,7 @@ def _take_repeated(record: Record, tensors: dict[str, Any]) -> list[torch.Tensor
 
 
 def refuse_empty_list(record: Record) -> Rule:
-    """For a `Tensor[]` without tensors, which say to torch's dispatcher where a call belongs."""
+    """Returns the rule for an empty `Tensor[]`, by which torch's dispatcher cannot choose a kernel."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         last = record.inputs[-1].name
@@ -90,8 +91,11 @@ def refuse_empty_list(record: Record) -> Rule:
 def _elementwise_output(
     record: Record, shape: Any, inputs: list[torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The strides of the first input that has the shape and is dense, else `empty_like` of the first one that
-    has the shape, else contiguous: what `ElementwiseStrides` in call.cpp does."""
+    """Allocates an output as `ElementwiseStrides` in call.cpp does.
+
+    Its strides are those of the first input that has the shape and is dense, else those of `empty_like` of
+    the first input that has the shape, else contiguous.
+    """
     alike = [tensor for tensor in inputs if not record.broadcasts or tuple(tensor.shape) == tuple(shape)]
     if not alike:
         return inputs[0].new_empty(shape, dtype=dtype)
@@ -101,7 +105,7 @@ def _elementwise_output(
 
 
 def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal strides; those of dimensions of size 1 mean nothing, and empty_like changes some."""
+    """Whether strides are equal, without those of dimensions of size 1, some of which empty_like changes."""
     sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
     return all(size == 1 or first == second for size, first, second in sizes)
 
@@ -116,7 +120,7 @@ def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, st
 
 
 def vmap_rule(record: Record, op: Rule) -> Rule:
-    """One call for the whole batch where the op is elementwise, else one call per example."""
+    """Returns the rule for vmap: one call for a batch if the op is elementwise, else one for each example."""
     signature = signature_of(record)
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +164,7 @@ def _tensor_names(record: Record, arguments: dict[str, Any]) -> list[str]:
 
 
 def _with_rank(batch: torch.Tensor, rank: int) -> torch.Tensor:
-    """Each example with dimensions of size 1 before its own, as broadcasting would add them."""
+    """Adds leading dimensions of size 1 to each example, as broadcasting does."""
     return batch[(slice(None), *(None,) * (rank + 1 - batch.dim()))]
 
 
@@ -182,9 +186,9 @@ def _empty_batch(record: Record, arguments: dict[str, Any], batched: dict[str, t
 
 
 def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
-    """`widest`: inputs whose dtypes no kernel takes together are promoted to the widest among them.
+    """Returns the rule `widest`: inputs that no kernel takes together are promoted to their widest dtype.
 
-    (`keep`, the other rule, needs no code: the op runs in the dtype it is given.)
+    (The rule `keep` needs no code: the op runs in the dtype that it is given.)
     """
     signature = signature_of(record)
 
@@ -213,7 +217,7 @@ def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
 
 
 def refuse(record: Record, kind: str) -> Rule:
-    """For tensors that no kernel reads."""
+    """Returns the rule for tensors that no kernel reads: an error that says what they are."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         hint = "convert it with .to_dense()" if kind != "quantized" else "convert it with .dequantize()"

@@ -1,4 +1,4 @@
-// Small helpers over torch's stable C API: checks, dtypes, devices, strides, views, new tensors.
+// Helpers over torch's stable C API: checks, dtypes, devices, strides, views, new tensors.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -20,7 +20,7 @@ inline void Check(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
-// torch's number of a dtype differs between versions, so it is asked for.
+// The number of a dtype differs between versions of torch.
 inline std::int32_t TorchType(DType dtype) {
   switch (dtype) {
     case DType::kFloat32:
@@ -93,7 +93,7 @@ inline const std::int64_t* StridesOf(const TorchTensor& tensor) {
   return strides;
 }
 
-// A view of the tensor, without its data and strides.
+// A view of the tensor without its data and strides.
 inline Tensor ViewOf(const TorchTensor& tensor, const char* name) {
   Tensor view;
   std::int64_t rank = 0;

@@ -37,14 +37,14 @@ struct HyperbolicTangent {
 
   TWINOP_INLINE T operator()(T x) const { return Tanh(x); }
 };
-// dL/dx = dL/dy (1 - y^2), in factors: near |y| = 1 the square would lose the last digits.
+// dL/dx = dL/dy (1 - y) (1 + y). Near |y| = 1, the form 1 - y^2 would lose the last digits.
 template <class T>
 struct HyperbolicTangentBackward {
   TWINOP_INLINE T operator()(T grad_y, T y) const { return grad_y * ((T(1) - y) * (T(1) + y)); }
 };
 
-// y = log(1 + e^x), ONNX's definition. torch's default threshold of 20 returns x beyond it, which
-// differs by at most e^-20 = 2.1e-9: below half a unit in the last place but in float64.
+// y = log(1 + e^x), as ONNX defines it. torch returns x above its default threshold of 20, which
+// differs by at most e^-20 = 2.1e-9. Only float64 shows the difference.
 template <class T>
 struct SoftPlus {
   static constexpr int kLoads = 2;

@@ -1,6 +1,6 @@
-// add, mul, pow -> torch.ops.custom_domain.add, CustomAdd ... with numpy's broadcasting. Both
-// operands have one dtype, and so has the result; nothing is promoted (under autocast: to the wider
-// one).
+// add, mul, pow -> torch.ops.custom_domain.add, CustomAdd ... with NumPy's broadcasting. The
+// operands and the result have one dtype. Nothing is promoted, except under autocast (to the wider
+// dtype).
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -18,8 +18,8 @@ struct Mul {
   TWINOP_INLINE T operator()(T a, T b) const { return a * b; }
 };
 
-// C's pow, as torch's: pow(x, 0) = pow(1, y) = 1 even of NaN; NaN for a negative base and an
-// exponent that is no integer.
+// As C's and torch's pow, pow(x, 0) = pow(1, y) = 1 even for NaN, and pow of a negative base is NaN
+// if the exponent is not an integer.
 template <class T>
 struct Power {
   static constexpr int kLoads = 2;
@@ -32,9 +32,9 @@ struct Power {
   TWINOP_INLINE static auto TryPlain(T a, T b) { return TryPlainPow(a, b); }
 };
 
-// The derivatives are torch's (derivatives.yaml), in torch's operators: second derivatives follow
-// from them. That of pow is 0 by the base where the exponent is 0, and by the exponent where the
-// base is 0 and the exponent is not negative.
+// The derivatives are those of torch's derivatives.yaml, in torch's operators, so second
+// derivatives follow from them. The derivative of pow by the base is 0 if the exponent is 0. That
+// by the exponent is 0 if the base is 0 and the exponent is not negative.
 // clang-format off
 TWINOP_ELEMENTWISE(add, Add,
           Record("add(Tensor a, Tensor b) -> Tensor")

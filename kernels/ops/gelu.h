@@ -6,8 +6,8 @@
 
 namespace twinop {
 
-// y = x Phi(x) with the normal law's distribution function Phi, relatively accurate where x is
-// negative: x (1 + erf(x / sqrt(2))) / 2 would lose all digits there.
+// y = x Phi(x), where Phi is the distribution function of the standard normal law. The relative
+// error is small for negative x too, where x (1 + erf(x / sqrt(2))) / 2 would lose all digits.
 template <class T>
 struct Gelu {
   static constexpr int kLoads = sizeof(T) == 8 ? 4 : 2;
@@ -34,8 +34,8 @@ struct GeluBackward {
 };
 
 // approximate="tanh": y = x (1 + tanh(u)) / 2 = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715
-// x^3). e^(-2 u) = 2^(-x (linear + cubic x^2)); an error in the exponent is one of the result
-// multiplied by up to 100 (float) or 700 (double), so it is computed in two parts.
+// x^3). e^(-2 u) = 2^(-x (linear + cubic x^2)). An error of the exponent is multiplied by up to 100
+// (float) or 700 (double) in the result, so the exponent has two parts.
 template <class T>
 struct TanhGeluFactors;
 template <>
@@ -65,7 +65,7 @@ TWINOP_INLINE SigmoidParts<T> TanhGeluParts(T x) {
   const T t = std::fabs(x) < F::kMax ? std::fabs(x) : F::kMax;
   const Sum<T> square = Product(t, t);
   const T high = Fma(F::kCubic.high, square.high, F::kLinear.high);
-  const T cut = Fma(F::kCubic.high, square.high, F::kLinear.high - high);  // by rounding; exact
+  const T cut = Fma(F::kCubic.high, square.high, F::kLinear.high - high);  // rounding error; exact
   const T low =
       Fma(F::kCubic.high, square.low, Fma(F::kCubic.low, square.high, cut + F::kLinear.low));
   return {x < T(0), ScaledExp2(-t, Sum<T>{high, low})};
@@ -92,13 +92,13 @@ struct TanhGeluBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const {
     const SigmoidParts<T> parts = TanhGeluParts(x);
     const SigmoidParts<T> minus{!parts.negative, parts.scaled};
-    const T within = ClampTanhGelu(x) + (x - x);  // NaN of infinities, as torch has it
+    const T within = ClampTanhGelu(x) + (x - x);  // NaN for infinities, as in torch
     const T slope = Fma(T(3 * 0x1.2444f2a4d8b4bp-4) * within, within, T(0x1.9884533d43651p+0));
     return grad_y * Sigmoid(parts, Fma(within * slope, Sigmoid(minus, T(1)), T(1)));
   }
 };
 
-// The functor None or Tanh, chosen by the attribute `approximate`.
+// Runs the functor None or Tanh, as the attribute `approximate` says.
 template <template <class> class None, template <class> class Tanh, class Op>
 Status LaunchApproximate(const CallOf<Op>& call) {
   return AttributeOf<std::string_view>(call, "approximate"_name) == "tanh"

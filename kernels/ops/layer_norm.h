@@ -8,9 +8,9 @@
 namespace twinop {
 
 // y = (x - mean) / sqrt(variance + eps) * weight + bias over `axis` and all dimensions behind it
-// (Ba et al. 2016; ONNX LayerNormalization). Two passes over the held row: the mean, then the mean
-// square of what is left, which does not cancel (mean 1e4, std 1 is fine); or both at once, where
-// they would not cancel either (rowwise/resident_values.cuh).
+// (Ba et al. 2016; ONNX LayerNormalization). The first phase computes the mean, and the second the
+// mean square of the deviations, which does not cancel even with mean 1e4 and standard deviation 1.
+// The skeleton may compute both at once where that does not cancel either.
 template <class T>
 struct LayerNorm : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("x");
@@ -45,8 +45,8 @@ struct LayerNorm : rowwise::Defaults {
   }
 };
 
-// sum = x + residual, rounded to the tensors' type; y = layer_norm(sum), of the rounded sum, as the
-// two ops give it one after the other.
+// sum = x + residual, rounded to the tensors' type, and y = layer_norm(sum). The results are those
+// of the two ops one after the other.
 template <class T>
 struct AddLayerNorm : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("x", "residual");
@@ -83,7 +83,7 @@ struct AddLayerNorm : rowwise::Defaults {
 // With xhat = (x - mean) * rstd and g = dL/dy * weight:
 //   dL/dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_sum
 //   dL/dweight = sum over rows of dL/dy * xhat,   dL/dbias = sum over rows of dL/dy
-// The statistics are computed again from x: cheaper than a tensor that forward would have to write.
+// The statistics are computed again from x, which is cheaper than a tensor written by forward.
 template <class T>
 struct LayerNormBackward : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("grad_y", "x", "grad_sum");

@@ -10,12 +10,12 @@
 
 namespace twinop {
 
-// The teaching kernel: how shared memory makes a matmul, in pages that can be read. Never used by
-// default, and no match for cuBLAS (bench/results/matmul-nvidia-h200.json has the three).
+// A kernel for teaching, which shows in a few pages how shared memory makes a matmul fast. Nothing
+// uses it by default, and cuBLAS is faster (bench/results/matmul-nvidia-h200.json).
 //
-// Matrices of any M, N and K, with any batch dimensions before them, which broadcast as torch's do;
-// no vectors. `tile` is the side of CUDA's tiles, 0: chosen from the device's shared memory. The
-// CPU has blocks of its own.
+// Matrices may have any M, N and K, and any batch dimensions, which broadcast as in torch. Vectors
+// are not supported. `tile` is the side of CUDA's tiles; 0 chooses it from the device's shared
+// memory. The CPU has blocks of its own.
 template <class Op>
 Status LaunchMatmul(const CallOf<Op>& call) {
 #if defined(__CUDACC__)

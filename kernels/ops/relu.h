@@ -6,7 +6,7 @@
 
 namespace twinop {
 
-// y = max(x, 0) as torch has it: NaN in, NaN out (`x > 0 ? x : 0` and fmax would give 0), -0 stays
+// y = max(x, 0) as in torch: NaN stays NaN (`x > 0 ? x : 0` and fmax would return 0), and -0 stays
 // -0.
 template <class T>
 struct Relu {
@@ -14,7 +14,7 @@ struct Relu {
   TWINOP_INLINE T operator()(T x) const { return x < T(0) ? T(0) : x; }
 };
 
-// dL/dx = dL/dy where y > 0, else 0; a NaN in y lets the gradient through, as torch's
+// dL/dx = dL/dy where y > 0, and 0 elsewhere. If y is NaN, the gradient passes, as in torch's
 // threshold_backward.
 template <class T>
 struct ReluBackward {

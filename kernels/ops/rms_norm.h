@@ -8,7 +8,8 @@
 namespace twinop {
 
 // y = x / sqrt(mean(x^2) + eps) * (offset + weight) over `axis` and all dimensions behind it (Zhang
-// and Sennrich 2019). offset 0 is Llama's convention, 1 Gemma's, which trains weight around zero.
+// and Sennrich 2019). offset 0 is the convention of Llama, and 1 that of Gemma, which trains weight
+// around zero.
 template <class T>
 struct RmsNorm : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("x");
@@ -35,8 +36,8 @@ struct RmsNorm : rowwise::Defaults {
   }
 };
 
-// sum = x + residual, rounded to the tensors' type; y = rms_norm(sum) + bias: without bias, bit for
-// bit what the two ops give one after the other.
+// sum = x + residual, rounded to the tensors' type, and y = rms_norm(sum) + bias. Without bias, the
+// results have the bits of the two ops one after the other.
 template <class T>
 struct AddRmsNorm : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("x", "residual");

@@ -6,8 +6,8 @@
 
 namespace twinop {
 
-// y = exp(x - max) / sum(exp(x - max)) along `dim`. A row that is all -inf, or holds +inf or NaN,
-// is NaN, as torch has it.
+// y = exp(x - max) / sum(exp(x - max)) along `dim`. As in torch, a row is NaN if it contains +inf
+// or NaN, or only -inf.
 template <class T>
 struct Softmax : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("x");

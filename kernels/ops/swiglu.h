@@ -22,7 +22,7 @@ struct SwigluBackward {
   }
 };
 
-// One tensor that holds both: of its 2n columns the first n are the gate, the others x.
+// One tensor that holds both. Of its 2n columns, the first n are the gate and the others x.
 struct Packed {
   Tensor x, gate;
   std::int64_t sizes[kMaxRank];

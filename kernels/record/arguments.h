@@ -6,7 +6,7 @@
 //     const float factor = AttributeOf<float>(call, "factor"_name);
 //     ...
 //
-// The compiler resolves each name. An argument that is added to a schema moves no other one, and a
+// The compiler resolves each name. To add an argument to a schema moves no other argument, and a
 // name or a kind that the schema does not have is a compile error.
 #pragma once
 

@@ -1,4 +1,5 @@
-// What a binding hands to a launcher: views of the framework's tensors, attributes, where to run.
+// The call that an adapter hands to a launcher: views of the framework's tensors, attributes, and
+// where to run.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +38,7 @@ enum class DType : std::int32_t {
 
 struct DTypeInfo {
   DType dtype;
-  std::string_view name;  // numpy's and torch's
+  std::string_view name;  // as in NumPy and torch
   std::size_t size;       // bytes
 };
 inline constexpr DTypeInfo kDTypes[] = {
@@ -69,10 +70,10 @@ constexpr DType DTypeNamed(std::string_view name) {
 
 // ---------------------------------------------------------------------------------- a call
 
-// A view of a framework's tensor: nothing is owned. Inputs of an elementwise op may have any
-// strides (0 where they are expanded), inputs of an op with `rows` those that Record::rows_text
-// allows, all others are contiguous. Where all tensors of an elementwise call have one shape and
-// one dense order, their strides are null whatever that order is.
+// A view of a framework's tensor. It owns nothing. Inputs of an elementwise op may have any strides
+// (0 along expanded dimensions). Inputs of an op with `rows` may have the strides that
+// Record::rows_text allows. All other tensors are contiguous. If all tensors of an elementwise call
+// have one shape and one dense order, their strides are null, whatever that order is.
 struct Tensor {
   void* data = nullptr;  // null where an optional input is absent
   const std::int64_t* sizes = nullptr;
@@ -100,8 +101,8 @@ struct Context {
                        void* argument) = nullptr;
   void* pool = nullptr;
 
-  // Calls body(begin, end) over [0, count) in pieces of at least `grain`, on this thread if one is
-  // enough.
+  // Calls body(begin, end) over [0, count) in pieces of at least `grain`. One piece runs on this
+  // thread.
   template <class Body>
   void ParallelFor(std::int64_t count, std::int64_t grain, const Body& body) const {
     if (count <= grain) return body(0, count);
@@ -128,13 +129,12 @@ struct Call {
 template <class Op>
 struct CallOf : Call {};
 
-// Queues the work and returns: no allocation, no synchronize, no exception.
+// Queues the work and returns. It neither allocates, nor synchronizes, nor throws.
 using Launcher = Status (*)(const Call& call);
 
-// ---------------------------------------------------------------------------------- the C
-// structures
+// ---------------------------------------------------------------------------------- C structures
 
-// The structures above are those of kernels/abi.h, with defaults and member functions.
+// The structures above have the layout of those in kernels/abi.h.
 template <class Cpp, class C>
 inline constexpr bool kSameLayout =
     sizeof(Cpp) == sizeof(C) && alignof(Cpp) == alignof(C) && std::is_standard_layout_v<Cpp>;
@@ -180,7 +180,7 @@ inline const twinop_call* ToC(const Call& call) {
   return reinterpret_cast<const twinop_call*>(&call);
 }
 
-// The receiver of a failure's text (twinop_error) as the adapters use it.
+// Receives the text of a failure.
 struct ErrorText : twinop_error {
   std::string text;
 
@@ -192,7 +192,7 @@ struct ErrorText : twinop_error {
   }
 };
 
-// Runs `body`, which returns a Status, at the C boundary: nothing that C++ throws crosses it.
+// Runs `body`, which returns a Status, at the C boundary. No C++ exception crosses it.
 template <class Body>
 std::int32_t AtBoundary(twinop_error* error, Body&& body) noexcept {
   const auto fail = [error](std::string_view text) {
@@ -207,7 +207,7 @@ std::int32_t AtBoundary(twinop_error* error, Body&& body) noexcept {
   } catch (const char* reason) {
     return fail(reason);
   } catch (...) {
-    return fail("an exception that is no std::exception");
+    return fail("an exception that is not a std::exception");
   }
 }
 

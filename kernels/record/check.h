@@ -1,4 +1,4 @@
-// Checks that every binding makes, and the messages they give: op, argument, shape and dtype.
+// The checks that both adapters make. Messages name the op, its tensors and what was expected.
 #pragma once
 
 #include <string>
@@ -7,41 +7,50 @@
 
 namespace twinop {
 
+// "[2, 3]"
+std::string SizesText(const std::int64_t* sizes, std::size_t rank);
+
 // "x: float32[2, 3]"
 std::string Describe(std::string_view name, const Tensor& tensor);
 
-// `message` with the op and all its tensors before it.
+// An error: the op and all its tensors, then `message`.
 Status Failure(const Record& record, const Tensor* inputs, std::string_view message);
 
-// What an attribute's value points to.
+// Storage for what an attribute's value points to.
 struct AttributeStorage {
   std::string text;                  // str
   std::int64_t ints[kMaxList] = {};  // int[]
 };
 
-// An attribute's default as written in the schema. Required attributes stay zero.
+// Parses the default of an attribute.
 Status ParseDefault(const Record& record, std::size_t index, Attribute* value,
                     AttributeStorage* storage);
 
-// What is wrong with an attribute whatever the inputs are: it is none of its choices, or outside
-// its limits, or an int[] longer than kMaxList.
+// Checks an attribute against its choices and limits, and an int[] against kMaxList, as far as the
+// inputs do not matter.
 Status CheckAttribute(const Record& record, std::size_t attribute, const Attribute& value);
 
-// Index of the dtype combination that the inputs have, or an error that lists the combinations.
+// Finds the dtype combination of the inputs. The error lists all combinations.
 Status FindCombination(const Record& record, const Tensor* inputs, std::size_t* combination);
 
-// The inputs have the shapes that the record requires, and attributes that are dimensions are some
-// of them. (Whether inputs broadcast, OutputShape says.)
+// Checks that the inputs have the shapes that the record requires, and that attributes that are
+// dimensions exist. (OutputShape checks whether inputs broadcast.)
 Status CheckShapes(const Record& record, const Tensor* inputs, const Attribute* attributes);
 
-// The output's shape for these inputs.
+// Computes the shape of an output.
 Status OutputShape(const Record& record, std::size_t output, const Tensor* inputs,
                    const Attribute* attributes, std::int64_t* sizes, std::size_t* rank);
 
-// The bytes of scratch memory that a call needs, from the op's own function.
+// Asks the op for the bytes of scratch memory that a call needs.
 Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes);
 
-// No output overlaps an input, but where the record allows it to be the very same memory.
+// Makes the state of a kernel for `call`; null where the op has none.
+Status CreateState(const Record& record, const Call& call, void** state);
+
+// Whether no output has elements, so that nothing is launched.
+bool AllEmpty(const Record& record, const Tensor* outputs);
+
+// Checks that no output overlaps an input, except where the record allows the same memory.
 Status CheckAliases(const Record& record, const Call& call);
 
 // Runs the op's launcher.

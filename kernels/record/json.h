@@ -1,5 +1,5 @@
-// A record as JSON, built at compile time and placed in the library's ELF section `.twinop`, so
-// that tools read ops, dtypes and architectures from the file without loading it
+// Writes a record as JSON at compile time. The text lies in the library's ELF section `.twinop`,
+// from which tools read ops, dtypes and architectures without loading the library
 // (twinop/library.py).
 #pragma once
 
@@ -91,7 +91,7 @@ constexpr JsonWriter WriteJson(const Record& record) {
   return json;
 }
 
-// The text cut to its size, with the NUL that separates it from the next object's.
+// The text, cut to its size, and a NUL, which separates it from the text of the next object.
 template <std::size_t N>
 constexpr std::array<char, N + 1> CutJson(const JsonWriter& json) {
   std::array<char, N + 1> text{};

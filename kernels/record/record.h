@@ -1,8 +1,8 @@
-// The op record: the one place that says what an op is. The torch registration, fakes, autograd,
-// the ORT custom op, both exporters and the JSON in the library are all derived from it.
+// The op record: the one description of an op. The torch registration, fakes, autograd, the ORT
+// custom op, both exporters and the JSON in the library are derived from it.
 //
-// The record is text plus functions. The texts stand in the library's table (kernels/abi.h) and, as
-// JSON, in its file; adapters and Python (twinop/record.py) read the record from them again.
+// A record is texts and functions. The library's table (kernels/abi.h) and the JSON in its file
+// hold the texts. The adapters and Python (twinop/record.py) parse them again.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace twinop {
 
-// "y = x; s = x[:-1]": the text behind `name`, empty where there is none.
+// The value of `name` in "y = x; s = x[:-1]"; empty if there is none.
 constexpr std::string_view Entry(std::string_view entries, std::string_view name) {
   Scanner scan(entries);
   while (!scan.AtEnd()) {
@@ -28,16 +28,16 @@ constexpr std::string_view Entry(std::string_view entries, std::string_view name
   return {};
 }
 
-// What `limits` says of one attribute.
+// The limit of one attribute.
 struct Limit {
   enum class Kind : std::uint8_t { kNone, kDimension, kAtLeast, kOneOf };
   Kind kind = Kind::kNone;
-  std::int8_t input = 0;     // kDimension: whose rank counts
+  std::int8_t input = 0;     // kDimension: the input with these dimensions
   std::int64_t minimum = 0;  // kAtLeast
   std::string_view choices;  // kOneOf: "0 | 1"
 };
 
-// What `rows` says.
+// Where the rows of an op lie (Record::rows_text).
 struct RowDimension {
   bool given = false;
   bool to_the_end = false;     // "axis:"
@@ -49,9 +49,10 @@ struct RowDimension {
   }
 };
 
-// "x", "x[axis:]" or "x[-1:]": what nearly every required shape is, found without the evaluator.
+// A required shape of the form "x", "x[axis:]" or "x[-1:]". Nearly all have it, and none of these
+// needs the evaluator.
 struct ShapeSlice {
-  std::int8_t input = -1;  // -1: the text is something else
+  std::int8_t input = -1;  // -1: the text has another form
   std::int8_t attribute = -1;
   std::int64_t value = 0;
 
@@ -67,43 +68,43 @@ inline constexpr std::size_t kMaxCombinations = 16;
 
 struct Record {
   Schema schema;
-  // Allowed combinations, "float16; float16 weight=float32": every tensor has the first type but
-  // those named.
+  // Allowed combinations of dtypes, "float16; float16 weight=float32". Every tensor has the first
+  // type unless it is named.
   std::string_view dtypes_text = "float32; float16; bfloat16; float64";
-  // Output shapes, "y = x; s = x[:-1]" (shape.h). An output left out has the shape of the first
-  // input.
+  // Shapes of the outputs, "y = x; s = x[:-1]" (shape.h). An output that is not listed has the
+  // shape of the first input.
   std::string_view shapes_text = "";
-  // Shapes that inputs must have, "weight = x[axis:]" (shape.h). An absent one is not checked.
+  // Shapes that inputs must have, "weight = x[axis:]" (shape.h). Absent inputs are not checked.
   std::string_view input_shapes_text = "";
   // Outputs that may overwrite an input of the same shape and type, "y = x".
   std::string_view in_place_text = "";
   // Allowed values of str attributes, "variant = auto | scalar | vec4".
   std::string_view choices_text = "";
-  // What numbers may be: "dim of x" a dimension of x, from the end where it is negative; "eps >= 0"
-  // finite and no less; "offset in 0 | 1".
+  // Allowed values of numbers: "dim of x" is a dimension of x, counted from the end if it is
+  // negative; "eps >= 0" is finite and not less than 0; "offset in 0 | 1" is one of these.
   std::string_view limits_text = "";
   // Derivative formulas, "x = relu_backward(grad, y)", as in torch's derivatives.yaml: Python over
-  // the op's inputs, outputs, attributes and `grad` (`grad_<output>` where there are several). One
-  // formula may give several, "x, weight, _ = f(grad)" (`_`: not wanted), and is evaluated once;
-  // the formulas behind it may use them: "residual = grad_x". An input without a formula has
-  // derivative zero; an op without any refuses to be differentiated.
+  // the op's inputs, outputs, attributes and `grad` (`grad_<output>` if there are several outputs).
+  // A formula with several results, "x, weight, _ = f(grad)" (`_`: not wanted), is evaluated once.
+  // The formulas after it may use the results: "residual = grad_x". An input without a formula has
+  // derivative zero. An op without formulas cannot be differentiated.
   std::string_view gradient_text = "";
-  // Under torch.autocast: "keep" runs in the dtype given, "widest" promotes mixed float inputs.
+  // Under torch.autocast, "keep" runs in the dtype given and "widest" promotes mixed float inputs.
   std::string_view autocast_text = "keep";
-  // All inputs have one shape or, where `shapes` says broadcast(...), broadcast to the outputs';
-  // the order of the elements in memory does not matter.
+  // The inputs have one shape or, if `shapes` says broadcast(...), broadcast to the shape of the
+  // outputs. The order of the elements in memory does not matter.
   bool is_elementwise = false;
-  // The launcher reads rows, and inputs that are rows may have any distance from row to row.
-  // "axis:": a row is x[axis:]; "dim" or "-1": a row lies along that dimension. The dimensions
-  // before it collapse to one stride, those from it on are contiguous; along a dimension that is
-  // not the last, all of x is. Holds for inputs of as many dimensions as the first; the others, as
-  // all inputs of an op without `rows`, are contiguous.
+  // The launcher reads rows, which may be at any distance from each other. "axis:" means that a row
+  // is x[axis:]; "dim" or "-1" means that a row lies along that dimension. The dimensions before it
+  // collapse to one stride, and the others are contiguous. If rows lie along a dimension that is
+  // not the last, all of x is contiguous. This holds for inputs with as many dimensions as the
+  // first. Other inputs, and all inputs of an op without `rows`, are contiguous.
   std::string_view rows_text = "";
-  // Inputs that lie in host memory on every device, "lengths = host": sizes and the like, which the
-  // launcher reads itself.
+  // Inputs that lie in host memory on every device, "lengths = host", because the launcher itself
+  // reads them.
   std::string_view memory_text = "";
 
-  // The library's domain, known once the library is loaded.
+  // The library's domain, which is known when the library is loaded.
   std::string_view domain = "custom_domain";
   // The op's functions, as kernels/abi.h describes them.
   twinop_launch cpu_launch = nullptr;
@@ -112,9 +113,9 @@ struct Record {
   decltype(twinop_op::create) create_state = nullptr;
   decltype(twinop_op::destroy) destroy_state = nullptr;
 
-  // What the texts say, read once: every call asks. An input's index, or Schema::kNotFound.
+  // The parsed texts, for the use of every call. Inputs are indices, or Schema::kNotFound.
   std::int8_t same_shape_inputs[kMaxOutputs] = {};         // whose shape the output has
-  std::int8_t in_place_inputs[kMaxOutputs] = {};           // whose memory the output may have
+  std::int8_t in_place_inputs[kMaxOutputs] = {};           // that the output may overwrite
   std::string_view input_shape_texts[kMaxArguments] = {};  // empty: any
   ShapeSlice input_slices[kMaxArguments] = {};
   RowDimension row_dimension;
@@ -159,8 +160,8 @@ struct Record {
   constexpr Record elementwise() const { return With(&Record::is_elementwise, true); }
   constexpr Record cpu(twinop_launch launch) const { return With(&Record::cpu_launch, launch); }
   constexpr Record cuda(twinop_launch launch) const { return With(&Record::cuda_launch, launch); }
-  // The launcher needs scratch memory: kBytes(call) bytes, which depend on the shapes of the inputs
-  // and on the attributes alone. kBytes takes the call as a launcher does.
+  // The launcher needs kBytes(call) bytes of scratch memory. The number depends on the shapes of
+  // the inputs and on the attributes only. kBytes takes the call as a launcher does.
   template <auto kBytes>
   constexpr Record scratch() const {
     Record copy = *this;
@@ -172,10 +173,10 @@ struct Record {
     };
     return copy;
   }
-  // The op keeps a State for each kernel: made by
+  // The op keeps a State for each kernel, which a launcher finds in call.state. It is made from the
+  // attributes and the constant inputs by
   //   template <class Op>
   //   static Status State::Create(const CallOf<Op>& call, std::unique_ptr<State>* state)
-  // from the attributes and the inputs that are constant; a launcher finds it in call.state.
   template <class State, class Op>
   constexpr Record state() const {
     Record copy = *this;
@@ -190,8 +191,6 @@ struct Record {
     copy.destroy_state = [](void* state) { delete static_cast<State*>(state); };
     return copy;
   }
-
-  // ------------------------------------------------------------------------------ questions
 
   constexpr std::size_t CombinationCount() const { return combination_count; }
 

@@ -1,5 +1,5 @@
-// How an op joins a library: linking its object file is all. The linker gathers the entries of the
-// objects at hand into the section `twinop_ops`, and the records' JSON into `.twinop`.
+// Registers an op. An op joins a library when its object file is linked: the linker gathers the
+// ops' entries in the section `twinop_ops`, and their records as JSON in the section `.twinop`.
 //
 // An op's header (kernels/ops/relu.h) is compiled twice (cmake/TwinopOp.cmake): by the C++ compiler
 // for the record and the CPU launcher, and by nvcc for the CUDA launcher.
@@ -19,10 +19,10 @@
 #define TWINOP_CUDA_LAUNCHER(id) nullptr
 #endif
 
-// TWINOP_PART(id)(code): the code, if the CUDA code of the op belongs to this object file. The
-// forward and the backward ops of a header become one object file each (cmake/TwinopOp.cmake),
-// because the first call of an op loads the code of its whole object file. The generated source
-// defines TWINOP_PART_<id> for some of the ops and TWINOP_OTHER_PARTS for the others.
+// TWINOP_PART(id)(code) is the code if the op's CUDA code belongs to this object file. The forward
+// and the backward ops of a header become one object file each (cmake/TwinopOp.cmake), because the
+// first call of an op loads the code of its whole object file. The generated source defines
+// TWINOP_PART_<id> for some of the ops and TWINOP_OTHER_PARTS for the others.
 #define TWINOP_KEEP(...) __VA_ARGS__
 #define TWINOP_DROP(...)
 #if !defined(TWINOP_OTHER_PARTS)
@@ -32,16 +32,16 @@
 #define TWINOP_FIND_PART(part) TWINOP_SECOND(part, TWINOP_OTHER_PARTS, )
 #define TWINOP_PART(id) TWINOP_FIND_PART(TWINOP_PART_##id)
 
-// TWINOP_OP(id, record, launcher) registers an op; it stands in namespace twinop.
+// TWINOP_OP(id, record, launcher), in namespace twinop, registers an op:
 //
 //   id        the op's name, as in the schema
 //   record    a Record (record.h)
-//   launcher  a function that takes the call, `const Call&` or `const CallOf<Op>&` (arguments.h).
-//             Each compiler sees its own: where the two devices need different code, it stands
-//             under `#if defined(__CUDACC__)`.
+//   launcher  a function of the call, which is `const Call&` or `const CallOf<Op>&` (arguments.h).
+//             Both compilers compile it. Code that differs between the devices stands in
+//             `#if defined(__CUDACC__)`.
 //
-// TWINOP_CPU_OP is for an op without a CUDA kernel. kernels/elementwise.h and kernels/rowwise.h
-// have macros that derive the launcher from a functor.
+// TWINOP_CPU_OP registers an op without a CUDA kernel. The macros of kernels/elementwise.h and
+// kernels/rowwise.h derive the launcher from a functor.
 #define TWINOP_RECORD(id, record)                                                                \
   namespace id##_op {                                                                            \
     struct Op;                                                                                   \
@@ -82,7 +82,7 @@
 
 namespace twinop {
 
-// A launcher as a C function; null for a null launcher.
+// A launcher as a C function, or null.
 template <Launcher kLauncher>
 constexpr twinop_launch CLaunch() {
   if constexpr (kLauncher == nullptr) {

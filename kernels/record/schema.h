@@ -1,11 +1,11 @@
-// The one parser of op schemas. The language is torch's:
+// The parser of op schemas, which are written in torch's language:
 //
 //   rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6) -> Tensor
 //   add_rms_norm(Tensor x, Tensor residual, ...) -> (Tensor y, Tensor sum)
 //
-// Arguments are tensors (`Tensor`, `Tensor?`, as the last one `Tensor[]`) or attributes (`int`,
-// `float`, `bool`, `str`, `int[]`). It runs at compile time, so a malformed schema does not
-// compile: the error names the throw below.
+// Arguments are tensors (`Tensor`, `Tensor?`, and `Tensor[]` as the last one) or attributes (`int`,
+// `float`, `bool`, `str`, `int[]`). The parser runs at compile time: a malformed schema is a
+// compile error at one of the `throw` expressions below.
 #pragma once
 
 #include <array>
@@ -20,7 +20,7 @@ inline constexpr std::size_t kMaxOutputs = 8;
 inline constexpr std::size_t kMaxList = 8;  // entries of an int[] attribute: axes, pads, strides
 inline constexpr std::size_t kMaxName = 48;
 
-// A NUL-terminated name with storage of its own: ORT asks for `const char*`.
+// A NUL-terminated name with its own storage, because ORT takes `const char*`.
 struct Name {
   char text[kMaxName] = {};
   std::size_t size = 0;
@@ -121,11 +121,11 @@ struct Schema {
       if (input(i).kind == Kind::kOptionalTensor) return true;
     return false;
   }
-  // The last input stands for any number of tensors, of one dtype: one or more.
+  // The last input stands for one or more tensors of one dtype.
   constexpr bool HasRepeatedInput() const {
     return input_count > 0 && input(input_count - 1).kind == Kind::kTensorList;
   }
-  // A backward op is a torch op only: no ONNX name, no ORT kernel.
+  // A backward op exists in torch only.
   constexpr bool IsBackward() const {
     constexpr std::string_view suffix = "_backward";
     return name.view().size() > suffix.size() &&
@@ -133,7 +133,7 @@ struct Schema {
   }
 };
 
-// A cursor over text that all the small languages of a record share (see shape.h, record.h).
+// A cursor over text, for all the small languages of a record.
 class Scanner {
  public:
   constexpr explicit Scanner(std::string_view text) : text_(text) {}
@@ -179,13 +179,13 @@ class Scanner {
     }
     return negative ? -value : value;
   }
-  // Skips digits, if there are any here.
+  // Skips digits. Returns whether there were any.
   constexpr bool Digits() {
     std::size_t begin = position_;
     while (position_ < text_.size() && IsDigit(text_[position_])) ++position_;
     return position_ > begin;
   }
-  // The text up to one of `stops`, quotes and brackets kept whole, trailing spaces cut.
+  // The text up to one of `stops` outside quotes and brackets, without trailing spaces.
   constexpr std::string_view Until(std::string_view stops) {
     SkipSpace();
     std::size_t begin = position_;
@@ -251,7 +251,7 @@ constexpr bool IsFloat(Scanner& scan) {
   return scan.Digits();
 }
 
-// Whether a default, as written, is a literal of its kind.
+// Whether the text of a default is a literal of its kind.
 constexpr bool IsLiteral(Kind kind, std::string_view text) {
   Scanner scan(text);
   switch (kind) {

@@ -1,6 +1,6 @@
-// The shapes of outputs and inputs, as the record writes them: a small closed language, a subset of
-// Python's expressions, so that Python evaluates the same text on symbolic sizes
-// (twinop/shapes.py).
+// Shape expressions: the small closed language in which a record gives the shapes of its outputs
+// and inputs. It is a subset of Python's expressions: twinop/shapes.py evaluates the same text on
+// symbolic sizes.
 //
 //   shape   := term ('+' term)*
 //   term    := input | input '[' int? ':' int? ']' | '[' int, ... ']' | broadcast(shape, shape)
@@ -9,9 +9,8 @@
 //   atom    := '-' atom | number | attribute | attribute '[' int ']' | input '[' int ']'
 //            | len(shape) | numel(shape) | '(' int ')'
 //
-// `attribute` is one of kind int or bool; with an index it is one of kind int[].
-// Evaluated on every call, without allocation; unknown dimensions (graph-time inference) stay
-// unknown.
+// `attribute` has kind int or bool, or kind int[] if it is indexed. The evaluation allocates no
+// memory. Sizes that depend on unknown dimensions (during ORT's shape inference) are unknown.
 #pragma once
 
 #include "kernels/record/schema.h"
@@ -20,12 +19,12 @@ namespace twinop {
 
 inline constexpr std::size_t kMaxRank = 32;
 
-// The value of an expression over unknown sizes. Others may be negative on the way (x[:-1]).
+// The value of an expression over unknown sizes. (Intermediate values may be negative: x[:-1].)
 inline constexpr std::int64_t kUnknownSize = INT64_MIN;
 
 struct Dim {
-  std::int64_t value = -1;       // < 0: not known
-  const char* symbol = nullptr;  // its name in the graph, where it has one
+  std::int64_t value = -1;       // negative: unknown
+  const char* symbol = nullptr;  // its name in the graph, or null
 
   constexpr bool known() const { return value >= 0; }
 };
@@ -47,7 +46,7 @@ struct Text {
   std::size_t size = 0;
 
   constexpr Text() = default;
-  constexpr Text(std::string_view text)  // NOLINT(google-explicit-constructor): it is the same
+  constexpr Text(std::string_view text)  // NOLINT(google-explicit-constructor)
       : data(text.data()), size(text.size()) {}
   constexpr operator std::string_view() const { return {data, size}; }
   friend constexpr bool operator==(Text a, std::string_view b) { return std::string_view(a) == b; }
@@ -62,14 +61,14 @@ struct Attribute {
   std::size_t count = 0;               // entries of ints
 };
 
-// The shape of an optional input that is absent: it has no elements (and so has its gradient).
+// The shape of an absent optional input. It has no elements, and neither has its gradient.
 inline constexpr Shape kAbsentShape = [] {
   Shape shape;
   shape.Push(Dim{0, nullptr});
   return shape;
 }();
 
-// What an expression can name. A null input is absent.
+// The names that an expression may use. A null input is absent.
 struct ShapeScope {
   const Schema* schema = nullptr;
   const Shape* const* inputs = nullptr;
@@ -81,7 +80,7 @@ class ShapeExpression {
   constexpr ShapeExpression(std::string_view text, const ShapeScope& scope)
       : scan_(text), scope_(scope) {}
 
-  // Throws (const char*) where the text does not parse or the sizes do not fit.
+  // Throws const char* if the text does not parse or the sizes do not fit.
   constexpr Shape EvaluateShape() {
     Shape result = ParseShape();
     if (!scan_.AtEnd()) throw "a shape expression goes on after its end";
@@ -159,7 +158,7 @@ class ShapeExpression {
         if (x.known() && x.value != y.value) throw "the inputs' shapes do not broadcast";
         x = y;
       } else if (!y.known() && !x.known()) {
-        // Two sizes of one name are one; of others, either could be the 1.
+        // Two sizes of one name are equal. Otherwise either of them may be 1.
         if (x.symbol == nullptr || y.symbol == nullptr ||
             std::string_view(x.symbol) != std::string_view(y.symbol))
           x = Dim{};
@@ -234,7 +233,8 @@ class ShapeExpression {
     return dim.known() ? dim : Unknown(dim.symbol);
   }
 
-  // "[i]", counted from the end where i < 0: 0 to count - 1, unknown, or -1 where it lies outside.
+  // Parses "[i]", counted from the end if i < 0. Returns 0 to count - 1, unknown, or -1 if i lies
+  // outside.
   constexpr Dim ParseIndex(std::int64_t count) {
     scan_.Expect("[");
     Dim index = ParseSum();
@@ -266,7 +266,7 @@ class ShapeExpression {
         return Dim{a.value * b.value, nullptr};
       default:
         if (b.value == 0) throw "a size expression divides by zero";
-        // Python's //: rounds towards minus infinity.
+        // As Python's //, rounds towards minus infinity.
         return Dim{a.value / b.value -
                        ((a.value % b.value != 0) && ((a.value < 0) != (b.value < 0)) ? 1 : 0),
                    nullptr};

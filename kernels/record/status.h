@@ -1,4 +1,4 @@
-// The result of every launch and check: an empty status is success, any other carries its message.
+// The result of launches and checks: success, or a message.
 #pragma once
 
 #include <memory>
@@ -10,17 +10,17 @@ namespace twinop {
 class [[nodiscard]] Status {
  public:
   Status() = default;  // success
-  // Cold: the compiler moves what leads here out of the way of the calls that succeed.
+  // Cold: the compiler moves the branches that lead here away from those of successful calls.
   [[gnu::cold]] static Status Error(std::string message) {
     Status status;
     status.message_ = std::make_unique<const std::string>(std::move(message));
     return status;
   }
   bool ok() const { return message_ == nullptr; }
-  const std::string& message() const { return *message_; }  // of an error
+  const std::string& message() const { return *message_; }  // of an error only
 
  private:
-  // One word, null on success: every call of an op returns several of these.
+  // One word, because each call of an op returns several: null on success.
   std::unique_ptr<const std::string> message_;
 };
 

@@ -1,4 +1,4 @@
-// Reading a library's table (kernels/abi.h): what both adapters do when a library is loaded.
+// Reads a library's table (kernels/abi.h). Both adapters do so when a library is loaded.
 #pragma once
 
 #include "kernels/abi.h"
@@ -6,11 +6,11 @@
 
 namespace twinop {
 
-// The table has the ABI version of this code. `reader` is the adapter, for the message.
+// Checks that the table has the ABI version of this code. The message names `reader`, the adapter.
 Status CheckTable(const twinop_table* table, const char* reader);
 
-// The record of one of the table's ops. It refers to the table's texts. Throws (const char*) where
-// they do not parse.
+// Returns the record of an op of the table, whose texts it refers to. Throws const char* if they do
+// not parse.
 Record ReadRecord(const twinop_table& table, const twinop_op& op);
 
 }  // namespace twinop

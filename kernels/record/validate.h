@@ -1,11 +1,11 @@
-// Compile-time proof that a record is well formed; TWINOP_OP (registry.h) asks for it.
+// Checks at compile time that a record is well formed, for TWINOP_OP (registry.h).
 #pragma once
 
 #include "kernels/record/record.h"
 
 namespace twinop {
 
-// Every entry of "name = value; ..." has a known name, which stands there once.
+// Every entry of "name = value; ..." has a known name that occurs once.
 template <class Known>
 constexpr void ValidateEntries(std::string_view entries, Known&& known) {
   Scanner scan(entries);
@@ -20,7 +20,7 @@ constexpr void ValidateEntries(std::string_view entries, Known&& known) {
   }
 }
 
-// The shape expressions parse, and name only what the op has.
+// The shape expressions parse and use names of the op only.
 constexpr void ValidateShapes(const Record& record) {
   const Schema& schema = record.schema;
   Shape unknown;
@@ -43,7 +43,7 @@ constexpr void ValidateShapes(const Record& record) {
       ShapeExpression(record.input_shape_texts[i], scope).EvaluateShape();
 }
 
-// The outputs of an elementwise op have one shape: an input's, or all inputs broadcast.
+// The outputs of an elementwise op have one shape: that of an input, or of all inputs broadcast.
 constexpr void ValidateElementwise(const Record& record) {
   const Schema& schema = record.schema;
   if (!record.rows_text.empty()) throw "an elementwise op has no rows";

@@ -7,12 +7,12 @@
 
 namespace twinop {
 
-// Rows, weight and bias of one type or, for 16-bit rows, weight and bias of float32.
+// Rows, weight and bias have one type. With 16-bit rows, weight and bias may have float32.
 inline constexpr std::string_view kNormDtypes =
     "float32; float16; bfloat16; float64; "
     "float16 weight=float32 bias=float32; bfloat16 weight=float32 bias=float32";
 
-// <op>_backward. An absent weight or bias has an empty gradient.
+// The record of <op>_backward. An absent weight or bias has an empty gradient.
 constexpr Record NormBackward(std::string_view schema, std::string_view limits) {
   return Record(schema)
       .dtypes(

@@ -23,7 +23,8 @@ def compiler() -> str:
 def _program() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="twinop-driver-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    sources = [str(ROOT / "tests/helpers/record_driver.cpp"), str(ROOT / "kernels/record/check.cpp")]
+    names = ("tests/helpers/record_driver.cpp", "kernels/record/check.cpp", "kernels/record/check_shapes.cpp")
+    sources = [str(ROOT / name) for name in names]
     flags = ["-std=c++17", f"-I{ROOT}", *os.environ.get("CXXFLAGS", "").split()]
     subprocess.run([compiler(), *flags, *sources, "-o", str(folder / "driver")], check=True)
     return folder / "driver"
