@@ -147,7 +147,7 @@ struct Defaults {
   static constexpr int kPreparedOutput = -1;
 
   // The value of an absent column input. (An absent row input is zero.)
-  TWINOP_INLINE static float Neutral(int) { return 0; }
+  TWINOP_INLINE static float ColumnDefault(int) { return 0; }
 };
 
 template <class F>

@@ -27,7 +27,7 @@ struct LayerNorm : rowwise::Defaults {
       : count(T(rows.columns)),
         inverse_count(T(1) / count),
         eps(T(AttributeOf<float>(call, "eps"_name))) {}
-  TWINOP_INLINE T Neutral(int column) const { return column == 0 ? T(1) : T(0); }
+  TWINOP_INLINE T ColumnDefault(int column) const { return column == 0 ? T(1) : T(0); }
 
   TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const Columns&) const { return x; }
   TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) {
@@ -63,7 +63,7 @@ struct AddLayerNorm : rowwise::Defaults {
 
   template <class Op>
   AddLayerNorm(const CallOf<Op>& call, const rowwise::Rows& rows) : norm(call, rows) {}
-  TWINOP_INLINE T Neutral(int column) const { return norm.Neutral(column); }
+  TWINOP_INLINE T ColumnDefault(int column) const { return norm.ColumnDefault(column); }
 
   TWINOP_INLINE static T Prepared(const Row& row) { return row[0] + row[1]; }
   template <class P>
@@ -103,7 +103,7 @@ struct LayerNormBackward : rowwise::Defaults {
       : count(T(rows.columns)),
         inverse_count(T(1) / count),
         eps(T(AttributeOf<float>(call, "eps"_name))) {}
-  TWINOP_INLINE T Neutral(int) const { return T(1); }
+  TWINOP_INLINE T ColumnDefault(int) const { return T(1); }
 
   TWINOP_INLINE Products Term(rowwise::Phase<0>, Row& row, const One& weight) const {
     return {{row[1], row[0]}, {T(1), weight[0]}};

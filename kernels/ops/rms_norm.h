@@ -25,7 +25,7 @@ struct RmsNorm : rowwise::Defaults {
         inverse_count(T(1) / count),
         eps(T(AttributeOf<float>(call, "eps"_name))),
         offset(T(AttributeOf<std::int64_t>(call, "offset"_name))) {}
-  TWINOP_INLINE T Neutral(int) const { return T(1) - offset; }
+  TWINOP_INLINE T ColumnDefault(int) const { return T(1) - offset; }
 
   TWINOP_INLINE One Term(rowwise::Phase<0>, One& x, const One&) const { return x; }
   TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& total) {
@@ -53,7 +53,9 @@ struct AddRmsNorm : rowwise::Defaults {
 
   template <class Op>
   AddRmsNorm(const CallOf<Op>& call, const rowwise::Rows& rows) : norm(call, rows) {}
-  TWINOP_INLINE T Neutral(int column) const { return column == 0 ? norm.Neutral(0) : T(0); }
+  TWINOP_INLINE T ColumnDefault(int column) const {
+    return column == 0 ? norm.ColumnDefault(0) : T(0);
+  }
 
   TWINOP_INLINE static T Prepared(const Row& row) { return row[0] + row[1]; }
   template <class P>
@@ -93,7 +95,7 @@ struct RmsNormBackward : rowwise::Defaults {
         inverse_count(T(1) / count),
         eps(T(AttributeOf<float>(call, "eps"_name))),
         offset(T(AttributeOf<std::int64_t>(call, "offset"_name))) {}
-  TWINOP_INLINE T Neutral(int) const { return T(1) - offset; }
+  TWINOP_INLINE T ColumnDefault(int) const { return T(1) - offset; }
 
   TWINOP_INLINE Products Term(rowwise::Phase<0>, Row& row, const One& weight) const {
     return {{row[1], row[0] * (offset + weight[0])}, {row[1], row[1]}};

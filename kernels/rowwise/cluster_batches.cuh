@@ -182,7 +182,7 @@ class SliceBatches
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
         values.columns[i][c] =
-            arguments_.columns[c] != nullptr ? unpacked[i] : T(functor.Neutral(c));
+            arguments_.columns[c] != nullptr ? unpacked[i] : T(functor.ColumnDefault(c));
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) Replay<kPhase, S>(functor, values.row[i], values.columns[i]);

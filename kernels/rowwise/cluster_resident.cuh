@@ -211,7 +211,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
       Unpack(vector, unpacked);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
-        columns[i][c] = present ? unpacked[i] : T(functor.Neutral(c));
+        columns[i][c] = present ? unpacked[i] : T(functor.ColumnDefault(c));
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {

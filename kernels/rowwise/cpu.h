@@ -558,7 +558,7 @@ Status RunFunctor(const CallOf<Op>& call) {
   const Rows rows = RowsOf<F>(call);
   const F functor = MakeFunctor<F>(call, rows);
   T defaults[kMaxOperands] = {};
-  for (int j = 0; j < kColumnInputs<F>; ++j) defaults[j] = functor.Neutral(j);
+  for (int j = 0; j < kColumnInputs<F>; ++j) defaults[j] = functor.ColumnDefault(j);
   return RunRows<T>(call, kRowKernels<F, T, Op>, rows, &functor, defaults);
 }
 

@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "kernels/primitives/cpu_convert.h"
-#include "kernels/rowwise/cpu.h"
+#include "kernels/rowwise.h"
 
 namespace twinop::rowwise {
 

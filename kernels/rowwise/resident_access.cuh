@@ -277,7 +277,7 @@ class ResidentAccess {
   static __device__ __forceinline__ Vector<W, kWidth> DefaultColumn(const F& functor, int c) {
     ElementCompute<W> values[kWidth];
 #pragma unroll
-    for (auto& value : values) value = Plain(ElementCompute<S>(functor.Neutral(c)));
+    for (auto& value : values) value = Plain(ElementCompute<S>(functor.ColumnDefault(c)));
     return Pack<W>(values);
   }
 
