@@ -210,7 +210,7 @@ def _library_obstacles(library: Library, device: int | None) -> list[str]:
     if device is None:
         return []
     capability = compute_capability(device)
-    if _serves(archs, capability):
+    if has_code_for(archs, capability):
         return []
     return [
         f"{library.path} has GPU code for {archs}, and device {device} has compute capability {capability}. "
@@ -218,7 +218,7 @@ def _library_obstacles(library: Library, device: int | None) -> list[str]:
     ]
 
 
-def _serves(archs: str, capability: int) -> bool:
+def has_code_for(archs: str, capability: int) -> bool:
     """Whether code for `archs` runs: 90-real from 9.0 up to below 10, 90-virtual from 9.0 on, 90 is both."""
     for number, suffix, kind in re.findall(r"(\d+)([af]?)(-real|-virtual)?", archs):
         arch = int(number)

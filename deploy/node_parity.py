@@ -102,7 +102,7 @@ def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: Recor
     if isinstance(results, torch.Tensor):
         results = (results,)
     return [
-        Comparison(node.name, node.op_type, name, _text(values[name]), *_difference(values[name], expected))
+        Comparison(node.name, node.op_type, name, _text(values[name]), *compare_bits(values[name], expected))
         for name, expected in zip(node.output, results, strict=True)
     ]
 
@@ -115,7 +115,7 @@ def _value(attribute: onnx.AttributeProto, record: Record) -> Any:
     return bool(value) if declared is not None and declared.kind == "bool" else value
 
 
-def _difference(value: Any, expected: Any) -> tuple[bool, str]:
+def compare_bits(value: Any, expected: Any) -> tuple[bool, str]:
     """Returns whether two tensors have the same bits, NaN payloads included, and how much they differ."""
     if value.dtype != expected.dtype or value.shape != expected.shape:
         return False, f"torch gives {_text(expected)}"

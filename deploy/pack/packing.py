@@ -78,7 +78,7 @@ def pack(options: Options) -> Packed:
         TwinopError: the model, the library or an option does not fit, or the folder may not be written.
     """
     name = _model_name(options)
-    kube_name = _kube_name(name)
+    kube_name = kubernetes_name(name)
     image = _image(options, kube_name)
     _check_numbers(options)
     _check_output(options)
@@ -110,7 +110,7 @@ def _model_name(options: Options) -> str:
     return name
 
 
-def _kube_name(name: str) -> str:
+def kubernetes_name(name: str) -> str:
     """As Kubernetes wants names: KServe adds up to 23 characters and a namespace to it, within 63."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (plain if plain[0].isalpha() else f"model-{plain}")[:40].rstrip("-")

@@ -11,8 +11,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from bound_addresses import bound  # noqa: F401  (a fixture)
 from models import chain, make_model, model, node, value
-from test_deploy_session import bound  # noqa: F401  (a fixture)
+from run_command import run_command
 
 from twinop.deploy import FeedError, ProviderError, RunError, Session, cuda, session
 from twinop.library import Library, read_library
@@ -316,9 +317,9 @@ def test_a_library_for_other_gpus(monkeypatch: pytest.MonkeyPatch, libraries: di
 
 
 def test_run_onnx_on_cuda(tmp_path: Path) -> None:
-    from test_deploy_run_onnx import run
-
     for dtype in DTYPES:
-        result = run(make_model("CustomRelu", dtype), tmp_path, "--provider", "cuda", "--shape", "x=1000,4")
+        result = run_command(
+            make_model("CustomRelu", dtype), tmp_path, "--provider", "cuda", "--shape", "x=1000,4"
+        )
         assert result.exit_code == 0, result.output
         assert any("y" in line and "CUDA" in line and "yes" in line for line in result.output.splitlines())

@@ -187,7 +187,7 @@ def test_hidden_gpus_are_mentioned(machine: Machine, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_which_gpu_a_library_has_code_for(archs: str, capability: int, served: bool) -> None:
-    assert cuda._serves(archs, capability) == served
+    assert cuda.has_code_for(archs, capability) == served
 
 
 def test_cuda_graphs_need_cuda(machine: Machine) -> None:

@@ -10,26 +10,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import typer
 from models import ORT_VERSION, chain, make_model, model, node, relu_body, value
 from onnx import helper
-from typer.testing import CliRunner, Result
+from run_command import run_command
 
 from twinop.deploy import node_parity, run_onnx
 
 ROOT = Path(__file__).parents[2]
-APP = typer.Typer()
-APP.command()(run_onnx.main)
-
-
-def run(graph: onnx.ModelProto | Path, folder: Path, *arguments: str) -> Result:
-    path = graph
-    if isinstance(graph, onnx.ModelProto):
-        path = folder / "model.onnx"
-        path.write_bytes(graph.SerializeToString())
-    result = CliRunner().invoke(APP, [str(path), *arguments], env={"COLUMNS": "160", "TERM": "dumb"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def several() -> onnx.ModelProto:
@@ -48,7 +35,7 @@ def several() -> onnx.ModelProto:
 def test_relu(dtype: str, libraries: dict[str, Path], tmp_path: Path) -> None:
     if dtype == "bfloat16" and ORT_VERSION < (1, 20):
         pytest.skip("this ONNX Runtime takes no bfloat16 feeds from Python")
-    result = run(make_model("CustomRelu", dtype), tmp_path, "--provider", "cpu")
+    result = run_command(make_model("CustomRelu", dtype), tmp_path, "--provider", "cpu")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     # The console breaks lines at spaces, and the library's path may have some.
@@ -61,7 +48,7 @@ def test_relu(dtype: str, libraries: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_several_ops_and_outputs(torch_ops: Any, tmp_path: Path) -> None:
-    result = run(several(), tmp_path, "--shape", "x=3,4")
+    result = run_command(several(), tmp_path, "--shape", "x=3,4")
     assert result.exit_code == 0, result.output
     verdicts = [line.split() for line in result.output.splitlines() if "yes" in line]
     assert [words[1] for words in verdicts] == ["CustomPadAffine_1"] + 2 * ["CustomDoubleAndSum_2"]
@@ -76,7 +63,7 @@ def test_a_difference_is_shown_and_fails(tmp_path: Path, monkeypatch: pytest.Mon
         return compare(proto, values, records)
 
     monkeypatch.setattr(run_onnx, "compare", tampered)
-    result = run(make_model("CustomRelu"), tmp_path)
+    result = run_command(make_model("CustomRelu"), tmp_path)
     assert result.exit_code == 1 and "NO, 1 of 16 elements differ, by up to 1" in result.output
 
 
@@ -85,13 +72,15 @@ def test_bits_are_compared_not_values() -> None:
 
     zero, nan = torch.zeros(3), torch.full((3,), float("nan"))
     assert (
-        node_parity._difference(zero, zero.clone()) == (True, "") == node_parity._difference(nan, nan.clone())
+        node_parity.compare_bits(zero, zero.clone())
+        == (True, "")
+        == node_parity.compare_bits(nan, nan.clone())
     )
-    assert node_parity._difference(zero, -zero) == (False, "3 of 3 elements differ, by up to 0")
+    assert node_parity.compare_bits(zero, -zero) == (False, "3 of 3 elements differ, by up to 0")
     other = (nan.view(torch.int32) ^ 1).view(torch.float32)
-    assert node_parity._difference(nan, other)[0] is False
-    assert node_parity._difference(zero, zero.double()) == (False, "torch gives float64[3]")
-    assert node_parity._difference(zero, zero[:2]) == (False, "torch gives float32[2]")
+    assert node_parity.compare_bits(nan, other)[0] is False
+    assert node_parity.compare_bits(zero, zero.double()) == (False, "torch gives float64[3]")
+    assert node_parity.compare_bits(zero, zero[:2]) == (False, "torch gives float32[2]")
 
 
 def test_the_library_is_loaded_into_torch_too(libraries: dict[str, Path], tmp_path: Path) -> None:
@@ -108,7 +97,7 @@ def test_nodes_in_subgraphs_and_bodies(tmp_path: Path) -> None:
     then = helper.make_graph([node("CustomRelu", ["x"], ["t"], "inside")], "then", [], [value("t")])
     other = helper.make_graph([node("CustomRelu", ["x"], ["e"], "inside")], "else", [], [value("e")])
     choice = node("If", ["c"], ["y"], "if", "", then_branch=then, else_branch=other)
-    result = run(model([choice], [value("x"), value("c", "bool", ())], [value("y")]), tmp_path)
+    result = run_command(model([choice], [value("x"), value("c", "bool", ())], [value("y")]), tmp_path)
     assert result.exit_code == 0 and any(
         "inside" in line and "CPU" in line for line in result.output.splitlines()
     )
@@ -120,14 +109,14 @@ def test_a_large_model_is_summed_up(tmp_path: Path) -> None:
     graph.graph.node[0].input[0] = "n49"
     for i in reversed(range(50)):
         graph.graph.node.insert(0, node("Neg", [names[i]], [names[i + 1]], f"neg{i}", ""))
-    result = run(graph, tmp_path)
+    result = run_command(graph, tmp_path)
     assert result.exit_code == 0, result.output
     assert "(50 nodes)" in result.output and "neg7" not in result.output and "node1" in result.output
 
 
 def test_without_torch_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run(make_model("CustomRelu", "float16"), tmp_path)
+    result = run_command(make_model("CustomRelu", "float16"), tmp_path)
     assert result.exit_code == 0 and "torch is not installed: nothing to compare with" in result.output
 
 
@@ -135,7 +124,7 @@ def test_a_body_instead_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("twinop.deploy.choose_library.library_folders", list)
     graph = model([node("CustomRelu")], [value("x")], [value("y")], functions=[relu_body()])
     with pytest.warns(RuntimeWarning, match="its function bodies run instead"):
-        result = run(graph, tmp_path)
+        result = run_command(graph, tmp_path)
     assert result.exit_code == 0, result.output
     assert "no custom-op library registered" in result.output and "ran as its function body" in result.output
 
@@ -145,7 +134,7 @@ def test_inputs_of_all_kinds(tmp_path: Path) -> None:
     nodes = [node("Identity", [name], [f"{name}_"], name, "") for name in kinds]
     inputs = [value(name, dtype, ("N", None)) for name, dtype in kinds.items()]
     outputs = [value(f"{name}_", dtype, ("N", None)) for name, dtype in kinds.items()]
-    result = run(model(nodes, inputs, outputs), tmp_path, "--shape", "a=2,5")
+    result = run_command(model(nodes, inputs, outputs), tmp_path, "--shape", "a=2,5")
     assert result.exit_code == 0, result.output
     assert "a_: int64[2, 5]" in result.output and "b_: bool[2, 4]" in result.output, "N has one size"
 
@@ -162,31 +151,31 @@ def test_inputs_of_all_kinds(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = run(make_model("CustomRelu"), tmp_path, *arguments)
+    result = run_command(make_model("CustomRelu"), tmp_path, *arguments)
     assert result.exit_code == 1 and result.output.count("error:") == 1
     assert message in " ".join(result.output.split())
 
 
 def test_unknown_rank_needs_a_shape(tmp_path: Path) -> None:
     graph = make_model("CustomRelu", shape=None)
-    result = run(graph, tmp_path)
+    result = run_command(graph, tmp_path)
     assert (
         result.exit_code == 1 and "x has no declared rank: give its sizes with --shape x=2,3" in result.output
     )
-    assert run(graph, tmp_path, "--shape", "x=2,3,1").exit_code == 0
-    assert run(graph, tmp_path, "--shape", "x=").exit_code == 0, "a scalar"
+    assert run_command(graph, tmp_path, "--shape", "x=2,3,1").exit_code == 0
+    assert run_command(graph, tmp_path, "--shape", "x=").exit_code == 0, "a scalar"
 
 
 def test_no_random_strings(tmp_path: Path) -> None:
     copy = node("Identity", domain="")
-    result = run(model([copy], [value("x", "str", (2,))], [value("y", "str", (2,))]), tmp_path)
+    result = run_command(model([copy], [value("x", "str", (2,))], [value("y", "str", (2,))]), tmp_path)
     assert result.exit_code == 1 and "there are random inputs for numbers only" in result.output
 
 
 def test_a_bad_model_is_one_message(tmp_path: Path) -> None:
-    result = run(tmp_path / "none.onnx", tmp_path)
+    result = run_command(tmp_path / "none.onnx", tmp_path)
     assert result.exit_code == 1 and "no such file" in result.output
-    result = run(make_model("CustomRelu", varient="auto"), tmp_path)
+    result = run_command(make_model("CustomRelu", varient="auto"), tmp_path)
     assert result.exit_code == 1 and "did you mean variant?" in result.output
 
 

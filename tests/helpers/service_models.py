@@ -54,10 +54,10 @@ def relu(
     Args:
         metadata: other entries of the metadata, such as another schema hash.
     """
-    return _model(
+    return make(
         [node("CustomRelu")],
-        [_value("x", datatype, shape)],
-        [_value("y", datatype, shape)],
+        [info("x", datatype, shape)],
+        [info("y", datatype, shape)],
         functions=[relu_body(datatype)] if body else [],
         metadata=metadata,
     )
@@ -77,14 +77,19 @@ def mlp(*sizes: int, custom: bool = True, rows: int | str = "N", seed: int = 0) 
             last = f"r{index}"
             op = ("CustomRelu", DOMAIN) if custom else ("Relu", "")
             nodes.append(node(op[0], [name], [last], f"relu{index}", domain=op[1]))
-    inputs, outputs = [_value("x", "FP32", (rows, sizes[0]))], [_value("y", "FP32", (rows, sizes[-1]))]
-    return _model(nodes, inputs, outputs, weights=weights, functions=[relu_body()] if custom else [])
+    inputs, outputs = (
+        [info("x", "FP32", (rows, sizes[0]))],
+        [info("y", "FP32", (rows, sizes[-1]))],
+    )
+    return make(nodes, inputs, outputs, weights=weights, functions=[relu_body()] if custom else [])
 
 
 def identity(datatype: str, shape: Sequence[int | str | None] | None = ("N", "M")) -> onnx.ModelProto:
     """y = x, for any of the protocol's data types; no custom node."""
-    return _model(
-        [node("Identity", domain="")], [_value("x", datatype, shape)], [_value("y", datatype, shape)]
+    return make(
+        [node("Identity", domain="")],
+        [info("x", datatype, shape)],
+        [info("y", datatype, shape)],
     )
 
 
@@ -96,99 +101,99 @@ def fixed(*shape: int) -> onnx.ModelProto:
 def gather() -> onnx.ModelProto:
     """y[N, 4] = rows `index` of a table of GATHER_ROWS: any other index makes the run fail."""
     table = np.arange(GATHER_ROWS * 4, dtype=np.float32).reshape(GATHER_ROWS, 4)
-    return _model(
+    return make(
         [node("Gather", ["table", "index"], domain="")],
-        [_value("index", "INT64", ("N",))],
-        [_value("y", "FP32", ROWS)],
+        [info("index", "INT64", ("N",))],
+        [info("y", "FP32", ROWS)],
         weights={"table": table},
     )
 
 
 def strings() -> onnx.ModelProto:
     """y[N] = a[N] + b[N], strings."""
-    return _model(
+    return make(
         [node("StringConcat", ["a", "b"], domain="")],
-        [_value("a", "BYTES", ("N",)), _value("b", "BYTES", ("N",))],
-        [_value("y", "BYTES", ("N",))],
+        [info("a", "BYTES", ("N",)), info("b", "BYTES", ("N",))],
+        [info("y", "BYTES", ("N",))],
     )
 
 
 def add() -> onnx.ModelProto:
     """total[N, 4] = a[N, 4] + b[N, 4]: two inputs that are needed."""
-    return _model(
+    return make(
         [node("Add", ["a", "b"], ["total"], domain="")],
-        [_value("a", "FP32", ROWS), _value("b", "FP32", ROWS)],
-        [_value("total", "FP32", ROWS)],
+        [info("a", "FP32", ROWS), info("b", "FP32", ROWS)],
+        [info("total", "FP32", ROWS)],
     )
 
 
 def uneven() -> onnx.ModelProto:
     """total[N, K] = a[N, K] + b[N, L]: the run fails where K and L differ, and neither is 1."""
-    return _model(
+    return make(
         [node("Add", ["a", "b"], ["total"], domain="")],
-        [_value("a", "FP32", ("N", "K")), _value("b", "FP32", ("N", "L"))],
-        [_value("total", "FP32", ("N", "K"))],
+        [info("a", "FP32", ("N", "K")), info("b", "FP32", ("N", "L"))],
+        [info("total", "FP32", ("N", "K"))],
     )
 
 
 def optional_scale() -> onnx.ModelProto:
     """y = x * scale, where scale[1] is 2 unless it is given (an initializer that is an input too)."""
-    return _model(
+    return make(
         [node("Mul", ["x", "scale"], domain="")],
-        [_value("x", "FP32", ROWS), _value("scale", "FP32", (1,))],
-        [_value("y", "FP32", ROWS)],
+        [info("x", "FP32", ROWS), info("scale", "FP32", (1,))],
+        [info("y", "FP32", ROWS)],
         weights={"scale": np.array([2], np.float32)},
     )
 
 
 def two_outputs() -> onnx.ModelProto:
     """positive[N, 4] = CustomRelu(x), sign[N, 4] (INT32) = the sign of x."""
-    return _model(
+    return make(
         [
             node("CustomRelu", ["x"], ["positive"]),
             node("Sign", ["x"], ["s"], "sign", domain=""),
             node("Cast", ["s"], ["sign"], "cast", domain="", to=TensorProto.INT32),
         ],
-        [_value("x", "FP32", ROWS)],
-        [_value("positive", "FP32", ROWS), _value("sign", "INT32", ROWS)],
+        [info("x", "FP32", ROWS)],
+        [info("positive", "FP32", ROWS), info("sign", "INT32", ROWS)],
         functions=[relu_body()],
     )
 
 
 def log() -> onnx.ModelProto:
     """y = Log(x): NaN below 0, -Infinity at 0."""
-    return _model([node("Log", domain="")], [_value("x", "FP32", ROWS)], [_value("y", "FP32", ROWS)])
+    return make([node("Log", domain="")], [info("x", "FP32", ROWS)], [info("y", "FP32", ROWS)])
 
 
 def total() -> onnx.ModelProto:
     """y[4] = the sum over the rows of x[N, 4]: rows depend on each other, and the output has none."""
-    return _model(
+    return make(
         [node("ReduceSum", ["x", "axes"], domain="", keepdims=0)],
-        [_value("x", "FP32", ROWS)],
-        [_value("y", "FP32", (4,))],
+        [info("x", "FP32", ROWS)],
+        [info("y", "FP32", (4,))],
         weights={"axes": np.array([0], np.int64)},
     )
 
 
 def centred() -> onnx.ModelProto:
     """y = x minus the mean of each column: rows depend on each other, though the shapes do not tell."""
-    return _model(
+    return make(
         [
             node("ReduceMean", ["x", "axes"], ["mean"], "mean", domain="", keepdims=1),
             node("Sub", ["x", "mean"], domain=""),
         ],
-        [_value("x", "FP32", ROWS)],
-        [_value("y", "FP32", ROWS)],
+        [info("x", "FP32", ROWS)],
+        [info("y", "FP32", ROWS)],
         weights={"axes": np.array([0], np.int64)},
     )
 
 
 def expand() -> onnx.ModelProto:
     """y = x[1] expanded to `shape`: a few bytes of request for as much memory as one likes."""
-    return _model(
+    return make(
         [node("Expand", ["x", "shape"], domain="")],
-        [_value("x", "FP32", (1,)), _value("shape", "INT64", ("K",))],
-        [_value("y", "FP32", None)],
+        [info("x", "FP32", (1,)), info("shape", "INT64", ("K",))],
+        [info("y", "FP32", None)],
     )
 
 
@@ -201,10 +206,14 @@ def slow(rounds: int = 200, size: int = 256) -> onnx.ModelProto:
             node("Identity", ["go_in"], ["go_out"], "go", domain=""),
         ],
         "body",
-        [_value("i", "INT64", ()), _value("go_in", "BOOL", ()), _value("m_in", "FP32", (size, size))],
-        [_value("go_out", "BOOL", ()), _value("m_out", "FP32", (size, size))],
+        [
+            info("i", "INT64", ()),
+            info("go_in", "BOOL", ()),
+            info("m_in", "FP32", (size, size)),
+        ],
+        [info("go_out", "BOOL", ()), info("m_out", "FP32", (size, size))],
     )
-    return _model(
+    return make(
         [
             # The matrix depends on x, or ONNX Runtime would compute it once, when it loads the model.
             node("ReduceSum", ["x"], ["sum"], "sum", domain="", keepdims=0),
@@ -214,21 +223,21 @@ def slow(rounds: int = 200, size: int = 256) -> onnx.ModelProto:
             node("ReduceMax", ["m"], ["one"], "one", domain="", keepdims=0),
             node("Mul", ["x", "one"], domain=""),
         ],
-        [_value("x", "FP32", ROWS)],
-        [_value("y", "FP32", ROWS)],
+        [info("x", "FP32", ROWS)],
+        [info("y", "FP32", ROWS)],
         weights={"eye": matrix, "rounds": np.array(rounds, np.int64), "zero": np.array(0, np.float32)},
     )
 
 
 def several_libraries() -> onnx.ModelProto:
     """y = CustomPadAffine(CustomSilu(x)): ops of libcustom_ops and of libtest_ops, no function bodies."""
-    return _model(
+    return make(
         [
             node("CustomSilu", ["x"], ["t"], "silu"),
             node("CustomPadAffine", ["t"], ["y"], "affine"),
         ],
-        [_value("x", "FP32", ROWS)],
-        [_value("y", "FP32", None)],
+        [info("x", "FP32", ROWS)],
+        [info("y", "FP32", None)],
     )
 
 
@@ -299,11 +308,11 @@ def point_external(path: Path, location: str) -> None:
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def _value(name: str, datatype: str, shape: Sequence[int | str | None] | None) -> onnx.ValueInfoProto:
+def info(name: str, datatype: str, shape: Sequence[int | str | None] | None) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, ELEMENTS[datatype], shape)
 
 
-def _model(
+def make(
     nodes: Sequence[onnx.NodeProto],
     inputs: Sequence[onnx.ValueInfoProto],
     outputs: Sequence[onnx.ValueInfoProto],

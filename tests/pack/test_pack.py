@@ -120,7 +120,7 @@ def test_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a" * 128, "A" * 39 + "_b", "x-"])
 def test_kubernetes_name(name: str) -> None:
-    kube_name = packing._kube_name(name)
+    kube_name = packing.kubernetes_name(name)
     assert len(kube_name) <= 40 and kube_name[0].isalpha() and kube_name[-1].isalnum()
 
 

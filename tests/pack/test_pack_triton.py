@@ -23,8 +23,10 @@ Tensor = tuple[str, str, list[int]]
 
 def plain(datatype: str, shape: Any, op: str = "Relu") -> onnx.ModelProto:
     """y = op(x) without a custom node. BF16 is one that ONNX Runtime has on the GPU only."""
-    return models._model(
-        [node(op, domain="")], [models._value("x", datatype, shape)], [models._value("y", datatype, shape)]
+    return models.make(
+        [node(op, domain="")],
+        [models.info("x", datatype, shape)],
+        [models.info("y", datatype, shape)],
     )
 
 
@@ -38,7 +40,7 @@ def with_default(model: onnx.ModelProto) -> onnx.ModelProto:
     """With one more input, which has a default."""
     weight = onnx.numpy_helper.from_array(np.ones(2, np.float32), "w")
     model.graph.initializer.append(weight)
-    model.graph.input.append(models._value("w", "FP32", (2,)))
+    model.graph.input.append(models.info("w", "FP32", (2,)))
     return model
 
 
@@ -157,10 +159,10 @@ def test_bfloat16_needs_a_triton_that_takes_it(tmp_path: Path) -> None:
     ("model", "message"),
     [
         (plain("BF16", None, "Identity"), "input x has no declared rank, which config.pbtxt must say"),
-        (models._model(
+        (models.make(
             [node("Identity", ["w"], domain="")],
-            [models._value("w", "FP32", ("N",))],
-            [models._value("y", "FP32", ("N",))],
+            [models.info("w", "FP32", ("N",))],
+            [models.info("y", "FP32", ("N",))],
             weights={"w": np.ones(2, np.float32)},
         ), "no input that must be given, and Triton would complete config.pbtxt by itself"),
     ],
@@ -178,9 +180,9 @@ def test_models_that_config_pbtxt_cannot_describe(
 
 def test_what_no_graph_can_say(tmp_path: Path) -> None:
     """A sequence, in a model that only a GPU opens."""
-    model = models._model(
+    model = models.make(
         [node("Relu", ["x"], ["r"], "r", domain=""), node("SequenceConstruct", ["r"], ["y"], domain="")],
-        [models._value("x", "BF16", (2,))],
+        [models.info("x", "BF16", (2,))],
         [onnx.helper.make_tensor_sequence_value_info("y", onnx.TensorProto.BFLOAT16, None)],
     )
     with pytest.raises(PackError, match="y is sequence_type, which the Open Inference Protocol cannot carry"):

@@ -108,10 +108,10 @@ def test_warm_up_that_does_not_fit(tmp_path: Path, libraries: dict[str, Path]) -
 
 
 def test_a_first_run_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = service_models._model(  # x must have 8 elements
+    model = service_models.make(  # x must have 8 elements
         [node("Reshape", ["x", "shape"], domain="")],
-        [service_models._value("x", "FP32", ("N",))],
-        [service_models._value("y", "FP32", (2, 4))],
+        [service_models.info("x", "FP32", ("N",))],
+        [service_models.info("y", "FP32", (2, 4))],
         weights={"shape": np.array([2, 4], np.int64)},
     )
     with caplog.at_level(logging.WARNING):

@@ -132,17 +132,17 @@ def test_a_damaged_place_of_external_data(tmp_path: Path, libraries: dict[str, P
 
 
 def test_what_the_protocol_cannot_carry(tmp_path: Path) -> None:
-    model = service_models._model(
+    model = service_models.make(
         [node("SequenceConstruct", ["x"], ["y"], domain="")],
-        [service_models._value("x", "FP32", (2,))],
+        [service_models.info("x", "FP32", (2,))],
         [helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)],
     )
     with pytest.raises(ModelError, match=r"output y is seq\(tensor\(float\)\), which the Open Inference"):
         loaded(tmp_path, model)
-    model = service_models._model(
+    model = service_models.make(
         [node("Cast", ["x"], ["y"], domain="", to=TensorProto.FLOAT)],
         [helper.make_tensor_value_info("x", TensorProto.FLOAT8E4M3FN, (2,))],
-        [service_models._value("y", "FP32", (2,))],
+        [service_models.info("y", "FP32", (2,))],
     )
     with pytest.raises(ModelError, match=r"input x is tensor\(float8e4m3fn\), which the Open Inference"):
         loaded(tmp_path, model)

@@ -172,10 +172,10 @@ def test_ops_of_two_libraries(
 
 def test_two_models_with_two_libraries(libraries: dict[str, Path], tmp_path: Path) -> None:
     relu = loaded(tmp_path / "a", service_models.relu())
-    pad = service_models._model(
+    pad = service_models.make(
         [node("CustomPadAffine", scale=2.0, pads=[0, 0])],
-        [service_models._value("x", "FP32", ("N", 4))],
-        [service_models._value("y", "FP32", None)],
+        [service_models.info("x", "FP32", ("N", 4))],
+        [service_models.info("y", "FP32", None)],
     )
     other = loaded(tmp_path / "b", pad)
     assert relu.library is not None and other.library is not None and relu.library.path != other.library.path

@@ -1,0 +1,100 @@
+"""What Session.run says of feeds that do not fit the model."""
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from models import make_model
+
+from twinop.deploy import FeedError, RunError, Session, session
+
+
+@pytest.fixture(scope="module")
+def relu() -> Session:
+    return session(make_model("CustomRelu"))
+
+
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros], ids=["numpy", "torch"])
+def test_wrong_feeds(make: Any, relu: Session) -> None:
+    double = np.float64 if make is np.zeros else torch.float64
+    half = np.complex64 if make is np.zeros else torch.complex64
+    good = make((2, 4), dtype=np.float32 if make is np.zeros else torch.float32)
+    cases = [
+        ({"z": good}, r"input missing: x \(float32\[N, 4\]\); given: z"),
+        ({"x": good, "z": good}, "the model has no input 'z'; its inputs: x"),
+        ({}, "input missing: x .*given: none"),
+        (
+            {"x": make((2, 4), dtype=double)},
+            r"x is float64\[2, 4\].*takes float32\[N, 4\]: convert it to float32",
+        ),
+        ({"x": make((2, 4), dtype=half)}, "x is complex64.*convert it to float32"),
+        ({"x": good[0]}, r"x is float32\[4\].*it must have 2 dimensions, not 1"),
+        ({"x": good[:, :3]}, r"x is float32\[2, 3\].*dimension 1 must be 4, not 3"),
+    ]
+    for feeds, message in cases:
+        with pytest.raises(FeedError, match=message):
+            relu.run(feeds)
+
+
+def test_what_is_not_a_dict_of_inputs(relu: Session) -> None:
+    array = np.ones((2, 4), np.float32)
+    start = r'run takes a dict of the inputs by name .*: run\(\{"x": x\}\); given: '
+    cases: list[tuple[Any, Any, str]] = [
+        (torch.ones(2, 4), torch.ones(2, 4), "a torch tensor and a torch tensor$"),
+        (array, None, "a numpy array$"),
+        ({"x": array}, array, "a dict and a numpy array$"),
+        ({"x": array}, "y", "a dict and a str$"),
+        (None, None, "nothing$"),
+        (None, {"x": array}, "a dict; onnxruntime's own run has the outputs first, this one the inputs"),
+        (["y"], {"x": array}, "a list and a dict; onnxruntime's own run has the outputs first"),
+    ]
+    for feeds, outputs, message in cases:
+        with pytest.raises(FeedError, match=start + message):
+            relu.run(feeds, outputs)
+
+
+def test_feeds_of_several_kinds() -> None:
+    opened = session(make_model("CustomPadAffine", shape=(4,), inputs=["x", "w"]))
+    array, tensor = np.ones(4, np.float32), torch.ones(4)
+    ort = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+    for first, second, message in (
+        (array, tensor, "w is a torch tensor and others are numpy arrays"),
+        (array, ort, "w is an OrtValue and others are numpy arrays"),
+        (tensor, array, "w is a numpy array and others are torch tensors"),
+        (ort, tensor, "w is a torch tensor and others are OrtValues"),
+        (tensor, [1.0], "w is a list and others are torch tensors"),
+    ):
+        with pytest.raises(FeedError, match=message):
+            opened.run({"x": first, "w": second})
+    with pytest.raises(FeedError, match="x is a set, not an array|x is object"):
+        opened.run({"x": {1}, "w": array})
+    with pytest.raises(FeedError, match="x on cpu, w on meta. Move them to one"):
+        opened.run({"x": tensor, "w": tensor.to("meta")})
+
+
+def test_tensors_without_readable_memory(relu: Session) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    x = torch.ones(2, 4)
+    with pytest.raises(FeedError, match="x is a meta tensor: it has no data to run on"):
+        relu.run({"x": x.to("meta")})
+    for sparse in (x.to_sparse(), x.to_sparse_csr()):
+        with pytest.raises(FeedError, match=r"x is sparse \(torch.sparse_.*\): pass x.to_dense\(\)"):
+            relu.run({"x": sparse})
+    with FakeTensorMode() as mode, pytest.raises(FeedError, match="x has no memory of its own to read"):
+        relu.run({"x": mode.from_tensor(x)})
+    with pytest.raises(FeedError, match="x has no memory of its own to read"):
+        torch.func.vmap(lambda row: relu.run({"x": row})["y"])(torch.ones(3, 2, 4))
+
+
+def test_what_a_kernel_refuses_is_one_message() -> None:
+    opened = session(make_model("CustomPadAffine", pads=[-1, 0]))
+    for x in (np.ones((2, 4), np.float32), torch.ones(2, 4)):
+        with pytest.raises(RunError) as error:
+            opened.run({"x": x})
+        assert str(error.value).startswith(
+            "CustomPadAffine node 'node' (CPU): custom_domain::pad_affine(x: float32[2, 4]"
+        )
+        assert "pads must be two numbers >= 0" in str(error.value)
