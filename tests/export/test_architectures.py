@@ -1,4 +1,4 @@
-"""Models of torch, transformers, timm and torchvision keep their results through replace_modules and export.
+"""Tests that models of torch, transformers, timm and torchvision keep their results through an export.
 
 A table of what passes comes after the tests; CONTRIBUTING.md says how it is recorded.
 """
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def state(model: nn.Module) -> set[tuple[Any, ...]]:
-    """Each bit of the parameters and buffers, and each module's mode."""
+    """Returns each bit of the parameters and buffers, and each module's mode."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {
         *((name, id(t), t.requires_grad, t.dtype, t.detach().numpy().tobytes()) for name, t in tensors),
@@ -69,7 +69,7 @@ def test_export(
 
 
 def recorded(name: str, exporter: str) -> str:
-    """What became of it before: that torch no longer takes a model is worth a look, too."""
+    """Returns the recorded outcome: a model that torch no longer exports deserves attention, too."""
     return table.load().get(name, {}).get(exporter, {}).get("outcome", "")
 
 
@@ -84,7 +84,7 @@ def test_the_recorded_table_has_every_architecture() -> None:
 
 
 def report(outcome: str, when: str = "call", message: str = "", **row: Any) -> Any:
-    """As pytest gives it to its hooks."""
+    """Makes a report as pytest passes it to its hooks."""
     return SimpleNamespace(
         user_properties=[(table.PROPERTY, row | {"outcome": outcome})] if row else [],
         when=when,
@@ -96,7 +96,7 @@ def report(outcome: str, when: str = "call", message: str = "", **row: Any) -> A
 def test_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What failed, and why, is taken from pytest's report: the test did not come to its end."""
+    """The cause of a failure comes from pytest's report, because the test did not finish."""
     passed = {"architecture": "b", "exporter": "dynamo"}
     reports = [
         report(table.PASSES, **passed),

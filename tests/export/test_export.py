@@ -1,4 +1,4 @@
-"""Exported models do what torch does: through both exporters, with the library and without, at any size."""
+"""Tests that exported models give torch's results: both exporters, with and without the library, any size."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from twinop.comparison import same_bits
 from twinop.export import export
 from twinop.record import DOMAIN
 
-# torch.export traces the same graph for every dtype; tracing declares types by our rules.
+# The dynamo exporter is slower, and its graph is the same for every dtype.
 DTYPES = {"dynamo": ("float32", "bfloat16"), "torchscript": ("float32", "float16", "bfloat16", "float64")}
 each_dtype = pytest.mark.parametrize(
     ("exporter", "dtype"), [(exporter, dtype) for exporter in DTYPES for dtype in DTYPES[exporter]]
@@ -24,7 +24,7 @@ each_dtype = pytest.mark.parametrize(
 
 
 class Relus(torch.nn.Module):
-    """The op by module, by function and by torch.ops, with its attribute given, and not."""
+    """Calls the op as a module, as a function and through torch.ops, with and without its attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,7 @@ class Relus(torch.nn.Module):
 
 
 class Affines(torch.nn.Module):
-    """Every presence of the optional inputs but none at all, arguments by name and by position, both
-    outputs."""
+    """Calls ops with some and with all optional inputs, by name and by position, and uses both outputs."""
 
     def __init__(self, columns: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ def test_relu(exporter: str, dtype: str, tmp_path: Path) -> None:
     assert report.parity is not None and report.parity.equal and report.parity.outputs == 3
     assert report.without_library is not None and report.without_library.equal
     assert report.nodes[f"{DOMAIN}.CustomRelu"] == 3 and report.custom_ops == ["CustomRelu"]
-    # Two sessions of one process, at sizes never seen: 0, 1, more than one vector, more than one thread.
+    # Sizes that the export has not seen: 0, 1, more than one vector, more than one thread.
     with_library, without = deploy.session(path, CPU), deploy.session(path, CPU, library=False)
     for shape in ((0, 5), (1, 1), (2, 1025), (7, 10007)):
         x = values(shape, torch_dtype(dtype), 2)
@@ -116,7 +115,7 @@ def test_optional_inputs_attributes_and_several_outputs(exporter: str, dtype: st
 
 
 class LayersAndOps(torch.nn.Module):
-    """Weights and operators of torch's own beside ours."""
+    """Has weights and operators of torch's own beside twinop's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,8 +162,7 @@ def test_metadata_and_checks(tmp_path: Path) -> None:
 
 @each_exporter
 def test_external_data(exporter: str, tmp_path: Path) -> None:
-    """The mechanism for weights over 2 GB, with the limit lowered; moving both files together keeps them
-    whole."""
+    """Weights over the limit get a file of their own. The two files can be moved together."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch_op.CustomReLU())
     x = torch.randn(2, 64)
     path = tmp_path / "a" / "big.onnx"

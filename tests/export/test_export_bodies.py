@@ -1,4 +1,4 @@
-"""Function bodies: equal to the kernels, written once, bound to the node's own attributes; refusals."""
+"""Tests that function bodies compute what the kernels compute, with each node's own attributes."""
 
 import re
 
@@ -27,7 +27,7 @@ OPSETS = (20, 21, 22, 23)
 
 
 def why_not_runnable(record: Record, dtypes: dict[str, str], present: set[str], opset: int) -> str:
-    """Why ONNX Runtime's CPU provider cannot run the body, or "": a kernel for float64 may be missing."""
+    """Returns why ONNX Runtime's CPU provider cannot run the body, or "". It lacks kernels for float64."""
     attributes = {entry.name: default_of(entry) for entry in record.attributes}
     reason = unsupported_cell(make_call(record, dtypes, frozenset(present), attributes), opset)
     if reason:
@@ -40,7 +40,7 @@ def why_not_runnable(record: Record, dtypes: dict[str, str], present: set[str], 
 
 @each_combination
 def test_the_body_gives_what_the_kernel_gives(record: Record, dtypes: dict[str, str]) -> None:
-    """Exactly, where nothing is rounded; else both are near to fp64 (test_parity has the kernels)."""
+    """Bit for bit where nothing is rounded; otherwise within the error that the reference allows."""
     if reason := why_not_runnable(record, dtypes, {entry.name for entry in record.inputs}, OPSETS[0]):
         pytest.skip(reason)
     sessions: dict[str, ort.InferenceSession] = {}
@@ -92,8 +92,7 @@ def test_every_op_has_a_body_that_fits_its_record() -> None:
 
 @pytest.mark.parametrize("opset", OPSETS)
 def test_a_bare_model_gets_bodies_and_passes_the_checker(opset: int) -> None:
-    """No types are given but the inputs'; an optional input is absent in the middle; defaults are left to the
-    op."""
+    """The model has types for its inputs only, an absent input before a given one, and no default values."""
     model = model_of(
         [
             f'h = {DOMAIN}.CustomPadAffine<pads = [1, 2], sign = "plus", scale = 0.1>(x, "", b)',
@@ -129,8 +128,7 @@ def test_a_bare_model_gets_bodies_and_passes_the_checker(opset: int) -> None:
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
 def test_every_body_in_every_opset(record: Record, opset: int) -> None:
-    """With all inputs and with only the required ones; the model passes the checker, and ONNX Runtime runs
-    it."""
+    """With all inputs and with only the required ones, the checker passes and ONNX Runtime runs the model."""
     dtypes = record.combinations[0]
     for present in (presence_patterns(record, dtypes)[0], presence_patterns(record, dtypes)[-1]):
         sample = make_sample(record, dtypes, (3, 4), present=present, tame=True)
@@ -151,7 +149,7 @@ def test_every_body_in_every_opset(record: Record, opset: int) -> None:
 
 
 def test_norms_with_and_without_weights_in_one_model() -> None:
-    """The supplied neutral weight depends on the node's axis and offset."""
+    """The default weight depends on the node's axis and offset."""
     nodes = [
         f"p = {DOMAIN}.CustomLayerNorm<axis = 1>(x, w)",
         f'q = {DOMAIN}.CustomLayerNorm<axis = 1>(x, "", w)',
@@ -188,7 +186,7 @@ def test_both_approximations_in_one_model() -> None:
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_the_norm_sees_the_rounded_sum(op: str) -> None:
-    """As the kernel does: the body of add_<norm> is that of <norm> behind an addition, to the last bit."""
+    """The body of add_<norm> has the bits of an addition followed by <norm>, as the kernel has."""
     names = {
         "layer_norm": ("CustomAddLayerNorm", "CustomLayerNorm"),
         "rms_norm": ("CustomAddRmsNorm", "CustomRmsNorm"),
@@ -207,7 +205,7 @@ def test_the_norm_sees_the_rounded_sum(op: str) -> None:
 
 
 def test_each_node_keeps_its_own_attributes() -> None:
-    """One body for nodes with different values: attributes are references."""
+    """One body serves nodes with different values, because its attributes are references."""
     model = model_of(
         [
             f'p = {DOMAIN}.CustomPadAffine<sign = "minus", scale = 2.0, pads = [0, 0]>(x, "", b)',
@@ -223,7 +221,7 @@ def test_each_node_keeps_its_own_attributes() -> None:
 
 
 def test_floats_are_narrowed_as_in_the_kernels() -> None:
-    """The attribute 0.1 is fp32 in ONNX; an fp64 body must use that number, as the kernels do."""
+    """The attribute 0.1 is fp32 in ONNX; an fp64 body must use the rounded number, as the kernels do."""
     record = RECORDS["pad_affine"]
     x = torch.full((1,), 1.0, dtype=torch.float64)
     (found,) = run_body(
@@ -236,7 +234,7 @@ def test_floats_are_narrowed_as_in_the_kernels() -> None:
     assert torch.equal(found, torch.ops.custom_domain.pad_affine(x))
 
 
-def test_mixed_presence_gets_neutral_inputs() -> None:
+def test_mixed_presence_gets_default_inputs() -> None:
     model = model_of(
         [
             f"p = {DOMAIN}.CustomPadAffine(x, w)",

@@ -1,4 +1,4 @@
-"""What bodies and the models that get them may not do: each refusal with its message."""
+"""Tests the refusal of bodies and of models that cannot get them, each with its message."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from twinop.record import DOMAIN, Record
 
 
 def make_record(schema: str, **fields: Any) -> Record:
-    """An op by hand, as a Python author would give it."""
+    """Makes the record of an op by hand, as a Python author would."""
     name = schema.partition("(")[0]
     base = {
         "name": name,
@@ -69,7 +69,7 @@ def test_an_attribute_used_as_a_python_value_is_refused(monkeypatch: pytest.Monk
         attach(f"p = {DOMAIN}.CustomTwice(x)", records={"twice": record})
 
 
-def test_mixed_presence_without_a_neutral_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_presence_without_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     record = make_record(
         "maybe(Tensor x, Tensor? w=None) -> Tensor", inputs=[{"name": "x"}, {"name": "w", "optional": True}]
     )

@@ -1,4 +1,4 @@
-"""`python export/to_onnx.py` and `twinop export`: the default, every option, and errors as one message."""
+"""Tests `python export/to_onnx.py` and `twinop export`: the default, every option, errors as one message."""
 
 import os
 import subprocess
@@ -70,7 +70,7 @@ not_callable = 3
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder with a package of factories."""
+    """Makes an empty current folder with a package of factories."""
     package = tmp_path / "my_factories"
     package.mkdir()
     (package / "__init__.py").write_text("")

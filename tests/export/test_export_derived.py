@@ -1,5 +1,4 @@
-"""The exporters are derived from the records: nothing repeats an op's arguments, and attributes are bound by
-name."""
+"""Tests that the exporters follow from the records: no file repeats an op's arguments, which bind by name."""
 
 import ast
 import warnings
@@ -30,7 +29,7 @@ GENERIC = {"axis", "dim", "add"}  # and single letters: names that any code has
 
 
 def words(path: Path) -> set[str]:
-    """Everything in a file that could name an argument: identifiers, parameters, keywords, whole strings."""
+    """Returns all that could name an argument in a file: identifiers, parameters, keywords, whole strings."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -63,7 +62,7 @@ def test_every_op_has_a_translation_and_a_symbolic() -> None:
 
 
 class Calls(torch.nn.Module):
-    """Attributes by position, by name and in another order."""
+    """Passes attributes by position, by name and in another order."""
 
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         op = torch.ops.custom_domain.pad_affine
@@ -83,8 +82,7 @@ WANTED = [
 
 @each_exporter
 def test_torchs_own_export_with_our_tables(exporter: str, tmp_path: Path) -> None:
-    """What a user of torch.onnx.export does; a bare op in the table would take 2.5 for an input or a
-    string."""
+    """A user calls torch.onnx.export; a bare op in the table would take 2.5 for an input or a string."""
     inputs = (torch.randn(2, 3), torch.randn(3))
     model = Calls().eval()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Exports that must not succeed, or not without a word: one message each, and nothing half done is left."""
+"""Tests exports that must fail or warn: each has one message, and no incomplete file is left."""
 
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,11 @@ def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path) -> None
     path = tmp_path / "m.onnx"
     with pytest.raises(TwinopError, match=message):
         export(**relu_args(**changes), path=path)
-    assert list(tmp_path.iterdir()) == []  # nothing half done
+    assert list(tmp_path.iterdir()) == []  # no incomplete file
 
 
 def test_a_model_that_runs_at_one_size_only(tmp_path: Path) -> None:
-    """Tracing cannot tell; torch itself fails at another size, which is said."""
+    """Tracing does not notice; torch itself fails at another size, and the report says it."""
     report = export(
         Fixed(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript", dynamic={"x": [0]}
     )
@@ -110,10 +110,10 @@ def test_a_wrong_result_is_refused_and_nothing_is_kept(
 
 
 def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library runs it, the body does not: Erf has no fp64 kernel in ONNX Runtime's CPU provider."""
+    """The library runs the model. The body does not run: ONNX Runtime has no fp64 Erf on the CPU."""
     from twinop.export import bodies
 
-    # Exact all the same: 0 * erf(x) changes nothing.
+    # 0 * erf(x) does not change the result.
     body = bodies.Body(lambda op, x, *, variant: op.Where(op.Less(x, op.Mul(op.Erf(x), 0.0)), 0, x))
     monkeypatch.setitem(bodies.BODIES, "relu", body)
     x = torch.randn(3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What real models need of an export: they stay as they were, and torch's exporters do not get in the way."""
+"""Tests what real models need: they stay as they were, and flaws of torch's exporters do not show."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ from twinop.export.inputs import resized
 
 
 class Frozen(nn.Module):
-    """Batch normalization, dropout, a Python default, and a buffer that each call changes."""
+    """Has batch normalization, dropout, a Python default, and a buffer that each call changes."""
 
     calls: torch.Tensor
 
@@ -65,7 +65,7 @@ def test_a_failed_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 class Defaults(nn.Module):
-    """The signature of transformers' decoders, which index with what is an int by default."""
+    """Has the signature of transformers' decoders, which index with an argument that is an int by default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_python_defaults_are_no_inputs(
     ("exporter", "frozen"), [("dynamo", True), ("torchscript", True), ("torchscript", False)]
 )
 def test_attention_with_padding(exporter: str, frozen: bool, tmp_path: Path) -> None:
-    """torch's fused path, which frozen layers and no_grad take, has zeros at padding and no exporter."""
+    """torch's fused attention, which frozen layers use, writes zeros at padding and cannot be exported."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(not frozen)
     model = nn.TransformerEncoder(layer, 1).eval()
@@ -200,7 +200,7 @@ def test_data_that_torch_refuses_falls_back_to_the_examples_own(tmp_path: Path) 
     assert report.resized and not report.notes
 
 
-# ----------------------------------------------------------------------------- crashes and noise
+# ----------------------------------------------------------------------------- crashes and messages
 
 
 def attention_that_crashes_onnxruntime() -> tuple[nn.Module, torch.Tensor]:
@@ -210,7 +210,7 @@ def attention_that_crashes_onnxruntime() -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_a_crash_of_onnxruntimes_optimizer_is_reported(tmp_path: Path) -> None:
-    """fp16 attention on the CPU provider of 1.31.1: SIGSEGV in a fusion."""
+    """ONNX Runtime 1.31.1 crashes in a fusion of fp16 attention on the CPU."""
     model, x = attention_that_crashes_onnxruntime()
     report = export(torch_op.replace_modules(model), x, tmp_path / "m.onnx", dynamic={"src": [0, 1]})
     assert report.parity is not None and [file.name for file in tmp_path.iterdir()] == ["m.onnx"]

@@ -1,4 +1,4 @@
-"""A sum and the norm behind it become one node and no bit of a result changes; what must stay apart does."""
+"""Tests that a sum and the norm after it become one node without a change of bits, where this is allowed."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def graph(
     more: tuple[onnx.NodeProto, ...] = (),
     **attributes: Any,
 ) -> ir.Model:
-    """sum = x + residual; y = norm(sum, weight), and what else the case wants."""
+    """Makes a model of sum = x + residual and y = norm(sum, weight), with the changes that a case needs."""
     addition = add or node("Add", ["x", "residual"], ["sum"], "add", domain="")
     nodes = [addition, *more, node(norm, inputs, ["y"], "norm", **attributes)]
     declared = {"x": x, "residual": residual, "weight": weight, "bias": weight}
@@ -90,7 +90,7 @@ def check_no_bit_changes(norm: str, domain: str, dtype: str, providers: list[str
 
 @each_norm
 def test_other_readers_of_the_sum(norm: str) -> None:
-    """A reader before the norm, a second norm, and the graph itself; a weight made between the two."""
+    """A node before the norm, a second norm and the graph read the sum; a weight is made between the two."""
     more = (
         node("Neg", ["sum"], ["negative"], "neg", domain=""),
         node("Abs", ["raw"], ["weight"], "abs", domain=""),
@@ -154,7 +154,7 @@ def test_what_is_fused(norm: str, case: dict[str, Any]) -> None:
 
 
 def test_mixed_types() -> None:
-    """A float32 weight beside float16 rows, which the fused op takes as the norm does."""
+    """The fused op takes a float32 weight with float16 rows, as the norm does."""
     proto = model(
         [
             node("Add", ["x", "residual"], ["sum"], "add", domain=""),

@@ -1,4 +1,4 @@
-"""Standard operators become twinop's nodes where they compute the same; all else stays as it is."""
+"""Tests that standard operators become twinop's nodes where both compute the same, and only there."""
 
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def test_an_op_without_a_standard_operator_is_refused(op: str) -> None:
 
 
 class Attention(nn.Module):
-    """Sums and a softmax as functions: no module to replace."""
+    """Calls sums and a softmax as functions: there is no module to replace."""
 
     def forward(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.softmax(scores + mask, -1) + 1

@@ -1,4 +1,4 @@
-"""Whole models: BERT's and Llama's architectures with twinop's ops train, export and run as torch's do."""
+"""Tests that BERT and Llama with twinop's ops train, export and run as torch's own do."""
 
 import importlib
 import inspect
@@ -27,14 +27,14 @@ each_style = pytest.mark.parametrize("style", list(STYLES))
 
 
 def pair(style: str, dtype: torch.dtype = torch.float32) -> tuple[Encoder, Encoder]:
-    """Torch's own model, and one with twinop's ops and the same weights."""
+    """Returns torch's own model, and one with twinop's ops and the same weights."""
     models = encoder(style, TINY).to(dtype), encoder(style, TINY).to(dtype)
     torch_op.replace_modules(models[1])
     return models
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Within the tolerance of exports."""
+    """Checks that the difference is within the tolerance of exports."""
     accepted = TOLERANCE[str(expected.dtype).removeprefix("torch.")]
     assert (error := difference(expected, found)) <= accepted, f"{what}: {error:.2e}"
 
@@ -74,7 +74,7 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families_norms(family: str) -> None:
-    """transformers repeats these classes in every model's file: each does what its twin does."""
+    """transformers repeats these classes in every model's file; each computes what its replacement does."""
     found = importlib.import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
     norm = getattr(found, f"{family}RMSNorm")(16, eps=1e-3)
     nn.init.normal_(norm.weight)
@@ -137,7 +137,7 @@ def test_other_activations(name: str) -> None:
 
 
 def losses(model: Encoder, device: str) -> list[float]:
-    """Ten steps towards random targets."""
+    """Returns the losses of ten steps towards random targets."""
     model.to(device).train()
     torch.manual_seed(1)
     target = torch.randn(TINY.batch, TINY.tokens, TINY.width).to(device)
@@ -183,7 +183,7 @@ def exported(
     ],
 )
 def test_both_exporters(style: str, exporter: str, tmp_path: Path) -> None:
-    """At other sizes as well, with the library and without; which nodes became ours, and what each costs."""
+    """Compares at other sizes and without the library; counts twinop's nodes and what each costs."""
     path = tmp_path / "encoder.onnx"
     axes = {0: "batch", 1: "tokens"}
     report = exported(style, exporter, path, dynamic={"ids": axes, "mask": axes})
@@ -216,7 +216,7 @@ def test_float16(style: str, exporter: str, tmp_path: Path) -> None:
 
 @each_style
 def test_bfloat16_needs_cuda(style: str, tmp_path: Path) -> None:
-    """The file is made and checked; ONNX Runtime's CPU provider lacks torch's own bfloat16 nodes."""
+    """The file is written and checked, but ONNX Runtime's CPU provider lacks torch's bfloat16 nodes."""
     report = exported(style, "torchscript", tmp_path / "encoder.onnx", torch.bfloat16)
     assert report.parity is None
     assert report.parity_reason.startswith("ONNX Runtime") and "no CPU kernel for" in report.parity_reason
@@ -241,7 +241,7 @@ def test_fusing_changes_no_bit(style: str, tmp_path: Path) -> None:
 def test_cuda(style: str, exporter: str, dtype: torch.dtype, library: bool | None, tmp_path: Path) -> None:
     path = tmp_path / "encoder.onnx"
     exported(style, exporter, path, dtype, verify=False)
-    # TF32 has 10 bits, and would be the largest error by far.
+    # TF32 has 10 bits, which would dominate the error.
     session = deploy.session(path, [(CUDA, {"use_tf32": 0}), CPU], library, profile=True)
     ids, mask = (tensor.cuda() for tensor in batch(TINY, padding=5))
     with torch.no_grad():
@@ -254,7 +254,7 @@ def test_cuda(style: str, exporter: str, dtype: torch.dtype, library: bool | Non
 
 
 def test_the_torchscript_exporter_needs_the_mask(tmp_path: Path) -> None:
-    """Why the encoder has a mask among its inputs."""
+    """This is why the encoder has a mask among its inputs."""
     model = encoder("llama", TINY)
     assert "mask" in inspect.signature(model.forward).parameters
 
