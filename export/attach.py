@@ -12,7 +12,7 @@ from twinop.op_schema import default_of
 from twinop.record import Record
 
 from .bodies import Body, DefaultInput, find_body
-from .calls import Call, find_calls, graphs_of
+from .calls import Call, find_calls, graphs_of, records_or_loaded
 from .record_body import trace
 from .schema import ONNX_TYPES
 
@@ -44,11 +44,7 @@ def attach_bodies(
     """
     if isinstance(model, onnx.ModelProto):
         return ir.to_proto(attach_bodies(ir.from_proto(model), records, allow_missing=allow_missing))
-    if records is None:
-        from twinop import torch_op
-
-        records = torch_op.records()
-    attach_to_calls(model, find_calls(model, records), allow_missing=allow_missing)
+    attach_to_calls(model, find_calls(model, records_or_loaded(records)), allow_missing=allow_missing)
     return model
 
 

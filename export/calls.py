@@ -115,6 +115,15 @@ def make_call(
     return Call(record, node, dtypes, attributes)
 
 
+def records_or_loaded(records: Mapping[str, Record] | None) -> Mapping[str, Record]:
+    """Returns the given ops by name, or else those that `twinop.torch_op` has loaded."""
+    if records is not None:
+        return records
+    from twinop import torch_op
+
+    return torch_op.records()
+
+
 def op_nodes(model: ir.Model, records: Mapping[str, Record]) -> dict[tuple[str, str], list[ir.Node]]:
     """Returns the nodes of the records' domains by `Record.node_type`, in subgraphs and functions too."""
     domains = {DOMAIN, *(record.domain for record in records.values())}

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from twinop.record import DOMAIN, Record
 
-from .calls import Call, op_nodes, read_call
+from .calls import Call, op_nodes, read_call, records_or_loaded
 
 _PREFIX = "add_"
 
@@ -29,10 +29,7 @@ def fuse_sums(model: ir.Model, records: Mapping[str, Record] | None = None) -> d
     Returns:
         The number of new nodes by type.
     """
-    if records is None:
-        from twinop import torch_op
-
-        records = torch_op.records()
+    records = records_or_loaded(records)
     sums = {("", "Add")} | ({records["add"].node_type} if "add" in records else set())
     fused_ops = {
         records[unfused].node_type: (records[unfused], record)

@@ -20,7 +20,7 @@ from twinop.op_schema import default_of
 from twinop.record import Record
 
 from .bodies import find_body
-from .calls import make_call
+from .calls import make_call, records_or_loaded
 from .record_body import trace
 
 
@@ -62,10 +62,7 @@ def replace_nodes(
     Raises:
         ExportError: an op is not loaded, or is no standard operator.
     """
-    if records is None:
-        from twinop import torch_op
-
-        records = torch_op.records()
+    records = records_or_loaded(records)
     opset = model.graph.opset_imports.get("", 20)
     by_type = {}
     for op in ops:
