@@ -1,1 +1,1 @@
-"""The inference service: KServe's server around twinop's sessions. `twinop serve` starts it."""
+"""The inference service of `twinop serve`: REST and gRPC servers around twinop's sessions."""

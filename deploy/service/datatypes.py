@@ -56,9 +56,9 @@ _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 1 << 48  # NumPy cannot index larger tensors, even if another axis makes them empty
 
 
-def datatype_of(dtype: np.dtype) -> str | None:
+def datatype_of(dtype: np.dtype | None) -> str | None:
     """Return "FP32" for float32; None for dtypes that the protocol lacks (complex numbers, 8-bit floats)."""
-    found = OF_DTYPE.get(dtype)
+    found = OF_DTYPE.get(dtype) if dtype is not None else None
     return found.name if found is not None else None
 
 

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from . import codec_grpc, grpc_index, ids, logs, metrics, spans, wire
+from . import codec_grpc, ids, logs, metrics, spans, wire
 from .addresses import address_error, tls_error
 from .datatypes import version_number
 from .endpoints import model_metadata, off_loop, server_metadata
@@ -44,13 +44,12 @@ class Calls:
 
     def parsers(self) -> dict[str, Callable[[bytes], Any]]:
         """Return the function that parses the request of each call."""
-        index_request, _ = grpc_index.messages()
         names = ["ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata"]
         names += ["RepositoryModelLoad", "RepositoryModelUnload"]
         return {
             **{name: getattr(pb, f"{name}Request").FromString for name in names},
             "ModelInfer": wire.parse,
-            "RepositoryIndex": index_request.FromString,
+            "RepositoryIndex": pb.ServerReadyRequest.FromString,  # any message: KServe lacks this one
         }
 
     async def ModelInfer(self, request: wire.InferRequest, context: Any) -> bytes:
@@ -103,9 +102,14 @@ class Calls:
         await self._repository.unload_by_request(model)
         return pb.RepositoryModelUnloadResponse(model_name=model, isUnloaded=True)
 
-    async def RepositoryIndex(self, request: Any, context: Any) -> Any:
-        _, response = grpc_index.messages()
-        return response(models=await self._repository.index_by_request(request.ready))
+    async def RepositoryIndex(self, request: Any, context: Any) -> bytes:
+        """Answer Triton's call, whose messages KServe lacks. Each model is a message of four strings."""
+        models = await self._repository.index_by_request(bool(_triton_field(request, 2)))
+        names = ("name", "version", "state", "reason")
+        return b"".join(
+            wire.field(1, b"".join(wire.field(at, each[name].encode()) for at, name in enumerate(names, 1)))
+            for each in models
+        )
 
 
 def _model_name(request: Any) -> str:

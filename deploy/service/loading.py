@@ -284,14 +284,18 @@ def _inputs(model: Model, session: Session, settings: ModelSettings) -> tuple[di
     _require_carried(model, "input", session.required)
     inputs = {spec.name: spec for spec in session.required}
     for spec in session.inputs.values():
-        if spec.name not in inputs and _datatype(spec) and (not settings.max_batch_size or _has_rows(spec)):
+        if (
+            spec.name not in inputs
+            and datatype_of(spec.numpy_dtype)
+            and (not settings.max_batch_size or _has_rows(spec))
+        ):
             inputs[spec.name] = spec
     return inputs, list(session.required)
 
 
 def _require_carried(model: Model, kind: str, specs: Iterable[Spec]) -> None:
     for spec in specs:
-        if _datatype(spec) is None:
+        if datatype_of(spec.numpy_dtype) is None:
             raise ModelError(
                 f"{model.name}: {kind} {spec.name} is {spec.type}, which the Open Inference Protocol cannot "
                 "carry: it has tensors of booleans, integers, FP16, BF16, FP32, FP64 and strings. Put a Cast "
@@ -318,13 +322,13 @@ def _has_rows(spec: Spec) -> bool:
     return spec.shape is None or (len(spec.shape) > 0 and not isinstance(spec.shape[0], int))
 
 
-def _datatype(spec: Spec) -> str | None:
-    return datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
-
-
 def _described(spec: Spec) -> dict[str, Any]:
     shape = [size if isinstance(size, int) else -1 for size in spec.shape or (-1,)]
-    return {"name": spec.name, "datatype": _datatype(spec), "shape": shape if spec.shape != () else []}
+    return {
+        "name": spec.name,
+        "datatype": datatype_of(spec.numpy_dtype),
+        "shape": shape if spec.shape != () else [],
+    }
 
 
 def _counted(ops: Iterable[str]) -> tuple[str, ...]:

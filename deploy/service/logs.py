@@ -27,31 +27,21 @@ def configure(level: str, access_log: bool = False) -> None:
         access_log: log a line for each HTTP request.
     """
     level = level.upper()
-    own: dict[str, Any] = {"level": level, "handlers": [], "propagate": True}
-    quiet = own if level in ("DEBUG", "ERROR") else own | {"level": "WARNING"}
+    own: dict[str, Any] = {"level": level}
     logging.config.dictConfig(
         {
             "version": 1,
             "disable_existing_loggers": False,
             "formatters": {"json": {"()": JsonFormatter}},
-            "handlers": {
-                "stderr": {
-                    "class": "logging.StreamHandler",
-                    "stream": "ext://sys.stderr",
-                    "formatter": "json",
-                }
-            },
-            "root": {"level": quiet["level"], "handlers": ["stderr"]},
+            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+            "root": {"level": level if level in ("DEBUG", "ERROR") else "WARNING", "handlers": ["stderr"]},
             "loggers": {
                 "twinop": own,
                 "uvicorn": own,
-                "uvicorn.error": own,
                 # uvicorn makes no access records without a handler
-                "uvicorn.access": own | {"level": "INFO", "propagate": access_log},
-                "kserve": own,
-                "kserve.trace": quiet,  # logs every request
+                "uvicorn.access": {"level": "INFO", "propagate": access_log},
                 "grpc": own,
-                "opentelemetry.exporter": own | {"level": "ERROR"},  # each retry is a warning
+                "opentelemetry.exporter": {"level": "ERROR"},  # each retry is a warning
             },
         }
     )

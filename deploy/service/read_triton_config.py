@@ -297,7 +297,7 @@ def _differences(kind: str, declared: Declared, specs: Mapping[str, Spec]) -> li
     if spec is None:
         return [f"{kind} {declared.name!r}: the model has {', '.join(specs)}"]
     found = []
-    datatype = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else spec.type
+    datatype = datatype_of(spec.numpy_dtype) or spec.type
     if declared.datatype not in ("INVALID", datatype):  # INVALID: not given in the file
         found.append(f"data_type of {kind} {declared.name}: {declared.datatype}, the model has {datatype}")
     if spec.shape is not None and not _fits(declared.shape, spec.shape):

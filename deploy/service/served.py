@@ -161,8 +161,7 @@ class ServedModel:
 
 
 def _datatype(spec: Spec) -> str:
-    name = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
-    return name or spec.type
+    return datatype_of(spec.numpy_dtype) or spec.type
 
 
 def _said(spec: Spec) -> str:

@@ -69,8 +69,13 @@ def _length(data: memoryview) -> tuple[int, int]:
     return 0, 0
 
 
+def field(number: int, value: bytes) -> bytes:
+    """Return a length-delimited field."""
+    return b"".join(prefixed(number, value))
+
+
 def prefixed(number: int, part: Any) -> list[Any]:
-    """Return a length-delimited field: its key and length, and its value."""
+    """Return a length-delimited field in two parts, so that a large value need not be copied."""
     return [bytes([number << 3 | _LENGTH_DELIMITED, *_digits(memoryview(part).nbytes)]), part]
 
 

@@ -102,15 +102,11 @@ def test_a_damaged_request_is_what_protobuf_reads(message: pb.ModelInferRequest,
     assert outcome(bytes(content), wire.parse) == outcome(bytes(content), by_protobuf)
 
 
-def field(number: int, part: bytes) -> bytes:
-    return b"".join(wire.prefixed(number, part))
-
-
 TENSOR = pb.ModelInferRequest.InferInputTensor(name="x", datatype="INT8", shape=[3])
-INPUT = field(5, TENSOR.SerializeToString())
+INPUT = wire.field(5, TENSOR.SerializeToString())
 UNUSUAL = {
-    "raw before its input": field(RAW, b"\1\2\3") + INPUT,
-    "cut off": (INPUT + field(RAW, b"\1\2\3"))[:-1],
+    "raw before its input": wire.field(RAW, b"\1\2\3") + INPUT,
+    "cut off": (INPUT + wire.field(RAW, b"\1\2\3"))[:-1],
     "a length that is longer than needed": INPUT + b"\x3a\x83\x80\0\1\2\3",
     "a length of six bytes": INPUT + b"\x3a\x83\x80\x80\x80\x80\0\1\2\3",
     "a length without an end": INPUT + b"\x3a" + b"\xff" * 9,
@@ -119,9 +115,9 @@ UNUSUAL = {
     "field 0": b"\2\0",
     "a number": INPUT + b"\x38\1",
     "a long key": INPUT + b"\xba\x80\x80\x80\x80\0\1\0",
-    "an unknown field": field(9, b"\1") + INPUT + field(RAW, b"\1\2\3"),
-    "a text that is not UTF-8": field(1, b"\xff") + INPUT + field(RAW, b"\1\2\3"),
-    "many fields": field(6, b"") * 1100 + INPUT + field(RAW, b"\1\2\3"),
+    "an unknown field": wire.field(9, b"\1") + INPUT + wire.field(RAW, b"\1\2\3"),
+    "a text that is not UTF-8": wire.field(1, b"\xff") + INPUT + wire.field(RAW, b"\1\2\3"),
+    "many fields": wire.field(6, b"") * 1100 + INPUT + wire.field(RAW, b"\1\2\3"),
 }
 
 
