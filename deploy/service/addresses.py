@@ -31,6 +31,7 @@ def bound(host: str, port: int, option: str) -> socket.socket:
 
 
 def address_error(host: str, port: int, option: str, why: str) -> AddressError:
+    """Return the error for an address that cannot be bound, with the reason `why`."""
     return AddressError(
         f"cannot listen on port {port} of {host}: {why}. Stop what uses it, or choose another with {option} "
         "(0: any that is free) or --host"
@@ -38,6 +39,7 @@ def address_error(host: str, port: int, option: str, why: str) -> AddressError:
 
 
 def tls_error(settings: ServerSettings, error: Exception) -> AddressError:
+    """Return the error for TLS files that cannot be used."""
     return AddressError(
         f"TLS cannot be set up with certificate {settings.tls_certificate} and key {settings.tls_key}: "
         f"{error}. Both must be PEM files, and the key the certificate's"

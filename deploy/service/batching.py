@@ -30,9 +30,9 @@ _log = logging.getLogger(__name__)
 class Runner(Protocol):
     """Runs one batch at a time: an `instance.Instance`."""
 
-    def run(
-        self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]
-    ) -> dict[str, np.ndarray]: ...
+    def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """Run the requests in `parts` together, and return their joined outputs."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -98,10 +98,12 @@ class Batcher:
 
     @property
     def queued(self) -> int:
+        """The number of waiting requests."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
+        """The number of busy instances."""
         return self._instances - len(self._idle)
 
     async def submit(self, request: Request, outputs: tuple[str, ...]) -> Result:

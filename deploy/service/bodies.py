@@ -25,6 +25,7 @@ class Limit:
     advice: str = ""
 
     def exceeded(self, how: str = "") -> ServiceError:
+        """Return the error for more than `bytes`; `how` qualifies what is too large."""
         said = f"the {how}{self.what} is larger than {self.bytes} bytes ({self.setting}){self.advice}"
         return ServiceError(TOO_LARGE, said)
 

@@ -24,6 +24,8 @@ MOST_PIPELINED = 8  # requests that wait on one connection; the socket buffers h
 
 @dataclass(frozen=True)
 class Limits:
+    """The limits for a request on one connection."""
+
     header_bytes: int
     header_seconds: float
     body_seconds: float

@@ -45,6 +45,7 @@ class Endpoints:
         self._repository = repository
 
     async def infer(self, request: Request) -> Response:
+        """Run a model: POST /v2/models/<model>[/versions/<version>]/infer."""
         model, version = _named(request)
         meant = functools.partial(self._repository.metrics_of, model, version)
         with spans.request_span("infer", request.headers), metrics.counting(meant) as counting:
@@ -73,12 +74,15 @@ class Endpoints:
         return Response(content, headers=answer_headers)
 
     async def alive(self, request: Request) -> Response:
+        """Answer GET /, as KServe does."""
         return as_json({"status": "alive"})
 
     async def live(self, request: Request) -> Response:
+        """Answer GET /v2/health/live."""
         return as_json({"live": True})
 
     async def ready(self, request: Request) -> Response:
+        """Answer GET /v2/health/ready."""
         if not self._repository.ready:
             raise ServiceError(
                 NOT_READY, "the server is not ready: its models are loading, or it is stopping"
@@ -86,30 +90,37 @@ class Endpoints:
         return as_json({"ready": True})
 
     async def metrics(self, request: Request) -> Response:
+        """Return Prometheus's metrics."""
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"content-type": content_type})
 
     async def metadata(self, request: Request) -> Response:
+        """Describe the server: GET /v2."""
         return as_json(server_metadata(self._repository))
 
     async def models(self, request: Request) -> Response:
+        """List the names of the models: GET /v2/models."""
         return as_json({"models": list(self._repository.models)})
 
     async def model_metadata(self, request: Request) -> Response:
+        """Describe a model: GET /v2/models/<model>[/versions/<version>]."""
         return as_json(model_metadata(self._repository, *_named(request)))
 
     async def model_ready(self, request: Request) -> Response:
+        """Answer whether a model is ready."""
         model, version = _named(request)
         self._repository.find(model, version_number(model, version))
         return as_json({"name": model, "ready": True})
 
     async def index(self, request: Request) -> Response:
+        """List models and versions with their states (repository extension)."""
         ready = (await self._object(request)).get("ready", False)
         if not isinstance(ready, bool):
             raise invalid(f'"ready" must be true or false, not {shown(ready)}')
         return as_json(await self._repository.index_by_request(ready))
 
     async def load(self, request: Request) -> Response:
+        """Load a model (repository extension)."""
         parameters = (await self._object(request)).get("parameters") or {}
         if parameters:
             raise invalid("a model is loaded from its folder as it is: parameters are not taken")
@@ -118,6 +129,7 @@ class Endpoints:
         return as_json({"name": model, "load": True})
 
     async def unload(self, request: Request) -> Response:
+        """Unload a model (repository extension)."""
         model = request.path_params["model_name"]
         await self._repository.unload_by_request(model)
         return as_json({"name": model, "unload": True})
@@ -160,6 +172,7 @@ def model_metadata(repository: "Repository", model: str, version: str) -> dict[s
 
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an answer in JSON."""
     return Response(orjson.dumps(content, default=str), status, headers, "application/json")
 
 

@@ -52,6 +52,7 @@ class ServiceError(Exception):
 
 
 def failure_of(error: BaseException) -> Failure:
+    """Return how a request failed that raised `error`."""
     if isinstance(error, ServiceError):
         return error.failure
     return CANCELLED if isinstance(error, asyncio.CancelledError | ClientDisconnect) else INTERNAL
@@ -63,4 +64,5 @@ def _shortened(message: str) -> str:
 
 
 def invalid(message: str) -> ServiceError:
+    """Return the error for a client's mistake."""
     return ServiceError(INVALID, message)

@@ -53,6 +53,7 @@ class Calls:
         }
 
     async def ModelInfer(self, request: wire.InferRequest, context: Any) -> bytes:
+        """Run a model; the answer is serialized."""
         headers = _headers.get()
         message = request.message
         meant = functools.partial(self._repository.metrics_of, message.model_name, message.model_version)
@@ -68,15 +69,19 @@ class Calls:
             return await off_loop(size, codec_grpc.encode, counting.result, form)
 
     async def ServerLive(self, request: Any, context: Any) -> pb.ServerLiveResponse:
+        """Answer that the server is live."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any, context: Any) -> pb.ServerReadyResponse:
+        """Answer whether all models are loaded."""
         return pb.ServerReadyResponse(ready=self._repository.ready)
 
     async def ServerMetadata(self, request: Any, context: Any) -> pb.ServerMetadataResponse:
+        """Describe the server."""
         return pb.ServerMetadataResponse(**server_metadata(self._repository))
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
+        """Answer whether a model is ready."""
         try:
             self._repository.find(request.name, version_number(request.name, request.version))
         except ServiceError as error:
@@ -86,11 +91,13 @@ class Calls:
         return pb.ModelReadyResponse(ready=True)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
+        """Describe a model's inputs and outputs."""
         described = model_metadata(self._repository, request.name, request.version)
         del described["parameters"]  # the message has no such field
         return pb.ModelMetadataResponse(**described)
 
     async def RepositoryModelLoad(self, request: Any, context: Any) -> pb.RepositoryModelLoadResponse:
+        """Load a model."""
         model = _model_name(request)
         if _triton_field(request, 3) is not None:
             raise invalid("a model is loaded from its folder as it is: parameters are not taken")
@@ -98,6 +105,7 @@ class Calls:
         return pb.RepositoryModelLoadResponse(model_name=model, isLoaded=True)
 
     async def RepositoryModelUnload(self, request: Any, context: Any) -> pb.RepositoryModelUnloadResponse:
+        """Unload a model."""
         model = _model_name(request)
         await self._repository.unload_by_request(model)
         return pb.RepositoryModelUnloadResponse(model_name=model, isUnloaded=True)

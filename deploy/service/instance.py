@@ -37,6 +37,7 @@ class Gate:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
+        """Admit a run beside others."""
         with self._changed:
             self._changed.wait_for(lambda: not self._alone)
             self._running += 1
@@ -49,6 +50,7 @@ class Gate:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
+        """Admit a run once no other runs."""
         with self._changed:
             self._alone += 1
             self._changed.wait_for(lambda: not self._running)
@@ -176,6 +178,7 @@ class Graphs:
         }
 
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """Run the requests in `parts`, joined along axis 0, and return the outputs by name."""
         torch = self._torch
         gate = GATE.alone() if self.captures else GATE.shared()
         # The session's stream is the current one, so no other stream has to be awaited.

@@ -75,6 +75,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as a line of JSON: time, level, logger, message, fields, extras, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line for a record."""
         line: dict[str, Any] = {
             "time": _timestamp(record.created),
             "level": record.levelname.lower(),

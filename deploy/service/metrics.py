@@ -97,7 +97,9 @@ class Queue(Protocol):
     on_run: Callable[[int, float], None]
 
     @property
-    def queued(self) -> int: ...
+    def queued(self) -> int:
+        """The number of waiting requests."""
+        ...
 
 
 class ModelMetrics:
@@ -137,6 +139,7 @@ class ModelMetrics:
         FALLBACK.labels(*self._labels).set(fallback)
 
     def started(self) -> None:
+        """Count a request that was accepted."""
         self.in_flight += 1
 
     def answered(self, result: Result, seconds: float) -> None:
@@ -149,6 +152,7 @@ class ModelMetrics:
         self._queue_seconds.observe(result.queue_seconds)
 
     def failed(self, failure: Failure) -> None:
+        """Count a failed request."""
         self.in_flight -= 1
         self.requests += 1
         self.failures[failure.reason] += 1

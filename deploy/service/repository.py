@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class State(StrEnum):
+    """The state of a version, as the repository extension names it."""
+
     LOADING = "LOADING"
     READY = "READY"
     UNAVAILABLE = "UNAVAILABLE"

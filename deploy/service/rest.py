@@ -98,11 +98,11 @@ class _Uvicorn(uvicorn.Server):
 
     async def reload_certificates(self) -> None:
         """Reload the TLS certificate and key whenever their files change."""
-        from watchfiles import awatch
-
         config = self.config
         if config.ssl is None or config.ssl_certfile is None:
             return
+        from watchfiles import awatch  # here, because only TLS needs it
+
         async for _ in awatch(str(config.ssl_certfile), str(config.ssl_keyfile)):
             try:
                 config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)

@@ -26,12 +26,16 @@ class SettingsError(TwinopError):
 
 
 class Provider(StrEnum):
+    """What runs a model."""
+
     AUTO = "auto"  # CUDA if it works, else the CPU; the log and the metadata say which and why
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class Control(StrEnum):
+    """Who decides what is loaded after the start."""
+
     NONE = "none"  # serve what is there at the start
     POLL = "poll"  # follow new, changed and removed versions
     EXPLICIT = "explicit"  # clients load and unload models
@@ -211,6 +215,11 @@ def anchored(section: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        SettingsError: the file cannot be read, or is not TOML.
+    """
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:

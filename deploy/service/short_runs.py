@@ -16,6 +16,7 @@ class ShortRuns:
         self._bytes = -1
 
     def include(self, size: int) -> bool:
+        """Return whether a run with inputs of `size` bytes is short."""
         return size <= self._bytes
 
     def learn(self, size: int, seconds: float) -> None:

@@ -28,6 +28,7 @@ class Trial:
 
     @property
     def shapes(self) -> str:
+        """The inputs' names and shapes, for messages."""
         return ", ".join(f"{name} {list(array.shape)}" for name, array in self.feeds.items()) or "no inputs"
 
 

@@ -26,6 +26,7 @@ class InferRequest:
 
     @property
     def id(self) -> str:
+        """The client's id."""
         given: str = self.message.id
         return given
 
