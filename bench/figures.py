@@ -20,9 +20,6 @@ _OPS_STYLES: Mapping[str, Mapping[str, Any]] = {
     "torch.compile max-autotune": {"color": "#a97200", "marker": "d"},
     "Triton": {"color": "#7b5cb8", "marker": "v"},
     "Liger": {"color": "#d6569a", "marker": "P"},
-    "load_inline": {"color": "#6b6b6b", "marker": "x"},
-    "numba": {"color": "#3f9fc4", "marker": "*"},
-    "apex": {"color": "#4d7a1f", "marker": "<"},
     "quack": {"color": "#00a3a3", "marker": ">"},
     "flashinfer": {"color": "#b03030", "marker": "h"},
 }

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,6 @@ from .cells import cells_of, numeric_verdicts, verdicts
 from .figures import draw_ops
 from .measure import cases_of, configure_compiler, machine, measure
 from .merge import announce, compare_with
-from .peers import Entry, resolve
 from .providers import COMPILE, Budget, Providers
 from .recording import Commit, Device, Name, Ops, Output, Recording, read_ops
 from .report import BenchError
@@ -70,8 +69,8 @@ def main(
 ) -> None:
     """Measure every op beside its peers and a plain copy, and list the bars that are met.
 
-    Peers: torch eager, torch.compile (also max-autotune), Triton, numba, load_inline, Liger, ONNX Runtime's
-    own nodes, and apex, quack and flashinfer if they are installed. A provider that fails, or whose result is
+    Peers: torch eager, torch.compile (also max-autotune), Triton, Liger, ONNX Runtime's own nodes, and
+    quack and flashinfer if they are installed. A provider that fails, or whose result is
     wrong against float64, is listed with the reason and not timed.
 
     On a GPU: device time. A read and a memset of 1 GiB precede each run; they hide the host and empty L2. All
@@ -226,8 +225,6 @@ def compile_part(
             for name, entry in entries.items()
             for case in cases_of(name, entry, where.type, quick=quick, kinds=kinds.split(","))
         ]
-        if index == 0 and where.type == "cuda":
-            _build_inline(entries, who)
         with torch.no_grad():
             for case, entry in cases[index::count]:
                 inputs = make_inputs(case, entry, where)
@@ -235,11 +232,3 @@ def compile_part(
                 for subject in who.build(case, entry, inputs, outputs).values():
                     with suppress(Exception):  # the report meets it again and lists it
                         subject.result()
-
-
-def _build_inline(entries: Mapping[str, Entry], who: Providers) -> None:
-    """Compiles the C++ extension, in one process only because the others would wait for it."""
-    wanted = who.wanted is None or any(part in "load_inline" for part in who.wanted)
-    if wanted and any("load_inline" in entry.peers for entry in entries.values()):
-        with suppress(Exception):
-            resolve("others:inline_module")()

@@ -185,8 +185,8 @@ class Providers:
     def _remember(self, case: Case, provider: str, failure: Exception) -> None:
         reason = reason_of(failure)
         self.problems.append(Problem(case, provider, reason))
-        if isinstance(failure, ImportError) or provider == "load_inline":
-            self._broken[provider] = reason  # do not repeat a compilation of a minute
+        if isinstance(failure, ImportError):
+            self._broken[provider] = reason
 
     def _torch(
         self,

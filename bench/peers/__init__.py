@@ -129,7 +129,6 @@ ENTRIES: dict[str, Entry] = {
         "relu",
         "x",
         torch.relu,
-        peers={"load_inline": "others:inline_relu"},
         variants=("vec4", "scalar"),
         ort={"ORT Relu": ort("Relu", "x -> y")},
     ),
@@ -137,7 +136,7 @@ ENTRIES: dict[str, Entry] = {
         "gelu",
         "x",
         F.gelu,
-        peers={"Triton": "triton_kernels:gelu", "load_inline": "others:inline_gelu"},
+        peers={"Triton": "triton_kernels:gelu"},
         ort={
             "ORT Gelu": ort("Gelu", "x -> y"),
             "ORT contrib Gelu": ort("Gelu", "x -> y", MICROSOFT),
@@ -178,8 +177,6 @@ ENTRIES: dict[str, Entry] = {
         torch.square,
         peers={
             "Triton": "triton_kernels:square",
-            "numba": "others:numba_square",
-            "load_inline": "others:inline_square",
         },
         ort={"ORT Mul": ort("Mul", "x, x -> y")},
     ),
@@ -230,7 +227,6 @@ ENTRIES: dict[str, Entry] = {
         peers={
             "Triton": "triton_kernels:layer_norm",
             "Liger": "others:liger_layer_norm",
-            "apex": "others:apex_layer_norm",
         },
         ort={
             "ORT LayerNormalization": ort("LayerNormalization", "x, weight, bias -> y", axis=-1, **_EPS),
@@ -244,7 +240,6 @@ ENTRIES: dict[str, Entry] = {
         peers={
             "Triton": "triton_kernels:rms_norm",
             "Liger": "others:liger_rms_norm",
-            "apex": "others:apex_rms_norm",
             "quack": "others:quack_rms_norm",
             "flashinfer": "others:flashinfer_rms_norm",
         },
