@@ -19,7 +19,7 @@ OTHERS = {  # of users and of other projects
     "models/twinop.toml",
     "my_models.py",
     "mish.h",
-    "kernels/ops/mish.h",  # of the guides
+    "kernels/ops/mish.h",  # of the guides' test
     "kernels/ops/l2_normalize.h",
     "kernels/ops/soft_clip.h",
     "onnxruntime_c_api.h",
