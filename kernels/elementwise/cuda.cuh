@@ -70,7 +70,7 @@ __device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)
 // behind the last whole vector go to the first threads of the grid.
 template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
 __global__ void __launch_bounds__(kThreads, kLoads <= 2 || sizeof(T) == 8
-                                                ? BlocksOf(kThreads, kFunctorRegisters<F>)
+                                                ? BlocksOf(kThreads, kTuning<F>.registers)
                                                 : 0)
     ElementwiseKernel(F functor, std::int64_t count, Outputs<T, kOutputs> out,
                       Inputs<T, kInputs> in, Reads reads) {
@@ -149,15 +149,15 @@ template <class F, class T, int kOutputs, int kInputs>
 Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
                   const Inputs<T, kInputs>& in) {
   constexpr int kWidth = kVectorBytes / sizeof(T);
-  constexpr int kMost = kFunctorLoads<F>;
+  constexpr int kMost = kTuning<F>.loads;
   if (!AreAligned(out) || !AreAligned(in)) return LaunchStrided(call, functor, out, in);
   if constexpr (sizeof(T) < 8) {
-    constexpr int kResident = kMost > kLoads ? kMost : kResidentLoads;
+    constexpr int kCached = kMost > kLoads ? kMost : kCachedLoads;
     const std::int64_t bytes = call.outputs[0].bytes();
-    if (bytes < kResidentMinBytes)
+    if (bytes < kElementwisePolicy.cached_min_bytes)
       return LaunchElementwise<F, T, kWidth, kThreads, kLoads>(call, functor, out, in);
-    if (bytes <= kResidentMaxBytes)
-      return LaunchElementwise<F, T, kWidth, kThreads, kResident>(call, functor, out, in);
+    if (bytes <= kElementwisePolicy.cached_max_bytes)
+      return LaunchElementwise<F, T, kWidth, kThreads, kCached>(call, functor, out, in);
   }
   return LaunchElementwise<F, T, kWidth, kThreads, kMost>(call, functor, out, in);
 }

@@ -117,11 +117,6 @@ __device__ __forceinline__ Vector<T, kWidth> Load(const T* data, Access access, 
   return vector;
 }
 
-// Where operands are few, 32 registers do, but for a functor that asks for more: pow in 16 bits
-// would spill.
-template <class F>
-inline constexpr int kStridedRegisters = kFunctorRegisters<F> > 32 ? kFunctorRegisters<F> : 32;
-
 // As ElementwiseKernel (elementwise/cuda.cuh): the same vectors of the output for the same threads.
 // Without gathers it needs fewer registers.
 template <class F, class T, int kWidth, bool kGathers, int kThreads, int kLoads, int kOutputs,

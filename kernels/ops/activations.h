@@ -33,8 +33,6 @@ struct LogisticBackward {
 
 template <class T>
 struct HyperbolicTangent {
-  static constexpr int kLoads = 2;
-
   TWINOP_INLINE T operator()(T x) const { return Tanh(x); }
 };
 // dL/dx = dL/dy (1 - y) (1 + y). Near |y| = 1, the form 1 - y^2 would lose the last digits.
@@ -47,9 +45,6 @@ struct HyperbolicTangentBackward {
 // differs by at most e^-20 = 2.1e-9. Only float64 shows the difference.
 template <class T>
 struct SoftPlus {
-  static constexpr int kLoads = 2;
-  static constexpr int kRegisters = sizeof(T) == 8 ? 64 : 0;
-
   TWINOP_INLINE T operator()(T x) const { return Softplus(x); }
 };
 template <class T>

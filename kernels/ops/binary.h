@@ -22,8 +22,6 @@ struct Mul {
 // if the exponent is not an integer.
 template <class T>
 struct Power {
-  static constexpr int kLoads = 2;
-  static constexpr int kRegisters = sizeof(T) == 8 ? 64 : kIsReduced<T> ? 40 : 32;
   static constexpr bool kHasPlain = true;          // on CUDA: elementwise/cuda.cuh
   static constexpr bool kScalar = sizeof(T) == 8;  // on the CPU the C library's pow
 

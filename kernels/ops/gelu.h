@@ -10,9 +10,6 @@ namespace twinop {
 // error is small for negative x too, where x (1 + erf(x / sqrt(2))) / 2 would lose all digits.
 template <class T>
 struct Gelu {
-  static constexpr int kLoads = sizeof(T) == 8 ? 4 : 2;
-  static constexpr int kRegisters = sizeof(T) == 8 ? 64 : 0;
-
   TWINOP_INLINE T operator()(T x) const {
     const T unscale = Format<T>::kUnscale;
     const T t = NormalDistance(x);
@@ -82,8 +79,6 @@ TWINOP_INLINE ReducedFloat ClampTanhGelu(ReducedFloat x) {
 
 template <class T>
 struct TanhGelu {
-  static constexpr int kLoads = kIsReduced<T> ? 1 : 2;
-
   TWINOP_INLINE T operator()(T x) const { return Sigmoid(TanhGeluParts(x), x); }
 };
 // sigmoid(2 u) (1 + x sigmoid(-2 u) 2 u')

@@ -17,8 +17,6 @@ struct ExponentialBackward {
 
 template <class T>
 struct Logarithm {
-  static constexpr int kLoads = 2;
-
   TWINOP_INLINE T operator()(T x) const { return Log(x); }
 };
 template <class T>

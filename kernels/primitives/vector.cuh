@@ -61,7 +61,8 @@ struct alignas(sizeof(T) * kWidth < kVectorBytes ? sizeof(T) * kWidth : kVectorB
 template <class T, int kWidth>
 __device__ __forceinline__ Compute<T> ComputeAt(const Vector<T, kWidth>& vector, int i) {
   if constexpr (std::is_same_v<T, BFloat16> && kWidth > 1) {
-    const std::uint32_t word = vector.words[i / 2];
+    std::uint32_t word;
+    std::memcpy(&word, &vector.values[i / 2 * 2], sizeof(word));
     return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xFFFF0000u);
   } else {
     return ToCompute(vector.Get(i));
@@ -101,7 +102,7 @@ __device__ __forceinline__ void LoadAligned(const T* place, Vector<T, kWidth>* v
   *vector = *reinterpret_cast<const Vector<T, kWidth>*>(place);
 }
 
-// As one access, to global memory: the compiler splits other stores of vectors, even of uint4.
+// Stores to global memory in one access. The compiler splits other stores of vectors, even of uint4.
 template <class T, int kWidth, class Place>
 __device__ __forceinline__ void StoreAligned(const Vector<T, kWidth>& vector, Place* place) {
   static_assert(sizeof(vector) == kVectorBytes);
@@ -110,8 +111,8 @@ __device__ __forceinline__ void StoreAligned(const Vector<T, kWidth>& vector, Pl
                "r"(vector.words[3]));
 }
 
-// A vector that may start anywhere: one access where it can be, else element by element. `left`
-// elements are there from `place` on.
+// Loads a vector that may start anywhere: in one access if it is aligned and whole, else element by
+// element. `left` elements exist from `place` on.
 template <class T, int kWidth>
 __device__ __forceinline__ void LoadAnywhere(const T* place, int left, Vector<T, kWidth>* vector) {
   if (left >= kWidth && reinterpret_cast<std::uintptr_t>(place) % alignof(Vector<T, kWidth>) == 0)
@@ -121,8 +122,8 @@ __device__ __forceinline__ void LoadAnywhere(const T* place, int left, Vector<T,
     if (i < left) vector->Set(i, place[i]);
 }
 
-// 16 bytes from an address that is aligned to its elements only: cut out of the one or two aligned
-// vectors that they lie in.
+// Loads 16 bytes from an address that is aligned to its elements only: they are cut out of the one or
+// two aligned vectors that they lie in.
 template <class V>
 __device__ __forceinline__ V LoadShifted(const void* address) {
   static_assert(sizeof(V) == 16);
