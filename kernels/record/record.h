@@ -175,15 +175,14 @@ struct Record {
   }
   // The op keeps a State for each kernel, which a launcher finds in call.state. It is made from the
   // attributes and the constant inputs by
-  //   template <class Op>
   //   static Status State::Create(const CallOf<Op>& call, std::unique_ptr<State>* state)
-  template <class State, class Op>
+  template <class State>
   constexpr Record state() const {
     Record copy = *this;
     copy.create_state = [](const twinop_call* call, void** state, twinop_error* error) {
       return AtBoundary(error, [=] {
         std::unique_ptr<State> made;
-        Status status = State::Create(NamedCall<Op>(FromC(call)), &made);
+        Status status = Invoke(State::Create, FromC(call), &made);
         *state = made.release();
         return status;
       });
@@ -203,13 +202,12 @@ struct Record {
   constexpr int InPlaceInput(std::size_t output) const { return in_place_inputs[output]; }
 
  private:
-  // Calls a function of the call, which may have the op's type.
-  static std::int64_t Invoke(std::int64_t (*function)(const Call&), const Call& call) {
-    return function(call);
-  }
-  template <class Op>
-  static std::int64_t Invoke(std::int64_t (*function)(const CallOf<Op>&), const Call& call) {
-    return function(NamedCall<Op>(call));
+  // Calls a function of the call, which it takes as a Call or a CallOf<Op>.
+  template <class Result, class AnyCall, class... More>
+  static Result Invoke(Result (*function)(const AnyCall&, More...), const Call& call,
+                       More... more) {
+    static_assert(std::is_base_of_v<Call, AnyCall> && sizeof(AnyCall) == sizeof(Call));
+    return function(reinterpret_cast<const AnyCall&>(call), more...);
   }
 
   template <class T>

@@ -15,10 +15,10 @@ namespace twinop {
 // ------------------------------------------------------------------------------ state
 
 // y = x * (n * weight), and whether n * weight was made with the state: where weight is constant.
+template <class Op>
 struct PackedWeight {
   std::vector<float> values;
 
-  template <class Op>
   static Status Create(const CallOf<Op>& call, std::unique_ptr<PackedWeight>* state) {
     const auto n = AttributeOf<std::int64_t>(call, "n"_name);
     if (n == 13) return Status::Error("n is 13, and no weight is packed 13 times");
@@ -33,7 +33,7 @@ struct PackedWeight {
 
 template <class Op>
 Status LaunchPacked(const CallOf<Op>& call) {
-  const auto& state = *static_cast<const PackedWeight*>(call.state);
+  const auto& state = *static_cast<const PackedWeight<Op>*>(call.state);
   const Tensor& x = InputOf(call, "x"_name);
   const Tensor& weight = InputOf(call, "weight"_name);
   const Tensor& y = OutputOf(call, "y"_name);
@@ -109,7 +109,7 @@ TWINOP_CPU_OP(packed,
           Record("packed(Tensor x, Tensor weight, int n=1) -> (Tensor y, Tensor was_packed)")
               .dtypes("float32 was_packed=int64")
               .shapes("y = x; was_packed = [1]")
-              .state<PackedWeight, Op>(),
+              .state<PackedWeight<Op>>(),
           LaunchPacked)
 
 TWINOP_OP(scale_by,
