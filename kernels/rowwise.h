@@ -373,16 +373,18 @@ constexpr bool CheckFunctor() {
                 "`Values<T, kRowOutputs> Result(const Values<T, rows>&, const Values<T, columns>&) "
                 "const` is missing");
   static_assert(!kSums || F::kColumnSums == 2, "there are two column sums, or none");
-  static_assert(!kSums || sizeof(F) <= kMaxFunctorBytes,
-                "a functor with column sums has at most 64 bytes");
+  static_assert(sizeof(F) <= kMaxFunctorBytes, "a row-wise functor has at most 64 bytes");
+  static_assert(F::kLateInputs == 0 || F::kLateInputs == 1, "kLateInputs is 0 or 1");
   static_assert(F::kPreparedOutput < 0 || kRowInputs<F> == 2,
                 "a functor with a prepared output has two row inputs");
-  if constexpr (kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>)
-    static_assert(kColumnInputs<F> > 0 || kSums ||
-                      (sizeof(Terms<F, T, 0>) == sizeof(T) &&
-                       sizeof(Terms<F, T, kPhases<F> - 1>) == sizeof(T)),
+  if constexpr (kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>) {
+    constexpr std::size_t kTerms =
+        std::max(sizeof(Terms<F, T, 0>), sizeof(Terms<F, T, kPhases<F> - 1>)) / sizeof(T);
+    static_assert(kTerms <= 2, "a phase sums one or two terms");
+    static_assert(kTerms == 1 || kColumnInputs<F> > 0 || kSums,
                   "a functor without column inputs sums one term in each phase");
-  // (The kernel for rows along an inner dimension has neither.)
+  }
+  // (The kernels for rows along an inner dimension have neither.)
   static_assert((kColumnInputs<F> == 0 && !kSums) || kRecord.row_dimension.to_the_end ||
                     (kRecord.row_dimension.attribute < 0 && kRecord.row_dimension.value == -1),
                 "an op with column inputs or column sums has .rows(\"axis:\") or .rows(\"-1\")");
