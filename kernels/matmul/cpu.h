@@ -61,52 +61,37 @@ inline void NaiveRows(const Problem& p, const float* a, const float* b, float* y
   }
 }
 
-using RowsFunction = void (*)(const Problem& p, const float* a, const float* b, float* y,
-                              std::int64_t begin, std::int64_t end);
+using RowsFunction = void(const Problem& p, const float* a, const float* b, float* y,
+                          std::int64_t begin, std::int64_t end);
 
-inline void TiledRowsBaseline(const Problem& p, const float* a, const float* b, float* y,
-                              std::int64_t begin, std::int64_t end) {
-  TiledRows(p, a, b, y, begin, end);
-}
-#if defined(__x86_64__)
-TWINOP_TARGET_AVX2 inline void TiledRowsAvx2(const Problem& p, const float* a, const float* b,
-                                             float* y, std::int64_t begin, std::int64_t end) {
-  TiledRows(p, a, b, y, begin, end);
-}
-TWINOP_TARGET_AVX512 inline void TiledRowsAvx512(const Problem& p, const float* a, const float* b,
-                                                 float* y, std::int64_t begin, std::int64_t end) {
-  TiledRows(p, a, b, y, begin, end);
-}
-#endif
-
-inline RowsFunction ChooseTiledRows() {
-#if defined(__x86_64__)
-  if (CpuLevel() == Level::kAvx512) return TiledRowsAvx512;
-  if (CpuLevel() == Level::kAvx2) return TiledRowsAvx2;
-#endif
-  return TiledRowsBaseline;
-}
+struct Tiled {
+  template <Level kLevel>
+  TWINOP_INLINE static void Run(const Problem& p, const float* a, const float* b, float* y,
+                                std::int64_t begin, std::int64_t end) {
+    TiledRows(p, a, b, y, begin, end);
+  }
+};
 
 template <class Op>
 Status Cpu(const CallOf<Op>& call) {
   const Problem problem = MakeProblem(call);
   const Matrices matrices = MatricesOf(call);
-  const RowsFunction function = AttributeOf<std::string_view>(call, "variant"_name) == "naive"
-                                    ? NaiveRows
-                                    : ChooseTiledRows();
-  const std::int64_t pieces = (problem.m + kRows - 1) / kRows;  // of one product
+  RowsFunction* const function = AttributeOf<std::string_view>(call, "variant"_name) == "naive"
+                                     ? NaiveRows
+                                     : kByLevel<Tiled, RowsFunction>.Choose();
+  const std::int64_t blocks = (problem.m + kRows - 1) / kRows;  // of rows of one product
   const std::int64_t work = kRows * problem.n * std::max(problem.k, std::int64_t{1});
   call.context->ParallelFor(
-      problem.batches * pieces,
+      problem.batches * blocks,
       std::max(std::int64_t{1}, kGrainProducts / std::max(work, std::int64_t{1})),
       [&](std::int64_t begin, std::int64_t end) {
-        while (begin < end) {  // a stretch of one product's rows
-          const std::int64_t batch = begin / pieces;
-          const std::int64_t last = std::min(end, (batch + 1) * pieces);
+        while (begin < end) {  // rows of one product
+          const std::int64_t batch = begin / blocks;
+          const std::int64_t last = std::min(end, (batch + 1) * blocks);
           const Offsets offsets = OffsetsOf(problem, batch);
           function(problem, matrices.a + offsets.a, matrices.b + offsets.b,
-                   matrices.y + batch * problem.m * problem.n, (begin - batch * pieces) * kRows,
-                   std::min((last - batch * pieces) * kRows, problem.m));
+                   matrices.y + batch * problem.m * problem.n, (begin - batch * blocks) * kRows,
+                   std::min((last - batch * blocks) * kRows, problem.m));
           begin = last;
         }
       });

@@ -45,9 +45,9 @@ template <class... Arguments>
 struct ByLevel<void(Arguments...)> {
   void (*functions[3])(Arguments...);
 
-  void operator()(Arguments... arguments) const {
-    functions[static_cast<int>(CpuLevel())](arguments...);
-  }
+  // Returns the function for this processor.
+  auto Choose() const { return functions[static_cast<int>(CpuLevel())]; }
+  void operator()(Arguments... arguments) const { Choose()(arguments...); }
 };
 
 template <class Body, class Function>

@@ -9,47 +9,13 @@
 
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 #include <utility>
 
 #include "kernels/primitives/cpu_features.h"
-#include "kernels/rowwise.h"
+#include "kernels/rowwise/cpu_tiles.h"
 
 namespace twinop::rowwise {
-
-// Values of a tile. A tile is a part of one row or, where neighbouring rows are interleaved in
-// memory, one value of each of kLanes rows. Whole registers for every type, and enough of them to
-// hide the latency of an addition.
-inline constexpr std::int64_t kLanes = 64;
-
-// Tiles of a long row whose terms are added one after another before they join the total: in one
-// long sum digits would be lost.
-inline constexpr std::int64_t kRun = 64;
-
-// Limits of the skeleton.
-inline constexpr int kMaxOperands = 4;  // row inputs; column inputs; row outputs; column sums
-inline constexpr int kMaxPhases = 4;
-inline constexpr int kMaxTerms = 4;
-
-// Consecutive tiles of an operand: where the first is, and how far the next (0: the same again).
-template <class T>
-struct Operand {
-  T* data;
-  std::int64_t step;
-};
-
-// Consecutive tiles of all operands: rows of S, the others of the compute type.
-template <class T, class S = T>
-struct Tiles {
-  Operand<const S> inputs[kMaxOperands];
-  Operand<const T> columns[kMaxOperands];
-  Operand<S> outputs[kMaxOperands];
-  Operand<T> sums[kMaxOperands];    // sums over rows
-  Operand<T> stored[kMaxOperands];  // the row's values for later phases
-  std::int64_t count;               // tiles
-  std::int64_t lanes;               // of each, where lanes are rows
-};
 
 // What an op does with tiles.
 enum class Step {
@@ -107,199 +73,6 @@ extern template Status RunRows(const Call&, const RowKernels<float>&, const Rows
 extern template Status RunRows(const Call&, const RowKernels<double>&, const Rows&, const void*,
                                const double*);
 
-// ---------------------------------------------------------------------------------- the arithmetic
-
-template <Reduction kOp, class T, class Terms>
-TWINOP_INLINE T AddTerm(T total, const Terms& terms, int t) {
-  if constexpr (kOp == kSum) {
-    return WithTerm(total, terms, t);
-  } else if constexpr (kOp == kSquares) {
-    return total + terms[t] * terms[t];
-  } else {
-    return terms[t] > total ? terms[t] : total;  // may lose a NaN: the sum that follows has it
-  }
-}
-
-template <Reduction kOp, class T>
-TWINOP_INLINE T Combine(T a, T b) {
-  return kOp == kMax ? (b > a ? b : a) : a + b;
-}
-
-template <Reduction kOp, std::int64_t kCount, class T>
-TWINOP_INLINE void Clear(T (&totals)[kCount]) {
-  for (T& total : totals) total = kOp == kMax ? -std::numeric_limits<T>::infinity() : T(0);
-}
-
-// Adds up the lanes, in pairs.
-template <Reduction kOp, std::int64_t kHalf = kLanes / 2, class T>
-TWINOP_INLINE T Fold(T* lanes) {
-  for (std::int64_t i = 0; i < kHalf; ++i) lanes[i] = Combine<kOp>(lanes[i], lanes[i + kHalf]);
-  if constexpr (kHalf > 1) return Fold<kOp, kHalf / 2>(lanes);
-  return lanes[0];
-}
-
-// One functor for all lanes of a tile.
-template <class F>
-struct OneFunctor {
-  const F functor;
-  TWINOP_INLINE explicit OneFunctor(const F* functors) : functor(*functors) {}
-  TWINOP_INLINE const F& operator[](std::int64_t) const { return functor; }
-};
-// A functor for each lane.
-template <class F>
-struct FunctorPerLane {
-  const F* functors;
-  TWINOP_INLINE explicit FunctorPerLane(const F* array) : functors(array) {}
-  TWINOP_INLINE const F& operator[](std::int64_t i) const { return functors[i]; }
-};
-
-// The loops of functor F over tiles. kPrepares: the values are prepared here instead of before.
-template <class F, class T, class S, bool kPrepares>
-struct TileLoops {
-  static constexpr int kInputs = kRowInputs<F>;
-  static constexpr int kColumns = kColumnInputs<F>;
-  using Row = Values<T, kInputs>;
-  using Column = Values<T, kColumns>;
-  template <int kPhase>
-  static constexpr int kTerms = sizeof(Terms<F, T, kPhase>) / sizeof(T);
-
-  template <class Functors>
-  TWINOP_INLINE static void Prepare(const Functors& functors, const Tiles<T, S>& tiles) {
-    const std::int64_t lanes = Lanes(functors, tiles);
-    for (std::int64_t tile = 0; tile < tiles.count; ++tile) {
-      const InputTile in(tiles.inputs, tile);
-      T* const prepared = tiles.stored[0].data + tile * tiles.stored[0].step;
-#pragma GCC ivdep
-      for (std::int64_t i = 0; i < lanes; ++i)
-        prepared[i] = functors[i].Prepared(Read<false>(in, i, RowIndices{}));
-    }
-  }
-
-  // Adds the terms of a phase to totals[kTerms][kLanes].
-  template <int kPhase, class Functors>
-  TWINOP_INLINE static void Reduce(const Functors& functors, const Tiles<T, S>& tiles, T* totals) {
-    constexpr Reduction kOp = F::Phases::At(kPhase);
-    constexpr int kCount = kTerms<kPhase>;
-    constexpr bool kStores = F::kReplacesValues && kPhase == kPhases<F> - 1;
-    static_assert(kCount <= kMaxTerms);
-    const std::int64_t lanes = Lanes(functors, tiles);
-    alignas(64) T sums[kCount][kLanes];
-    std::memcpy(sums, totals, sizeof(sums));
-    for (std::int64_t tile = 0; tile < tiles.count; ++tile) {
-      const InputTile in(tiles.inputs, tile);
-      const ColumnTile columns(tiles.columns, tile);
-      const Tile<T, kStores ? kEarlyInputs<F> : 0> stored(tiles.stored, tile);
-#pragma GCC ivdep
-      for (std::int64_t i = 0; i < lanes; ++i) {
-        const Column column = ColumnAt(columns, i, ColumnIndices{});
-        Row row = RowBefore<kPhase>(functors[i], Read<false>(in, i, RowIndices{}), column);
-        const auto terms = functors[i].Term(Phase<kPhase>{}, row, column);
-        for (int t = 0; t < kCount; ++t) sums[t][i] = AddTerm<kOp>(sums[t][i], terms, t);
-        if constexpr (kStores)
-          for (int j = 0; j < kEarlyInputs<F>; ++j) stored[j][i] = row[j];
-      }
-      // GCC would merge consecutive iterations, and then not vectorise (-floop-unroll-and-jam).
-      asm volatile("");
-    }
-    std::memcpy(totals, sums, sizeof(sums));
-  }
-
-  // Computes the outputs, and adds to the column sums.
-  template <class Functors>
-  TWINOP_INLINE static void Result(const Functors& functors, const Tiles<T, S>& tiles) {
-    const std::int64_t lanes = Lanes(functors, tiles);
-    for (std::int64_t tile = 0; tile < tiles.count; ++tile) {
-      const InputTile in(tiles.inputs, tile);
-      const ColumnTile columns(tiles.columns, tile);
-      const Tile<S, F::kRowOutputs> out(tiles.outputs, tile);
-      [[maybe_unused]] const Tile<T, F::kColumnSums> sums(tiles.sums, tile);
-      const Tile<T, F::kReplacesValues ? kEarlyInputs<F> : 0> stored(tiles.stored, tile);
-#pragma GCC ivdep
-      for (std::int64_t i = 0; i < lanes; ++i) {
-        const Column column = ColumnAt(columns, i, ColumnIndices{});
-        Row row = Read<true>(in, i, RowIndices{});
-        if constexpr (F::kReplacesValues) {
-          for (int j = 0; j < kEarlyInputs<F>; ++j) row[j] = stored[j][i];
-        } else {
-          row = RowBefore<kPhases<F>>(functors[i], row, column);
-        }
-        const auto result = functors[i].Result(row, column);
-        if constexpr (F::kColumnSums > 0) {
-          const auto terms = functors[i].ColumnTerm(row);
-          for (int s = 0; s < F::kColumnSums; ++s) sums[s][i] = WithTerm(sums[s][i], terms, s);
-        }
-        for (int k = 0; k < F::kRowOutputs; ++k) Round(result[k], &out[k][i]);
-      }
-      asm volatile("");
-    }
-  }
-
-  // Hands the sums of a phase to the functors; overwrites totals.
-  template <int kPhase>
-  TWINOP_INLINE static void Finish(F* functor, T* totals) {
-    Terms<F, T, kPhase> total;
-    for (int t = 0; t < kTerms<kPhase>; ++t)
-      total[t] = Fold<F::Phases::At(kPhase)>(totals + t * kLanes);
-    functor->Finish(Phase<kPhase>{}, total);
-  }
-  template <int kPhase>
-  TWINOP_INLINE static void FinishLanes(F* functors, std::int64_t lanes, const T* totals) {
-    for (std::int64_t i = 0; i < lanes; ++i) {
-      Terms<F, T, kPhase> total;
-      for (int t = 0; t < kTerms<kPhase>; ++t) total[t] = totals[t * kLanes + i];
-      functors[i].Finish(Phase<kPhase>{}, total);
-    }
-  }
-
- private:
-  using RowIndices = std::make_integer_sequence<int, kInputs>;
-  using ColumnIndices = std::make_integer_sequence<int, kColumns>;
-
-  // Operands of one tile.
-  template <class U, int kCount>
-  struct Tile {
-    U* data[kCount > 0 ? kCount : 1];
-
-    TWINOP_INLINE Tile(const Operand<U> (&operands)[kMaxOperands], std::int64_t tile) {
-      for (int k = 0; k < kCount; ++k) data[k] = operands[k].data + tile * operands[k].step;
-    }
-    TWINOP_INLINE U* operator[](int k) const { return data[k]; }
-  };
-  using InputTile = Tile<const S, kInputs>;
-  using ColumnTile = Tile<const T, kColumns>;
-
-  TWINOP_INLINE static std::int64_t Lanes(const OneFunctor<F>&, const Tiles<T, S>&) {
-    return kLanes;
-  }
-  TWINOP_INLINE static std::int64_t Lanes(const FunctorPerLane<F>&, const Tiles<T, S>& tiles) {
-    return tiles.lanes;
-  }
-
-  template <int... J>
-  TWINOP_INLINE static Column ColumnAt([[maybe_unused]] const ColumnTile& columns,
-                                       [[maybe_unused]] std::int64_t i,
-                                       std::integer_sequence<int, J...>) {
-    return {{columns[J][i]...}};
-  }
-
-  // The row's values as they are in memory. Only the result depends on late inputs.
-  template <bool kForResult, int... J>
-  TWINOP_INLINE static Row Read(const InputTile& in, std::int64_t i,
-                                std::integer_sequence<int, J...>) {
-    return {{(J < kEarlyInputs<F> || kForResult ? ToCompute(in[J][i]) : T(0))...}};
-  }
-  // The row's values as the phases before kPhase leave them.
-  template <int kPhase>
-  TWINOP_INLINE static Row RowBefore(const F& functor, Row row, const Column& column) {
-    if constexpr (kPrepares) {
-      Replay<kPhase, S>(functor, row, column);
-    } else {
-      ReplayPhases<kPhase>(functor, row, column);
-    }
-    return row;
-  }
-};
-
 // ---------------------------------------------------------------------------------- tiles
 
 // The steps of functor F in the compute type T.
@@ -335,11 +108,12 @@ struct RowSteps {
     }
     const Functors functors(functor);
     if (step == Step::kReduce) {
-      ((phase == P ? Loops::template Reduce<P>(functors, tiles, totals) : void()), ...);
+      ((phase == P ? Loops::template Reduce<P>(functors, tiles, 0, tiles.count, totals) : void()),
+       ...);
     } else if (step == Step::kResult) {
-      Loops::Result(functors, tiles);
+      Loops::Result(functors, tiles, 0, tiles.count);
     } else if constexpr (F::kPreparedOutput >= 0) {
-      Loops::Prepare(functors, tiles);
+      Loops::Prepare(functors, tiles, 0, tiles.count);
     }
   }
 };
@@ -390,11 +164,15 @@ struct RowLoop {
   TWINOP_INLINE static void Fill(U (&to)[kLanes], U value) {
     for (U& lane : to) lane = value;
   }
+  // Copies fewer than kLanes elements. A call of memcpy would take longer.
   template <class U>
   TWINOP_INLINE static void CopyShort(const U* from, std::int64_t count, U* to) {
-    for (std::int64_t i = 0; i < count; ++i) {
+    constexpr std::int64_t kVector = 64 / sizeof(U);
+    std::int64_t i = 0;
+    for (; i + kVector <= count; i += kVector) std::memcpy(to + i, from + i, 64);
+    for (; i < count; ++i) {
       to[i] = from[i];
-      asm volatile("");  // a call of memcpy would take longer
+      asm volatile("");  // not a call
     }
   }
 
@@ -422,7 +200,6 @@ struct RowLoop {
       tail->sums[s] = {buffers->tail_sums[s], 0};
     }
     whole->count = rows.columns / kLanes;
-    tail->count = 1;
   }
 
   TWINOP_INLINE static void SetRow(const ContiguousRows<T>& rows, std::int64_t row,
@@ -480,29 +257,19 @@ struct RowLoop {
     for (std::int64_t tile = 0; tile < whole.count + (rest > 0 ? 1 : 0);) {
       const bool is_tail = tile == whole.count;
       const bool is_run = has_runs && tile + kRun <= whole.count;
-      Tiles<T, S> tiles = is_tail ? tail : whole;
-      if (!is_tail) Advance(tile, is_run ? kRun : whole.count - tile, &tiles);
+      const std::int64_t count = is_tail ? 1 : is_run ? kRun : whole.count - tile;
       if (is_run) Clear<kOp>(part);
       if (is_tail) std::memcpy(part, totals, sizeof(part));
-      Loops::template Reduce<kPhase>(functors, tiles, is_run || is_tail ? part : totals);
+      Loops::template Reduce<kPhase>(functors, is_tail ? tail : whole, tile, tile + count,
+                                     is_run || is_tail ? part : totals);
       if (is_run)
         for (std::int64_t i = 0; i < kCount; ++i) totals[i] = Combine<kOp>(totals[i], part[i]);
       if (is_tail)
         for (std::int64_t i = 0; i < kCount; ++i)
           totals[i] = i % kLanes < rest ? part[i] : totals[i];
-      tile += tiles.count;
+      tile += count;
     }
     Loops::template Finish<kPhase>(functor, totals);
-  }
-
-  TWINOP_INLINE static void Advance(std::int64_t tile, std::int64_t count, Tiles<T, S>* tiles) {
-    for (int j = 0; j < kRowInputs<F>; ++j) tiles->inputs[j].data += tile * tiles->inputs[j].step;
-    for (int j = 0; j < kColumnInputs<F>; ++j)
-      tiles->columns[j].data += tile * tiles->columns[j].step;
-    if constexpr (F::kReplacesValues)
-      for (int j = 0; j < kEarlyInputs<F>; ++j)
-        tiles->stored[j].data += tile * tiles->stored[j].step;
-    tiles->count = count;
   }
 
   TWINOP_INLINE static void WriteResults(const ContiguousRows<T>& rows, std::int64_t row,
@@ -510,7 +277,7 @@ struct RowLoop {
                                          const Tiles<T, S>& tail, const Buffers& buffers) {
     const std::int64_t rest = rows.columns % kLanes;
     for (int part = 0; part < (rest > 0 ? 2 : 1); ++part)
-      Loops::Result(functors, part == 0 ? whole : tail);
+      Loops::Result(functors, part == 0 ? whole : tail, 0, part == 0 ? whole.count : 1);
     for (int k = 0; k < F::kRowOutputs; ++k)
       if (rows.outputs[k] != nullptr)
         CopyShort(buffers.tail_outputs[k], rest,

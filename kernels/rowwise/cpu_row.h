@@ -77,7 +77,7 @@ class RowWorker {
   RowWorker(const RowCall<T>& call, T* sums)
       : call_(call),
         op_(call.kernels.op),
-        step_(call.kernels.step.functions[static_cast<int>(CpuLevel())]),
+        step_(call.kernels.step.Choose()),
         inner_(call.rows.inner),
         size_(call.row_format.size),
         lanes_are_rows_(call.lanes_are_rows),
