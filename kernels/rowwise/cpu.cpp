@@ -9,7 +9,7 @@
 namespace twinop::rowwise {
 namespace {
 
-// From so many interleaved rows on, lanes are rows.
+// The fewest interleaved rows that are computed side by side, a lane each.
 constexpr std::int64_t kMinInterleaved = 16;
 
 // Elements below which a second thread costs more than it saves (elementwise/cpu.cpp).
@@ -19,14 +19,15 @@ std::int64_t Grain(std::int64_t elements) {
   return std::max(std::int64_t{1}, kGrainElements / std::max(std::int64_t{1}, elements));
 }
 
-// What a thread takes at once, a unit: a row, or up to kLanes interleaved rows.
+// Units of work are rows, or groups of up to kLanes interleaved rows. Returns the number of groups
+// that lie side by side.
 template <class T>
 std::int64_t UnitsAcross(const RowCall<T>& call) {
   return (call.rows.inner + kLanes - 1) / kLanes;
 }
 
-// Runs the units with the op's loop over contiguous rows. Returns false where it does not take
-// them.
+// Runs the units with the op's loop over contiguous rows. Returns false where the loop does not
+// accept them.
 template <class T>
 bool RunContiguous(const RowCall<T>& call, std::int64_t begin, std::int64_t end, T* sums) {
   const RowOp& op = call.kernels.op;
@@ -81,11 +82,11 @@ void RunUnits(const RowCall<T>& call, std::int64_t begin, std::int64_t end, T* s
   worker.FinishSums();
 }
 
-// The rows' sums go to `groups` partial sums, each of neighbouring rows, and then one by one to the
-// result: the shape alone decides the order.
+// Adds the rows to `groups` partial sums, each of neighbouring rows, and then these one by one to
+// the result: the shape alone determines the order.
 template <class T>
 void SumColumns(const Call& call, const RowCall<T>& rows_call) {
-  constexpr std::int64_t kRowsEach = 16;  // at least: a group's sums are written and read once more
+  constexpr std::int64_t kRowsEach = 16;  // at least: each group costs one more write and read
   constexpr std::int64_t kGroups = 128;
   static_assert(kGroups <= kPartials);
   const Rows& rows = rows_call.rows;

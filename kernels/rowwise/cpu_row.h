@@ -1,74 +1,15 @@
-// Rows on the CPU that a loop over contiguous rows does not take: of fp16, strided, or interleaved.
-// Tiles of interleaved rows of the compute type are the tensors' own memory. All others pass
-// through buffers, and a row that fits in the second-level cache is converted once.
+// Computes the rows that an op's loop over contiguous rows does not accept: fp16, strided and
+// interleaved rows. Tiles of interleaved rows of the compute type are used in place; all others
+// pass through buffers. A row that fits in the second-level cache is converted once.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
-#include <type_traits>
 
-#include "kernels/primitives/cpu_convert.h"
-#include "kernels/rowwise.h"
+#include "kernels/rowwise/cpu_call.h"
 
 namespace twinop::rowwise {
-
-// Bytes of a buffer for one operand, in the first-level cache, and for the rows and the column
-// inputs that are kept, in the second-level one.
-inline constexpr std::int64_t kChunkBytes = 4096;
-inline constexpr std::int64_t kKeptRowBytes = 128 << 10;
-inline constexpr std::int64_t kKeptColumnBytes = 64 << 10;
-
-// The tensors of a call. `conversion` is null where they are of the compute type.
-template <class T>
-struct RowCall {
-  const RowKernels<T>& kernels;
-  const void* functor;
-  const T* defaults;  // of the column inputs
-  Rows rows;
-  bool lanes_are_rows;
-
-  struct Format {
-    const Conversion* conversion;
-    std::int64_t size;  // bytes of an element
-  };
-  Format row_format, column_format;
-  const char* inputs[kMaxOperands];    // null: absent
-  std::int64_t strides[kMaxOperands];  // elements from row to row
-  const char* columns[kMaxOperands];   // null: absent
-  char* outputs[kMaxOperands];         // null: not wanted
-  char* sums[kMaxOperands];            // null: not wanted
-};
-
-// Copies or converts `count` contiguous elements.
-template <class T>
-void Load(const typename RowCall<T>::Format& format, const char* from, std::int64_t count, T* to) {
-  if constexpr (std::is_same_v<T, float>)
-    if (format.conversion != nullptr) return format.conversion->widen(from, to, count);
-  std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(T));
-}
-template <class T>
-void Store(const typename RowCall<T>::Format& format, const T* from, std::int64_t count, char* to) {
-  if constexpr (std::is_same_v<T, float>)
-    if (format.conversion != nullptr) return format.conversion->round(from, to, count);
-  std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(T));
-}
-
-template <class T>
-void Clear(Reduction reduction, T* totals, int terms) {
-  std::fill_n(totals, terms * kLanes,
-              reduction == kMax ? -std::numeric_limits<T>::infinity() : T(0));
-}
-template <class T>
-void Add(Reduction reduction, T* totals, const T* terms, int count) {
-  for (std::int64_t i = 0; i < count * kLanes; ++i) {
-    const T maximum = terms[i] > totals[i] ? terms[i] : totals[i];
-    totals[i] = reduction == kMax ? maximum : totals[i] + terms[i];
-  }
-}
-
-// ---------------------------------------------------------------------------------- a thread
 
 template <class T>
 class RowWorker {
@@ -89,15 +30,13 @@ class RowWorker {
         sums_(sums) {
     const bool fits = op_.early_inputs * row_tiles_ * kTileBytes <= kKeptRowBytes;
     keeps_rows_ = fits && (op_.stores_values || !direct_);
-    stores_in_output_ = op_.stores_values && direct_ && !fits && op_.early_inputs == 1 &&
-                        call.outputs[0] != nullptr;
     for (int j = 0; j < op_.columns; ++j) KeepColumns(j);
     std::fill_n(zeros_, kLanes, T(0));
     std::fill_n(&unused_sums_[0][0], kMaxOperands * kLanes, T(0));
     std::fill_n(&tail_sums_[0][0], kMaxOperands * kLanes, T(0));
   }
 
-  // Takes a row, or up to kLanes interleaved rows from `row` on.
+  // Computes a row, or up to kLanes interleaved rows from `row` on.
   void Run(std::int64_t row, std::int64_t lanes) {
     Begin(row, lanes);
     for (int phase = 0; phase < op_.phases; ++phase) {
@@ -120,7 +59,7 @@ class RowWorker {
   static constexpr std::int64_t kChunkTiles = kChunkBytes / kTileBytes;
   static constexpr std::int64_t kChunk = kChunkTiles * kLanes;
 
-  // Converts column input j, as far as there is room.
+  // Converts column input j where there is room for it.
   void KeepColumns(int j) {
     const char* const data = call_.columns[j];
     columns_[j] = nullptr;
@@ -158,7 +97,7 @@ class RowWorker {
                   op_.functor_size);
   }
 
-  // After the first pass over the row, converted values and prepared ones are in memory.
+  // Records that converted and prepared values are in memory after the first pass over the row.
   void EndFirstPass() {
     is_loaded_ = keeps_rows_ && !direct_;
     if (is_prepared_) return;
@@ -209,7 +148,7 @@ class RowWorker {
     }
   }
 
-  // Up to kLanes elements, inner_ apart.
+  // Copies up to kLanes elements whose distance is inner_.
   void LoadStrided(const char* from, std::int64_t count, T* to) const {
     alignas(64) char elements[kTileBytes];
     for (std::int64_t i = 0; i < count; ++i)
@@ -230,7 +169,7 @@ class RowWorker {
     }
   }
 
-  // The early inputs, prepared.
+  // Sets the tiles of the early inputs, prepared.
   void ReadEarly(std::int64_t tile, std::int64_t count, std::int64_t lanes, Tiles<T>* tiles) {
     for (int j = 0; j < op_.early_inputs; ++j) {
       if (is_loaded_ && in_[j] != nullptr) {
@@ -243,8 +182,7 @@ class RowWorker {
     if (!is_prepared_) Prepare(tile, count, lanes, tiles);
   }
 
-  // Replaces the early inputs by the prepared value, which is an output too: as that output has it,
-  // rounded.
+  // Replaces the early inputs by the prepared value, rounded as the output that it also is.
   void Prepare(std::int64_t tile, std::int64_t count, std::int64_t lanes, Tiles<T>* tiles) {
     char* const out = out_[op_.prepared_output];
     const bool in_output = direct_ && out != nullptr;
@@ -263,17 +201,10 @@ class RowWorker {
     tiles->inputs[0] = {prepared.data, prepared.step};
   }
 
-  // Where the last phase stores the row's values.
+  // Sets where the last phase stores the row's values.
   void SetStored(std::int64_t tile, Tiles<T>* tiles) {
-    for (int j = 0; j < op_.early_inputs; ++j) {
-      if (keeps_rows_) {
-        tiles->stored[j] = {Kept(j, tile), kLanes};
-      } else if (stores_in_output_) {
-        tiles->stored[j] = {reinterpret_cast<T*>(out_[0] + tile * tile_step_ * size_), tile_step_};
-      } else {
-        tiles->stored[j] = {chunks_[j], kLanes};
-      }
-    }
+    for (int j = 0; j < op_.early_inputs; ++j)
+      tiles->stored[j] = {keeps_rows_ ? Kept(j, tile) : chunks_[j], kLanes};
   }
 
   void SetColumns(std::int64_t tile, std::int64_t count, std::int64_t lanes, Tiles<T>* tiles) {
@@ -351,7 +282,7 @@ class RowWorker {
     if (!op_.stores_values) {
       ReadEarly(tile, count, lanes, &tiles);
     } else {
-      if (!keeps_rows_ && !stores_in_output_) {  // computes the values again
+      if (!keeps_rows_) {  // computes the values again
         alignas(64) T unused[kMaxTerms * kLanes];
         AddTerms(op_.phases - 1, tile, count, lanes, unused);
       }
@@ -381,7 +312,7 @@ class RowWorker {
     for (int k = 0; k < op_.outputs; ++k)
       if (IsWanted(k)) Write(output_chunks_[k], out_[k], tile, count, lanes);
   }
-  // The prepared output has been written.
+  // Prepare has already written the prepared output.
   bool IsWanted(int k) const { return out_[k] != nullptr && k != op_.prepared_output; }
 
   const RowCall<T>& call_;
@@ -393,7 +324,7 @@ class RowWorker {
   const std::int64_t whole_, tail_;  // tiles of a row, and the elements behind them
   const std::int64_t row_tiles_, tile_step_;
   T* const sums_;
-  bool keeps_rows_, stores_in_output_;
+  bool keeps_rows_;
 
   // The current rows.
   const char* in_[kMaxOperands];
