@@ -1,4 +1,4 @@
-// The CPU's part of math.h.
+// The functions of math.h that differ between CPU and CUDA, for the CPU.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace twinop {
 
-// 1 / (1 + z) of z in [0, 1].
+// 1 / (1 + z) for z in [0, 1].
 template <class T>
 TWINOP_INLINE T InverseOfOnePlus(T z) {
   return T(1) / (T(1) + z);
@@ -16,13 +16,13 @@ template <class T>
 TWINOP_INLINE T Divide(T a, T b) {
   return a / b;
 }
-// a / b where 1 / b is at hand: one rounding more than a division, a tenth of its time.
+// a / b, given 1 / b: one more rounding than a division, in a tenth of its time.
 template <class T>
 TWINOP_INLINE T Divide(T a, T, T inverse) {
   return a * inverse;
 }
 
-// a^b with C's special cases. For float through double: 2^(b log2 a), rounded once at the end.
+// a^b with C's special cases. For float: 2^(b log2 a) in double, rounded once at the end.
 TWINOP_INLINE float Pow(float a, float b) {
   const double base = std::fabs(static_cast<double>(a));  // a subnormal float is a normal double
   const std::uint64_t bits = BitsOf(base) + Format<double>::kOne - Format<double>::kSqrtHalf;
@@ -46,7 +46,8 @@ TWINOP_INLINE float Pow(float a, float b) {
       0x1.3b29dc138ddedp-7, 0x1.5d8a70fa8b69fp-10, 0x1.446a443aefcap-13, 0x1.fe176bcb0272p-17);
   const double power = fraction * ValueOf((BitsOf(shifted) - BitsOf(0x1.8p+52) + 1023) << 52);
 
-  // A negative base: the exponent's last digit, if it is an integer. Floats from 2^24 on are even.
+  // The sign for a negative base is the last digit of an integer exponent. Floats from 2^24 on are
+  // even.
   exponent = exponent < -0x1p+25 ? -0x1p+25 : exponent;
   exponent = exponent > 0x1p+25 ? 0x1p+25 : exponent;
   const double rounded = exponent + 0x1.8p+52;
@@ -54,7 +55,7 @@ TWINOP_INLINE float Pow(float a, float b) {
   const std::uint64_t odd_sign = integer ? BitsOf(rounded) << 63 : 0;
   const double sign = ValueOf(BitsOf(1.0) | (odd_sign & BitsOf(static_cast<double>(a))));
   double y = power * sign;
-  // Not && and ||, whose branches would keep the compiler from vectorising the loop.
+  // & and | instead of && and ||, whose branches would prevent vectorisation.
   y = (a < 0) & !integer & (base < kInfinity<double>)&(base > 0) ? kNaN<double> : y;
   y = (a != a) | (b != b) ? a + b : y;
   return static_cast<float>((a == 1) | (b == 0) ? 1.0 : y);

@@ -1,10 +1,9 @@
-// Mathematical functions for the compute types: float and double, and on CUDA ReducedFloat, a float
-// that will be rounded to 16 bits (math/cuda.cuh).
+// Mathematical functions of the compute types: float, double, and on CUDA ReducedFloat, a float
+// whose value will be rounded to 16 bits (math/cuda.cuh).
 //
-// They are formulas without branches, the same on both devices, so that the compiler vectorises
-// loops over them. Accuracy, in units of the result's last place, against exact arithmetic:
-// tests/kernels/test_math_ulp.py. Special values (NaN, infinities, -0, subnormals, overflow) are
-// those of C's functions.
+// The formulas have no branches, so that the compiler vectorises loops over them, and are the same
+// on both devices. tests/kernels/test_math_ulp.py bounds their errors in units of the last place.
+// Special values (NaN, infinities, -0, subnormals, overflow) give what C's functions give.
 #pragma once
 
 #include <cmath>
@@ -19,7 +18,7 @@
 
 namespace twinop {
 
-// x < 0; of -0 and NaN either.
+// Returns x < 0; either value for -0 and NaN.
 template <class T>
 TWINOP_INLINE bool IsNegative(T x) {
   return x < T(0);
@@ -27,8 +26,8 @@ TWINOP_INLINE bool IsNegative(T x) {
 
 // ---------------------------------------------------------------------------------- exponential
 
-// x = n ln 2 + r, |r| <= ln 2 / 2. Adding `shift` leaves the integer n in the last bits of the sum,
-// whose other last bits are those of `shift`.
+// Argument reduction: x = n ln 2 + r, |r| <= ln 2 / 2. Adding `shift` puts the integer n into the
+// last bits of the sum, on top of those of `shift`.
 template <class T>
 struct ReducedArgument {
   Sum<T> r;
@@ -42,7 +41,7 @@ TWINOP_INLINE ReducedArgument<T> ReduceByLn2(T x, T shift) {
   return {{Fma(n, -F::kLn2High, x), n * -F::kLn2Low}, BitsOf(shifted)};
 }
 
-// e^r of |r| <= ln 2 / 2: 1 + r in two parts, so that only the last addition rounds.
+// e^r for |r| <= ln 2 / 2. 1 + r is kept in two parts, so that only the last addition rounds.
 template <class T>
 TWINOP_INLINE T SmallExp(Sum<T> r) {
   const T sum = T(1) + r.high;
@@ -51,7 +50,7 @@ TWINOP_INLINE T SmallExp(Sum<T> r) {
   return sum + Fma(rounded * rounded, Format<T>::ExpTail(rounded), cut);
 }
 
-// e^x. 2^n is two factors, so that overflow and subnormal results are rounded once.
+// e^x. 2^n is split into two factors, so that overflowing and subnormal results are rounded once.
 template <class T>
 TWINOP_INLINE T Exp(T x) {
   using F = Format<T>;
@@ -62,9 +61,9 @@ TWINOP_INLINE T Exp(T x) {
   return x > F::kMaxExp ? kInfinity<T> : y;
 }
 
-// 2^(a b) 2^kScaleLog2 of a b in [kMinScaledExp2, 0]: a factor that joins it before kUnscale does
-// is not multiplied by a subnormal number, which has few digits. In quotients of such numbers the
-// factor cancels.
+// 2^(a b) 2^kScaleLog2 for a b in [kMinScaledExp2, 0]. The scale keeps the result normal: a factor
+// that is multiplied with it before kUnscale loses no digits. In quotients of such numbers the
+// scale cancels.
 template <class T>
 TWINOP_INLINE T ScaledExp2(T a, Sum<T> b) {
   using F = Format<T>;
@@ -73,7 +72,7 @@ TWINOP_INLINE T ScaledExp2(T a, Sum<T> b) {
   const T r = Fma(a, b.low, Fma(a, b.high, kShift - shifted));
   return Fma(r, F::Exp2Tail(r), T(1)) * ValueOf(BitsOf(shifted) << F::kFraction);
 }
-// e^x 2^kScaleLog2 of x <= 0
+// e^x 2^kScaleLog2 for x <= 0.
 template <class T>
 TWINOP_INLINE T ScaledExp(T x) {
   using F = Format<T>;
@@ -82,7 +81,8 @@ TWINOP_INLINE T ScaledExp(T x) {
 
 // ---------------------------------------------------------------------------------- logarithms
 
-// log(x) = y where x is positive and finite. (`scaled` is x, or if that is subnormal a multiple.)
+// Returns y = log(x) where x is positive and finite, else the special value. (`scaled` is x, or a
+// multiple of a subnormal x.)
 template <class T>
 TWINOP_INLINE T LogOrSpecial(T x, T, T y) {
   const T special = x < T(0) ? kNaN<T> : x;
@@ -90,8 +90,8 @@ TWINOP_INLINE T LogOrSpecial(T x, T, T y) {
   return x >= T(0) && x < kInfinity<T> ? finite : special;
 }
 
-// log(1 + f) of f in [sqrt(1/2) - 1, sqrt(2) - 1], as in fdlibm (Sun Microsystems 1993): with
-// s = f / (2 + f), log(1 + f) = f - f^2 / 2 + s (f^2 / 2 + R(s^2)).
+// log(x) = k ln 2 + log(1 + f) with f in [sqrt(1/2) - 1, sqrt(2) - 1], as in fdlibm (Sun
+// Microsystems 1993): with s = f / (2 + f), log(1 + f) = f - f^2 / 2 + s (f^2 / 2 + R(s^2)).
 template <class T>
 TWINOP_INLINE T Log(T x) {
   using F = Format<T>;
@@ -109,7 +109,7 @@ TWINOP_INLINE T Log(T x) {
   return LogOrSpecial(x, scaled, y);
 }
 
-// log(1 + f) of f in [0, 1].
+// log(1 + f) for f in [0, 1].
 template <class T>
 TWINOP_INLINE T Log1pOfFraction(T f) {
   const T s = Divide(f, T(2) + f);
@@ -124,7 +124,7 @@ template <class T>
 TWINOP_INLINE SigmoidParts<T> PartsOfSigmoid(T x) {
   return {x < T(0), ScaledExp(-std::fabs(x))};
 }
-// times / (1 + e^-x), relatively accurate on both sides.
+// times / (1 + e^-x), with a small relative error for either sign of x.
 template <class T>
 TWINOP_INLINE T Sigmoid(SigmoidParts<T> x, T times) {
   const T part = times * InverseOfOnePlus(x.scaled * Format<T>::kUnscale);
@@ -141,8 +141,8 @@ TWINOP_INLINE T Softplus(T x) {
   return (x > T(0) ? x : T(0)) + Log1pOfFraction(ScaledExp(-std::fabs(x)) * Format<T>::kUnscale);
 }
 
-// -(e^-2|x| - 1) / (e^-2|x| + 1); e^(r + n ln 2) - 1 = 2^n (e^r - 1) + (2^n - 1) keeps the digits
-// of a small r.
+// tanh(x) = -(e^-2|x| - 1) / (e^-2|x| + 1), with the sign of x. e^(r + n ln 2) - 1 is computed as
+// 2^n (e^r - 1) + (2^n - 1), which keeps the digits of a small r.
 template <class T>
 TWINOP_INLINE T Tanh(T x) {
   using F = Format<T>;
@@ -155,15 +155,18 @@ TWINOP_INLINE T Tanh(T x) {
   return std::copysign(Divide(less_one, T(2) + less_one), x);
 }
 
-// ---------------------------------------------------------------------------------- the normal law
+// ---------------------------------------------------------------------------------- the normal
+// distribution
 
-// |x|, but no further than the normal law has a density (of NaN any number).
+// |x|, at most kMaxNormal, beyond which the density of the normal distribution is 0. Any number for
+// a NaN.
 template <class T>
 TWINOP_INLINE T NormalDistance(T x) {
   const T t = std::fabs(x);
   return t > Format<T>::kMaxNormal ? Format<T>::kMaxNormal : t;
 }
-// e^(-t^2 / 2) times 2^kScaleLog2, and Phi(-t) over e^(-t^2 / 2), of t = NormalDistance(x).
+// For t = NormalDistance(x): ScaledBell is e^(-t^2 / 2) 2^kScaleLog2, Mills is Phi(-t) / e^(-t^2 /
+// 2) (Mills' ratio).
 template <class T>
 TWINOP_INLINE T ScaledBell(T t) {
   using F = Format<T>;
@@ -186,7 +189,7 @@ template <class T>
 TWINOP_INLINE T Reciprocal(T x) {
   return T(1) / x;
 }
-// a / b, given 1 / b. (ReducedFloat: the product with it.)
+// a / b, given 1 / b. (For ReducedFloat a product.)
 template <class T>
 TWINOP_INLINE T Quotient(T a, T b, T) {
   return a / b;
@@ -199,14 +202,14 @@ template <class T>
 TWINOP_INLINE T Rsqrt(T x) {
   return T(1) / Sqrt(x);
 }
-// Correctly rounded (1 / sqrt is wrong by up to 1.49 ulp), by a Newton step whose remainder
-// 1 - x * inverse^2 is exact: every element of a row is multiplied with this number.
+// Correctly rounded, because every element of a row is multiplied with it: 1 / sqrt(x), with an
+// error of up to 1.49 ulp, and a Newton step whose remainder 1 - x * inverse^2 is exact.
 TWINOP_INLINE float Rsqrt(float x) {
   const float inverse = 1 / Sqrt(x);
   const float root = x * inverse;
   const float rest = Fma(-Fma(x, inverse, -root), inverse, Fma(-root, inverse, 1.0f));
   const float better = Fma(0.5f * inverse, rest, inverse);
-  return better == better ? better : inverse;  // of 0 and infinity
+  return better == better ? better : inverse;  // for 0 and infinity
 }
 
 }  // namespace twinop

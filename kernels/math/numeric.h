@@ -1,4 +1,4 @@
-// Storage types and the compute type behind each: 16-bit types compute in fp32 and round once.
+// Storage types and their compute types. 16-bit types are computed in fp32 and rounded once.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include <cuda_fp16.h>
 #define TWINOP_INLINE __host__ __device__ __forceinline__
 #else
-// Inlined into functions compiled for a newer instruction set (elementwise/cpu.h), so never a call.
+// Must inline: the callers are compiled for several instruction sets (primitives/cpu_features.h).
 #define TWINOP_INLINE [[gnu::always_inline]] inline
 #endif
 
@@ -41,8 +41,8 @@ TWINOP_INLINE float ToCompute(BFloat16 value) { return __bfloat162float(value); 
 TWINOP_INLINE void Round(float value, Half* result) { *result = __float2half_rn(value); }
 TWINOP_INLINE void Round(float value, BFloat16* result) { *result = __float2bfloat16_rn(value); }
 
-// A float that will be rounded to 16 bits: functions of it may use the hardware's approximations
-// (math/cuda.cuh).
+// A float32 whose value will be rounded to a 16-bit type. Functions of it may use the hardware's
+// approximations (math/cuda.cuh).
 struct ReducedFloat {
   float value;
 
@@ -66,8 +66,8 @@ TWINOP_INLINE void Round(ReducedFloat value, BFloat16* result) { Round(value.val
 
 #else
 
-// Integer arithmetic only where it can be, and no branches: the compiler vectorises the loops over
-// them, and the result does not depend on F16C or on the instruction set chosen at run time.
+// Conversions without branches, so that the compiler vectorises loops over them. The result does
+// not depend on the instruction set.
 struct Half {
   std::uint16_t bits;
 };
@@ -86,8 +86,8 @@ TWINOP_INLINE void Round(float value, BFloat16* result) {
   result->bits = static_cast<std::uint16_t>(nan ? 0x7FC0u : rounded);
 }
 
-// Both directions after M. Dukhan's FP16 library: the exponent is moved by a multiplication, which
-// also rounds subnormals correctly.
+// Both directions follow M. Dukhan's FP16 library: a multiplication moves the exponent, and also
+// rounds subnormal numbers correctly.
 TWINOP_INLINE float ToCompute(Half value) {
   std::uint32_t word = static_cast<std::uint32_t>(value.bits) << 16;
   std::uint32_t sign = word & 0x80000000u;
@@ -116,9 +116,9 @@ TWINOP_INLINE void Round(float value, Half* result) {
 TWINOP_INLINE float ToCompute(float value) { return value; }
 TWINOP_INLINE double ToCompute(double value) { return value; }
 TWINOP_INLINE void Round(float value, float* result) { *result = value; }
-// On CUDA every NaN becomes the same one: which of two an operation returns depends on the order
-// that the compiler gives its operands. (Conversions to narrower types do so anyway, and CUDA's
-// float operations.)
+// On CUDA every NaN becomes the same NaN: which of two NaNs an operation returns depends on the
+// order in which the compiler puts its operands. (CUDA's float operations and conversions to 16-bit
+// types do so anyway.)
 TWINOP_INLINE void Round(double value, double* result) {
 #if defined(__CUDA_ARCH__)
   *result = value != value ? __longlong_as_double(0x7FF8000000000000) : value;
@@ -130,7 +130,7 @@ TWINOP_INLINE void Round(double value, double* result) {
 template <class T>
 using Compute = decltype(ToCompute(std::declval<T>()));
 
-// What elementwise functors compute with.
+// The type that functors compute with.
 #if defined(__CUDACC__)
 template <class T>
 using ElementCompute = std::conditional_t<sizeof(T) == 2, ReducedFloat, Compute<T>>;

@@ -1,5 +1,5 @@
-// What the formulas of math.h need to know of float and double: layout, constants, and polynomials
-// (minimax: Remez's algorithm with 60 digits, coefficients rounded to the type).
+// Properties of float and double that the formulas of math.h use: layout, constants, and minimax
+// polynomials (Remez's algorithm with 60 digits; coefficients rounded to the type).
 #pragma once
 
 #include <cmath>
@@ -12,8 +12,8 @@
 
 namespace twinop {
 
-// a b + c, rounded once. On an x86 processor without the instruction (before 2013) the C library
-// computes it: slower, the same digits.
+// a b + c, rounded once. The C library computes the same digits, more slowly, on x86 processors
+// without the instruction (before 2013).
 template <class T>
 TWINOP_INLINE T Fma(T a, T b, T c) {
   return std::fma(a, b, c);
@@ -21,7 +21,7 @@ TWINOP_INLINE T Fma(T a, T b, T c) {
 
 // Polynomial(x, c0, c1, c2 ...) = c0 + c1 x + c2 x^2 ...
 #if defined(__CUDACC__)
-// Horner's scheme: the fewest instructions.
+// Horner's scheme has the fewest instructions.
 template <class T, class... Rest>
 TWINOP_INLINE T Polynomial(T x, T c0, Rest... rest) {
   if constexpr (sizeof...(rest) == 0) {
@@ -31,8 +31,8 @@ TWINOP_INLINE T Polynomial(T x, T c0, Rest... rest) {
   }
 }
 #else
-// Four terms at a time (Estrin's scheme): a short chain of dependent operations. A loop over a long
-// one waits for it, as the processor looks only a hundred operations ahead.
+// Estrin's scheme, four terms at a time, keeps the chain of dependent operations short. A loop
+// waits for a long chain because the processor looks only about a hundred operations ahead.
 template <class T>
 TWINOP_INLINE T Polynomial(T, T c0) {
   return c0;
@@ -65,20 +65,20 @@ TWINOP_INLINE T Polynomial(T x, const T (&factors)[kCount]) {
   return Polynomial(x, factors, std::make_index_sequence<kCount>{});
 }
 
-// An unevaluated sum: `low` is what rounding cut off from `high`.
+// An unevaluated sum: `low` is the rounding error of `high`.
 template <class T>
 struct Sum {
   T high, low;
 };
 
-// a * b, exactly.
+// The exact product a * b.
 template <class T>
 TWINOP_INLINE Sum<T> Product(T a, T b) {
   const T high = a * b;
   return {high, Fma(a, b, -high)};
 }
 
-// What a sigmoid of x and of -x have in common: ScaledExp(-|x|) (math.h).
+// The part that the sigmoids of x and of -x share: ScaledExp(-|x|) (math.h).
 template <class T>
 struct SigmoidParts {
   bool negative;  // x < 0
@@ -109,7 +109,7 @@ struct Format<float> {
   static constexpr float kMinExp = -104;
   static constexpr float kMinNormalExp = -87;
   static constexpr float kMaxExp = 89;
-  // ScaledExp: 2^kScaleLog2 e^x, and where it is 0.
+  // ScaledExp is 2^kScaleLog2 e^x, and 0 from kMinScaledExp down.
   static constexpr int kScaleLog2 = 64;
   static constexpr float kUnscale = 0x1p-64f;
   static constexpr float kMinScaledExp = -132.4f;
@@ -136,7 +136,7 @@ struct Format<float> {
     return Polynomial(z, 0x1.555558p-1f, 0x1.9996a8p-2f, 0x1.250972p-2f, 0x1.b6d6b4p-3f,
                       0x1.f1aeb4p-3f);
   }
-  // Phi(-t) e^(t^2 / 2), Phi the normal law's distribution function: numerator and denominator
+  // Phi(-t) e^(t^2 / 2) as a quotient; Phi is the normal distribution function
   TWINOP_INLINE static float MillsNumerator(float t) {
     return Polynomial(t, 0x1p-1f, 0x1.c0d08ap-2f, 0x1.77442ap-3f, 0x1.4cde4p-5f, 0x1.0dc446p-8f);
   }
@@ -146,8 +146,8 @@ struct Format<float> {
   }
 };
 
-// The coefficients of Format<double>. In CUDA's instructions each would take two more to load it;
-// in constant memory it is an operand.
+// The coefficients of Format<double>. In CUDA's constant memory a coefficient is an operand of an
+// instruction; as a literal it would take two more instructions.
 struct DoubleFactors {
   double exp_tail[10];
   double exp2_tail[11];
@@ -176,7 +176,7 @@ inline constexpr DoubleFactors kDoubleFactors = {
      0x1.1a9e1e1eb812bp-12, 0x1.27b7c381d2b58p-16, 0x1.3088a9e917947p-21},
 };
 #if defined(__CUDACC__)
-// Not const: the compiler would put the numbers into instructions again.
+// Not const: the compiler would turn constants into literals.
 static __constant__ DoubleFactors kDeviceDoubleFactors = kDoubleFactors;
 #endif
 TWINOP_INLINE const DoubleFactors& Factors() {
