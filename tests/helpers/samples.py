@@ -1,7 +1,6 @@
-"""Inputs for every op under test, derived from its record: what the parity matrix runs over.
+"""Derives the inputs that every op is tested with from its record.
 
-An op of the two skeletons, elementwise or row-wise, needs nothing here; another op gives its cases. What each
-op means, in fp64, stands in `references.py`.
+Elementwise and row-wise ops need nothing here. Any other op has its cases in CASES.
 """
 
 import itertools
@@ -27,7 +26,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class Sample:
-    """One call: inputs by name (None: absent) and attributes that are not left to their defaults."""
+    """One call: inputs by name (None if absent), and the attributes that differ from their defaults."""
 
     inputs: dict[str, torch.Tensor | None]
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +35,7 @@ class Sample:
         return self.map(lambda tensor: tensor.to(device))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Sample":
-        """The same call with every tensor changed."""
+        """Returns the same call with every tensor changed."""
         inputs = {name: None if t is None else change(t) for name, t in self.inputs.items()}
         return Sample(inputs, self.attributes)
 
@@ -72,7 +71,7 @@ def run_in_torch(record: Record, sample: Sample, **attributes: Any) -> tuple[tor
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:
-    """Random numbers, and among them NaN with a payload, infinities, both zeros, subnormals."""
+    """Returns random numbers mixed with NaN (also with a payload), infinities, both zeros, and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     tensor = (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
     info = torch.finfo(dtype)
@@ -107,7 +106,7 @@ ROW_KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "all zero": lambda row: row.fill_(-0.0),
     "spread": lambda row: row.mul_(30),
 }
-"""What a row may hold; rows of a sample go through them in turn. None overflows when it is squared."""
+"""The kinds of row; the rows of a sample take them in turn. No value overflows when it is squared."""
 
 
 def row_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -128,26 +127,26 @@ def plain_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.T
 
 
 def limits(record: Record) -> dict[str, str]:
-    """Attribute -> its limit: "of x", ">= 0", "in 0 | 1"."""
+    """Returns the limit of each attribute that has one: "of x", ">= 0", "in 0 | 1"."""
     parts = [part.strip().partition(" ") for part in record.limits.split(";") if part.strip()]
     return {name: limit for name, _, limit in parts}
 
 
-# The op checks its inputs' shapes itself.
+# Ops that check the shapes of their inputs themselves.
 OWN_SHAPES = {"pad_affine": "weight = x[-1:]; bias = x[-1:]"}
 
 
 def input_shapes(
     record: Record, shape: Sequence[int], attributes: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """A shape for every input, given that of the first; that one too may have to bend (to an even width)."""
+    """Returns a shape for every input, given about that of the first (an odd width may become even)."""
     given = {entry.name: entry.default for entry in record.attributes} | dict(attributes or {})
     record = replace(record, input_shapes=record.input_shapes or OWN_SHAPES.get(record.name, ""))
     return shapes_of_inputs(record, shape, given)
 
 
 def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
-    """Every attribute away from its default once, the axes at every dimension."""
+    """Returns sets of attributes: each one away from its default, and axes at every dimension."""
     found: list[dict[str, Any]] = [{}]
     for name, choices in record.attribute_choices.items():
         default = record.attribute(name)
@@ -166,7 +165,10 @@ def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
 
 
 def presence_patterns(record: Record, dtypes: Mapping[str, str]) -> list[dict[str, bool]]:
-    """Which inputs are given, all of them first; none whose dtypes would mean another combination."""
+    """Returns which inputs may be present for a dtype combination, all of them first.
+
+    It leaves out patterns whose dtypes would select another combination.
+    """
     optional = [entry.name for entry in record.inputs if entry.optional]
     found = []
     for given in itertools.product((True, False), repeat=len(optional)):
@@ -188,7 +190,11 @@ def make_sample(
     present: Mapping[str, bool] | None = None,
     tame: bool = False,
 ) -> Sample:
-    """A call whose first input has (about) this shape. Tame: finite numbers of everyday size."""
+    """Returns a call whose first input has about this shape.
+
+    Args:
+        tame: finite numbers of everyday size instead of special values.
+    """
     inputs: dict[str, torch.Tensor | None] = {}
     shapes = input_shapes(record, shape, attributes)
     for i, (name, wanted) in enumerate(shapes.items()):
@@ -215,7 +221,7 @@ ROW_SHAPES = ((7,), (1, 5), (0, 4), (3, 0), (2, 0, 3), (2, 3, 65), (130, 17))
 
 
 def samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
-    """The cases of one op for one dtype combination, on the CPU, contiguous: some forty small ones."""
+    """Yields about forty small cases of an op for one dtype combination, on the CPU and contiguous."""
     if record.name in CASES:
         yield from CASES[record.name](dtypes)
     elif record.is_elementwise:
@@ -225,14 +231,14 @@ def samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
 
 
 def wide_samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
-    """Rows up to 131080 wide; for ops of the row-wise skeleton."""
+    """Yields cases with rows of up to 131,080 columns, for row-wise ops."""
     if record.name not in CASES and not record.is_elementwise:
         for seed, width in enumerate(WIDE):
             yield make_sample(record, dtypes, (4 if width < 5000 else 2, width), seed)
 
 
 def large_sample(record: Record, dtypes: dict[str, str]) -> Sample:
-    """More elements than one thread takes, in pieces that no count of threads divides."""
+    """Returns a case for several threads, with a size that no number of threads divides."""
     return make_sample(record, dtypes, (300_017,) if record.is_elementwise else (1009, 114), 5)
 
 

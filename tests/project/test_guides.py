@@ -23,6 +23,7 @@ STEP = re.compile(
 )
 COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(r"(?<!:\n\n)^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FOLDERS = [f"tests/{name}" for name in ("kernels", "record", "torch_op", "export", "bench")]  # of every op
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "build-*", "__pycache__", ".*_cache", "results")
 # An editable installation of the checkout would take its modules from there.
 NOT_EDITABLE = """
@@ -103,7 +104,7 @@ def test_the_pages_op_works(page: Path, tree: tuple[Path, dict[str, str]]) -> No
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
         return done.stdout
 
-    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", op_of(page))
+    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *FOLDERS, "-k", op_of(page))
     passed = re.search(r"(\d+) passed", said)
     assert passed and int(passed[1]) > 80, said[-2000:]
     assert "failed" not in said and "error" not in said, said[-2000:]
