@@ -2,8 +2,6 @@
 
 import json
 import struct
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -109,7 +107,7 @@ def parse(text: str) -> Record | None:
     return None if answer.startswith("error ") else Record.from_json(json.loads(answer))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(schemas())
 def test_schemas_parse_as_in_torch(text: str) -> None:
     record = parse(text)
@@ -141,7 +139,7 @@ def _as_cpp(kind: str, default: Any) -> str:
     )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(schemas(), st.data())
 def test_what_our_parser_takes_torch_reads_the_same(text: str, data: st.DataObject) -> None:
     """Texts with one character lost, doubled or replaced: most are wrong, some another schema."""
@@ -211,24 +209,3 @@ def test_gradients_and_limits() -> None:
 def test_the_schema_hash_follows_the_signature() -> None:
     one, other = parse("f(Tensor x, int n=1) -> Tensor"), parse("f(Tensor x, int n=2) -> Tensor")
     assert one and other and one.schema_hash != other.schema_hash and len(one.schema_hash) == 16
-
-
-INT_AND_BOOL = """
-import torch
-from twinop import torch_op
-from twinop.library import find_library
-
-probe = torch_op.load(find_library("test_probe")).probe  # not in the other tests' process: it has no body
-x = torch.tensor([1.0, float("nan")])
-for arguments, expected in (((), [-7, 1]), ((-(2**40), False), [-(2**40), 0]), ((3, True), [3, 1])):
-    same, report = probe(x, *arguments)
-    assert report[2:].tolist() == expected, (arguments, report)
-    assert same.view(torch.int32).equal(x.view(torch.int32))
-    assert report[:2].tolist() == [x.data_ptr(), same.data_ptr()] and x.data_ptr() != same.data_ptr()
-"""
-
-
-def test_int_and_bool_attributes_reach_the_launcher() -> None:
-    """The kinds of attribute that no other op has; ort_cases.py does the same in ONNX Runtime."""
-    done = subprocess.run([sys.executable, "-c", INT_AND_BOOL], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
