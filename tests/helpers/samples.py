@@ -15,6 +15,7 @@ from twinop import torch_op
 from twinop.library import find_library
 from twinop.record import Record
 from twinop.shapes import input_shapes as shapes_of_inputs
+from twinop.torch_op.second_derivatives import formulas_of
 
 torch_op.load(find_library("test_ops"))
 
@@ -58,6 +59,11 @@ def combinations(records: Mapping[str, Record]) -> list[Any]:
 
 
 each_combination = pytest.mark.parametrize(("record", "dtypes"), combinations(RECORDS))
+
+
+def has_derivative(record: Record) -> bool:
+    """Whether the op can be differentiated; a backward op need not."""
+    return bool(record.gradient or formulas_of(record))
 
 
 def run_in_torch(record: Record, sample: Sample, **attributes: Any) -> tuple[torch.Tensor, ...]:

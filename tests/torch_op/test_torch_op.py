@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import ALL, DEVICES, RECORDS, make_sample
+from samples import ALL, DEVICES, RECORDS, has_derivative, make_sample
 from torch import func, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
@@ -149,7 +149,7 @@ def test_opcheck(record: Record, device: str) -> None:
         tensor = (tensor.abs() + 0.5).to(device)  # positive: log and pow have derivatives everywhere
         if strided:
             tensor = torch.stack([tensor, tensor]).movedim(0, -1)[..., 0]
-        return tensor.requires_grad_(bool(record.gradient) or record.is_backward)
+        return tensor.requires_grad_(has_derivative(record))
 
     checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
     for dtypes, strided in ((record.combinations[0], False), (record.combinations[-1], True)):
