@@ -11,6 +11,10 @@ class ProviderError(TwinopError):
     """ONNX Runtime is missing or too old, or a requested execution provider cannot be used."""
 
 
+class PackError(TwinopError):
+    """An option of `twinop pack` does not fit, or something is missing for the image."""
+
+
 class FeedError(TwinopError):
     """The inputs of a run do not fit the model."""
 

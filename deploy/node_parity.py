@@ -74,18 +74,26 @@ def compare(
 
 
 def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: Record | None) -> list[Comparison]:
+    verdicts = _verdicts(node, values, record)
+    return [
+        Comparison(node.name, node.op_type, name, _text(values[name]), *verdict)
+        for name, verdict in zip(node.output, verdicts, strict=True)
+    ]
+
+
+def _verdicts(
+    node: onnx.NodeProto, values: Mapping[str, Any], record: Record | None
+) -> list[tuple[bool | None, str]]:
+    """Returns `equal` and `detail` of each output."""
     import torch
 
-    def skipped(why: str) -> list[Comparison]:
-        return [
-            Comparison(node.name, node.op_type, name, _text(values[name]), None, why) for name in node.output
-        ]
-
+    count = len(node.output)
     if record is None:
-        return skipped("ran as its function body: no library was registered")
+        return [(None, "ran as its function body: no library was registered")] * count
     op = getattr(getattr(torch.ops, record.namespace), record.name, None)
     if op is None:
-        return skipped(f"torch has no {record.torch_name}: load its library with twinop.torch_op.load(path)")
+        why = f"torch has no {record.torch_name}: load its library with twinop.torch_op.load(path)"
+        return [(None, why)] * count
     given: list[Any] = [values[name] if name else None for name in node.input]
     given += [None] * (len(record.inputs) - len(given))
     if record.has_repeated_input:
@@ -95,16 +103,10 @@ def _compare_node(node: onnx.NodeProto, values: Mapping[str, Any], record: Recor
     try:
         results = op(*given, *attributes.values())
     except RuntimeError as error:
-        return [
-            Comparison(node.name, node.op_type, name, _text(values[name]), False, f"torch refuses: {error}")
-            for name in node.output
-        ]
+        return [(False, f"torch refuses: {error}")] * count
     if isinstance(results, torch.Tensor):
         results = (results,)
-    return [
-        Comparison(node.name, node.op_type, name, _text(values[name]), *compare_bits(values[name], expected))
-        for name, expected in zip(node.output, results, strict=True)
-    ]
+    return [compare_bits(values[name], expected) for name, expected in zip(node.output, results, strict=True)]
 
 
 def _value(attribute: onnx.AttributeProto, record: Record) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,14 +10,6 @@ import onnx
 from twinop.dtypes import dtype_name, element_type, numpy_dtype
 
 from .errors import FeedError
-
-
-class _Argument(NamedTuple):
-    """What `Spec.of` reads of a NodeArg."""
-
-    name: str
-    type: str
-    shape: list[int | str | None]
 
 
 @dataclass(frozen=True)
@@ -41,11 +33,7 @@ class Spec:
     @classmethod
     def of(cls, argument: Any, is_scalar: bool) -> "Spec":
         """Makes the spec of a NodeArg, whose shape is [] both for a scalar and for an unknown rank."""
-        element = element_type(argument.type)
-        shape = tuple(argument.shape) if argument.shape or is_scalar else None
-        fixed = tuple((axis, size) for axis, size in enumerate(shape or ()) if isinstance(size, int))
-        dtype = numpy_dtype(element) if element is not None else None
-        return cls(argument.name, argument.type, element, shape, fixed, dtype)
+        return cls._of(argument.name, argument.type, argument.shape if argument.shape or is_scalar else None)
 
     @classmethod
     def of_value(cls, value: onnx.ValueInfoProto) -> "Spec":
@@ -58,7 +46,14 @@ class Spec:
         if tensor.HasField("shape"):
             shape = [getattr(each, each.WhichOneof("value") or "", None) for each in tensor.shape.dim]
         name = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
-        return cls.of(_Argument(value.name, f"tensor({name})", shape or []), shape == [])
+        return cls._of(value.name, f"tensor({name})", shape)
+
+    @classmethod
+    def _of(cls, name: str, type: str, shape: Sequence[int | str | None] | None) -> "Spec":
+        element = element_type(type)
+        fixed = tuple((axis, size) for axis, size in enumerate(shape or ()) if isinstance(size, int))
+        dtype = numpy_dtype(element) if element is not None else None
+        return cls(name, type, element, tuple(shape) if shape is not None else None, fixed, dtype)
 
     @property
     def dtype(self) -> str:

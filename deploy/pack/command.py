@@ -1,4 +1,4 @@
-"""The command `twinop pack`."""
+"""Defines the command `twinop pack`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,8 @@ def main(
         Path | None, _option("The custom-op library. Default: beside the model, then the built one.", "Model")
     ] = None,
     max_batch_size: Annotated[
-        int, _option("Join requests into runs of up to so many rows. Default: 0, never.", "Model")
+        int,
+        _option("Join requests into runs of at most so many rows. Default: 0, never.", "Model"),
     ] = 0,
     gpu: Annotated[
         bool | None,
@@ -35,7 +36,7 @@ def main(
     ] = None,
     wheel: Annotated[
         Path | None,
-        _option("A twinop wheel for the image. Default: the Python sources that run here.", "Image"),
+        _option("A twinop wheel for the image. Default: the Python sources of this installation.", "Image"),
     ] = None,
     cpus: Annotated[int, _option("CPUs of a replica. Default: 2.", "Scaling")] = 2,
     min_replicas: Annotated[int, _option("Default: 1.", "Scaling")] = 1,
@@ -45,9 +46,9 @@ def main(
 
     Writes a Triton model repository (also for twinop serve), a Dockerfile of
     the service, docker-compose.yml with Prometheus, KServe's ServingRuntime
-    and InferenceService, and a README.md that says how each is run. The
-    model is opened once with its library, so what does not load here is not
-    packed. The folder is written whole or not at all.
+    and InferenceService, and a README.md that says how to run each. The
+    model is opened once with its library, so that a model that does not load
+    here is refused. The folder is written whole or not at all.
 
     Examples:
 
@@ -57,7 +58,7 @@ def main(
         --max-batch-size 64 --gpu --image registry.example.com/ranker:3
     """
     with clear_errors():
-        # Not before: ONNX Runtime and jinja2 are of no use to --help.
+        # Imported late, because --help needs neither ONNX Runtime nor jinja2.
         from .packing import Options, pack
 
         packed = pack(

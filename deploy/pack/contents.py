@@ -1,4 +1,4 @@
-"""What is packed: the model, its data files and its library, checked as far as that is possible here."""
+"""Reads and checks what is packed: the model, its data files and its library."""
 
 import re
 from collections.abc import Sequence
@@ -16,12 +16,11 @@ from ..check_nodes import require_fit
 from ..choose_library import only_library
 from ..create_session import session
 from ..custom_nodes import Model, load_model, tensors
-from ..errors import RunError
+from ..errors import PackError, RunError
 from ..service.datatypes import DATATYPES, datatype_of
 from ..tensor_specs import Spec
-from .errors import PackError
 
-# Of the two base images, Debian 13 (our service) and Ubuntu 24.04 (Triton), the older version of each.
+# The older version of each in the two base images: Debian 13 (the service) and Ubuntu 24.04 (Triton).
 BASE_IMAGES_HAVE = {"GLIBC": (2, 39), "GLIBCXX": (3, 4, 33)}
 
 
@@ -31,9 +30,10 @@ class Contents:
 
     Attributes:
         data: the model's external data files, relative to its folder.
-        inputs, outputs: as ONNX Runtime sees them, or as the graph has them where no session opens here.
-        size: bytes of the model with its data.
-        notes: what the user should know before deploying it.
+        inputs, outputs: as ONNX Runtime reports them, or from the graph where no session can be opened here.
+        size: the bytes of the model and its data.
+        custom_nodes: the types of the custom nodes.
+        notes: what the user should know before deployment.
     """
 
     model: Path
@@ -48,17 +48,21 @@ class Contents:
 
     @property
     def library_sha256(self) -> str | None:
+        """The SHA-256 of the library's file."""
         return checksum(self.library.path) if self.library is not None else None
 
 
 def read_contents(path: Path, library: Path | None, gpu: bool | None, max_batch_size: int) -> Contents:
-    """Reads and checks what is to be packed; `gpu` None takes the GPU if the library has code for it.
+    """Reads and checks a model and its library.
+
+    Args:
+        gpu: whether the model runs on a GPU. None: if the library has code for one.
 
     Raises:
         ModelError: the model or its data is missing, damaged or elsewhere, or no library fits it.
-        LibraryError: the library is not one, built without CUDA, or too new for the base images.
+        LibraryError: the library is not twinop's, was built without CUDA, or is too new for the base images.
         RunError: ONNX Runtime refuses the model.
-        PackError: a type that the protocol has no name for, no batch axis, or what config.pbtxt cannot say.
+        PackError: the protocol or config.pbtxt cannot describe an input or output, or it has no batch axis.
     """
     model = load_model(path, confined=True)
     data = data_files(model)
@@ -78,14 +82,14 @@ def read_contents(path: Path, library: Path | None, gpu: bool | None, max_batch_
 
 
 def data_files(model: Model) -> tuple[Path, ...]:
-    """The files with the model's external data, relative to its folder."""
+    """Returns the files of the model's external data, relative to its folder."""
     external = filter(external_data_helper.uses_external_data, tensors(model.proto))
     locations = (external_data_helper.ExternalDataInfo(tensor).location for tensor in external)
     return tuple(sorted(set(map(Path, locations))))
 
 
 def require_old_enough(path: Path) -> None:
-    """Raises LibraryError if the library was linked with a newer C or C++ library than the images have."""
+    """Raises LibraryError if the library needs a newer C or C++ runtime than the images have."""
     for name, newest in BASE_IMAGES_HAVE.items():
         needed = needed_version(path, name)
         if needed > newest:
@@ -96,7 +100,7 @@ def require_old_enough(path: Path) -> None:
 
 
 def needed_version(path: Path, name: str) -> tuple[int, ...]:
-    """The newest version of GLIBC or GLIBCXX that a library asks for; the names stand in its string table."""
+    """Returns the newest version of GLIBC or GLIBCXX that a library needs, from its string table."""
     found = re.findall(rb"\0" + name.encode() + rb"_(\d+(?:\.\d+)+)(?=\0)", path.read_bytes())
     return max((tuple(map(int, version.split(b"."))) for version in found), default=(0,))
 
@@ -118,11 +122,11 @@ def _wants_gpu(asked: bool | None, library: Library | None) -> bool:
 def _specs(
     path: Path, model: Model, library: Library | None, gpu: bool, notes: list[str]
 ) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
-    """The inputs and outputs, from a session on the CPU: the same check and shapes as in Triton's backend."""
+    """Opens a session on the CPU, which checks the model as Triton's backend does."""
     try:
         opened = session(path, ["CPUExecutionProvider"], library.path if library is not None else False)
     except RunError as error:
-        if not gpu:  # some types have kernels on the GPU only
+        if not gpu:  # some types have kernels for GPUs only
             raise
         notes.append(f"not opened here, where there is only a CPU: {str(error).splitlines()[0]}")
         return _specs_of_graph(model.proto)
@@ -130,8 +134,8 @@ def _specs(
 
 
 def _specs_of_graph(proto: onnx.ModelProto) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
-    """The inputs without a default, and the outputs with the shapes that ONNX infers, as a session does."""
-    with suppress(Exception):  # a broken model, which ONNX Runtime refuses where it is opened
+    """Reads the inputs without a default, and the outputs with the shapes that ONNX infers."""
+    with suppress(Exception):  # ONNX Runtime refuses a broken model where it is opened
         proto = onnx.shape_inference.infer_shapes(proto)
     graph = proto.graph
     defaults = {each.name for each in graph.initializer}

@@ -1,4 +1,4 @@
-"""Writes the packed folder: all of it, or nothing."""
+"""Writes the packed folder, whole or not at all."""
 
 import json
 import os
@@ -15,9 +15,9 @@ import jinja2
 import twinop
 from twinop.library import checksum
 
+from ..errors import PackError
 from ..service.settings import ModelSettings, Provider, checked
 from .contents import Contents, needed_version, read_contents
-from .errors import PackError
 from .requirements import pinned, runtime_version
 from .write_triton_config import write_config
 
@@ -43,7 +43,7 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for; `gpu` None: as the library was built. `name` None: the file's stem."""
+    """The options of `twinop pack`, with the same meaning."""
 
     model: Path
     output: Path
@@ -62,7 +62,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Packed:
-    """What was written; `library` is its path in the container."""
+    """What was written. `library` is the path of the library in the container."""
 
     contents: Contents
     name: str
@@ -111,7 +111,7 @@ def _model_name(options: Options) -> str:
 
 
 def kubernetes_name(name: str) -> str:
-    """As Kubernetes wants names: KServe adds up to 23 characters and a namespace to it, within 63."""
+    """Returns a name for Kubernetes. KServe adds up to 23 characters and a namespace to it, within 63."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (plain if plain[0].isalpha() else f"model-{plain}")[:40].rstrip("-")
 
@@ -146,7 +146,7 @@ def _check_numbers(options: Options) -> None:
 
 
 def _check_output(options: Options) -> None:
-    """Only a folder that `twinop pack` wrote is ever overwritten."""
+    """Refuses to overwrite a folder that `twinop pack` did not write."""
     output = options.output
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
@@ -164,7 +164,7 @@ def _check_output(options: Options) -> None:
 
 
 def _values(options: Options, packed: Packed) -> dict[str, Any]:
-    """What the templates are filled in with."""
+    """Returns the values for the templates."""
     contents = packed.contents
     library = contents.library
     memory = _memory(contents)
@@ -191,7 +191,7 @@ def _config(options: Options, packed: Packed) -> str:
     settings = {
         "provider": Provider.CUDA if contents.gpu else Provider.CPU,
         "max_batch_size": options.max_batch_size,
-        # As many as the container has CPUs: ONNX Runtime would count the machine's.
+        # The container's CPUs: ONNX Runtime would count those of the machine.
         "intra_op_threads": options.cpus,
     }
     text = write_config(
@@ -205,7 +205,7 @@ def _config(options: Options, packed: Packed) -> str:
 
 
 def _memory(contents: Contents) -> int:
-    """MiB to ask for: Python and ONNX Runtime, and the model with a copy of its weights while it loads."""
+    """Returns the MiB to request: for Python, ONNX Runtime, the model, and copies of its weights."""
     base = 2048 if contents.gpu else 512
     return base + -(-3 * contents.size // (256 << 20)) * 256
 
@@ -217,7 +217,7 @@ def _needed(contents: Contents, name: str) -> str:
 
 
 def _python_image() -> str:
-    """The interpreter that the packages' versions were installed for."""
+    """Returns the image of the interpreter for which the packages are installed here."""
     minor = sys.version_info.minor
     return _PYTHON_IMAGES.get(minor, f"python:3.{minor}-slim-trixie")
 
@@ -226,7 +226,7 @@ def _python_image() -> str:
 
 
 def _write_whole(options: Options, packed: Packed, values: dict[str, Any]) -> None:
-    """Written beside the folder and moved into place, so that a failure leaves what was there."""
+    """Writes beside the folder and renames, so that a failure leaves the old folder."""
     output = options.output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
@@ -234,7 +234,7 @@ def _write_whole(options: Options, packed: Packed, values: dict[str, Any]) -> No
         _write(new, options, packed, values)
         if output.exists():
             output.rename(Path(scratch) / "old")
-        for folder, _, _ in os.walk(new):  # in the container another user reads it
+        for folder, _, _ in os.walk(new):  # another user reads it in the container
             os.chmod(folder, 0o755)
         new.rename(output)
 
@@ -266,7 +266,7 @@ def _write(root: Path, options: Options, packed: Packed, values: dict[str, Any])
 
 
 def _copy_sources(target: Path) -> None:
-    """The package as it runs here, without compiled parts: the library lies beside the model."""
+    """Copies the Python package without compiled parts; the library is beside the model."""
     source = Path(twinop.__file__).parent
     for folder, folders, files in os.walk(source, followlinks=True):
         folders[:] = sorted(each for each in folders if each not in ("__pycache__", "results", "lib"))
@@ -305,5 +305,5 @@ def _text(path: Path, text: str) -> None:
 
 
 def _quoted(text: str) -> str:
-    """A string of protobuf's text format, TOML, YAML and Dockerfiles, which escape alike."""
+    """Quotes a string for protobuf's text format, TOML, YAML and Dockerfiles, which escape alike."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,12 +1,12 @@
-"""The image's Python packages: the versions that are installed here, which are the ones that were tried."""
+"""Lists the image's Python packages, in the versions that are installed here."""
 
 import importlib.metadata
-import re
 from importlib.metadata import PackageNotFoundError
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from .errors import PackError
+from ..errors import PackError
 
 _NEEDED = (
     "kserve", "onnx", "numpy", "ml_dtypes", "pydantic", "prometheus-client", "orjson", "Jinja2", "uvloop",
@@ -16,7 +16,7 @@ _IF_INSTALLED = ("httptools", "opentelemetry-sdk", "opentelemetry-exporter-otlp-
 
 
 def pinned(gpu: bool) -> list[str]:
-    """The lines of a requirements.txt: what `twinop serve` needs and all that this needs in turn.
+    """Returns the lines of a requirements.txt with all that `twinop serve` needs, directly or not.
 
     Raises:
         PackError: a package that the service needs is not installed here.
@@ -33,7 +33,7 @@ def pinned(gpu: bool) -> list[str]:
                 ) from error
     runtime = runtime_version()
     lines = [f"{name}=={version}" for name, version in found.items()]
-    if gpu:  # CUDA 13 comes as pip packages, so that ONNX Runtime and torch share it
+    if gpu:  # CUDA 13 comes as pip packages, which ONNX Runtime and torch share
         lines += [f"onnxruntime-gpu[cuda,cudnn]=={runtime}", f"torch=={_version('torch')}"]
     else:
         lines += [f"onnxruntime=={runtime}"]
@@ -41,7 +41,11 @@ def pinned(gpu: bool) -> list[str]:
 
 
 def runtime_version() -> str:
-    """Of ONNX Runtime, whichever wheel is installed."""
+    """Returns the version of ONNX Runtime, from either of its wheels.
+
+    Raises:
+        PackError: no wheel is installed.
+    """
     for name in ("onnxruntime-gpu", "onnxruntime"):
         try:
             return _version(name)
@@ -51,7 +55,7 @@ def runtime_version() -> str:
 
 
 def _version(name: str) -> str:
-    """Without what a build adds, such as +cpu: no registry has such versions."""
+    """Returns the version without a local part such as +cpu, which no registry has."""
     try:
         return importlib.metadata.version(name).split("+")[0]
     except PackageNotFoundError as error:
@@ -61,8 +65,8 @@ def _version(name: str) -> str:
 
 
 def _add(name: str, extras: tuple[str, ...], found: dict[str, str]) -> None:
-    """The package and, where not there yet, all that it requires here."""
-    key = re.sub(r"[-_.]+", "-", name).lower()
+    """Adds a package and all that it requires here."""
+    key = canonicalize_name(name)
     new = key not in found
     distribution = importlib.metadata.distribution(name)
     found[key] = distribution.version.split("+")[0]
@@ -72,5 +76,5 @@ def _add(name: str, extras: tuple[str, ...], found: dict[str, str]) -> None:
         plain = marker is None or marker.evaluate({"extra": ""})
         if (plain and new) or any(marker and marker.evaluate({"extra": extra}) for extra in extras):
             wanted = tuple(sorted(requirement.extras))
-            if wanted or re.sub(r"[-_.]+", "-", requirement.name).lower() not in found:
+            if wanted or canonicalize_name(requirement.name) not in found:
                 _add(requirement.name, wanted, found)

@@ -1,9 +1,8 @@
-"""Triton's config.pbtxt, written from our settings.
+"""Writes Triton's config.pbtxt from the settings of a model.
 
-Where it lists no inputs or no outputs, Triton's ONNX Runtime backend completes it from the model. If all
-first dimensions are dynamic, it then joins requests, up to 4 rows (default-max-batch-size).
-`max_batch_size: 0` does not keep it from that: it cannot be told from a file that says nothing. So both are
-always listed.
+The file always lists inputs and outputs. Otherwise Triton's ONNX Runtime backend completes it from the
+model and, if all first dimensions are dynamic, joins requests up to 4 rows (default-max-batch-size). It does
+so even with `max_batch_size: 0`, which protobuf does not distinguish from a missing field.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +25,14 @@ def write_config(
     library: str | None = None,
     optional: Sequence[str] = (),
 ) -> str:
-    """The config.pbtxt that makes Triton's ONNX Runtime backend serve a model as this service does.
+    """Returns the config.pbtxt with which Triton's ONNX Runtime backend serves a model as this service does.
 
     Args:
-        library: the custom-op library's absolute path in Triton's container.
-        optional: inputs that have a default in the model.
+        library: the absolute path of the custom-op library in Triton's container.
+        optional: the inputs that have a default in the model.
 
     Raises:
-        SettingsError: the model or a setting has no counterpart there.
+        SettingsError: Triton has no counterpart of the model or of a setting.
     """
     config = protocol().ModelConfig(name=name, backend="onnxruntime", max_batch_size=settings.max_batch_size)
     config.default_model_filename = "model.onnx"
@@ -63,9 +62,9 @@ def write_config(
 
 
 def _write_tensor(tensor: Any, spec: Spec, batched: bool) -> None:
-    """`dims` must not be empty: for a scalar it is [1], and so it is for a batched vector, with a reshape.
+    """Describes an input or output. `dims` must not be empty: scalars and batched vectors have [1].
 
-    An output of unknown rank looks like a scalar to the backend, which then answers with the shape it gets.
+    The backend takes an output of unknown rank for a scalar, and answers with the shape that it gets.
     """
     datatype = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
     if datatype is None or (batched and not spec.shape):
@@ -83,7 +82,7 @@ def _write_tensor(tensor: Any, spec: Spec, batched: bool) -> None:
 def _write_scheduling(config: Any, settings: ModelSettings) -> None:
     if settings.max_batch_size:
         batching = config.dynamic_batching
-        batching.SetInParent()  # there, even if empty: Triton joins requests only then
+        batching.SetInParent()  # an empty message too makes Triton join requests
         batching.preferred_batch_size.extend(settings.preferred_batch_sizes)
         batching.max_queue_delay_microseconds = settings.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = settings.max_queue

@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 
 from twinop import __version__
 from twinop.deploy.custom_nodes import load_model
-from twinop.deploy.errors import ModelError
+from twinop.deploy.errors import ModelError, PackError
 from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.contents import data_files, needed_version, read_contents, require_old_enough
-from twinop.deploy.pack.errors import PackError
 from twinop.deploy.pack.packing import Options, pack
 from twinop.deploy.pack.requirements import pinned
 from twinop.deploy.service.read_triton_config import read_config

@@ -10,9 +10,8 @@ import service_models as models
 from models import node
 from pack_fixtures import packed, saved
 
-from twinop.deploy.errors import RunError
+from twinop.deploy.errors import PackError, RunError
 from twinop.deploy.pack import contents
-from twinop.deploy.pack.errors import PackError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loading import LoadedModel, load
 from twinop.deploy.service.read_triton_config import protocol
