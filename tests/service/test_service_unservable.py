@@ -111,10 +111,10 @@ def served(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Iterato
     """A server that follows a folder with two models. It finds only the libraries in `installed`."""
     folder = tmp_path_factory.mktemp("root") / "models"
     models.place(folder, "good", models.relu())
-    pad = models._model(
+    pad = models.make(
         [node("CustomPadAffine", scale=2.0, pads=[0, 0])],
-        [models._value("x", "FP32", ("N", 4))],
-        [models._value("y", "FP32", None)],
+        [models.info("x", "FP32", ("N", 4))],
+        [models.info("y", "FP32", None)],
     )
     models.place(folder, "pad", pad)
     (folder / "twinop.toml").write_text("[server]\npoll_seconds = 0.05\n")
