@@ -81,13 +81,11 @@ def session(
     found = _libraries(loaded, library)
     require_fit(loaded, found)
     choice = choose_providers(providers, found)
-    if choice.automatic and choice.device is None and cuda.has_gpu():
-        _warn_of_cpu(choice.reason)
     opened = open_session(
         loaded, found, choice, options=session_options, enable_cuda_graph=enable_cuda_graph, profile=profile
     )
-    if choice.device is not None and opened.device == "cpu":
-        _warn_of_cpu(opened.reason)
+    if opened.device == "cpu" and choice.automatic and cuda.has_gpu():
+        warnings.warn(f"the CPU is used, not the GPU: {opened.reason}", RuntimeWarning, stacklevel=2)
     return opened
 
 
@@ -100,10 +98,10 @@ def open_session(
     enable_cuda_graph: bool = False,
     profile: bool = False,
 ) -> Session:
-    """Opens a model that has been read and checked. Warns of nothing: `Session.reason` has the reason.
+    """Opens a model that has been read and checked. Gives no warnings: see `Session.reason`.
 
     Raises:
-        TwinopError: as `session` does.
+        TwinopError: for the reasons that `session` names.
     """
     device, reason = choice.device, choice.reason
     if enable_cuda_graph and device is None:
@@ -140,10 +138,6 @@ def open_session(
         cuda_graph=enable_cuda_graph and device is not None,
         profile=record,
     )
-
-
-def _warn_of_cpu(reason: str) -> None:
-    warnings.warn(f"the CPU is used, not the GPU: {reason}", RuntimeWarning, stacklevel=3)
 
 
 def _libraries(model: Model, library: Libraries | bool) -> list[Library]:

@@ -123,7 +123,6 @@ def test_each_library_has_its_own_table(libraries: dict[str, Path], tmp_path: Pa
 
 
 TWO_DOMAINS = """
-import torch._inductor
 from twinop import deploy, export
 from twinop.errors import RecordError
 
