@@ -32,7 +32,6 @@ class Runner(Protocol):
 
     def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """Run the requests in `parts` together, and return their joined outputs."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

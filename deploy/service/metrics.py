@@ -99,7 +99,6 @@ class Queue(Protocol):
     @property
     def queued(self) -> int:
         """The number of waiting requests."""
-        ...
 
 
 class ModelMetrics:
