@@ -105,12 +105,8 @@ def one_node(
 ) -> onnx.ModelProto:
     """The op alone, as the sample gives it; sizes fixed to the sample's, or no dimensions at all."""
     given = {name: tensor for name, tensor in sample.inputs.items() if tensor is not None}
-    node = custom(
-        record,
-        [name if name in given else "" for name in sample.inputs],
-        record.outputs,
-        **sample.attributes | attributes,
-    )
+    names = [name if name in given else "" for name in sample.inputs]
+    node = custom(record, names, record.outputs, **sample.attributes | attributes)
     inputs = {name: (dtypes[name], tuple(tensor.shape) if fixed else None) for name, tensor in given.items()}
     return graph([node], inputs, {name: (dtypes[name], None) for name in record.outputs})
 
