@@ -1,4 +1,4 @@
-"""Rows of a report, as a measurement makes them."""
+"""Returns the rows that a measurement adds to a report."""
 
 from collections.abc import Mapping
 from typing import Any

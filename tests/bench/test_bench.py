@@ -1,4 +1,4 @@
-"""The performance reports run, say what they measured, and refuse what they cannot. Never how fast it is."""
+"""The reports run, record their origin, and refuse what they cannot measure. No test asserts a speed."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_help_teaches() -> None:
 
 
 def test_the_time_that_it_takes_is_said_before_anything_is_imported() -> None:
-    """torch alone takes seconds."""
+    """The import of torch alone takes seconds."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('torch', 'onnxruntime', 'numpy', 'onnx')))"
     for command, takes in Commands.takes.items():
         done = run("-c", f"{missing}; from twinop.bench.__main__ import app; app([{command!r}])")
@@ -142,7 +142,7 @@ MISSING = "import sys; sys.modules.update(dict.fromkeys(('kserve', 'grpc', 'trit
 
 
 def test_kernels_are_measured_without_what_the_service_needs() -> None:
-    """Where neither KServe nor gRPC is installed, as on a machine that is there for its GPU."""
+    """On a GPU machine for kernels, neither KServe nor gRPC may be installed."""
     modules = {entry.partition(":")[0] for entry in Commands.modules.values()} - {"twinop.bench.serving.soak"}
     assert {"twinop.bench.ops", "twinop.bench.serving.serve"} <= modules
     done = run("-c", f"{MISSING}; import twinop.bench.__main__, {', '.join(modules)}")
@@ -180,12 +180,16 @@ def test_cuda_without_a_gpu_is_refused() -> None:
 @pytest.mark.parametrize(
     ("dtype", "nodes", "message"),
     [
-        ("float16", 3, "BenchError: a chain of 3 Relu would run as 5 nodes"),  # no kernel: casts around it
+        (
+            "float16",
+            3,
+            "BenchError: a chain of 3 Relu would run as 5 nodes",
+        ),  # no kernel: ORT casts
         ("bfloat16", 1, "BenchError: ONNX Runtime's CPUExecutionProvider does not run this model"),
     ],
 )
 def test_a_chain_that_would_not_run_as_it_stands_is_refused(dtype: str, nodes: int, message: str) -> None:
-    # A process of its own: sessions with a pool of their own cannot be opened where a report's have been.
+    # A separate process: after a report, this one cannot open sessions with a thread pool of their own.
     program = f"""
 import torch
 from twinop.bench import runtime

@@ -1,4 +1,4 @@
-"""`twinop bench footprint`: sizes, the times in ninja's log, and what it reads of the sources."""
+"""`twinop bench footprint`: sizes, the times in ninja's log, and the facts about the sources."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_times_of_a_build(tmp_path: Path) -> None:
 
 
 def make_tree(folder: Path, **files: str) -> SourceTree:
-    """A tree of these files: `export__first_py` is a module in the folder export."""
+    """Writes these files: `export__first_py` is a module in the folder export."""
     texts = {name.replace("__", "/").replace("_py", ".py"): text for name, text in files.items()}
     for name, text in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)

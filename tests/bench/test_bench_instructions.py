@@ -1,4 +1,4 @@
-"""Machine instructions: which are counted, what time that makes, and what is said where it cannot be done."""
+"""`twinop bench instructions`: which instructions count, the times that follow, and the errors."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def kernel(
 
 
 def test_the_shortest_way_that_loads_and_stores_is_counted() -> None:
-    """Past the branch over the load, past the one to the exit, and around the slow part."""
+    """It takes the branches around the slow part, but not those past the load or to the exit."""
     (found,) = sass.read(kernel().splitlines())
     assert (found.functor, found.dtype, found.vectors, found.elements) == ("Gelu", "float32", 1, 4)
     assert found.units == {"issue": 9, "FMA": 1, "ALU": 1, "XU": 0, "FP64": 0, "LSU": 2}

@@ -29,7 +29,7 @@ def test_ulp() -> None:
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
 def test_gelus_reference_is_exact_where_torchs_formula_cancels(name: str) -> None:
-    """Near 0 and above, where it does not, they agree."""
+    """Near 0 and above, torch's formula does not cancel, and both agree."""
     x = torch.linspace(-1, 40, 1001, dtype=torch.float64)
     entry = ENTRIES[name]
     assert entry.reference is not None

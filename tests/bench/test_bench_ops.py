@@ -1,4 +1,4 @@
-"""What the report on all ops measures, and what it refuses to. Never how fast it is."""
+"""The report on all ops: what it measures and what it refuses. No test asserts a speed."""
 
 import importlib.util
 import os
@@ -92,7 +92,7 @@ def test_infinity_is_right_where_the_type_ends() -> None:
     expected = torch.tensor([1e6, 2.0], dtype=torch.float64)
     assert relative_error(expected.half(), expected) == 0
     assert relative_error(torch.tensor([-float("inf"), 2.0]).half(), expected) == float("inf")
-    assert relative_error(torch.tensor([float("inf"), 2.0]), expected) == float("inf")  # float32 goes on
+    assert relative_error(torch.tensor([float("inf"), 2.0]), expected) == float("inf")  # it fits float32
     assert relative_error(torch.tensor([float("inf"), 3.0]).half(), expected) == 0.5
 
 
@@ -255,7 +255,7 @@ def test_a_peer_that_spoils_its_inputs_gets_them_back(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_peers_are_right(tmp_path: Path) -> None:
-    """In Triton's interpreter, which needs no GPU; it is chosen when Triton is imported."""
+    """Uses Triton's interpreter, which needs no GPU. The import of Triton chooses it."""
 
     program = """
 import torch

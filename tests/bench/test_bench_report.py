@@ -1,4 +1,4 @@
-"""What the report makes of its measurements: files, plots, commands, messages."""
+"""The output of the reports: files, plots, commands, messages."""
 
 import importlib.util
 import json
@@ -104,9 +104,9 @@ def test_other_files_are_refused(content: str | None, message: str, tmp_path: Pa
 
 
 def test_rows_are_stored_by_cell(tmp_path: Path) -> None:
-    """One line for each cell, from which the same rows are read."""
+    """The file has one line for each cell; reading it gives the same rows."""
     rows = rows_of(FAST) + rows_of({IN_TORCH: 3.0}, "softmax", "32768x4096")
-    rows[1]["host_us"] = 7.5  # not of all
+    rows[1]["host_us"] = 7.5  # one row has it, the others do not
     columns, cells = pack(rows, ("median_us", "low_us", "runs", "host_us"))
     assert columns == ["median_us", "low_us", "runs", "host_us"] and len(cells) == 2
     assert unpack(cells, columns) == [dict(row) for row in rows]
@@ -118,7 +118,7 @@ def test_rows_are_stored_by_cell(tmp_path: Path) -> None:
 
 
 def test_files_with_a_line_for_each_provider_are_read(tmp_path: Path) -> None:
-    """As they were written before; they can be merged with newer ones and compared."""
+    """Older files have another form. They can be merged and compared with newer ones."""
     rows = rows_of(FAST)
     old = saved(tmp_path / "old.json", [row | {"gb_per_s": 4294.97} for row in rows])
     command("merge", str(old), "--output", str(tmp_path), "--name=new")
@@ -201,7 +201,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_what_the_overview_shows(figures: list[Any], tmp_path: Path) -> None:
-    """The fastest of ONNX Runtime's own ops under one name, and neither the others nor the variants."""
+    """The overview shows the fastest of ONNX Runtime's own ops under one name, and no variants."""
     times = FAST | {"ORT Gelu": 200.0, "ORT FastGelu": 150.0, f"{IN_TORCH}, scalar": 500.0}
     draw_ops(rows_of(times, "gelu"), "a machine", tmp_path / "ops")
     [figure] = figures
@@ -212,13 +212,13 @@ def test_what_the_overview_shows(figures: list[Any], tmp_path: Path) -> None:
 
 
 def test_no_line_leaves_a_panel(figures: list[Any], tmp_path: Path) -> None:
-    """The panels of a row share their scale: that of the highest line, wherever it is."""
+    """The panels of a row share one scale, which fits the highest line of all panels."""
     slow, fast = {"twinop in torch": 400.0}, {"twinop in torch": 100.0}
     rows = [*rows_of(slow, "relu"), *rows_of(fast, "add")]
     for pages in ((), ("relu", "add")):
         draw_ops(rows, "a machine", tmp_path / "ops", pages)
     panels = [axis for figure in figures for axis in figure.axes if axis.get_lines()]
-    assert len(panels) == 4  # a page each, and the overview
+    assert len(panels) == 4  # a page for each op, and the overview
     for axis in panels:
         heights = [y for line in axis.get_lines() for y in line.get_ydata()]
         assert axis.get_ylim()[0] == 0 and axis.get_ylim()[1] > max(heights)
@@ -228,7 +228,7 @@ def test_no_line_leaves_a_panel(figures: list[Any], tmp_path: Path) -> None:
 
 
 def test_report_on_the_cpu(tmp_path: Path) -> None:
-    """Without a command it is the report."""
+    """Without a command, `twinop bench` makes the report."""
     options = ["--device=cpu", "--quick", "--ops=relu", "--providers=twinop,eager,ORT", "--kinds=bandwidth"]
     text = command(*options, f"--output={tmp_path}")
     assert "relu, float32, CPU: microseconds" in text and "bars met" in text
@@ -264,7 +264,7 @@ def test_encoder(tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 def test_report_on_the_gpu(tmp_path: Path) -> None:
-    """Every kind of provider and cell once, compiled in advance as well."""
+    """Measures every kind of provider and cell once, and compiles in advance."""
     options = ["--device=cuda", "--quick", "--ops=relu", "--workers=1", f"--output={tmp_path}"]
     text = command(*options)
     (path,) = tmp_path.glob("ops-*.json")

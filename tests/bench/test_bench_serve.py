@@ -1,4 +1,4 @@
-"""What the serving report makes of its measurements."""
+"""The verdicts and rows of the serving report."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from twinop.bench.serving.servers import GRPC, KSERVE, MODELS, OURS, REST, write
 
 
 def rows(ours: list[float], peers: list[float]) -> list[dict[str, Any]]:
-    """Of the encoder at one client: the p50 of each round."""
+    """Returns rows of the encoder with one client, from the p50 of each round."""
     return [
         {"model": "encoder", "server": server, "protocol": protocol, "clients": 1}
         | {"ready_seconds": 1.0, "p50_ms": sorted(p50s)[len(p50s) // 2], "p50s_ms": p50s}
@@ -24,7 +24,7 @@ def rows(ours: list[float], peers: list[float]) -> list[dict[str, Any]]:
     [
         ([1.6, 2.4, 2.4, 1.6, 2.4], [1.6, 2.4, 1.6, 1.6, 2.4], 1.0, [1.0, 1.0], True),
         ([1.8, 2.7, 2.7, 1.8, 2.7], [1.5, 2.0, 1.5, 1.5, 2.0], 1.35, [1.2, 1.35], False),
-        # Medians of 2.4 and 1.6, of rounds that were slow for both or for neither, but for one.
+        # The medians are 2.4 and 1.6, but all rounds except one were slow for both or for neither.
         ([1.6, 1.6, 2.4, 2.4, 2.4], [1.6, 1.6, 1.6, 2.5, 2.5], 1.0, [0.96, 1.0], True),
     ],
 )

@@ -1,4 +1,4 @@
-"""The clients of the soak: what becomes of a gRPC call that gets no answer."""
+"""The clients of the soak: how they count a gRPC call without an answer."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ _HEADERS, _SETTINGS, _GOAWAY = 1, 4, 7  # frames of HTTP/2
 
 
 class Refusing:
-    """A gRPC server that has not seen any call and goes away, as gRPC's own says in its shutdown."""
+    """A gRPC server that goes away and says that it has seen no call, like gRPC's own in its shutdown."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -60,7 +60,7 @@ def refusing() -> Iterator[Refusing]:
 
 
 def test_a_call_is_one_attempt(refusing: Refusing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC's own retries of what a server has not seen may go on for ever, and take all memory."""
+    """gRPC itself may retry an unseen call forever and use up the memory."""
     monkeypatch.setattr(clients, "some", mixed.grpc_good)
     outcome = clients.Outcome()
     asyncio.run(clients.client(refusing.server, 0, outcome, lambda: len(outcome.cut_off) < 3))

@@ -1,4 +1,4 @@
-"""Which bars a measurement meets."""
+"""The verdicts: which bars a measurement meets."""
 
 from typing import Any
 

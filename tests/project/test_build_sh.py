@@ -1,4 +1,4 @@
-"""build.sh: what it says when something is missing, and what it does not do twice.
+"""build.sh: its messages when something is missing, and the work that it does not repeat.
 
 Python, pip and cmake are stand-ins here. The real ones build the libraries that the other tests load."""
 
@@ -64,7 +64,7 @@ def build(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 def log(tmp_path: Path) -> list[str]:
-    """What the stand-ins were called with since the last look."""
+    """Returns the calls of the stand-ins since the last call of this function."""
     lines = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
     (tmp_path / "log").unlink(missing_ok=True)
     return lines
@@ -77,7 +77,7 @@ def test_the_second_run_needs_no_network(tmp_path, build):
     assert first[0].endswith(" -r requirements/base.txt -r requirements/cpu.txt")
     assert first[1:3] == ["cmake --preset default ORT_ROOT=", "cmake --build --preset default ORT_ROOT="]
     assert "--no-index --no-build-isolation --no-deps --editable ." in first[3]
-    (tmp_path / "programs/cmake").write_text("")  # only .venv's own is ever used
+    (tmp_path / "programs/cmake").write_text("")  # build.sh uses only the one in .venv
     (tmp_path / "a tree/.venv/bin/cmake").write_text('#!/bin/sh\necho cmake >>"$LOG"\n')
     assert build().returncode == 0
     assert log(tmp_path) == ["cmake", "cmake"]
@@ -89,7 +89,7 @@ def change(path: Path) -> None:
 
 
 def installed(tmp_path: Path) -> list[list[str]]:
-    """By call of pip since the last look: the purposes that it installed the requirements of."""
+    """Returns the purposes of each call of pip since the last call of this function."""
     calls = [re.findall(r"requirements/(\w+)\.txt", line) for line in log(tmp_path)]
     return [purposes for purposes in calls if purposes]
 
@@ -174,7 +174,7 @@ def test_torch_index(tmp_path, build):
     said = build(TWINOP_TORCH_INDEX="https://index.example/cpu").stderr
     assert "--extra-index-url https://index.example/cpu " in log(tmp_path)[0]
     assert "whl/cpu" not in said
-    build()  # need not say it again
+    build()  # the index is remembered
     assert installed(tmp_path) == []
     change(tmp_path / "a tree/requirements/base.txt")
     build()
@@ -186,7 +186,7 @@ def test_torch_index(tmp_path, build):
 def test_without_a_gpu_the_cpu_build_of_torch_is_named(build):
     hint = "TWINOP_TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch's CPU build"
     assert hint in build().stderr
-    assert hint not in build().stderr  # only while it is installed
+    assert hint not in build().stderr  # the hint comes only with an installation
     assert hint not in build(TWINOP_DEVICE="cuda").stderr
 
 

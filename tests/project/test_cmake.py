@@ -1,4 +1,4 @@
-"""CUDA or not, and for which architectures: what cmake/TwinopCuda.cmake decides, configured on its own."""
+"""cmake/TwinopCuda.cmake on its own: whether CUDA is built, and for which architectures."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def configure(
 
 @pytest.fixture
 def oldest_cmake() -> Path:
-    """CMake of the version that CMakeLists.txt asks for."""
+    """Returns the CMake of the version that CMakeLists.txt requires."""
     return environment(CMAKE).with_name("cmake")
 
 
@@ -98,7 +98,7 @@ def test_the_oldest_cmake_configures_the_project(tmp_path: Path, oldest_cmake: P
 
 
 def test_without_torch(tmp_path: Path) -> None:
-    """As in the environment of its own in which pip builds."""
+    """pip builds in an isolated environment, where torch is missing."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     python = f"-DPython_EXECUTABLE={tmp_path}/bare/bin/python"
     options = ["-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", "-DTWINOP_WITH_CUDA=OFF", python]
@@ -117,7 +117,7 @@ def test_nonsense_architectures(tmp_path: Path) -> None:
 
 
 def test_without_nvcc_the_cpu_part_is_built_and_said(tmp_path: Path) -> None:
-    tools = tmp_path / "tools"  # a PATH with a compiler and cmake, but no nvcc
+    tools = tmp_path / "tools"  # a PATH with a compiler and cmake but without nvcc
     tools.mkdir()
     compilers = ("c++", "g++", "cc", "gcc", "as", "ld", "ar", "ranlib")
     for name in ("cmake", *compilers, "ninja", "make", "sh", "uname"):
@@ -136,7 +136,7 @@ def test_cuda_can_be_left_out(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that is configured again and again: CMake examines nvcc the first time only."""
+    """Returns a folder to configure repeatedly. CMake examines nvcc only the first time."""
     return tmp_path_factory.mktemp("project")
 
 

@@ -1,4 +1,4 @@
-"""Every fenced block of README.md, CONTRIBUTING.md and docs/ is run as it stands, as after ./build.sh.
+"""Runs every block of README.md, CONTRIBUTING.md and docs/ as it stands, as a reader does after ./build.sh.
 
 Each document is read from top to bottom in a folder that looks like the checkout; every block gets a new
 shell. A server that a block starts runs until the end of the document. A block that is not run has a comment
@@ -80,11 +80,11 @@ def blocks_of(document: str) -> list[Block]:
 
 @dataclass
 class Reader:
-    """Does what a document says, in `folder`."""
+    """Follows a document in `folder`."""
 
     folder: Path
     server: subprocess.Popen[str] | None = None
-    said: dict[str, str] = field(default_factory=dict)  # what blocks printed, by their first line
+    said: dict[str, str] = field(default_factory=dict)  # the output of each block, by its first line
     env: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Reader:
                 (self.folder / entry.name).symlink_to(entry)
         home = self.folder / "home"
         home.mkdir()
-        # No .venv on the PATH. Threads of torch's that wait in a loop would slow other tests down.
+        # .venv is not on the PATH. Spinning threads of torch would slow other tests down.
         path = "/usr/local/bin:/usr/bin:/bin"
         self.env = {"PATH": path, "HOME": str(home), "LANG": "C.UTF-8", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -114,7 +114,7 @@ class Reader:
         )
         output = done.stdout + done.stderr
         assert done.returncode == 0 and "Traceback" not in output, f"{block.place}:\n{block.text}\n{output}"
-        assert '{"error"' not in done.stdout, f"{block.place}: {done.stdout}"  # curl's exit code is 0 then
+        assert '{"error"' not in done.stdout, f"{block.place}: {done.stdout}"  # curl exits with 0
         self.said[block.first_line] = done.stdout
 
     def shell(self, block: Block) -> None:
@@ -163,7 +163,7 @@ class Reader:
             settings.for_model(name)
 
     def cpp(self, block: Block) -> None:
-        """A whole file compiles; an excerpt names its file, and has lines of it."""
+        """Compiles a whole file. An excerpt names its file and must have lines of it, in order."""
         if name := re.match(r"// (\S+)$", block.first_line):
             lines = iter((ROOT / name[1]).read_text().splitlines())
             missing = [line for line in block.text.splitlines()[1:] if line and line not in lines]
@@ -189,7 +189,7 @@ class Reader:
 
 @contextmanager
 def ports() -> Iterator[None]:
-    """The ports that the documents name, for one document at a time."""
+    """Reserves the ports that the documents name for one document at a time."""
     with Path(tempfile.gettempdir(), f"twinop-test-docs-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for port in PORTS:
@@ -199,8 +199,8 @@ def ports() -> Iterator[None]:
         yield
 
 
-@pytest.mark.timeout(600)  # the README's take 40 s where nothing else runs
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if "/adding-" not in name])  # test_guides.py
+@pytest.mark.timeout(600)  # the blocks of the README take 40 s on an idle machine
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_blocks(document: str, tmp_path: Path) -> None:
     if not (ROOT / ".venv/bin/twinop").exists():
         pytest.skip("no .venv: ./build.sh has not run")
@@ -231,7 +231,7 @@ def test_what_is_not_run(document: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_one_style_of_command(document: str) -> None:
-    """Commands are typed as they work without an active environment."""
+    """Commands work without an active environment."""
     for block in blocks_of(document):
         if block.language == "sh":
             assert re.findall(r"(?m)^(?:twinop|python3?|pytest|pip) .*", block.text) == [], block.place
@@ -242,7 +242,7 @@ def test_one_style_of_command(document: str) -> None:
 
 @pytest.mark.parametrize("command", ["run", "serve"])
 def test_examples_of_the_help_are_in_the_documents(command: str) -> None:
-    """Where they are run."""
+    """The test above runs the documents, so it runs the examples of the help."""
     said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"}).output
     examples = re.findall(r"^ *(?:\S*twinop|curl) .*?(?= *$)", said.partition("Examples:")[2], re.MULTILINE)
     assert len(examples) >= 2

@@ -1,4 +1,4 @@
-"""`twinop` and `python -m twinop.bench`: help without what the commands need, and errors as one message."""
+"""`twinop` and `python -m twinop.bench`: help without the commands' packages, errors as one message."""
 
 import importlib
 import os
@@ -54,7 +54,7 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
 def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None:
-    """It was a stack trace where torch was not installed, or nothing was built."""
+    """The help works without torch and before the first build."""
     missing = ("torch", "numpy", "onnx", "onnxruntime", "onnxscript", "kserve", "matplotlib")
     code = WITHOUT.format(missing=missing)
     done = twinop(*arguments, code=code, TWINOP_LIBRARY_DIR="/nowhere")
@@ -67,7 +67,7 @@ def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None
         (["export"], "torch", "torch"),
         (["bench", "node-overhead"], "torch", "torch"),
         (["bench", "soak"], "kserve", "'twinop[serve]'"),
-        (["serve", "models"], "grpc", "'twinop[serve]'"),  # which pip does not know by this name
+        (["serve", "models"], "grpc", "'twinop[serve]'"),  # pip knows it by another name
         (["serve", "models"], "kserve", "'twinop[serve]'"),
         (["pack", "model.onnx", "-o", "repo"], "jinja2", "'twinop[serve]'"),
     ],
@@ -79,7 +79,7 @@ def test_a_package_that_is_missing(tmp_path: Path, arguments: list[str], package
     done = twinop(*arguments, code=WITHOUT.format(missing=(package,)))
     assert done.returncode == 1 and done.stdout == ""
     expected = f"error: this command needs the package {package}, which is not installed here: pip install"
-    *said, error = done.stderr.splitlines()  # a bench says first how long it takes
+    *said, error = done.stderr.splitlines()  # a report first prints how long it takes
     command = "./build.sh serve" if "serve" in install else "./build.sh"
     assert error.startswith(f"{expected} {install}. In a checkout {command} installs it")
     assert len(said) == (arguments[0] == "bench")
@@ -89,7 +89,7 @@ def test_nothing_was_built() -> None:
     code = "import twinop.library as library; library.library_folders = lambda: []"
     done = twinop("bench", "report", code=code)
     assert done.returncode == 1 and done.stdout == ""
-    _, error = done.stderr.splitlines()  # behind how long it would take
+    _, error = done.stderr.splitlines()  # the first line says how long it takes
     assert error.startswith("error: libcustom_ops.so not found") and "./build.sh" in error
 
 

@@ -1,4 +1,4 @@
-"""Files that comments, docstrings and documents name exist."""
+"""The files that comments, docstrings and documents name exist."""
 
 import ast
 import io
@@ -37,7 +37,7 @@ def tracked() -> list[str]:
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that people read: all of a document, a program's comments and docstrings."""
+    """Returns the numbered lines for readers: a whole document, or a program's comments and docstrings."""
     if path.suffix not in {".md", ".py", *COMMENTS}:
         return
     text = path.read_text()

@@ -1,4 +1,4 @@
-"""cmake/OrtHeaders.cmake: where it finds ONNX Runtime's headers, and what it says where it cannot.
+"""cmake/OrtHeaders.cmake: where it finds ONNX Runtime's headers, and its messages when it does not.
 
 A local HTTP server stands in for the release site, and shell scripts for apt-get and dpkg. Nothing here uses
 the network.
@@ -88,7 +88,7 @@ def test_tarballs(top: str, tmp_path: Path, find: Find) -> None:
     include = find(ORT_ROOT=file)
     assert (include / "onnxruntime_c_api.h").read_bytes() == header() and (include / "other.h").exists()
     assert not list((tmp_path / "the cache").rglob("*.so*"))
-    tarball(file, {f"{top}{HEADER}": header(24)})  # new content under the old name is seen
+    tarball(file, {f"{top}{HEADER}": header(24)})  # the script notices new content under the old name
     assert (find(ORT_ROOT=file) / "onnxruntime_c_api.h").read_bytes() == header(24)
 
 
@@ -158,7 +158,7 @@ class Site(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[dict[str, str], Path]]:
-    """Environment variables for a release 1.31.1 on a server of our own, and the file that it serves."""
+    """Returns environment variables for a release 1.31.1 on a local server, and the file that it serves."""
     file = tarball(tmp_path / "site/v1.31.1" / OTHER, {f"ort/{HEADER}": header(31)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: Site(*a, directory=str(tmp_path / "site")))
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -230,7 +230,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, find: Find) -> None:
 
 @pytest.fixture
 def apt(tmp_path: Path) -> str:
-    """A PATH with stand-ins for apt-get, which writes down its sources, and dpkg."""
+    """Returns a PATH with stand-ins for apt-get, which records its sources, and for dpkg."""
     scripts = {
         "apt-get": f"""[ -e '{tmp_path}/fail' ] && {{ echo "E: no route" >&2; exit 100; }}
             [ "$4" = update ] && cat sources.list >'{tmp_path}/log'

@@ -1,4 +1,4 @@
-"""The CPU tests once more with libraries built by the presets `asan` and `ubsan`, and a search for leaks."""
+"""Repeats the CPU tests with libraries of the presets `asan` and `ubsan`, and looks for leaks."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def build() -> Callable[[str], Path]:
 
 
 def environment(preset: str, folder: Path, logs: Path) -> dict[str, str]:
-    """For a process that loads sanitized libraries: the runtime comes first, reports go to files."""
+    """Returns the environment of a process that loads sanitized libraries and writes reports to files."""
     libraries = [RUNTIMES[preset], "libstdc++.so.6"]
     commands = [[compiler(), f"-print-file-name={name}"] for name in libraries]
     paths = [subprocess.run(c, capture_output=True, text=True, check=True).stdout.strip() for c in commands]
@@ -49,7 +49,7 @@ def environment(preset: str, folder: Path, logs: Path) -> dict[str, str]:
     options = f"log_path={logs / 'report'}:exitcode={FOUND}:print_stacktrace=1"
     return os.environ | {
         "LD_PRELOAD": " ".join(paths),
-        # Python itself frees little at its end. A small quarantine: one test watches memory grow.
+        # Python frees little at its end. The quarantine is small because one test watches memory grow.
         "ASAN_OPTIONS": f"{options}:detect_leaks=0:quarantine_size_mb=16",
         "UBSAN_OPTIONS": options,
         "PYTHONMALLOC": "malloc",
@@ -88,7 +88,7 @@ def test_address_sanitizer_watches_such_a_process(tmp_path: Path) -> None:
 
 
 def test_nothing_leaks(build: Callable[[str], Path], tmp_path: Path) -> None:
-    """Load, run, fail, let go, three times over; the runtime is the newest one's C library."""
+    """Loads, runs, fails and unloads three times, with the C library of the newest ONNX Runtime."""
     (runtime,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
     folder = build("asan")
     find_headers = ["cmake", "-P", str(ROOT / "cmake/OrtHeaders.cmake")]

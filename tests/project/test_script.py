@@ -1,4 +1,4 @@
-"""Scripts of the repository that any Python may run: they find .venv, or say what makes it."""
+"""Any Python can start the scripts: they find .venv, or say how to create it."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ in_checkout = pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="no .venv
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python without any package, as a new shell has it."""
+    """Returns a Python without packages, as in a new shell."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     return folder / "bin" / "python"
