@@ -17,11 +17,11 @@ class Commands(LazyGroup):
     """The commands. Options without a command belong to `report`."""
 
     modules: ClassVar = {
-        "report": "twinop.bench.ops:main",
+        "report": "twinop.bench.ops_report:main",
         "merge": "twinop.bench.merge:merge",
         "compare": "twinop.bench.merge:compare",
         "draw": "twinop.bench.merge:draw",
-        "compile": "twinop.bench.ops:compile_part",
+        "compile": "twinop.bench.ops_report:compile_part",
         "instructions": "twinop.bench.instructions:main",
         "encoder": "twinop.bench.encoder:main",
         "node-overhead": "twinop.bench.node_overhead:main",

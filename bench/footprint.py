@@ -28,7 +28,7 @@ LONGEST = 350
 
 def size_rows(tree: SourceTree) -> list[dict[str, Any]]:
     """Returns the bytes of each library by kind, of the package's other files, and of both together."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for path in map(find_library, LIBRARIES):
         sizes = section_sizes(path)
         gpu = sum(sizes.get(name, 0) for name in _GPU_SECTIONS)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from twinop.bench import node_overhead, ops, recording, report
+from twinop.bench import node_overhead, ops_report, recording, report
 from twinop.bench.__main__ import Commands, app
 from twinop.bench.recording import read_json
 from twinop.bench.report import BenchError
@@ -121,18 +121,18 @@ def test_an_interrupted_report_leaves_the_old_one(tmp_path: Path, monkeypatch: p
 
     def make() -> None:
         options = {"device": "cpu", "quick": True, "name": "report", "plots": False}
-        ops.main(ops="relu", kinds="bandwidth", output=tmp_path, **options)  # type: ignore[arg-type]
+        ops_report.main(ops="relu", kinds="bandwidth", output=tmp_path, **options)  # type: ignore[arg-type]
 
     old = tmp_path / "report.json"
     old.write_text("{}")
-    monkeypatch.setattr(ops, "measure", interrupted)
+    monkeypatch.setattr(ops_report, "measure", interrupted)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     with pytest.raises(KeyboardInterrupt):
         make()
     assert old.read_text() == "{}"
     check_origin(json.loads((tmp_path / "report.partial.json").read_text()), "ops")
 
-    monkeypatch.setattr(ops, "measure", lambda *arguments, save, **options: save())
+    monkeypatch.setattr(ops_report, "measure", lambda *arguments, save, **options: save())
     make()
     check_origin(json.loads(old.read_text()), "ops")
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
@@ -144,7 +144,7 @@ MISSING = "import sys; sys.modules.update(dict.fromkeys(('kserve', 'grpc', 'trit
 def test_kernels_are_measured_without_what_the_service_needs() -> None:
     """On a GPU machine for kernels, neither KServe nor gRPC may be installed."""
     modules = {entry.partition(":")[0] for entry in Commands.modules.values()} - {"twinop.bench.serving.soak"}
-    assert {"twinop.bench.ops", "twinop.bench.serving.serve"} <= modules
+    assert {"twinop.bench.ops_report", "twinop.bench.serving.serve"} <= modules
     done = run("-c", f"{MISSING}; import twinop.bench.__main__, {', '.join(modules)}")
     assert done.returncode == 0, done.stderr
 

@@ -91,7 +91,7 @@ def test_the_oldest_cmake_configures_the_project(tmp_path: Path, oldest_cmake: P
     version = subprocess.run([oldest_cmake, "--version"], capture_output=True, text=True).stdout
     required = re.search(r"cmake_minimum_required\(VERSION (.*)\)", (ROOT / "CMakeLists.txt").read_text())
     assert required is not None and f"cmake version {required[1]}." in version
-    options = ["-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
+    options: list[str | Path] = ["-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
     result = subprocess.run([oldest_cmake, *options], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "Generating done" in result.stdout
@@ -101,7 +101,7 @@ def test_without_torch(tmp_path: Path) -> None:
     """pip builds in an isolated environment, where torch is missing."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     python = f"-DPython_EXECUTABLE={tmp_path}/bare/bin/python"
-    options = ["-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", "-DTWINOP_WITH_CUDA=OFF", python]
+    options: list[str | Path] = ["-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", "-DTWINOP_WITH_CUDA=OFF", python]
     result = subprocess.run(["cmake", *options], capture_output=True, text=True)
     said = one_line(result.stderr)
     assert (
