@@ -29,6 +29,11 @@ def configure(
     return subprocess.run(command, capture_output=True, text=True, env=inherited | variables)
 
 
+def configure_twinop(cmake: str | Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = [cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 @pytest.fixture
 def oldest_cmake() -> Path:
     """Returns the CMake of the version that CMakeLists.txt requires."""
@@ -91,8 +96,7 @@ def test_the_oldest_cmake_configures_the_project(tmp_path: Path, oldest_cmake: P
     version = subprocess.run([oldest_cmake, "--version"], capture_output=True, text=True).stdout
     required = re.search(r"cmake_minimum_required\(VERSION (.*)\)", (ROOT / "CMakeLists.txt").read_text())
     assert required is not None and f"cmake version {required[1]}." in version
-    options: list[str | Path] = ["-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
-    result = subprocess.run([oldest_cmake, *options], capture_output=True, text=True)
+    result = configure_twinop(oldest_cmake, tmp_path, f"-DPython_EXECUTABLE={sys.executable}")
     assert result.returncode == 0, result.stderr
     assert "Generating done" in result.stdout
 
@@ -101,8 +105,7 @@ def test_without_torch(tmp_path: Path) -> None:
     """pip builds in an isolated environment, where torch is missing."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     python = f"-DPython_EXECUTABLE={tmp_path}/bare/bin/python"
-    options: list[str | Path] = ["-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", "-DTWINOP_WITH_CUDA=OFF", python]
-    result = subprocess.run(["cmake", *options], capture_output=True, text=True)
+    result = configure_twinop("cmake", tmp_path / "build", "-DTWINOP_WITH_CUDA=OFF", python)
     said = one_line(result.stderr)
     assert (
         result.returncode != 0 and f"PyTorch is not installed for {tmp_path}/bare/bin/python. ./build" in said
