@@ -1,7 +1,6 @@
-// Elementwise ops on CUDA: 16-byte vectors, as many loads in flight as the machine takes, 64-bit
-// counts, a scalar kernel for misaligned outputs, another kernel for tensors that are no flat
-// sequence of vectors (strided_cuda.cuh). Every element is computed alone, so the result does not
-// depend on the path.
+// Elementwise ops on CUDA. Tensors that are one flat sequence of aligned vectors take the kernel in
+// this file, all others the one in strided_cuda.cuh. Every element is computed alone, so the result
+// does not depend on the kernel.
 #pragma once
 
 #include <cstdint>
@@ -32,11 +31,11 @@ __device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&
   }
 }
 
-// A functor of one result, most of whose values need no special cases, says `kHasPlain = true` and
-// has `static bool IsPlain(values...)` and `static ... TryPlain(values...)`: `value`, the same
-// result, and whether that is `plain`, too. Where a warp's vectors hold nothing else, they take it.
-// (One branch for all: one for each element would keep their arithmetic from being interleaved, and
-// a warp that parts would go both ways.)
+// A functor of one result that needs special cases for few values says `kHasPlain = true`. It has
+// `static bool IsPlain(values...)`, which is false for values that need them, and `static ...
+// TryPlain(values...)`, which returns the `value` without special cases and whether it is `plain`
+// after all. A warp whose vectors hold plain values only takes it. There is one branch for all
+// elements, because a branch for each would keep their arithmetic from being interleaved.
 template <class F, class = void>
 inline constexpr bool kHasPlain = false;
 template <class F>
@@ -65,9 +64,9 @@ __device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)
   ApplyEach(functor, out, in, indices);
 }
 
-// A block owns kThreads * kLoads consecutive vectors; a thread's loads are kThreads vectors apart,
-// so that each is coalesced across the warp, and all are issued before the first use. The elements
-// behind the last whole vector go to the first threads of the grid.
+// A block takes kThreads * kLoads consecutive vectors. The loads of a thread are kThreads vectors
+// apart, so that each is coalesced across the warp, and all are issued before the first use. The
+// first threads of the grid take the elements behind the last whole vector.
 template <class F, class T, int kWidth, int kThreads, int kLoads, int kOutputs, int kInputs>
 __global__ void __launch_bounds__(kThreads, kLoads <= 2 || sizeof(T) == 8
                                                 ? BlocksOf(kThreads, kTuning<F>.registers)
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kLoads <= 2 || sizeof(T) == 8
   }
 }
 
-// Of all operands, were none broadcast.
+// The L2 hint for operands none of which is broadcast.
 template <class T>
 Reads ReadsOf(std::int64_t count, int operands) {
   return Reads(count * operands * static_cast<std::int64_t>(sizeof(T)));
@@ -133,7 +132,8 @@ Status LaunchElementwise(const Call& call, const F& functor, const Outputs<T, kO
                       ReadsOf<T>(count, kOutputs + kInputs));
 }
 
-// Tensors that are not one flat sequence of aligned vectors (strided_cuda.cuh).
+// Launches the kernel for tensors that are not one flat sequence of aligned vectors
+// (strided_cuda.cuh).
 template <class F, class T, int kOutputs, int kInputs>
 Status LaunchStrided(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
                      const Inputs<T, kInputs>& in);

@@ -1,6 +1,6 @@
-// Elementwise ops on CUDA where the tensors are not one flat sequence: a thread a 16-byte vector of
-// the output, its operands loaded as their strides allow. Elements are counted in 32 bits (a larger
-// call is cut into several launches), offsets in 64.
+// Elementwise ops on CUDA whose tensors are not one flat sequence. A thread takes a 16-byte vector
+// of the output and loads its operands as their strides allow. Elements are counted in 32 bits, and
+// a larger call becomes several launches; offsets have 64 bits.
 #pragma once
 
 #include <algorithm>
@@ -45,10 +45,7 @@ struct Accesses {
 };
 
 // A layout as the kernel reads it: rows of elements, the outermost dimension, and those between.
-// Two dimensions, the most frequent, take no loop, and what they need lies together (SwiGLU of two
-// halves of a row, so / with a loop over all dimensions, H200: 8 x 4096 in a CUDA graph 0.93 / 1.08
-// us, 64 x 4096 1.11 / 1.25 us; 32768 x 4095, share of the copy's speed: bfloat16 0.89 / 0.87,
-// float32 0.92 / 0.89).
+// Two dimensions, the most frequent case, take no loop, and what they need lies together.
 template <int kOperands>
 struct Strides {
   struct Dimension {
@@ -91,8 +88,8 @@ struct Strides {
   }
 };
 
-// The vector of an input that belongs to a vector of the output. Its first `left` elements lie in
-// the row where `offset` is, the others in the one where `next` is.
+// Loads the vector of an input that belongs to a vector of the output. Its first `left` elements
+// lie in the row of `offset`, the others in the row of `next`.
 template <class T, int kWidth, bool kGathers>
 __device__ __forceinline__ Vector<T, kWidth> Load(const T* data, Access access, std::int64_t offset,
                                                   std::int64_t next, std::int64_t stride, int left,
@@ -117,8 +114,8 @@ __device__ __forceinline__ Vector<T, kWidth> Load(const T* data, Access access, 
   return vector;
 }
 
-// As ElementwiseKernel (elementwise/cuda.cuh): the same vectors of the output for the same threads.
-// Without gathers it needs fewer registers.
+// The same threads take the same vectors of the output as in ElementwiseKernel
+// (elementwise/cuda.cuh). Without gathers the kernel needs fewer registers.
 template <class F, class T, int kWidth, bool kGathers, int kThreads, int kLoads, int kOutputs,
           int kInputs>
 __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T) < 8
@@ -255,7 +252,7 @@ Status LaunchLayout(const Call& call, const F& functor, Layout<kOutputs + kInput
       gathers = true;
     }
   }
-  // Of a vector that is gathered, one part may lie in one row and the other in the next.
+  // A vector that is gathered may lie in two rows, but not in three.
   const bool elements =
       !vectors || (gathers && layout.sizes[0] < kWidth) || (sizeof(T) == 4 && shifted == kInputs);
   if constexpr (sizeof(T) < 8) {

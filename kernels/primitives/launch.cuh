@@ -1,4 +1,4 @@
-// Launching a kernel on the call's stream.
+// Launches a kernel on the call's stream.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +28,7 @@ inline Status CudaStatus(cudaError_t error, const char* what) {
   return Status::Error(std::move(text));
 }
 
-// A fact of the current device, asked once for each device: query(device, &value).
+// Gets a fact of the current device: query(device, &value) asks once for each device.
 template <class Query>
 Status DeviceFact(std::atomic<int> (&known)[64], const Query& query, int* value) {
   int device = 0;
@@ -68,18 +68,12 @@ Status KernelArchitecture(int* architecture) {
       architecture);
 }
 
-// Programmatic dependent launch (CUDA C++ Programming Guide, section of that name; sm_90): a kernel
-// of few blocks that begins with WaitForPreviousKernel() is launched while the one before it on the
-// stream still runs. It waits until that one is done and its memory is written, touches nothing
-// of the caller's before, and then lets the next one be launched. Microseconds a call, 100 calls in
-// a CUDA graph (H200), bfloat16, rows x 4096, plain launches / these:
-//
-//   rows (blocks)      1             8             64            256           512
-//   relu               0.94 / 0.66   1.02 / 0.69   1.18 / 0.81   1.60 / 1.62   2.29 / 2.89
-//   rms_norm (a row)   2.20 / 1.86   2.27 / 1.89   2.34 / 1.97   2.79 / 2.52   3.47 / 3.11
-//
-// (relu: 256 rows are 1024 blocks.) Of many blocks, each waits for an instruction more: ReLU of
-// 2^28 elements at 0.81 of the copy's speed.
+// Programmatic dependent launch (PDL; CUDA C++ Programming Guide, section of that name; sm_90): a
+// kernel of few blocks that begins with WaitForPreviousKernel() is launched while the kernel before
+// it on the stream still runs. It waits until that kernel is done and its memory is written,
+// touches nothing of the caller's before, and then lets the next kernel be launched. In larger
+// grids the additional instruction of each block costs more than the overlap saves
+// (docs/tuning.md).
 inline constexpr int kMaxDependentBlocks = 1024;
 
 __device__ __forceinline__ void WaitForPreviousKernel() {
@@ -90,7 +84,7 @@ __device__ __forceinline__ void WaitForPreviousKernel() {
 #endif
 }
 
-// Says which code the device took: a kernel compiled for an older one does not wait.
+// Tells which code the device took: a kernel that was compiled for an older device does not wait.
 static __global__ void ArchitectureKernel() {}
 
 struct Grid {
@@ -99,7 +93,7 @@ struct Grid {
   unsigned blocks_y = 1;
   int shared_bytes = 0;       // dynamic
   int cluster = 1;            // blocks; more than one needs sm_90
-  bool is_dependent = false;  // the kernel begins with WaitForPreviousKernel()
+  bool is_dependent = false;  // PDL: the kernel begins with WaitForPreviousKernel()
 };
 
 inline Grid Dependent(Grid grid) {
@@ -107,8 +101,8 @@ inline Grid Dependent(Grid grid) {
   return grid;
 }
 
-// Lets the kernel have so much dynamic shared memory, and never less than it was let before:
-// another thread's launch may be about to need that.
+// Allows the kernel this much dynamic shared memory. The limit never falls, because the launch of
+// another thread may be about to need it.
 inline Status AllowSharedBytes(const void* kernel, int bytes) {
   int device = 0;
   Status found = CudaStatus(cudaGetDevice(&device), "asking for the device");
@@ -125,7 +119,7 @@ inline Status AllowSharedBytes(const void* kernel, int bytes) {
   return asked;
 }
 
-// A grid as the runtime wants it. The kernel is allowed its shared memory.
+// A grid as the runtime takes it.
 class LaunchConfig {
  public:
   LaunchConfig(const Grid& grid, cudaStream_t stream) : shared_bytes_(grid.shared_bytes) {
@@ -178,11 +172,12 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
   if (!allowed.ok()) return allowed;
   cudaError_t error =
       cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...);
-  cudaError_t last = cudaGetLastError();  // leaves no error behind
+  cudaError_t last = cudaGetLastError();  // leaves no error for the next call
   return CudaStatus(error == cudaSuccess ? last : error, "a kernel launch");
 }
 
-// How many clusters of the grid (or blocks, where a cluster is one) the device holds at once.
+// Gets the number of clusters of the grid (or of blocks, without clusters) that the device holds at
+// once.
 template <class Kernel>
 Status ResidentClusters(Kernel kernel, const Grid& grid, int* count) {
   const LaunchConfig launch(grid, nullptr);

@@ -102,7 +102,8 @@ __device__ __forceinline__ void LoadAligned(const T* place, Vector<T, kWidth>* v
   *vector = *reinterpret_cast<const Vector<T, kWidth>*>(place);
 }
 
-// Stores to global memory in one access. The compiler splits other stores of vectors, even of uint4.
+// Stores to global memory in one access. The compiler splits other stores of vectors, even of
+// uint4.
 template <class T, int kWidth, class Place>
 __device__ __forceinline__ void StoreAligned(const Vector<T, kWidth>& vector, Place* place) {
   static_assert(sizeof(vector) == kVectorBytes);
@@ -122,8 +123,8 @@ __device__ __forceinline__ void LoadAnywhere(const T* place, int left, Vector<T,
     if (i < left) vector->Set(i, place[i]);
 }
 
-// Loads 16 bytes from an address that is aligned to its elements only: they are cut out of the one or
-// two aligned vectors that they lie in.
+// Loads 16 bytes from an address that is aligned to its elements only: they are cut out of the one
+// or two aligned vectors that they lie in.
 template <class V>
 __device__ __forceinline__ V LoadShifted(const void* address) {
   static_assert(sizeof(V) == 16);

@@ -1,6 +1,7 @@
-// Rows too wide for one warp's or block's registers, slice by slice: on sm_90 a block, or a cluster
-// of blocks that share each row, takes several rows at a time, each by a group of threads of its
-// own. Where a row comes from changes no bit of it: the shape alone decides which thread sums what.
+// Rows that are too wide for the registers of one warp or block, slice by slice. On sm_90 a block,
+// or a cluster of blocks that share each row, takes several rows at a time, each with a group of
+// its threads. Where a row comes from changes no bit of it: the shape alone decides which thread
+// adds what.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     ClusterKernel(F functor, Arguments<F, S, W> arguments, ClusterSettings settings, Reads reads,
                   F* states, Compute<S>* partials) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if constexpr (kSource != Source::kGlobal) return;  // never launched
+  if constexpr (kSource != Source::kGlobal) return;  // it is never launched
 #endif
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ SliceStorage<F, S> storage;

@@ -1,5 +1,4 @@
-// Wide rows whose elements are read again for each phase: how a thread reads its part of a slice, a
-// batch of vectors at a time.
+// How a thread reads its part of a slice again for each phase: a batch of vectors at a time.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +7,7 @@
 
 namespace twinop::rowwise {
 
-// kBatch: vectors of a thread.
+// kBatch is the number of vectors of a thread in a batch.
 template <class F, class S, class W, Source kSource, int kBatch>
 class SliceBatches
     : protected RowSlices<F, S, W,
@@ -33,16 +32,16 @@ class SliceBatches
   using Base::arguments_, Base::thread_, Base::threads_, Base::group_;
   using Base::begin_, Base::length_;
 
-  // This thread's vectors of the slice, kBatch at a time, all of them loaded before the first is
-  // used.
+  // This thread's vectors of the slice, kBatch at a time. All of them are loaded before the first
+  // use.
   struct Batch {
     Vector<S, kWidth> row[kResident][kBatch];
     Vector<W, kWidth> columns[kColumns + 1][kBatch];
   };
 
-  // body(first, whole): the first of the batch's vectors, and whether all threads have all of them
-  // (from global memory each thread asks for itself: code for both would be twice as large).
-  // Every thread of a warp takes part in every batch.
+  // Calls body(first, whole) for each batch: the first of its vectors, and whether all threads have
+  // all of them. Every thread of a warp takes part in every batch. Batches from global memory are
+  // never `whole`: code for both cases would be twice as large.
   template <class Body>
   __device__ __forceinline__ void ForEachBatch(const Body& body) const {
     const std::int64_t vectors = (length_ + kWidth - 1) / kWidth;
@@ -53,7 +52,7 @@ class SliceBatches
     for (; start < vectors; start += batch) body(start + thread_, std::false_type{});
   }
 
-  // The same for the batch that starts at this vector of a slice in the ring, if there is one.
+  // Does the same for the one batch that starts at this vector of a slice in the pipeline.
   template <class Body>
   __device__ __forceinline__ void AtBatch(int start, const Body& body) const {
     static_assert(kSource == Source::kPipeline);
@@ -75,8 +74,8 @@ class SliceBatches
     return reinterpret_cast<std::uintptr_t>(slice) % alignof(Vector<U, kWidth>) == 0;
   }
 
-  // A slice that may start at any element. The branches are around all of a batch's loads: behind a
-  // branch of its own, each load would wait for the one before.
+  // Loads a batch of a slice that may start at any element. Each branch surrounds all loads of the
+  // batch: behind a branch of its own, a load would wait for the one before it.
   template <bool kWhole, class U>
   __device__ __forceinline__ void Load(const U* slice, std::int64_t first,
                                        Vector<U, kWidth> (&vectors)[kBatch]) const {
@@ -94,7 +93,7 @@ class SliceBatches
       return;
     }
     if constexpr (sizeof(Vector<U, kWidth>) == kVectorBytes && sizeof(U) < 8) {
-      // A vector of the slice lies on both sides: the aligned vectors are the slice's, too.
+      // The slice has a vector on both sides, so the aligned vectors belong to it.
       if (first > 0 && left >= 2 * kWidth && !IsAligned(slice)) {
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) vectors[b] = LoadShifted<Vector<U, kWidth>>(place(b));
@@ -155,7 +154,7 @@ class SliceBatches
     return batch;
   }
 
-  // The values of the batch's b-th vector as the phases before kPhase leave them, and of the
+  // The values of the batch's b-th vector as the phases before kPhase leave them, and those of the
   // columns.
   struct VectorValues {
     Values<T, kInputs> row[kWidth];

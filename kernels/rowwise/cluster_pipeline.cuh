@@ -1,6 +1,6 @@
-// What wide rows share on sm_90: which rows and which slice of them belong to a group of threads,
-// the ring of slices in shared memory that bulk copies fill ahead, and reductions over all threads
-// that share a row. (Without a ring and without clusters, also for older GPUs.)
+// What the kernels for wide rows share: the rows and the slice of a group of threads, the pipeline
+// of slices that bulk copies fill ahead in shared memory, and reductions over all threads that
+// share a row. Without a pipeline and without clusters it serves GPUs before sm_90, too.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace twinop::rowwise {
 
-// Where the elements of a phase come from. kResident, kRegistersLong, kRegistersUnaligned:
-// registers, behind a ring; kPipeline: the ring itself; kGlobal: global memory, on every
-// architecture and at every alignment.
+// Where the elements of a phase come from. kRegisters, kRegistersLong (twice the vectors) and
+// kRegistersUnaligned: registers, filled from a pipeline. kPipeline: the stages of the pipeline.
+// kGlobal: global memory, on every architecture and at every alignment.
 enum class Source { kRegisters, kRegistersLong, kRegistersUnaligned, kPipeline, kGlobal };
 
 inline constexpr int kMaxBarriers = kMaxGroups * kMaxStages;
@@ -28,8 +28,8 @@ struct SliceStorage {
   BlockStorage<T> block[kMaxGroups][2];
 };
 
-// Where a group is in its rows and stages. It has stages of its own: copies end in any order, and a
-// barrier tells only its last phase from the one before.
+// The position of a group in its rows and stages. Each group has stages of its own, because copies
+// end in any order and a barrier distinguishes only its last two phases.
 struct PipelineState {
   std::uint32_t count = 0;
   int stage = 0;
@@ -41,8 +41,8 @@ struct PipelineState {
   }
 };
 
-// Where the ring's rows come from: kWhole ones, or ones that start anywhere, which share their
-// first and last vectors in memory with others.
+// How bulk copies fill the pipeline: not at all, with rows of whole aligned vectors, or with rows
+// that start anywhere and share their first and last vectors with their neighbours.
 enum class Pipeline { kNone, kAligned, kUnaligned };
 
 template <class F, class S, class W, Pipeline kPipeline>
@@ -76,7 +76,7 @@ class RowSlices {
     stages_ = memory + (kPipeline == Pipeline::kNone ? 0 : slice_ * kColumns * sizeof(W));
   }
 
-  // Of shared memory.
+  // Bytes of shared memory.
   static constexpr __host__ __device__ std::int64_t PipelineBytes(const ClusterSettings& settings,
                                                                   std::int64_t slice) {
     if (kPipeline == Pipeline::kNone) return 0;
@@ -114,7 +114,7 @@ class RowSlices {
     if (settings_.cluster > 1) hopper::ClusterSync();  // none leaves while another writes to it
   }
 
-  // The column inputs stay in shared memory.
+  // Loads the column inputs into shared memory, where they stay.
   __device__ __forceinline__ void LoadColumns() const {
     if constexpr (kPipeline == Pipeline::kAligned) {
       if (threadIdx.x == 0) {
@@ -142,9 +142,9 @@ class RowSlices {
     return reinterpret_cast<W*>(memory_) + c * slice_;
   }
 
-  // ---------------------------------------------------------------------------------- the ring
+  // ---------------------------------------------------------------------------------- the pipeline
 
-  // The thread of a group that fills its stages. (Not of the first warp, which sends totals.)
+  // The thread of a group that starts its copies. It is not in the first warp, which sends totals.
   __device__ __forceinline__ int Producer() const { return threads_ - 32; }
 
   // Starts the copies of a row, if there is one.
@@ -166,8 +166,8 @@ class RowSlices {
     }
   }
 
-  // The aligned vectors that a slice lies in; of those that reach out of the tensor, only the
-  // slice's elements, one by one.
+  // Copies the aligned vectors that a slice lies in. Of vectors that reach out of the tensor it
+  // copies the slice's elements one by one.
   __device__ __forceinline__ std::uint32_t ProduceUnaligned(int j, std::int64_t row, S* stage,
                                                             hopper::Barrier* full) const {
     if (length_ == 0) return 0;
@@ -228,12 +228,13 @@ class RowSlices {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group_), "r"(threads_) : "memory");
   }
 
-  // Over all threads that share the row. between() runs when all of the group have come here.
+  // Reduces over all threads that share the row. between() runs when all threads of the group have
+  // arrived.
   template <int kPhase, class Total, class Between>
   __device__ __forceinline__ Total Reduce(Total total, const PipelineState& state,
                                           const Between& between) const {
     constexpr Reduction kOp = F::Phases::At(kPhase);
-    // Two places in turn: a fast warp's next reduction must not overwrite what a slow one reads.
+    // Two places alternate: a fast warp's next reduction must not overwrite what a slow one reads.
     total = ReduceBlock<kOp>(total, thread_, threads_, 1 + group_,
                              &storage_->block[group_][(state.count * kPhaseCount + kPhase) & 1]);
     between();

@@ -1,6 +1,6 @@
-// Wide rows whose elements are read again for each phase: from a ring in shared memory, the next
-// rows on their way while one is reduced and written (sums of the columns on the way in the groups'
-// registers); or from global memory, on older GPUs, and where tensors are misaligned.
+// Wide rows whose elements are read again for each phase: from a pipeline in shared memory, while
+// the next rows are on their way, or from global memory. With a pipeline, the groups' registers sum
+// the columns on the way.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 
 namespace twinop::rowwise {
 
-// Vectors of a thread. (With sums, which leave few registers and few batches, the last one is full
-// more often: layer norm backward, bfloat16, 16384 x 11008: 623 us, by two vectors 712 us.)
+// Vectors of a thread in a batch. With sums there are few registers and few batches; the last batch
+// is full more often with one.
 template <class F, bool kSums>
 inline constexpr int kRereadBatch = kSums || kEarlyInputs<F> > 1 ? 1 : 2;
 
-// kSums: of the columns, on the way. (Without, the rows' functors are kept for a second pass.)
+// kSums: sums the columns on the way. Without, the rows' functors are stored for a second pass.
 template <class F, class S, class W, Source kSource, bool kSums>
 class RereadSlices : SliceBatches<F, S, W, kSource, kRereadBatch<F, kSums>> {
   static constexpr int kBatch = kRereadBatch<F, kSums>;
@@ -57,7 +57,7 @@ class RereadSlices : SliceBatches<F, S, W, kSource, kRereadBatch<F, kSums>> {
     const int stage = state.stage;
     if constexpr (kSource == Source::kPipeline) Base::WaitForStage(state);
     ReducePhase<0>(&functor, row, state, [&] {
-      // All of the group are done with the row before.
+      // All threads of the group are done with the row before.
       const int last = settings_.stages - 1;
       if (kSource == Source::kPipeline && thread_ == Base::Producer() && state.count > 0)
         Base::Produce(row + last * Base::row_stride_, stage == 0 ? last : stage - 1);
@@ -85,7 +85,7 @@ class RereadSlices : SliceBatches<F, S, W, kSource, kRereadBatch<F, kSums>> {
     using Total = Terms<F, T, kPhase>;
     ThreadTotals<F::Phases::At(kPhase), Total, kWidth> totals;
     ForEachBatch([&](std::int64_t first, auto whole) {
-      // Of the phases, only those of ops that sum columns look at the column inputs.
+      // In the phases, only ops that sum columns look at the column inputs.
       const Batch batch =
           Base::template LoadBatch<whole, (F::kColumnSums > 0)>(row, state.stage, first);
 #pragma unroll
@@ -145,7 +145,7 @@ class RereadSlices : SliceBatches<F, S, W, kSource, kRereadBatch<F, kSums>> {
     }
   }
 
-  // partials[sum][group of all blocks][column].
+  // Writes partials[sum][group of all blocks][column].
   __device__ __forceinline__ void WriteSums(Sum* partials) const {
     constexpr int kPer = kVectorBytes / sizeof(Sum);
     const std::int64_t count = gridDim.x / settings_.cluster * settings_.groups;

@@ -1,14 +1,5 @@
-// Wide rows on sm_90, a slice of each in the registers of a group of threads: a stage of the ring
-// is read once, and filled again while the slice is reduced and written.
-//
-// Share of the copy's speed (H200), as here / read again for each phase, the stage kept meanwhile:
-//
-//                     softmax       layer_norm    rms_norm      add_layer_norm   add_rms_norm
-//   4096 x 65536
-//     float32         0.92 / 0.78   0.92 / 0.83   0.93 / 0.90   0.93 / 0.86      0.93 / 0.63
-//     bfloat16        0.90 / 0.85   0.91 / 0.79   0.90 / 0.88   0.92 / 0.78      0.92 / 0.86
-//   misaligned, 6143 x 65537
-//     bfloat16        0.62 / 0.29   0.54 / 0.24   0.76 / 0.35   0.49 / 0.22      0.61 / 0.28
+// Wide rows on sm_90, with a slice of each in the registers of a group of threads: a stage of the
+// pipeline is read once, and filled again while the slice is reduced and written.
 #pragma once
 
 #include "kernels/primitives/realigner.cuh"
@@ -16,7 +7,7 @@
 
 namespace twinop::rowwise {
 
-// kVectors: of a thread, of each input.
+// kVectors is the number of vectors of a thread, for each input.
 template <class F, class S, class W, bool kAligned, int kVectors>
 class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeline::kUnaligned> {
   using Base = RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeline::kUnaligned>;
@@ -44,7 +35,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
     const std::int64_t slice = SliceVectors(columns, kWidth, settings.cluster) * kWidth;
     return Base::PipelineBytes(settings, slice) + settings.groups * SharedBytesOf(settings.threads);
   }
-  // For each group: its part of a misaligned output.
+  // Bytes of shared memory that each group needs for its part of a misaligned output.
   static constexpr __host__ __device__ int SharedBytesOf(int threads) {
     return kAligned ? 0 : Realigner<S>::SharedVectors(kVectors * threads) * kVectorBytes;
   }
@@ -63,15 +54,17 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
  private:
   using RowValues = Values<T, kResident>[kVectors][kWidth];
 
-  // This thread's k-th vector of the slice, and the slice's elements from there on.
+  // The index of this thread's k-th vector in the slice, and the elements of the slice from there
+  // on.
   __device__ __forceinline__ int Index(int k) const { return k * threads_ + thread_; }
   __device__ __forceinline__ int Left(int k) const {
     return static_cast<int>(length_) - Index(k) * kWidth;
   }
 
-  // body(k, whole) for each vector that this thread may have; whole: it has all of them, and all
-  // their elements are the slice's. So it is in most warps, which spares them comparisons. The
-  // others compute what nobody uses too: branches would make each vector wait for the one before.
+  // Calls body(k, whole) for each vector that this thread may have. `whole` says that all vectors
+  // exist and all their elements are the slice's, as in most warps; it spares comparisons. The
+  // other warps compute vectors that nobody uses, because branches would make each vector wait for
+  // the one before it.
   template <class Body>
   __device__ __forceinline__ void ForEachVector(const Body& body) const {
     if (whole_) {
@@ -84,14 +77,15 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
   }
 
   __device__ __forceinline__ void Row(std::int64_t row, const PipelineState& state) {
-    // Hides that these are the same for each row: the compiler would keep what it makes of them.
+    // Hides that these are the same for each row: the compiler would keep what it derives from
+    // them.
     if constexpr (!kAligned) asm volatile("" : "+r"(thread_), "+r"(threads_));
     F functor = functor_;
     RowValues values;
     Base::WaitForStage(state);
     Load(row, state.stage, values);
     ReducePhase<0>(&functor, values, state, [&] {
-      // All of the group have read the stage.
+      // All threads of the group have read the stage.
       if (thread_ == Base::Producer())
         Base::Produce(row + settings_.stages * Base::row_stride_, state.stage);
     });
@@ -119,7 +113,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) Replay<0, S>(functor_, values[k][i], Values<T, 0>{});
   }
-  // Where it is in the slice, or, of one that does not exist, any other place.
+  // The vector's place in the slice; any other place if the vector does not exist.
   template <bool kWhole>
   __device__ __forceinline__ int Place(int k) const {
     return (kWhole ? Index(k) : max(min(Index(k), vectors_ - 1), 0)) * kWidth;
@@ -132,8 +126,8 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
     for (int i = 0; i < kWidth; ++i) values[i][j] = unpacked[i];
   }
 
-  // Each vector is the end of one aligned vector and the beginning of the next. (Behind the slice
-  // there is other memory, of no meaning.)
+  // Each vector is the end of one aligned vector and the beginning of the next. What lies behind
+  // the slice is not used.
   __device__ __forceinline__ void LoadAnywhere(int j, std::int64_t row, int stage,
                                                RowValues& values) const {
     const S* const slice = Base::Stage(stage, j) + thread_ * kWidth;
@@ -190,7 +184,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
         S* const slice = Base::Output(o, row);
         const Realigner<S> realigner(slice, static_cast<int>(length_), thread_, threads_, whole_,
                                      shared_);
-        if (o > 0) Base::SyncGroup();  // (the reductions were barriers)
+        if (o > 0) Base::SyncGroup();  // the reductions were barriers
         realigner.PutOwned(results);
         Base::SyncGroup();
         realigner.Store(results, slice);
@@ -223,7 +217,7 @@ class ResidentSlices : RowSlices<F, S, W, kAligned ? Pipeline::kAligned : Pipeli
 
   const F& functor_;
   const int vectors_;  // of the slice
-  const bool whole_;   // this warp's vectors (and, if misaligned, the one behind them)
+  const bool whole_;   // this warp's vectors and, if misaligned, the one behind them
   unsigned char* const shared_;
 };
 

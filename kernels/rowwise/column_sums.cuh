@@ -1,5 +1,5 @@
-// What runs down the columns: sums over all rows (grad_weight, grad_bias), and rows whose elements
-// lie apart (softmax along a dimension that is not the last).
+// Sums over all rows (grad_weight, grad_bias), and rows whose elements are strided (softmax along a
+// dimension that is not the last).
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@ namespace twinop::rowwise {
 
 inline constexpr int kSumThreads = 128;
 
-// partials[sum][block][column] of rows that were not summed on the way: reads them again, with what
-// the first pass kept of each row. Clusters of `groups` groups would have taken the same rows in
-// the same order (RowSlices).
+// Writes partials[sum][block][column] of rows that were not summed on the way: reads them again,
+// with the functor that the first pass stored for each row. Clusters of `groups` groups would take
+// the same rows in the same order (RowSlices).
 template <class F, class S, class W, bool kVectorised>
 __global__ void __launch_bounds__(kSumThreads)
     ColumnSumsKernel(Arguments<F, S, W> arguments, unsigned groups, const F* states,
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kSumThreads)
       partials[(s * gridDim.y + blockIdx.y) * columns + column + i] = sums[s][i];
 }
 
-// The partial sums of each column, added in a fixed order: every thread a slice of them, then the
-// slices one after the other.
+// Adds the partial sums of each column in a fixed order: every thread adds a part of them, then the
+// parts are added one after the other.
 inline constexpr int kFinishSlices = 16;
 
 template <class T, class W>
@@ -87,12 +87,12 @@ __global__ void __launch_bounds__(32 * kFinishSlices)
   Round(sum, &out[column]);
 }
 
-// ---------------------------------------------------------------------------------- rows apart
+// ---------------------------------------------------------------------------------- strided rows
 
 inline constexpr int kStridedRowThreads = 256;
 
-// A block takes blockDim.x neighbouring rows; blockDim.y threads share each. The elements are read
-// again for each phase. For ops without column inputs.
+// A block takes blockDim.x neighbouring rows, and blockDim.y threads share each. The elements are
+// read again for each phase. For ops without column inputs.
 template <class F, class S>
 __global__ void __launch_bounds__(kStridedRowThreads)
     StridedRowsKernel(F initial, Arguments<F, S, S> arguments) {

@@ -1,4 +1,4 @@
-// Row-wise ops on CUDA: which kernel takes which rows, and its launch.
+// Row-wise ops on CUDA: chooses the kernel for the rows of a call and launches it.
 #pragma once
 
 #include <algorithm>
@@ -25,13 +25,12 @@ struct Launch {
   static constexpr bool kShortRow = !kSums && kResident == 1 && sizeof(S) == 2;
   static constexpr ResidentSettings kSettings =
       ChooseResident(kSums, kShortRow&& kColumnInputs<F> > 0, kOneRow, sizeof(S));
-  // (One column: a multiple of no vector's width.)
+  // One column is a multiple of no vector's width.
   static constexpr bool kHasInterleaved = Interleaves(sizeof(S), kSums, 1);
   static constexpr RowAccess kMisaligned =
       sizeof(S) == 2 ? RowAccess::kRealigned : RowAccess::kSingle;
   static constexpr bool kHasWarps = sizeof(S) < 8;
-  // Two rows that are both needed to the end: their values spilled (softmax backward, float16,
-  // 32768 x 4096: 0.74 of the copy's speed, packed 1.00).
+  // The values of two 16-bit rows that are both needed to the end would spill.
   static constexpr Tuning kDefaultTuning =
       !kSums && !kOneRow && sizeof(S) == 2 ? Tuning::kPacked : Tuning::kThroughput;
 
@@ -57,7 +56,7 @@ struct Launch {
     return RunBlock<kSettings.vectors>(access);
   }
 
-  // A warp, or a part of one, a row.
+  // Rows that a warp, or a part of one, takes.
   Status RunWarp(RowMapping mapping, RowAccess access) const {
     const bool aligned = access == RowAccess::kVectors;
     if constexpr (kSums) {
@@ -68,8 +67,8 @@ struct Launch {
     }
     if (mapping == RowMapping::kShort && aligned)
       return RunResident<32, 1, 1, Tuning::kThroughput, RowAccess::kVectors>(kGroupThreads);
-    // The misaligned rows of all three: a lane without a vector adds nothing, so the bits are the
-    // same.
+    // The misaligned rows of all three mappings share a kernel: a lane without a vector adds
+    // nothing, so the bits are the same.
     return RunLanes<32, kSettings.vectors, 1, kDefaultTuning>(access);
   }
 
@@ -79,7 +78,7 @@ struct Launch {
                  static_cast<std::int64_t>(sizeof(S)));
   }
 
-  // Behind the rows' functors.
+  // The partial sums lie behind the rows' functors.
   T* Partials() const {
     return reinterpret_cast<T*>(static_cast<unsigned char*>(call.scratch) +
                                 kMaxFunctorBytes * arguments.rows.count);
@@ -105,7 +104,7 @@ struct Launch {
     return aligned;
   }
 
-  // A block a row.
+  // Rows that a block takes.
   template <int kVectors>
   Status RunBlock(RowAccess access) const {
     constexpr bool kLong = kVectors > kSettings.vectors;
@@ -135,15 +134,14 @@ struct Launch {
         if (aligned)
           return RunResident<0, kVectors, kTotals, kDefaultTuning, RowAccess::kVectors>(threads);
       }
-      // Of 8 vectors a thread a misaligned row spills (layer norm, bfloat16, 16384 x 8191, share of
-      // the copy's speed: 0.67, so 0.80). Twice the threads with one total each give the same bits.
+      // With 8 vectors of a thread a misaligned row spills. Twice the threads with one total each
+      // give the same bits.
       constexpr int kHalves = kLong ? 2 : 1;
       return RunResident<0, kVectors / kHalves, kTotals / kHalves, Tuning::kPacked,
                          RowAccess::kRealigned>(kHalves * threads);
     } else {
-      // Two rows that are both needed to the end, by twice the threads: the same bits (softmax
-      // backward, float16, microseconds: 32768 x 4096 187.0, so 186.4; x 4095 201, so 191; but 8192
-      // x 16384, by 1024 threads, 217 instead of 187).
+      // Two rows that are both needed to the end get twice the threads, which give the same bits,
+      // unless these are 1024 and the rows aligned.
       if constexpr (kSplits && !kOneRow) {
         if (2 * threads <= kSettings.max_threads || !aligned)
           return RunLanes<0, kVectors / 2, 1, kDefaultTuning>(access, 2 * threads);
@@ -182,7 +180,7 @@ struct Launch {
     return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
   }
 
-  // Of a block that takes a row.
+  // Threads of a block that takes a row.
   int BlockThreads(int vectors_each) const {
     const std::int64_t vectors = (arguments.rows.columns + kWidth - 1) / kWidth;
     const int warp = vectors_each * 32;
@@ -287,8 +285,8 @@ struct Launch {
     return launched;
   }
 
-  // From global memory, and then the columns in a second pass: in the order in which a ring of
-  // these settings adds them, if there is one.
+  // Takes the rows from global memory. A second pass then sums the columns, in the order in which a
+  // pipeline of these settings adds them, if there is one.
   Status RunGlobal(const ClusterSettings& settings, bool aligned) const {
     Status launched = RunCluster<Source::kGlobal, false>(settings);
     if constexpr (kSums) {
@@ -307,7 +305,7 @@ struct Launch {
     const std::int64_t per_block = kSumThreads * (kVectorised ? kWidth : 1);
     const std::int64_t across = (arguments.rows.columns + per_block - 1) / per_block;
     const std::int64_t count = arguments.rows.count;
-    // The number of partial sums is the shape's alone.
+    // The shape alone decides the number of partial sums.
     std::int64_t down;
     unsigned groups = 1;
     if (settings.stages > 0) {

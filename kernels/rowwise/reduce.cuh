@@ -1,4 +1,4 @@
-// Reductions over the threads that share a row, in an order that their number alone decides.
+// Reductions over the threads that share a row, in an order that only their number decides.
 #pragma once
 
 #include "kernels/math/math.h"
@@ -7,27 +7,28 @@
 
 namespace twinop::rowwise {
 
-// The number in a compute type.
+// The float or double in a compute type.
 __device__ __forceinline__ float Plain(ReducedFloat value) { return value.value; }
 __device__ __forceinline__ float Plain(float value) { return value; }
 __device__ __forceinline__ double Plain(double value) { return value; }
 
-// (A maximum may lose a NaN: the sum that follows it has it.)
+// A maximum may lose a NaN; the sum that follows has it.
 template <Reduction kOp, class T>
 __device__ __forceinline__ T Combine(T a, T b) {
   if constexpr (kOp == kMax) return fmax(Plain(a), Plain(b));
   return Plain(a) + Plain(b);
 }
 
-// (Adding -0 changes nothing, so the compiler leaves it out; adding 0 would.)
+// The identity of the reduction. Adding -0 changes nothing, so the compiler leaves it out; adding 0
+// would.
 template <Reduction kOp, class T>
 __device__ __forceinline__ T Start() {
   if constexpr (kOp == kMax) return -T(INFINITY);
   return -T(0);
 }
 
-// What a thread adds up: kChains totals, so that additions need not wait for each other, and then
-// those in pairs.
+// What a thread adds up: kChains totals, so that additions do not wait for each other, which are
+// then added in pairs.
 template <Reduction kOp, class Total, int kChains>
 struct ThreadTotals {
   using T = std::remove_reference_t<decltype(std::declval<Total>()[0])>;
@@ -75,7 +76,7 @@ struct ThreadTotals {
   }
 };
 
-// Over kLanes neighbouring lanes; all of them get the result.
+// Reduces over kLanes neighbouring lanes. All of them get the result.
 template <int kLanes, Reduction kOp, class T, int N>
 __device__ __forceinline__ Values<T, N> ReduceLanes(Values<T, N> value) {
 #pragma unroll
@@ -86,9 +87,9 @@ __device__ __forceinline__ Values<T, N> ReduceLanes(Values<T, N> value) {
   return value;
 }
 
-// Over a warp, kCount totals at once: lane i gets that of values[i % kCount]. Of two, even lanes
-// add the first one's, odd lanes the second one's, as if each were alone. (Five shuffles for two
-// totals instead of ten, but more registers: layer norm in float16 would spill.)
+// Reduces kCount totals over a warp at once: lane i gets that of values[i % kCount]. Even lanes add
+// the first of two totals, odd lanes the second, as if each were alone. This takes five shuffles
+// for two totals instead of ten, but more registers.
 template <Reduction kOp, class T, int kCount>
 __device__ __forceinline__ T ReduceWarp(T (&values)[kCount], unsigned lane) {
   static_assert(kCount <= 2);
@@ -107,14 +108,14 @@ __device__ __forceinline__ T ReduceWarp(T (&values)[kCount], unsigned lane) {
   return values[0];
 }
 
-// A place for each warp's total, or for two.
+// A place for the total, or two totals, of each warp.
 template <class T>
 struct BlockStorage {
   static constexpr int kPlaces = 32;
   static constexpr int kPer = 16 / sizeof(T);  // of one access
   alignas(16) T values[2][kPlaces];
 
-  // What is read behind the totals of `count` warps.
+  // Fills the places behind the totals of `count` warps that are read as well.
   template <Reduction kOp>
   __device__ __forceinline__ void Pad(unsigned thread, unsigned count) {
     if (thread >= count && thread < min(32u, count + kPer - 1)) {
@@ -124,11 +125,11 @@ struct BlockStorage {
   }
 };
 
-// Over a group of `threads` threads of the block (a multiple of 32), which share a barrier; all of
-// them get the result. Thread i with two totals has those of threads i and i + threads of a group
-// of twice as many with one: the same order of additions, the same bits. Each reads all warps'
-// totals: a broadcast, 100 cycles less than a second round of shuffles. `kPadded`: the storage is
-// padded, and there is one total.
+// Reduces over a group of `threads` threads of the block (a multiple of 32), which share a barrier.
+// All of them get the result. Thread i with two totals has those of threads i and i + threads of a
+// group of twice as many with one: the order of additions and the bits are the same. Each thread
+// reads the totals of all warps, a broadcast, which takes 100 cycles less than a second round of
+// shuffles. `kPadded`: the storage is padded, and there is one total.
 template <Reduction kOp, bool kPadded = false, class T, int N, int kTotals>
 __device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N> (&totals)[kTotals],
                                                     int thread, int threads, int barrier,
@@ -149,7 +150,7 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N> (&totals)
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      // Of two totals, even lanes add the first one's, odd lanes the second one's.
+      // Even lanes add the first of two totals, odd lanes the second.
       const T given = kTotals == 2 && lane % 2 == 0 ? totals[kTotals - 1][i] : value[i];
       if (kTotals == 2 && lane % 2 == 1) value[i] = totals[kTotals - 1][i];
       value[i] = Combine<kOp>(value[i], T(__shfl_xor_sync(0xFFFFFFFFu, Plain(given), 1)));
@@ -200,17 +201,18 @@ __device__ __forceinline__ Values<T, N> ReduceBlock(const Values<T, N>& total, i
   return ReduceBlock<kOp>(totals, thread, threads, barrier, storage);
 }
 
-// What the blocks of a cluster send each other: two slots for each phase, this row's and the
-// next's.
+// What the blocks of a cluster send each other: two slots for each phase, for this row and the
+// next.
 template <class T, int kPhaseCount>
 struct ClusterExchange {
   alignas(8) hopper::Barrier arrived[2][kPhaseCount];
   alignas(16) T totals[2][kPhaseCount][2][kMaxCluster];
 };
 
-// Over the blocks of a cluster, each with a total of its own: every block sends it to every other;
-// all add them in the order of the ranks. `turn` counts the rows. A slot is used again two rows
-// later: by then each block has had the row's totals between from all others.
+// Reduces over the blocks of a cluster, each with a total of its own: every block sends it to every
+// other, and all add them in the order of the ranks. `row_count` counts the rows. A slot is used
+// again two rows later; by then each block has received the totals of the row between from all
+// others.
 template <int kPhase, Reduction kOp, class T, int kPhaseCount, int N>
 __device__ __forceinline__ Values<T, N> ReduceCluster(Values<T, N> total, std::uint32_t row_count,
                                                       int thread, int rank, int blocks,

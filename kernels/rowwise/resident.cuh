@@ -1,5 +1,5 @@
-// Rows held in registers: a part of a warp, a warp or a block takes a row, loads all of it before
-// the first use, reduces and writes.
+// Register-resident rows: a part of a warp, a warp or a block takes a row, loads all of it before
+// the first use, reduces it and writes the results.
 #pragma once
 
 #include <cstdint>
@@ -45,12 +45,11 @@ class ResidentRows : ResidentValues<Traits> {
                           unsigned char* shared)
       : Base(arguments, reads, shared), functor_(functor) {}
 
-  // A row for each group of threads.
+  // Takes one row with each group of threads.
   __device__ __forceinline__ void RunOnce() {
     const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kGroups + group_;
-    // A block's row exists. But where column inputs are loaded, knowing it costs registers
-    // (float32, 8192 x 16384, share of the copy's speed: layer norm 0.92, not knowing it 0.98;
-    // softmax 0.98, not knowing it 0.92).
+    // The row of a block exists. Where column inputs are loaded, the compiler makes better use of
+    // the registers if it does not know that.
     constexpr bool kKnown =
         kLanes == 0 &&
         (kColumns == 0 || Traits::kAccess != RowAccess::kVectors || kTuning == Tuning::kLatency);
@@ -62,14 +61,13 @@ class ResidentRows : ResidentValues<Traits> {
     } else {
       if (exists) LoadRow(row, raw);
     }
-    // (The compiler would load the column inputs where they are needed: layer norm, 1 x 4096, 1.86
-    // us, so 1.79.)
+    // Without this, the compiler would load the column inputs where they are used.
     if constexpr (kTuning == Tuning::kLatency) __syncwarp();
     Row(row, exists, raw, [] {});
   }
 
-  // Rows until there are no more, the next one loaded while this one is reduced; sums of the
-  // columns on the way.
+  // Takes rows until there are no more, and sums the columns on the way. The next row is loaded
+  // while this one is reduced.
   __device__ __forceinline__ void RunAndSum(Sum* partials) {
     KeepColumns();
     Base::BeginRows();
@@ -154,7 +152,7 @@ class ResidentRows : ResidentValues<Traits> {
     if constexpr (!kDirect) {
 #pragma unroll
       for (int o = 0; o < F::kRowOutputs; ++o)
-        if (IsWrittenLast(o))  // (a block's reduction was a barrier)
+        if (IsWrittenLast(o))  // a block's reduction was a barrier
           StoreMisaligned(o, row, exists, o > 0 || kLanes > 0, results[o]);
     }
   }
@@ -171,9 +169,8 @@ class ResidentRows : ResidentValues<Traits> {
         Access::template LoadColumns<kPlain>(functor_, k, ahead[k % 2]);
     };
     load_ahead(0);
-    // Before anything is unpacked: over the branches of a misaligned load, values are more
-    // registers than words (float16 layer norm, 32768 x 4095, share of the copy's speed: 0.65, so
-    // 0.85).
+    // The next vector is loaded before this one is unpacked: over the branches of a misaligned
+    // load, unpacked values take more registers than words.
     constexpr bool kBeforeUnpacking = !kDirect && sizeof(S) == 2;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {

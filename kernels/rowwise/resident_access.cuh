@@ -1,4 +1,4 @@
-// Rows held in registers: which part of a row each thread has, and how it moves between registers
+// Register-resident rows: which part of a row each thread has, and how it moves between registers
 // and memory.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace twinop::rowwise {
 
-// What distinguishes the register-resident kernels.
+// The template arguments of a register-resident kernel.
 template <class Functor, class Storage, class ColumnStorage, int kRowLanes, int kThreadVectors,
           int kThreadTotals, Tuning kTunedFor, RowAccess kRowAccess>
 struct ResidentTraits {
@@ -20,7 +20,7 @@ struct ResidentTraits {
   using W = ColumnStorage;                         // of column inputs
   static constexpr int kLanes = kRowLanes;         // that share a row; 0: all threads of a block
   static constexpr int kVectors = kThreadVectors;  // of each row input, in a thread
-  // With two, a thread adds up what two threads with half its vectors would.
+  // With two totals, a thread adds up what two threads with half its vectors would.
   static constexpr int kTotals = kThreadTotals;
   static constexpr Tuning kTuning = kTunedFor;
   static constexpr RowAccess kAccess = kRowAccess;
@@ -36,8 +36,8 @@ class ResidentAccess {
   static constexpr int kVectors = Traits::kVectors;
   static constexpr RowAccess kAccess = Traits::kAccess;
   static constexpr int kWidth = kVectorBytes / sizeof(S);
-  // Of kInterleaved, a lane's elements are all so many columns apart: a warp takes a stretch of the
-  // row, its lanes neighbouring elements, and one address serves them all.
+  // Columns between a lane's elements. With kInterleaved a warp takes a part of the row, its lanes
+  // take neighbouring elements, and one address serves all elements of a lane.
   static constexpr int kLaneStride = kAccess == RowAccess::kInterleaved ? 32 : 1;
   static constexpr bool kOneByOne =
       kAccess == RowAccess::kInterleaved || kAccess == RowAccess::kSingle;
@@ -61,13 +61,13 @@ class ResidentAccess {
                __all_sync(0xFFFFFFFFu, Left(kVectors - 1) > kWholeLeft)),
         shared_(Remembered(shared) + group_ * SharedBytesOf(lanes_)) {}
 
-  // Of shared memory, for each group of threads: one row at a time, where it is misaligned.
+  // Bytes of shared memory that each group of threads needs to realign a row.
   static constexpr __host__ __device__ int SharedBytesOf(int lanes) {
     return kDirect ? 0 : Realigner<S>::SharedVectors(lanes * kVectors) * kVectorBytes;
   }
 
-  // The first element of this lane's k-th vector, and the elements of the row from there on: none,
-  // or all where tensors are aligned.
+  // The column of the first element of this lane's k-th vector, and the elements of the row from
+  // there on: none, or a whole vector where tensors are aligned.
   __device__ __forceinline__ int Column(int k) const {
     if constexpr (kAccess == RowAccess::kInterleaved)
       return (lane_ / kLaneStride * kVectors + k) * kLaneStride * kWidth + lane_ % kLaneStride;
@@ -78,7 +78,7 @@ class ResidentAccess {
   __device__ __forceinline__ int Group() const { return group_; }
 
  protected:
-  // Hides what the address is made of: the compiler would make it anew for each access.
+  // Hides the origin of the address: the compiler would compute it again for each access.
   template <class U>
   static __device__ __forceinline__ U* Remembered(U* shared) {
     std::uint32_t address = hopper::SharedAddress(shared);
@@ -86,7 +86,7 @@ class ResidentAccess {
     return static_cast<U*>(__cvta_shared_to_generic(address));
   }
 
-  // (Unsigned: an address from it is one instruction.)
+  // Unsigned, because an address from it is then one instruction.
   template <class U>
   __device__ __forceinline__ U* At(U* row, int k) const {
     if constexpr (kAccess == RowAccess::kInterleaved)
@@ -94,8 +94,9 @@ class ResidentAccess {
     return row + static_cast<std::uint32_t>(Column(k));
   }
 
-  // body(k, whole) for each vector that this thread has; whole: all its elements are the row's. Of
-  // misaligned rows most warps have whole vectors only, which spares them all comparisons.
+  // Calls body(k, whole) for each vector that this thread has. `whole` says that all its elements
+  // are the row's. Most warps of misaligned rows have whole vectors only, which spares them all
+  // comparisons.
   template <class Body>
   __device__ __forceinline__ void ForEachVector(bool exists, const Body& body) const {
     if (kAccess != RowAccess::kVectors && whole_) {
@@ -110,15 +111,14 @@ class ResidentAccess {
 
   __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
     const S* const input = Offset(arguments_.inputs[j], row * arguments_.strides[j]);
-    // One realigned row is not faster so (32768 x 4095, bfloat16 softmax 3 % slower); two, of which
-    // one is held, are by 4 to 6 %.
+    // The L2 hint slows down the reads of one realigned row, and speeds up those of two.
     return kDirect || F::kPreparedOutput >= 0 ? reads_.Of(input) : input;
   }
   __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
     return Offset(arguments_.outputs[o], row * arguments_.rows.columns);
   }
 
-  // Of a row that has `count` elements.
+  // Loads the k-th vector of a row that has `count` elements.
   template <bool kPlain, class U>
   __device__ __forceinline__ void Load(const U* row, int k, int count,
                                        Vector<U, kWidth>* vector) const {
@@ -136,15 +136,15 @@ class ResidentAccess {
     }
   }
 
-  // Where rows follow rows. (Of a warp's misaligned ones the pieces would be spilled.)
+  // Where rows follow rows. A warp's misaligned vectors would spill.
   static constexpr bool kHidesAddresses = F::kColumnSums > 0 && (kLanes == 0 || kDirect);
-  // Where rows follow rows in a block, its threads are no more than a row's vectors. (Float64 rows
-  // of all widths are a block's.)
+  // Where rows follow rows in a block, its threads are no more than a row's vectors, except in
+  // float64, whose blocks take rows of all widths.
   static constexpr bool kHasFirst = F::kColumnSums > 0 && kLanes == 0 && kDirect && sizeof(S) < 8;
   __device__ __forceinline__ bool HasVector(int k) const {
     return (kHasFirst && k == 0) || Left(k) > 0;
   }
-  // Whether to move a vector at all. (Of single elements each is asked for itself.)
+  // Whether to move a vector at all. Single elements are checked one by one.
   __device__ __forceinline__ bool Asks(int k) const { return kOneByOne || HasVector(k); }
 
   template <bool kPlain>
@@ -158,13 +158,13 @@ class ResidentAccess {
     }
   }
 
-  // A misaligned row as it lies in memory; Realign gives each thread its vectors.
+  // Loads a row; a misaligned one as it lies in memory, for Realign.
   __device__ __forceinline__ void LoadInput(int j, std::int64_t row, MovedRow* pieces) const {
     if constexpr (kDirect) {
-      // Hidden addresses are made once; the compiler makes the others better where they are used
-      // (softmax backward, bfloat16, 16384 x 11008: 249 us, made once 269 us).
+      // Hidden addresses are computed once. The compiler computes the others better where they are
+      // used.
       const S* const start = Input(j, row);
-#pragma unroll  // (of two branches, each would wait for its loads)
+#pragma unroll  // without a branch around all: each branch would wait for its own loads
       for (int k = 0; k < kVectors; ++k)
         if (Asks(k))
           Load<false>(kHidesAddresses ? start : Input(j, row), k, columns_, &pieces->vectors[k]);
@@ -173,7 +173,8 @@ class ResidentAccess {
     }
   }
 
-  // again: the room was in use before.
+  // Gives each thread its vectors of a misaligned row. `again`: the shared memory was in use
+  // before.
   __device__ __forceinline__ void Realign(int j, std::int64_t row, bool exists, bool again,
                                           MovedRow* pieces) const {
     const Realigner<S> realigner = RealignerOf(Input(j, row), exists);
@@ -183,15 +184,14 @@ class ResidentAccess {
     realigner.Get(pieces);
   }
 
-  // Two rows of which only what Prepared makes of them is needed: that is held. An aligned one is
-  // written at once.
+  // Loads two rows of which only F::Prepared of each pair is needed, and keeps that. An aligned
+  // result is written at once.
   __device__ __forceinline__ void LoadPrepared(std::int64_t row, bool exists, MovedRow* raw) const {
     static_assert(kEarlyInputs<F> == 2);
     if constexpr (kDirect) {
       if (exists) {
         LoadInput(0, row, raw);
-        // Of 8 vectors, registers are left for two of the other row (float32, 8192 x 16384,
-        // add_rms_norm, share of the copy's speed: 0.97, by four 0.90, all at once 0.63).
+        // With 8 vectors of a thread, registers are left for two vectors of the other row.
         constexpr int kChunk = kVectors > 4 ? 2 : kVectors;
 #pragma unroll
         for (int first = 0; first < kVectors; first += kChunk) {
@@ -241,7 +241,7 @@ class ResidentAccess {
     realigner.Store(vectors, Output(o, row));
   }
 
-  // Whether there is nothing to ask before this thread's part of the column inputs is loaded.
+  // Whether this thread's part of the column inputs is loaded without checks.
   __device__ __forceinline__ bool PlainColumns() const {
     bool plain = kAccess == RowAccess::kVectors || whole_;
 #pragma unroll
@@ -262,7 +262,8 @@ class ResidentAccess {
         columns[c] = DefaultColumn(functor, c);
         const bool present = arguments_.columns[c] != nullptr;
         if constexpr (kDirect) {
-          // Hidden, so that the load is predicated: behind a branch it would wait for those before.
+          // Hidden, so that the load is predicated. Behind a branch it would wait for the loads
+          // before it.
           if (!present) count = 0;
           asm("" : "+r"(count));
         } else if (!present) {
@@ -273,7 +274,7 @@ class ResidentAccess {
     }
   }
 
-  // Instead of an absent column input.
+  // What replaces an absent column input.
   static __device__ __forceinline__ Vector<W, kWidth> DefaultColumn(const F& functor, int c) {
     ElementCompute<W> values[kWidth];
 #pragma unroll
@@ -284,13 +285,13 @@ class ResidentAccess {
   const Arguments<F, S, W>& arguments_;
   const Reads& reads_;
   const int columns_, lanes_, lane_, group_;
-  // All threads of the warp have whole vectors; of a realigned row, another one follows each.
+  // All threads of the warp have whole vectors; behind those of a realigned row lies another one.
   const bool whole_;
 
  private:
   static constexpr int kWholeLeft = kDirect ? (kWidth - 1) * kLaneStride : 2 * kWidth - 1;
 
-  // The product is hidden: the compiler would make it anew for each access.
+  // Hides the product: the compiler would compute it again for each access.
   template <class U>
   static __device__ __forceinline__ U* Offset(U* tensor, std::int64_t elements) {
     if constexpr (!kHidesAddresses) return tensor + elements;
@@ -300,7 +301,7 @@ class ResidentAccess {
     return reinterpret_cast<U*>(reinterpret_cast<Byte*>(tensor) + bytes);
   }
 
-  // Hidden too: the compiler would load it again for each use.
+  // Hidden as well: the compiler would load it again for each use.
   static __device__ __forceinline__ int BlockLanes() {
     int lanes = static_cast<int>(blockDim.x);
     asm("" : "+r"(lanes));

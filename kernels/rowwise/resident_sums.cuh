@@ -1,4 +1,4 @@
-// Rows held in registers: sums of the columns on the way.
+// Register-resident rows: column sums on the way.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace twinop::rowwise {
 
-// What one thread adds up of the columns that it has of every row.
+// What one thread adds up for the columns that it has of every row.
 template <class Traits>
 class ResidentColumnSums {
  public:
@@ -28,7 +28,8 @@ class ResidentColumnSums {
     for (int s = 0; s < kSums; ++s) sums_[s][k][i] = Plain(WithTerm(T(sums_[s][k][i]), term, s));
   }
 
-  // partials[sum][block][column]. The groups of a block add theirs up first, in state.
+  // Writes partials[sum][block][column]. The groups of a block first add theirs up, one after the
+  // other.
   __device__ __forceinline__ void Write(const Access& access, std::int64_t columns,
                                         Sum* partials) const {
     if constexpr (kLanes > 0) {

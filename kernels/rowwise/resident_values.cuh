@@ -1,4 +1,4 @@
-// Rows held in registers: their values, phase by phase, and the reductions over them.
+// Register-resident rows: their values, phase by phase, and the reductions over them.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +73,7 @@ class ResidentValues : public ResidentAccess<Traits> {
     }
   }
 
-  // Hides that the words are what they were, so that values made of them are made again.
+  // Hides that the words are the same as before, so that values are unpacked from them again.
   __device__ __forceinline__ static void Forget(RawRow& raw) {
     if constexpr (kPacked) {
 #pragma unroll
@@ -85,7 +85,7 @@ class ResidentValues : public ResidentAccess<Traits> {
     }
   }
 
-  // Hides what the values are made of: they would be unpacked again for each phase.
+  // Hides the origin of the values: the compiler would unpack them again for each phase.
   __device__ __forceinline__ static void Pin(RowValues& values) {
     if constexpr (sizeof(S) == 2) {
 #pragma unroll
@@ -97,7 +97,7 @@ class ResidentValues : public ResidentAccess<Traits> {
     }
   }
 
-  // All phases, one after another.
+  // Runs all phases, one after another.
   __device__ __forceinline__ void Reduce(F* functor, RowValues& values, bool exists, RawRow& raw) {
     if constexpr (F::kMoments && kLanes == 0 && sizeof(S) == 2) {
       ReduceMoments(functor, values, exists, raw);
@@ -106,7 +106,7 @@ class ResidentValues : public ResidentAccess<Traits> {
     }
   }
 
-  // Before the first of several rows is reduced, and before each of the others.
+  // BeginRows runs before the first of several rows is reduced, NextRow before each of the others.
   __device__ __forceinline__ void BeginRows() {
     if constexpr (kLanes == 0) {
       __shared__ BlockStorage<T> storage[2];
@@ -141,7 +141,7 @@ class ResidentValues : public ResidentAccess<Traits> {
     Forget(raw);
     ForEachVector(exists, [&](int k, auto whole) {
       if constexpr (kPacked) VectorValues<kPhase>(*functor, raw, k, values[k]);
-      // Of the phases, only those of ops that sum columns look at the column inputs.
+      // In the phases, only ops that sum columns look at the column inputs.
       Values<T, kColumns> columns[kWidth];
       if constexpr (kSums > 0) ColumnValues(resident_columns_[k], columns);
 #pragma unroll
@@ -156,8 +156,8 @@ class ResidentValues : public ResidentAccess<Traits> {
     if constexpr (kLanes > 0) {
       totals[0] = ReduceLanes<kLanes, kOp>(totals[0]);
     } else {
-      // Rows in turn need another barrier before a phase's storage is used again: the next phase's,
-      // or, if it is the only one, the next row's.
+      // Rows that follow each other need another barrier before a phase's storage is used again:
+      // that of the next phase, or of the next row if there is only one phase.
       if constexpr (kSums > 0) {
         static_assert(kPhases<F> <= 2);
         totals[0] = ReduceBlock<kOp, true>(totals, threadIdx.x, blockDim.x, 0,
@@ -170,11 +170,9 @@ class ResidentValues : public ResidentAccess<Traits> {
     functor->Finish(Phase<kPhase>{}, totals[0]);
   }
 
-  // The phases of F::kMoments, both at once: the squares of the values as they are take one pass
-  // and one barrier. Only where most of them is the mean's would they cancel: then what is left is
-  // squared after all. Microseconds, bfloat16 (H200), one phase after the other / both at once:
-  // 32768 x 4095 159 / 153, x 4096 130 / 128, 64 x 4096 in a CUDA graph 1.54 / 1.41. (Float32 waits
-  // for memory either way.)
+  // Runs both phases of F::kMoments at once: the squares of the values as they are take one pass
+  // and one barrier. They cancel only where most of them belong to the mean; then the second phase
+  // runs after all.
   __device__ __forceinline__ void ReduceMoments(F* functor, RowValues& values, bool exists,
                                                 RawRow& raw) {
     using One = Values<T, 1>;
@@ -202,7 +200,7 @@ class ResidentValues : public ResidentAccess<Traits> {
     const T minus_mean = functor->Term(Phase<1>{}, zero, {})[0];
     const T left = Fma(sum, minus_mean, all);
     constexpr float kMostCancelled = 64;  // 6 of 24 bits
-    // (Not if it is NaN; of large bfloat16 numbers the squares may be infinite.)
+    // False for NaN. The squares of large bfloat16 numbers may be infinite.
     if (Plain(all) <= kMostCancelled * Plain(left) && Plain(all) < INFINITY) {
       functor->Finish(Phase<1>{}, One{{left}});
       if constexpr (!kPacked) {  // the values as the phase would leave them
