@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
         place = strides.Locate(v * kWidth, offsets[j]);
       }
       const std::uint32_t left = strides.row.size.divisor - place;
-      // The row goes on for a vector on both sides: what lies around it may be no part of the
-      // tensor.
+      // Whether the row goes on for a vector on both sides. What lies beyond it may not belong to
+      // the tensor.
       const bool inside = place >= kWidth && left >= 2 * kWidth;
       std::int64_t next[kOperands] = {};
       if (kGathers && !inside) strides.Locate(v * kWidth + left, next);
@@ -274,7 +274,7 @@ template <class F, class T, int kOutputs, int kInputs>
 Status LaunchStrided(const Call& call, const F& functor, const Outputs<T, kOutputs>& out,
                      const Inputs<T, kInputs>& in) {
   const auto layout = MakeLayout<kOutputs, kInputs>(call);
-  // Tensors that have strides and are flat all the same, as a part of whole rows.
+  // Tensors that have strides may still be flat: a range of whole rows, for example.
   if (layout.IsFlat() && AreAligned(in) && AreAligned(out))
     return LaunchFlat(call, functor, out, in);
   return LaunchLayout(call, functor, layout, out, in);

@@ -140,8 +140,8 @@ struct Launch {
       return RunResident<0, kVectors / kHalves, kTotals / kHalves, Tuning::kPacked,
                          RowAccess::kRealigned>(kHalves * threads);
     } else {
-      // Two rows that are both needed to the end get twice the threads, which give the same bits,
-      // unless these are 1024 and the rows aligned.
+      // Two rows that are both needed to the end get twice the threads, which give the same bits.
+      // Aligned rows are faster without if that would be 1024 threads.
       if constexpr (kSplits && !kOneRow) {
         if (2 * threads <= kSettings.max_threads || !aligned)
           return RunLanes<0, kVectors / 2, 1, kDefaultTuning>(access, 2 * threads);
@@ -188,17 +188,14 @@ struct Launch {
   }
 
   Status RunStrided() const {
-    if constexpr (kColumnInputs<F> == 0 && !kSums) {
-      const Rows& rows = arguments.rows;
-      unsigned across = 32;
-      while (across > 1 && static_cast<std::int64_t>(across) / 2 >= rows.inner) across /= 2;
-      const std::int64_t outer = rows.count / rows.inner;
-      const std::int64_t blocks = outer * ((rows.inner + across - 1) / across);
-      return LaunchKernel(StridedRowsKernel<F, S>,
-                          Dependent({blocks, dim3(across, kStridedRowThreads / across)}), call,
-                          functor, arguments);
-    }
-    return {};
+    const Rows& rows = arguments.rows;
+    unsigned across = 32;
+    while (across > 1 && static_cast<std::int64_t>(across) / 2 >= rows.inner) across /= 2;
+    const std::int64_t outer = rows.count / rows.inner;
+    const std::int64_t blocks = outer * ((rows.inner + across - 1) / across);
+    return LaunchKernel(StridedRowsKernel<F, S>,
+                        Dependent({blocks, dim3(across, kStridedRowThreads / across)}), call,
+                        functor, arguments);
   }
 
   // ---------------------------------------------------------------------------------- wide rows
