@@ -224,11 +224,11 @@ struct Launch {
         return ChooseResidentCluster(policy, columns, kWidth, VectorsPerThread(kResident, is_long),
                                      kRowBytes, kColumnBytes);
       };
-      const ClusterSettings held = choose(false);
-      if (held.stages > 0) {
-        if (aligned) return RunCluster<Source::kRegisters, false>(held);
-        if constexpr (kHasRegistersUnaligned) return RunRegistersUnaligned(policy, held);
-        return RunGlobal(held, aligned);
+      const ClusterSettings resident = choose(false);
+      if (resident.stages > 0) {
+        if (aligned) return RunCluster<Source::kRegisters, false>(resident);
+        if constexpr (kHasRegistersUnaligned) return RunRegistersUnaligned(policy, resident);
+        return RunGlobal(resident, aligned);
       }
       if constexpr (kHasRegistersLong) {
         const ClusterSettings two_slices = choose(true);
