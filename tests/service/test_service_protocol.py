@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import service_models as models
 from service_fixtures import Served, receive, serve, split, tensor, wait_until
-from service_rows import message
+from service_rows import in_flight, message
 
 from twinop.deploy.service.protocol import pb
 
@@ -144,11 +145,11 @@ def test_work_of_a_client_that_has_gone_is_dropped(served: Served) -> None:
     before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
     with served.connect() as first:
         first.sendall(slow_request())
-        time.sleep(0.05)
-        for _ in range(5):  # these wait behind the first
-            with served.connect() as other:
-                other.sendall(slow_request())
-                time.sleep(0.02)
+        wait_until(lambda: in_flight(served, 1))
+        with ExitStack() as stack:
+            for _ in range(5):  # these wait behind the first
+                stack.enter_context(served.connect()).sendall(slow_request())
+            wait_until(lambda: in_flight(served, 6))
         wait_until(lambda: cancelled(served) == before + 5)
         assert receive(first).status == 200
         first.sendall(slow_request())  # runs after all requests that were not dropped
@@ -160,11 +161,11 @@ def test_work_that_a_client_has_sent_ahead_goes_with_it(served: Served) -> None:
     before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
     with served.connect() as first:
         first.sendall(slow_request())
-        time.sleep(0.05)
-        for _ in range(3):
-            with served.connect() as other:
-                other.sendall(slow_request() * 2)  # the second starts only after the first is answered
-                time.sleep(0.02)
+        wait_until(lambda: in_flight(served, 1))
+        with ExitStack() as stack:
+            for _ in range(3):  # of each pair the second starts only after the first is answered
+                stack.enter_context(served.connect()).sendall(slow_request() * 2)
+            wait_until(lambda: in_flight(served, 4))
         wait_until(lambda: cancelled(served) == before + 3)
         assert receive(first).status == 200
     time.sleep(0.1)
@@ -178,10 +179,10 @@ def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) 
     head = b"POST /v2/models/slow/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body)
     with served.connect() as first:
         first.sendall(slow_request())
-        time.sleep(0.05)
+        wait_until(lambda: in_flight(served, 1))
         with served.connect() as other:
             other.sendall(head + body)
-            time.sleep(0.1)
+            wait_until(lambda: in_flight(served, 2))
         wait_until(lambda: cancelled(served) == before + 1)
         assert receive(first).status == 200
 
@@ -190,9 +191,9 @@ def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
     before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
     request = message("slow")
     first = stub.ModelInfer.future(request)
-    time.sleep(0.05)
+    wait_until(lambda: in_flight(served, 1))
     others = [stub.ModelInfer.future(request) for _ in range(5)]
-    time.sleep(0.05)
+    wait_until(lambda: in_flight(served, 6))
     for other in others:
         other.cancel()
     wait_until(lambda: cancelled(served) == before + 5)
