@@ -3,7 +3,7 @@
 include(OrtHeaders)
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
 
-# Asked for at every configure: ORT_ROOT may have changed, or the cache may be gone.
+# At every configure, because ORT_ROOT may have changed or the cache may be gone.
 set(TWINOP_ORT_INCLUDE "" CACHE PATH "Folder of onnxruntime_c_api.h; cmake/OrtHeaders.cmake finds it when empty")
 set(ort_include "${TWINOP_ORT_INCLUDE}")
 if(NOT ort_include)
@@ -29,6 +29,6 @@ target_compile_definitions(twinop_torch_headers INTERFACE TORCH_TARGET_VERSION=0
 
 add_library(twinop_libtorch INTERFACE)
 target_link_directories(twinop_libtorch INTERFACE "${torch}/lib")
-# libtorch.so brings CUDA torch's libraries in where they exist; nothing here refers to it by name.
+# libtorch.so loads the CUDA libraries of torch if there are any. No symbol here refers to it.
 target_link_options(twinop_libtorch INTERFACE "LINKER:--no-as-needed")
 target_link_libraries(twinop_libtorch INTERFACE torch torch_cpu)

@@ -2,8 +2,8 @@
 #
 # One OBJECT library, twinop_op_<name>, for one op header: compiled by the C++ compiler for the record and
 # the CPU launcher and, with CUDA, by nvcc for the CUDA launcher. Every library that links the target
-# carries the very same object code. nvcc compiles the backward ops of a header apart from the others
-# (TWINOP_PART in kernels/record/registry.h): inference does not load their kernels, and both compile at once.
+# has the same object code. nvcc compiles the backward ops of a header separately (TWINOP_PART in
+# kernels/record/registry.h), so that inference does not load their kernels and both parts compile at the same time.
 function(twinop_add_op name header)
   set(folder "${CMAKE_CURRENT_BINARY_DIR}/ops")
   set(sources "${folder}/${name}.cpp")
@@ -65,14 +65,14 @@ function(twinop_add_library name)
   add_library(${name} SHARED "${source}")
   target_link_libraries(${name} PRIVATE twinop_options ${arg_OPS} twinop_ort twinop_cuda_runtime)
   twinop_finish_library(${name} ort_customop/exports.map)
-  # The adapter is an archive, which nothing refers to. Each library calls its own twinop_library.
+  # Nothing else refers to the archive of the adapter. Each library calls its own twinop_library.
   target_link_options(${name} PRIVATE "LINKER:--undefined=RegisterCustomOps" "LINKER:-Bsymbolic")
 endfunction()
 
 function(twinop_finish_library name exports)
   set(map "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../${exports}")
-  # nodelete: a runtime may unload the library with its last session and load it again for the next one, and what
-  # the library set up for the life of the process (the ops, the CUDA runtime) would be lost every time.
+  # nodelete: a runtime may unload the library with its last session and load it again for the next one. Each time,
+  # the ops and the CUDA runtime, which live as long as the process, would be lost.
   target_link_options(${name} PRIVATE "LINKER:--version-script=${map}" "LINKER:--no-undefined"
                                       "LINKER:-z,nostart-stop-gc" "LINKER:-z,nodelete"
                                       $<$<NOT:$<CONFIG:Debug>>:LINKER:--strip-all>)

@@ -1,4 +1,4 @@
-"""What tests share: where the libraries are, torch with the test ops, no CUDA tests without a GPU."""
+"""Shared by all tests: the paths of the libraries, torch with the test ops, no CUDA tests without a GPU."""
 
 import importlib.util
 import os
@@ -12,12 +12,11 @@ from architectures_table import pytest_terminal_summary  # noqa: F401 (a hook)
 
 from twinop.library import find_library
 
-# Two test processes on two cores: threads of torch's that wait in a loop keep others from working (97 s of
-# tests, so 59). Read when torch is imported.
+# Waiting threads of torch would spin and slow other test processes down. torch reads this at its import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.pop("COLUMNS", None)  # xdist sets it, and rich takes it for good when it is imported
+os.environ.pop("COLUMNS", None)  # xdist sets it, and rich reads it once, at its import
 
-if importlib.util.find_spec("kserve") is None:  # a GPU machine with what the kernels need and no more
+if importlib.util.find_spec("kserve") is None:  # a GPU machine with the packages for kernels only
     collect_ignore_glob = ["service/*.py", "pack/*.py", "bench/test_bench_soak.py"]
 
 
