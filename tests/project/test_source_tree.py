@@ -1,4 +1,4 @@
-"""The sources stay readable: no import cycles, no imports from a higher layer."""
+"""The sources stay readable: no long files, no import cycles, no imports from a higher layer."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from twinop.bench.report import BenchError
 from twinop.bench.source_tree import SourceTree
 
 ROOT = Path(__file__).resolve().parents[2]
+LONGEST = 350
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +17,11 @@ def tree() -> SourceTree:
         return SourceTree.of(ROOT)
     except BenchError as error:
         pytest.skip(str(error))
+
+
+def test_no_file_is_long(tree: SourceTree) -> None:
+    long = [f"{name}: {lines} lines" for lines, name in tree.longest() if lines > LONGEST]
+    assert not long, f"more than {LONGEST} lines; split these files:\n" + "\n".join(long)
 
 
 def test_modules_do_not_import_each_other_in_a_circle(tree: SourceTree) -> None:
