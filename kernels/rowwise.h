@@ -206,20 +206,6 @@ constexpr std::int64_t ColumnSumsBytes(std::int64_t rows, std::int64_t columns) 
 }
 // ---------------------------------------------------------------------------------- a call
 
-// The tensors of a call: rows have element type S, column inputs and column sums have W.
-template <class F, class S, class W>
-struct Arguments {
-  static constexpr int kInputs = kRowInputs<F>;
-  static constexpr int kColumns = kColumnInputs<F>;
-
-  const S* inputs[kInputs];        // null: absent
-  std::int64_t strides[kInputs];   // elements from row to row
-  const W* columns[kColumns + 1];  // null: absent
-  S* outputs[F::kRowOutputs];      // dense; null: not wanted
-  W* sums[F::kColumnSums + 1];     // null: not wanted
-  Rows rows;
-};
-
 // The number of elements between the starts of two rows. The leading dimensions collapse to one
 // stride, as the record's `rows` asks of the adapters.
 inline std::int64_t RowStride(const Tensor& tensor, const Rows& rows) {
@@ -252,25 +238,6 @@ Rows RowsOf(const CallOf<Op>& call) {
   return kDimension.to_the_end ? RowsBehind(first, axis) : RowsAlong(first, axis);
 }
 
-template <class F, class S, class W, class Op>
-Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
-  Arguments<F, S, W> arguments{};
-  arguments.rows = rows;
-  for (int i = 0; i < kRowInputs<F>; ++i) {
-    const Tensor& input = call.inputs[kRowIndices<F, Op>[i]];
-    arguments.inputs[i] = input.template as<const S>();
-    arguments.strides[i] = input.data == nullptr ? 0 : RowStride(input, rows);
-  }
-  for (int i = 0; i < kColumnInputs<F>; ++i)
-    arguments.columns[i] = call.inputs[kColumnIndices<F, Op>[i]].template as<const W>();
-  for (int i = 0; i < F::kRowOutputs; ++i) arguments.outputs[i] = call.outputs[i].template as<S>();
-  for (int i = 0; i < F::kColumnSums; ++i) {
-    const Tensor& sum = call.outputs[F::kRowOutputs + i];
-    arguments.sums[i] = sum.numel == 0 ? nullptr : sum.template as<W>();
-  }
-  return arguments;
-}
-
 // Makes the functor of a call, from the call and its rows if the functor has such a constructor.
 template <class F, class Op>
 F MakeFunctor(const CallOf<Op>& call, const Rows& rows) {
@@ -284,30 +251,6 @@ F MakeFunctor(const CallOf<Op>& call, const Rows& rows) {
   }
 }
 
-// Calls body(functor, Arguments) for the call's types. Column inputs have the type of the rows or,
-// if the rows have 16-bit types, float32.
-template <template <class> class F, class Op, class Body>
-[[gnu::always_inline]] inline Status DispatchRows(const CallOf<Op>& call, Body&& body) {
-  return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
-    using S = typename decltype(tag)::Type;
-    using Functor = F<ElementCompute<S>>;
-    const Rows rows = RowsOf<Functor>(call);
-    const auto functor = MakeFunctor<Functor>(call, rows);
-    if constexpr (sizeof(S) == 2 && kColumnInputs<Functor> > 0) {
-      for (int i = 0; i < kColumnInputs<Functor>; ++i) {
-        const Tensor& column = call.inputs[kColumnIndices<Functor, Op>[i]];
-        if (column.present && column.dtype == DType::kFloat32)
-          return body(functor, MakeArguments<Functor, S, float>(call, rows));
-      }
-      // If the weight of a backward op is absent, the gradient of its bias has the type.
-      for (int i = 0; i < Functor::kColumnSums; ++i)
-        if (call.outputs[Functor::kRowOutputs + i].dtype == DType::kFloat32)
-          return body(functor, MakeArguments<Functor, S, float>(call, rows));
-    }
-    return body(functor, MakeArguments<Functor, S, S>(call, rows));
-  });
-}
-
 // The launchers of a functor on each device.
 template <template <class> class F, class Op>
 Status Cpu(const CallOf<Op>& call);
@@ -317,79 +260,17 @@ Status Cuda(const CallOf<Op>& call);
 }  // namespace twinop::rowwise
 
 #if defined(__CUDACC__)
+#include "kernels/rowwise/arguments.cuh"
 #include "kernels/rowwise/cuda.cuh"
 #else
 #include "kernels/rowwise/cpu.h"
 #endif
 
+#include "kernels/rowwise/check_functor.h"
+
 namespace twinop::rowwise {
 
 // ---------------------------------------------------------------------------------- an op
-
-template <class F, class T, int kPhase, class = void>
-inline constexpr bool kHasPhase = false;
-template <class F, class T, int kPhase>
-inline constexpr bool kHasPhase<
-    F, T, kPhase,
-    std::void_t<Terms<F, T, kPhase>, decltype(std::declval<F&>().Finish(
-                                         Phase<kPhase>{}, std::declval<Terms<F, T, kPhase>>()))>> =
-    true;
-
-template <class F, class T, class = void>
-inline constexpr bool kHasResult = false;
-template <class F, class T>
-inline constexpr bool
-    kHasResult<F, T,
-               std::void_t<decltype(std::declval<const F&>().Result(
-                   std::declval<const Values<T, kRowInputs<F>>&>(),
-                   std::declval<const Values<T, kColumnInputs<F>>&>())[F::kRowOutputs - 1])>> =
-        true;
-
-template <std::size_t kCount>
-constexpr bool AllFound(const std::array<int, kCount>& indices) {
-  for (int index : indices)
-    if (index < 0) return false;
-  return true;
-}
-
-// Checks a functor against its op's record and against the limits of the skeleton. The compiler's
-// message names the functor and the op.
-template <class F, class T, class Op>
-constexpr bool CheckFunctor() {
-  constexpr const Record& kRecord = Op::kRecord;
-  constexpr bool kSums = F::kColumnSums > 0;
-  static_assert(kRowInputs<F> > 0, "kRows names at least one input");
-  static_assert(AllFound(kRowIndices<F, Op>), "kRows names an input that the schema does not have");
-  static_assert(AllFound(kColumnIndices<F, Op>),
-                "kColumns names an input that the schema does not have");
-  static_assert(F::kRowOutputs + F::kColumnSums == static_cast<int>(kRecord.schema.output_count),
-                "kRowOutputs and kColumnSums together are the number of the schema's outputs");
-  static_assert(kRecord.row_dimension.given, "the record of a row-wise op has .rows(...)");
-  static_assert(kPhases<F> == 1 || kPhases<F> == 2, "Phases are one or two reductions");
-  static_assert(kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>,
-                "each phase has `Values<T, N> Term(Phase<i>, Values<T, rows>&, const Values<T, "
-                "columns>&) const` and `void Finish(Phase<i>, const Values<T, N>& total)`");
-  static_assert(kHasResult<F, T>,
-                "`Values<T, kRowOutputs> Result(const Values<T, rows>&, const Values<T, columns>&) "
-                "const` is missing");
-  static_assert(!kSums || F::kColumnSums == 2, "there are two column sums, or none");
-  static_assert(sizeof(F) <= kMaxFunctorBytes, "a row-wise functor has at most 64 bytes");
-  static_assert(F::kLateInputs == 0 || F::kLateInputs == 1, "kLateInputs is 0 or 1");
-  static_assert(F::kPreparedOutput < 0 || kRowInputs<F> == 2,
-                "a functor with a prepared output has two row inputs");
-  if constexpr (kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>) {
-    constexpr std::size_t kTerms =
-        std::max(sizeof(Terms<F, T, 0>), sizeof(Terms<F, T, kPhases<F> - 1>)) / sizeof(T);
-    static_assert(kTerms <= 2, "a phase sums one or two terms");
-    static_assert(kTerms == 1 || kColumnInputs<F> > 0 || kSums,
-                  "a functor without column inputs sums one term in each phase");
-  }
-  // (The kernels for rows along an inner dimension have neither.)
-  static_assert((kColumnInputs<F> == 0 && !kSums) || kRecord.row_dimension.to_the_end ||
-                    (kRecord.row_dimension.attribute < 0 && kRecord.row_dimension.value == -1),
-                "an op with column inputs or column sums has .rows(\"axis:\") or .rows(\"-1\")");
-  return true;
-}
 
 // Runs a functor on the device that this compiler builds for.
 template <template <class> class F, class Op>

@@ -1,0 +1,67 @@
+// What a kernel of the row-wise skeleton gets of a call.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/rowwise.h"
+
+namespace twinop::rowwise {
+
+// The tensors of a call: rows have element type S, column inputs and column sums have W.
+template <class F, class S, class W>
+struct Arguments {
+  static constexpr int kInputs = kRowInputs<F>;
+  static constexpr int kColumns = kColumnInputs<F>;
+
+  const S* inputs[kInputs];        // null: absent
+  std::int64_t strides[kInputs];   // elements from row to row
+  const W* columns[kColumns + 1];  // null: absent
+  S* outputs[F::kRowOutputs];      // dense; null: not wanted
+  W* sums[F::kColumnSums + 1];     // null: not wanted
+  Rows rows;
+};
+
+template <class F, class S, class W, class Op>
+Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
+  Arguments<F, S, W> arguments{};
+  arguments.rows = rows;
+  for (int i = 0; i < kRowInputs<F>; ++i) {
+    const Tensor& input = call.inputs[kRowIndices<F, Op>[i]];
+    arguments.inputs[i] = input.template as<const S>();
+    arguments.strides[i] = input.data == nullptr ? 0 : RowStride(input, rows);
+  }
+  for (int i = 0; i < kColumnInputs<F>; ++i)
+    arguments.columns[i] = call.inputs[kColumnIndices<F, Op>[i]].template as<const W>();
+  for (int i = 0; i < F::kRowOutputs; ++i) arguments.outputs[i] = call.outputs[i].template as<S>();
+  for (int i = 0; i < F::kColumnSums; ++i) {
+    const Tensor& sum = call.outputs[F::kRowOutputs + i];
+    arguments.sums[i] = sum.numel == 0 ? nullptr : sum.template as<W>();
+  }
+  return arguments;
+}
+
+// Calls body(functor, Arguments) for the call's types. Column inputs have the type of the rows or,
+// if the rows have 16-bit types, float32.
+template <template <class> class F, class Op, class Body>
+[[gnu::always_inline]] inline Status DispatchRows(const CallOf<Op>& call, Body&& body) {
+  return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
+    using S = typename decltype(tag)::Type;
+    using Functor = F<ElementCompute<S>>;
+    const Rows rows = RowsOf<Functor>(call);
+    const auto functor = MakeFunctor<Functor>(call, rows);
+    if constexpr (sizeof(S) == 2 && kColumnInputs<Functor> > 0) {
+      for (int i = 0; i < kColumnInputs<Functor>; ++i) {
+        const Tensor& column = call.inputs[kColumnIndices<Functor, Op>[i]];
+        if (column.present && column.dtype == DType::kFloat32)
+          return body(functor, MakeArguments<Functor, S, float>(call, rows));
+      }
+      // If the weight of a backward op is absent, the gradient of its bias has the type.
+      for (int i = 0; i < Functor::kColumnSums; ++i)
+        if (call.outputs[Functor::kRowOutputs + i].dtype == DType::kFloat32)
+          return body(functor, MakeArguments<Functor, S, float>(call, rows));
+    }
+    return body(functor, MakeArguments<Functor, S, S>(call, rows));
+  });
+}
+
+}  // namespace twinop::rowwise

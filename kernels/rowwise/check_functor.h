@@ -1,0 +1,78 @@
+// The limits of the row-wise skeleton, as compile errors in words.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/rowwise.h"
+
+namespace twinop::rowwise {
+
+template <class F, class T, int kPhase, class = void>
+inline constexpr bool kHasPhase = false;
+template <class F, class T, int kPhase>
+inline constexpr bool kHasPhase<
+    F, T, kPhase,
+    std::void_t<Terms<F, T, kPhase>, decltype(std::declval<F&>().Finish(
+                                         Phase<kPhase>{}, std::declval<Terms<F, T, kPhase>>()))>> =
+    true;
+
+template <class F, class T, class = void>
+inline constexpr bool kHasResult = false;
+template <class F, class T>
+inline constexpr bool
+    kHasResult<F, T,
+               std::void_t<decltype(std::declval<const F&>().Result(
+                   std::declval<const Values<T, kRowInputs<F>>&>(),
+                   std::declval<const Values<T, kColumnInputs<F>>&>())[F::kRowOutputs - 1])>> =
+        true;
+
+template <std::size_t kCount>
+constexpr bool AllFound(const std::array<int, kCount>& indices) {
+  for (int index : indices)
+    if (index < 0) return false;
+  return true;
+}
+
+// Checks a functor against its op's record and against the limits of the skeleton. The compiler's
+// message names the functor and the op.
+template <class F, class T, class Op>
+constexpr bool CheckFunctor() {
+  constexpr const Record& kRecord = Op::kRecord;
+  constexpr bool kSums = F::kColumnSums > 0;
+  static_assert(kRowInputs<F> > 0, "kRows names at least one input");
+  static_assert(AllFound(kRowIndices<F, Op>), "kRows names an input that the schema does not have");
+  static_assert(AllFound(kColumnIndices<F, Op>),
+                "kColumns names an input that the schema does not have");
+  static_assert(F::kRowOutputs + F::kColumnSums == static_cast<int>(kRecord.schema.output_count),
+                "kRowOutputs and kColumnSums together are the number of the schema's outputs");
+  static_assert(kRecord.row_dimension.given, "the record of a row-wise op has .rows(...)");
+  static_assert(kPhases<F> == 1 || kPhases<F> == 2, "Phases are one or two reductions");
+  static_assert(kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>,
+                "each phase has `Values<T, N> Term(Phase<i>, Values<T, rows>&, const Values<T, "
+                "columns>&) const` and `void Finish(Phase<i>, const Values<T, N>& total)`");
+  static_assert(kHasResult<F, T>,
+                "`Values<T, kRowOutputs> Result(const Values<T, rows>&, const Values<T, columns>&) "
+                "const` is missing");
+  static_assert(!kSums || F::kColumnSums == 2, "there are two column sums, or none");
+  static_assert(sizeof(F) <= kMaxFunctorBytes, "a row-wise functor has at most 64 bytes");
+  static_assert(F::kLateInputs == 0 || F::kLateInputs == 1, "kLateInputs is 0 or 1");
+  static_assert(F::kPreparedOutput < 0 || kRowInputs<F> == 2,
+                "a functor with a prepared output has two row inputs");
+  if constexpr (kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>) {
+    constexpr std::size_t kTerms =
+        std::max(sizeof(Terms<F, T, 0>), sizeof(Terms<F, T, kPhases<F> - 1>)) / sizeof(T);
+    static_assert(kTerms <= 2, "a phase sums one or two terms");
+    static_assert(kTerms == 1 || kColumnInputs<F> > 0 || kSums,
+                  "a functor without column inputs sums one term in each phase");
+  }
+  // (The kernels for rows along an inner dimension have neither.)
+  static_assert((kColumnInputs<F> == 0 && !kSums) || kRecord.row_dimension.to_the_end ||
+                    (kRecord.row_dimension.attribute < 0 && kRecord.row_dimension.value == -1),
+                "an op with column inputs or column sums has .rows(\"axis:\") or .rows(\"-1\")");
+  return true;
+}
+
+}  // namespace twinop::rowwise
