@@ -259,8 +259,8 @@ Status Cuda(const CallOf<Op>& call);
 
 }  // namespace twinop::rowwise
 
+#include "kernels/rowwise/arguments.h"
 #if defined(__CUDACC__)
-#include "kernels/rowwise/arguments.cuh"
 #include "kernels/rowwise/cuda.cuh"
 #else
 #include "kernels/rowwise/cpu.h"

@@ -1,339 +1,210 @@
-// Row-wise ops on the CPU. An op adds to a library its loop over contiguous rows of fp32, bf16 and
-// fp64, and its steps over tiles of fp32 and fp64, for each instruction set. All ops share the
-// other code (cpu.cpp, cpu_row.h): conversions of fp16, memory layouts, sums of columns, the
-// framework's threads.
-//
-// A row belongs to one thread, which adds element c to sum c % kLanes. The compiler vectorises that
-// without reordering a sum: neither the instruction set nor the number of threads changes a bit.
+// Row-wise ops on the CPU. A row belongs to one thread, which adds it up in kLanes sums side by
+// side: loops that the compiler vectorises without reordering a sum, for each instruction set, so
+// that neither that choice (made at run time) nor the number of threads changes a bit.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
-#include <utility>
 
 #include "kernels/primitives/cpu_features.h"
-#include "kernels/rowwise/cpu_tiles.h"
+#include "kernels/rowwise/cpu_row.h"
 
 namespace twinop::rowwise {
 
-// What an op does with tiles.
-enum class Step {
-  kPrepare,  // stores the prepared value (Op::kPreparedOutput)
-  kReduce,   // adds the terms of a phase to totals[kMaxTerms][kLanes]
-  kFinish,   // hands the sums of a phase to the functors; overwrites totals
-  kResult,   // computes the outputs, and adds to the column sums
-};
+// Rows up to this size (in the compute type, all inputs together) are held on the stack, in what
+// the second-level cache takes; a wider row's values are computed again for each phase.
+inline constexpr std::int64_t kHeldBytes = 128 << 10;
 
-// One step of one row, or of as many rows as tiles have lanes.
-template <class T>
-using StepFunction = void(Step step, int phase, bool lanes_are_rows, void* functors,
-                          const Tiles<T>* tiles, T* totals);
+// From so many neighbouring rows on, rows that lie apart are summed side by side, a lane each.
+inline constexpr std::int64_t kNeighbours = 16;
 
-// Rows whose elements are contiguous. Of the compute type except for the rows themselves.
-template <class T>
-struct ContiguousRows {
-  std::int64_t count, columns;
-  const void* inputs[kMaxOperands];      // null: absent
-  std::int64_t strides[kMaxOperands];    // elements from row to row
-  const T* column_inputs[kMaxOperands];  // null: absent
-  const T* defaults;                     // of the column inputs
-  void* outputs[kMaxOperands];           // null: not wanted
-  T* sums;                               // `columns` of them for each column sum, or null
-  T* stored;                             // for the values of a row, where the op stores them
-};
-template <class T>
-using RowsFunction = void(const void* functor, const ContiguousRows<T>* rows);
+// Elements below which a second thread costs more than it brings (elementwise/cpu.h).
+inline constexpr std::int64_t kGrainElements = 1 << 15;
 
-// What the shared code knows of an op.
-struct RowOp {
-  int inputs, early_inputs, columns, outputs, sums, phases, prepared_output;
-  bool stores_values;  // the last phase stores the row's values, and kResult reads them
-  std::size_t functor_size;
-  Reduction reductions[kMaxPhases];
-  int terms[kMaxPhases];
-  int row_inputs[kMaxOperands], column_inputs[kMaxOperands];  // their places among the op's inputs
-};
+// Whether holding a row pays: where its values cost more than reading them.
+template <class F, class S>
+inline constexpr bool kHolds = F::kReplacesValues || sizeof(S) == 2;
 
-// An op's code for the compute type T.
-template <class T>
-struct RowKernels {
-  const RowOp& op;
-  const ByLevel<StepFunction<T>>& step;
-  const ByLevel<RowsFunction<T>>& rows;           // of T
-  const ByLevel<RowsFunction<T>>* bfloat16_rows;  // null where T is double
-};
+// ---------------------------------------------------------------------------------- many rows
 
-// Runs an op. `defaults`: what an absent column input stands for.
-template <class T>
-Status RunRows(const Call& call, const RowKernels<T>& kernels, const Rows& rows,
-               const void* functor, const T* defaults);
-extern template Status RunRows(const Call&, const RowKernels<float>&, const Rows&, const void*,
-                               const float*);
-extern template Status RunRows(const Call&, const RowKernels<double>&, const Rows&, const void*,
-                               const double*);
+// Whether rows lie apart and are taken side by side, kLanes at most, instead of one by one.
+inline bool SideBySide(const Rows& rows) { return rows.inner >= kNeighbours; }
 
-// ---------------------------------------------------------------------------------- tiles
+// Where a row is held.
+enum class Held { kNowhere, kBuffer, kOutput };
 
-// The steps of functor F in the compute type T.
-template <class F, class T>
-struct RowSteps {
-  using Loops = TileLoops<F, T, T, false>;
-  // The rows of an op with column inputs or column sums are never interleaved.
-  static constexpr bool kMayInterleave = kColumnInputs<F> == 0 && F::kColumnSums == 0;
+// In the output's own memory, of the compute type, the row costs no cache beside it.
+template <class F, class S, class W>
+TWINOP_INLINE Held WhereHeld(const Arguments<F, S, W>& arguments) {
+  using T = Compute<S>;
+  const Rows& rows = arguments.rows;
+  if (!kHolds<F, S>) return Held::kNowhere;
+  if (std::is_same_v<S, T> && kEarlyInputs<F> == 1 && rows.inner == 1 &&
+      arguments.outputs[0] != nullptr)
+    return Held::kOutput;
+  const std::int64_t elements =
+      rows.columns * kEarlyInputs<F> * (SideBySide(rows) ? std::min(kLanes, rows.inner) : 1);
+  const auto bytes = elements * static_cast<std::int64_t>(sizeof(T));
+  return bytes <= kHeldBytes ? Held::kBuffer : Held::kNowhere;
+}
 
-  template <Level kLevel>
-  TWINOP_INLINE static void Run(Step step, int phase, bool lanes_are_rows, void* functors,
-                                const Tiles<T>* tiles, T* totals) {
-    using AllPhases = std::make_integer_sequence<int, kPhases<F>>;
-    F* const functor = static_cast<F*>(functors);
-    if constexpr (kMayInterleave) {
-      if (lanes_are_rows)
-        return RunTiles<FunctorPerLane<F>>(step, phase, functor, *tiles, totals, AllPhases{});
-    }
-    RunTiles<OneFunctor<F>>(step, phase, functor, *tiles, totals, AllPhases{});
-  }
+// What a thread takes at once: a row, or neighbouring rows.
+inline std::int64_t Units(const Rows& rows) {
+  if (!SideBySide(rows)) return rows.count;
+  return rows.count / rows.inner * ((rows.inner + kLanes - 1) / kLanes);
+}
 
- private:
-  template <class Functors, int... P>
-  TWINOP_INLINE static void RunTiles(Step step, int phase, F* functor, const Tiles<T>& tiles,
-                                     T* totals, std::integer_sequence<int, P...>) {
-    if (step == Step::kFinish) {
-      if constexpr (std::is_same_v<Functors, OneFunctor<F>>) {
-        ((phase == P ? Loops::template Finish<P>(functor, totals) : void()), ...);
-      } else {
-        ((phase == P ? Loops::template FinishLanes<P>(functor, tiles.lanes, totals) : void()), ...);
+template <Held kWhere, class F, class S, class W>
+TWINOP_INLINE void RunUnits(const F& initial, const Arguments<F, S, W>& arguments,
+                            std::int64_t begin, std::int64_t end, Compute<S>* sums) {
+  using AllPhases = std::make_integer_sequence<int, kPhases<F>>;
+  using Row = Worker<F, S, W>;
+  constexpr bool kHeld = kWhere != Held::kNowhere;
+  alignas(64) Compute<S> buffer[kWhere == Held::kBuffer ? kHeldBytes / sizeof(Compute<S>) : 1];
+  StandIns<F, S, W> stand_ins;
+  Row row(initial, arguments, sums, kWhere == Held::kBuffer ? buffer : nullptr, stand_ins, end);
+  const Rows& rows = arguments.rows;
+  if constexpr (Row::kMayLieApart && kWhere != Held::kOutput) {
+    if (SideBySide(rows)) {
+      const std::int64_t across = (rows.inner + kLanes - 1) / kLanes;
+      for (std::int64_t unit = begin; unit < end; ++unit) {
+        const std::int64_t first = unit % across * kLanes;
+        row.template Neighbours<kHeld>(unit / across * rows.inner + first,
+                                       std::min(kLanes, rows.inner - first), AllPhases{},
+                                       std::make_integer_sequence<int, int{kLanes}>{});
       }
       return;
     }
-    const Functors functors(functor);
-    if (step == Step::kReduce) {
-      ((phase == P ? Loops::template Reduce<P>(functors, tiles, 0, tiles.count, totals) : void()),
-       ...);
-    } else if (step == Step::kResult) {
-      Loops::Result(functors, tiles, 0, tiles.count);
-    } else if constexpr (F::kPreparedOutput >= 0) {
-      Loops::Prepare(functors, tiles, 0, tiles.count);
-    }
   }
-};
-
-// ---------------------------------------------------------------------------------- rows
-
-// The loop of functor F over contiguous rows of S.
-template <class F, class T, class S>
-struct RowLoop {
-  static_assert(std::is_trivially_copyable_v<F> && sizeof(F) <= kMaxFunctorBytes);
-  static_assert(kRowInputs<F> <= kMaxOperands && kColumnInputs<F> <= kMaxOperands);
-  static_assert(F::kRowOutputs <= kMaxOperands && F::kColumnSums <= kMaxOperands);
-  static_assert(kPhases<F> <= kMaxPhases);
-  using Loops = TileLoops<F, T, S, true>;
-
-  template <Level kLevel>
-  TWINOP_INLINE static void Run(const void* functor, const ContiguousRows<T>* rows) {
-    const F initial = *static_cast<const F*>(functor);
-    Buffers buffers;
-    Tiles<T, S> whole, tail;
-    SetColumns(*rows, &buffers, &whole, &tail);
-    for (std::int64_t row = 0; row < rows->count; ++row) {
-      SetRow(*rows, row, &buffers, &whole, &tail);
-      F f = initial;
-      ReduceAll(*rows, whole, tail, &f, std::make_integer_sequence<int, kPhases<F>>{});
-      WriteResults(*rows, row, OneFunctor<F>(&f), whole, tail, buffers);
-    }
-    if (rows->sums == nullptr) return;
-    const std::int64_t rest = rows->columns % kLanes;
-    for (int s = 0; s < F::kColumnSums; ++s)
-      CopyShort(buffers.tail_sums[s], rest, rows->sums + (s + 1) * rows->columns - rest);
-  }
-
- private:
-  // What stands in for operands that are absent, and for the tile behind a row's whole ones.
-  struct Buffers {
-    alignas(64) S zeros[kLanes];
-    alignas(64) T defaults[kMaxOperands][kLanes];
-    alignas(64) T unused_sums[kMaxOperands][kLanes];
-    alignas(64) S tail_inputs[kMaxOperands][kLanes];
-    alignas(64) T tail_columns[kMaxOperands][kLanes];
-    alignas(64) S tail_outputs[kMaxOperands][kLanes];
-    alignas(64) T tail_sums[kMaxOperands][kLanes];
-    alignas(64) T tail_stored[kMaxOperands][kLanes];
-  };
-
-  template <class U>
-  TWINOP_INLINE static void Fill(U (&to)[kLanes], U value) {
-    for (U& lane : to) lane = value;
-  }
-  // Copies fewer than kLanes elements. A call of memcpy would take longer.
-  template <class U>
-  TWINOP_INLINE static void CopyShort(const U* from, std::int64_t count, U* to) {
-    constexpr std::int64_t kVector = 64 / sizeof(U);
-    std::int64_t i = 0;
-    for (; i + kVector <= count; i += kVector) std::memcpy(to + i, from + i, 64);
-    for (; i < count; ++i) {
-      to[i] = from[i];
-      asm volatile("");  // not a call
-    }
-  }
-
-  // What is the same for all rows.
-  TWINOP_INLINE static void SetColumns(const ContiguousRows<T>& rows, Buffers* buffers,
-                                       Tiles<T, S>* whole, Tiles<T, S>* tail) {
-    const std::int64_t rest = rows.columns % kLanes;
-    Fill(buffers->zeros, S{});
-    for (int j = 0; j < kRowInputs<F>; ++j) Fill(buffers->tail_inputs[j], S{});
-    for (int j = 0; j < kColumnInputs<F>; ++j) {
-      const T* const data = rows.column_inputs[j];
-      Fill(buffers->defaults[j], rows.defaults[j]);
-      Fill(buffers->tail_columns[j], rows.defaults[j]);
-      whole->columns[j] = {buffers->defaults[j], 0};
-      tail->columns[j] = {buffers->tail_columns[j], 0};
-      if (data == nullptr) continue;
-      whole->columns[j] = {data, kLanes};
-      CopyShort(data + rows.columns - rest, rest, buffers->tail_columns[j]);
-    }
-    for (int s = 0; s < F::kColumnSums; ++s) {
-      Fill(buffers->unused_sums[s], T(0));
-      Fill(buffers->tail_sums[s], T(0));
-      whole->sums[s] = {buffers->unused_sums[s], 0};
-      if (rows.sums != nullptr) whole->sums[s] = {rows.sums + s * rows.columns, kLanes};
-      tail->sums[s] = {buffers->tail_sums[s], 0};
-    }
-    whole->count = rows.columns / kLanes;
-  }
-
-  TWINOP_INLINE static void SetRow(const ContiguousRows<T>& rows, std::int64_t row,
-                                   Buffers* buffers, Tiles<T, S>* whole, Tiles<T, S>* tail) {
-    const std::int64_t rest = rows.columns % kLanes;
-    const std::int64_t tail_begin = rows.columns - rest;
-    for (int j = 0; j < kRowInputs<F>; ++j) {
-      whole->inputs[j] = tail->inputs[j] = {buffers->zeros, 0};
-      if (rows.inputs[j] == nullptr) continue;
-      const S* const data = static_cast<const S*>(rows.inputs[j]) + row * rows.strides[j];
-      whole->inputs[j] = {data, kLanes};
-      // Of the tail the missing lanes are the next row's, if there is one: a copy would have to
-      // wait for its single stores.
-      const std::int64_t readable = (rows.count - 1 - row) * rows.strides[j] + rest;
-      tail->inputs[j] = {data + tail_begin, 0};
-      if (readable >= kLanes || rest == 0) continue;
-      CopyShort(data + tail_begin, rest, buffers->tail_inputs[j]);
-      tail->inputs[j] = {buffers->tail_inputs[j], 0};
-    }
-    for (int k = 0; k < F::kRowOutputs; ++k) {
-      S* const data = static_cast<S*>(rows.outputs[k]);
-      tail->outputs[k] = whole->outputs[k] = {buffers->tail_outputs[k], 0};
-      if (data != nullptr) whole->outputs[k] = {data + row * rows.columns, kLanes};
-    }
-    if constexpr (F::kReplacesValues) {
-      for (int j = 0; j < kEarlyInputs<F>; ++j) {
-        T* const data = rows.stored + j * tail_begin;
-        whole->stored[j] = {data, kLanes};
-        if constexpr (std::is_same_v<S, T>)  // the output's own memory takes no cache beside it
-          if (kEarlyInputs<F> == 1 && rows.outputs[0] != nullptr)
-            whole->stored[j] = whole->outputs[0];
-        tail->stored[j] = {buffers->tail_stored[j], 0};
-      }
-    }
-  }
-
-  template <int... P>
-  TWINOP_INLINE static void ReduceAll(const ContiguousRows<T>& rows, const Tiles<T, S>& whole,
-                                      const Tiles<T, S>& tail, F* functor,
-                                      std::integer_sequence<int, P...>) {
-    (ReducePhase<P>(rows, whole, tail, functor), ...);
-  }
-
-  // Adds up the row in parts: runs of a long row, the other whole tiles, the tail.
-  template <int kPhase>
-  TWINOP_INLINE static void ReducePhase(const ContiguousRows<T>& rows, const Tiles<T, S>& whole,
-                                        const Tiles<T, S>& tail, F* functor) {
-    constexpr Reduction kOp = F::Phases::At(kPhase);
-    constexpr std::int64_t kCount = Loops::template kTerms<kPhase> * kLanes;
-    alignas(64) T totals[kCount], part[kCount];
-    Clear<kOp>(totals);
-    const OneFunctor<F> functors(functor);
-    const std::int64_t rest = rows.columns % kLanes;
-    const bool has_runs = whole.count >= 2 * kRun;
-    for (std::int64_t tile = 0; tile < whole.count + (rest > 0 ? 1 : 0);) {
-      const bool is_tail = tile == whole.count;
-      const bool is_run = has_runs && tile + kRun <= whole.count;
-      const std::int64_t count = is_tail ? 1 : is_run ? kRun : whole.count - tile;
-      if (is_run) Clear<kOp>(part);
-      if (is_tail) std::memcpy(part, totals, sizeof(part));
-      Loops::template Reduce<kPhase>(functors, is_tail ? tail : whole, tile, tile + count,
-                                     is_run || is_tail ? part : totals);
-      if (is_run)
-        for (std::int64_t i = 0; i < kCount; ++i) totals[i] = Combine<kOp>(totals[i], part[i]);
-      if (is_tail)
-        for (std::int64_t i = 0; i < kCount; ++i)
-          totals[i] = i % kLanes < rest ? part[i] : totals[i];
-      tile += count;
-    }
-    Loops::template Finish<kPhase>(functor, totals);
-  }
-
-  TWINOP_INLINE static void WriteResults(const ContiguousRows<T>& rows, std::int64_t row,
-                                         const OneFunctor<F>& functors, const Tiles<T, S>& whole,
-                                         const Tiles<T, S>& tail, const Buffers& buffers) {
-    const std::int64_t rest = rows.columns % kLanes;
-    for (int part = 0; part < (rest > 0 ? 2 : 1); ++part)
-      Loops::Result(functors, part == 0 ? whole : tail, 0, part == 0 ? whole.count : 1);
-    for (int k = 0; k < F::kRowOutputs; ++k)
-      if (rows.outputs[k] != nullptr)
-        CopyShort(buffers.tail_outputs[k], rest,
-                  static_cast<S*>(rows.outputs[k]) + (row + 1) * rows.columns - rest);
-  }
-};
-
-// ---------------------------------------------------------------------------------- the launcher
-
-template <class F, class T, class Op, int... P>
-constexpr RowOp Describe(std::integer_sequence<int, P...>) {
-  RowOp op{kRowInputs<F>,
-           kEarlyInputs<F>,
-           kColumnInputs<F>,
-           F::kRowOutputs,
-           F::kColumnSums,
-           kPhases<F>,
-           F::kPreparedOutput,
-           F::kReplacesValues,
-           sizeof(F),
-           {F::Phases::At(P)...},
-           {sizeof(Terms<F, T, P>) / sizeof(T)...},
-           {},
-           {}};
-  for (int j = 0; j < op.inputs; ++j) op.row_inputs[j] = kRowIndices<F, Op>[j];
-  for (int j = 0; j < op.columns; ++j) op.column_inputs[j] = kColumnIndices<F, Op>[j];
-  return op;
-}
-template <class F, class T, class Op>
-inline constexpr RowOp kRowOp = Describe<F, T, Op>(std::make_integer_sequence<int, kPhases<F>>{});
-
-template <class F, class T, class Op>
-constexpr RowKernels<T> KernelsOf() {
-  const ByLevel<RowsFunction<T>>* bfloat16_rows = nullptr;
-  if constexpr (std::is_same_v<T, float>)
-    bfloat16_rows = &kByLevel<RowLoop<F, T, BFloat16>, RowsFunction<T>>;
-  return {kRowOp<F, T, Op>, kByLevel<RowSteps<F, T>, StepFunction<T>>,
-          kByLevel<RowLoop<F, T, T>, RowsFunction<T>>, bfloat16_rows};
-}
-template <class F, class T, class Op>
-inline constexpr RowKernels<T> kRowKernels = KernelsOf<F, T, Op>();
-
-template <class F, class T, class Op>
-Status RunFunctor(const CallOf<Op>& call) {
-  const Rows rows = RowsOf<F>(call);
-  const F functor = MakeFunctor<F>(call, rows);
-  T defaults[kMaxOperands] = {};
-  for (int j = 0; j < kColumnInputs<F>; ++j) defaults[j] = functor.ColumnDefault(j);
-  return RunRows<T>(call, kRowKernels<F, T, Op>, rows, &functor, defaults);
+  for (std::int64_t i = begin; i < end; ++i) row.template Row<kHeld>(i, AllPhases{});
+  row.Finish();
 }
 
-// The CPU launcher of functor F.
+template <class F, class S, class W>
+TWINOP_INLINE void RunRows(const F& initial, const Arguments<F, S, W>& arguments,
+                           std::int64_t begin, std::int64_t end, Compute<S>* sums) {
+  if constexpr (kHolds<F, S>) {
+    const Held where = WhereHeld(arguments);
+    if (where == Held::kBuffer)
+      return RunUnits<Held::kBuffer>(initial, arguments, begin, end, sums);
+    if constexpr (std::is_same_v<S, Compute<S>>)
+      if (where == Held::kOutput)
+        return RunUnits<Held::kOutput>(initial, arguments, begin, end, sums);
+  }
+  RunUnits<Held::kNowhere>(initial, arguments, begin, end, sums);
+}
+
+// The same loops, compiled once per instruction set.
+template <class F, class S, class W>
+using RowsFunction = void (*)(const F& initial, const Arguments<F, S, W>& arguments,
+                              std::int64_t begin, std::int64_t end, Compute<S>* sums);
+
+template <class F, class S, class W>
+void RowsBaseline(const F& initial, const Arguments<F, S, W>& arguments, std::int64_t begin,
+                  std::int64_t end, Compute<S>* sums) {
+  RunRows(initial, arguments, begin, end, sums);
+}
+#if defined(__x86_64__)
+template <class F, class S, class W>
+TWINOP_TARGET_AVX2 void RowsAvx2(const F& initial, const Arguments<F, S, W>& arguments,
+                                 std::int64_t begin, std::int64_t end, Compute<S>* sums) {
+  RunRows(initial, arguments, begin, end, sums);
+}
+template <class F, class S, class W>
+TWINOP_TARGET_AVX512 void RowsAvx512(const F& initial, const Arguments<F, S, W>& arguments,
+                                     std::int64_t begin, std::int64_t end, Compute<S>* sums) {
+  RunRows(initial, arguments, begin, end, sums);
+}
+#endif
+
+template <class F, class S, class W>
+RowsFunction<F, S, W> ChooseRows() {
+#if defined(__x86_64__)
+  if (CpuLevel() == Level::kAvx512) return RowsAvx512<F, S, W>;
+  if (CpuLevel() == Level::kAvx2) return RowsAvx2<F, S, W>;
+#endif
+  return RowsBaseline<F, S, W>;
+}
+
+// For this processor; chosen when the library is loaded, so that a call only reads it.
+template <class F, class S, class W>
+inline const RowsFunction<F, S, W> kRowsFunction = ChooseRows<F, S, W>();
+
+// ---------------------------------------------------------------------------------- a call
+
+inline std::int64_t Grain(std::int64_t elements) {
+  return std::max(std::int64_t{1}, kGrainElements / std::max(std::int64_t{1}, elements));
+}
+
+// The rows' sums go to `groups` partial sums, each of neighbouring rows, and then one by one to the
+// result: an order that the shape alone decides.
+template <class F, class S, class W>
+void SumColumns(const Call& call, const F& functor, const Arguments<F, S, W>& arguments) {
+  using T = Compute<S>;
+  constexpr std::int64_t kRowsEach = 16;  // at least: a group's sums are written and read once more
+  constexpr std::int64_t kGroups = 128;
+  static_assert(kGroups <= kPartials && sizeof(T) * F::kColumnSums <= 16);
+  const Rows& rows = arguments.rows;
+  const std::int64_t groups = std::clamp(rows.count / kRowsEach, std::int64_t{1}, kGroups);
+  const std::int64_t size = F::kColumnSums * rows.columns;
+  T* const partials = static_cast<T*>(call.scratch);
+  if (rows.count > 0) {
+    call.context->ParallelFor(groups, Grain(rows.columns * (rows.count / groups)),
+                              [&](std::int64_t begin, std::int64_t end) {
+                                for (std::int64_t g = begin; g < end; ++g) {
+                                  std::fill_n(partials + g * size, size, T(0));
+                                  kRowsFunction<F, S, W>(
+                                      functor, arguments, rows.count * g / groups,
+                                      rows.count * (g + 1) / groups, partials + g * size);
+                                }
+                              });
+  }
+  const std::int64_t pieces = (rows.columns + kLanes - 1) / kLanes;
+  const std::int64_t terms = rows.count > 0 ? groups : 0;
+  call.context->ParallelFor(pieces, Grain(kLanes * groups),
+                            [&](std::int64_t begin, std::int64_t end) {
+                              for (std::int64_t c = begin * kLanes;
+                                   c < std::min(end * kLanes, rows.columns); c += kLanes) {
+                                const std::int64_t count = std::min(kLanes, rows.columns - c);
+                                for (int s = 0; s < F::kColumnSums; ++s) {
+                                  if (arguments.sums[s] == nullptr) continue;
+                                  T totals[kLanes] = {};
+                                  for (std::int64_t g = 0; g < terms; ++g)
+                                    for (std::int64_t i = 0; i < count; ++i)
+                                      totals[i] += partials[g * size + s * rows.columns + c + i];
+                                  for (std::int64_t i = 0; i < count; ++i)
+                                    Round(totals[i], &arguments.sums[s][c + i]);
+                                }
+                              }
+                            });
+}
+
+template <class F, class S, class W>
+Status RunOnPool(const Call& call, const F& functor, const Arguments<F, S, W>& arguments) {
+  const Rows& rows = arguments.rows;
+  if constexpr (F::kColumnSums > 0) {
+    bool wanted = false;
+    for (int s = 0; s < F::kColumnSums; ++s) wanted = wanted || arguments.sums[s] != nullptr;
+    if (wanted) {
+      SumColumns(call, functor, arguments);
+      return {};
+    }
+  }
+  if (rows.count == 0 || rows.columns == 0) return {};
+  const std::int64_t units = Units(rows);
+  call.context->ParallelFor(units, Grain(rows.columns * (rows.count / units)),
+                            [&](std::int64_t begin, std::int64_t end) {
+                              kRowsFunction<F, S, W>(functor, arguments, begin, end, nullptr);
+                            });
+  return {};
+}
+
 template <template <class> class F, class Op>
 Status Cpu(const CallOf<Op>& call) {
-  if (call.outputs[0].dtype == DType::kFloat64) return RunFunctor<F<double>, double>(call);
-  return RunFunctor<F<float>, float>(call);
+  return DispatchRows<F>(call, [&call](const auto& functor, const auto& arguments) {
+    return RunOnPool(call, functor, arguments);
+  });
 }
 
 }  // namespace twinop::rowwise

@@ -1,349 +1,272 @@
-// Computes the rows that an op's loop over contiguous rows does not accept: fp16, strided and
-// interleaved rows. Tiles of interleaved rows of the compute type are used in place; all others
-// pass through buffers. A row that fits in the second-level cache is converted once.
+// A row on the CPU: phase after phase over its elements. A row as it lies in memory, or several
+// that lie side by side.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#include "kernels/rowwise/cpu_call.h"
+#include "kernels/rowwise/cpu_lanes.h"
 
 namespace twinop::rowwise {
 
-template <class T>
-class RowWorker {
- public:
-  // `sums`: op.sums rows of column sums, or null.
-  RowWorker(const RowCall<T>& call, T* sums)
-      : call_(call),
-        op_(call.kernels.op),
-        step_(call.kernels.step.Choose()),
-        inner_(call.rows.inner),
-        size_(call.row_format.size),
-        lanes_are_rows_(call.lanes_are_rows),
-        direct_(call.row_format.conversion == nullptr && lanes_are_rows_),
-        whole_(lanes_are_rows_ ? call.rows.columns : call.rows.columns / kLanes),
-        tail_(lanes_are_rows_ ? 0 : call.rows.columns % kLanes),
-        row_tiles_(whole_ + (tail_ > 0 ? 1 : 0)),
-        tile_step_(lanes_are_rows_ ? inner_ : kLanes * inner_),
-        sums_(sums) {
-    const bool fits = op_.early_inputs * row_tiles_ * kTileBytes <= kKeptRowBytes;
-    keeps_rows_ = fits && (op_.stores_values || !direct_);
-    for (int j = 0; j < op_.columns; ++j) KeepColumns(j);
-    std::fill_n(zeros_, kLanes, T(0));
-    std::fill_n(&unused_sums_[0][0], kMaxOperands * kLanes, T(0));
-    std::fill_n(&tail_sums_[0][0], kMaxOperands * kLanes, T(0));
+// std::copy_n of less than kLanes elements would be a call, which costs more than the copy.
+template <class S>
+TWINOP_INLINE void CopyFew(const S* from, S* to, std::int64_t count) {
+  constexpr std::int64_t kVector = 64 / sizeof(S);
+  std::int64_t i = 0;
+  for (; i + kVector <= count; i += kVector) std::memcpy(to + i, from + i, 64);
+  for (; i < count; ++i) {
+    to[i] = from[i];
+    asm volatile("");  // not a call
   }
+}
 
-  // Computes a row, or up to kLanes interleaved rows from `row` on.
-  void Run(std::int64_t row, std::int64_t lanes) {
-    Begin(row, lanes);
-    for (int phase = 0; phase < op_.phases; ++phase) {
-      Reduce(phase);
-      if (phase == 0) EndFirstPass();
+// ---------------------------------------------------------------------------------- a row
+
+// What stands in for tensors that are absent or not wanted, and for elements that are not kLanes
+// neighbours in memory: a row's last ones (the tail), and rows that lie apart.
+template <class F, class S, class W>
+struct StandIns {
+  alignas(64) S in[kRowInputs<F>][kLanes];
+  alignas(64) S tail_in[kRowInputs<F>][kLanes];
+  alignas(64) W columns[kColumnInputs<F> + 1][kLanes];
+  alignas(64) W tail_columns[kColumnInputs<F> + 1][kLanes];
+  alignas(64) S out[F::kRowOutputs][kLanes];
+  alignas(64) Compute<S> sums[F::kColumnSums + 1][kLanes];
+  alignas(64) Compute<S> tail_sums[F::kColumnSums + 1][kLanes];
+  alignas(64) Compute<S> tail_exist[kLanes];
+  alignas(64) Compute<S> tail_held[kRowInputs<F>][kLanes];
+};
+
+template <class F, class S, class W>
+struct Worker {
+  using T = Compute<S>;
+  using Tensors = Arguments<F, S, W>;
+  static constexpr int kInputs = kRowInputs<F>;
+  static constexpr bool kMayLieApart = kColumnInputs<F> == 0 && F::kColumnSums == 0;
+
+  const F& initial;
+  const Tensors& arguments;
+  T* sums;  // kColumnSums rows of sums, or null
+  T* held;  // where the row is held: kHeldBytes, or null for the output's row
+  StandIns<F, S, W>& stand_ins;
+  const std::int64_t step, tail, whole;  // of a row: from element to element; elements
+
+  // Where the current row (or, lying apart, the first of the current rows) begins.
+  const S* in[kInputs];
+  S* out[F::kRowOutputs];
+  T* row_held;
+  const S* limits[kInputs];  // the end of this thread's rows
+
+  TWINOP_INLINE Worker(const F& functor, const Tensors& tensors, T* column_sums, T* buffer,
+                       StandIns<F, S, W>& others, std::int64_t end)
+      : initial(functor),
+        arguments(tensors),
+        sums(column_sums),
+        held(buffer),
+        stand_ins(others),
+        step(kMayLieApart ? tensors.rows.inner : 1),
+        tail(tensors.rows.columns % kLanes),
+        whole(tensors.rows.columns - tail) {
+    for (int j = 0; j < kInputs; ++j) {
+      limits[j] = arguments.inputs[j];
+      if (limits[j] != nullptr) limits[j] += (end - 1) * arguments.strides[j] + whole + tail;
+      std::fill_n(stand_ins.in[j], kLanes, S{});
+      std::fill_n(stand_ins.tail_in[j], kLanes, S{});
     }
-    for (std::int64_t tile = 0; tile < whole_; tile += kChunkTiles)
-      WriteResults(tile, std::min(kChunkTiles, whole_ - tile), lanes_);
-    if (tail_ > 0) WriteResults(whole_, 1, tail_);
-  }
-
-  void FinishSums() const {
-    if (sums_ == nullptr) return;
-    for (int s = 0; s < op_.sums; ++s)
-      std::copy_n(tail_sums_[s], tail_, sums_ + s * call_.rows.columns + whole_ * kLanes);
-  }
-
- private:
-  static constexpr std::int64_t kTileBytes = kLanes * sizeof(T);
-  static constexpr std::int64_t kChunkTiles = kChunkBytes / kTileBytes;
-  static constexpr std::int64_t kChunk = kChunkTiles * kLanes;
-
-  // Converts column input j where there is room for it.
-  void KeepColumns(int j) {
-    const char* const data = call_.columns[j];
-    columns_[j] = nullptr;
-    std::fill_n(default_columns_[j], kLanes, call_.defaults[j]);
-    std::fill_n(tail_columns_[j], kLanes, call_.defaults[j]);
-    if (data == nullptr) return;
-    const auto& format = call_.column_format;
-    Load<T>(format, data + whole_ * kLanes * format.size, tail_, tail_columns_[j]);
-    if (format.conversion == nullptr) {
-      columns_[j] = reinterpret_cast<const T*>(data);
-    } else if ((j + 1) * whole_ * kTileBytes <= kKeptColumnBytes) {
-      T* const kept = kept_columns_ + j * whole_ * kLanes;
-      Load<T>(format, data, whole_ * kLanes, kept);
-      columns_[j] = kept;
+    for (int j = 0; j < kColumnInputs<F>; ++j) {
+      W neutral;
+      Round(initial.ColumnDefault(j), &neutral);
+      std::fill_n(stand_ins.columns[j], kLanes, neutral);
+      std::fill_n(stand_ins.tail_columns[j], kLanes, neutral);
+      if (arguments.columns[j] != nullptr)
+        std::copy_n(arguments.columns[j] + whole, tail, stand_ins.tail_columns[j]);
     }
+    for (int s = 0; s < F::kColumnSums; ++s) {
+      std::fill_n(stand_ins.sums[s], kLanes, T(0));
+      std::fill_n(stand_ins.tail_sums[s], kLanes, T(0));
+    }
+    for (std::int64_t i = 0; i < kLanes; ++i) stand_ins.tail_exist[i] = i < tail ? T(1) : T(0);
   }
 
-  void Begin(std::int64_t row, std::int64_t lanes) {
-    const std::int64_t columns = call_.rows.columns;
+  TWINOP_INLINE void Finish() const {
+    if (sums == nullptr) return;
+    for (int s = 0; s < F::kColumnSums; ++s)
+      std::copy_n(stand_ins.tail_sums[s], tail, sums + s * arguments.rows.columns + whole);
+  }
+
+  TWINOP_INLINE void Begin(std::int64_t row) {
+    const Rows& rows = arguments.rows;
     const std::int64_t dense =
-        inner_ == 1 ? row * columns : row / inner_ * columns * inner_ + row % inner_;
-    for (int j = 0; j < op_.inputs; ++j) {
-      in_[j] = call_.inputs[j];
-      if (in_[j] != nullptr) in_[j] += (inner_ == 1 ? row * call_.strides[j] : dense) * size_;
+        step == 1 ? row * rows.columns : row / step * rows.columns * step + row % step;
+    for (int j = 0; j < kInputs; ++j) {
+      in[j] = arguments.inputs[j];
+      if (in[j] != nullptr) in[j] += step == 1 ? row * arguments.strides[j] : dense;
     }
-    for (int k = 0; k < op_.outputs; ++k) {
-      out_[k] = call_.outputs[k];
-      if (out_[k] != nullptr) out_[k] += dense * size_;
+    for (int k = 0; k < F::kRowOutputs; ++k) {
+      out[k] = arguments.outputs[k];
+      if (out[k] != nullptr) out[k] += dense;
     }
-    lanes_ = lanes;
-    is_loaded_ = false;
-    is_prepared_ = op_.prepared_output < 0;
-    for (std::int64_t i = 0; i < (lanes_are_rows_ ? lanes : 1); ++i)
-      std::memcpy(functors_ + static_cast<std::size_t>(i) * op_.functor_size, call_.functor,
-                  op_.functor_size);
+    row_held = held;
+    if constexpr (std::is_same_v<S, T>)
+      if (held == nullptr) row_held = out[0];
   }
 
-  // Records that converted and prepared values are in memory after the first pass over the row.
-  void EndFirstPass() {
-    is_loaded_ = keeps_rows_ && !direct_;
-    if (is_prepared_) return;
-    char* const prepared = out_[op_.prepared_output];
-    is_prepared_ = is_loaded_ || prepared != nullptr;
-    if (is_loaded_ || prepared == nullptr) return;
-    for (int j = 0; j < op_.early_inputs; ++j) in_[j] = nullptr;
-    in_[0] = prepared;
-  }
-
-  // ------------------------------------------------------------------------------ tiles
-
-  bool IsTail(std::int64_t lanes) const { return !lanes_are_rows_ && lanes < kLanes; }
-  T* Kept(int j, std::int64_t tile) { return kept_rows_ + (j * row_tiles_ + tile) * kLanes; }
-
-  // Returns `count` tiles of a tensor; `copy` holds them where they are not in memory as T. Missing
-  // lanes of a tail are zeros.
-  Operand<const T> Read(const char* base, std::int64_t tile, std::int64_t count, std::int64_t lanes,
-                        T* copy) const {
-    if (base == nullptr) return {zeros_, 0};
-    const char* const from = base + tile * tile_step_ * size_;
-    if (direct_) return {reinterpret_cast<const T*>(from), tile_step_};
-    const std::int64_t elements = (count - 1) * kLanes + lanes;
-    if (lanes_are_rows_) {
-      for (std::int64_t k = 0; k < count; ++k)
-        Load<T>(call_.row_format, from + k * tile_step_ * size_, lanes, copy + k * kLanes);
-    } else if (inner_ == 1) {
-      Load<T>(call_.row_format, from, elements, copy);
+  // A copy of elements c ... c + count, `step` apart.
+  TWINOP_INLINE void Gather(const S* from, S* to, std::int64_t c, std::int64_t count) const {
+    if (step == 1) {
+      CopyFew(from + c, to, count);
     } else {
-      for (std::int64_t k = 0; k < elements; k += kLanes)
-        LoadStrided(from + k * inner_ * size_, std::min(kLanes, elements - k), copy + k);
-    }
-    if (IsTail(lanes)) std::fill_n(copy + elements, kLanes - lanes, T(0));
-    return {copy, kLanes};
-  }
-  void Write(const T* from, char* base, std::int64_t tile, std::int64_t count,
-             std::int64_t lanes) const {
-    char* const to = base + tile * tile_step_ * size_;
-    const std::int64_t elements = (count - 1) * kLanes + lanes;
-    if (lanes_are_rows_) {
-      for (std::int64_t k = 0; k < count; ++k)
-        Store<T>(call_.row_format, from + k * kLanes, lanes, to + k * tile_step_ * size_);
-    } else if (inner_ == 1) {
-      Store<T>(call_.row_format, from, elements, to);
-    } else {
-      for (std::int64_t k = 0; k < elements; k += kLanes)
-        StoreStrided(from + k, std::min(kLanes, elements - k), to + k * inner_ * size_);
+      for (std::int64_t i = 0; i < count; ++i) to[i] = from[(c + i) * step];
     }
   }
-
-  // Copies up to kLanes elements whose distance is inner_.
-  void LoadStrided(const char* from, std::int64_t count, T* to) const {
-    alignas(64) char elements[kTileBytes];
-    for (std::int64_t i = 0; i < count; ++i)
-      CopyElement(from + i * inner_ * size_, elements + i * size_);
-    Load<T>(call_.row_format, elements, count, to);
-  }
-  void StoreStrided(const T* from, std::int64_t count, char* to) const {
-    alignas(64) char elements[kTileBytes];
-    Store<T>(call_.row_format, from, count, elements);
-    for (std::int64_t i = 0; i < count; ++i)
-      CopyElement(elements + i * size_, to + i * inner_ * size_);
-  }
-  void CopyElement(const char* from, char* to) const {
-    if (size_ == sizeof(T)) {
-      std::memcpy(to, from, sizeof(T));
-    } else {
-      std::memcpy(to, from, sizeof(std::uint16_t));
-    }
-  }
-
-  // Sets the tiles of the early inputs, prepared.
-  void ReadEarly(std::int64_t tile, std::int64_t count, std::int64_t lanes, Tiles<T>* tiles) {
-    for (int j = 0; j < op_.early_inputs; ++j) {
-      if (is_loaded_ && in_[j] != nullptr) {
-        tiles->inputs[j] = {Kept(j, tile), kLanes};
+  TWINOP_INLINE void Scatter(std::int64_t c, std::int64_t count) const {
+    for (int k = 0; k < F::kRowOutputs; ++k) {
+      if (arguments.outputs[k] == nullptr) continue;
+      if (step == 1) {
+        CopyFew(stand_ins.out[k], out[k] + c, count);
       } else {
-        T* const copy = keeps_rows_ ? Kept(j, tile) : chunks_[j];
-        tiles->inputs[j] = Read(in_[j], tile, count, lanes, copy);
-      }
-    }
-    if (!is_prepared_) Prepare(tile, count, lanes, tiles);
-  }
-
-  // Replaces the early inputs by the prepared value, rounded as the output that it also is.
-  void Prepare(std::int64_t tile, std::int64_t count, std::int64_t lanes, Tiles<T>* tiles) {
-    char* const out = out_[op_.prepared_output];
-    const bool in_output = direct_ && out != nullptr;
-    Operand<T> prepared{keeps_rows_ ? Kept(0, tile) : chunks_[0], kLanes};
-    if (in_output) prepared = {reinterpret_cast<T*>(out + tile * tile_step_ * size_), tile_step_};
-    tiles->stored[0] = prepared;
-    RunStep(Step::kPrepare, 0, tiles, nullptr);
-    if (!in_output) {
-      if (out != nullptr) Write(prepared.data, out, tile, count, lanes);
-      if (call_.row_format.conversion != nullptr) {
-        alignas(64) char rounded[kChunk * sizeof(std::uint16_t)];
-        Store<T>(call_.row_format, prepared.data, count * kLanes, rounded);
-        Load<T>(call_.row_format, rounded, count * kLanes, prepared.data);
-      }
-    }
-    tiles->inputs[0] = {prepared.data, prepared.step};
-  }
-
-  // Sets where the last phase stores the row's values.
-  void SetStored(std::int64_t tile, Tiles<T>* tiles) {
-    for (int j = 0; j < op_.early_inputs; ++j)
-      tiles->stored[j] = {keeps_rows_ ? Kept(j, tile) : chunks_[j], kLanes};
-  }
-
-  void SetColumns(std::int64_t tile, std::int64_t count, std::int64_t lanes, Tiles<T>* tiles) {
-    for (int j = 0; j < op_.columns; ++j) {
-      const char* const data = call_.columns[j];
-      if (data == nullptr) {
-        tiles->columns[j] = {default_columns_[j], 0};
-      } else if (IsTail(lanes)) {
-        tiles->columns[j] = {tail_columns_[j], 0};
-      } else if (columns_[j] != nullptr) {
-        tiles->columns[j] = {columns_[j] + tile * kLanes, kLanes};
-      } else {
-        T* const copy = column_chunks_[j];
-        Load<T>(call_.column_format, data + tile * kLanes * call_.column_format.size,
-                count * kLanes, copy);
-        tiles->columns[j] = {copy, kLanes};
+        for (std::int64_t i = 0; i < count; ++i) out[k][(c + i) * step] = stand_ins.out[k][i];
       }
     }
   }
 
-  void RunStep(Step step, int phase, const Tiles<T>* tiles, T* totals) {
-    step_(step, phase, lanes_are_rows_, functors_, tiles, totals);
-  }
-
-  // ------------------------------------------------------------------------------ passes
-
-  void AddTerms(int phase, std::int64_t tile, std::int64_t count, std::int64_t lanes, T* totals) {
-    Tiles<T> tiles;
-    tiles.count = count;
-    tiles.lanes = lanes;
-    ReadEarly(tile, count, lanes, &tiles);
-    SetColumns(tile, count, lanes, &tiles);
-    if (op_.stores_values && phase == op_.phases - 1) SetStored(tile, &tiles);
-    RunStep(Step::kReduce, phase, &tiles, totals);
-  }
-  void AddTiles(int phase, std::int64_t begin, std::int64_t end, T* totals) {
-    while (begin < end) {
-      const std::int64_t count = std::min(kChunkTiles, end - begin);
-      AddTerms(phase, begin, count, lanes_, totals);
-      begin += count;
+  // Elements c ... c + kLanes of the row. kRead: the inputs are looked at.
+  template <bool kRead>
+  TWINOP_INLINE Window<F, S, W> At(std::int64_t c) const {
+    Window<F, S, W> window{};
+    for (int j = 0; j < kInputs; ++j) {
+      const bool direct = arguments.inputs[j] != nullptr && step == 1;
+      window.in[j] = direct ? in[j] + c : stand_ins.in[j];
+      if (kRead && step != 1 && arguments.inputs[j] != nullptr)
+        Gather(in[j], stand_ins.in[j], c, kLanes);
+      window.held[j] = row_held + j * whole + c;
     }
+    for (int j = 0; j < kColumnInputs<F>; ++j)
+      window.columns[j] =
+          arguments.columns[j] == nullptr ? stand_ins.columns[j] : arguments.columns[j] + c;
+    for (int k = 0; k < F::kRowOutputs; ++k)
+      window.out[k] = arguments.outputs[k] == nullptr || step != 1 ? stand_ins.out[k] : out[k] + c;
+    for (int s = 0; s < F::kColumnSums; ++s)
+      window.sums[s] = sums == nullptr ? stand_ins.sums[s] : sums + s * arguments.rows.columns + c;
+    return window;
   }
 
-  void Reduce(int phase) {
-    const Reduction reduction = op_.reductions[phase];
-    const int terms = op_.terms[phase];
-    alignas(64) T totals[kMaxTerms * kLanes];
-    alignas(64) T part[kMaxTerms * kLanes];
-    Clear(reduction, totals, terms);
-    std::int64_t tile = 0;
-    if (lanes_are_rows_ || whole_ >= 2 * kRun) {
-      while (tile + kRun <= whole_ || (lanes_are_rows_ && tile < whole_)) {
-        const std::int64_t end = std::min(tile + kRun, whole_);
-        Clear(reduction, part, terms);
-        AddTiles(phase, tile, end, part);
-        Add(reduction, totals, part, terms);
-        tile = end;
+  // The elements behind the last kLanes. They are read with what lies behind them, if that is part
+  // of this thread's rows; a copy of them has to wait for its single stores.
+  template <bool kEarly, bool kLate>
+  TWINOP_INLINE Window<F, S, W> Tail() const {
+    Window<F, S, W> window{};
+    for (int j = 0; j < kInputs; ++j) {
+      window.in[j] = stand_ins.tail_in[j];
+      if (step == 1 && arguments.inputs[j] != nullptr && limits[j] - in[j] >= whole + kLanes) {
+        window.in[j] = in[j] + whole;
+      } else if ((j < kEarlyInputs<F> ? kEarly : kLate) && arguments.inputs[j] != nullptr) {
+        Gather(in[j], stand_ins.tail_in[j], whole, tail);
+      }
+      window.held[j] = stand_ins.tail_held[j];
+    }
+    for (int j = 0; j < kColumnInputs<F>; ++j) window.columns[j] = stand_ins.tail_columns[j];
+    for (int k = 0; k < F::kRowOutputs; ++k) window.out[k] = stand_ins.out[k];
+    for (int s = 0; s < F::kColumnSums; ++s) window.sums[s] = stand_ins.tail_sums[s];
+    return window;
+  }
+
+  template <int kPhase, bool kHeld>
+  TWINOP_INLINE void Reduce(F* functor) const {
+    constexpr Reduction kOp = F::Phases::At(kPhase);
+    constexpr int kCount = kTerms<F, T, kPhase>;
+    constexpr bool kRead = !kHeld || kPhase <= kHoldPhase<F, S>;
+    constexpr std::int64_t kLength = kRun * kLanes;
+    alignas(64) T totals[kCount][kLanes];
+    Clear<kOp>(totals);
+    const OneFunctor<F> functors{*functor};
+    std::int64_t c = 0;
+    if (whole >= 2 * kLength) {
+      alignas(64) T run[kCount][kLanes];
+      for (; c + kLength <= whole; c += kLength) {
+        Clear<kOp>(run);
+        for (std::int64_t i = c; i < c + kLength; i += kLanes)
+          AddTerms<kPhase, kHeld>(functors, At<kRead>(i), kLanes, AllExist{}, run);
+        Add<kOp>(totals, run);
       }
     }
-    AddTiles(phase, tile, whole_, totals);
-    if (tail_ > 0) {
-      std::memcpy(part, totals, static_cast<std::size_t>(terms) * kTileBytes);
-      AddTerms(phase, whole_, 1, tail_, part);
-      for (int t = 0; t < terms; ++t) std::copy_n(part + t * kLanes, tail_, totals + t * kLanes);
+    for (; c < whole; c += kLanes)
+      AddTerms<kPhase, kHeld>(functors, At<kRead>(c), kLanes, AllExist{}, totals);
+    if (tail > 0) {
+      AddTerms<kPhase, kHeld>(functors, Tail<kPhase == 0, false>(), kLanes,
+                              static_cast<const T*>(stand_ins.tail_exist), totals);
     }
-    Tiles<T> tiles;
-    tiles.lanes = lanes_;
-    RunStep(Step::kFinish, phase, &tiles, totals);
+    Terms<F, T, kPhase> total;
+    for (int t = 0; t < kCount; ++t) total[t] = Fold<kOp>(totals[t]);
+    functor->Finish(Phase<kPhase>{}, total);
   }
 
-  void WriteResults(std::int64_t tile, std::int64_t count, std::int64_t lanes) {
-    Tiles<T> tiles;
-    tiles.count = count;
-    tiles.lanes = lanes;
-    if (!op_.stores_values) {
-      ReadEarly(tile, count, lanes, &tiles);
-    } else {
-      if (!keeps_rows_) {  // computes the values again
-        alignas(64) T unused[kMaxTerms * kLanes];
-        AddTerms(op_.phases - 1, tile, count, lanes, unused);
-      }
-      SetStored(tile, &tiles);
-      for (int j = 0; j < op_.early_inputs; ++j) tiles.inputs[j] = {zeros_, 0};
+  template <bool kHeld, int... P>
+  TWINOP_INLINE void Row(std::int64_t row, std::integer_sequence<int, P...>) {
+    Begin(row);
+    constexpr bool kRead = !kHeld || F::kLateInputs > 0;
+    F functor = initial;
+    (Reduce<P, kHeld>(&functor), ...);
+    const OneFunctor<F> functors{functor};
+    for (std::int64_t c = 0; c < whole; c += kLanes) {
+      WriteResults<kHeld>(functors, At<kRead>(c), kLanes);
+      if (step != 1) Scatter(c, kLanes);
     }
-    for (int j = op_.early_inputs; j < op_.inputs; ++j)
-      tiles.inputs[j] = Read(in_[j], tile, count, lanes, chunks_[j]);
-    SetColumns(tile, count, lanes, &tiles);
-    for (int s = 0; s < op_.sums; ++s) {
-      T* const sums = sums_ + s * call_.rows.columns + tile * kLanes;
-      tiles.sums[s] = {sums, kLanes};
-      if (IsTail(lanes)) tiles.sums[s] = {tail_sums_[s], 0};
-      if (sums_ == nullptr) tiles.sums[s] = {unused_sums_[s], 0};
+    if (tail > 0) {
+      WriteResults<kHeld>(functors, Tail<false, true>(), kLanes);
+      Scatter(whole, tail);
     }
-    for (int k = 0; k < op_.outputs; ++k) {
-      if (!IsWanted(k)) {
-        tiles.outputs[k] = {output_chunks_[k], 0};
-      } else if (direct_) {
-        tiles.outputs[k] = {reinterpret_cast<T*>(out_[k] + tile * tile_step_ * size_), tile_step_};
-      } else {
-        tiles.outputs[k] = {output_chunks_[k], kLanes};
-      }
-    }
-    RunStep(Step::kResult, 0, &tiles, nullptr);
-    if (direct_) return;
-    for (int k = 0; k < op_.outputs; ++k)
-      if (IsWanted(k)) Write(output_chunks_[k], out_[k], tile, count, lanes);
   }
-  // Prepare has already written the prepared output.
-  bool IsWanted(int k) const { return out_[k] != nullptr && k != op_.prepared_output; }
 
-  const RowCall<T>& call_;
-  const RowOp& op_;
-  StepFunction<T>* const step_;
-  const std::int64_t inner_, size_;
-  const bool lanes_are_rows_;
-  const bool direct_;                // tiles are the tensors' memory
-  const std::int64_t whole_, tail_;  // tiles of a row, and the elements behind them
-  const std::int64_t row_tiles_, tile_step_;
-  T* const sums_;
-  bool keeps_rows_;
+  // ------------------------------------------------------------------------------ neighbouring
+  // rows
 
-  // The current rows.
-  const char* in_[kMaxOperands];
-  char* out_[kMaxOperands];
-  const T* columns_[kMaxOperands];
-  std::int64_t lanes_;
-  bool is_loaded_, is_prepared_;
+  // Elements c of `count` neighbouring rows that lie apart.
+  TWINOP_INLINE Window<F, S, W> Across(std::int64_t c, std::int64_t count) const {
+    Window<F, S, W> window{};
+    for (int j = 0; j < kInputs; ++j) {
+      window.in[j] = arguments.inputs[j] == nullptr ? stand_ins.in[j] : in[j] + c * step;
+      window.held[j] = held + (j * arguments.rows.columns + c) * count;
+    }
+    for (int k = 0; k < F::kRowOutputs; ++k)
+      window.out[k] = arguments.outputs[k] == nullptr ? stand_ins.out[k] : out[k] + c * step;
+    return window;
+  }
 
-  alignas(64) char functors_[kLanes * kMaxFunctorBytes];
-  alignas(64) T zeros_[kLanes];
-  alignas(64) T default_columns_[kMaxOperands][kLanes];
-  alignas(64) T tail_columns_[kMaxOperands][kLanes];
-  alignas(64) T tail_sums_[kMaxOperands][kLanes];
-  alignas(64) T unused_sums_[kMaxOperands][kLanes];
-  alignas(64) T chunks_[kMaxOperands][kChunk];
-  alignas(64) T output_chunks_[kMaxOperands][kChunk];
-  alignas(64) T column_chunks_[kMaxOperands][kChunk];
-  alignas(64) T kept_rows_[kKeptRowBytes / sizeof(T)];
-  alignas(64) T kept_columns_[kKeptColumnBytes / sizeof(T)];
+  template <int kPhase, bool kHeld>
+  TWINOP_INLINE void ReduceAcross(F (&functors)[kLanes], std::int64_t count) const {
+    constexpr Reduction kOp = F::Phases::At(kPhase);
+    constexpr int kCount = kTerms<F, T, kPhase>;
+    const std::int64_t columns = arguments.rows.columns;
+    alignas(64) T totals[kCount][kLanes], run[kCount][kLanes];
+    Clear<kOp>(totals);
+    for (std::int64_t begin = 0; begin < columns; begin += kRun) {
+      Clear<kOp>(run);
+      for (std::int64_t c = begin; c < std::min(begin + kRun, columns); ++c)
+        AddTerms<kPhase, kHeld>(static_cast<const F*>(functors), Across(c, count), count,
+                                AllExist{}, run);
+      Add<kOp>(totals, run);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      Terms<F, T, kPhase> total;
+      for (int t = 0; t < kCount; ++t) total[t] = totals[t][i];
+      functors[i].Finish(Phase<kPhase>{}, total);
+    }
+  }
+
+  template <bool kHeld, int... P, int... I>
+  TWINOP_INLINE void Neighbours(std::int64_t first, std::int64_t count,
+                                std::integer_sequence<int, P...>,
+                                std::integer_sequence<int, I...>) {
+    Begin(first);
+    F functors[kLanes] = {(static_cast<void>(I), initial)...};
+    (ReduceAcross<P, kHeld>(functors, count), ...);
+    for (std::int64_t c = 0; c < arguments.rows.columns; ++c)
+      WriteResults<kHeld>(static_cast<const F*>(functors), Across(c, count), count);
+  }
 };
 
 }  // namespace twinop::rowwise

@@ -1,4 +1,4 @@
-// What a kernel of the row-wise skeleton gets of a call.
+// The arguments that a row-wise loop or kernel takes from a call.
 #pragma once
 
 #include <cstdint>
