@@ -115,7 +115,7 @@ __device__ __forceinline__ Vector<T, kWidth> Load(const T* data, Access access, 
 }
 
 // The same threads take the same vectors of the output as in ElementwiseKernel
-// (elementwise/cuda.cuh). Without gathers the kernel needs fewer registers.
+// (kernels/elementwise/cuda.cuh). Without gathers the kernel needs fewer registers.
 template <class F, class T, int kWidth, bool kGathers, int kThreads, int kLoads, int kOutputs,
           int kInputs>
 __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T) < 8

@@ -51,7 +51,7 @@ inline constexpr FunctorTuning kTuning<SoftPlus<T>>{2, kFloat64Registers<T>};
 template <class T>
 inline constexpr FunctorTuning kTuning<Logarithm<T>>{2};
 template <class T>
-inline constexpr FunctorTuning kTuning<Power<T>>{2, sizeof(T) == 8             ? 64
+inline constexpr FunctorTuning kTuning<Power<T>>{2, sizeof(T) == 8                ? 64
                                                     : std::is_floating_point_v<T> ? 32
                                                                                   : 40};
 
