@@ -11,13 +11,14 @@ namespace twinop::rowwise {
 
 // Vectors of a thread in a batch. With sums there are few registers and few batches; the last batch
 // is full more often with one.
-template <class F, bool kSums>
-inline constexpr int kRereadBatch = kSums || kEarlyInputs<F> > 1 ? 1 : 2;
+template <class F, Source kSource, bool kSums>
+inline constexpr int kRereadBatch =
+    kSums || (kSource == Source::kGlobal && kEarlyInputs<F> > 1) ? 1 : 2;
 
 // kSums: sums the columns on the way. Without, the rows' functors are stored for a second pass.
 template <class F, class S, class W, Source kSource, bool kSums>
-class RereadSlices : SliceBatches<F, S, W, kSource, kRereadBatch<F, kSums>> {
-  static constexpr int kBatch = kRereadBatch<F, kSums>;
+class RereadSlices : SliceBatches<F, S, W, kSource, kRereadBatch<F, kSource, kSums>> {
+  static constexpr int kBatch = kRereadBatch<F, kSource, kSums>;
   using Base = SliceBatches<F, S, W, kSource, kBatch>;
   using Base::arguments_, Base::settings_, Base::thread_, Base::threads_, Base::group_;
   using Base::AtBatch, Base::ForEachBatch, Base::Left;
