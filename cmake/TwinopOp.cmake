@@ -2,31 +2,19 @@
 #
 # One OBJECT library, twinop_op_<name>, for one op header: compiled by the C++ compiler for the record and
 # the CPU launcher and, with CUDA, by nvcc for the CUDA launcher. Every library that links the target
-# has the same object code. nvcc compiles the backward ops of a header separately (TWINOP_PART in
-# kernels/record/registry.h), so that inference does not load their kernels and both parts compile at the same time.
+# has the same object code. nvcc compiles the backward ops of a header separately (InThisPart in
+# kernels/record/registry.h): inference does not load their kernels, and both parts compile at the same time.
 function(twinop_add_op name header)
   set(folder "${CMAKE_CURRENT_BINARY_DIR}/ops")
   set(sources "${folder}/${name}.cpp")
   set(include "#include \"${header}\"\n")
   file(CONFIGURE OUTPUT "${sources}" CONTENT "${include}" @ONLY)
   if(TWINOP_CUDA)
-    cmake_path(ABSOLUTE_PATH header BASE_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE path)
-    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${path}")
-    file(STRINGS "${path}" backward REGEX "^TWINOP_(UNARY\\([a-z]|[A-Z]+\\([a-z0-9_]+_backward,)")
-    list(TRANSFORM backward REPLACE "^TWINOP_[A-Z]+\\(([a-z0-9_]+).*" "\\1")
-    list(TRANSFORM backward REPLACE "_backward$" "")
-    set(forward_parts "")
-    set(backward_parts "#define TWINOP_OTHER_PARTS TWINOP_DROP\n")
-    foreach(op IN LISTS backward)
-      string(APPEND forward_parts "#define TWINOP_PART_${op}_backward , TWINOP_DROP\n")
-      string(APPEND backward_parts "#define TWINOP_PART_${op}_backward , TWINOP_KEEP\n")
+    foreach(backward IN ITEMS 0 1)
+      set(source "${folder}/${name}.${backward}.cu")
+      file(CONFIGURE OUTPUT "${source}" CONTENT "#define TWINOP_BACKWARD_PART ${backward}\n${include}" @ONLY)
+      list(PREPEND sources "${source}")  # the longer compilations begin first
     endforeach()
-    file(CONFIGURE OUTPUT "${folder}/${name}.cu" CONTENT "${forward_parts}${include}" @ONLY)
-    list(PREPEND sources "${folder}/${name}.cu")  # the longer compilations begin first
-    if(backward)
-      file(CONFIGURE OUTPUT "${folder}/${name}.backward.cu" CONTENT "${backward_parts}${include}" @ONLY)
-      list(PREPEND sources "${folder}/${name}.backward.cu")
-    endif()
   endif()
   add_library(twinop_op_${name} OBJECT ${sources})
   target_link_libraries(twinop_op_${name} PUBLIC twinop_kernels_api)

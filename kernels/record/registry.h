@@ -5,6 +5,9 @@
 // for the record and the CPU launcher, and by nvcc for the CUDA launcher.
 #pragma once
 
+#include <string_view>
+#include <type_traits>
+
 #include "kernels/record/arguments.h"
 #include "kernels/record/json.h"
 #include "kernels/record/record.h"
@@ -12,25 +15,6 @@
 #if defined(__CUDACC__)
 #include "kernels/primitives/device_guard.cuh"
 #endif
-
-#if defined(TWINOP_WITH_CUDA)
-#define TWINOP_CUDA_LAUNCHER(id) id##_cuda
-#else
-#define TWINOP_CUDA_LAUNCHER(id) nullptr
-#endif
-
-// TWINOP_PART(id)(code) is the code if the op's CUDA code belongs to this object file. The forward
-// and the backward ops of a header become one object file each (cmake/TwinopOp.cmake), because the
-// first call of an op loads the code of its whole object file. The generated source defines
-// TWINOP_PART_<id> for some of the ops and TWINOP_OTHER_PARTS for the others.
-#define TWINOP_KEEP(...) __VA_ARGS__
-#define TWINOP_DROP(...)
-#if !defined(TWINOP_OTHER_PARTS)
-#define TWINOP_OTHER_PARTS TWINOP_KEEP
-#endif
-#define TWINOP_SECOND(first, second, ...) second
-#define TWINOP_FIND_PART(part) TWINOP_SECOND(part, TWINOP_OTHER_PARTS, )
-#define TWINOP_PART(id) TWINOP_FIND_PART(TWINOP_PART_##id)
 
 // TWINOP_OP(id, record, launcher), in namespace twinop, registers an op:
 //
@@ -53,18 +37,35 @@
   }
 
 #if defined(__CUDACC__)
-#define TWINOP_OP(id, record, ...)                                                               \
-  TWINOP_PART(id)                                                                                \
-  (TWINOP_RECORD(id, record) Status id##_cuda(const Call& call) {                                \
-    return OnDevice(call,                                                                        \
-                    [](const Call& call) { return __VA_ARGS__(NamedCall<id##_op::Op>(call)); }); \
-  })
+#define TWINOP_OP(id, record, ...)                                                  \
+  TWINOP_RECORD(id, record)                                                         \
+  namespace id##_op {                                                               \
+    template <bool kHere>                                                           \
+    Status LaunchOnCuda(const Call& call) {                                         \
+      if constexpr (kHere) {                                                        \
+        return OnDevice(call, [](const Call& call) {                                \
+          return __VA_ARGS__(NamedCall<std::conditional_t<kHere, Op, void>>(call)); \
+        });                                                                         \
+      } else {                                                                      \
+        return {};                                                                  \
+      }                                                                             \
+    }                                                                               \
+    template Status LaunchOnCuda<InThisPart(#id)>(const Call& call);                \
+  }
 #define TWINOP_CPU_OP(id, record, ...)
 #else
-#define TWINOP_OP(id, record, ...)    \
-  TWINOP_RECORD(id, record)           \
-  Status id##_cuda(const Call& call); \
-  TWINOP_ENTRY(id, TWINOP_CUDA_LAUNCHER(id), __VA_ARGS__)
+#if defined(TWINOP_WITH_CUDA)
+#define TWINOP_CUDA_LAUNCHER LaunchOnCuda<true>
+#else
+#define TWINOP_CUDA_LAUNCHER nullptr
+#endif
+#define TWINOP_OP(id, record, ...)         \
+  TWINOP_RECORD(id, record)                \
+  namespace id##_op {                      \
+    template <bool kHere>                  \
+    Status LaunchOnCuda(const Call& call); \
+  }                                        \
+  TWINOP_ENTRY(id, TWINOP_CUDA_LAUNCHER, __VA_ARGS__)
 #define TWINOP_CPU_OP(id, record, ...) \
   TWINOP_RECORD(id, record)            \
   TWINOP_ENTRY(id, nullptr, __VA_ARGS__)
@@ -81,6 +82,20 @@
 #endif
 
 namespace twinop {
+
+// Whether this object file has the CUDA code of an op. cmake/TwinopOp.cmake compiles the forward
+// and the backward ops of a header as one object file each, because the first call of an op loads
+// the code of its whole object file. Without that definition an object file has all ops.
+constexpr bool InThisPart([[maybe_unused]] std::string_view op) {
+#if defined(TWINOP_BACKWARD_PART)
+  constexpr std::string_view kSuffix = "_backward";
+  const bool backward =
+      op.size() > kSuffix.size() && op.substr(op.size() - kSuffix.size()) == kSuffix;
+  return backward == (TWINOP_BACKWARD_PART == 1);
+#else
+  return true;
+#endif
+}
 
 // A launcher as a C function, or null.
 template <Launcher kLauncher>
