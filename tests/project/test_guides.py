@@ -22,7 +22,7 @@ STEP = re.compile(
     r"^`(?P<file>[\w/.]+)`(?P<end>, at the end)?:\n\n```\w+\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PROGRAM = re.compile(r"(?<!:\n\n)^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"^```python\n(import .*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDERS = [f"tests/{name}" for name in ("kernels", "record", "torch_op", "export", "bench")]  # of every op
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "build-*", "__pycache__", ".*_cache", "results")
 # An editable installation of the checkout would take its modules from there.
