@@ -1,8 +1,7 @@
 // Runs an elementwise op's loop over the tensors of a call (cpu.h).
-#include "kernels/elementwise.h"
-
 #include <algorithm>
 
+#include "kernels/elementwise.h"
 #include "kernels/elementwise/cpu_copy.h"
 #include "kernels/elementwise/strided.h"
 #include "kernels/primitives/cpu_convert.h"
@@ -13,6 +12,9 @@ namespace {
 // Elements below which a second thread costs more than it saves. Waking a pool takes 2 to 5 us, in
 // which one core moves about 64 KiB.
 constexpr std::int64_t kGrain = 1 << 15;
+
+// Up to so many elements, a loop without vectors is quicker than one block.
+constexpr std::int64_t kFew = 8;
 
 // Tensors that are not contiguous, or of fp16, are computed in pieces that stay in the first-level
 // cache.
@@ -35,6 +37,7 @@ class Contiguous {
 
   void operator()(void* const* out, const void* const* in, std::int64_t count) const {
     const std::int64_t rest = count % kBlock;
+    if (count <= kFew) return loop_.run_few(functor_, out, in, count);
     if (rest == 0 || loop_.is_scalar) return loop_.run(functor_, out, in, count);
     alignas(64) char results[kMaxOperands][kBlockBytes];
     void* last[kMaxOperands];

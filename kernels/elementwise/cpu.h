@@ -22,11 +22,13 @@ inline constexpr std::int64_t kBlock = 64;
 // The most outputs and inputs that an op may have together.
 inline constexpr int kMaxOperands = 8;
 
-// Computes `count` elements of every output from those of every input: a whole number of blocks, or
-// any number where the loop is scalar.
+// Computes `count` elements of every output from those of every input.
+using LoopFunction = void(const void* functor, void* const* outputs, const void* const* inputs,
+                          std::int64_t count);
+
 struct Loop {
-  const ByLevel<void(const void* functor, void* const* outputs, const void* const* inputs,
-                     std::int64_t count)>& run;
+  const ByLevel<LoopFunction>& run;  // a whole number of blocks, or any number if is_scalar
+  LoopFunction* run_few;             // any number, one after another: quicker for a few
   bool is_scalar;
 };
 
@@ -115,22 +117,37 @@ struct BlockLoop {
     }
   }
 
+  static void RunFew(const void* functor, void* const* outputs, const void* const* inputs,
+                     std::int64_t count) {
+    Outputs<S, kOutputs> out;
+    for (int k = 0; k < kOutputs; ++k) out.pointers[k] = static_cast<S*>(outputs[k]);
+    Inputs<S, kInputs> in;
+    for (int k = 0; k < kInputs; ++k) in.pointers[k] = static_cast<const S*>(inputs[k]);
+    for (std::int64_t i = 0; i < count; ++i) {
+      Element(*static_cast<const F*>(functor), out, in, i, std::make_index_sequence<kInputs>{});
+      asm volatile("");  // not vectorised
+    }
+  }
+
  private:
+  template <std::size_t... I>
+  TWINOP_INLINE static void Element(const F& functor, const Outputs<S, kOutputs>& out,
+                                    const Inputs<S, kInputs>& in, std::int64_t i,
+                                    std::index_sequence<I...>) {
+    Store(Evaluate<S>(functor, ToCompute(in[I][i])...), out.pointers, i);
+  }
   template <std::size_t... I>
   TWINOP_INLINE static void Elements(const F& functor, const Outputs<S, kOutputs>& out,
                                      const Inputs<S, kInputs>& in, std::int64_t count,
-                                     std::index_sequence<I...>) {
+                                     std::index_sequence<I...> indices) {
 #pragma GCC ivdep
-    for (std::int64_t i = 0; i < count; ++i)
-      Store(Evaluate<S>(functor, ToCompute(in[I][i])...), out.pointers, i);
+    for (std::int64_t i = 0; i < count; ++i) Element(functor, out, in, i, indices);
   }
 };
 
 template <class F, class S, int kOutputs, int kInputs>
-inline constexpr Loop kLoop = {
-    kByLevel<BlockLoop<F, S, kOutputs, kInputs>,
-             void(const void*, void* const*, const void* const*, std::int64_t)>,
-    kScalar<F>};
+inline constexpr Loop kLoop = {kByLevel<BlockLoop<F, S, kOutputs, kInputs>, LoopFunction>,
+                               BlockLoop<F, S, kOutputs, kInputs>::RunFew, kScalar<F>};
 
 // The CPU launcher of functor F.
 template <template <class> class F, class AnyCall>
