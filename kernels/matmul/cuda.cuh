@@ -16,7 +16,7 @@ namespace twinop::matmul {
 
 inline constexpr int kNaiveThreads = 256;
 
-__global__ void __launch_bounds__(kNaiveThreads)
+static __global__ void __launch_bounds__(kNaiveThreads)
     NaiveKernel(Problem problem, const float* a, const float* b, float* y) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kNaiveThreads + threadIdx.x;
   if (i >= problem.batches * problem.m * problem.n) return;
