@@ -1,6 +1,7 @@
-// Row-wise ops on the CPU. A row belongs to one thread, which adds it up in kLanes sums side by
-// side: loops that the compiler vectorises without reordering a sum, for each instruction set, so
-// that neither that choice (made at run time) nor the number of threads changes a bit.
+// Row-wise ops on the CPU. One thread reduces each row, in kLanes independent partial sums. The
+// compiler can therefore vectorise the loops for each instruction set without reordering a sum. The
+// result is bitwise the same for every instruction set (chosen at run time) and every number of
+// threads.
 #pragma once
 
 #include <algorithm>
@@ -12,90 +13,95 @@
 
 namespace twinop::rowwise {
 
-// Rows up to this size (in the compute type, all inputs together) are held on the stack, in what
-// the second-level cache takes; a wider row's values are computed again for each phase.
-inline constexpr std::int64_t kHeldBytes = 128 << 10;
+// The size of the stack buffer for the values of a row, in the compute type and for all inputs
+// together. The buffer fits in the second-level cache. If a row is wider, each phase computes its
+// values again.
+inline constexpr std::int64_t kBufferBytes = 128 << 10;
 
-// From so many neighbouring rows on, rows that lie apart are summed side by side, a lane each.
-inline constexpr std::int64_t kNeighbours = 16;
+// The smallest number of interleaved rows that are reduced together, one row in each lane.
+inline constexpr std::int64_t kMinInterleavedRows = 16;
 
-// Elements below which a second thread costs more than it brings (elementwise/cpu.h).
+// Below this number of elements, a second thread costs more than it saves (elementwise/cpu.h).
 inline constexpr std::int64_t kGrainElements = 1 << 15;
 
-// Whether holding a row pays: where its values cost more than reading them.
+// Whether the values of a row are buffered. This pays only if they cost more than a read.
 template <class F, class S>
-inline constexpr bool kHolds = F::kReplacesValues || sizeof(S) == 2;
+inline constexpr bool kBuffersRows = F::kReplacesValues || sizeof(S) == 2;
 
 // ---------------------------------------------------------------------------------- many rows
 
-// Whether rows lie apart and are taken side by side, kLanes at most, instead of one by one.
-inline bool SideBySide(const Rows& rows) { return rows.inner >= kNeighbours; }
+// Whether rows are interleaved in memory and up to kLanes of them are processed together instead of
+// one at a time.
+inline bool UsesInterleavedRows(const Rows& rows) { return rows.inner >= kMinInterleavedRows; }
 
-// Where a row is held.
-enum class Held { kNowhere, kBuffer, kOutput };
+// Where the values of a row are buffered.
+enum class RowBuffer { kNone, kStack, kOutput };
 
-// In the output's own memory, of the compute type, the row costs no cache beside it.
+// If the output has the compute type, its own memory is the buffer. A separate buffer would occupy
+// more of the cache.
 template <class F, class S, class W>
-TWINOP_INLINE Held WhereHeld(const Arguments<F, S, W>& arguments) {
+TWINOP_INLINE RowBuffer ChooseBuffer(const Arguments<F, S, W>& arguments) {
   using T = Compute<S>;
   const Rows& rows = arguments.rows;
-  if (!kHolds<F, S>) return Held::kNowhere;
+  if (!kBuffersRows<F, S>) return RowBuffer::kNone;
   if (std::is_same_v<S, T> && kEarlyInputs<F> == 1 && rows.inner == 1 &&
       arguments.outputs[0] != nullptr)
-    return Held::kOutput;
-  const std::int64_t elements =
-      rows.columns * kEarlyInputs<F> * (SideBySide(rows) ? std::min(kLanes, rows.inner) : 1);
+    return RowBuffer::kOutput;
+  const std::int64_t elements = rows.columns * kEarlyInputs<F> *
+                                (UsesInterleavedRows(rows) ? std::min(kLanes, rows.inner) : 1);
   const auto bytes = elements * static_cast<std::int64_t>(sizeof(T));
-  return bytes <= kHeldBytes ? Held::kBuffer : Held::kNowhere;
+  return bytes <= kBufferBytes ? RowBuffer::kStack : RowBuffer::kNone;
 }
 
-// What a thread takes at once: a row, or neighbouring rows.
-inline std::int64_t Units(const Rows& rows) {
-  if (!SideBySide(rows)) return rows.count;
+// The number of units of work. A unit is one row, or up to kLanes interleaved rows.
+inline std::int64_t UnitCount(const Rows& rows) {
+  if (!UsesInterleavedRows(rows)) return rows.count;
   return rows.count / rows.inner * ((rows.inner + kLanes - 1) / kLanes);
 }
 
-template <Held kWhere, class F, class S, class W>
+template <RowBuffer kBuffer, class F, class S, class W>
 TWINOP_INLINE void RunUnits(const F& initial, const Arguments<F, S, W>& arguments,
                             std::int64_t begin, std::int64_t end, Compute<S>* sums) {
   using AllPhases = std::make_integer_sequence<int, kPhases<F>>;
-  using Row = Worker<F, S, W>;
-  constexpr bool kHeld = kWhere != Held::kNowhere;
-  alignas(64) Compute<S> buffer[kWhere == Held::kBuffer ? kHeldBytes / sizeof(Compute<S>) : 1];
-  StandIns<F, S, W> stand_ins;
-  Row row(initial, arguments, sums, kWhere == Held::kBuffer ? buffer : nullptr, stand_ins, end);
+  using Worker = RowWorker<F, S, W>;
+  constexpr bool kBuffered = kBuffer != RowBuffer::kNone;
+  alignas(64) Compute<S>
+      buffer[kBuffer == RowBuffer::kStack ? kBufferBytes / sizeof(Compute<S>) : 1];
+  StagingBuffers<F, S, W> staging;
+  Worker worker(initial, arguments, sums, kBuffer == RowBuffer::kStack ? buffer : nullptr, staging,
+                end);
   const Rows& rows = arguments.rows;
-  if constexpr (Row::kMayLieApart && kWhere != Held::kOutput) {
-    if (SideBySide(rows)) {
-      const std::int64_t across = (rows.inner + kLanes - 1) / kLanes;
+  if constexpr (Worker::kSupportsInterleaved && kBuffer != RowBuffer::kOutput) {
+    if (UsesInterleavedRows(rows)) {
+      const std::int64_t chunks = (rows.inner + kLanes - 1) / kLanes;
       for (std::int64_t unit = begin; unit < end; ++unit) {
-        const std::int64_t first = unit % across * kLanes;
-        row.template Neighbours<kHeld>(unit / across * rows.inner + first,
-                                       std::min(kLanes, rows.inner - first), AllPhases{},
-                                       std::make_integer_sequence<int, int{kLanes}>{});
+        const std::int64_t first = unit % chunks * kLanes;
+        worker.template RunInterleaved<kBuffered>(unit / chunks * rows.inner + first,
+                                                  std::min(kLanes, rows.inner - first), AllPhases{},
+                                                  std::make_integer_sequence<int, int{kLanes}>{});
       }
       return;
     }
   }
-  for (std::int64_t i = begin; i < end; ++i) row.template Row<kHeld>(i, AllPhases{});
-  row.Finish();
+  for (std::int64_t i = begin; i < end; ++i) worker.template RunRow<kBuffered>(i, AllPhases{});
+  worker.Finish();
 }
 
 template <class F, class S, class W>
 TWINOP_INLINE void RunRows(const F& initial, const Arguments<F, S, W>& arguments,
                            std::int64_t begin, std::int64_t end, Compute<S>* sums) {
-  if constexpr (kHolds<F, S>) {
-    const Held where = WhereHeld(arguments);
-    if (where == Held::kBuffer)
-      return RunUnits<Held::kBuffer>(initial, arguments, begin, end, sums);
+  if constexpr (kBuffersRows<F, S>) {
+    const RowBuffer buffer = ChooseBuffer(arguments);
+    if (buffer == RowBuffer::kStack)
+      return RunUnits<RowBuffer::kStack>(initial, arguments, begin, end, sums);
     if constexpr (std::is_same_v<S, Compute<S>>)
-      if (where == Held::kOutput)
-        return RunUnits<Held::kOutput>(initial, arguments, begin, end, sums);
+      if (buffer == RowBuffer::kOutput)
+        return RunUnits<RowBuffer::kOutput>(initial, arguments, begin, end, sums);
   }
-  RunUnits<Held::kNowhere>(initial, arguments, begin, end, sums);
+  RunUnits<RowBuffer::kNone>(initial, arguments, begin, end, sums);
 }
 
-// The same loops, compiled once per instruction set.
+// The same loops, compiled once for each instruction set.
 template <class F, class S, class W>
 using RowsFunction = void (*)(const F& initial, const Arguments<F, S, W>& arguments,
                               std::int64_t begin, std::int64_t end, Compute<S>* sums);
@@ -119,7 +125,7 @@ TWINOP_TARGET_AVX512 void RowsAvx512(const F& initial, const Arguments<F, S, W>&
 #endif
 
 template <class F, class S, class W>
-RowsFunction<F, S, W> ChooseRows() {
+RowsFunction<F, S, W> ChooseRowsFunction() {
 #if defined(__x86_64__)
   if (CpuLevel() == Level::kAvx512) return RowsAvx512<F, S, W>;
   if (CpuLevel() == Level::kAvx2) return RowsAvx2<F, S, W>;
@@ -127,9 +133,10 @@ RowsFunction<F, S, W> ChooseRows() {
   return RowsBaseline<F, S, W>;
 }
 
-// For this processor; chosen when the library is loaded, so that a call only reads it.
+// The loops for this processor. They are chosen when the library is loaded, so a call only reads
+// the pointer.
 template <class F, class S, class W>
-inline const RowsFunction<F, S, W> kRowsFunction = ChooseRows<F, S, W>();
+inline const RowsFunction<F, S, W> kRowsFunction = ChooseRowsFunction<F, S, W>();
 
 // ---------------------------------------------------------------------------------- a call
 
@@ -137,16 +144,17 @@ inline std::int64_t Grain(std::int64_t elements) {
   return std::max(std::int64_t{1}, kGrainElements / std::max(std::int64_t{1}, elements));
 }
 
-// The rows' sums go to `groups` partial sums, each of neighbouring rows, and then one by one to the
-// result: an order that the shape alone decides.
+// Each group of consecutive rows has its own partial sums. The partial sums are then added in the
+// order of the groups. Only the shape determines this order.
 template <class F, class S, class W>
 void SumColumns(const Call& call, const F& functor, const Arguments<F, S, W>& arguments) {
   using T = Compute<S>;
-  constexpr std::int64_t kRowsEach = 16;  // at least: a group's sums are written and read once more
+  // A group's sums are written and read once more, so a group has at least this many rows.
+  constexpr std::int64_t kMinRowsPerGroup = 16;
   constexpr std::int64_t kGroups = 128;
   static_assert(kGroups <= kPartials && sizeof(T) * F::kColumnSums <= 16);
   const Rows& rows = arguments.rows;
-  const std::int64_t groups = std::clamp(rows.count / kRowsEach, std::int64_t{1}, kGroups);
+  const std::int64_t groups = std::clamp(rows.count / kMinRowsPerGroup, std::int64_t{1}, kGroups);
   const std::int64_t size = F::kColumnSums * rows.columns;
   T* const partials = static_cast<T*>(call.scratch);
   if (rows.count > 0) {
@@ -160,9 +168,9 @@ void SumColumns(const Call& call, const F& functor, const Arguments<F, S, W>& ar
                                 }
                               });
   }
-  const std::int64_t pieces = (rows.columns + kLanes - 1) / kLanes;
+  const std::int64_t chunks = (rows.columns + kLanes - 1) / kLanes;
   const std::int64_t terms = rows.count > 0 ? groups : 0;
-  call.context->ParallelFor(pieces, Grain(kLanes * groups),
+  call.context->ParallelFor(chunks, Grain(kLanes * groups),
                             [&](std::int64_t begin, std::int64_t end) {
                               for (std::int64_t c = begin * kLanes;
                                    c < std::min(end * kLanes, rows.columns); c += kLanes) {
@@ -192,7 +200,7 @@ Status RunOnPool(const Call& call, const F& functor, const Arguments<F, S, W>& a
     }
   }
   if (rows.count == 0 || rows.columns == 0) return {};
-  const std::int64_t units = Units(rows);
+  const std::int64_t units = UnitCount(rows);
   call.context->ParallelFor(units, Grain(rows.columns * (rows.count / units)),
                             [&](std::int64_t begin, std::int64_t end) {
                               kRowsFunction<F, S, W>(functor, arguments, begin, end, nullptr);

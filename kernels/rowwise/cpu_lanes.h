@@ -1,5 +1,5 @@
-// The inner loops of row-wise ops on the CPU: up to kLanes elements at once, each added to a sum of
-// its own, so that the compiler vectorises without reordering a sum.
+// The inner loops of row-wise ops on the CPU. A loop processes up to kLanes elements and adds each
+// to a separate sum. The compiler can therefore vectorise it without reordering a sum.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +10,21 @@
 
 namespace twinop::rowwise {
 
-// Elements that one pass of the loops takes: element c of a row is added to sum c % kLanes. Whole
-// registers for every type, and enough of them to hide the latency of an addition.
+// The elements of a chunk, which is what one pass of a loop processes. Element c of a row is added
+// to sum c % kLanes. A chunk fills whole registers for every type, and enough of them to hide the
+// latency of an addition.
 inline constexpr std::int64_t kLanes = 64;
 
-// Terms that are added one after another before they join the total: of a long row, one long sum
-// would lose digits.
-inline constexpr std::int64_t kRun = 64;
+// The number of terms in a block of a sum. Each block is summed separately and then added to the
+// total, because a single sum over a long row would lose precision.
+inline constexpr std::int64_t kBlockTerms = 64;
 
 template <Reduction kOp, class T>
-TWINOP_INLINE T Start() {
+TWINOP_INLINE T ReductionIdentity() {
   return kOp == kMax ? -std::numeric_limits<T>::infinity() : T(0);
 }
 
-// (A maximum may lose a NaN: the sum that follows it has it.)
+// A maximum may drop a NaN. The sum that follows it keeps the NaN.
 template <Reduction kOp, class T>
 TWINOP_INLINE T Combine(T a, T b) {
   if constexpr (kOp == kMax) return b > a ? b : a;
@@ -42,7 +43,7 @@ TWINOP_INLINE T WithTerm(T total, const Terms& terms, int t) {
 template <Reduction kOp, class T, int kCount>
 TWINOP_INLINE void Clear(T (&totals)[kCount][kLanes]) {
   for (int t = 0; t < kCount; ++t)
-    for (std::int64_t i = 0; i < kLanes; ++i) totals[t][i] = Start<kOp, T>();
+    for (std::int64_t i = 0; i < kLanes; ++i) totals[t][i] = ReductionIdentity<kOp, T>();
 }
 template <Reduction kOp, class T, int kCount>
 TWINOP_INLINE void Add(T (&totals)[kCount][kLanes], const T (&terms)[kCount][kLanes]) {
@@ -51,31 +52,31 @@ TWINOP_INLINE void Add(T (&totals)[kCount][kLanes], const T (&terms)[kCount][kLa
       totals[t][i] = Combine<kOp>(totals[t][i], terms[t][i]);
 }
 
-// All of them in one, in pairs.
+// Combines the totals of all lanes in pairs.
 template <Reduction kOp, std::int64_t kHalf = kLanes / 2, class T>
-TWINOP_INLINE T Fold(T (&totals)[kLanes]) {
+TWINOP_INLINE T FoldLanes(T (&totals)[kLanes]) {
   for (std::int64_t i = 0; i < kHalf; ++i) totals[i] = Combine<kOp>(totals[i], totals[i + kHalf]);
-  if constexpr (kHalf > 1) return Fold<kOp, kHalf / 2>(totals);
+  if constexpr (kHalf > 1) return FoldLanes<kOp, kHalf / 2>(totals);
   return totals[0];
 }
 
-// The phase that leaves the row's values in memory for what comes after it, if the row is held: the
-// first where reading costs more than an access, else the last.
+// If the row is buffered, the phase that writes its values to the buffer for later steps. It is the
+// first phase for 16-bit types, because a read also needs a conversion. Otherwise it is the last.
 template <class F, class S>
-inline constexpr int kHoldPhase = sizeof(S) == 2 ? 0 : kPhases<F> - 1;
+inline constexpr int kBufferPhase = sizeof(S) == 2 ? 0 : kPhases<F> - 1;
 template <class F, class T, int kPhase>
-inline constexpr int kTerms = sizeof(Terms<F, T, kPhase>) / sizeof(T);
+inline constexpr int kTermCount = sizeof(Terms<F, T, kPhase>) / sizeof(T);
 
-// ---------------------------------------------------------------------------------- some elements
+// ---------------------------------------------------------------------------------- a window
 
-// Where up to kLanes elements are: dense in each tensor.
+// Pointers to up to kLanes elements, which are contiguous in each tensor.
 template <class F, class S, class W>
 struct Window {
   const S* in[kRowInputs<F>];
   const W* columns[kColumnInputs<F> + 1];
   S* out[F::kRowOutputs];
   Compute<S>* sums[F::kColumnSums + 1];
-  Compute<S>* held[kRowInputs<F>];
+  Compute<S>* buffer[kRowInputs<F>];
 };
 
 template <class F, class S, class W, int... J>
@@ -88,72 +89,73 @@ TWINOP_INLINE auto ColumnValues(const Window<F, S, W>& window, std::int64_t i) {
   return ColumnValues(window, i, std::make_integer_sequence<int, kColumnInputs<F>>{});
 }
 
-template <int kPhase, bool kFromHeld, int kInput, class F, class S, class W>
+template <int kPhase, bool kFromBuffer, int kInput, class F, class S, class W>
 TWINOP_INLINE Compute<S> RowValue(const Window<F, S, W>& window, std::int64_t i) {
   if constexpr (kInput >= kEarlyInputs<F> && kPhase < kPhases<F>) {
-    return 0;  // only Result looks at it
-  } else if constexpr (kInput < kEarlyInputs<F> && kFromHeld) {
-    return window.held[kInput][i];
+    return 0;  // only Result reads it
+  } else if constexpr (kInput < kEarlyInputs<F> && kFromBuffer) {
+    return window.buffer[kInput][i];
   } else {
     return ToCompute(window.in[kInput][i]);
   }
 }
 
-// The row's values as the phases before kPhase left them.
-template <int kPhase, bool kHeld, class F, class S, class W, int... J>
+// The row's values after the phases before kPhase.
+template <int kPhase, bool kBuffered, class F, class S, class W, int... J>
 TWINOP_INLINE auto RowValues(const F& functor, const Window<F, S, W>& window, std::int64_t i,
                              std::integer_sequence<int, J...>) {
-  constexpr bool kFromHeld = kHeld && (kPhase > kHoldPhase<F, S>);
+  constexpr bool kFromBuffer = kBuffered && (kPhase > kBufferPhase<F, S>);
   Values<Compute<S>, kRowInputs<F>> row{
-      {static_cast<Compute<S>>(RowValue<kPhase, kFromHeld, J>(window, i))...}};
-  if constexpr (!kFromHeld) Replay<kPhase, S>(functor, row, ColumnValues(window, i));
+      {static_cast<Compute<S>>(RowValue<kPhase, kFromBuffer, J>(window, i))...}};
+  if constexpr (!kFromBuffer) Replay<kPhase, S>(functor, row, ColumnValues(window, i));
   return row;
 }
-template <int kPhase, bool kHeld, class F, class S, class W>
+template <int kPhase, bool kBuffered, class F, class S, class W>
 TWINOP_INLINE auto RowValues(const F& functor, const Window<F, S, W>& window, std::int64_t i) {
-  return RowValues<kPhase, kHeld>(functor, window, i,
-                                  std::make_integer_sequence<int, kRowInputs<F>>{});
+  return RowValues<kPhase, kBuffered>(functor, window, i,
+                                      std::make_integer_sequence<int, kRowInputs<F>>{});
 }
 
-// The elements' functor: one for all of a row, or, where each is of another row, one for each.
+// One functor for all elements of a row. (Interleaved rows have one functor for each element.)
 template <class F>
-struct OneFunctor {
+struct SharedFunctor {
   const F functor;
   TWINOP_INLINE const F& operator[](std::int64_t) const { return functor; }
 };
 
-// Which elements of a window exist, in the compute type; all of them where there is no such list.
-struct AllExist {
+// The mask of a window in which all elements are valid. (Other masks are arrays of the compute
+// type.)
+struct AllValid {
   TWINOP_INLINE bool operator[](std::int64_t) const { return true; }
 };
 
-// Adds the terms of `count` elements, each to the total in its place.
-template <int kPhase, bool kHeld, class F, class S, class W, class Functors, class Exist,
+// Adds the terms of each of `count` elements to the totals of its lane.
+template <int kPhase, bool kBuffered, class F, class S, class W, class Functors, class Mask,
           int kCount>
 TWINOP_INLINE void AddTerms(const Functors functors, const Window<F, S, W>& window,
-                            std::int64_t count, const Exist exist,
+                            std::int64_t count, const Mask mask,
                             Compute<S> (&totals)[kCount][kLanes]) {
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < count; ++i) {
-    auto row = RowValues<kPhase, kHeld>(functors[i], window, i);
+    auto row = RowValues<kPhase, kBuffered>(functors[i], window, i);
     const auto terms = functors[i].Term(Phase<kPhase>{}, row, ColumnValues(window, i));
     for (int t = 0; t < kCount; ++t) {
       const auto total = WithTerm<F::Phases::At(kPhase)>(totals[t][i], terms, t);
-      totals[t][i] = exist[i] ? total : totals[t][i];
+      totals[t][i] = mask[i] ? total : totals[t][i];
     }
-    if constexpr (kHeld && kPhase >= kHoldPhase<F, S>)
-      for (int j = 0; j < kEarlyInputs<F>; ++j) window.held[j][i] = row[j];
+    if constexpr (kBuffered && kPhase >= kBufferPhase<F, S>)
+      for (int j = 0; j < kEarlyInputs<F>; ++j) window.buffer[j][i] = row[j];
   }
-  // GCC would take two such loops for one, and then vectorise neither (-floop-unroll-and-jam).
+  // Without this barrier, GCC fuses two such loops (-floop-unroll-and-jam) and vectorises neither.
   asm volatile("");
 }
 
-template <bool kHeld, class F, class S, class W, class Functors>
+template <bool kBuffered, class F, class S, class W, class Functors>
 TWINOP_INLINE void WriteResults(const Functors functors, const Window<F, S, W>& window,
                                 std::int64_t count) {
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < count; ++i) {
-    const auto row = RowValues<kPhases<F>, kHeld>(functors[i], window, i);
+    const auto row = RowValues<kPhases<F>, kBuffered>(functors[i], window, i);
     const auto result = functors[i].Result(row, ColumnValues(window, i));
     if constexpr (F::kColumnSums > 0) {
       const auto terms = functors[i].ColumnTerm(row);
