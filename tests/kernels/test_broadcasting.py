@@ -1,4 +1,4 @@
-"""Elementwise ops over any shapes and strides: what numpy broadcasts, the same bits whatever the layout."""
+"""Elementwise ops broadcast like numpy. The layout of their inputs does not change bits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from twinop.record import DOMAIN, Record
 from twinop.torch_op import records
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-# Backward ops too: they are elementwise ops like the others, of up to three inputs and two outputs.
+# This includes the backward ops, which have up to three inputs and two outputs.
 ELEMENTWISE = [record for record in records().values() if record.is_elementwise]
 BROADCASTING = [record for record in ELEMENTWISE if "broadcast(" in record.shapes]
 EXACT: dict[str, Callable[..., torch.Tensor]] = {"add": torch.add, "mul": torch.mul}
@@ -50,7 +50,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
 
 @st.composite
 def layout_of(draw: st.DrawFn, shape: tuple[int, ...]) -> dict[str, Any]:
-    """How a tensor of this shape lies in memory: order, steps, gaps and a start that is not aligned."""
+    """Draws a memory layout for this shape: order, steps, gaps and an offset."""
     rank = len(shape)
     return {
         "order": draw(st.permutations(range(rank))) if draw(st.booleans()) else list(range(rank)),
@@ -62,11 +62,11 @@ def layout_of(draw: st.DrawFn, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def lay_out(tensor: torch.Tensor, layout: dict[str, Any]) -> torch.Tensor:
-    """A view of other memory with this layout and the tensor's values (of the expanded ones, the first)."""
+    """Returns a view with this layout and the tensor's values. Expanded dimensions repeat one value."""
     strides = [0] * tensor.dim()
     extent = 1
     for d in reversed(layout["order"]):
-        roomy = extent * tensor.shape[d] < MOST  # gaps in every dimension would fill the machine's memory
+        roomy = extent * tensor.shape[d] < MOST  # limits the memory that gaps add
         step, gap = (layout["steps"][d], layout["gaps"][d]) if roomy else (1, 0)
         strides[d] = extent * step
         extent *= max(tensor.shape[d], 1) * step + gap
@@ -91,7 +91,7 @@ def broadcast_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
 
 
 def check_strides(record: Record, tensors: list[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-    """The fake, which torch.compile believes, says the same of the outputs."""
+    """The fake, which torch.compile relies on, returns the same shapes, dtypes and strides."""
     fakes = call(
         record, *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors)
     )
@@ -147,8 +147,8 @@ def test_broadcasting(record: Record, device: str) -> None:
     check()
 
 
-# Each is a path of its own in the CUDA kernels: rows and columns, aligned and not, a scalar, transposes, both
-# operands broadcast, rows shorter than a vector.
+# Each pair takes a separate path in the CUDA kernels: aligned and misaligned rows and columns, a scalar,
+# transposes, two broadcast operands, and rows shorter than a vector.
 PAIRS = [
     ((64, 128), (128,)),
     ((64, 127), (127,)),
@@ -186,7 +186,7 @@ def test_both_runtimes_broadcast_alike(record: Record, dtype: torch.dtype, devic
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_views_of_large_tensors(dtype: torch.dtype, device: str) -> None:
-    """More elements than one thread takes; alignment of the rows, of neither or one operand."""
+    """Large views give the same bits as contiguous tensors, whether their rows are aligned or not."""
     memory = values((520, 1030), dtype, 1).to(device)
     for columns in (slice(0, 1024), slice(1, 1025), slice(3, 1030), slice(None, None, 2)):
         for x in (memory[:, columns], memory[:, columns].t(), memory[::3, columns]):
@@ -202,7 +202,7 @@ def test_views_of_large_tensors(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("strides", [((2, 2, 0), (1, 8, 2)), ((3, 6, 1), (2, 1, 1))])
 def test_the_fake_knows_dense_inputs_with_odd_strides_of_size_1(strides: Any) -> None:
-    """A dense second input decides, whatever the stride of its dimension of size 1."""
+    """A dense second input determines the strides. The stride of its dimension of size 1 does not matter."""
     tensors = [torch.empty_strided((2, 1, 2), each) for each in strides]
     check_strides(torch_op.records()["add"], tensors, [torch_op.add(*tensors)])
 

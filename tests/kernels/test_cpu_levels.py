@@ -1,4 +1,4 @@
-"""The instruction set and the number of threads change the speed, never a bit."""
+"""Results have the same bits for every instruction set and every number of threads."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from twinop.record import Record
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 LEVELS = ("baseline", "avx2", "best")
-# Writes the results of every op, for every dtype, to a file: the level is chosen once in a process.
+# Writes the results of every op and dtype to a file. A process chooses its level only once.
 SCRIPT = """
 import sys
 import torch
@@ -35,7 +35,7 @@ def all_results() -> dict[str, torch.Tensor]:
                 for name, tensor in zip(record.outputs, run_in_torch(record, sample), strict=True):
                     found[f"{record.name}.{name} {'-'.join(dtypes.values())} {i}"] = tensor
     for dtype in map(torch_dtype, DTYPES):
-        # Every 16-bit number, so every branch of the conversions.
+        # All 16-bit numbers cover every branch of the conversions.
         bits = torch.arange(65536).to(torch.int32).to(torch.int16)
         x = bits.view(dtype) if dtype.itemsize == 2 else bits.to(dtype)
         for record in RECORDS.values():
@@ -45,7 +45,7 @@ def all_results() -> dict[str, torch.Tensor]:
 
 
 def test_every_level_gives_the_same_bits(tmp_path: Path) -> None:
-    expected = all_results()  # at this process's level, the processor's best
+    expected = all_results()  # this process uses the processor's best level
     assert len(expected) > 100
     processes = {}
     for level in LEVELS:
@@ -58,9 +58,9 @@ def test_every_level_gives_the_same_bits(tmp_path: Path) -> None:
         found = torch.load(tmp_path / level)
         assert list(found) == list(expected)
         for name, tensor in expected.items():
-            if name.startswith("relu"):  # it passes NaN on, bits and all
+            if name.startswith("relu"):  # relu returns the bits of its NaN inputs
                 assert_same_bits(found[name], tensor, f"{level}: {name}")
-            else:  # a NaN that is made on the way has the sign that the instructions give it
+            else:  # the sign of a computed NaN depends on the instructions
                 assert same_bits(found[name], tensor), f"{level}: {name}"
 
 

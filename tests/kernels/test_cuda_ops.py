@@ -1,4 +1,4 @@
-"""Every op on the GPU: on side streams, in CUDA graphs, on more than 2^31 elements."""
+"""Every op runs on side streams and in CUDA graphs. Some ops also run on more than 2^31 elements."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ MANY = (1 << 31) + 9
 
 
 def shapes_for(record: Record, *shapes: tuple[int, int]) -> list[tuple[int, int]]:
-    """A matrix product's second factor has as many rows as the first has columns: no wide ones."""
+    """Omits wide shapes for matmul, because its second factor has as many rows as its first has columns."""
     return [shape for shape in shapes if record.name != "matmul" or shape[1] < 65536]
 
 
@@ -43,7 +43,7 @@ def test_side_stream(record: Record) -> None:
     for shape in shapes_for(record, (64, 34), (4, 65536)):
         first, second = (make_sample(record, dtypes, shape, seed, tame=True).to("cuda") for seed in (1, 2))
         expected = call(record, second)
-        torch.cuda.synchronize()  # nothing is left to load, which would hide a launch on another stream
+        torch.cuda.synchronize()  # a pending load would hide a launch on another stream
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)
@@ -55,7 +55,7 @@ def test_side_stream(record: Record) -> None:
 
 @each_op
 def test_cuda_graph(record: Record) -> None:
-    """Captured once, replayed with other numbers; wide rows too, which may need clusters or scratch."""
+    """A captured graph can be replayed with other inputs. Wide rows may need clusters or scratch memory."""
     dtypes = record.combinations[0]
     for shape in shapes_for(record, (64, 34), (4, 4098), (2, 65536)):
         sample = make_sample(record, dtypes, shape, 1, tame=True).to("cuda")
@@ -72,7 +72,7 @@ def test_cuda_graph(record: Record) -> None:
 
 @pytest.mark.parametrize("record", [r for r in ALL.values() if r.rows], ids=lambda record: record.name)
 def test_rows_beyond_2_to_the_31_elements(record: Record) -> None:
-    """64-bit offsets: rows at both ends and about the border are what they are alone."""
+    """Offsets have 64 bits. Rows at both ends and near 2^31 elements have the right results."""
     dtypes = next(c for c in record.combinations if set(c.values()) == {"bfloat16"})
     columns = 4098
     rows = MANY // columns + 3
@@ -107,7 +107,7 @@ def test_one_row_beyond_2_to_the_31_columns(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_more_than_2_to_the_31_elements(dtype: str) -> None:
-    """64-bit counts and offsets: 2^31 + 9 elements, through torch and ORT, aligned and not."""
+    """Counts and offsets have 64 bits in torch and ONNX Runtime, for aligned and misaligned inputs."""
     size = MANY
     record = RECORDS["relu"]
     dtypes = next(c for c in record.combinations if c["x"] == dtype)

@@ -1,5 +1,7 @@
-"""Kernels that are launched while the one before them still runs (programmatic dependent launch): each must
-wait for what it reads, and for whoever still reads what it writes."""
+"""Programmatic dependent launch: a kernel starts while the previous kernel still runs.
+
+It must wait until its inputs are written and until its outputs are no longer read.
+"""
 
 from collections.abc import Callable
 
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.cuda
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
-# Each of x and a row of weights. Together: every kernel of the two skeletons, and torch's own between them.
+# Each step takes x and a row of weights. Together, the steps use every kernel of the two skeletons.
 OURS: dict[str, Step] = {
     "gelu": lambda x, w: torch_op.gelu(x),
     "layer_norm": lambda x, w: torch_op.layer_norm(x, w, w),
@@ -40,11 +42,11 @@ SHAPES = [(1, 4096), (8, 4096), (64, 1000), (300, 72), (5, 20000), (2, 70000), (
 
 
 def chain(x: Tensor, w: Tensor, synchronized: bool = False) -> Tensor:
-    """All steps, each of the one before it; ours in a row, and ours and torch's in turn."""
+    """Runs our steps in sequence, then our steps and torch's alternately."""
     ours, theirs = list(OURS.values()), list(THEIRS.values())
     mixed = [step for i, own in enumerate(ours) for step in (own, theirs[i % len(theirs)])]
     for step in ours + mixed:
-        x = torch_op.rms_norm(step(x, w))  # numbers stay near 1
+        x = torch_op.rms_norm(step(x, w))  # keeps the numbers near 1
         if synchronized:
             torch.cuda.synchronize()
     return x
@@ -61,7 +63,7 @@ WATCHED = pytest.param((64, 1000), marks=(pytest.mark.sanitizer, pytest.mark.tor
 
 @pytest.mark.parametrize("shape", [WATCHED if shape == (64, 1000) else shape for shape in SHAPES], ids=str)
 def test_each_waits_for_the_one_before(shape: tuple[int, int]) -> None:
-    """On a side stream, and in a CUDA graph: other numbers each time, so that stale ones would show."""
+    """Each kernel waits, on a side stream and in a CUDA graph. New inputs in each run reveal stale values."""
     expected = [chain(*numbers(shape, seed), synchronized=True) for seed in range(4)]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -82,7 +84,7 @@ def test_each_waits_for_the_one_before(shape: tuple[int, int]) -> None:
 
 
 def test_streams_that_part_and_meet() -> None:
-    """A kernel behind two others, on two streams, waits for both; captured, too."""
+    """A kernel that depends on kernels of two streams waits for both, also in a CUDA graph."""
     shape = (64, 4096)
     side = torch.cuda.Stream()
 

@@ -1,4 +1,4 @@
-"""layer_norm where its sums are difficult: squares that overflow, and means that are most of the values."""
+"""layer_norm is accurate where squares overflow and where the mean is much larger than the deviations."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from samples import DEVICES, HALVES
 
 from twinop import torch_op
 
-WIDTHS = (33, 512, 2049, 4095, 4096, 5120, 11008, 20000)  # each way to hold a row
+WIDTHS = (33, 512, 2049, 4095, 4096, 5120, 11008, 20000)  # one width for each way to hold a row
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 1e-4}
 
 
 def check(x: torch.Tensor, device: str) -> None:
-    """Aligned, and one element behind an aligned address."""
+    """Checks layer_norm of x at an aligned address and one element after it."""
     expected = torch.nn.functional.layer_norm(x.double(), x.shape[-1:])
     rounding = ROUNDING[x.dtype]
     for behind in (0, 1):
@@ -24,7 +24,7 @@ def check(x: torch.Tensor, device: str) -> None:
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_squares_may_overflow(dtype: torch.dtype, columns: int, device: str) -> None:
-    """Of what is left without the mean they do not."""
+    """The squares of the inputs overflow. The squares of the deviations from the mean do not."""
     x = torch.full((3, columns), 1.5 * 2.0**62, dtype=torch.float64)
     x[:, ::2] *= 1 + 2.0**-6
     check(x.to(dtype), device)
@@ -34,7 +34,7 @@ def test_squares_may_overflow(dtype: torch.dtype, columns: int, device: str) -> 
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32), ids=str)
 def test_means_do_not_cancel(dtype: torch.dtype, columns: int, device: str) -> None:
-    """Of 1 to 1000 standard deviations; from 8 on the kernels take another way."""
+    """Large means do not cause cancellation. From 8 standard deviations on, another algorithm runs."""
     means = torch.tensor([[0.0], [1.0], [7.0], [7.9], [8.1], [9.0], [-20.0], [100.0], [1000.0]])
     noise = torch.randn(len(means), columns, generator=torch.Generator().manual_seed(columns))
     check((means.double() + noise.double()).to(dtype), device)

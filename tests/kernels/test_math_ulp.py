@@ -1,8 +1,8 @@
-"""How exact the mathematical functions are: the largest error of every elementwise op of one input, and of
-its derivative, in units of the result's last place.
+"""Bounds the largest error of every unary elementwise op and of its derivative, in units in the last place.
 
-All 65536 numbers of float16 and bfloat16 against float64; dense samples of float32 against float64, and of
-float64 against mpmath. `python tests/kernels/test_math_ulp.py [cpu|cuda]` prints the table.
+float16 and bfloat16 are tested on all 65536 numbers, float32 and float64 on dense samples. The reference of
+float64 is mpmath. The reference of all other types is float64.
+`python tests/kernels/test_math_ulp.py [cpu|cuda]` prints the table.
 """
 
 import sys
@@ -27,12 +27,12 @@ CUBIC, LINEAR = 0.044715, (8 / torch.pi) ** 0.5
 class Function:
     """
     Attributes:
-        torch: torch's own, of x.
-        exact: in mpmath, of x.
-        slope: the factor of grad_y in the backward op's result, in mpmath, of what that op takes (x or y).
-        wide, wide_slope: the same in fp64, for the narrower types.
-        float32, float64: bound of the error, for the op and its backward op: measured, rounded up.
-        zero: where the slope crosses 0; next to it the error is measured in units of 1/8's last place.
+        torch: torch's function of x.
+        exact: the function of x in mpmath.
+        slope: the factor of grad_y in the backward op's result, in mpmath. Its argument is x or y.
+        wide, wide_slope: the same functions in fp64, for the narrower types.
+        float32, float64: the error bounds of the op and its backward op.
+        zero: where the slope crosses 0. Near it, the unit of the error is the last place of 1/8.
     """
 
     torch: Callable[[Tensor], Tensor]
@@ -144,7 +144,7 @@ FUNCTIONS = {
 
 
 def inputs(dtype: torch.dtype, count: int = 1 << 20) -> Tensor:
-    """All numbers of a 16-bit type; of the others all exponents, dense where functions bend, and edges."""
+    """Returns all numbers of a 16-bit type. Other types get all exponents, dense intervals and edge cases."""
     if dtype in HALVES:
         return torch.arange(65536).to(torch.int32).to(torch.int16).view(dtype)
     generator = torch.Generator().manual_seed(1)
@@ -189,7 +189,7 @@ def run(name: str, x: Tensor) -> Tensor:
 
 
 def run_backward(name: str, x: Tensor) -> Tensor:
-    """The slope: the backward op of a gradient of 1."""
+    """Returns the slope, which is the result of the backward op for a gradient of 1."""
     backward = getattr(torch_op, f"{name.split()[0]}_backward")
     return backward(torch.ones_like(x), x, *FUNCTIONS[name].attributes)
 
@@ -202,7 +202,7 @@ def largest_error(name: str, dtype: torch.dtype, device: str) -> float:
 def largest_slope_error(name: str, dtype: torch.dtype, device: str) -> float:
     function = FUNCTIONS[name]
     x = inputs(dtype)
-    # Of infinities the two sides of a product may be 0 and infinite.
+    # At infinities, one factor of a product may be 0 and the other infinite.
     x = x[x.isfinite() & (x.abs().double() < 1e18)]
     exact = function.wide_slope(x.double())
     unit = units(exact, dtype)
@@ -218,7 +218,7 @@ def exactly(function: Callable[[mpmath.mpf], mpmath.mpf], x: Tensor) -> list[mpm
 
 
 def error_in_float64(result: Tensor, exact: list[mpmath.mpf], least: list[float]) -> float:
-    """As `errors`, where fp64 is no reference."""
+    """Does what `errors` does, with mpmath instead of fp64 as the reference."""
     largest = 0.0
     with mpmath.workdps(50):
         for found, wanted, floor in zip(result.tolist(), exact, least, strict=True):
@@ -258,7 +258,10 @@ UNARY = [name for name, record in RECORDS.items() if record.is_elementwise and l
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32, torch.float64), ids=str)
 def test_ops_without_an_entry_against_their_references(name: str, dtype: torch.dtype, device: str) -> None:
-    """An entry in FUNCTIONS bounds the derivative as well, and float64 by more digits."""
+    """Ops without an entry in FUNCTIONS meet the tolerance of their reference.
+
+An entry in FUNCTIONS also bounds the derivative, and checks float64 against more digits.
+"""
     x = inputs(dtype, 1 << 16)
     results = as_tuple(getattr(torch_op, name)(x.to(device)))
     allowed = reference_of(name).allowed(str(dtype).removeprefix("torch."))
@@ -270,7 +273,7 @@ def test_ops_without_an_entry_against_their_references(name: str, dtype: torch.d
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_16_bits(name: str, dtype: torch.dtype, device: str) -> None:
-    """One rounding on the CPU, whose fp32 arithmetic leaves next to no doubt; a unit with approximations."""
+    """The error is about one rounding on the CPU, and at most one unit on CUDA."""
     assert largest_error(name, dtype, device) <= (0.51 if device == "cpu" else 1)
     assert largest_slope_error(name, dtype, device) <= (0.6 if device == "cpu" else 1)
 
@@ -298,7 +301,7 @@ def test_special_values_are_torchs(name: str, dtype: torch.dtype, device: str) -
     infinity = float("inf")
     x = torch.tensor([infinity, -infinity, float("nan"), 0.0, -0.0], dtype=dtype, device=device)
     found = run(name, x)
-    expected = FUNCTIONS[name].torch(x.double()).to(dtype)  # in fp32 torch's gelu(inf) is NaN on some CPUs
+    expected = FUNCTIONS[name].torch(x.double()).to(dtype)  # torch's fp32 gelu(inf) is NaN on some CPUs
     torch.testing.assert_close(found, expected, equal_nan=True)
     assert torch.equal(found.signbit()[3:], expected.signbit()[3:])
 

@@ -1,6 +1,6 @@
-"""The teaching matmul: shapes, broadcasting, variants, and its errors.
+"""The example matmul: shapes, broadcasting, variants and errors.
 
-Parity, gradients and export are in the tests of all ops.
+The tests of all ops cover parity, gradients and export.
 """
 
 import re
@@ -26,7 +26,7 @@ def operands(
 
 
 def check(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """The error of a sum of K products is at most K roundings of the sum of their magnitudes."""
+    """Checks that the error of a sum of K products is at most K roundings of the sum of their magnitudes."""
     expected = a.double() @ b.double()
     assert found.shape == expected.shape and found.dtype == torch.float32
     bound = max(a.shape[-1], 1) * 2.0**-24 * (a.double().abs() @ b.double().abs()) + 1e-45
@@ -40,7 +40,7 @@ def test_any_size(m: int, n: int, k: int, device: str) -> None:
     a, b = operands((m, k), (k, n), device)
     tiled = torch_op.matmul(a, b)
     check(tiled, a, b)
-    assert torch.equal(tiled, torch_op.matmul(a, b, variant="naive"))  # one sum, in the order of k
+    assert torch.equal(tiled, torch_op.matmul(a, b, variant="naive"))  # both variants add in the order of k
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,7 +121,7 @@ def test_a_tile_that_does_not_fit() -> None:
     limit, largest = map(int, found.groups())
     assert 48 << 10 <= limit < 524288
     assert largest == max(tile for tile in TILES if 8 * tile * tile <= limit)
-    check(torch_op.matmul(a, b, tile=largest), a, b)  # the error has left nothing behind
+    check(torch_op.matmul(a, b, tile=largest), a, b)  # the error does not affect later calls
 
 
 @pytest.mark.parametrize("device", [*DEVICES, "meta"])

@@ -1,6 +1,6 @@
-"""ONNX's own node tests with the node replaced by ours, run by ONNX Runtime with our library.
+"""Our ops pass ONNX's node tests. Each test replaces the node with our op and runs it in ONNX Runtime.
 
-The cases come with onnx (`onnx.backend.test`): nobody here wrote their inputs or outputs.
+The inputs and outputs come from the onnx package (`onnx.backend.test`).
 """
 
 import importlib
@@ -17,7 +17,7 @@ from samples import RECORDS
 
 from twinop.record import DOMAIN, DOMAIN_VERSION
 
-# ONNX operator -> our op, and its attributes' names in ours.
+# Maps an ONNX operator to our op, and its attribute names to ours.
 OPS: dict[str, tuple[str, dict[str, str]]] = {
     "Relu": ("relu", {}),
     "Gelu": ("gelu", {"approximate": "approximate"}),
@@ -35,13 +35,13 @@ OPS: dict[str, tuple[str, dict[str, str]]] = {
     "Pow": ("pow", {}),
     "MatMul": ("matmul", {}),
 }
-# Attributes that ours do not have, with the one value that ours compute.
+# Attributes that our ops do not have, each with the only value that our ops support.
 FIXED: dict[str, dict[str, Any]] = {
     "Swish": {"alpha": 1.0},
     "RMSNormalization": {"stash_type": 1},
     "LayerNormalization": {"stash_type": 1},
 }
-# What ONNX's operators default to where ours default to something else.
+# ONNX's defaults where they differ from ours.
 DEFAULTS: dict[str, dict[str, Any]] = {"RMSNormalization": {"epsilon": 1e-5}}
 
 INTEGERS = "integers: twinop's ops are for floating types"
@@ -58,7 +58,7 @@ EXCLUDED = (
 
 
 def of_one_node(cases: Iterable[Any]) -> dict[str, Any]:
-    """The cases whose model is one node of the operators above, by name."""
+    """Returns by name the cases whose model is one node of the operators above."""
     return {
         case.name: case
         for case in cases
@@ -67,7 +67,7 @@ def of_one_node(cases: Iterable[Any]) -> dict[str, Any]:
 
 
 def onnx_cases() -> dict[str, Any]:
-    """Those of the operators' own files: all files take seconds (test_no_case_is_missed)."""
+    """Loads only the files of these operators. test_no_case_is_missed loads all files."""
     for op_type in OPS:
         importlib.import_module(f"onnx.backend.test.case.node.{op_type.lower()}")
     return of_one_node(node_cases._NodeTestCases)
@@ -82,7 +82,7 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def reason(model: onnx.ModelProto) -> str:
-    """Why our op cannot take the node's place, or ""."""
+    """Returns why our op cannot replace the node, or ""."""
     node = model.graph.node[0]
     types = [value.type.tensor_type.elem_type for value in model.graph.input]
     floating = [
@@ -105,7 +105,7 @@ def reason(model: onnx.ModelProto) -> str:
 
 
 def replaced(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with our node in the operator's place; of several outputs, the first."""
+    """Returns the model with our node instead of the operator. Only the first output is kept."""
     node = model.graph.node[0]
     name, names = OPS[node.op_type]
     attributes = {names[key]: value for key, value in attributes_of(node).items() if key in names}
@@ -116,12 +116,12 @@ def replaced(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def test_what_is_excluded() -> None:
-    """Exactly what cannot be replaced, for the reason given: a case that becomes applicable fails here."""
+    """EXCLUDED lists exactly the cases that cannot be replaced, each with its reason."""
     assert {name: why for name, case in CASES.items() if (why := reason(case.model))} == EXCLUDED
 
 
-@pytest.mark.slow  # it makes the cases of all operators
-@pytest.mark.filterwarnings("ignore")  # of other operators' cases, while they are made
+@pytest.mark.slow  # generates the cases of all operators
+@pytest.mark.filterwarnings("ignore")  # other operators' cases warn while they are generated
 def test_no_case_is_missed() -> None:
     assert set(of_one_node(node_cases.collect_testcases())) == set(CASES)
 

@@ -1,6 +1,6 @@
-"""torch's own sample inputs (torch.testing's OpInfo) for the functions that ours stand for, errors included.
+"""Our ops give the same results, gradients and refusals as torch's functions on torch's sample inputs.
 
-Nobody here wrote them. Results and gradients are compared with torch's own function.
+The samples and the error inputs come from torch.testing's OpInfo.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ COMPLEX = "complex numbers: ours are for real ones"
 BETA = "beta or threshold: ours has neither"
 VECTOR = "a vector operand: ours multiplies matrices"
 NEGATIVE = "eps below 0: ours refuses it"
-# Samples that ours cannot take, by function (and torch's name of the variant).
+# Samples that our ops cannot take, by function and torch's variant name.
 EXCLUDED = {
     "add": {ALPHA},
     "matmul": {VECTOR},
@@ -61,7 +61,7 @@ def key(info: Any) -> str:
 
 
 def reason(info: Any, sample: Any) -> str:
-    """Why ours cannot take this sample, or ""."""
+    """Returns why our op cannot take this sample, or ""."""
     tensors = [t for t in (sample.input, *sample.args) if isinstance(t, torch.Tensor)]
     if info.variant_test_name == "complex":
         return COMPLEX
@@ -83,7 +83,7 @@ def reason(info: Any, sample: Any) -> str:
 
 
 def ours(info: Any, sample: Any) -> Any:
-    """Our function on the sample."""
+    """Calls our function with the sample."""
     op = getattr(torch_op, OPS[info.name])
     args, kwargs = list(sample.args), dict(sample.kwargs)
     if info.name.endswith("_norm"):
@@ -120,7 +120,7 @@ def described(sample: Any) -> Callable[[str], str]:
 
 
 def test_what_is_excluded() -> None:
-    """Exactly these; a sample that becomes applicable fails here where it was the last of its reason."""
+    """EXCLUDED lists exactly the reasons for which samples are excluded."""
     assert {info.name for info in INFOS} == set(OPS)
     found: dict[str, set[str]] = {}
     for info in INFOS:
@@ -169,7 +169,7 @@ def error_samples(info: Any) -> list[Any]:
 
 
 def test_error_inputs() -> None:
-    """What torch refuses, ours refuses too, with a message that names the op."""
+    """Our ops refuse what torch refuses. The message names the op."""
     found: dict[str, set[str]] = {}
     refused = 0
     for info in INFOS:
@@ -187,7 +187,7 @@ def test_error_inputs() -> None:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool], ids=str)
 @pytest.mark.parametrize("name", sorted(set(OPS.values())))
 def test_other_types_are_refused(name: str, dtype: torch.dtype) -> None:
-    """torch's samples of types that ours do not take."""
+    """Our ops refuse unsupported dtypes. The message names the op and the dtype."""
     call: Callable[..., Any] = getattr(torch_op, name)
     required = [entry for entry in RECORDS[name].inputs if not entry.optional]
     with pytest.raises(Exception, match=rf"{name}.*{str(dtype).removeprefix('torch.')}"):

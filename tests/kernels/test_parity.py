@@ -1,4 +1,4 @@
-"""torch and ONNX Runtime give the same bits: every device, op, dtype and layout. And the bits are right."""
+"""torch and ONNX Runtime give the same, correct bits for every device, op, dtype and layout."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from twinop.record import Record
 
 
 class OrtRunner:
-    """One session per presence pattern and attributes; runs samples at any rank and alignment."""
+    """Runs samples. It keeps one session for each presence pattern and attribute set."""
 
     def __init__(self, record: Record, dtypes: dict[str, str], device: str) -> None:
         self.record, self.dtypes, self.device = record, dtypes, device
@@ -48,7 +48,7 @@ class OrtRunner:
 
 
 def poisoned(like: torch.Tensor) -> torch.Tensor:
-    """Memory for an output, full of a value that no op leaves by chance."""
+    """Returns memory for an output, filled with a value that no op returns by chance."""
     return torch.full_like(like, 123.0, memory_format=torch.contiguous_format)
 
 
@@ -95,7 +95,7 @@ def test_variants_have_the_same_bits(variant: str, dtype: str, device: str) -> N
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("variant", ["auto", "scalar", "vec4"])
 def test_alignment_does_not_change_bits(variant: str, dtype: str, device: str) -> None:
-    """Inputs and outputs that start 1 to 7 elements behind an aligned address, nothing written outside."""
+    """Tensors may start 1 to 7 elements after an aligned address. The op writes only to its output."""
     record = RECORDS["relu"]
     run_ort = OrtRunner(record, next(c for c in record.combinations if c["x"] == dtype), device)
     for size in SIZES:
@@ -130,14 +130,14 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
-    """The tensor `by` elements behind an aligned address."""
+    """Copies the tensor to `by` elements after an aligned address."""
     memory = torch.full((tensor.numel() + 8,), -5.0, dtype=tensor.dtype, device=tensor.device)
     view = memory[by : by + tensor.numel()].view(tensor.shape)
     return view.copy_(tensor)
 
 
 def mover(first: int, step: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Shifts one tensor after the other by `first`, `first + step` ..."""
+    """Returns a function that shifts successive tensors by `first`, `first + step` and so on."""
     offsets = itertools.count(first, step)
     return lambda tensor: shifted(tensor, next(offsets) % 8)
 
@@ -145,7 +145,7 @@ def mover(first: int, step: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("record", "dtypes"), combinations(ALL))
 def test_addresses_do_not_change_bits(record: Record, dtypes: dict[str, str], device: str) -> None:
-    """All tensors anywhere, then each with an offset of its own; forward and backward, torch and ORT."""
+    """Addresses do not change bits, whether all tensors have the same offset or each has its own."""
     run_ort = OrtRunner(record, dtypes, device)
     chosen = [*list(samples(record, dtypes))[3::4], *wide_samples(record, dtypes)]
     for seed, sample in enumerate(chosen, 3):
@@ -165,8 +165,7 @@ def test_addresses_do_not_change_bits(record: Record, dtypes: dict[str, str], de
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("record", list(ALL.values()), ids=list(ALL))
 def test_layouts(record: Record, layout: str, device: str) -> None:
-    """Every input as such a view: torch reads it in place or copies it; ORT, which has no strides, gets the
-    contiguous copy."""
+    """Layouts do not change bits. torch gets views, ONNX Runtime gets contiguous copies."""
     for dtypes in record.combinations[:4]:
         for present in presence_patterns(record, dtypes)[:: 3 if record.is_backward else 1]:
             shape = LAYOUTS[layout](torch.empty(4, 6, 10)).shape
@@ -186,7 +185,7 @@ def test_layouts(record: Record, layout: str, device: str) -> None:
 
 
 def viewer(layout: str, shape: torch.Size) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gives tensors of that shape the strides of that layout."""
+    """Returns a function that gives tensors of this shape the strides of this layout."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape != shape:  # a weight
@@ -202,7 +201,7 @@ def viewer(layout: str, shape: torch.Size) -> Callable[[torch.Tensor], torch.Ten
 @pytest.mark.parametrize("rows", [(), (1,), (9,), (2, 5)])
 @pytest.mark.parametrize("record", [r for r in ALL.values() if r.rows], ids=lambda record: record.name)
 def test_rows_of_a_wider_tensor(record: Record, rows: tuple[int, ...], device: str) -> None:
-    """Rows with a stride, at widths about vectors and blocks, are read where they lie."""
+    """Rows of a wider tensor give the same bits as contiguous rows."""
     for dtypes in record.combinations[:4]:
         for width in (1, 8, 31, 128, 1000, 4098):
             contiguous = make_sample(record, dtypes, (*rows, width), width).to(device)
@@ -236,7 +235,7 @@ def test_a_scalar_is_a_row_of_one(name: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @each_combination
 def test_against_fp64(record: Record, dtypes: dict[str, str], device: str) -> None:
-    """Special values included: what is NaN or infinite in fp64 is so here, and nothing else is."""
+    """Errors are within the tolerance. NaN and infinities occur exactly where fp64 has them."""
     allowed = reference_of(record.name).allowed(dtypes[record.outputs[0]])
     for sample in cases(record, dtypes):
         results = run_in_torch(record, sample.to(device))
@@ -251,7 +250,7 @@ def test_against_fp64(record: Record, dtypes: dict[str, str], device: str) -> No
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_relu_is_torchs_relu(dtype: str, device: str) -> None:
-    """NaN stays NaN, infinities and -0 as torch; the gradient as torch's, NaN and 0 included."""
+    """relu and its gradient equal torch's, also for NaN, infinities, 0 and -0."""
     for size in SIZES:
         x = values((size,), torch_dtype(dtype), size).to(device).requires_grad_()
         ours, theirs = torch.ops.custom_domain.relu(x), torch.relu(x)

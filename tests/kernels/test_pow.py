@@ -1,4 +1,4 @@
-"""pow: C's special cases, how exact it is, and that a result does not depend on its neighbours."""
+"""pow follows C's special cases, has a bounded error, and computes each element independently."""
 
 import numpy as np
 import pytest
@@ -17,18 +17,18 @@ SPECIAL = [*NUMBERS, *(-number for number in NUMBERS), float("nan")]
 
 
 def pairs(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Every special number to the power of every other."""
+    """Returns all pairs of special numbers."""
     numbers = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
     a, b = torch.cartesian_prod(numbers, numbers).T.contiguous()
     return a.to(device), b.to(device)
 
 
 def samples(dtype: torch.dtype, device: str, count: int = 1 << 20) -> tuple[Tensor, Tensor]:
-    """Bases of all magnitudes, exponents with which the result is in range."""
+    """Returns bases of all magnitudes, with exponents that keep the result in range."""
     u, v = torch.rand(2, count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     least, most = {torch.float16: (-14, 15), torch.float64: (-1060, 1023)}.get(dtype, (-125, 126))
     a = torch.exp2(least + (most - least) * u).to(dtype)
-    a[: count // 2] = torch.exp2(u[: count // 2] - 0.5).to(dtype)  # next to 1: large exponents
+    a[: count // 2] = torch.exp2(u[: count // 2] - 0.5).to(dtype)  # bases near 1 have large exponents
     a[a == 1] = 1.5
     b = (least + (most - least) * v) / a.double().log2()
     return a.to(device), b.to(dtype).to(device)
@@ -47,7 +47,7 @@ def test_special_cases_are_cs(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32), ids=str)
 def test_error(dtype: torch.dtype, device: str) -> None:
-    """In fp32 CUDA's own powf has 2.2 units, too, where the exponents are largest."""
+    """The error is bounded. For the largest exponents, the fp32 bound is that of CUDA's powf."""
     a, b = samples(dtype, device)
     exact = torch.pow(a.cpu().double(), b.cpu().double())
     assert float(errors(torch_op.pow(a, b), exact, dtype).max()) <= (0.51 if dtype in HALVES else 2.2)
@@ -65,7 +65,7 @@ def test_error_of_float64(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32, torch.float64), ids=str)
 def test_neighbours_do_not_matter(dtype: torch.dtype, device: str) -> None:
-    """Vectors of ordinary numbers take a shorter way on CUDA: the same bits."""
+    """Neighbours do not change a result. On CUDA, vectors of ordinary numbers take a faster path."""
     a, b = samples(dtype, device, 1 << 12)
     alone = torch_op.pow(a, b)
     among = torch.stack([a, -a], 1).flatten(), torch.stack([b, b], 1).flatten()

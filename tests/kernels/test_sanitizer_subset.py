@@ -1,6 +1,6 @@
-"""Every CUDA kernel at a few small sizes: what compute-sanitizer runs (it is some hundred times slower).
+"""Every CUDA kernel runs at a few small sizes, because compute-sanitizer is slow.
 
-Data comes from the CPU and results go back to it, so that torch's own kernels take no part.
+Inputs are made and results are compared on the CPU, so that few of torch's kernels run.
 """
 
 import pytest
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def assert_same_values(cuda: torch.Tensor, cpu: torch.Tensor) -> None:
-    """A 16-bit NaN has other payload bits on the two devices; all else is equal."""
+    """Checks that the values are equal. The payload bits of a 16-bit NaN may differ between the devices."""
     torch.testing.assert_close(cuda.cpu(), cpu, rtol=0, atol=0, equal_nan=True)
 
 
@@ -34,7 +34,7 @@ def test_relu_kernels(dtype: torch.dtype) -> None:
 
 
 def test_the_kernel_of_middle_sizes() -> None:
-    """8 MiB: four vectors a thread, and a tail."""
+    """A tensor of 8 MiB gives each thread four vectors and leaves a tail."""
     cpu = torch.arange(-(1 << 20), (1 << 20) + 3, dtype=torch.float32)
     assert_same_values(ops.relu(cpu.cuda()), ops.relu(cpu))
 
@@ -45,7 +45,7 @@ def test_through_ort(record: Record) -> None:
     chosen = list(samples(record, dtypes))[4:6]
     session = None
     for sample in chosen:
-        sample = Sample(sample.inputs)  # default attributes: one session serves them all
+        sample = Sample(sample.inputs)  # default attributes, so that one session serves all samples
         if session is None:
             present = [tensor is not None for tensor in sample.inputs.values()]
             session = make_session(one_node_model(record, dtypes, present, {}), library_of(record), "cuda")
@@ -62,14 +62,17 @@ def test_through_ort(record: Record) -> None:
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, one element behind a 16-byte boundary."""
+    """Copies the tensor to one element after an aligned address."""
     buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     return buffer[1:].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
 def test_through_torch(record: Record) -> None:
-    """Backward too, aligned and not: a part of a warp, a warp and a block for a row, and a row in pieces."""
+    """Alignment does not change the bits of forward and backward ops.
+
+A row takes a part of a warp, a warp, a block, or several pieces.
+"""
     dtypes = next((c for c in record.combinations if "bfloat16" in c.values()), record.combinations[0])
     for shape in ((3, 10), (2, 258), (2, 2050), (2, 16386)) if record.rows else ((3, 10), (2, 1030)):
         aligned = make_sample(record, dtypes, shape, 1, tame=True).to("cuda")

@@ -63,7 +63,7 @@ def c_compiler() -> str:
 
 @cache
 def c_library(name: str, *definitions: str) -> Path:
-    """A library of tests/ops/plain_c.c, made as anybody could: a C compiler and the archive."""
+    """Builds a library of tests/ops/plain_c.c from a C compiler and the archive only."""
     folder = Path(tempfile.mkdtemp(prefix="twinop-c-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     strict = ["-x", "c", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]

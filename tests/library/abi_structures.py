@@ -1,4 +1,4 @@
-"""kernels/abi.h in ctypes: calls a launcher of a library as a runtime's adapter does."""
+"""kernels/abi.h in ctypes. It calls a library's launcher like a runtime's adapter."""
 
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_void_p

@@ -60,7 +60,7 @@ def test_a_library_in_c() -> None:
 
 
 def test_a_library_of_another_version() -> None:
-    """Refused by both adapters: the one in the archive, and the one for torch."""
+    """Both adapters refuse a library of another version."""
     path = c_library("other_version", "-DTABLE_VERSION=7")
     said = r"the library's ops have version 7 of twinop's binary interface, {} reads version 1"
     options = ort.SessionOptions()
@@ -99,8 +99,7 @@ def ops_of(library: Path) -> list[Any]:
 
 @pytest.mark.cuda
 def test_the_kernels_device_is_made_current(two_gpus: None, libraries: dict[str, Path]) -> None:
-    """A session on device 1, called from a thread whose current device is 0: as a CUDA provider that does not
-    set the device itself would call the kernel."""
+    """A session on device 1 runs from a thread whose current device is 0."""
     import torch
 
     x = torch.randn(1 << 20, device="cuda:1")
@@ -117,7 +116,7 @@ def test_the_kernels_device_is_made_current(two_gpus: None, libraries: dict[str,
 
 @pytest.mark.cuda
 def test_a_launcher_sets_the_device_itself(two_gpus: None, libraries: dict[str, Path]) -> None:
-    """Called as a runtime calls it, with device 0 current and tensors on device 1."""
+    """A launcher runs on the device of its tensors, not on the current device."""
     import torch
 
     from twinop import torch_op

@@ -1,4 +1,4 @@
-"""What version 1 of the C interface carries and no op of twinop's uses: tests/ops/abi_ops.h."""
+"""Tests the features of the C interface that no op of twinop uses. tests/ops/abi_ops.h has the ops."""
 
 from pathlib import Path
 

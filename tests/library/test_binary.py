@@ -1,4 +1,4 @@
-"""The built libraries as files: exports, needs, size; and several of them in one process."""
+"""The built libraries have the right exports, dependencies and sizes. Several work in one process."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def elf(stem: str) -> Elf:
 
 @pytest.mark.parametrize("stem", LIBRARIES)
 def test_libraries_stand_alone(stem: str) -> None:
-    """They export one function for each runtime, and need neither of them, nor the CUDA runtime."""
+    """Libraries export one function for each runtime. They need no runtime and no CUDA runtime."""
     assert elf(stem).exports == {"RegisterCustomOps", "twinop_library"}
     assert elf(stem).needed <= PLATFORM
 
@@ -89,7 +89,7 @@ assert "/libcustom_relu.so" in maps and "/libtwinop_torch.so" in maps
 
 
 def test_the_torch_library_beside_a_running_session(tmp_path: Path) -> None:
-    """The other order, torch first, is every test in test_parity.py."""
+    """The torch library loads beside a session. test_parity.py covers the other order."""
     record = read_library(find_library("custom_relu")).records["relu"]
     model = tmp_path / "relu.onnx"
     model.write_bytes(one_node_model(record, record.combinations[0], [True], {}).SerializeToString())

@@ -75,7 +75,7 @@ def test_two_libraries_of_one_domain(libraries: dict[str, Path]) -> None:
 
 
 def test_what_takes_one_library_refuses_several(tmp_path: Path) -> None:
-    """The service and packing."""
+    """The service and packing refuse several libraries."""
     loaded = load_model(three_domains())
     with pytest.raises(
         LibraryError, match=r"needs libraries of several domains: test_c \(libplain_c.so\), cust"
@@ -108,7 +108,7 @@ print(session.run(None, {"x": np.array([-1, 2], np.float32), "factors": np.array
 
 
 def test_each_library_has_its_own_table(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """Also where the loader could take the first library's functions for all: with RTLD_GLOBAL."""
+    """Each library uses its own functions, even with RTLD_GLOBAL."""
     nodes = [
         helper.make_node("CustomRelu", ["x"], ["r"], domain="custom_domain"),
         helper.make_node("CustomScaleBy", ["r", "factors"], ["z"], domain="test.abi"),

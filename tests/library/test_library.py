@@ -1,4 +1,4 @@
-"""Reading records from a library's file: whatever the file is, the answer is a Library or one clear error."""
+"""Reading any file as a library gives a Library or one clear error."""
 
 import platform
 import struct
@@ -85,7 +85,7 @@ def test_truncated(damaged: Callable[[bytes], Path]) -> None:
 
 @pytest.mark.parametrize("name", [".dynsym", ".dynstr", ".rela.dyn", ".text", ".twinop", ".eh_frame"])
 def test_a_page_of_zeros(damaged: Callable[[bytes], Path], name: str) -> None:
-    """In what runs, what the loader reads and the records: most of them ended the process by SIGSEGV."""
+    """A page of zeros in the code, the loader's tables or the records is an error."""
     section = Elf(LIBRARY).section(name)
     offset = DATA.index(section)
     pages = {at // 4096 for at in range(offset, offset + len(section))} - {0}
@@ -99,7 +99,7 @@ def test_a_page_of_zeros(damaged: Callable[[bytes], Path], name: str) -> None:
 
 
 def test_zeros_at_the_end(damaged: Callable[[bytes], Path]) -> None:
-    """Where the section headers and their names are: the library looked like one without records."""
+    """Zeros in place of the section headers are an error, not a library without records."""
     for size in (100, len(DATA) - HEADERS, len(DATA) - HEADERS + 0x200, len(DATA) // 2):
         with pytest.raises(LibraryError, match="damaged or cut short") as error:
             read_library(damaged(DATA[:-size] + bytes(size)))
@@ -107,7 +107,7 @@ def test_zeros_at_the_end(damaged: Callable[[bytes], Path]) -> None:
 
 
 def test_cut_inside_the_records(damaged: Callable[[bytes], Path]) -> None:
-    """The headers moved to the front of the records: a file whose sections reach behind its end."""
+    """A file whose sections reach beyond its end is an error."""
     start = DATA.index(b'{"name":"relu"')
     count, size = struct.unpack_from("<H", DATA, 60)[0], struct.unpack_from("<H", DATA, 58)[0]
     names = DATA[-(len(DATA) - HEADERS) - 0x200 : HEADERS]
@@ -176,7 +176,7 @@ def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_damage_to_the_tables(data: st.DataObject) -> None:
-    """Random bytes in the ELF header, the section headers, their names and the records."""
+    """Random bytes in the headers or the records give a Library or a clear error."""
     parts = [(0, 64), (HEADERS, len(DATA)), (HEADERS - 0x160, HEADERS), (DATA.index(b'{"name":"relu"'), None)]
     begin, end = data.draw(st.sampled_from(parts))
     changed = bytearray(DATA)

@@ -1,4 +1,4 @@
-"""What the compiler says of an op author's mistakes: one sentence of ours, which names what is wrong."""
+"""A mistake in an op gives one compiler error, which names the mistake."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""The checks of a call: C++ (kernels and ONNX Runtime) and Python (fakes and export) give one answer."""
+"""C++ (kernels, ONNX Runtime) and Python (fakes, export) check a call with the same result."""
 
 import json
 import math
@@ -87,7 +87,7 @@ def test_cpp_and_python_say_the_same(name: str) -> None:
             ask_python(RECORDS[name], shapes, attributes),
         )
         outcomes.add(cpp == "fits")
-        if "does not fit" in python:  # an expression that has no value: each evaluator says why in its way
+        if "does not fit" in python:  # the expression has no value; the two messages differ
             assert cpp.startswith(f"{DOMAIN}::f(x: float32")
         else:
             assert cpp == python
@@ -151,7 +151,7 @@ def test_sizes_that_are_no_numbers_are_left_to_the_kernel() -> None:
     attributes = {"axis": -1, "eps": 1e-5, "offset": 0}
     check_shapes(record, {"x": [2, Unknown("n")], "w": [5], "b": None}, attributes)
     check_shapes(record, {"w": [5], "b": None}, attributes)  # nothing is known of x
-    with pytest.raises(RecordError, match=r"w has shape \[5, 1\], expected x\[axis:\]"):  # but of its rank
+    with pytest.raises(RecordError, match=r"w has shape \[5, 1\], expected x\[axis:\]"):  # the rank is known
         check_shapes(record, {"x": [2, Unknown("n")], "w": [5, 1], "b": None}, attributes)
     elementwise = replace(BASE, layout="elementwise")
     check_shapes(elementwise, {"x": [2, Unknown()], "w": [2, 3], "b": [2, 3]}, attributes)
@@ -164,7 +164,7 @@ def of(*dims: Any) -> tuple[str, Any]:
 
 
 INFERRED: dict[str, tuple[dict[str, tuple[str, Any]], dict[str, Any], Any]] = {
-    # What is inferred for the output, or what the error says: at export and in onnx's own inference.
+    # The inferred output or the error message, at export and in onnx's shape inference.
     "weight": (
         {"x": of(2, 3), "w": of(4)},
         {},

@@ -1,4 +1,4 @@
-"""An op is declared once, and that is enough: every layer has it, and no layer repeats its arguments."""
+"""One declaration gives an op to every layer. No layer repeats the op's arguments."""
 
 import inspect
 import io
@@ -30,7 +30,7 @@ each_op = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
 
 
 def a_sample(record: Record) -> Sample:
-    """One with every input, in the first dtypes."""
+    """Returns a sample that has every input, in the first combination of dtypes."""
     for sample in samples(record, record.combinations[0]):
         if all(t is not None and t.numel() > 1 and t.dim() > 0 for t in sample.inputs.values()):
             return sample
@@ -114,7 +114,7 @@ def test_onnx_declares_the_op_like_the_record(record: Record) -> None:
 @each_op
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_both_exporters_carry_the_op(record: Record, exporter: str, tmp_path: Path) -> None:
-    """The exported file, its body attached, runs with the library and without, and does what torch does."""
+    """The exported file computes what torch computes, with the library and without it."""
     sample = a_sample(record)
     path = tmp_path / "op.onnx"
     export(OneOp(record, sample).eval(), tuple(sample.inputs.values()), path, exporter=exporter)
@@ -141,7 +141,7 @@ def sources() -> Iterator[Path]:
 
 @cache
 def header(record: Record) -> Path | None:
-    """Where the op is registered; None for the tests' ops."""
+    """Returns the header that registers the op, or None for an op of the tests."""
     name = record.name.removesuffix("_backward")
     registers = re.compile(rf"^TWINOP_\w+\({name}\b", re.MULTILINE)
     found = [path for path in (ROOT / "kernels").rglob("*.h") if registers.search(path.read_text())]
@@ -154,8 +154,11 @@ def arguments(record: Record) -> set[str]:
 
 
 def may_name() -> set[Path]:
-    """Where arguments may stand together: the headers of records, whose ops share names and a formula; the
-    bodies (compared with the records by name), and modules (see test_modules_have_the_ops_defaults)."""
+    """Returns the files that may list an op's arguments.
+
+    These are the headers of records, the function bodies and the modules. Other tests compare the bodies and
+    the modules with the records.
+    """
     return {*(ROOT / "kernels/ops").glob("*.h")} | {
         ROOT / "kernels/rowwise/norm.h",
         ROOT / "export/bodies.py",
@@ -165,7 +168,7 @@ def may_name() -> set[Path]:
 
 
 def words(path: Path) -> list[str]:
-    """Identifiers and the words in strings, in order, without comments and docstrings."""
+    """Returns identifiers and the words of strings in order, without comments and docstrings."""
     text = path.read_text()
     if path.suffix == ".cmake":
         return re.findall(r"\w+", re.sub(r"#.*", "", text))
@@ -187,10 +190,10 @@ def words(path: Path) -> list[str]:
 
 
 def repeats(text: list[str], names: set[str]) -> bool:
-    """Whether all the names stand within a few words of each other, as in a list of arguments."""
+    """Returns whether all names occur within a few words, as in a list of arguments."""
     if not names <= set(text):
         return False
-    reach = 3 * len(names) + 4  # a kind and a default to each name
+    reach = 3 * len(names) + 4  # each name may have a kind and a default
     where = [(i, word) for i, word in enumerate(text) if word in names]
     return any(names == {word for j, word in where[at:] if j - i < reach} for at, (i, _) in enumerate(where))
 
@@ -208,7 +211,7 @@ def test_no_second_place_repeats_an_argument_list() -> None:
     generic = {ROOT / "kernels/rowwise.h": {"x", "dim"}}  # RowsAlong(x, dim) is for any op
     for record in ALL.values():
         names = arguments(record)
-        # Letters alone, as in add(a, b), are anybody's variables.
+        # Single letters, as in add(a, b), are common variable names.
         telling = len(names) > 1 and any(len(name) > 1 for name in names)
         for path, text in files.items():
             if path not in allowed:
@@ -250,7 +253,7 @@ MODULES = {
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_modules_have_the_ops_defaults(module: type[torch.nn.Module]) -> None:
-    """The one signature beside the record's: what it shares with the op has the op's defaults."""
+    """Parameters that a module shares with its op have the op's defaults."""
     op = RECORDS[MODULES[module]]
     parameters = inspect.signature(module).parameters
     shared = {entry.name: entry.default for entry in op.attributes if entry.name in parameters}

@@ -1,4 +1,4 @@
-"""Malformed records: the parser refuses them with a reason, and they do not compile."""
+"""The parser refuses malformed records with a reason. They do not compile."""
 
 import subprocess
 
@@ -151,6 +151,6 @@ def test_a_well_formed_record_compiles() -> None:
     ],
 )
 def test_a_malformed_record_does_not_compile(record: str, reason: str) -> None:
-    """The compiler stops at the `throw` whose text says what is wrong."""
+    """The compiler stops at the `throw` whose text describes the mistake."""
     done = compiled(record)
     assert done.returncode != 0 and reason in done.stderr

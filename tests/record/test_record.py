@@ -1,4 +1,4 @@
-"""The record: one C++ parser, and what Python reads of it."""
+"""The C++ parser reads records. Python reads the same content from its JSON."""
 
 import json
 import struct
@@ -28,7 +28,7 @@ def records() -> list[Any]:
 
 
 def assert_same_schema(record: Record, schema: Any) -> None:
-    """Our parser's view of the text equals torch's."""
+    """Checks that our parser and torch's read the schema alike."""
     assert record.name == schema.name.removeprefix(f"{record.namespace}::")
     kinds = {(True, False): "Tensor?", (False, True): "Tensor[]"}
     ours = [(entry.name, kinds.get((entry.optional, entry.repeated), "Tensor")) for entry in record.inputs]
@@ -53,7 +53,7 @@ def test_the_library_and_torch_read_one_schema(record: Record) -> None:
 
 
 def test_schemas_of_another_domain() -> None:
-    """Read from the file only: loaded, these ops would be among those that other tests go through."""
+    """Ops of another domain have the right schemas. They stay unloaded: other tests use all loaded ops."""
     library = read_library(find_library("test_abi"))
     assert library.records.keys() == {"packed", "scale_by", "total", "spread"}
     for record in library.records.values():
@@ -128,7 +128,7 @@ def _joined(values: list[str], record: Record) -> list[str]:
 
 
 def _as_cpp(kind: str, default: Any) -> str:
-    """A default as the launchers get it: floats narrowed to fp32, bools as ints."""
+    """Returns a default as the launchers get it: floats rounded to fp32, bools as ints."""
     if default is None:
         return ""
     if kind == "float":
@@ -142,7 +142,7 @@ def _as_cpp(kind: str, default: Any) -> str:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(schemas(), st.data())
 def test_what_our_parser_takes_torch_reads_the_same(text: str, data: st.DataObject) -> None:
-    """Texts with one character lost, doubled or replaced: most are wrong, some another schema."""
+    """If our parser accepts a text with one changed character, torch reads the same schema."""
     at = data.draw(st.integers(0, len(text) - 1))
     text = text[:at] + data.draw(st.sampled_from(["", text[at] * 2, *" ()[],=?x0.\"'-"])) + text[at + 1 :]
     record = parse(text)

@@ -1,4 +1,4 @@
-"""Shape expressions: C++ and Python evaluate one language, and the runtimes show what both say."""
+"""C++ and Python evaluate shape expressions alike. The outputs of ops have the resulting shapes."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ UNKNOWN = "?"
 
 
 def ask_cpp(text: str, shapes: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...] | str:
-    """The shape, UNKNOWN for its unknown sizes; "*" for an unknown rank; "error ..."."""
+    """Returns the shape with UNKNOWN for unknown sizes, "*" for an unknown rank, or "error ..."."""
     fields = ["-" if s is None else s if s == "*" else ",".join(map(str, s)) for s in shapes.values()]
     values = [",".join(map(str, v)) if isinstance(v, list) else str(int(v)) for v in attributes.values()]
     answer = driver().ask("shape", SCHEMA, text, ";".join(fields), ";".join([*values, "", ""]))
@@ -33,7 +33,7 @@ def ask_cpp(text: str, shapes: dict[str, Any], attributes: dict[str, Any]) -> tu
 
 
 def ask_python(text: str, shapes: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The shape, None where it is refused. Any other exception than RecordError fails the test."""
+    """Returns the shape, or None if it is refused. Exceptions other than RecordError fail the test."""
     try:
         return output_shapes(replace(BASE, shapes=f"y = {text}"), shapes, attributes | {"e": 1.0, "s": "x"})[
             "y"
@@ -156,7 +156,7 @@ def test_cpp_and_python_refuse_the_same_texts(text: str, scope: Any, data: st.Da
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(expressions(), SCOPES, st.data())
 def test_unknown_sizes_never_become_wrong_ones(text: str, scope: Any, data: st.DataObject) -> None:
-    """Graph-time inference: hiding sizes of the inputs may hide sizes of the output, and changes none."""
+    """Unknown input sizes may make output sizes unknown. They do not change known output sizes."""
     shapes, attributes = scope
     exact = ask_cpp(text, shapes, attributes)
     hidden = {
@@ -256,8 +256,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("record", "dtypes"), CELLS)
 def test_outputs_have_the_inferred_shapes(record: Record, dtypes: dict[str, str]) -> None:
-    """The real kernel's outputs (C++), the fake's (Python) and infer_shapes agree; ORT's are held to the same
-    bits and shapes by test_parity.py."""
+    """Kernels and fakes return the inferred shapes. test_parity.py covers ONNX Runtime."""
     assert torch_op.records()[record.name] == record
     op = getattr(getattr(torch.ops, DOMAIN), record.name)
     defaults = {entry.name: entry.default for entry in record.attributes}

@@ -1,6 +1,6 @@
-"""Every op's derivatives: those of its fp64 reference, the same on every run, twice, compiled and batched.
+"""Derivatives of every op match the fp64 reference and are reproducible, also compiled and batched.
 
-`test_torch_op.py` has the rest of autograd for single ops (opcheck, transforms, layouts).
+`test_torch_op.py` covers the rest of autograd: opcheck, transforms and layouts.
 """
 
 import re
@@ -37,7 +37,7 @@ def call(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
 
 
 def smooth(record: Record, sample: Sample) -> Sample:
-    """The sample where the op is differentiable."""
+    """Moves the sample to where the op is differentiable."""
     return sample.map(reference_of(record.name).smooth)
 
 
@@ -46,7 +46,7 @@ def leaves(sample: Sample) -> Sample:
 
 
 def small(record: Record, dtypes: dict[str, str], device: str = "cpu") -> Iterator[Sample]:
-    """Every presence pattern, every attribute, two and three dimensions."""
+    """Yields every presence pattern and every attribute, in two and three dimensions."""
     patterns = presence_patterns(record, dtypes)
     for seed, present in enumerate(patterns):
         yield make_sample(record, dtypes, (3, 4), seed, present=present, tame=True).to(device)
@@ -57,7 +57,7 @@ def small(record: Record, dtypes: dict[str, str], device: str = "cpu") -> Iterat
 
 
 def gradients(record: Record, sample: Sample, results: tuple[torch.Tensor, ...], seed: int = 0) -> list[Any]:
-    """Of every input that is given, for random gradients of all outputs."""
+    """Returns the gradients of all given inputs for random gradients of all outputs."""
     generator = torch.Generator().manual_seed(12345 + seed)
     weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in results]
     given = [t for t in sample.inputs.values() if t is not None]
@@ -67,7 +67,7 @@ def gradients(record: Record, sample: Sample, results: tuple[torch.Tensor, ...],
 @pytest.mark.parametrize("device", DEVICES)
 @each_combination
 def test_gradients_against_fp64(record: Record, dtypes: dict[str, str], device: str) -> None:
-    """In units of the largest gradient of each input; the fp64 reference starts from the same numbers."""
+    """Gradients are within the tolerance, in units of the largest gradient of each input."""
     allowed = reference_of(record.name).gradient_ulps
     many = [make_sample(record, dtypes, shape, 7, tame=True) for shape in ((130, 18), (5, 1026))]
     for sample in [*(s for s in small(record, dtypes)), *many]:
@@ -122,7 +122,7 @@ def test_gradcheck(record: Record, device: str) -> None:
 
 
 def has_second_derivative(record: Record) -> bool:
-    """Whether the backward ops in the op's formulas have formulas of their own."""
+    """Returns whether the backward ops in the op's formulas have formulas."""
     return all(has_derivative(ALL[name]) for name in re.findall(r"\w+_backward", record.gradient))
 
 
@@ -133,7 +133,7 @@ def double(record: Record) -> dict[str, str]:
 @pytest.mark.parametrize("device", DEVICES)
 @each_op
 def test_gradients_are_the_same_on_every_run(record: Record, device: str) -> None:
-    """Bit for bit, also from another number of threads and at other addresses."""
+    """Gradients have the same bits for every number of threads and every address."""
     for dtypes in (record.combinations[0], record.combinations[-1]):
         for shape in ((1000, 34), (3, 514 if record.name == "matmul" else 4098)):
             sample = make_sample(record, dtypes, shape, 11, tame=True).to(device)
@@ -150,7 +150,7 @@ def test_gradients_are_the_same_on_every_run(record: Record, device: str) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 @each_op
 def test_vmap(record: Record, device: str) -> None:
-    """A batch of calls is the calls one by one, wherever the batch dimension stands."""
+    """A batched call gives the results of separate calls, for any batch dimension."""
     dtypes = record.combinations[0]
     names = [entry.name for entry in record.inputs]
     for present in presence_patterns(record, dtypes):
@@ -177,7 +177,7 @@ def test_vmap(record: Record, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @each_op
 def test_compile_without_graph_break(record: Record, device: str) -> None:
-    """Forward and backward, fixed and dynamic sizes; inductor itself is in test_torch_op.py."""
+    """Forward and backward compile with fixed and dynamic sizes. test_torch_op.py covers inductor."""
     dtypes = record.combinations[0]
     torch._dynamo.reset()
 

@@ -1,4 +1,4 @@
-"""The modules are torch.nn's to their users, and replace_modules leaves all but the arithmetic as it was."""
+"""The modules behave like torch.nn's. replace_modules changes only the implementation."""
 
 import inspect
 import pickle
@@ -199,7 +199,7 @@ def test_what_stays_and_why(module: nn.Module, message: str) -> None:
 
 
 def test_a_module_with_a_forward_of_its_own_stays() -> None:
-    """Its instance's function would run, whatever its class is: hooks set one."""
+    """A forward on the instance would run instead of the class's forward. Hooks set one."""
     module = nn.ReLU()
     module.forward = lambda x: x * 2  # type: ignore[method-assign, assignment]
     report: list[torch_op.Replacement] = []

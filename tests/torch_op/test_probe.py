@@ -30,6 +30,6 @@ except RecordError as error:
 
 
 def test_attributes_reach_the_launcher_and_a_backward_pass_is_refused() -> None:
-    """The sum of gradients would lack the part of an op without a derivative."""
+    """Attributes reach the launcher. Without a derivative, the sum of gradients would be incomplete."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.stdout == "custom_domain::probe has no derivative; detach its inputs\n", done.stderr

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def away_from_zero(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Random values that a finite difference does not carry over ReLU's kink."""
+    """Returns random values so far from 0 that a finite difference does not cross ReLU's kink."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (x + 0.1 * x.sign()).to(device, dtype).requires_grad_()
@@ -142,7 +142,7 @@ def test_func_grad_of_the_dispatcher_op_names_the_function() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
 def test_opcheck(record: Record, device: str) -> None:
-    """Every op, backward ones too: schema, fake, autograd registration, tracing; views with the first two."""
+    """Every op, including backward ops, passes torch's opcheck."""
     op = getattr(ops, record.name).default
 
     def prepared(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_compile_without_graph_break(device: str) -> None:
 
 
 def skip_where_torchs_own_packages_crash(folder: Path, device: str) -> None:
-    """The control: a package without twinop, in processes without twinop (seen to crash with torch 2.11)."""
+    """Skips the test if a package without twinop crashes, as with torch 2.11."""
     code = (
         "import torch\n"
         f"x = torch.randn(8, 5, device={device!r})\n"
@@ -199,7 +199,7 @@ def skip_where_torchs_own_packages_crash(folder: Path, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.slow
 def test_aot_inductor(device: str, tmp_path: Path) -> None:
-    """Compiled ahead of time, run in a new process that loads our library first."""
+    """A model compiled ahead of time runs in a new process that loads our library first."""
     skip_where_torchs_own_packages_crash(tmp_path, device)
     x = torch.randn(8, 5, device=device)
     program = torch.export.export(
@@ -302,7 +302,7 @@ def test_compile_with_cuda_graphs() -> None:
 
 @pytest.mark.cuda
 def test_second_device() -> None:
-    """Device 1 while device 0 is current."""
+    """An op runs on device 1 while device 0 is current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     x = torch.randn(100_003, device="cuda:1", requires_grad=True)

@@ -1,6 +1,6 @@
-"""Derivative formulas: evaluated once and only where wanted, with no more kept than they need.
+"""Derivative formulas are evaluated once, and only if needed. They keep only the tensors that they need.
 
-Whether they are right, test_gradients.py says.
+test_gradients.py checks their values.
 """
 
 import re
@@ -69,7 +69,7 @@ def test_what_an_op_without_formulas_says() -> None:
 
 
 def test_float_attributes_beyond_fp32() -> None:
-    """The kernels see fp32, and so do the formulas: 1e39 is inf, 1e-50 is 0."""
+    """Kernels and formulas round float attributes to fp32: 1e39 becomes inf, 1e-50 becomes 0."""
     x = torch.ones(2, 3, requires_grad=True)
     for scale, expected in ((1e39, torch.inf), (1e-50, 0.0)):
         y = ops.pad_affine(x, scale=scale)
@@ -115,7 +115,7 @@ def test_formulas_may_have_names_of_their_own() -> None:
 
 
 def test_second_derivatives_are_of_arguments_that_exist() -> None:
-    """They are by inputs of the backward op, from what a call of it has. A backward op may have none."""
+    """Second derivatives use only names of the backward op's call. A backward op may have none."""
     backward = {name: record for name, record in torch_op.records().items() if record.is_backward}
     assert backward
     for record in backward.values():

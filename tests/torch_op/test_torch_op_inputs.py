@@ -1,4 +1,4 @@
-"""What twinop.torch_op takes: views, with and without a copy, Python numbers, batches, mixed dtypes."""
+"""twinop.torch_op accepts views, Python numbers, batches and mixed dtypes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ ops = torch.ops.custom_domain
 
 
 def copies(run: Callable[[], Any]) -> int:
-    """How many tensors the op copied before its kernel ran."""
+    """Returns the number of tensors that the op copied."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         run()
     return sum(event.count for event in found.key_averages() if event.key == "aten::copy_")
@@ -104,7 +104,7 @@ def test_rows_at_one_distance_are_not_copied(
     exact = {key: None if tensor is None else tensor.contiguous() for key, tensor in tensors.items()}
     expected = op(*exact.values(), **attributes)
     assert same(op(*tensors.values(), **attributes), expected)
-    # Each input that is rows goes by its own distance.
+    # Each input of rows has its own stride.
     for other in others:
         tensor = exact[other]
         if tensor is not None and tensor.dim() == 3:
@@ -124,7 +124,7 @@ def test_other_ops_copy_views() -> None:
 
 
 def test_outputs_have_the_order_of_an_input() -> None:
-    """Elementwise: of the first one that has the output's shape and is dense. Others are contiguous."""
+    """An elementwise output has the order of the first dense input of its shape. Others are contiguous."""
     dense, row = torch.randn(3, 4), torch.randn(4)
     turned, gaps = torch.randn(4, 3).t(), torch.randn(3, 8)[:, ::2]
     cases: list[tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, ...]]] = [
@@ -149,7 +149,7 @@ def test_outputs_have_the_order_of_an_input() -> None:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_outputs_are_laid_out_as_torch_does(data: st.DataObject) -> None:
-    """The strides of torch.empty_like for any view: permuted, stepped, expanded, ties between sizes."""
+    """Outputs have the strides of torch.empty_like for any view."""
     rank = data.draw(st.integers(0, 5))
     sizes = data.draw(st.lists(st.sampled_from([2, 3, 1]), min_size=rank, max_size=rank))
     steps = data.draw(st.lists(st.sampled_from([1, 2, 0]), min_size=rank, max_size=rank))
@@ -176,7 +176,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers(dtype: torch.dtype, device: str) -> None:
-    """A number is a 0-d tensor of the other operand's dtype: rounded to it, on its device."""
+    """A number acts as a 0-d tensor with the dtype and device of the other operand."""
     x = (torch.randn(3, 4).abs() + 0.5).to(device, dtype)
     for number in (2.0, 3, 1.25, 0.1, float("inf"), True):
         tensor = torch.tensor(number, dtype=dtype, device=device)
@@ -248,7 +248,7 @@ def test_batches_of_examples_that_do_not_broadcast() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast_of_operands(device: str) -> None:
-    """Binary ops promote to the wider operand, under autocast only: torch's result type."""
+    """Binary ops promote to torch's result type, but only under autocast."""
     wide, narrow = torch.randn(3, 4, device=device), torch.randn(4, device=device).bfloat16()
     with torch.autocast(device, dtype=torch.bfloat16):
         for a, b in ((wide, narrow), (narrow, wide)):
