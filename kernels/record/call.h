@@ -115,6 +115,14 @@ struct Context {
   }
 };
 
+// The two compilers have types of their own for a call. A function of one may then have the name
+// and the arguments of a function of the other: without that, the linker would keep one of the two.
+#if defined(__CUDACC__)
+inline namespace cuda_code {
+#else
+inline namespace cpu_code {
+#endif
+
 struct Call {
   const Tensor* inputs = nullptr;         // in schema order, absent ones not `present`
   Tensor* outputs = nullptr;              // allocated by the binding
@@ -129,8 +137,10 @@ struct Call {
 template <class Op>
 struct CallOf : Call {};
 
+}  // namespace
+
 // Queues the work and returns. It neither allocates, nor synchronizes, nor throws.
-using Launcher = Status (*)(const Call& call);
+using Launcher = Status (*)(const twinop_call* call);
 
 // ---------------------------------------------------------------------------------- C structures
 

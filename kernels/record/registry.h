@@ -41,16 +41,16 @@
   TWINOP_RECORD(id, record)                                                         \
   namespace id##_op {                                                               \
     template <bool kHere>                                                           \
-    Status LaunchOnCuda(const Call& call) {                                         \
+    Status LaunchOnCuda(const twinop_call* call) {                                  \
       if constexpr (kHere) {                                                        \
-        return OnDevice(call, [](const Call& call) {                                \
+        return OnDevice(FromC(call), [](const Call& call) {                         \
           return __VA_ARGS__(NamedCall<std::conditional_t<kHere, Op, void>>(call)); \
         });                                                                         \
       } else {                                                                      \
         return {};                                                                  \
       }                                                                             \
     }                                                                               \
-    template Status LaunchOnCuda<InThisPart(#id)>(const Call& call);                \
+    template Status LaunchOnCuda<InThisPart(#id)>(const twinop_call* call);         \
   }
 #define TWINOP_CPU_OP(id, record, ...)
 #else
@@ -59,19 +59,21 @@
 #else
 #define TWINOP_CUDA_LAUNCHER nullptr
 #endif
-#define TWINOP_OP(id, record, ...)         \
-  TWINOP_RECORD(id, record)                \
-  namespace id##_op {                      \
-    template <bool kHere>                  \
-    Status LaunchOnCuda(const Call& call); \
-  }                                        \
+#define TWINOP_OP(id, record, ...)                \
+  TWINOP_RECORD(id, record)                       \
+  namespace id##_op {                             \
+    template <bool kHere>                         \
+    Status LaunchOnCuda(const twinop_call* call); \
+  }                                               \
   TWINOP_ENTRY(id, TWINOP_CUDA_LAUNCHER, __VA_ARGS__)
 #define TWINOP_CPU_OP(id, record, ...) \
   TWINOP_RECORD(id, record)            \
   TWINOP_ENTRY(id, nullptr, __VA_ARGS__)
 #define TWINOP_ENTRY(id, cuda_launcher, ...)                                                      \
   namespace id##_op {                                                                             \
-    inline Status LaunchOnCpu(const Call& call) { return __VA_ARGS__(NamedCall<Op>(call)); }      \
+    inline Status LaunchOnCpu(const twinop_call* call) {                                          \
+      return __VA_ARGS__(NamedCall<Op>(FromC(call)));                                             \
+    }                                                                                             \
     constexpr Record kEntry = kRecord.cpu(CLaunch<LaunchOnCpu>()).cuda(CLaunch<cuda_launcher>()); \
     static_assert(Validate(kEntry));                                                              \
     constexpr JsonWriter kJson = WriteJson(kEntry);                                               \
@@ -104,7 +106,7 @@ constexpr twinop_launch CLaunch() {
     return nullptr;
   } else {
     return [](const twinop_call* call, twinop_error* error) -> std::int32_t {
-      return AtBoundary(error, [call] { return kLauncher(FromC(call)); });
+      return AtBoundary(error, [call] { return kLauncher(call); });
     };
   }
 }
