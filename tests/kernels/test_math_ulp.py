@@ -260,8 +260,8 @@ UNARY = [name for name, record in RECORDS.items() if record.is_elementwise and l
 def test_ops_without_an_entry_against_their_references(name: str, dtype: torch.dtype, device: str) -> None:
     """Ops without an entry in FUNCTIONS meet the tolerance of their reference.
 
-An entry in FUNCTIONS also bounds the derivative, and checks float64 against more digits.
-"""
+    An entry in FUNCTIONS also bounds the derivative, and checks float64 against more digits.
+    """
     x = inputs(dtype, 1 << 16)
     results = as_tuple(getattr(torch_op, name)(x.to(device)))
     allowed = reference_of(name).allowed(str(dtype).removeprefix("torch."))

@@ -71,8 +71,8 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 def test_through_torch(record: Record) -> None:
     """Alignment does not change the bits of forward and backward ops.
 
-A row takes a part of a warp, a warp, a block, or several pieces.
-"""
+    A row takes a part of a warp, a warp, a block, or several pieces.
+    """
     dtypes = next((c for c in record.combinations if "bfloat16" in c.values()), record.combinations[0])
     for shape in ((3, 10), (2, 258), (2, 2050), (2, 16386)) if record.rows else ((3, 10), (2, 1030)):
         aligned = make_sample(record, dtypes, shape, 1, tame=True).to("cuda")
