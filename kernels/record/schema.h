@@ -266,7 +266,7 @@ constexpr bool IsLiteral(Kind kind, std::string_view text) {
       scan.Integer();
       return scan.AtEnd();
     case Kind::kFloat:
-      return IsFloat(scan) && scan.AtEnd();
+      return text.find(' ') == text.npos && IsFloat(scan) && scan.AtEnd();
     case Kind::kString: {
       if (text.size() < 2 || (text[0] != '"' && text[0] != '\'')) return false;
       std::string_view inside = text.substr(1, text.size() - 2);

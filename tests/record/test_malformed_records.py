@@ -21,6 +21,7 @@ MALFORMED_SCHEMAS = {
     "f(Tensor x, int n=01) -> Tensor": "starts with 0",
     "f(Tensor x, int n=1234567890123456789) -> Tensor": "too long",
     "f(Tensor x, float n=one) -> Tensor": "no value of its kind",
+    "f(Tensor x, float e=1.5 e+16) -> Tensor": "no value of its kind",
     "f(Tensor x, float n=.) -> Tensor": "no value of its kind",
     "f(Tensor x, bool n=true) -> Tensor": "no value of its kind",
     "f(Tensor x, str n=auto) -> Tensor": "no value of its kind",
