@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 if __name__ == "__main__":
     from twinop.script import require
 
-    require("matplotlib", "rich", "torch", "typer")
+    require("matplotlib", "rich", "torch", "typer", command="./build.sh setup bench")
 
 import typer
 

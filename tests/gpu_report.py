@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from twinop.script import require
 
-    require("pytest", "torch", "typer")
+    require("pytest", "torch", "typer", command="./build.sh setup test")
 
 import typer
 from rich.console import Console
