@@ -48,14 +48,17 @@ def test_any_python_will_do(bare: Path, arguments: tuple[str, ...]) -> None:
     assert done.returncode == 0 and "Usage:" in done.stdout and done.stderr == ""
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_before_the_first_build(bare: Path, script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [*((script, "./build.sh") for script in SCRIPTS[:2]), ("tests/gpu_report.py", "./build.sh setup test")],
+)
+def test_before_the_first_build(bare: Path, script: str, command: str, tmp_path: Path) -> None:
     for name in (script, "twinop/__init__.py", "twinop/script.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     done = run(bare, script, "--help", cwd=tmp_path)
     assert done.returncode == 1 and done.stdout == "" and "typer" in done.stderr
-    message = f". Run ./build.sh in {tmp_path}: it sets up .venv, which is then used\n"
+    message = f". Run {command} in {tmp_path}: it sets up .venv, which is then used\n"
     assert done.stderr.startswith(f"error: {bare} lacks ") and done.stderr.endswith(message)
 
 
