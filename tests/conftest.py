@@ -1,6 +1,7 @@
 """Shared by all tests: the paths of the libraries, torch with the test ops, no CUDA tests without a GPU."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +15,7 @@ from twinop.library import find_library
 
 # Waiting threads of torch would spin and slow other test processes down. torch reads this at its import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+logging.getLogger("opentelemetry").propagate = False  # it may retry into the next test
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich reads it once, at its import
 
 if importlib.util.find_spec("kserve") is None:  # a GPU machine with the packages for kernels only
