@@ -6,12 +6,13 @@ A record's formula is Python over the op's inputs, outputs and attributes, the i
 `x, weight = f(grad)`, is evaluated once. The formulas after it may use them: `residual = grad_x`. An input
 without a formula has derivative zero.
 
-Backward ops are ordinary ops, so their formulas are second derivatives. Those of twinop's own ops are
-functions in second_derivatives.py.
+Backward ops are ordinary ops, so their formulas are second derivatives. Those of twinop's own ops follow from
+second_derivatives.py.
 """
 
 import ast
 import builtins
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,16 +85,6 @@ class Formulas:
         return result
 
 
-class _Ops:
-    """The ops as attributes."""
-
-    def __init__(self, functions: Functions) -> None:
-        self._functions = functions
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return self._functions[name]
-
-
 def _formulas_of(record: Record, functions: Functions) -> list[_Formula]:
     result = []
     for gradient in record.gradients:
@@ -106,17 +97,36 @@ def _formulas_of(record: Record, functions: Functions) -> list[_Formula]:
 
         # `a.shape` alone needs no more of `a` than that. Broadcasting ops would keep all their inputs alive.
         result.append(_Formula(gradient.names, _names(tree), _names(tree, but_shapes=True), evaluate))
-    if result:
-        return result
-    ops = _Ops(functions)
-    for name, formula in second_derivatives.formulas_of(record).items():
-
-        def call(scope: dict[str, Any], formula: second_derivatives.Formula = formula) -> Any:
-            return formula.compute(ops, *(scope[parameter] for parameter in formula.parameters))
-
-        used = set(formula.parameters)
-        result.append(_Formula((name,), used, used, call))
+    if not result and (function := second_derivatives.in_torch(record)):
+        result.append(_differentiated(record, function))
     return result
+
+
+def _differentiated(record: Record, function: Callable[..., Any]) -> _Formula:
+    """Differentiates a backward op that is written in torch's operators, in fp32 where it is narrower."""
+    used = list(inspect.signature(function).parameters)
+    inputs = [entry.name for entry in record.inputs if entry.name in used]
+
+    def compute(scope: dict[str, Any]) -> tuple[Any, ...]:
+        fixed = {name: scope[name] for name in used if scope[name] is None or name not in inputs}
+
+        def outputs_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            wide = {name: _wide(tensor) for name, tensor in tensors.items()}
+            outputs = function(**fixed, **wide)
+            return outputs if isinstance(outputs, dict) else {record.outputs[0]: outputs}
+
+        given = {name: scope[name] for name in inputs if name not in fixed}
+        outputs, pull = torch.func.vjp(outputs_of, given)  # type: ignore[misc]
+        several = len(record.outputs) > 1
+        incoming = {name: scope[f"grad_{name}" if several else "grad"] for name in outputs}
+        (gradients,) = pull({name: grad.to(outputs[name].dtype) for name, grad in incoming.items()})
+        return tuple(gradients.get(name) for name in inputs)
+
+    return _Formula(tuple(inputs), {*used}, {*used}, compute)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype.itemsize == 2 else tensor
 
 
 def check_formulas(record: Record, ops: Iterable[str]) -> None:

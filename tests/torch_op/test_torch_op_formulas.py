@@ -3,18 +3,21 @@
 test_gradients.py checks their values.
 """
 
+import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from samples import ALL
+from samples import ALL, make_sample, run_in_torch
 from torch.profiler import ProfilerActivity, profile
 
 from twinop import torch_op
 from twinop.errors import LibraryError, RecordError
 from twinop.library import find_library
+from twinop.record import Record
 from twinop.torch_op import second_derivatives
 from twinop.torch_op.formulas import Formulas, check_formulas
 
@@ -114,16 +117,29 @@ def test_formulas_may_have_names_of_their_own() -> None:
     check_formulas(replace(torch_op.records()["relu"], gradient=text), [])
 
 
-def test_second_derivatives_are_of_arguments_that_exist() -> None:
-    """Second derivatives use only names of the backward op's call. A backward op may have none."""
-    backward = {name: record for name, record in torch_op.records().items() if record.is_backward}
-    assert backward
-    for record in backward.values():
-        formulas = second_derivatives.formulas_of(record)
-        assert not (formulas and record.gradient), record.name
-        inputs = {entry.name for entry in record.inputs}
-        grads = {f"grad_{name}" for name in record.outputs} if len(record.outputs) > 1 else {"grad"}
-        known = inputs | set(record.outputs) | grads | {entry.name for entry in record.attributes}
-        assert formulas.keys() <= inputs, record.name
-        assert all(set(formula.parameters) <= known for formula in formulas.values()), record.name
-        assert not second_derivatives.formulas_of(replace(record, domain="other"))
+IN_TORCH = {record: function for record in ALL.values() if (function := second_derivatives.in_torch(record))}
+
+
+@pytest.mark.parametrize(("record", "function"), IN_TORCH.items(), ids=[record.name for record in IN_TORCH])
+def test_a_backward_op_in_torch_computes_what_its_kernel_does(record: Record, function: Any) -> None:
+    assert record.is_backward and not record.gradient
+    sample = make_sample(record, record.combinations[0], (3, 4), 5, tame=True)
+    given = {entry.name: entry.default for entry in record.attributes} | sample.inputs
+    found = function(**{name: given[name] for name in inspect.signature(function).parameters})
+    found = found if isinstance(found, dict) else {record.outputs[0]: found}
+    expected = dict(zip(record.outputs, run_in_torch(record, sample), strict=True))
+    torch.testing.assert_close(found, expected)
+
+
+def test_backward_ops_of_other_libraries_are_not_taken_for_twinops() -> None:
+    assert "layer_norm_backward" in {record.name for record in IN_TORCH}
+    assert second_derivatives.in_torch(replace(ALL["layer_norm_backward"], domain="other")) is None
+
+
+@pytest.mark.parametrize("name", ["silu", "tanh", "rms_norm"])
+def test_third_derivatives(name: str) -> None:
+    def first(x: torch.Tensor) -> torch.Tensor:
+        loss = getattr(torch_op, name)(x).square().sum()
+        return torch.autograd.grad(loss, x, create_graph=True)[0]
+
+    assert torch.autograd.gradgradcheck(first, torch.randn(3, 4, dtype=torch.float64, requires_grad=True))
