@@ -1,6 +1,7 @@
 #include "ort_customop/op.h"
 
 #include <cstdlib>
+#include <iterator>
 
 namespace twinop::ort {
 namespace {
@@ -41,41 +42,19 @@ MayInplaceFunction FindMayInplace(const Record& record) {
 }  // namespace
 
 ONNXTensorElementDataType OnnxType(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    case DType::kFloat16:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-    case DType::kBFloat16:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
-    case DType::kFloat64:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE;
-    case DType::kInt8:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-    case DType::kInt16:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16;
-    case DType::kInt32:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-    case DType::kInt64:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-    case DType::kUInt8:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-    case DType::kComplex64:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX64;
-    case DType::kComplex128:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX128;
-    case DType::kBool:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
-    case DType::kUInt16:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16;
-    case DType::kUInt32:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT32;
-    case DType::kUInt64:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT64;
-    case DType::kNone:
-      break;
-  }
-  return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  static constexpr ONNXTensorElementDataType kTypes[] = {
+      // in the order of DType
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED,  ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT,
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,    ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16,
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE,     ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16,      ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32,
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64,      ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8,
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL,       ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX64,
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_COMPLEX128, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16,
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT32,     ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT64,
+  };
+  static_assert(std::size(kTypes) == std::size(kDTypes));
+  return kTypes[static_cast<std::size_t>(dtype)];
 }
 
 Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,

@@ -1,5 +1,8 @@
 #include "torch_op/call.h"
 
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -139,7 +142,7 @@ void LayOut(const Record& record, Arguments* arguments) {
     if (!arguments->tensors[i]) continue;
     TorchTensor& tensor = *arguments->tensors[i];
     Tensor& view = arguments->views[i];
-    const std::int64_t* strides = StridesOf(tensor);
+    const std::int64_t* strides = tensor.strides().data();
     if (record.is_elementwise) {
       view.strides = strides;
     } else if (!IsContiguous(view, strides) && view.numel > 0) {
@@ -147,18 +150,11 @@ void LayOut(const Record& record, Arguments* arguments) {
           AreRows(record.row_dimension, arguments->attributes, view, strides)) {
         view.strides = strides;
       } else {
-        std::int64_t contiguous[kMaxRank];
-        ContiguousStrides(view.sizes, view.rank, contiguous);
-        TorchTensor copy =
-            EmptyStrided(view.sizes, contiguous, view.rank, view.dtype, DeviceOf(tensor));
-        Check(aoti_torch_copy_(copy.get(), tensor.get(), 0), "copy_");
-        tensor = copy;
-        view.sizes = ViewOf(tensor, "").sizes;
+        tensor = torch::stable::contiguous(tensor);
+        view.sizes = tensor.sizes().data();
       }
     }
-    const void* data = nullptr;
-    Check(torch_get_const_data_ptr(tensor.get(), &data), "get_const_data_ptr");
-    view.data = const_cast<void*>(data);
+    view.data = const_cast<void*>(tensor.const_data_ptr());
   }
 }
 
@@ -167,7 +163,7 @@ void LayOut(const Record& record, Arguments* arguments) {
 // fake does the same (rules.py).
 void ElementwiseStrides(const Record& record, const Arguments& arguments, const std::int64_t* sizes,
                         std::size_t rank, std::int64_t* strides) {
-  const Tensor* like = nullptr;
+  const TorchTensor* like = nullptr;
   for (std::size_t i = 0; i < record.schema.input_count; ++i) {
     const Tensor& view = arguments.views[i];
     if (!view.present || !SameShape(view, sizes, rank)) continue;
@@ -175,10 +171,11 @@ void ElementwiseStrides(const Record& record, const Arguments& arguments, const 
       for (std::size_t k = 0; k < rank; ++k) strides[k] = view.strides[k];
       return;
     }
-    if (like == nullptr) like = &view;
+    if (like == nullptr) like = &*arguments.tensors[i];
   }
   if (like == nullptr) return ContiguousStrides(sizes, rank, strides);
-  DenseStrides(*like, like->strides, strides);
+  const TorchTensor empty = torch::stable::empty_like(*like);
+  std::copy_n(empty.strides().data(), rank, strides);
 }
 
 std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& arguments,
@@ -199,8 +196,8 @@ std::vector<TorchTensor> AllocateOutputs(const Record& record, const Arguments& 
     outputs.push_back(
         EmptyStrided(sizes, strides, rank, record.output_types[combination][i], device));
     views[i] = ViewOf(outputs.back(), record.schema.outputs[i].text);
-    if (record.is_elementwise) views[i].strides = StridesOf(outputs.back());
-    Check(aoti_torch_get_data_ptr(outputs.back().get(), &views[i].data), "get_data_ptr");
+    if (record.is_elementwise) views[i].strides = outputs.back().strides().data();
+    views[i].data = outputs.back().mutable_data_ptr();
   }
   return outputs;
 }
@@ -220,19 +217,6 @@ void Flatten(const Schema& schema, Tensor* inputs, Tensor* outputs) {
   for (std::size_t i = 0; i < schema.output_count; ++i) outputs[i].strides = nullptr;
   for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i].strides = nullptr;
 }
-
-class DeviceGuard {
- public:
-  explicit DeviceGuard(std::int32_t index) {
-    Check(aoti_torch_create_device_guard(index, &guard_), "create_device_guard");
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  ~DeviceGuard() { aoti_torch_delete_device_guard(guard_); }
-
- private:
-  DeviceGuardHandle guard_ = nullptr;
-};
 
 void ParallelFor(void*, std::int64_t count, std::int64_t grain, Context::Range range,
                  void* argument) {
@@ -283,7 +267,7 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
   context.device_type = on_cuda ? TWINOP_CUDA : TWINOP_CPU;
   context.device_index = on_cuda ? device.index : 0;
   context.parallel_for = ParallelFor;
-  std::optional<DeviceGuard> guard;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (on_cuda) {
     guard.emplace(device.index);
     Check(aoti_torch_get_current_cuda_stream(device.index, &context.stream),
@@ -304,7 +288,7 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
     std::int64_t size = (bytes + 7) / 8;
     std::int64_t stride = 1;
     scratch = EmptyStrided(&size, &stride, 1, DType::kFloat64, device);
-    Check(aoti_torch_get_data_ptr(scratch->get(), &call.scratch), "get_data_ptr");
+    call.scratch = scratch->mutable_data_ptr();
   }
   Check(Launch(record, on_cuda ? record.cuda_launch : record.cpu_launch, call));
 }

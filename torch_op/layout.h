@@ -1,8 +1,6 @@
 // Tests of strides, and the strides of outputs.
 #pragma once
 
-#include <utility>
-
 #include "kernels/record/record.h"
 
 namespace twinop::torch_op {
@@ -38,33 +36,6 @@ inline bool IsDense(const Tensor& view, const std::int64_t* strides) {
     if (view.sizes[next] > 1) expected *= view.sizes[next];
   }
   return true;
-}
-
-// The strides of torch.empty_like for a tensor that is not dense: its dimensions in the order of
-// their strides, without gaps. Ties are resolved as in at::infer_dense_strides.
-inline void DenseStrides(const Tensor& view, const std::int64_t* from, std::int64_t* strides) {
-  std::size_t order[kMaxRank];  // the innermost dimension first
-  for (std::size_t i = 0; i < view.rank; ++i) order[i] = view.rank - 1 - i;
-  auto compare = [&](std::size_t a, std::size_t b) {
-    if (from[a] == 0 || from[b] == 0) return 0;  // an expanded dimension has no place
-    if (from[a] != from[b]) return from[a] < from[b] ? -1 : 1;
-    return view.sizes[a] > view.sizes[b] ? 1 : 0;
-  };
-  for (std::size_t i = 1; i < view.rank; ++i) {
-    std::size_t place = i;
-    for (std::size_t other = i; other-- > 0;) {
-      const int order_of_both = compare(order[other], order[place]);
-      if (order_of_both < 0) break;
-      if (order_of_both == 0) continue;
-      std::swap(order[other], order[place]);
-      place = other;
-    }
-  }
-  std::int64_t next = 1;
-  for (std::size_t i = 0; i < view.rank; ++i) {
-    strides[order[i]] = next;
-    if (view.sizes[order[i]] > 1) next *= view.sizes[order[i]];
-  }
 }
 
 // Whether two tensors of one shape have the same order of elements.

@@ -1,8 +1,9 @@
-// Helpers over torch's stable C API: checks, dtypes, devices, strides, views, new tensors.
+// Helpers over torch's stable C API: checks, dtypes, devices, views, new tensors.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -20,50 +21,32 @@ inline void Check(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
-// The number of a dtype differs between versions of torch.
-inline std::int32_t TorchType(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return aoti_torch_dtype_float32();
-    case DType::kFloat16:
-      return aoti_torch_dtype_float16();
-    case DType::kBFloat16:
-      return aoti_torch_dtype_bfloat16();
-    case DType::kFloat64:
-      return aoti_torch_dtype_float64();
-    case DType::kInt8:
-      return aoti_torch_dtype_int8();
-    case DType::kInt16:
-      return aoti_torch_dtype_int16();
-    case DType::kInt32:
-      return aoti_torch_dtype_int32();
-    case DType::kInt64:
-      return aoti_torch_dtype_int64();
-    case DType::kUInt8:
-      return aoti_torch_dtype_uint8();
-    case DType::kBool:
-      return aoti_torch_dtype_bool();
-    case DType::kComplex64:
-      return aoti_torch_dtype_complex64();
-    case DType::kComplex128:
-      return aoti_torch_dtype_complex128();
-    case DType::kUInt16:
-      return aoti_torch_dtype_uint16();
-    case DType::kUInt32:
-      return aoti_torch_dtype_uint32();
-    case DType::kUInt64:
-      return aoti_torch_dtype_uint64();
-    case DType::kNone:
-      break;
-  }
-  throw std::runtime_error("twinop: a tensor has no dtype");
-}
+// The numbers of dtypes, which differ between versions of torch, in the order of DType.
+inline constexpr std::int32_t (*kTorchTypes[])() = {
+    nullptr,
+    aoti_torch_dtype_float32,
+    aoti_torch_dtype_float16,
+    aoti_torch_dtype_bfloat16,
+    aoti_torch_dtype_float64,
+    aoti_torch_dtype_int8,
+    aoti_torch_dtype_int16,
+    aoti_torch_dtype_int32,
+    aoti_torch_dtype_int64,
+    aoti_torch_dtype_uint8,
+    aoti_torch_dtype_bool,
+    aoti_torch_dtype_complex64,
+    aoti_torch_dtype_complex128,
+    aoti_torch_dtype_uint16,
+    aoti_torch_dtype_uint32,
+    aoti_torch_dtype_uint64,
+};
+static_assert(std::size(kTorchTypes) == std::size(kDTypes));
 
 inline DType TypeOf(const TorchTensor& tensor) {
   std::int32_t number = 0;
   Check(aoti_torch_get_dtype(tensor.get(), &number), "get_dtype");
-  for (const DTypeInfo& info : kDTypes)
-    if (info.dtype != DType::kNone && TorchType(info.dtype) == number) return info.dtype;
+  for (std::size_t i = 1; i < std::size(kTorchTypes); ++i)
+    if (kTorchTypes[i]() == number) return static_cast<DType>(i);
   return DType::kNone;
 }
 
@@ -87,25 +70,15 @@ inline std::string DeviceName(const Device& device) {
          std::to_string(device.index);
 }
 
-inline const std::int64_t* StridesOf(const TorchTensor& tensor) {
-  std::int64_t* strides = nullptr;
-  Check(aoti_torch_get_strides(tensor.get(), &strides), "get_strides");
-  return strides;
-}
-
 // A view of the tensor without its data and strides.
 inline Tensor ViewOf(const TorchTensor& tensor, const char* name) {
   Tensor view;
-  std::int64_t rank = 0;
-  std::int64_t* sizes = nullptr;
-  Check(aoti_torch_get_dim(tensor.get(), &rank), "get_dim");
-  if (rank > static_cast<std::int64_t>(kMaxRank))
-    throw std::runtime_error(std::string("tensor ") + name + " has " + std::to_string(rank) +
+  view.rank = static_cast<std::size_t>(tensor.dim());
+  if (view.rank > kMaxRank)
+    throw std::runtime_error(std::string("tensor ") + name + " has " + std::to_string(view.rank) +
                              " dimensions, at most " + std::to_string(kMaxRank) + " are supported");
-  Check(aoti_torch_get_sizes(tensor.get(), &sizes), "get_sizes");
-  Check(aoti_torch_get_numel(tensor.get(), &view.numel), "get_numel");
-  view.rank = static_cast<std::size_t>(rank);
-  view.sizes = sizes;
+  view.sizes = tensor.sizes().data();
+  view.numel = tensor.numel();
   view.dtype = TypeOf(tensor);
   view.present = true;
   return view;
@@ -114,8 +87,9 @@ inline Tensor ViewOf(const TorchTensor& tensor, const char* name) {
 inline TorchTensor EmptyStrided(const std::int64_t* sizes, const std::int64_t* strides,
                                 std::size_t rank, DType dtype, const Device& device) {
   AtenTensorHandle handle = nullptr;
-  Check(aoti_torch_empty_strided(static_cast<std::int64_t>(rank), sizes, strides, TorchType(dtype),
-                                 device.type, device.index, &handle),
+  Check(aoti_torch_empty_strided(static_cast<std::int64_t>(rank), sizes, strides,
+                                 kTorchTypes[static_cast<std::size_t>(dtype)](), device.type,
+                                 device.index, &handle),
         "empty_strided");
   return TorchTensor(handle);
 }
