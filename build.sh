@@ -24,8 +24,8 @@ Environment:
   TWINOP_TORCH_INDEX  an extra package index for torch; for torch's CPU build (much smaller):
                       https://download.pytorch.org/whl/cpu
   TWINOP_CUDA_ARCHS   native (default), all, or a list such as 80,90
-  ORT_ROOT            an ONNX Runtime release, unpacked or .tgz, to take the headers from; also TWINOP_CACHE,
-                      TWINOP_ORT_URL, TWINOP_ORT_VERSION, TWINOP_ORT_SHA256: see cmake/OrtHeaders.cmake
+  ORT_ROOT            an ONNX Runtime release, unpacked or .tgz, to take the headers from; also TWINOP_CACHE and
+                      TWINOP_ORT_URL: see cmake/OrtHeaders.cmake
 END
 }
 

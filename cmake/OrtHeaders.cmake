@@ -6,19 +6,20 @@
 #   1. ORT_ROOT: a release, unpacked or .tgz, or a folder in the layout of the sources or of Debian's package.
 #      If it cannot be used, that is an error.
 #   2. The cache: TWINOP_CACHE, else $XDG_CACHE_HOME/twinop, else ~/.cache/twinop.
-#   3. The release tarball, its SHA-256 checked. TWINOP_ORT_VERSION with TWINOP_ORT_SHA256 chooses another one,
-#      TWINOP_ORT_URL a mirror (the folder of v<version>/<file>).
+#   3. The release tarball, its SHA-256 checked, from TWINOP_ORT_URL if it is set: a mirror (the folder of
+#      v<version>/<file>). The headers are the same for every architecture.
 #   4. Debian's libonnxruntime-dev, unpacked but not installed.
 #
 # `cmake -P cmake/OrtHeaders.cmake` prints the folder. The variables are environment variables.
 
 set(TWINOP_ORT_PINNED 1.23.2)
-set(TWINOP_ORT_PINNED_SHA256 2083e361072a79ce16a90dcd5f5cb3ab92574a82a3ce0ac01e5cfa3158176f53)  # x86-64
 set(TWINOP_ORT_OLDEST_API 18)
+if(NOT TWINOP_ORT_SHA256)
+  set(TWINOP_ORT_SHA256 2083e361072a79ce16a90dcd5f5cb3ab92574a82a3ce0ac01e5cfa3158176f53)  # the tests have their own
+endif()
 if(NOT TWINOP_APT_ETC)
   set(TWINOP_APT_ETC /etc/apt)  # the tests have one of their own
 endif()
-set(TWINOP_ORT_RELEASES https://github.com/microsoft/onnxruntime/releases/download)
 
 function(twinop_find_ort_headers result)
   set(cache "$ENV{HOME}/.cache/twinop")
@@ -132,67 +133,41 @@ endfunction()
 # ---- the cache, the release, Debian's package
 
 function(_twinop_ort_fetch cache result)
-  set(version "$ENV{TWINOP_ORT_VERSION}")
-  if(NOT version)
-    set(version ${TWINOP_ORT_PINNED})
-  endif()
-  if(NOT version MATCHES "^1\\.[0-9]+\\.[0-9]+$" OR version VERSION_LESS 1.${TWINOP_ORT_OLDEST_API})
-    message(FATAL_ERROR "TWINOP_ORT_VERSION=${version}: expected a release such as ${TWINOP_ORT_PINNED}, "
-                        "1.${TWINOP_ORT_OLDEST_API}.0 or later.")
-  endif()
-  cmake_host_system_information(RESULT machine QUERY OS_PLATFORM)
-  if(NOT machine STREQUAL x86_64)
-    set(name "onnxruntime-linux-${machine}-${version}.tgz")
-  elseif(version VERSION_LESS 1.28)
-    set(name "onnxruntime-linux-x64-gpu-${version}.tgz")
-  else()
-    set(name "onnxruntime-linux-x64-gpu_cuda13-${version}.tgz")
-  endif()
-  set(url "${TWINOP_ORT_RELEASES}/v${version}/${name}")
-  if(NOT "$ENV{TWINOP_ORT_URL}" STREQUAL "")
-    set(url "$ENV{TWINOP_ORT_URL}/v${version}/${name}")
-  endif()
-  set(sha256 "$ENV{TWINOP_ORT_SHA256}")
-  if(NOT sha256 AND name STREQUAL "onnxruntime-linux-x64-gpu-${TWINOP_ORT_PINNED}.tgz")
-    set(sha256 ${TWINOP_ORT_PINNED_SHA256})
-  endif()
-
-  _twinop_ort_include("${cache}/ort-${version}" include)
-  if(NOT include AND "$ENV{TWINOP_ORT_VERSION}" STREQUAL "")
-    _twinop_ort_include("${cache}/ort-debian" include)
-  endif()
-  if(include)
-    set(${result} "${include}" PARENT_SCOPE)
-    return()
-  endif()
-
-  if(NOT sha256 MATCHES "^[0-9a-fA-F]+$")
-    set(tried "${url}: its SHA-256 is not known here. Set TWINOP_ORT_SHA256 to the one that its publisher gives")
-  else()
-    message(STATUS "ONNX Runtime headers: downloading ${url}")
-    file(DOWNLOAD "${url}" "${cache}/${name}" STATUS status INACTIVITY_TIMEOUT 5)  # EXPECTED_HASH ends CMake here
-    list(GET status 0 code)
-    list(GET status 1 reason)
-    file(SHA256 "${cache}/${name}" actual)
-    string(TOLOWER "${sha256}" sha256)
-    if(code)
-      set(tried "${url}: ${reason}")
-    elseif(NOT actual STREQUAL sha256)
-      set(tried "${url}: refused and removed: its SHA-256 is ${actual}, expected ${sha256}")
-    else()
-      _twinop_ort_unpack("${cache}/${name}" "${cache}/ort-${version}" include tried)
+  foreach(folder "ort-${TWINOP_ORT_PINNED}" ort-debian)
+    _twinop_ort_include("${cache}/${folder}" include)
+    if(include)
+      set(${result} "${include}" PARENT_SCOPE)
+      return()
     endif()
-    file(REMOVE "${cache}/${name}")
+  endforeach()
+
+  set(site "$ENV{TWINOP_ORT_URL}")
+  if(NOT site)
+    set(site https://github.com/microsoft/onnxruntime/releases/download)
   endif()
-  if(NOT include AND "$ENV{TWINOP_ORT_VERSION}" STREQUAL "")
+  set(url "${site}/v${TWINOP_ORT_PINNED}/onnxruntime-linux-x64-gpu-${TWINOP_ORT_PINNED}.tgz")
+  set(tarball "${cache}/release.tgz")
+  message(STATUS "ONNX Runtime headers: downloading ${url}")
+  file(DOWNLOAD "${url}" "${tarball}" STATUS status INACTIVITY_TIMEOUT 5)  # EXPECTED_HASH ends CMake here
+  list(GET status 0 code)
+  list(GET status 1 reason)
+  file(SHA256 "${tarball}" actual)
+  if(code)
+    set(tried "${url}: ${reason}")
+  elseif(NOT actual STREQUAL TWINOP_ORT_SHA256)
+    set(tried "${url}: refused and removed: its SHA-256 is ${actual}, expected ${TWINOP_ORT_SHA256}")
+  else()
+    _twinop_ort_unpack("${tarball}" "${cache}/ort-${TWINOP_ORT_PINNED}" include tried)
+  endif()
+  file(REMOVE "${tarball}")
+  if(NOT include)
     message(STATUS "ONNX Runtime headers: ${tried}; trying Debian's libonnxruntime-dev")
     _twinop_ort_debian("${cache}" include debian)
-    string(APPEND tried "\n  Debian's libonnxruntime-dev: ${debian}")
   endif()
   if(NOT include)
-    message(FATAL_ERROR "No ONNX Runtime headers found.\n  ${tried}\nRun again with network access; or download ${url} on "
-                        "another machine and set ORT_ROOT to the file; or install libonnxruntime-dev (Debian 13 or "
-                        "later) and set ORT_ROOT=/usr.")
+    message(FATAL_ERROR "No ONNX Runtime headers found.\n  ${tried}\n  Debian's libonnxruntime-dev: ${debian}\nRun again "
+                        "with network access; or download ${url} on another machine and set ORT_ROOT to the file; or "
+                        "install libonnxruntime-dev (Debian 13 or later) and set ORT_ROOT=/usr.")
   endif()
   set(${result} "${include}" PARENT_SCOPE)
 endfunction()
