@@ -1,6 +1,7 @@
 """An op's rules for torch, derived from its record: fake, vmap, autocast, refusals."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -144,16 +145,14 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
                 for name in _tensor_names(record, arguments)
             }
             outputs = op(*(arguments | whole).values())
-        elif info.batch_size == 0:
-            outputs = _empty_batch(record, arguments, batched)
         else:
-            calls = [
-                op(*(arguments | {name: value[i] for name, value in batched.items()}).values())
-                for i in range(info.batch_size)
-            ]
+            examples = [{name: value[i] for name, value in batched.items()} for i in range(info.batch_size)]
+            if not examples:  # one of zeros shows what the outputs are like
+                examples = [{name: value.new_zeros(value.shape[1:]) for name, value in batched.items()}]
+            calls = [op(*(arguments | example).values()) for example in examples]
             if len(record.outputs) == 1:
-                return torch.stack(calls), 0
-            outputs = tuple(map(torch.stack, zip(*calls, strict=True)))
+                return torch.stack(calls)[: info.batch_size], 0
+            outputs = tuple(torch.stack(each)[: info.batch_size] for each in zip(*calls, strict=True))
         return outputs, (0 if len(record.outputs) == 1 else (0,) * len(record.outputs))
 
     return rule
@@ -166,23 +165,6 @@ def _tensor_names(record: Record, arguments: dict[str, Any]) -> list[str]:
 def _with_rank(batch: torch.Tensor, rank: int) -> torch.Tensor:
     """Adds leading dimensions of size 1 to each example, as broadcasting does."""
     return batch[(slice(None), *(None,) * (rank + 1 - batch.dim()))]
-
-
-def _empty_batch(record: Record, arguments: dict[str, Any], batched: dict[str, torch.Tensor]) -> Any:
-    examples = arguments | {
-        name: value.new_empty(value.shape[1:]).to("meta") for name, value in batched.items()
-    }
-    examples = {
-        name: value.to("meta") if isinstance(value, torch.Tensor) else value
-        for name, value in examples.items()
-    }
-    outputs = fake_rule(record)(**examples)
-    device = next(iter(batched.values())).device
-    stack = [
-        torch.empty((0, *output.shape), dtype=output.dtype, device=device)
-        for output in (outputs if isinstance(outputs, tuple) else (outputs,))
-    ]
-    return tuple(stack) if len(stack) > 1 else stack[0]
 
 
 def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
@@ -202,14 +184,10 @@ def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
         try:
             _combination(record, given)
         except RecordError:
-            floating = [tensor.dtype for tensor in given.values() if tensor.is_floating_point()]
+            floating = {name: tensor for name, tensor in given.items() if tensor.is_floating_point()}
             if floating:
-                widest = floating[0]
-                for dtype in floating[1:]:
-                    widest = torch.promote_types(widest, dtype)
-                arguments |= {
-                    name: tensor.to(widest) for name, tensor in given.items() if tensor.is_floating_point()
-                }
+                widest = reduce(torch.promote_types, (tensor.dtype for tensor in floating.values()))
+                arguments |= {name: tensor.to(widest) for name, tensor in floating.items()}
         with torch.autocast(device, enabled=False):
             return op(*arguments.values())
 
