@@ -11,7 +11,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from bound_addresses import bound  # noqa: F401  (a fixture)
 from models import chain, make_model, model, node, value
 from run_command import run_command
 
@@ -41,7 +40,7 @@ def test_auto_takes_cuda() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_are_bound_in_place(dtype: str, bound: dict[str, int]) -> None:  # noqa: F811
+def test_tensors_are_bound_in_place(dtype: str, bound: dict[str, int]) -> None:
     x = torch.randn(1000, 4, device="cuda").to(getattr(torch, dtype))
     y = relu(dtype).run({"x": x})["y"]
     assert y.device == x.device and torch.equal(y, torch.relu(x))

@@ -11,11 +11,6 @@ from models import make_model
 from twinop.deploy import FeedError, RunError, Session, session
 
 
-@pytest.fixture(scope="module")
-def relu() -> Session:
-    return session(make_model("CustomRelu"))
-
-
 @pytest.mark.parametrize("make", [np.zeros, torch.zeros], ids=["numpy", "torch"])
 def test_wrong_feeds(make: Any, relu: Session) -> None:
     double = np.float64 if make is np.zeros else torch.float64

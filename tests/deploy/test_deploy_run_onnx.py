@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from models import ORT_VERSION, chain, make_model, model, node, relu_body, value
+from models import chain, make_model, model, node, relu_body, value
 from onnx import helper
 from run_command import run_command
 
@@ -33,8 +33,6 @@ def several() -> onnx.ModelProto:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_relu(dtype: str, libraries: dict[str, Path], tmp_path: Path) -> None:
-    if dtype == "bfloat16" and ORT_VERSION < (1, 20):
-        pytest.skip("this ONNX Runtime takes no bfloat16 feeds from Python")
     result = run_command(make_model("CustomRelu", dtype), tmp_path, "--provider", "cpu")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()

@@ -9,31 +9,16 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from models import ORT_VERSION, chain, make_model, model, node, value
+from models import BINDS_BFLOAT16, chain, make_model, model, node, value
 from onnx import helper
 
 from twinop.deploy import FeedError, RunError, Session, session
-
-DTYPES = ["float32", "float16", "bfloat16", "float64"]
-BINDS_BFLOAT16 = ORT_VERSION >= (1, 20)
-
-
-@pytest.fixture(autouse=True)
-def _bfloat16_needs_1_20(request: pytest.FixtureRequest) -> None:
-    parameters = getattr(request.node, "callspec", None)
-    if not BINDS_BFLOAT16 and parameters is not None and "bfloat16" in parameters.params.values():
-        pytest.skip("this ONNX Runtime takes no bfloat16 feeds from Python")
-
-
-@pytest.fixture(scope="module")
-def relu() -> Session:
-    return session(make_model("CustomRelu"))
-
+from twinop.dtypes import FLOATING
 
 # ------------------------------------------------------------------------------------------- numpy
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4)])
 def test_numpy(dtype: str, shape: tuple[int, int]) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))

@@ -5,30 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bound_addresses import bound  # noqa: F401  (a fixture)
-from models import ORT_VERSION, make_model, model, node, value
+from models import make_model, model, node, value
 
 from twinop.deploy import Session, session
-
-DTYPES = ["float32", "float16", "bfloat16", "float64"]
-BINDS_BFLOAT16 = ORT_VERSION >= (1, 20)
+from twinop.dtypes import FLOATING
 
 
-@pytest.fixture(autouse=True)
-def _bfloat16_needs_1_20(request: pytest.FixtureRequest) -> None:
-    parameters = getattr(request.node, "callspec", None)
-    if not BINDS_BFLOAT16 and parameters is not None and "bfloat16" in parameters.params.values():
-        pytest.skip("this ONNX Runtime takes no bfloat16 feeds from Python")
-
-
-@pytest.fixture(scope="module")
-def relu() -> Session:
-    return session(make_model("CustomRelu"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4)])
-def test_torch_tensors_are_bound_in_place(dtype: str, shape: tuple[int, ...], bound: dict[str, int]) -> None:  # noqa: F811
+def test_torch_tensors_are_bound_in_place(dtype: str, shape: tuple[int, ...], bound: dict[str, int]) -> None:
     opened = session(make_model("CustomRelu", dtype))
     x = torch.randn(shape).to(getattr(torch, dtype))
     y = opened.run({"x": x})["y"]
@@ -37,7 +22,7 @@ def test_torch_tensors_are_bound_in_place(dtype: str, shape: tuple[int, ...], bo
         assert bound == {"x": x.data_ptr(), "y": y.data_ptr()}
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
+@pytest.mark.parametrize("dtype", [*FLOATING, "bool"])
 def test_torch_outputs_of_unknown_shape_come_by_dlpack(dtype: str) -> None:
     if dtype == "bool":
         graph = model([node("Not", domain="")], [value("x", "bool", None)], [value("y", "bool", None)])

@@ -12,6 +12,7 @@ from twinop.dtypes import ELEMENT_TYPES
 from twinop.record import DOMAIN, DOMAIN_VERSION, Record
 
 ORT_VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+BINDS_BFLOAT16 = ORT_VERSION >= (1, 20)
 Shape = Sequence[int | str | None] | None  # None: unknown rank
 ROWS = ("N", 4)
 

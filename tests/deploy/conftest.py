@@ -1,12 +1,25 @@
-"""A fixture for tests of zero copy: the addresses that ONNX Runtime is given."""
+"""What the tests of sessions share."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import onnxruntime
 import pytest
+from models import BINDS_BFLOAT16, make_model
 
-from twinop.deploy import Session
+from twinop.deploy import Session, session
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16_needs_1_20(request: pytest.FixtureRequest) -> None:
+    parameters = getattr(request.node, "callspec", None)
+    if not BINDS_BFLOAT16 and parameters is not None and "bfloat16" in parameters.params.values():
+        pytest.skip("this ONNX Runtime takes no bfloat16 feeds from Python")
+
+
+@pytest.fixture(scope="module")
+def relu() -> Session:
+    return session(make_model("CustomRelu"))
 
 
 @pytest.fixture
