@@ -97,8 +97,9 @@ class TorchOps:
         function = OPERATORS.get(op_type)
         if function is None:  # operators of tensors alone have the names of torch's functions
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", op_type).lower()
-            name = next((each for each in (name, op_type.lower()) if hasattr(torch, each)), name)
-            function = getattr(torch, name, None) or getattr(F, name, None)
+            names = (f"logical_{name}", name, op_type.lower())  # And is logical_and, and MatMul is matmul
+            function = next((getattr(torch, each) for each in names if hasattr(torch, each)), None)
+            function = function or getattr(F, name, None)
         if function is None:
             raise ExportError(
                 f"body {self._record.name}: export/body_in_torch.py does not know operator {op_type}. Add "
@@ -140,14 +141,6 @@ def _ints(tensor: Any) -> list[int]:
     return [int(value) for value in tensor.reshape(-1)] if tensor is not None else []
 
 
-def _div(a, b):
-    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
-
-
-def _equal(a, b):
-    return torch.tensor(a == b) if isinstance(a, str) else torch.eq(a, b)
-
-
 def _reduction(function):
     """Returns an operator Reduce*, from a function of (x, dims, keepdim)."""
 
@@ -158,20 +151,12 @@ def _reduction(function):
     return reduction
 
 
-def _shape(x, *, start=0, end=None):
-    return torch.tensor(x.shape[start:end], dtype=torch.int64)
-
-
 def _slice(x, starts, ends, axes=None, steps=None):
     for i, axis in enumerate(_ints(axes) or range(len(starts))):
         size, step = x.shape[axis], _ints(steps)[i] if steps is not None else 1
         indices = range(size)[slice(_ints(starts)[i], _ints(ends)[i], step)]
         x = x.index_select(axis, torch.tensor(indices, dtype=torch.int64, device=x.device))
     return x
-
-
-def _split(x, split=None, *, axis=0, num_outputs=None):
-    return x.chunk(num_outputs, axis) if split is None else x.split(_ints(split), axis)
 
 
 def _pad(x, pads, value=None, axes=None, *, mode="constant"):
@@ -183,10 +168,6 @@ def _pad(x, pads, value=None, axes=None, *, mode="constant"):
     return F.pad(x, flat, mode, 0 if value is None else float(value))
 
 
-def _squeeze(x, axes=None):
-    return x.squeeze() if axes is None else x.squeeze(_ints(axes))
-
-
 def _unsqueeze(x, axes):
     rank = x.ndim + len(_ints(axes))
     for axis in sorted(axis % rank for axis in _ints(axes)):
@@ -194,22 +175,16 @@ def _unsqueeze(x, axes):
     return x
 
 
-def _clip(x, low=None, high=None):
-    return x if low is None and high is None else x.clamp(low, high)
-
-
 def _variadic(function):
     return lambda *tensors: reduce(function, tensors)
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
-    "And": torch.logical_and,
-    "Celu": F.celu,
     "CastLike": lambda x, like: x.to(like.dtype),
-    "Clip": _clip,
+    "Clip": lambda x, low=None, high=None: x if low is high is None else x.clamp(low, high),
     "Concat": lambda *tensors, axis: torch.cat(tensors, axis),
-    "Div": _div,
-    "Equal": _equal,
+    "Div": lambda a, b: torch.div(a, b, rounding_mode=None if a.is_floating_point() else "trunc"),
+    "Equal": lambda a, b: torch.tensor(a == b) if isinstance(a, str) else torch.eq(a, b),
     "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, _ints(shape))),
     "GreaterOrEqual": torch.ge,
     "Identity": lambda x: x,
@@ -217,11 +192,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "LessOrEqual": torch.le,
     "LogSoftmax": lambda x, *, axis=-1: x.log_softmax(axis),
     "Max": _variadic(torch.maximum),
-    "MatMul": torch.matmul,
     "Min": _variadic(torch.minimum),
     "Mod": lambda a, b, *, fmod=0: (torch.fmod if fmod else torch.remainder)(a, b),
-    "Not": torch.logical_not,
-    "Or": torch.logical_or,
     "Pad": _pad,
     "Range": lambda start, limit, delta: torch.arange(int(start), int(limit), int(delta)),
     "ReduceL1": _reduction(lambda x, dims, keep: x.abs().sum(dims, keep)),
@@ -233,16 +205,17 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceSum": _reduction(torch.sum),
     "ReduceSumSquare": _reduction(lambda x, dims, keep: x.square().sum(dims, keep)),
     "Reshape": lambda x, shape: x.reshape(_ints(shape)),
-    "Shape": _shape,
+    "Shape": lambda x, *, start=0, end=None: torch.tensor(x.shape[start:end], dtype=torch.int64),
     "Size": lambda x: torch.tensor(x.numel()),
     "Slice": _slice,
     "Softmax": lambda x, *, axis=-1: x.softmax(axis),
     "Softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
-    "Split": _split,
-    "Squeeze": _squeeze,
+    "Split": lambda x, split=None, *, axis=0, num_outputs=None: (
+        x.chunk(num_outputs, axis) if split is None else x.split(_ints(split), axis)
+    ),
+    "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(_ints(axes)),
     "Sum": _variadic(torch.add),
     "Transpose": lambda x, *, perm: x.permute(perm),
     "Unsqueeze": _unsqueeze,
-    "Xor": torch.logical_xor,
 }
 """Operators that torch's functions of the same name do not compute alone."""

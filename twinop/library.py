@@ -149,9 +149,9 @@ def _sections(path: Path, file: BinaryIO) -> dict[str, _Section]:
         entry_size, count, names_index = struct.unpack_from("<HHH", head, 58)
         if count == 0:  # stripped
             return {}
-        entries = _read(file, table, count * entry_size)
+        entries = _read(path, file, table, count * entry_size)
         headers = [struct.unpack_from("<IIQQQQ", entries, i * entry_size) for i in range(count)]
-        names = _read(file, *headers[names_index][4:])
+        names = _read(path, file, *headers[names_index][4:])
         if headers[names_index][1] != _STRINGS or not names.strip(b"\0"):
             raise ValueError("the sections' names are zeros")
         sections = [
@@ -163,23 +163,20 @@ def _sections(path: Path, file: BinaryIO) -> dict[str, _Section]:
     return {section.name: section for section in sections}
 
 
-def _content(path: Path, file: BinaryIO, section: _Section) -> bytes:
-    try:
-        return _read(file, section.offset, section.size)
-    except ValueError as error:
-        raise _damaged(path) from error
-
-
-def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+def _read(path: Path, file: BinaryIO, offset: int, size: int) -> bytes:
     """Reads without mmap, which kills the process if another one truncates the file meanwhile.
 
     Raises:
-        ValueError: the file is too short.
+        LibraryError: the file is too short.
     """
     if offset + size > file.seek(0, os.SEEK_END):
-        raise ValueError("the file is cut short")
+        raise _damaged(path)
     file.seek(offset)
     return file.read(size)
+
+
+def _content(path: Path, file: BinaryIO, section: _Section) -> bytes:
+    return _read(path, file, section.offset, section.size)
 
 
 def _damaged(path: Path) -> LibraryError:
