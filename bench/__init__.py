@@ -4,7 +4,6 @@
     twinop bench merge A B        # combine partial reports into one
     twinop bench compare OLD NEW  # list what became slower
     twinop bench draw REPORT      # draw the plots of a recorded report, such as one op's page
-    twinop bench instructions     # the time that each kernel's machine instructions take at least
     twinop bench encoder          # a transformer in ONNX Runtime, with and without twinop's nodes
     twinop bench node-overhead    # the cost of a custom node and of a built-in one
     twinop bench first-call LIB   # the first call of an op in a fresh process

@@ -22,7 +22,6 @@ class Commands(LazyGroup):
         "compare": "twinop.bench.merge:compare",
         "draw": "twinop.bench.merge:draw",
         "compile": "twinop.bench.ops_report:compile_part",
-        "instructions": "twinop.bench.instructions:main",
         "encoder": "twinop.bench.encoder:main",
         "node-overhead": "twinop.bench.node_overhead:main",
         "first-call": "twinop.bench.first_call:main",
@@ -33,7 +32,6 @@ class Commands(LazyGroup):
     unlisted: ClassVar = {"compile"}  # `report` runs it itself
     takes: ClassVar = {
         "report": "about 2 minutes on two CPU cores, 11 on an H200",
-        "instructions": "about a minute",
         "encoder": "about a minute on an H200",
         "serve": "about 25 minutes",
         "soak": "about 4 minutes",

@@ -14,7 +14,7 @@ OURS = (IN_TORCH, IN_ORT)
 LEAST_TOLERANCE = 0.01
 
 DOUBLE = "float64"
-"""Measured beside torch eager only, and without a bar, because arithmetic may be the limit."""
+"""Measured beside torch eager only, and without a bar."""
 
 Row = Mapping[str, Any]
 """The measurements of one provider in one cell."""
@@ -100,8 +100,6 @@ Verdict = dict[str, Any]
 COPY_BARS = {"unary": 0.98, "binary": 0.97}  # shares of the copy's speed
 ROW_BARS = {"swiglu": 0.97, "swiglu_packed": 0.97, "add_rms_norm": 0.97, "add_layer_norm": 0.97}
 ROW_BAR, MISALIGNED_BAR, WIDE_BAR, WIDE = 0.93, 0.85, 0.85, "4096x65536"
-ARITHMETIC = ("gelu", "pow")
-"""Ops that arithmetic may limit instead of memory. `twinop bench instructions` shows whether it does."""
 
 BUILT_IN_SHAPE = "32768x4096"
 BUILT_IN_ELEMENTS = "2^27"  # the same number of elements in one dimension, for elementwise ops
@@ -120,7 +118,7 @@ def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
     found: list[Verdict] = []
     for cell in cells:
         if cell.dtype == DOUBLE:
-            continue  # bench/instructions.py compares it with its instructions
+            continue
         if cell.device == "cpu":
             found += _cpu(cell)
         elif cell.kind == "latency":
@@ -192,10 +190,7 @@ def _copy(cell: Cell) -> Iterator[Verdict]:
     bar = copy_bar(cell)
     group = f"share of the copy, {'rows' if cell.family == 'rows' else cell.family}"
     for ours in _measured(cell):
-        verdict = _verdict(group, cell, ours, cell.share(ours), bar, True)
-        if cell.op in ARITHMETIC and not verdict["passed"]:
-            verdict["note"] = "may be limited by arithmetic: see twinop bench instructions"
-        yield verdict
+        yield _verdict(group, cell, ours, cell.share(ours), bar, True)
 
 
 def _peers(cell: Cell, group: str) -> Iterator[Verdict]:

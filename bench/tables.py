@@ -123,8 +123,7 @@ def show_verdicts(verdicts: Sequence[Verdict]) -> None:
     report.show(table)
     missed_ones = sorted((v for v in verdicts if not v["passed"]), key=gap, reverse=True)
     for verdict in missed_ones[:MISSES]:
-        note = f" ({verdict['note']})" if "note" in verdict else ""
-        text = f"{verdict['what']}: {verdict['value']}, bar {verdict['bar']}{note}"
+        text = f"{verdict['what']}: {verdict['value']}, bar {verdict['bar']}"
         out.print("[red]missed:[/]", end=" ")
         out.print(text, markup=False, highlight=False, soft_wrap=True)
     if len(missed_ones) > MISSES:
