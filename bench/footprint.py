@@ -1,5 +1,7 @@
 """The size of the libraries and of the sources, and the time of the build: `twinop bench footprint`."""
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +14,8 @@ from twinop.library import find_library, read_library, section_sizes
 from . import report
 from .recording import Commit, Output, Recording
 from .report import BenchError
-from .source_tree import SourceTree
 
+ROOT = report.RESULTS.parents[1]
 LIBRARIES = ("custom_relu", "custom_ops", "twinop_torch")
 _GPU_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
 _SLOWEST = 10  # outputs of the build that the report lists
@@ -25,8 +27,39 @@ BUILD_SECONDS = 210
 LINES = 29_600
 LONGEST = 350
 
+_PACKAGE = ("twinop", "torch_op", "deploy", "export", "bench")
+_NOT_INSTALLED = {".cpp", ".h", ".map"}  # as in pyproject.toml
+_NOT_THE_PROGRAM = ("tests/", "docs/", "examples/", "bench/results/")
+_NOT_CODE = {".json", ".md", ".txt", ".svg", ".png"}
+_SOURCES = {".py", ".h", ".cuh", ".cu", ".cpp", ".sh"}
 
-def size_rows(tree: SourceTree) -> list[dict[str, Any]]:
+
+def tracked_files(root: Path) -> list[str]:
+    """Returns the files of a checkout that git tracks, without links, relative to `root`.
+
+    Raises:
+        BenchError: `root` is not a git checkout.
+    """
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True)
+    if listed.returncode != 0:
+        raise BenchError(f"{root}: not a git checkout, so the project's files are not known")
+    names = listed.stdout.splitlines()
+    return [name for name in names if (root / name).is_file() and not (root / name).is_symlink()]
+
+
+def source_facts(root: Path, files: Sequence[str]) -> dict[str, Any]:
+    """Counts the lines of the program and of the longest source file, tests included."""
+    lines = {name: (root / name).read_bytes().count(b"\n") for name in files}
+    program = [name for name in files if not name.startswith(_NOT_THE_PROGRAM)]
+    longest = max((name for name in files if Path(name).suffix in _SOURCES), key=lines.__getitem__)
+    return {
+        "lines": sum(lines[name] for name in program if Path(name).suffix not in _NOT_CODE),
+        "longest": lines[longest],
+        "longest_file": longest,
+    }
+
+
+def size_rows(root: Path, files: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the bytes of each library by kind, of the package's other files, and of both together."""
     rows: list[dict[str, Any]] = []
     for path in map(find_library, LIBRARIES):
@@ -35,7 +68,8 @@ def size_rows(tree: SourceTree) -> list[dict[str, Any]]:
         cpu = sum(size for name, size in sizes.items() if name.startswith(".text"))
         total = path.stat().st_size
         rows.append({"what": path.name, "bytes": total, "gpu": gpu, "cpu": cpu, "rest": total - gpu - cpu})
-    others = tree.package_bytes()
+    modules = (name for name in files if name.startswith(_PACKAGE) and not name.startswith(_NOT_THE_PROGRAM))
+    others = sum((root / name).stat().st_size for name in modules if Path(name).suffix not in _NOT_INSTALLED)
     rows.append({"what": "Python modules", "bytes": others, "gpu": 0, "cpu": 0, "rest": others})
     totals = {name: sum(row[name] for row in rows) for name in ("bytes", "gpu", "cpu", "rest")}
     return [*rows, {"what": "an installation", **totals}]
@@ -79,22 +113,8 @@ def bars(rows: list[dict[str, Any]], archs: int, build: dict[str, Any], tree: di
         ("seconds of the build", build["wall"], BUILD_SECONDS),
         ("lines of the program", tree["lines"], LINES),
         (f"lines of the longest file, {tree['longest_file']}", tree["longest"], LONGEST),
-        ("imports that run upward", len(tree["upward"]), 0),
-        ("modules in an import cycle", len(tree["cycle"]), 0),
     ]
     return [report.bar(*each) for each in values]
-
-
-def tree_facts(tree: SourceTree) -> dict[str, Any]:
-    """Returns the facts about the sources that have a bar."""
-    longest, name = tree.longest()[0]
-    return {
-        "lines": tree.program_lines(),
-        "longest": longest,
-        "longest_file": name,
-        "upward": [f"{each.importer} imports {each.imported}" for each in tree.imports() if each.is_upward],
-        "cycle": tree.import_cycle(),
-    }
 
 
 def show(rows: list[dict[str, Any]], build: dict[str, Any], tree: dict[str, Any]) -> None:
@@ -111,9 +131,8 @@ def show(rows: list[dict[str, Any]], build: dict[str, Any], tree: dict[str, Any]
 
 
 def main(
-    build: Annotated[
-        Path, typer.Option(help="The build folder, whose ninja log has the times.")
-    ] = report.RESULTS.parent.parent / "build",
+    build: Annotated[Path, typer.Option(help="The build folder, whose ninja log has the times.")] = ROOT
+    / "build",
     output: Output = None,
     commit: Commit = None,
 ) -> None:
@@ -129,8 +148,8 @@ def main(
     with clear_errors():
         recording = Recording("footprint", torch.device("cpu"), output, commit)
         archs = read_library(find_library("custom_ops")).cuda_archs
-        sources = SourceTree.of(report.RESULTS.parent.parent)
-        rows, times, tree = size_rows(sources), build_times(build / ".ninja_log"), tree_facts(sources)
+        files, times = tracked_files(ROOT), build_times(build / ".ninja_log")
+        rows, tree = size_rows(ROOT, files), source_facts(ROOT, files)
         show(rows, times, tree)
         count = 0 if archs == "none" else archs.count(",") + 1
         verdicts = bars(rows, count, times, tree)

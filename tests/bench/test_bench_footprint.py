@@ -1,4 +1,4 @@
-"""`twinop bench footprint`: sizes, the times in ninja's log, and the facts about the sources."""
+"""`twinop bench footprint`: sizes, the times in ninja's log, and the lines of source."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from twinop.bench import footprint
 from twinop.bench.__main__ import app
 from twinop.bench.report import BenchError
-from twinop.bench.source_tree import Import, SourceTree
 
 LOG = """# ninja log v7
 5\t3005\t0\tops/silu.cu.o\tabc
@@ -32,40 +31,15 @@ def test_times_of_a_build(tmp_path: Path) -> None:
         footprint.build_times(tmp_path / "nowhere")
 
 
-def make_tree(folder: Path, **files: str) -> SourceTree:
-    """Writes these files: `export__first_py` is a module in the folder export."""
-    texts = {name.replace("__", "/").replace("_py", ".py"): text for name, text in files.items()}
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    return SourceTree(folder, tuple(texts))
-
-
 def test_lines_of_the_program(tmp_path: Path) -> None:
-    tree = make_tree(tmp_path, twinop__a_py="x = 1\ny = 2\n", tests__b_py="x = 1\n" * 9, twinop__data="1\n")
-    assert tree.program_lines() == 3
-    assert tree.longest() == [(9, "tests/b.py"), (2, "twinop/a.py")]
-
-
-def test_imports(tmp_path: Path) -> None:
-    tree = make_tree(
-        tmp_path,
-        twinop__record_py="def f():\n    from .bench import cells\n",
-        export__first_py="import torch\nfrom twinop.record import f\nfrom . import second\n",
-        export__second_py="from .first import x\n",
-        torch_op__call_py="from twinop.export.second import y\nimport twinop.record\n",
-        bench__cells_py="from ..export import first\n",
-    )
-    assert set(tree.imports()) == {
-        Import("twinop.export.first", "twinop.record"),
-        Import("twinop.export.first", "twinop.export.second"),
-        Import("twinop.export.second", "twinop.export.first"),
-        Import("twinop.torch_op.call", "twinop.export.second"),
-        Import("twinop.torch_op.call", "twinop.record"),
-        Import("twinop.bench.cells", "twinop.export.first"),
-    }
-    assert {each.importer for each in tree.imports() if each.is_upward} == {"twinop.torch_op.call"}
-    assert set(tree.import_cycle()) == {"twinop.export.first", "twinop.export.second"}
+    texts = {"twinop/a.py": "x = 1\ny = 2\n", "tests/b.py": "x = 1\n" * 9, "twinop/data.json": "1\n"}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = footprint.source_facts(tmp_path, list(texts))
+    assert found == {"lines": 2, "longest": 9, "longest_file": "tests/b.py"}
+    with pytest.raises(BenchError, match="not a git checkout"):
+        footprint.tracked_files(tmp_path)
 
 
 def test_the_report(tmp_path: Path) -> None:
@@ -82,7 +56,8 @@ def test_the_report(tmp_path: Path) -> None:
     assert sizes["libtwinop_torch.so"]["gpu"] == 0
     assert document["build"]["wall"] == 3.5
     bars = {bar["what"]: bar for bar in document["bars"]}
-    assert bars["seconds of the build"]["passed"] and bars["imports that run upward"]["value"] == 0
+    assert bars["seconds of the build"]["passed"]
+    assert document["sources"]["lines"] > 1000
 
 
 @pytest.mark.parametrize(
@@ -90,6 +65,6 @@ def test_the_report(tmp_path: Path) -> None:
 )
 def test_bars_for_sizes(archs: int, what: list[str]) -> None:
     rows = [{"what": name, "bytes": 46e6} for name in ("libcustom_ops.so", "an installation")]
-    tree = {"lines": 1, "longest": 1, "longest_file": "a.py", "upward": [], "cycle": []}
+    tree = {"lines": 1, "longest": 1, "longest_file": "a.py"}
     found = [bar["what"] for bar in footprint.bars(rows, archs, {"wall": 1.0}, tree) if not bar["passed"]]
     assert found == [f"bytes of {name}, architectures: {archs}" for name in what]
