@@ -1,7 +1,6 @@
 """Performance reports: tables, plots and recorded results (`bench/results/`).
 
     twinop bench                  # every op beside its peers and a plain copy; see --help
-    twinop bench merge A B        # combine partial reports into one
     twinop bench compare OLD NEW  # list what became slower
     twinop bench draw REPORT      # draw the plots of a recorded report, such as one op's page
     twinop bench encoder          # a transformer in ONNX Runtime, with and without twinop's nodes

@@ -18,10 +18,8 @@ class Commands(LazyGroup):
 
     modules: ClassVar = {
         "report": "twinop.bench.ops_report:main",
-        "merge": "twinop.bench.merge:merge",
-        "compare": "twinop.bench.merge:compare",
-        "draw": "twinop.bench.merge:draw",
-        "compile": "twinop.bench.ops_report:compile_part",
+        "compare": "twinop.bench.recorded:compare",
+        "draw": "twinop.bench.recorded:draw",
         "encoder": "twinop.bench.encoder:main",
         "node-overhead": "twinop.bench.node_overhead:main",
         "first-call": "twinop.bench.first_call:main",
@@ -29,7 +27,6 @@ class Commands(LazyGroup):
         "serve": "twinop.bench.serving.serve:main",
         "soak": "twinop.bench.serving.soak:main",
     }
-    unlisted: ClassVar = {"compile"}  # `report` runs it itself
     takes: ClassVar = {
         "report": "about 2 minutes on two CPU cores, 11 on an H200",
         "encoder": "about a minute on an H200",

@@ -76,6 +76,18 @@ class Case:
         """Whether every row starts at a multiple of 16 bytes."""
         return self.family != ROWS or self.columns * self.torch_dtype.itemsize % 16 == 0
 
+    def row(self) -> dict[str, Any]:
+        """Returns the fields that name this cell in a report's rows."""
+        return {
+            "kind": self.kind,
+            "op": self.entry,
+            "family": self.family,
+            "direction": self.direction,
+            "dtype": self.dtype,
+            "shape": self.shape_name,
+            "aligned": self.aligned,
+        }
+
     def __str__(self) -> str:
         return f"{self.entry} {self.direction} {self.dtype} {self.shape_name}"
 
@@ -133,9 +145,20 @@ def without_entry() -> list[str]:
     ]
 
 
-def table(name: str, entry: Entry, device: str, quick: bool) -> list[Case]:
-    """Returns all bandwidth cells of an op, the most important first."""
+def cases_of(
+    name: str, entry: Entry, device: str, *, quick: bool = False, kinds: Sequence[str] = (BANDWIDTH, LATENCY)
+) -> list[Case]:
+    """Returns the cells of an op of these kinds, the most important first. A CPU has no latencies."""
     family = family_of(torch_op.records()[entry.op], entry)
+    cases = _bandwidths(name, family, entry, device, quick) if BANDWIDTH in kinds else []
+    if LATENCY in kinds and device == "cuda":
+        counts = LATENCY_ROWS[-1:] if quick else LATENCY_ROWS
+        shapes = [(count, LATENCY_COLUMNS) for count in reversed(counts)]
+        cases += [Case(name, family, "bfloat16", shape, kind=LATENCY) for shape in shapes]
+    return cases
+
+
+def _bandwidths(name: str, family: str, entry: Entry, device: str, quick: bool) -> list[Case]:
     rows = family == ROWS
     if device == "cpu":
         shapes: Sequence[tuple[int, ...]] = CPU_SHAPES if rows else [(size,) for size in CPU_SIZES]
@@ -151,15 +174,6 @@ def table(name: str, entry: Entry, device: str, quick: bool) -> list[Case]:
         shapes = shapes[:1] if quick else shapes
         cases += [Case(name, family, dtype, shape, BACKWARD) for dtype in dtypes for shape in shapes]
     return cases
-
-
-def latency_table(name: str, entry: Entry, quick: bool) -> list[Case]:
-    """Returns the latency cells of an op: few rows."""
-    family = family_of(torch_op.records()[entry.op], entry)
-    rows = LATENCY_ROWS[-1:] if quick else LATENCY_ROWS
-    return [
-        Case(name, family, "bfloat16", (count, LATENCY_COLUMNS), kind=LATENCY) for count in reversed(rows)
-    ]
 
 
 # ------------------------------------------------------------------------------------------- tensors

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from twinop.console import out
+
 from .cells import COPY, DOUBLE, IN_ORT, IN_TORCH, Cell, Row, cells_of, providers_of
 from .serving.servers import FASTAPI, GRAPHS, GRPC, INSTANCES, KSERVE, MODELS, OURS, REST, UNBATCHED
 
@@ -41,19 +43,16 @@ _LETTERING: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right"
 # ------------------------------------------------------------------------------------------- the ops
 
 
-def draw_ops(rows: Sequence[Row], machine: str, stem: Path, pages: Sequence[str] = ()) -> list[Path]:
-    """Draws a report's bandwidths: `stem`-overview.png, or instead `stem`-OP.png for each op of `pages`.
-
-    Returns:
-        The files that were written.
-    """
+def draw_ops(rows: Sequence[Row], machine: str, stem: Path, pages: Sequence[str] = ()) -> None:
+    """Draws a report's bandwidths: `stem`-overview.png, or instead `stem`-OP.png for each op of `pages`."""
     cells = [cell for cell in cells_of(rows) if cell.kind == "bandwidth" and cell.dtype != DOUBLE]
-    if pages:
-        return [_page(op, [cell for cell in cells if cell.op == op], machine, stem) for op in pages]
-    return [_overview(cells, machine, stem)] if cells else []
+    for op in pages:
+        _page(op, [cell for cell in cells if cell.op == op], machine, stem)
+    if cells and not pages:
+        _overview(cells, machine, stem)
 
 
-def _page(op: str, cells: Sequence[Cell], machine: str, stem: Path) -> Path:
+def _page(op: str, cells: Sequence[Cell], machine: str, stem: Path) -> None:
     """Draws a panel for each dtype, and a second row of panels for backward."""
     directions = list(dict.fromkeys(cell.direction for cell in cells))
     dtypes = list(dict.fromkeys(cell.dtype for cell in cells))
@@ -67,10 +66,9 @@ def _page(op: str, cells: Sequence[Cell], machine: str, stem: Path) -> Path:
             axes[i][0].set_ylabel("GB/s, read and written")
         _finish(figure, axes)
         figure.suptitle(f"{op}: {machine}")
-    return path
 
 
-def _overview(cells: Sequence[Cell], machine: str, stem: Path) -> Path:
+def _overview(cells: Sequence[Cell], machine: str, stem: Path) -> None:
     """Draws a small panel for each op: forward, in the first dtype of the report."""
     dtype = cells[0].dtype
     chosen = [cell for cell in cells if cell.direction == "forward" and cell.dtype == dtype]
@@ -95,7 +93,6 @@ def _overview(cells: Sequence[Cell], machine: str, stem: Path) -> Path:
         _finish(figure, axes)
         figure.supylabel("GB/s, read and written", fontsize=9)
         figure.suptitle(f"{dtype}, forward, device time, cold L2: {machine}")
-    return path
 
 
 def _fastest_of_ort(cells: Sequence[Cell]) -> str | None:
@@ -136,7 +133,7 @@ def _finish(figure: Any, axes: Any) -> None:
 # ------------------------------------------------------------------------------------------- the service
 
 
-def draw_serve(rows: Sequence[Row], machine: str, path: Path) -> Path:
+def draw_serve(rows: Sequence[Row], machine: str, path: Path) -> None:
     """Draws the serving report: a column of panels for each model, a line for each server and protocol."""
     from matplotlib.ticker import NullLocator, ScalarFormatter
 
@@ -165,14 +162,13 @@ def draw_serve(rows: Sequence[Row], machine: str, path: Path) -> Path:
         lines = axes[0][0].get_legend_handles_labels()
         figure.legend(*lines, loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(f"The inference service beside plain servers: {machine}, through loopback")
-    return path
 
 
 @contextmanager
 def _figure(
     rows: int, columns: int, size: tuple[float, float], path: Path, sharey: Any = False
 ) -> Iterator[Any]:
-    """Yields a figure and its axes, and writes the PNG file when the body is done."""
+    """Yields a figure and its axes. Writes the PNG file when the body is done, and says so."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -191,3 +187,4 @@ def _figure(
         # A palette makes the file a third as large. The octree keeps the colours of thin lines.
         palette = image.convert("RGB").quantize(method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
         palette.save(path, optimize=True)
+    out.print(f"wrote {path}", highlight=False, soft_wrap=True)

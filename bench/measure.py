@@ -1,9 +1,9 @@
 """Measuring of cells: all providers of a cell in one process, in turn."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,16 +13,7 @@ from twinop import torch_op
 from twinop.console import err
 
 from . import report, runtime
-from .cases import (
-    LATENCY,
-    Case,
-    bytes_moved,
-    latency_table,
-    make_inputs,
-    make_outputs,
-    reference,
-    table,
-)
+from .cases import LATENCY, Case, bytes_moved, cases_of, make_inputs, make_outputs, reference
 from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
 from .peers import Entry
 from .providers import Problem, Providers, Subject, onnx_nodes, reason_of
@@ -35,73 +26,56 @@ CALLS = 100
 """The calls in the CUDA graph of a latency cell, one after another."""
 
 
-@dataclass
-class Measured:
-    """What has been measured so far. Rows are dicts, as in the JSON file."""
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)  # the report's own time, by activity
-
-    def spend(self, what: str, seconds: float) -> None:
-        self.seconds[what] = round(self.seconds.get(what, 0.0) + seconds, 2)
-
-    def add(self, case: Case, device: str, moved: int, times: Mapping[str, Time]) -> None:
-        for provider, each in times.items():
-            row: dict[str, Any] = {
-                "kind": case.kind,
-                "device": device,
-                "op": case.entry,
-                "family": case.family,
-                "direction": case.direction,
-                "dtype": case.dtype,
-                "shape": case.shape_name,
-                "aligned": case.aligned,
-                "bytes": moved,
-                "provider": provider,
-            }
-            self.rows.append(row | each.row())
-
-
-@dataclass
 class Machine:
-    """The device to measure, with its providers and its timer.
+    """The device to measure, and what has been measured on it.
 
-    Attributes:
+    Args:
         rounds: on a GPU, of each cell; on a CPU, at most.
         seconds: of each cell on a CPU, at most.
+
+    Attributes:
         timer: None on a CPU.
+        rows: as in the JSON file.
+        spent: the report's own time in seconds, by activity.
     """
 
-    device: torch.device
-    providers: Providers
-    rounds: int
-    seconds: float
-    timer: DeviceTimer | None
-    measured: Measured = field(default_factory=Measured)
-    _sources: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    def __init__(self, providers: Providers, *, rounds: int, seconds: float) -> None:
+        configure_compiler()
+        self.device, self.providers = providers.device, providers
+        self.rounds, self.seconds = rounds, seconds
+        self.timer = DeviceTimer(providers.stream) if providers.stream is not None else None
+        self.rows: list[dict[str, Any]] = []
+        self.spent: dict[str, float] = defaultdict(float)
+        self._sources: dict[torch.dtype, Tensor] = {}
 
     def cell(self, case: Case, entry: Entry) -> None:
         """Builds, checks and measures all providers of one cell."""
-        start = time.perf_counter()
-        compiled = self.providers.budget.spent
-        inputs = make_inputs(case, entry, self.device)
-        outputs = make_outputs(case, entry, self.device)
+        inputs, outputs = make_inputs(case, entry, self.device), make_outputs(case, entry, self.device)
         moved = bytes_moved(list(inputs.values()), outputs, case)
-        expected = reference(case, entry, inputs, outputs)
-        subjects = self.providers.build(case, entry, inputs, outputs)
-        subjects = self.providers.check(case, subjects, expected)
-        del expected  # the float64 tensors are large
+        compiled = self.providers.budget.spent
+        with self.spending("building and checking"):
+            expected = reference(case, entry, inputs, outputs)
+            subjects = self.providers.build(case, entry, inputs, outputs)
+            subjects = self.providers.check(case, subjects, expected)
+            del expected  # the float64 tensors are large
         compiled = self.providers.budget.spent - compiled
-        self.measured.spend("compiling", compiled)
-        self.measured.spend("building and checking", time.perf_counter() - start - compiled)
+        self.spent["compiling"] += compiled
+        self.spent["building and checking"] -= compiled
+        with self.spending("latency" if case.kind == LATENCY else "measuring"):
+            if case.kind == LATENCY:
+                times = self._latencies(case, entry, subjects, inputs, outputs)
+            else:
+                runs = {name: subject.run for name, subject in subjects.items()}
+                times = self._times(runs, moved, case.torch_dtype)
+        label = case.row() | {"device": self.device.type, "bytes": moved}
+        self.rows += [label | {"provider": name} | each.row() for name, each in times.items()]
+
+    @contextmanager
+    def spending(self, what: str) -> Iterator[None]:
+        """Counts the time of the body under this name."""
         start = time.perf_counter()
-        if case.kind == LATENCY:
-            times = self._latencies(case, entry, subjects, inputs, outputs)
-        else:
-            runs = {name: subject.run for name, subject in subjects.items()}
-            times = self._times(runs, moved, case.torch_dtype)
-        self.measured.add(case, self.device.type, moved, times)
-        self.measured.spend("latency" if case.kind == LATENCY else "measuring", time.perf_counter() - start)
+        yield
+        self.spent[what] += time.perf_counter() - start
 
     def _copy(self, moved: int, dtype: torch.dtype) -> Run:
         """Returns a copy_ that moves as many bytes."""
@@ -214,24 +188,6 @@ def configure_compiler() -> None:
     inductor.autotune_local_cache = False
 
 
-def machine(device: torch.device, providers: Providers, *, rounds: int, seconds: float) -> Machine:
-    """Prepares a device to be measured."""
-    timer = None
-    if device.type == "cuda":
-        assert providers.stream is not None
-        timer = DeviceTimer(providers.stream)
-    configure_compiler()
-    return Machine(device, providers, rounds, seconds, timer)
-
-
-def cases_of(name: str, entry: Entry, device: str, *, quick: bool, kinds: Sequence[str]) -> list[Case]:
-    """Returns all cells of an op of these kinds. There are no latencies on a CPU."""
-    cases = table(name, entry, device, quick) if "bandwidth" in kinds else []
-    if LATENCY in kinds and device == "cuda":
-        cases += latency_table(name, entry, quick)
-    return cases
-
-
 def measure(
     where: Machine,
     entries: Mapping[str, Entry],
@@ -241,10 +197,8 @@ def measure(
     save: Callable[[], object],
 ) -> None:
     """Measures all cells of these ops. It calls `save` after each op, in case the report is interrupted."""
-    cells = {
-        name: cases_of(name, entry, where.device.type, quick=quick, kinds=kinds)
-        for name, entry in entries.items()
-    }
+    device = where.device.type
+    cells = {name: cases_of(name, each, device, quick=quick, kinds=kinds) for name, each in entries.items()}
     with ExitStack() as stack:
         step = stack.enter_context(report.progress("cells", sum(map(len, cells.values()))))
         if where.providers.stream is not None:
@@ -257,7 +211,7 @@ def measure(
                 step(str(case))
                 where.cell(case, entry)
             where.providers.close()
-            if where.device.type == "cuda":
+            if device == "cuda":
                 torch.cuda.empty_cache()
             save()
             if not err.is_terminal:

@@ -1,12 +1,9 @@
 """The report on all ops, in torch and in ONNX Runtime, beside their peers: `twinop bench`."""
 
+import multiprocessing
 import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,36 +13,36 @@ import typer
 from twinop.console import clear_errors, err
 
 from . import numerics, report
-from .cases import choose, make_inputs, make_outputs, without_entry
+from .cases import cases_of, choose, make_inputs, make_outputs, without_entry
 from .cells import cells_of, numeric_verdicts, verdicts
 from .figures import draw_ops
-from .measure import cases_of, configure_compiler, machine, measure
-from .merge import announce, compare_with
+from .measure import Machine, configure_compiler, measure
 from .providers import COMPILE, Budget, Providers
-from .recording import Commit, Device, Name, Ops, Output, Recording, read_ops
+from .recorded import added, compare_with, to_add_to
+from .recording import Commit, Device, Output, Recording, read_ops
 from .report import BenchError
 from .tables import show_document
 
 KINDS = "bandwidth,latency,numerics"
 
-Parts = Annotated[
-    str | None,
-    typer.Option(
-        help="Parts of providers' names, such as twinop,eager,liger. Default: all.", show_default=False
-    ),
-]
-Kinds = Annotated[str, typer.Option(help="What to measure: bandwidth,latency,numerics.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A quick look: bfloat16, few shapes, few runs.")]
-
 
 def main(
-    ops: Ops = None,
-    providers: Parts = None,
-    kinds: Kinds = KINDS,
+    ops: Annotated[
+        str | None,
+        typer.Option(help="Ops to measure, such as gelu,softmax. Default: all.", show_default=False),
+    ] = None,
+    providers: Annotated[
+        str | None,
+        typer.Option(
+            help="Parts of providers' names, such as twinop,eager,liger. Default: all.", show_default=False
+        ),
+    ] = None,
+    kinds: Annotated[str, typer.Option(help="What to measure: bandwidth,latency,numerics.")] = KINDS,
     device: Device = "auto",
-    quick: Quick = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A quick look: bfloat16, few shapes, few runs.")
+    ] = False,
     output: Output = None,
-    name: Name = None,
     compare: Annotated[
         Path | None,
         typer.Option(
@@ -80,8 +77,9 @@ def main(
 
     On a CPU: wall time, float32.
 
-    To split a report, run it several times with --ops and --name, then use `merge`. An interrupted report
-    leaves NAME.partial.json. `draw` draws the page of an op from the JSON file.
+    To split a report, run it several times with --ops and the same --output: a report of the same machine,
+    settings and commit receives the new cells, another one is replaced. An interrupted report leaves
+    NAME.partial.json. `draw` draws the page of an op from the JSON file.
 
     Examples:
 
@@ -100,55 +98,50 @@ def main(
             raise BenchError(f"--kinds {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
         old = read_ops(compare) if compare else None
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
-        who = Providers(where, stream, threads, wanted, Budget(compile_seconds, len(entries)))
         rounds, seconds = (7, 0.2) if quick else (15, 1.0)
         if where.type == "cpu":
             rounds = 51 if quick else 1001
             torch.set_num_threads(threads)
-        device_of = machine(where, who, rounds=rounds, seconds=seconds)
+        who = Providers(where, stream, threads, wanted, Budget(compile_seconds, len(entries)))
+        precise = Providers(where, stream, threads, wanted, Budget(0, 0), only=numerics.providers(entries))
+        machine = Machine(who, rounds=rounds, seconds=seconds)
 
-        recording = Recording("ops", where, output, commit, name)
+        recording = Recording("ops", where, output, commit)
+        settings = {"quick": quick, "rounds": rounds, "cpu_threads": threads}
+        earlier = to_add_to(recording.path, recording.facts, settings)
         if names := without_entry():
             err.print(f"not in bench/peers: {', '.join(names)}", markup=False, highlight=False)
-        measured, started = device_of.measured, time.perf_counter()
+        started = time.perf_counter()
         exact: list[dict[str, Any]] = []
-        precise = Providers(where, stream, threads, wanted, Budget(0, 0), only=numerics.providers(entries))
-        settings = {
-            "quick": quick,
-            "rounds": rounds,
-            "compile_seconds": compile_seconds,
-            "cpu_threads": threads,
-        }
 
-        def save(last: bool = False) -> dict[str, Any]:
-            document: dict[str, Any] = {
-                "settings": settings,
-                "seconds": measured.seconds | {"all": round(time.perf_counter() - started, 1)},
+        def save(last: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+            """Writes the report. Returns what is new, and all that the file has now."""
+            spent = machine.spent | {"all": time.perf_counter() - started}
+            new = {
+                "settings": settings | {"compile_seconds": compile_seconds},
+                "seconds": {name: round(value, 1) for name, value in spent.items()},
                 "not_measured": [problem.row() for problem in (*precise.problems, *who.problems)],
-                "bars": verdicts(cells_of(measured.rows)) + numeric_verdicts(exact),
-                "rows": measured.rows,
+                "bars": verdicts(cells_of(machine.rows)) + numeric_verdicts(exact),
+                "rows": machine.rows,
                 "numerics": exact,
             }
-            recording.write(last=last, **document)
-            return document
+            whole = added(earlier, new) if earlier is not None else new
+            recording.write(last=last, **whole)
+            return new, whole
 
         count = workers if workers is not None else (_half_the_cores() if where.type == "cuda" else 0)
         if count:
-            line = [f"--kinds={kinds}", f"--device={where.type}", *(["--quick"] if quick else [])]
-            line += [f"--ops={ops}"] if ops else []
-            line += [f"--providers={providers}"] if providers else []
-            measured.spend("compiling in advance", compile_in_advance(line, count))
+            with machine.spending("compiling in advance"):
+                compile_in_advance(count, (ops, wanted, chosen, where, quick))
         if "numerics" in chosen:
-            start = time.perf_counter()
-            exact += numerics.measure(precise, entries)
-            measured.spend("numerics", time.perf_counter() - start)
-        measure(device_of, entries, quick=quick, kinds=chosen, save=save)
-        document = save(last=True)
-        show_document(document)
+            with machine.spending("numerics"):
+                exact += numerics.measure(precise, entries)
+        measure(machine, entries, quick=quick, kinds=chosen, save=save)
+        new, whole = save(last=True)
+        show_document(new)
         if plots:
-            title = report.machine_title(recording.facts)
-            announce(draw_ops(document["rows"], title, recording.path.with_suffix("")))
-        if old is not None and not compare_with(old, document):
+            draw_ops(whole["rows"], report.machine_title(recording.facts), recording.path.with_suffix(""))
+        if old is not None and not compare_with(old, new):
             raise typer.Exit(1)
 
 
@@ -165,70 +158,50 @@ COMPILED = (COMPILE, "Triton", "Liger", "quack", "flashinfer")
 _LIMIT = 150.0  # seconds for the compilation in advance
 
 
-def compile_in_advance(line: Sequence[str], workers: int) -> float:
-    """Runs `twinop bench compile` with these options in several processes and waits for them.
+def compile_in_advance(workers: int, options: tuple[Any, ...]) -> None:
+    """Runs `compile_part` with these options in several processes and waits for them.
 
     A failure here costs only time: the report meets it again and lists it.
-
-    Returns:
-        The seconds it took.
     """
-    start = time.perf_counter()
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    with tempfile.TemporaryFile("w+") as log, report.progress("compiling", 1) as step:
+    end = time.perf_counter() + _LIMIT
+    spawn = multiprocessing.get_context("spawn")
+    with report.progress("compiling", 1) as step:
         step(f"in {workers} processes")
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "twinop.bench", "compile", *line, "--part", f"{i}/{workers}"],
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-            for i in range(workers)
-        ]
+        processes = [spawn.Process(target=compile_part, args=(i, workers, *options)) for i in range(workers)]
         for process in processes:
-            try:
-                process.wait(max(_LIMIT - (time.perf_counter() - start), 0.1))
-            except subprocess.TimeoutExpired:
+            process.start()
+        for process in processes:
+            process.join(max(end - time.perf_counter(), 0.1))
+            if process.is_alive():
                 process.kill()
-                process.wait()
-        if any(process.returncode for process in processes):
-            log.seek(0)
-            codes = [process.returncode for process in processes]
-            last = (log.read().strip().splitlines() or [""])[-1]
-            err.print(f"compiling in advance: exit codes {codes}: {last}", markup=False, highlight=False)
-    return time.perf_counter() - start
+                process.join()
+    if any(process.exitcode for process in processes):
+        err.print(f"compiling in advance: exit codes {[process.exitcode for process in processes]}")
 
 
 def compile_part(
-    part: Annotated[
-        str, typer.Option(help="Which cells: i/n is every n-th, starting with the i-th.")
-    ] = "0/1",
-    ops: Ops = None,
-    providers: Parts = None,
-    kinds: Kinds = KINDS,
-    device: Device = "auto",
-    quick: Quick = False,
+    index: int,
+    count: int,
+    ops: str | None,
+    wanted: list[str] | None,
+    kinds: list[str],
+    device: torch.device,
+    quick: bool,
 ) -> None:
-    """Compile part of a report's cells for the providers that cache their code. Measures nothing."""
-    with clear_errors():
-        where = report.choose_device(device)
-        entries = choose(ops)
-        wanted = [name.strip() for name in providers.split(",")] if providers else None
-        index, count = map(int, part.split("/"))
-        configure_compiler()
-        stream = torch.cuda.Stream(where) if where.type == "cuda" else None
-        who = Providers(where, stream, 2, wanted, Budget(1e9, 1), only=COMPILED)
-        who.budget.next_op()
-        cases = [
-            (case, entry)
-            for name, entry in entries.items()
-            for case in cases_of(name, entry, where.type, quick=quick, kinds=kinds.split(","))
-        ]
-        with torch.no_grad():
-            for case, entry in cases[index::count]:
-                inputs = make_inputs(case, entry, where)
-                outputs = make_outputs(case, entry, where)
-                for subject in who.build(case, entry, inputs, outputs).values():
-                    with suppress(Exception):  # the report meets it again and lists it
-                        subject.result()
+    """Compiles every `count`-th cell for the providers that cache their code. Measures nothing."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read when torch._inductor is imported
+    configure_compiler()
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    who = Providers(device, stream, 2, wanted, Budget(1e9, 1), only=COMPILED)
+    who.budget.next_op()
+    cases = [
+        (case, entry)
+        for name, entry in choose(ops).items()
+        for case in cases_of(name, entry, device.type, quick=quick, kinds=kinds)
+    ]
+    with torch.no_grad(), Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+        for case, entry in cases[index::count]:
+            inputs, outputs = make_inputs(case, entry, device), make_outputs(case, entry, device)
+            for subject in who.build(case, entry, inputs, outputs).values():
+                with suppress(Exception):  # the report meets it again and lists it
+                    subject.result()

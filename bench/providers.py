@@ -76,15 +76,8 @@ class Problem:
     reason: str
 
     def row(self) -> dict[str, str]:
-        case = self.case
-        return {
-            "op": case.entry,
-            "direction": case.direction,
-            "dtype": case.dtype,
-            "shape": case.shape_name,
-            "provider": self.provider,
-            "reason": self.reason,
-        }
+        cell = {name: self.case.row()[name] for name in ("op", "direction", "dtype", "shape")}
+        return cell | {"provider": self.provider, "reason": self.reason}
 
 
 @dataclass

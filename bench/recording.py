@@ -20,14 +20,6 @@ Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu o
 Output = Annotated[
     Path | None, typer.Option(help="Folder for the files. Default: bench-results/.", show_default=False)
 ]
-Name = Annotated[
-    str | None,
-    typer.Option(help="Name of the files without suffix. Default: ops-MACHINE.", show_default=False),
-]
-Ops = Annotated[
-    str | None,
-    typer.Option(help="Ops to measure, such as gelu,softmax. Default: all.", show_default=False),
-]
 Commit = Annotated[
     str | None,
     typer.Option(
@@ -52,12 +44,11 @@ class Recording:
         device: torch.device,
         output: Path | None,
         commit: str | None,
-        name: str | None = None,
     ) -> None:
         folder = output_folder(output)
         self.benchmark, self.device = benchmark, device
         self.facts = report.environment(device, commit)
-        self.path = folder / f"{name or f'{benchmark}-{report.machine_name(self.facts)}'}.json"
+        self.path = folder / f"{benchmark}-{report.machine_name(self.facts)}.json"
         report.print_environment(self.facts)
         self._before = report.clocks(device)
 

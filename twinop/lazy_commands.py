@@ -23,16 +23,13 @@ class LazyGroup(TyperGroup):
 
     Attributes:
         modules: `module:function` by command. If the module has an `app`, that is the command.
-        unlisted: the commands that the help does not mention.
     """
 
     modules: ClassVar[dict[str, str]] = {}
-    unlisted: ClassVar[set[str]] = set()
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        listed = {name: TyperCommand(name, hidden=name in self.unlisted) for name in self.modules}
-        self.commands = {**listed, **self.commands}
+        self.commands = {**{name: TyperCommand(name) for name in self.modules}, **self.commands}
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for name, entry in self.modules.items():

@@ -18,7 +18,6 @@ from twinop.console import clear_errors
 
 from .. import report
 from ..figures import draw_serve
-from ..merge import announce
 from ..recording import Commit, Device, Output, Recording
 from .load import METHOD, Load, check, command, requests
 from .servers import (
@@ -238,4 +237,4 @@ def main(
         settings |= {"rounds_at_one_client": rounds * LONE_ROUNDS, "cpus": os.cpu_count()}
         recording.write(settings=settings, bars=verdicts, rows=rows)
         title = report.machine_title(recording.facts)
-        announce([draw_serve(rows, title, recording.path.with_suffix(".png"))])
+        draw_serve(rows, title, recording.path.with_suffix(".png"))

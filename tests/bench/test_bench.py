@@ -90,8 +90,8 @@ def test_the_time_that_it_takes_is_said_before_anything_is_imported() -> None:
         done = run("-c", f"{missing}; from twinop.bench.__main__ import app; app([{command!r}])")
         said = f"{command}: with the default options this takes {takes}"
         assert done.returncode == 1 and done.stderr.splitlines()[0] == said
-    timeless = {"merge", "compare", "draw", "footprint"}
-    assert Commands.takes.keys() == Commands.modules.keys() - Commands.unlisted - timeless
+    timeless = {"compare", "draw", "footprint"}
+    assert Commands.takes.keys() == Commands.modules.keys() - timeless
 
 
 def test_a_log_is_told_how_far_it_is(
@@ -115,27 +115,30 @@ def test_results_are_not_written_over_the_recorded_ones(
 
 
 def test_an_interrupted_report_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "machine_name", lambda facts: "machine")
+
     def interrupted(*arguments: Any, save: Any, **options: Any) -> None:
         save()
         raise KeyboardInterrupt
 
     def make() -> None:
-        options = {"device": "cpu", "quick": True, "name": "report", "plots": False}
+        options = {"device": "cpu", "quick": True, "plots": False}
         ops_report.main(ops="relu", kinds="bandwidth", output=tmp_path, **options)  # type: ignore[arg-type]
 
-    old = tmp_path / "report.json"
-    old.write_text("{}")
+    old = tmp_path / "ops-machine.json"
+    recorded = (report.RESULTS / "ops-amd-epyc-2-cores.json").read_text()
+    old.write_text(recorded)
     monkeypatch.setattr(ops_report, "measure", interrupted)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     with pytest.raises(KeyboardInterrupt):
         make()
-    assert old.read_text() == "{}"
-    check_origin(json.loads((tmp_path / "report.partial.json").read_text()), "ops")
+    assert old.read_text() == recorded
+    check_origin(json.loads((tmp_path / "ops-machine.partial.json").read_text()), "ops")
 
     monkeypatch.setattr(ops_report, "measure", lambda *arguments, save, **options: save())
     make()
     check_origin(json.loads(old.read_text()), "ops")
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert list(tmp_path.iterdir()) == [old] and json.loads(old.read_text())["rows"] == []
 
 
 MISSING = "import sys; sys.modules.update(dict.fromkeys(('kserve', 'grpc', 'tritonclient', 'fastapi')))"

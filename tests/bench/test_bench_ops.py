@@ -18,19 +18,20 @@ from twinop import torch_op
 from twinop.bench import measure, peers, runtime
 from twinop.bench.cases import (
     BACKWARD,
+    BANDWIDTH,
     FORWARD,
+    LATENCY,
     Case,
     backward_run,
     built_entries,
+    cases_of,
     choose,
     family_of,
-    latency_table,
     make_inputs,
     relative_error,
-    table,
 )
 from twinop.bench.cells import IN_ORT, IN_TORCH, cells_of
-from twinop.bench.measure import Machine, machine
+from twinop.bench.measure import Machine
 from twinop.bench.peers import ENTRIES, Entry, entry_of
 from twinop.bench.providers import EAGER, Budget, Providers, onnx_nodes
 from twinop.bench.report import BenchError
@@ -43,7 +44,7 @@ each_entry = pytest.mark.parametrize("name", list(BUILT))
 
 def on_cpu(*wanted: str) -> Machine:
     providers = Providers(CPU, None, 2, wanted or None, Budget(0, 1))
-    return machine(CPU, providers, rounds=2, seconds=0.01)
+    return Machine(providers, rounds=2, seconds=0.01)
 
 
 def small(name: str, direction: str = FORWARD, dtype: str = "float32") -> Case:
@@ -81,7 +82,7 @@ def test_an_op_without_an_entry_is_measured_beside_its_body() -> None:
     for direction in (FORWARD, BACKWARD):
         where.cell(small("silu", direction), entry)
     assert where.providers.problems == []
-    forward, backward = cells_of(where.measured.rows)
+    forward, backward = cells_of(where.rows)
     assert {IN_TORCH, IN_ORT, EAGER} <= set(forward.rows) and {IN_TORCH, EAGER} <= set(backward.rows)
     compiled = torch.compile(entry.eager, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(torch.ones(3)), torch.nn.functional.silu(torch.ones(3)))
@@ -97,20 +98,18 @@ def test_infinity_is_right_where_the_type_ends() -> None:
 
 
 def test_the_shapes_that_are_promised() -> None:
-    cases = table("relu", ENTRIES["relu"], "cuda", quick=False)
+    cases = cases_of("relu", ENTRIES["relu"], "cuda", kinds=[BANDWIDTH])
     assert {case.shape for case in cases} == {(1 << exponent,) for exponent in range(24, 29)}
     assert {case.dtype for case in cases} == {"bfloat16", "float16", "float32", "float64"}
     if "softmax" in BUILT:
-        cases = table("softmax", ENTRIES["softmax"], "cuda", quick=False)
+        cases = cases_of("softmax", ENTRIES["softmax"], "cuda")
         forward = {case.shape_name for case in cases if case.direction == FORWARD}
         assert forward >= {"32768x1024", "32768x4096", "8192x16384", "4096x65536", "32768x4095"}
         assert {case.aligned for case in cases if case.columns == 4095} == {False}
         assert any(case.direction == BACKWARD for case in cases)
-    assert [c.shape for c in latency_table("relu", ENTRIES["relu"], False)] == [
-        (64, 4096),
-        (8, 4096),
-        (1, 4096),
-    ]
+    latencies = cases_of("relu", ENTRIES["relu"], "cuda", kinds=[LATENCY])
+    assert [case.shape for case in latencies] == [(64, 4096), (8, 4096), (1, 4096)]
+    assert cases_of("relu", ENTRIES["relu"], "cpu", kinds=[LATENCY]) == []
 
 
 def test_ops_are_chosen_by_name() -> None:
@@ -130,7 +129,7 @@ def test_all_of_ours_and_torchs_are_right(name: str) -> None:
     for direction in (FORWARD, BACKWARD) if BUILT[name].backward else (FORWARD,):
         where.cell(small(name, direction), BUILT[name])
     assert where.providers.problems == []
-    cells = {cell.direction: cell for cell in cells_of(where.measured.rows)}
+    cells = {cell.direction: cell for cell in cells_of(where.rows)}
     forward = cells[FORWARD]
     assert {IN_TORCH, IN_ORT, EAGER, *BUILT[name].ort} <= set(forward.rows)
     for variant in BUILT[name].variants:
@@ -149,7 +148,7 @@ def test_compiled_too() -> None:
     for direction in (FORWARD, BACKWARD):
         where.cell(small("relu", direction), BUILT["relu"])
     assert where.providers.problems == [] and where.providers.budget.spent > 0
-    assert all("torch.compile" in cell.rows for cell in cells_of(where.measured.rows))
+    assert all("torch.compile" in cell.rows for cell in cells_of(where.rows))
 
 
 def test_the_time_for_compilation_ends() -> None:
@@ -209,8 +208,8 @@ def test_a_peer_that_fails_is_reported_and_not_timed(
     [problem] = where.providers.problems
     assert problem.row()["provider"] == "Peer"
     assert re.fullmatch(reason, problem.reason)
-    assert {row["provider"] for row in where.measured.rows} >= {EAGER} and "Peer" not in {
-        row["provider"] for row in where.measured.rows
+    assert {row["provider"] for row in where.rows} >= {EAGER} and "Peer" not in {
+        row["provider"] for row in where.rows
     }
 
 

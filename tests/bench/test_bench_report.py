@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_rows import FAST, rows_of
 from PIL import Image
 from typer.testing import CliRunner
 
 from twinop.bench.__main__ import app
 from twinop.bench.cases import BACKWARD, FORWARD
-from twinop.bench.cells import IN_ORT, IN_TORCH, cells_of
+from twinop.bench.cells import IN_ORT, IN_TORCH, cells_of, verdicts
 from twinop.bench.figures import draw_ops
 from twinop.bench.providers import EAGER
-from twinop.bench.recording import pack, read_ops, unpack
+from twinop.bench.recorded import added, to_add_to
+from twinop.bench.recording import Recording, pack, read_ops, unpack
 from twinop.bench.report import BenchError
 
 # ------------------------------------------------------------------------------- files
@@ -47,15 +49,24 @@ def command(*arguments: str, code: int = 0) -> str:
     return " ".join(done.output.split())
 
 
-def test_parts_are_merged(tmp_path: Path) -> None:
-    first = saved(tmp_path / "1.json", rows_of(FAST) + rows_of(FAST, "gelu"))
-    second = saved(tmp_path / "2.json", rows_of({name: us * 2 for name, us in FAST.items()}, "gelu"))
-    command("merge", str(first), str(second), "--output", str(tmp_path / "out"))
-    whole = read_ops(tmp_path / "out" / "ops-nvidia-h200.json")
+def test_new_cells_are_added_to_a_report() -> None:
+    failed = {"op": "gelu", "direction": "forward", "dtype": "bfloat16", "shape": "2^28"}
+    old = document(rows_of(FAST) + rows_of(FAST, "gelu"))
+    old |= {"not_measured": [failed, failed | {"op": "relu"}], "numerics": [error_of("gelu", 1.0)]}
+    new = document(rows_of({name: us * 2 for name, us in FAST.items()}, "gelu"))
+    new |= {"numerics": [error_of("gelu", 0.5), error_of("relu", 0.0)]}
+    whole = added(old, new)
     cells = {cell.op: cell for cell in cells_of(whole["rows"])}
     assert cells["relu"].us(IN_TORCH) == 100 and cells["gelu"].us(IN_TORCH) == 200
-    assert whole["bars"]
-    check_png(tmp_path / "out" / "ops-nvidia-h200-overview.png")
+    assert whole["not_measured"] == [failed | {"op": "relu"}] and whole["seconds"] == {"all": 2.0}
+    assert {row["op"]: row["max_ulp"] for row in whole["numerics"]} == {"gelu": 0.5, "relu": 0.0}
+    groups = {bar["group"] for bar in whole["bars"]}
+    assert groups > {"share of the copy, unary", "numerics, element-wise in 16 bits, ulp"}
+
+
+def error_of(op: str, ulp: float) -> dict[str, Any]:
+    row = {"op": op, "dtype": "float16", "family": "unary", "device": "cuda", "max_ulp": ulp}
+    return row | {"provider": IN_TORCH}
 
 
 def check_png(path: Path) -> None:
@@ -64,10 +75,43 @@ def check_png(path: Path) -> None:
         assert image.format == "PNG" and min(image.size) > 200
 
 
-def test_parts_of_different_commits_are_refused(tmp_path: Path) -> None:
-    first = saved(tmp_path / "1.json", rows_of(FAST))
-    second = saved(tmp_path / "2.json", rows_of(FAST), commit="def")
-    assert "differ in commit: abc and def" in command("merge", str(first), str(second), code=1)
+@pytest.mark.parametrize(
+    ("environment", "settings", "said"),
+    [
+        ({}, {}, "adds to"),
+        ({"commit": "def"}, {}, "(commit was abc, is def)"),
+        ({"gpu": "NVIDIA H100", "torch": "2.9"}, {}, "gpu was NVIDIA H200, is NVIDIA H100; torch was None"),
+        ({}, {"quick": True}, "(quick was None, is True)"),
+    ],
+)
+def test_only_a_report_of_the_same_machine_settings_and_commit_is_added_to(
+    environment: dict[str, str],
+    settings: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = saved(tmp_path / "ops.json", rows_of(FAST))
+    facts = document([])["environment"] | environment
+    assert (to_add_to(path, facts, settings) is None) == bool(environment or settings)
+    assert said in capsys.readouterr().out.replace("\n", "")
+    assert to_add_to(tmp_path / "none.json", facts, settings) is None
+
+
+def test_a_report_of_changed_sources_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(tmp_path / "ops.json", rows_of(FAST), commit="abc-changed")
+    assert (
+        to_add_to(
+            path,
+            document(
+                [],
+            )["environment"]
+            | {"commit": "abc-changed"},
+            {},
+        )
+        is None
+    )
+    assert "the sources may have changed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.02, 0), (1.05, 1), (0.5, 0)])
@@ -110,28 +154,31 @@ def test_rows_are_stored_by_cell(tmp_path: Path) -> None:
     columns, cells = pack(rows, ("median_us", "low_us", "runs", "host_us"))
     assert columns == ["median_us", "low_us", "runs", "host_us"] and len(cells) == 2
     assert unpack(cells, columns) == [dict(row) for row in rows]
-    part = saved(tmp_path / "part.json", rows)
-    command("merge", str(part), "--output", str(tmp_path), "--name=whole")
-    text = (tmp_path / "whole.json").read_text()
-    assert text.count('"op": "softmax"') == 1
-    assert read_ops(tmp_path / "whole.json")["rows"] == read_ops(part)["rows"] == rows
+    path = written(tmp_path, rows)
+    assert path.read_text().count('"op": "softmax"') == 1
+    assert read_ops(path)["rows"] == rows
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    recording = Recording("ops", torch.device("cpu"), folder, "abc")
+    bars = verdicts(cells_of(rows))
+    recording.write(settings={}, seconds={}, not_measured=[], bars=bars, rows=rows, numerics=[])
+    return recording.path
 
 
 def test_files_with_a_line_for_each_provider_are_read(tmp_path: Path) -> None:
-    """Older files have another form. They can be merged and compared with newer ones."""
+    """Older files have another form. They can be compared with newer ones."""
     rows = rows_of(FAST)
     old = saved(tmp_path / "old.json", [row | {"gb_per_s": 4294.97} for row in rows])
-    command("merge", str(old), "--output", str(tmp_path), "--name=new")
-    new = tmp_path / "new.json"
-    assert len(json.loads(new.read_text())["rows"]) == 1 and read_ops(new)["rows"] == rows
+    new = written(tmp_path, rows)
+    assert len(json.loads(new.read_text())["rows"]) == 1 and read_ops(old)["rows"] == rows
     assert "1 cells compared, 0 slower" in command("compare", str(old), str(new))
 
 
 def test_bars_are_stored_by_group(tmp_path: Path) -> None:
     slow = FAST | {IN_TORCH: 120.0}
-    part = saved(tmp_path / "part.json", rows_of(FAST) + rows_of(slow, "silu"))
-    command("merge", str(part), "--output", str(tmp_path), "--name=whole")
-    bars = {bar["group"]: bar for bar in read_ops(tmp_path / "whole.json")["bars"]}
+    path = written(tmp_path, rows_of(FAST) + rows_of(slow, "silu"))
+    bars = {bar["group"]: bar for bar in read_ops(path)["bars"]}
     found = bars["share of the copy, unary"]
     assert (found["cells"], found["met"]) == (2, 1)
     [missed] = found["missed"]
@@ -229,8 +276,8 @@ def test_no_line_leaves_a_panel(figures: list[Any], tmp_path: Path) -> None:
 
 def test_report_on_the_cpu(tmp_path: Path) -> None:
     """Without a command, `twinop bench` makes the report."""
-    options = ["--device=cpu", "--quick", "--ops=relu", "--providers=twinop,eager,ORT", "--kinds=bandwidth"]
-    text = command(*options, f"--output={tmp_path}")
+    options = ["--device=cpu", "--quick", "--providers=twinop,eager,ORT", f"--output={tmp_path}"]
+    text = command("--ops=relu", "--kinds=bandwidth", *options)
     assert "relu, float32, CPU: microseconds" in text and "bars met" in text
     (path,) = tmp_path.glob("ops-*.json")
     check_png(path.with_name(f"{path.stem}-overview.png"))
@@ -238,6 +285,10 @@ def test_report_on_the_cpu(tmp_path: Path) -> None:
     assert report["environment"]["device"] == "cpu" and report["environment"]["commit"] == "abc"
     assert {row["provider"] for row in report["rows"]} >= {IN_TORCH, IN_ORT, EAGER, "ORT Relu"}
     assert "slower by more than 3 %" in command("compare", str(path), str(path))
+    text = command("--ops=square", "--kinds=numerics", *options)
+    assert f"adds to {path}" in text and "square" in text and "relu" not in text
+    whole = read_ops(path)
+    assert whole["rows"] == report["rows"] and {row["op"] for row in whole["numerics"]} == {"square"}
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,7 @@ def test_help_lists_each_command_with_the_first_sentence_of_its_own(
             getattr(importlib.import_module(module), function).__doc__.split("\n\n")[0].replace("\n    ", " ")
         )
         line = next((line for line in listed.splitlines() if line.startswith(f"│ {name} ")), "")
-        assert bool(line) == (name not in commands.unlisted)
-        assert not line or said in line
+        assert said in line and line
 
 
 WITHOUT = """
