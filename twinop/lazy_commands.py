@@ -15,7 +15,8 @@ from .errors import TwinopError
 
 # The extra of twinop that a command needs.
 _EXTRAS = {"serve": "serve", "pack": "serve", "soak": "serve"}
-_OTHERS = {"torch", "onnxruntime", "matplotlib"}  # packages that are in no extra
+_BENCH = {"matplotlib", "aiohttp", "httptools", "uvloop"}  # requirements/bench.txt
+_OTHERS = {"torch", "onnxruntime", *_BENCH}  # packages that are in no extra
 
 
 class LazyGroup(TyperGroup):
@@ -61,9 +62,7 @@ def _packages(ctx: Any) -> Iterator[None]:
             raise
         extra = _EXTRAS.get(ctx.meta.get(__name__, "")) if package not in _OTHERS else None
         install = f"'twinop[{extra}]'" if extra else package
-        command = (
-            "./build.sh serve" if extra else "./build.sh bench" if package == "matplotlib" else "./build.sh"
-        )
+        command = "./build.sh serve" if extra else "./build.sh bench" if package in _BENCH else "./build.sh"
         raise TwinopError(
             f"this command needs the package {package}, which is not installed here: pip install {install}. "
             f"In a checkout {command} installs it; requirements/ lists all packages"

@@ -6,12 +6,11 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
+import aiohttp
 import grpc
 
-from .mixed import Answer, Case, Wrong, read_answer, some
+from .mixed import Answer, Case, Wrong, some
 from .servers import GRPC, REST, Server
 
 # A pool of its own gives each client its own connection. Each call is one attempt: after a server has ended,
@@ -19,12 +18,7 @@ from .servers import GRPC, REST, Server
 _CHANNEL = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 _SECONDS = 60.0  # an answer that takes longer is lost
 _PAUSE = 0.02  # before a new connection to a server that is ending or gone
-_NO_ANSWERS = (
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "UNKNOWN",
-    "CANCELLED",
-)  # if gRPC reports it, not the server
+_NO_ANSWERS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN", "CANCELLED")  # if gRPC reports it itself
 
 
 @dataclass
@@ -68,107 +62,60 @@ class Outcome:
             self.versions[version] += 1
 
 
-class _Refused(Exception):
-    """Nobody listens, or the server is stopping, and did not accept the request."""
+async def _post(session: aiohttp.ClientSession, case: Case, outcome: Outcome) -> bool:
+    """Sends one request over HTTP. Returns whether there is an answer."""
+    try:
+        async with session.post(case.target, data=case.body, headers=case.headers) as answer:
+            body = await answer.read()
+    except aiohttp.ClientConnectorError:  # nobody listens
+        outcome.refused += 1
+        return False
+    except (aiohttp.ClientError, OSError) as error:
+        outcome.lost.append(f"{REST}: {error!r}")
+        return False
+    outcome.take(case, Answer(answer.status, answer.headers, body))
+    return True
 
 
-class _Lost(Exception):
-    """The request was sent, but no answer came."""
-
-
-class _CutOff(Exception):
-    """The gRPC call with this id got no answer. The server's log tells whether the server had accepted it."""
-
-
-class _Connections:
-    """One client's connections, one for each protocol, opened on demand."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._channel: grpc.aio.Channel | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hang_up()
-        if self._channel is not None:
-            await self._channel.close()
-
-    async def ask(self, case: Case) -> Answer:
-        """Sends one request and returns the answer.
-
-        Raises:
-            _Refused, _Lost, _CutOff: there is no answer.
-        """
-        return await (self._call(case) if case.protocol == GRPC else self._post(case.request))
-
-    async def _post(self, request: bytes) -> Answer:
-        if self._streams is None:
-            try:
-                self._streams = await asyncio.open_connection("127.0.0.1", self._server.ports[REST])
-            except OSError as error:
-                raise _Refused from error
-        reader, writer = self._streams
-        try:
-            async with asyncio.timeout(_SECONDS):
-                writer.write(request)
-                answer = await read_answer(reader)
-        except (EOFError, OSError) as error:
-            raise _Lost(f"{REST}: {error!r}") from error
-        if answer.headers.get("connection") == "close":
-            self._hang_up()
-        return answer
-
-    def _hang_up(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
-
-    async def _call(self, case: Case) -> Answer:
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{self._server.ports[GRPC]}", _CHANNEL)
-        number = uuid.uuid4().hex
-        call = self._channel.unary_unary(case.method)
-        try:
-            body = await call(case.request, timeout=_SECONDS, metadata=(("x-request-id", number),))
-        except grpc.aio.AioRpcError as error:
-            code, details = error.code().name, error.details() or ""
-            is_servers = "x-request-id" in dict(error.trailing_metadata() or ())
-            if _was_not_taken(details, is_servers):
-                raise _Refused from error
-            if code in _NO_ANSWERS and not is_servers:
-                raise _CutOff(number, f"{GRPC}: {code}: {details}") from error
-            return Answer(code, {}, details.encode())
-        return Answer("OK", {}, body)
-
-
-def _was_not_taken(details: str, is_servers: bool) -> bool:
-    """Whether nobody listens, or the server said that it is stopping."""
-    return "server is stopping" in details if is_servers else details.startswith("failed to connect")
+async def _call(channel: grpc.aio.Channel, case: Case, outcome: Outcome) -> bool:
+    """Makes one gRPC call. Returns whether there is an answer."""
+    number = uuid.uuid4().hex
+    metadata = (("x-request-id", number),)
+    try:
+        body = await channel.unary_unary(case.target)(case.body, timeout=_SECONDS, metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        code, details = error.code().name, error.details() or ""
+        is_servers = "x-request-id" in dict(error.trailing_metadata() or ())
+        stopping, gone = "server is stopping" in details, details.startswith("failed to connect")
+        if stopping if is_servers else gone:
+            outcome.refused += 1
+            return False
+        if code in _NO_ANSWERS and not is_servers:
+            outcome.cut_off[number] = f"{GRPC}: {code}: {details}"
+            return False
+        outcome.take(case, Answer(code, {}, details.encode()))
+        return True
+    outcome.take(case, Answer("OK", {}, body))
+    return True
 
 
 async def client(server: Server, seed: int, outcome: Outcome, more: Callable[[], bool]) -> None:
     """Sends one request after another while `more()`. Opens new connections after at most 500 requests."""
     choose = random.Random(seed)
+    address = f"http://127.0.0.1:{server.ports[REST]}"
+    limit = aiohttp.ClientTimeout(total=_SECONDS)
     while more():
-        async with _Connections(server) as connections:
+        async with (
+            aiohttp.ClientSession(address, timeout=limit) as session,
+            grpc.aio.insecure_channel(f"127.0.0.1:{server.ports[GRPC]}", _CHANNEL) as channel,
+        ):
             for _ in range(choose.randint(1, 500)):
                 if not more():
                     break
                 case = some(choose)
-                try:
-                    outcome.take(case, await connections.ask(case))
-                    continue
-                except _Lost as lost:
-                    outcome.lost.append(str(lost))
-                except _CutOff as cut_off:
-                    number, said = cut_off.args
-                    outcome.cut_off[number] = said
-                except _Refused:
-                    outcome.refused += 1
-                await asyncio.sleep(_PAUSE)
-                break
+                sent = (
+                    _call(channel, case, outcome) if case.protocol == GRPC else _post(session, case, outcome)
+                )
+                if not await sent:
+                    await asyncio.sleep(_PAUSE)
+                    break

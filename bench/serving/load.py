@@ -1,83 +1,21 @@
-"""The clients of the serving report, and the requests that they send.
+"""The clients of the serving report: `python -m twinop.bench.serving.load JSON`, in a process of their own.
 
-`python -m twinop.bench.serving.load JSON` runs the clients in a process of their own. Each client sends the
-same request again as soon as it has its answer.
+Each client sends the same request again as soon as it has its answer. This module imports no torch.
 """
 
 import asyncio
-import http.client
 import json
-import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvloop
-
-from .. import report
-from .servers import FASTAPI, GRPC, OURS, REST, Model, Server
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
-
-# ------------------------------------------------------------------------------------------- requests
-
-
-def requests(model: Model, folder: Path) -> dict[tuple[str, str], Path]:
-    """Writes the requests as files, and returns them by protocol and server: FastAPI or another."""
-    from twinop.deploy.service.protocol import pb
-
-    inputs = model.inputs()
-    raw = [array.tobytes() for array in inputs.values()]
-    tensors = [
-        {"name": name, "shape": list(array.shape), "datatype": _datatype(array)}
-        for name, array in inputs.items()
-    ]
-    sizes = [{"parameters": {"binary_data_size": len(each)}} for each in raw]
-    described = [tensor | size for tensor, size in zip(tensors, sizes, strict=True)]
-    header = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
-    message = pb.ModelInferRequest(model_name=model.name, inputs=tensors, raw_input_contents=raw)
-    length = f"Inference-Header-Content-Length: {len(header)}\r\n"
-    found = {
-        (REST, OURS): _post(f"/v2/models/{model.name}/infer", header + b"".join(raw), length),
-        (REST, FASTAPI): _post("/infer", b"".join(raw), ""),
-        (GRPC, OURS): message.SerializeToString(),
-    }
-    paths = {}
-    for number, (key, content) in enumerate(found.items()):
-        paths[key] = folder / f"{model.name}-request-{number}"
-        paths[key].write_bytes(content)
-    return paths
-
-
-def _post(path: str, body: bytes, more: str) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\n{more}"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def _datatype(array: np.ndarray) -> str:
-    return {"float32": "FP32", "int64": "INT64"}[array.dtype.name]
-
-
-def check(server: Server, request: Path, expected: np.ndarray) -> None:
-    """Sends the HTTP request once and compares the answer.
-
-    Raises:
-        BenchError: the answer differs from the output of a session.
-    """
-    with socket.create_connection(("127.0.0.1", server.ports[REST]), timeout=30) as connection:
-        connection.sendall(request.read_bytes())
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        body = answer.read()
-    tail = np.frombuffer(body[-expected.nbytes :], expected.dtype) if answer.status == 200 else np.empty(0)
-    if tail.size != expected.size or not np.allclose(tail, expected.ravel(), rtol=1e-3, atol=1e-4):
-        raise report.BenchError(f"{server.name} gives a wrong answer ({answer.status}): {body[:300]!r}")
-
-
-# ------------------------------------------------------------------------------------------- clients
+WARM_UP = 0.5  # seconds before the measurement
 
 
 @dataclass(frozen=True)
@@ -87,7 +25,6 @@ class Load:
     Args:
         request: a file with the bytes of an HTTP request, or with a gRPC message.
         grpc_method: empty for HTTP.
-        warm_up: seconds before the measurement.
     """
 
     port: int
@@ -95,19 +32,30 @@ class Load:
     clients: int
     seconds: float
     grpc_method: str = ""
-    warm_up: float = 0.5
 
 
-_CHUNKED = 0  # no content length: KServe sends binary answers in chunks, with an empty one at the end
+@dataclass
+class Answers:
+    """The time of each answer and how long it took, in seconds; and the errors."""
+
+    times: list[tuple[float, float]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, started: float, failure: str = "") -> None:
+        now = time.perf_counter()
+        self.times.append((now, now - started))
+        if failure:
+            self.failures.append(failure)
 
 
 class _Http(asyncio.Protocol):
-    """One persistent connection. Of an answer's head it reads only the status and the length."""
+    """One persistent connection. The parser of uvicorn keeps the client cheap beside the server."""
 
-    def __init__(self, request: bytes, times: list[tuple[float, float]], failed: list[str]) -> None:
-        self._request, self._times, self._failed = request, times, failed
-        self._buffer = bytearray()
-        self._missing = -1  # length of the answer in bytes; -1 until its head has arrived
+    def __init__(self, request: bytes, answers: Answers) -> None:
+        from httptools import HttpResponseParser
+
+        self._request, self._answers = request, answers
+        self._parser = HttpResponseParser(self)
         self.done = asyncio.get_running_loop().create_future()
         self.stop = False
 
@@ -120,24 +68,12 @@ class _Http(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if self._missing < 0:
-            end = self._buffer.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            head = bytes(self._buffer[:end]).lower()
-            _, found, length = head.partition(b"\r\ncontent-length:")  # not Inference-Header-Content-Length
-            self._missing = end + 4 + int(length.split(b"\r\n", 1)[0]) if found else _CHUNKED
-            if not head.startswith(b"http/1.1 200"):
-                self._failed.append(head[:60].decode("latin-1"))
-        if len(self._buffer) < self._missing or (
-            self._missing == _CHUNKED and not self._buffer.endswith(b"\r\n0\r\n\r\n")
-        ):
-            return
-        now = time.perf_counter()
-        self._times.append((now, now - self._started))
-        self._buffer.clear()
-        self._missing = -1
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        status = self._parser.get_status_code()
+        self._answers.add(self._started, f"status {status}" if status != 200 else "")
         if self.stop:
             self._transport.close()
             self.done.set_result(None)
@@ -146,28 +82,26 @@ class _Http(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.done.done():
-            self._failed.append(f"connection lost: {error}")
+            self._answers.failures.append(f"connection lost: {error}")
             self.done.set_result(None)
 
 
-async def _http(load: Load, request: bytes, times: list[tuple[float, float]], failed: list[str]) -> None:
+async def _http(load: Load, request: bytes, answers: Answers) -> None:
     loop = asyncio.get_running_loop()
-    made = []
-    for _ in range(load.clients):
-        _, client = await loop.create_connection(
-            lambda: _Http(request, times, failed), "127.0.0.1", load.port
-        )
-        made.append(client)
-    await asyncio.sleep(load.warm_up + load.seconds)
-    for client in made:
+    made = [
+        await loop.create_connection(lambda: _Http(request, answers), "127.0.0.1", load.port)
+        for _ in range(load.clients)
+    ]
+    await asyncio.sleep(WARM_UP + load.seconds)
+    for _, client in made:
         client.stop = True
-    await asyncio.gather(*(client.done for client in made))
+    await asyncio.gather(*(client.done for _, client in made))
 
 
-async def _grpc(load: Load, request: bytes, times: list[tuple[float, float]], failed: list[str]) -> None:
+async def _grpc(load: Load, request: bytes, answers: Answers) -> None:
     import grpc
 
-    end = time.perf_counter() + load.warm_up + load.seconds
+    end = time.perf_counter() + WARM_UP + load.seconds
 
     async def client() -> None:
         # A pool of its own keeps each channel on its own connection.
@@ -177,38 +111,30 @@ async def _grpc(load: Load, request: bytes, times: list[tuple[float, float]], fa
             while (started := time.perf_counter()) < end:
                 try:
                     await call(request)
+                    answers.add(started)
                 except grpc.aio.AioRpcError as error:
-                    failed.append(error.details() or str(error.code()))
-                now = time.perf_counter()
-                times.append((now, now - started))
+                    answers.add(started, error.details() or str(error.code()))
 
     await asyncio.gather(*(client() for _ in range(load.clients)))
 
 
+def percentiles(times: Sequence[float], seconds: float) -> dict[str, float]:
+    """Returns latencies in milliseconds, and the throughput in requests per second."""
+    values = np.percentile(times, [50, 90, 99]) * 1e3 if times else [float("nan")] * 3
+    names = ("p50_ms", "p90_ms", "p99_ms")
+    found = {name: round(float(value), 4) for name, value in zip(names, values, strict=True)}
+    return found | {"per_second": round(len(times) / seconds, 1)}
+
+
 def run(load: Load) -> dict[str, Any]:
-    """Runs the clients. Returns latencies in milliseconds, and the throughput in requests per second."""
-    times: list[tuple[float, float]] = []
-    failed: list[str] = []
-    request = Path(load.request).read_bytes()
-    started = time.perf_counter()
-    uvloop.run((_grpc if load.grpc_method else _http)(load, request, times, failed))
-    first, last = started + load.warm_up, started + load.warm_up + load.seconds
-    kept = [seconds for at, seconds in times if first <= at <= last]
-    p50, p90, p99 = np.percentile(kept, [50, 90, 99]) * 1e3 if kept else (float("nan"),) * 3
-    return {
-        "p50_ms": round(float(p50), 4),
-        "p90_ms": round(float(p90), 4),
-        "p99_ms": round(float(p99), 4),
-        "per_second": round(len(kept) / load.seconds, 1),
-        "requests": len(kept),
-        "failed": len(failed),
-        "failures": sorted(set(failed))[:3],
-    }
+    """Runs the clients. Returns `percentiles` of their answers, and the failures."""
+    import uvloop
 
-
-def command(load: Load) -> list[str]:
-    """Returns the command line that runs the clients."""
-    return [sys.executable, "-m", "twinop.bench.serving.load", json.dumps(asdict(load))]
+    answers, request = Answers(), Path(load.request).read_bytes()
+    first = time.perf_counter() + WARM_UP
+    uvloop.run((_grpc if load.grpc_method else _http)(load, request, answers))
+    kept = [took for at, took in answers.times if first <= at <= first + load.seconds]
+    return percentiles(kept, load.seconds) | {"failures": answers.failures}
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
 """The valid and invalid requests of the soak, over HTTP and gRPC, with the check of each answer."""
 
-import asyncio
 import json
 import random
 import struct
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
 
 from twinop.deploy.service.protocol import pb
-from twinop.record import DOMAIN, DOMAIN_VERSION
 
 from .load import METHOD
 from .servers import GRPC, REST
-from .servers import SOAKED as NAME
+
+NAME = "soak"  # the model
 
 
 class Wrong(Exception):
@@ -31,7 +26,7 @@ class Answer:
     """An answer: HTTP's status number, or gRPC's status name with the details of a failure as `body`."""
 
     status: int | str
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: bytes
 
 
@@ -41,41 +36,15 @@ class Case:
 
     Args:
         check: returns the version that answered, or None for a refusal. Raises Wrong.
-        method: gRPC's method.
+        target: HTTP's path or gRPC's method.
     """
 
     kind: str
-    request: bytes
+    protocol: str
+    target: str
+    body: bytes
     check: Callable[[Answer], int | None]
-    protocol: str = REST
-    method: str = ""
-
-
-def model(version: int) -> onnx.ModelProto:
-    """Returns y = CustomRelu(x) + version, so that an answer shows which version made it."""
-    nodes = [
-        helper.make_node("CustomRelu", ["x"], ["r"], domain=DOMAIN),
-        helper.make_node("Add", ["r", "version"], ["y"]),
-    ]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 8]) for name in "xy"]
-    weight = numpy_helper.from_array(np.array([version], np.float32), "version")
-    graph = helper.make_graph(nodes, "soak", ends[:1], ends[1:], [weight])
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
-
-
-def write_version(folder: Path, version: int, broken: bool = False) -> None:
-    """Adds a version as a copy over the network does: first the folder, then the file in pieces."""
-    target = folder / NAME / str(version)
-    target.mkdir(parents=True)
-    data = model(version).SerializeToString()
-    if broken:
-        data = data[: len(data) // 2]
-    with (target / "model.onnx").open("wb") as file:
-        file.write(data[:20])
-        file.flush()
-        time.sleep(0.05)
-        file.write(data[20:])
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def some(choose: random.Random) -> Case:
@@ -114,11 +83,10 @@ def _require(answer: Answer, status: int | str, words: str = "") -> None:
         raise Wrong(f"a stack trace: {answer.body[:200]!r}")
 
 
-def _refusal(status: int | str, words: str) -> Callable[[Answer], None]:
-    def check(answer: Answer) -> None:
-        _require(answer, status, words)
-
-    return check
+def _bad(
+    kind: str, protocol: str, status: int | str, words: str, target: str, body: bytes, **headers: str
+) -> Case:
+    return Case(kind, protocol, target, body, lambda answer: _require(answer, status, words), headers)
 
 
 # ------------------------------------------------------------------------------------------- HTTP
@@ -127,75 +95,50 @@ _INFER = f"/v2/models/{NAME}/infer"
 _LENGTH = "Inference-Header-Content-Length"
 
 
-def _post(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-async def read_answer(reader: asyncio.StreamReader) -> Answer:
-    """Reads one HTTP answer.
-
-    Raises:
-        EOFError: the connection was closed instead.
-    """
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
-    body = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Answer(int(head[0].split()[1]), headers, body)
-
-
 def rest_good(choose: random.Random) -> Case:
     """Returns a valid request over HTTP, with a JSON or a binary tensor."""
     x = _input(choose)
     tensor: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": list(x.shape)}
     if choose.random() < 0.3:
         body = json.dumps({"inputs": [tensor | {"data": x.ravel().tolist()}]}).encode()
-        return Case("JSON", _post(_INFER, body), lambda answer: _check_json(answer, x))
+        return Case("JSON", REST, _INFER, body, lambda answer: _check_rest(answer, x))
     tensor["parameters"] = {"binary_data_size": x.nbytes}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    request = _post(_INFER, head + x.tobytes(), f"{_LENGTH}: {len(head)}")
-    return Case("binary", request, lambda answer: _check_binary(answer, x))
+    headers = {_LENGTH: str(len(head))}
+    return Case("binary", REST, _INFER, head + x.tobytes(), lambda answer: _check_rest(answer, x), headers)
 
 
-def _check_json(answer: Answer, x: np.ndarray) -> int:
+def _check_rest(answer: Answer, x: np.ndarray) -> int:
     _require(answer, 200)
-    content = json.loads(answer.body)
-    return _version(np.array(content["outputs"][0]["data"], np.float32), x, int(content["model_version"]))
-
-
-def _check_binary(answer: Answer, x: np.ndarray) -> int:
-    _require(answer, 200)
-    length = int(answer.headers[_LENGTH.lower()])
+    length = int(answer.headers.get(_LENGTH, len(answer.body)))
     content = json.loads(answer.body[:length])
-    return _version(np.frombuffer(answer.body[length:], np.float32), x, int(content["model_version"]))
+    data = content["outputs"][0].get("data")
+    y = np.frombuffer(answer.body[length:], np.float32) if data is None else np.array(data, np.float32)
+    return _version(y, x, int(content["model_version"]))
 
 
-def _rest_bad(kind: str, status: int, words: str, request: bytes) -> Case:
-    return Case(kind, request, _refusal(status, words))
-
-
-def _json_bad(kind: str, status: int, words: str, **tensor: Any) -> Case:
+def _json_bad(kind: str, words: str, **tensor: Any) -> Case:
     whole = {"name": "x", "datatype": "FP32", "shape": [1, 8], "data": [1.0] * 8} | tensor
-    return _rest_bad(kind, status, words, _post(_INFER, json.dumps({"inputs": [whole]}).encode()))
+    return _bad(kind, REST, 400, words, _INFER, json.dumps({"inputs": [whole]}).encode())
 
 
+_NO_VERSION = f"/v2/models/{NAME}/versions/999999/infer"
+_NO_INPUTS = b'{"inputs": []}'
 REST_BAD = (
-    _json_bad("wrong name", 400, "has no input", name="z"),
-    _json_bad("wrong dtype", 400, "send it as FP32", datatype="INT32", data=[1] * 8),
-    _json_bad("wrong rank", 400, "dimensions", shape=[8]),
-    _json_bad("wrong size", 400, "dimension 1 must be 8", shape=[1, 7], data=[1.0] * 7),
-    _json_bad("wrong length", 400, "x", data=[1.0]),
-    _json_bad("negative shape", 400, "shape", shape=[-1, 8]),
-    _json_bad("empty batch", 400, "is empty", shape=[0, 8], data=[]),
-    _json_bad("NaN", 400, "", data=[float("nan")] * 8),
-    _rest_bad("no model", 404, "there is no model", _post("/v2/models/none/infer", b'{"inputs": []}')),
-    _rest_bad(
-        "no version", 404, "no version", _post(f"/v2/models/{NAME}/versions/999999/infer", b'{"inputs":[]}')
-    ),
-    _rest_bad("no JSON", 400, "JSON", _post(_INFER, b'{"inputs": [')),
-    _rest_bad("no route", 404, "nothing at", _post("/v2/nothing", b"{}")),
-    _rest_bad("header length", 400, "", _post(_INFER, struct.pack("<4f", 1, 2, 3, 4), f"{_LENGTH}: 9999")),
-    _rest_bad("content type", 415, "content type", _post(_INFER, b"{}", "Content-Type: text/html")),
+    _json_bad("wrong name", "has no input", name="z"),
+    _json_bad("wrong dtype", "send it as FP32", datatype="INT32", data=[1] * 8),
+    _json_bad("wrong rank", "dimensions", shape=[8]),
+    _json_bad("wrong size", "dimension 1 must be 8", shape=[1, 7], data=[1.0] * 7),
+    _json_bad("wrong length", "x", data=[1.0]),
+    _json_bad("negative shape", "shape", shape=[-1, 8]),
+    _json_bad("empty batch", "is empty", shape=[0, 8], data=[]),
+    _json_bad("NaN", "", data=[float("nan")] * 8),
+    _bad("no model", REST, 404, "there is no model", "/v2/models/none/infer", _NO_INPUTS),
+    _bad("no version", REST, 404, "no version", _NO_VERSION, _NO_INPUTS),
+    _bad("no JSON", REST, 400, "JSON", _INFER, b'{"inputs": ['),
+    _bad("no route", REST, 404, "nothing at", "/v2/nothing", b"{}"),
+    _bad("header length", REST, 400, "", _INFER, struct.pack("<4f", 1, 2, 3, 4), **{_LENGTH: "9999"}),
+    _bad("content type", REST, 415, "content type", _INFER, b"{}", **{"Content-Type": "text/html"}),
 )
 
 # ------------------------------------------------------------------------------------------- gRPC
@@ -226,12 +169,7 @@ def grpc_good(choose: random.Random) -> Case:
             raise Wrong(f"shape {list(found.outputs[0].shape)} for {list(x.shape)}")
         return _version(y, x, int(found.model_version))
 
-    return _grpc_case("typed" if typed else "raw", message, check)
-
-
-def _grpc_case(kind: str, message: Any, check: Any, method: str = METHOD) -> Case:
-    request = message if isinstance(message, bytes) else message.SerializeToString()
-    return Case(kind, request, check, GRPC, method)
+    return Case("typed" if typed else "raw", GRPC, METHOD, message.SerializeToString(), check)
 
 
 def _grpc_bad(kind: str, code: str, words: str, method: str = METHOD, **fields: Any) -> Case:
@@ -242,9 +180,10 @@ def _grpc_bad(kind: str, code: str, words: str, method: str = METHOD, **fields: 
     message = pb.ModelInferRequest(
         **{"model_name": NAME, "inputs": [tensor], "raw_input_contents": raw} | fields
     )
-    return _grpc_case(kind, message, _refusal(code, words), method)
+    return _bad(kind, GRPC, code, words, method, message.SerializeToString())
 
 
+_LOAD = pb.RepositoryModelLoadRequest(model_name=NAME).SerializeToString()
 GRPC_BAD = (
     _grpc_bad("wrong name", _INVALID, "has no input", name="z"),
     _grpc_bad("wrong dtype", _INVALID, "send it as FP32", datatype="INT32"),
@@ -258,11 +197,6 @@ GRPC_BAD = (
     _grpc_bad("no model", "NOT_FOUND", "there is no model", model_name="none"),
     _grpc_bad("no version", "NOT_FOUND", "no version", model_version="999999"),
     _grpc_bad("no method", "UNIMPLEMENTED", "", method=f"{_SERVICE}/Nothing"),
-    _grpc_case("no message", b"\xff" * 40, _refusal(_INVALID, "not a protobuf message")),
-    _grpc_case(
-        "load by request",
-        pb.RepositoryModelLoadRequest(model_name=NAME),
-        _refusal("PERMISSION_DENIED", "--control explicit"),
-        f"{_SERVICE}/RepositoryModelLoad",
-    ),
+    _bad("no message", GRPC, _INVALID, "not a protobuf message", METHOD, b"\xff" * 40),
+    _bad("load by request", GRPC, "PERMISSION_DENIED", "--control", f"{_SERVICE}/RepositoryModelLoad", _LOAD),
 )

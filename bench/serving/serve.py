@@ -2,16 +2,22 @@
 
 import json
 import os
+import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict
+from http.client import HTTPResponse
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any
 
 import numpy as np
+import onnx
 import typer
 
 from twinop.console import clear_errors
@@ -19,7 +25,7 @@ from twinop.console import clear_errors
 from .. import report
 from ..figures import draw_serve
 from ..recording import Commit, Device, Output, Recording
-from .load import METHOD, Load, check, command, requests
+from . import load
 from .servers import (
     FASTAPI,
     GRPC,
@@ -30,10 +36,10 @@ from .servers import (
     UNBATCHED,
     Model,
     Server,
-    more,
-    servers,
-    session_options,
-    write,
+    commands,
+    protocols,
+    session,
+    started,
 )
 
 BARE = "session.run"
@@ -47,59 +53,102 @@ Three rounds are too few to average that out.
 """
 
 
-def bare(
-    path: Path, provider: str, inputs: dict[str, np.ndarray], seconds: float
-) -> tuple[dict[int, dict[str, float]], np.ndarray]:
-    """Measures session.run without a network.
+def requests(model: Model, folder: Path) -> dict[tuple[str, str], Path]:
+    """Writes the requests as files, and returns them by protocol and server: FastAPI or another."""
+    from twinop.deploy.service.protocol import pb
 
-    Returns:
-        A row for each number of callers, each in a thread of its own; and the output.
+    inputs = model.inputs()
+    raw = [array.tobytes() for array in inputs.values()]
+    tensors = [
+        {"name": name, "shape": list(array.shape), "datatype": _DATATYPES[array.dtype.name]}
+        for name, array in inputs.items()
+    ]
+    sizes = [{"parameters": {"binary_data_size": len(each)}} for each in raw]
+    described = [tensor | size for tensor, size in zip(tensors, sizes, strict=True)]
+    header = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
+    message = pb.ModelInferRequest(model_name=model.name, inputs=tensors, raw_input_contents=raw)
+    length = f"Inference-Header-Content-Length: {len(header)}\r\n"
+    found = {
+        (REST, OURS): _post(f"/v2/models/{model.name}/infer", header + b"".join(raw), length),
+        (REST, FASTAPI): _post("/infer", b"".join(raw), ""),
+        (GRPC, OURS): message.SerializeToString(),
+    }
+    paths = {}
+    for number, (key, content) in enumerate(found.items()):
+        paths[key] = folder / f"{model.name}-request-{number}"
+        paths[key].write_bytes(content)
+    return paths
+
+
+_DATATYPES = {"float32": "FP32", "int64": "INT64"}
+
+
+def _post(path: str, body: bytes, more: str) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\n{more}"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def check(server: Server, request: Path, expected: np.ndarray) -> None:
+    """Sends the HTTP request once and compares the answer.
+
+    Raises:
+        BenchError: the answer differs from the output of a session.
     """
-    import onnxruntime as ort
+    with socket.create_connection(("127.0.0.1", server.ports[REST]), timeout=30) as connection:
+        connection.sendall(request.read_bytes())
+        answer = HTTPResponse(connection)
+        answer.begin()
+        body = answer.read()
+    tail = np.frombuffer(body[-expected.nbytes :], expected.dtype) if answer.status == 200 else np.empty(0)
+    if tail.size != expected.size or not np.allclose(tail, expected.ravel(), rtol=1e-3, atol=1e-4):
+        raise report.BenchError(f"{server.name} gives a wrong answer ({answer.status}): {body[:300]!r}")
 
-    options_, providers = session_options(provider)
-    session = ort.InferenceSession(str(path), options_, providers=providers)
-    expected = session.run(None, inputs)[0]
+
+def bare(opened: Any, inputs: dict[str, np.ndarray], clients: int, seconds: float) -> dict[str, float]:
+    """Measures session.run without a network, by callers in threads of their own."""
 
     def call(end: float) -> list[float]:
         times = []
-        while (started := time.perf_counter()) < end:
-            session.run(None, inputs)
-            times.append(time.perf_counter() - started)
+        while (start := time.perf_counter()) < end:
+            opened.run(None, inputs)
+            times.append(time.perf_counter() - start)
         return times
 
-    found = {}
-    for clients in CLIENTS:
-        started = time.perf_counter()
-        with ThreadPoolExecutor(clients) as pool:
-            calls = [pool.submit(call, started + seconds) for _ in range(clients)]
-            times = [each for done in calls for each in done.result()]
-        p50, p90, p99 = np.percentile(times, [50, 90, 99]) * 1e3
-        per_second = len(times) / (time.perf_counter() - started)
-        row = {"p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "per_second": per_second}
-        found[clients] = {name: round(float(value), 4) for name, value in row.items()}
-    return found, expected
+    start = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        calls = [pool.submit(call, start + seconds) for _ in range(clients)]
+        times = [each for done in calls for each in done.result()]
+    return load.percentiles(times, time.perf_counter() - start)
 
 
-def load(server: Server, protocol: str, request: Path, clients: int, seconds: float) -> dict[str, Any]:
-    """Measures one server once.
+def measure_once(
+    server: Server, protocol: str, request: Path, clients: int, seconds: float
+) -> dict[str, Any]:
+    """Measures one server once, from a process of its own.
 
     Raises:
         BenchError: the clients failed, or an answer was an error.
     """
-    method = METHOD if protocol == GRPC else ""
-    line = command(Load(server.ports[protocol], str(request), clients, seconds, method))
+    method = load.METHOD if protocol == GRPC else ""
+    options = load.Load(server.ports[protocol], str(request), clients, seconds, method)
+    line = [sys.executable, "-m", "twinop.bench.serving.load", json.dumps(asdict(options))]
     done = subprocess.run(line, capture_output=True, text=True, timeout=seconds * 10 + 60, check=False)
     if done.returncode:
         raise report.BenchError(f"the clients of {server.name} ended:\n{done.stderr[-2000:]}")
-    found = json.loads(done.stdout)
-    if found["failed"]:
-        raise report.BenchError(f"{server.name}, {protocol}: {found['failed']} failures: {found['failures']}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    if failures := found.pop("failures"):
+        said = "; ".join(sorted(set(failures))[:3])
+        raise report.BenchError(f"{server.name}, {protocol}: {len(failures)} failures: {said}")
     return found
 
 
 def measure(
-    model: Model, provider: str, seconds: float, rounds: int, folder: Path, step: Any
+    model: Model,
+    provider: str,
+    seconds: float,
+    rounds: int,
+    folder: Path,
+    step: Callable[[str], object],
 ) -> list[dict[str, Any]]:
     """Measures all servers of one model.
 
@@ -107,42 +156,46 @@ def measure(
         A row for each server, protocol and number of clients, with medians over the rounds. A round takes the
         servers in turn, and every other round takes them in reverse.
     """
-    path = write(model, folder)
+    path = folder / f"{model.name}.onnx"
+    onnx.save(model.build(), path)
     files = requests(model, folder)
-    alone, expected = bare(path, provider, model.inputs(), seconds)
+    opened, inputs = session(path, provider), model.inputs()
+    expected = opened.run(None, inputs)[0]
     label = {"model": model.name, "device": provider}
+    alone = label | {"server": BARE, "protocol": "none", "ready_seconds": None}
     rows: list[dict[str, Any]] = [
-        label | {"server": BARE, "protocol": "none", "clients": clients, "ready_seconds": None, **row}
-        for clients, row in alone.items()
+        alone | {"clients": count, **bare(opened, inputs, count, seconds)} for count in CLIENTS
     ]
-    with servers(model, path.rename(path.with_name(f"{model.name}.onnx")), provider, folder) as found:
+    with ExitStack() as stack:
+        found = [
+            stack.enter_context(started(name, command, model.name, folder / f"{model.name}-{name}.log"))[0]
+            for name, command in commands(model, path, provider).items()
+        ]
         cases = [
-            (server, protocol, files[protocol, FASTAPI if server.name == FASTAPI else OURS], clients, ready)
+            (server, protocol, files[protocol, FASTAPI if server.name == FASTAPI else OURS], clients)
             for clients in CLIENTS
             for protocol in (REST, GRPC)
-            for server, ready in found  # twinop and KServe, which are compared, are neighbours
-            if protocol in server.ports
+            for server in found
+            if protocol in protocols(server.name)
         ]
-        for server, protocol, request, clients, _ in cases:
-            if protocol == REST and clients == CLIENTS[0]:
-                check(server, request, expected)
+        for server in found:
+            check(server, files[REST, FASTAPI if server.name == FASTAPI else OURS], expected)
         runs: list[list[dict[str, Any]]] = [[] for _ in cases]
         turns = list(zip(runs, cases, strict=True))
         for turn in range(rounds * LONE_ROUNDS):
-            for kept, (server, protocol, request, clients, _) in turns if turn % 2 else reversed(turns):
+            for kept, (server, protocol, request, clients) in turns if turn % 2 else reversed(turns):
                 if len(kept) == rounds and clients > 1:
                     continue
                 step(f"{model.name}: {server.name}, {protocol}, clients: {clients}")
-                kept.append(load(server, protocol, request, clients, seconds))
-    for kept, (server, protocol, _, clients, ready) in zip(runs, cases, strict=True):
-        medians = {
-            key: median(run[key] for run in kept) for key in ("p50_ms", "p90_ms", "p99_ms", "per_second")
-        }
+                kept.append(measure_once(server, protocol, request, clients, seconds))
+    for kept, (server, protocol, _, clients) in zip(runs, cases, strict=True):
+        medians = {key: median(run[key] for run in kept) for key in kept[0]}
         p50s = [run["p50_ms"] for run in kept]
         rows.append(
             label
             | {"server": server.name, "protocol": protocol, "clients": clients}
-            | {"ready_seconds": round(ready, 2), **medians, "spread": round(max(p50s) / min(p50s) - 1, 3)}
+            | {"ready_seconds": round(server.ready_seconds, 2), **medians}
+            | {"spread": round(max(p50s) / min(p50s) - 1, 3)}
             | ({"p50s_ms": p50s} if clients == 1 else {})
         )
     return rows
@@ -225,8 +278,8 @@ def main(
             raise report.BenchError(f"--models {','.join(sorted(unknown))}: expected some of {known}")
         recording = Recording("serve", where, output, commit)
         rows: list[dict[str, Any]] = []
-        pairs = sum(7 + len(more(model, where.type)) for model in chosen)
-        steps = pairs * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
+        servers = [name for model in chosen for name in commands(model, Path(), where.type)]
+        steps = len(sum(map(protocols, servers), ())) * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
         with report.progress("serve", steps) as step, tempfile.TemporaryDirectory() as work:
             for model in chosen:
                 rows += measure(model, where.type, seconds, rounds, Path(work), step)

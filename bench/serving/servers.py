@@ -2,14 +2,12 @@
 
 As a program, this module is one of the plain servers, with one session and without batching:
 
-    python -m twinop.bench.serving.servers fastapi MODEL.onnx PROVIDER PORT               # raw tensors
-    python -m twinop.bench.serving.servers kserve MODEL.onnx PROVIDER NAME --http_port ...
+    python -m twinop.bench.serving.servers fastapi|kserve MODEL.onnx PROVIDER --http-port N --grpc-port N
 """
 
 import contextlib
 import http.client
 import itertools
-import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +28,6 @@ from .. import report
 OURS, UNBATCHED, KSERVE, FASTAPI = "twinop", "twinop, unbatched", "KServe", "FastAPI"
 INSTANCES, GRAPHS = "twinop, 2 instances", "twinop, CUDA graphs"  # on a GPU
 REST, GRPC = "REST", "gRPC"
-SOAKED = "soak"  # the model of the soak
 _START_SECONDS = 120
 
 
@@ -69,11 +66,21 @@ def mlp(*widths: int) -> onnx.ModelProto:
         if not end:
             last = f"r{layer}"
             nodes.append(helper.make_node("CustomRelu", [linear], [last], domain=DOMAIN))
-    ends = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
-        for name, width in (("x", widths[0]), ("y", widths[-1]))
-    ]
-    graph = helper.make_graph(nodes, "mlp", ends[:1], ends[1:], weights)
+    return model_of(nodes, {"x": ["batch", widths[0]]}, {"y": ["batch", widths[-1]]}, weights)
+
+
+def model_of(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: dict[str, list[str | int]],
+    outputs: dict[str, list[str | int]],
+    weights: Sequence[onnx.TensorProto],
+) -> onnx.ModelProto:
+    """Returns a model of these nodes, whose inputs and outputs are float32."""
+    first, last = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in each.items()]
+        for each in (inputs, outputs)
+    )
+    graph = helper.make_graph(nodes, "graph", first, last, weights)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
@@ -104,35 +111,16 @@ MODELS = (
 )
 
 
-def write(model: Model, folder: Path) -> Path:
-    """Writes NAME/1/model.onnx, the layout of the service and of Triton, and returns its path."""
-    path = folder / model.name / "1" / "model.onnx"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(model.build(), path)
-    return path
-
-
-def session_options(provider: str) -> tuple[Any, list[str]]:
-    """Returns the options and providers of the other servers' sessions, with twinop's library registered."""
-    import onnxruntime as ort
-
-    from twinop.library import find_library
-
-    options = ort.SessionOptions()
-    options.register_custom_ops_library(str(find_library("custom_ops")))
-    names = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
-    return options, names[provider]
-
-
 # ------------------------------------------------------------------------------------------- servers
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server's name and its ports by protocol."""
+    """A server that is ready: its name, its ports by protocol, and the seconds that its start took."""
 
     name: str
     ports: dict[str, int]
+    ready_seconds: float = 0.0
 
 
 def free_ports(count: int) -> list[int]:
@@ -145,96 +133,61 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a server until the body is done."""
-    with log.open("wb") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=file)
-    try:
-        yield server
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-
-
-def wait_ready(server: Server, path: str, running: subprocess.Popen[bytes], log: Path) -> float:
-    """Waits until the server answers GET `path`, and returns the seconds it took.
+def started(
+    name: str, command: Sequence[str], model: str, log: Path
+) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """Runs `python -m COMMAND --http-port N --grpc-port N`, and yields it when the model is ready.
 
     Raises:
         BenchError: the server ended or is too slow; with the end of its log.
     """
-    started = time.perf_counter()
-    while time.perf_counter() - started < _START_SECONDS:
-        if running.poll() is not None:
-            raise report.BenchError(f"{server.name} ended at its start:\n{log.read_text()[-2000:]}")
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection("127.0.0.1", server.ports[REST], timeout=2)
-            connection.request("GET", path)
-            if connection.getresponse().status == 200:
-                return time.perf_counter() - started
-        time.sleep(0.02)
-    raise report.BenchError(f"{server.name} was not ready in {_START_SECONDS} s:\n{log.read_text()[-2000:]}")
-
-
-def more(model: Model, provider: str) -> dict[str, list[str]]:
-    """Returns the options of the servers that run only on a GPU and only over REST, by name."""
-    if provider != "cuda":
-        return {}
-    return {INSTANCES: ["--instances", "2"]} | ({GRAPHS: ["--cuda-graph"]} if model.graphs else {})
-
-
-@contextlib.contextmanager
-def servers(model: Model, path: Path, provider: str, folder: Path) -> Iterator[list[tuple[Server, float]]]:
-    """Starts all servers of one model. Yields each of them with the seconds until it was ready."""
-    further = more(model, provider)
-    ports = free_ports(7 + len(further))
-    both = [{REST: ports[i], GRPC: ports[i + 1]} for i in (0, 2, 4)]
-    python = [sys.executable, "-m"]
-    alone = [*python, "twinop", "serve", str(path), "--provider", provider, "--log-level", "warning"]
-    ours = [*alone, "--max-batch-size", str(model.rows)]
-    kserve = [*python, __spec__.name, "kserve", str(path), provider, model.name]
-    fastapi = [*python, __spec__.name, "fastapi", str(path), provider, str(ports[6])]
-    ready = f"/v2/models/{model.name}/ready"
-    cases = [
-        (Server(OURS, both[0]), [*ours, *_ports(both[0], "-")], ready),
-        (Server(KSERVE, both[2]), [*kserve, *_ports(both[2], "_")], ready),
-        (Server(UNBATCHED, both[1]), [*alone, *_ports(both[1], "-")], ready),
-        (Server(FASTAPI, {REST: ports[6]}), fastapi, "/openapi.json"),
-    ]
-    for port, (name, options) in zip(ports[7:], further.items(), strict=True):
-        command = [*ours, *options, "--no-grpc", "--http-port", str(port)]
-        cases.append((Server(name, {REST: port}), command, ready))
-    with contextlib.ExitStack() as stack:
-        started = []
-        for server, command, probe in cases:
-            log = folder / f"{model.name}-{server.name}.log"
-            running = stack.enter_context(process(command, log))
-            started.append((server, wait_ready(server, probe, running, log)))
-        yield started
-
-
-def _ports(ports: dict[str, int], dash: str) -> list[str]:
-    return [f"--http{dash}port", str(ports[REST]), f"--grpc{dash}port", str(ports[GRPC])]
-
-
-@contextlib.contextmanager
-def service(models: Path, log: Path, *more: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """Starts the service on a folder of models. Yields it and its process when the soak's model is ready."""
-    server = Server("twinop", dict(zip((REST, GRPC), free_ports(2), strict=True)))
-    command = [sys.executable, "-m", "twinop", "serve", str(models), "--http-port", str(server.ports[REST])]
-    command += ["--grpc-port", str(server.ports[GRPC]), "--provider", "cpu", "--max-batch-size", "32"]
-    command += ["--log-level", "warning", *more]
+    http_port, grpc_port = free_ports(2)
+    ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    start = time.perf_counter()
     with log.open("ab") as file:
-        running = subprocess.Popen(command, stdout=file, stderr=file)
+        running = subprocess.Popen([sys.executable, "-m", *command, *ports], stdout=file, stderr=file)
     try:
-        wait_ready(server, f"/v2/models/{SOAKED}/ready", running, log)
-        yield server, running
+        while not _is_ready(http_port, f"/v2/models/{model}/ready"):
+            late = time.perf_counter() - start > _START_SECONDS
+            if late or running.poll() is not None:
+                what = f"was not ready in {_START_SECONDS} s" if late else "ended at its start"
+                raise report.BenchError(f"{name} {what}:\n{log.read_text()[-2000:]}")
+            time.sleep(0.02)
+        yield Server(name, {REST: http_port, GRPC: grpc_port}, time.perf_counter() - start), running
     finally:
-        running.kill()
-        running.wait()
+        running.terminate()
+        try:
+            running.wait(20)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
+
+
+def _is_ready(port: int, path: str) -> bool:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    return False
+
+
+def commands(model: Model, path: Path, provider: str) -> dict[str, list[str]]:
+    """Returns the command of each server by its name."""
+    alone = ["twinop", "serve", str(path), "--provider", provider, "--log-level", "warning"]
+    ours = [*alone, "--max-batch-size", str(model.rows)]
+    found = {OURS: ours, UNBATCHED: alone}
+    for name in (KSERVE, FASTAPI):
+        found[name] = ["twinop.bench.serving.servers", name.lower(), str(path), provider]
+    if provider == "cuda":
+        found[INSTANCES] = [*ours, "--instances", "2"]
+        if model.graphs:
+            found[GRAPHS] = [*ours, "--cuda-graph"]
+    return found
+
+
+def protocols(server: str) -> tuple[str, ...]:
+    """Returns the protocols over which a server is measured."""
+    return (REST, GRPC) if server in (OURS, UNBATCHED, KSERVE) else (REST,)
 
 
 # ------------------------------------------------------------------------------------------- plain servers
@@ -242,43 +195,50 @@ def service(models: Path, log: Path, *more: str) -> Iterator[tuple[Server, subpr
 _DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
 
 
-def _session(path: str, provider: str) -> Any:
+def session(path: str | Path, provider: str) -> Any:
+    """Opens a session of ONNX Runtime's own, with twinop's library registered."""
     import onnxruntime as ort
 
-    options, providers = session_options(provider)
-    return ort.InferenceSession(path, options, providers=providers)
+    from twinop.library import find_library
+
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(find_library("custom_ops")))
+    names = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+    return ort.InferenceSession(str(path), options, providers=names[provider])
 
 
-def fastapi(path: str, provider: str, port: str) -> None:
+def fastapi(opened: Any, name: str, http_port: int, grpc_port: int) -> None:
     """Serves POST /infer with FastAPI."""
     import uvicorn
     from fastapi import FastAPI, Request, Response
 
-    session = _session(path, provider)
     app = FastAPI()
+
+    @app.get(f"/v2/models/{name}/ready")
+    def ready() -> None:
+        pass
 
     @app.post("/infer")
     async def infer(request: Request) -> Response:
         body = await request.body()
         feeds, at = {}, 0
-        for value in session.get_inputs():
+        for value in opened.get_inputs():
             shape = [1, *value.shape[1:]]
             size = int(np.prod(shape)) * np.dtype(_DTYPES[value.type]).itemsize
             feeds[value.name] = np.frombuffer(body[at : at + size], _DTYPES[value.type]).reshape(shape)
             at += size
-        return Response(b"".join(array.tobytes() for array in session.run(None, feeds)))
+        return Response(b"".join(array.tobytes() for array in opened.run(None, feeds)))
 
-    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
+    uvicorn.run(app, host="127.0.0.1", port=http_port, log_level="warning")
 
 
-def kserve(path: str, provider: str, name: str) -> None:
-    """Serves the Open Inference Protocol with KServe, which reads its own options from the command line."""
+def kserve(opened: Any, name: str, http_port: int, grpc_port: int) -> None:
+    """Serves the Open Inference Protocol with KServe."""
     from kserve import InferOutput, InferRequest, InferResponse, Model, ModelServer
 
     class Plain(Model):
         def __init__(self) -> None:
             super().__init__(name)
-            self.session = _session(path, provider)
             self.ready = True
 
         async def predict(
@@ -287,7 +247,7 @@ def kserve(path: str, provider: str, name: str) -> None:
             assert isinstance(payload, InferRequest)
             feeds = {each.name: each.as_numpy() for each in payload.inputs}
             outputs = []
-            for found, array in zip(self.session.get_outputs(), self.session.run(None, feeds), strict=True):
+            for found, array in zip(opened.get_outputs(), opened.run(None, feeds), strict=True):
                 output = InferOutput(found.name, list(array.shape), "FP32")
                 output.set_data_from_numpy(array, binary_data=True)
                 outputs.append(output)
@@ -295,8 +255,10 @@ def kserve(path: str, provider: str, name: str) -> None:
                 payload.id or "", self.name, outputs, use_binary_outputs=payload.use_binary_outputs
             )
 
-    ModelServer().start([Plain()])
+    ModelServer(http_port=http_port, grpc_port=grpc_port).start([Plain()])
 
 
 if __name__ == "__main__":
-    {"fastapi": fastapi, "kserve": kserve}[sys.argv[1]](*sys.argv[2:5])
+    kind, path, provider, _, http_port, _, grpc_port = sys.argv[1:]
+    serve = {"fastapi": fastapi, "kserve": kserve}[kind]
+    serve(session(path, provider), Path(path).stem, int(http_port), int(grpc_port))

@@ -11,23 +11,55 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
+from onnx import helper, numpy_helper
 
 from twinop.console import clear_errors, out
+from twinop.record import DOMAIN
 
 from .. import report
 from ..recording import Commit, Output, Recording
 from .clients import Outcome, client
-from .mixed import write_version
-from .servers import GRPC, REST, SOAKED, Server, service
+from .mixed import NAME
+from .servers import GRPC, REST, Server, model_of, started
 
 CLIENTS = 32
 _BROKEN_EACH = 4  # every fourth version is corrupt
+
+
+def write_version(folder: Path, version: int, broken: bool = False) -> None:
+    """Adds y = CustomRelu(x) + version, so that an answer shows which version made it.
+
+    It does so as a copy over the network does: first the folder, then the file in pieces.
+    """
+    nodes = [
+        helper.make_node("CustomRelu", ["x"], ["r"], domain=DOMAIN),
+        helper.make_node("Add", ["r", "version"], ["y"]),
+    ]
+    weight = numpy_helper.from_array(np.array([version], np.float32), "version")
+    data = model_of(nodes, {"x": ["n", 8]}, {"y": ["n", 8]}, [weight]).SerializeToString()
+    target = folder / NAME / str(version)
+    target.mkdir(parents=True)
+    with (target / "model.onnx").open("wb") as file:
+        file.write(data[:20])
+        file.flush()
+        time.sleep(0.05)
+        file.write(data[20 : len(data) // 2 if broken else None])
+
+
+def service(
+    models: Path, log: Path, *more: str
+) -> AbstractContextManager[tuple[Server, subprocess.Popen[bytes]]]:
+    """Starts the service on a folder of models. Yields it and its process when the soak's model is ready."""
+    options = ["--provider", "cpu", "--max-batch-size", "32", "--log-level", "warning", *more]
+    return started("twinop", ["twinop", "serve", str(models), *options], NAME, log)
 
 
 def _resident(pid: int) -> float:
@@ -52,7 +84,7 @@ def _state(server: Server, version: int) -> str:
     url = f"http://127.0.0.1:{server.ports[REST]}/status"
     with urllib.request.urlopen(url, timeout=30) as answer:
         page = answer.read().decode()
-    card = re.search(rf'<article [^>]*id="{SOAKED}-{version}">.*?</h3>.*?([a-z]+)</span></div>', page, re.S)
+    card = re.search(rf'<article [^>]*id="{NAME}-{version}">.*?</h3>.*?([a-z]+)</span></div>', page, re.S)
     return card[1] if card is not None else ""
 
 
@@ -71,7 +103,7 @@ async def _swap(server: Server, models: Path, every: float, outcome: Outcome) ->
         else:
             outcome.swapped.append(version)
             gone, served = served, version
-        shutil.rmtree(models / SOAKED / str(gone))
+        shutil.rmtree(models / NAME / str(gone))
         await asyncio.sleep(every / 2)
 
 

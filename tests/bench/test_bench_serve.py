@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 
-from twinop.bench.serving.serve import CLIENTS, bare, bars
-from twinop.bench.serving.servers import GRPC, KSERVE, MODELS, OURS, REST, write
+from twinop.bench.report import BenchError
+from twinop.bench.serving.serve import CLIENTS, bars, check, measure, measure_once, requests
+from twinop.bench.serving.servers import FASTAPI, GRPC, KSERVE, MODELS, OURS, REST, commands, started
 
 
 def rows(ours: list[float], peers: list[float]) -> list[dict[str, Any]]:
@@ -38,9 +41,41 @@ def test_at_one_client_rounds_are_compared_in_pairs(
         assert bar["bar"] == "<= 1.1"
 
 
-def test_the_session_alone_is_called_by_as_many_threads(tmp_path: Path) -> None:
-    small = MODELS[0]
-    found, expected = bare(write(small, tmp_path), "cpu", small.inputs(), 0.05)
-    assert set(found) == set(CLIENTS) and expected.shape == (1, 16)
-    for row in found.values():
-        assert row["per_second"] > 0 and 0 < row["p50_ms"] <= row["p99_ms"]
+SMALL = MODELS[0]
+
+
+@pytest.mark.slow
+def test_servers_are_measured_side_by_side(tmp_path: Path) -> None:
+    """Every server answers as a session does, over each protocol, to every number of clients."""
+    found = measure(SMALL, "cpu", 0.3, 1, tmp_path, lambda name: None)
+    servers = {(row["server"], row["protocol"]) for row in found}
+    assert servers >= {(OURS, REST), (OURS, GRPC), (KSERVE, REST), (KSERVE, GRPC), (FASTAPI, REST)}
+    for row in found:
+        assert row["per_second"] > 0 and 0 < row["p50_ms"] <= row["p99_ms"], row
+    for server in servers:
+        rounds = {row["clients"]: len(row.get("p50s_ms", [])) for row in found if is_of(row, server)}
+        assert rounds == dict.fromkeys(CLIENTS, 0) | ({1: 5} if server[1] != "none" else {})
+    assert all(bar["value"] > 0 for bar in bars(found))
+
+
+def is_of(row: dict[str, Any], server: tuple[str, str]) -> bool:
+    return (row["server"], row["protocol"]) == server
+
+
+def test_a_wrong_answer_or_a_failure_ends_the_report(tmp_path: Path) -> None:
+    path = tmp_path / "small.onnx"
+    onnx.save(SMALL.build(), path)
+    command = commands(SMALL, path, "cpu")[FASTAPI]
+    files = requests(SMALL, tmp_path)
+    with started(FASTAPI, command, "small", tmp_path / "log") as (server, _):
+        with pytest.raises(BenchError, match=r"FastAPI gives a wrong answer \(200\)"):
+            check(server, files[REST, FASTAPI], np.ones((1, 16), np.float32))
+        with pytest.raises(BenchError, match=r"FastAPI, REST: \d+ failures: status 404"):
+            measure_once(server, REST, files[REST, OURS], 1, 0.05)
+
+
+def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
+    command = ["twinop.bench.serving.servers", "fastapi", str(tmp_path / "none.onnx"), "cpu"]
+    starting = started(FASTAPI, command, "none", tmp_path / "log")
+    with pytest.raises(BenchError, match=r"FastAPI ended at its start:\n(.|\n)*none.onnx"), starting:
+        pass
