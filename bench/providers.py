@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import onnx
+import onnx.parser
 import torch
 from onnx import NodeProto, helper
 from torch import Tensor
@@ -267,14 +269,10 @@ def onnx_nodes(entry: Entry, provider: str) -> tuple[list[NodeProto], int]:
         given = [each.name if each.name in entry.input_names else "" for each in record.inputs[: last + 1]]
         outputs = list(record.outputs)
         return [helper.make_node(record.onnx_name, given, outputs, "node0", domain=DOMAIN, **attributes)], 20
-    described = entry.ort[provider]
-    nodes = []
-    for i, (op_type, wires) in enumerate(described.nodes):
-        sources, targets = ([name.strip() for name in side.split(",")] for side in wires.split("->"))
-        options = dict(described.attributes) if i == 0 else {}
-        domain = described.domain if i == 0 else ""
-        nodes.append(helper.make_node(op_type, sources, targets, f"node{i}", domain=domain, **options))
-    return nodes, described.opset
+    nodes = [onnx.parser.parse_node(text) for text in entry.ort[provider].split(";")]
+    for number, node in enumerate(nodes):
+        node.name = f"node{number}"
+    return nodes, 23 if nodes[0].op_type == "RMSNormalization" else 20
 
 
 def reason_of(failure: Exception) -> str:

@@ -21,22 +21,6 @@ from twinop.record import Record
 OVERWRITES_INPUTS = ("others:liger_swiglu",)
 """The peers whose backward overwrites the inputs that forward saved with the gradients."""
 
-MICROSOFT = "com.microsoft"  # ONNX Runtime's fused nodes
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """One or more nodes of ONNX Runtime's own, such as ("Mul", "x, x -> y")."""
-
-    nodes: tuple[tuple[str, str], ...]
-    attributes: Mapping[str, Any] = field(default_factory=dict)  # of the first node
-    domain: str = ""  # of the first node
-    opset: int = 20
-
-
-def ort(op_type: str, wires: str, domain: str = "", opset: int = 20, **attributes: Any) -> Nodes:
-    return Nodes(((op_type, wires),), attributes, domain, opset)
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -47,7 +31,8 @@ class Entry:
         inputs: the names of the inputs to pass.
         eager: torch's own function of these inputs.
         peers: provider -> "module:function" of this package.
-        ort: provider -> ONNX Runtime's nodes; the first one is what a stock export holds.
+        ort: provider -> ONNX Runtime's own nodes in ONNX's text format, separated by semicolons; the first
+            provider is what a stock export holds.
         variants: other values of the op's attribute `variant`, measured beside the default.
         backward: measure the gradient too.
         positive: the inputs that must be positive.
@@ -58,7 +43,7 @@ class Entry:
     inputs: str
     eager: Callable[..., Any]
     peers: Mapping[str, str] = field(default_factory=dict)
-    ort: Mapping[str, Nodes] = field(default_factory=dict)
+    ort: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[str, ...] = ()
     backward: bool = False
@@ -119,28 +104,19 @@ def _of_rounded_sum(norm: Callable[..., Tensor]) -> Callable[..., Any]:
     return reference
 
 
-_SIGMOID_MUL = (("Sigmoid", "gate -> s"), ("Mul", "gate, s -> t"), ("Mul", "t, x -> y"))
-_SPLIT = (("Split", "x -> gate, value"), ("Sigmoid", "gate -> s"), ("Mul", "gate, s -> t"))
-_EPS: dict[str, Any] = {"epsilon": 1e-5}
-_RMS_EPS: dict[str, Any] = {"epsilon": 1e-6}
+_SWIGLU = "s = Sigmoid(gate); t = Mul(gate, s)"
+_LAYER_NORM = "LayerNormalization<axis = -1, epsilon = 1e-5>"
+_RMS_NORM = "<axis = -1, epsilon = 1e-6>(x, weight)"
+_ADD_RMS_NORM = "SkipSimplifiedLayerNormalization<epsilon = 1e-6>(x, residual, weight)"
 
 ENTRIES: dict[str, Entry] = {
-    "relu": Entry(
-        "relu",
-        "x",
-        torch.relu,
-        variants=("vec4", "scalar"),
-        ort={"ORT Relu": ort("Relu", "x -> y")},
-    ),
+    "relu": Entry("relu", "x", torch.relu, variants=("vec4", "scalar"), ort={"ORT Relu": "y = Relu(x)"}),
     "gelu": Entry(
         "gelu",
         "x",
         F.gelu,
         peers={"Triton": "triton_kernels:gelu"},
-        ort={
-            "ORT Gelu": ort("Gelu", "x -> y"),
-            "ORT contrib Gelu": ort("Gelu", "x -> y", MICROSOFT),
-        },
+        ort={"ORT Gelu": "y = Gelu(x)", "ORT contrib Gelu": "y = com.microsoft.Gelu(x)"},
         backward=True,
         reference=_gelu_exact,
     ),
@@ -150,8 +126,8 @@ ENTRIES: dict[str, Entry] = {
         lambda x: F.gelu(x, approximate="tanh"),
         peers={"Triton": "triton_kernels:gelu_tanh"},
         ort={
-            "ORT Gelu": ort("Gelu", "x -> y", approximate="tanh"),
-            "ORT FastGelu": ort("FastGelu", "x -> y", MICROSOFT),
+            "ORT Gelu": 'y = Gelu<approximate = "tanh">(x)',
+            "ORT FastGelu": "y = com.microsoft.FastGelu(x)",
         },
         attributes={"approximate": "tanh"},
         backward=True,
@@ -162,37 +138,33 @@ ENTRIES: dict[str, Entry] = {
         "x",
         F.silu,
         ort={
-            "ORT Sigmoid, Mul": Nodes((("Sigmoid", "x -> s"), ("Mul", "x, s -> y"))),
-            "ORT QuickGelu": ort("QuickGelu", "x -> y", MICROSOFT, alpha=1.0),
+            "ORT Sigmoid, Mul": "s = Sigmoid(x); y = Mul(x, s)",
+            "ORT QuickGelu": "y = com.microsoft.QuickGelu<alpha = 1.0>(x)",
         },
     ),
-    "sigmoid": Entry("sigmoid", "x", torch.sigmoid, ort={"ORT Sigmoid": ort("Sigmoid", "x -> y")}),
-    "tanh": Entry("tanh", "x", torch.tanh, ort={"ORT Tanh": ort("Tanh", "x -> y")}),
-    "softplus": Entry("softplus", "x", F.softplus, ort={"ORT Softplus": ort("Softplus", "x -> y")}),
-    "exp": Entry("exp", "x", torch.exp, ort={"ORT Exp": ort("Exp", "x -> y")}),
-    "log": Entry("log", "x", torch.log, ort={"ORT Log": ort("Log", "x -> y")}, positive=("x",)),
+    "sigmoid": Entry("sigmoid", "x", torch.sigmoid, ort={"ORT Sigmoid": "y = Sigmoid(x)"}),
+    "tanh": Entry("tanh", "x", torch.tanh, ort={"ORT Tanh": "y = Tanh(x)"}),
+    "softplus": Entry("softplus", "x", F.softplus, ort={"ORT Softplus": "y = Softplus(x)"}),
+    "exp": Entry("exp", "x", torch.exp, ort={"ORT Exp": "y = Exp(x)"}),
+    "log": Entry("log", "x", torch.log, ort={"ORT Log": "y = Log(x)"}, positive=("x",)),
     "square": Entry(
         "square",
         "x",
         torch.square,
-        peers={
-            "Triton": "triton_kernels:square",
-        },
-        ort={"ORT Mul": ort("Mul", "x, x -> y")},
+        peers={"Triton": "triton_kernels:square"},
+        ort={"ORT Mul": "y = Mul(x, x)"},
     ),
-    "add": Entry("add", "a b", torch.add, ort={"ORT Add": ort("Add", "a, b -> y")}),
-    "mul": Entry("mul", "a b", torch.mul, ort={"ORT Mul": ort("Mul", "a, b -> y")}),
-    "pow": Entry("pow", "a b", torch.pow, ort={"ORT Pow": ort("Pow", "a, b -> y")}, positive=("a",)),
+    "add": Entry("add", "a b", torch.add, ort={"ORT Add": "y = Add(a, b)"}),
+    "mul": Entry("mul", "a b", torch.mul, ort={"ORT Mul": "y = Mul(a, b)"}),
+    "pow": Entry("pow", "a b", torch.pow, ort={"ORT Pow": "y = Pow(a, b)"}, positive=("a",)),
     "swiglu": Entry(
         "swiglu",
         "x gate",
         lambda x, gate: F.silu(gate) * x,
         peers={"Triton": "triton_kernels:swiglu", "Liger": "others:liger_swiglu"},
         ort={
-            "ORT Sigmoid, Mul, Mul": Nodes(_SIGMOID_MUL),
-            "ORT QuickGelu, Mul": Nodes(
-                (("QuickGelu", "gate -> t"), ("Mul", "t, x -> y")), {"alpha": 1.0}, MICROSOFT
-            ),
+            "ORT Sigmoid, Mul, Mul": f"{_SWIGLU}; y = Mul(t, x)",
+            "ORT QuickGelu, Mul": "t = com.microsoft.QuickGelu<alpha = 1.0>(gate); y = Mul(t, x)",
         },
         backward=True,
     ),
@@ -202,8 +174,8 @@ ENTRIES: dict[str, Entry] = {
         _swiglu_packed,
         peers={"Liger": "others:liger_swiglu_packed", "flashinfer": "others:flashinfer_silu_and_mul"},
         ort={
-            "ORT Split, Sigmoid, Mul, Mul": Nodes(
-                (*_SPLIT, ("Mul", "t, value -> y")), {"axis": -1, "num_outputs": 2}
+            "ORT Split, Sigmoid, Mul, Mul": (
+                f"gate, value = Split<axis = -1, num_outputs = 2>(x); {_SWIGLU}; y = Mul(t, value)"
             )
         },
         backward=True,
@@ -217,20 +189,15 @@ ENTRIES: dict[str, Entry] = {
             "Liger": "others:liger_softmax",
             "quack": "others:quack_softmax",
         },
-        ort={"ORT Softmax": ort("Softmax", "x -> y", axis=-1)},
+        ort={"ORT Softmax": "y = Softmax<axis = -1>(x)"},
         backward=True,
     ),
     "layer_norm": Entry(
         "layer_norm",
         "x weight bias",
         _layer_norm,
-        peers={
-            "Triton": "triton_kernels:layer_norm",
-            "Liger": "others:liger_layer_norm",
-        },
-        ort={
-            "ORT LayerNormalization": ort("LayerNormalization", "x, weight, bias -> y", axis=-1, **_EPS),
-        },
+        peers={"Triton": "triton_kernels:layer_norm", "Liger": "others:liger_layer_norm"},
+        ort={"ORT LayerNormalization": f"y = {_LAYER_NORM}(x, weight, bias)"},
         backward=True,
     ),
     "rms_norm": Entry(
@@ -244,10 +211,8 @@ ENTRIES: dict[str, Entry] = {
             "flashinfer": "others:flashinfer_rms_norm",
         },
         ort={
-            "ORT RMSNormalization": ort("RMSNormalization", "x, weight -> y", opset=23, axis=-1, **_RMS_EPS),
-            "ORT SimplifiedLayerNormalization": ort(
-                "SimplifiedLayerNormalization", "x, weight -> y", axis=-1, **_RMS_EPS
-            ),
+            "ORT RMSNormalization": f"y = RMSNormalization{_RMS_NORM}",
+            "ORT SimplifiedLayerNormalization": f"y = SimplifiedLayerNormalization{_RMS_NORM}",
         },
         backward=True,
     ),
@@ -256,11 +221,11 @@ ENTRIES: dict[str, Entry] = {
         "x residual weight bias",
         _add_layer_norm,
         ort={
-            "ORT SkipLayerNormalization": ort(
-                "SkipLayerNormalization", "x, residual, weight, bias -> y, , , sum", MICROSOFT, **_EPS
+            "ORT SkipLayerNormalization": (
+                "y, , , sum = com.microsoft.SkipLayerNormalization<epsilon = 1e-5>(x, residual, weight, bias)"
             ),
-            "ORT Add, LayerNormalization": Nodes(
-                (("Add", "x, residual -> sum"), ("LayerNormalization", "sum, weight, bias -> y"))
+            "ORT Add, LayerNormalization": (
+                "sum = Add(x, residual); y = LayerNormalization(sum, weight, bias)"
             ),
         },
         reference=_of_rounded_sum(_layer_norm),
@@ -274,11 +239,7 @@ ENTRIES: dict[str, Entry] = {
             "Liger": "others:liger_add_rms_norm",
             "quack": "others:quack_add_rms_norm",
         },
-        ort={
-            "ORT SkipSimplifiedLayerNormalization": ort(
-                "SkipSimplifiedLayerNormalization", "x, residual, weight -> y, , , sum", MICROSOFT, **_RMS_EPS
-            ),
-        },
+        ort={"ORT SkipSimplifiedLayerNormalization": f"y, , , sum = com.microsoft.{_ADD_RMS_NORM}"},
         reference=_of_rounded_sum(_rms_norm),
     ),
 }
