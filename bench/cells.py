@@ -133,22 +133,16 @@ def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
 def numeric_verdicts(rows: Sequence[Row]) -> list[Verdict]:
     """Returns the verdicts on errors: twinop is never the worst, and 16-bit elementwise ops stay in 1 ulp."""
     found: list[Verdict] = []
-    for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
+    for op, dtype, family in dict.fromkeys((row["op"], row["dtype"], row["family"]) for row in rows):
         errors = {r["provider"]: r["max_ulp"] for r in rows if (r["op"], r["dtype"]) == (op, dtype)}
-        family = next(row["family"] for row in rows if row["op"] == op)
-        others = {name: error for name, error in errors.items() if name not in OURS}
+        others = [error for name, error in errors.items() if name not in OURS]
+        bounds = {"numerics, never the worst": max(others) + 1e-3} if others else {}
+        if family != "rows" and dtype != "float32":
+            bounds["numerics, element-wise in 16 bits, ulp"] = 1.0
         for ours in filter(errors.__contains__, OURS):
-            bars: list[tuple[str, str, float]] = []
-            if others:
-                worst = max(others, key=others.__getitem__)
-                bars.append(
-                    ("numerics, never the worst", f"<= {others[worst]} ({worst})", others[worst] + 1e-3)
-                )
-            if family != "rows" and dtype != "float32":
-                bars.append(("numerics, element-wise in 16 bits, ulp", "<= 1", 1.0))
-            for group, bar, bound in bars:
-                what = {"group": group, "what": f"{group}: {ours}, {op}, {dtype}", "value": errors[ours]}
-                found.append(what | {"bar": bar, "passed": bool(errors[ours] <= bound)})
+            for group, bound in bounds.items():
+                what = f"{group}: {ours}, {op}, {dtype}"
+                found.append({"group": group} | report.bar(what, errors[ours], bound))
     return found
 
 

@@ -4,7 +4,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,15 +33,6 @@ KERNELS = 12  # the kernels of each profile that take longest
 FULL = Size(vocabulary=2000)
 
 
-@dataclass
-class Subject:
-    """A session to measure: its run, the number of its nodes by type, and its output."""
-
-    run: Run
-    nodes: dict[str, int]
-    output: Tensor
-
-
 def exported(style: str, size: Size, dtype: torch.dtype, ours: bool, exporter: str) -> onnx.ModelProto:
     """Exports a model with a dynamic batch dimension, from two sentences to make tracing cheap."""
     model = encoder(style, size).to(dtype)
@@ -56,18 +47,21 @@ def exported(style: str, size: Size, dtype: torch.dtype, ours: bool, exporter: s
         return onnx.load(path)
 
 
-def subject(
-    proto: onnx.ModelProto,
-    size: Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    stream: torch.cuda.Stream | None,
-) -> Subject:
-    """Opens a session with ONNX Runtime's full graph optimisation, bound to tensors of the full batch."""
+def opened(
+    proto: onnx.ModelProto, size: Size, output: Tensor, stream: torch.cuda.Stream | None
+) -> tuple[Run, dict[str, int]]:
+    """Opens a session with ONNX Runtime's full graph optimisation, on a full batch.
+
+    Args:
+        output: where the session writes; on the device of the session.
+
+    Returns:
+        A run of the session, and the number of its nodes by type.
+    """
     nodes: list[str] = []
     session = runtime.open_session(
         proto,
-        device,
+        output.device,
         cpu_threads=2,
         stream=stream,
         optimize=True,
@@ -75,11 +69,10 @@ def subject(
         planned_nodes=nodes,
     )
     names = [value.name for value in session.get_inputs()]
-    inputs = dict(zip(names, (tensor.to(device) for tensor in batch(size)), strict=True))
-    output = torch.empty(size.batch, size.tokens, size.width, dtype=dtype, device=device)
+    inputs = dict(zip(names, (tensor.to(output.device) for tensor in batch(size)), strict=True))
     outputs = {session.get_outputs()[0].name: output}
     run = runtime.bind(session, inputs, outputs, synchronize=stream is None)
-    return Subject(run, dict(Counter(nodes).most_common()), output)
+    return run, dict(Counter(nodes).most_common())
 
 
 def compare(
@@ -99,43 +92,41 @@ def compare(
     Raises:
         BenchError: an export's output differs from torch's.
     """
-    stream = timer.stream if timer is not None else None
     dtype_name = str(dtype).removeprefix("torch.")
-    subjects: dict[str, Subject] = {}
+    runs: dict[str, Run] = {}
+    nodes: dict[str, dict[str, int]] = {}
     with torch.no_grad():
         model = encoder(style, size).to(dtype).to(device)
         expected = model(*(tensor.to(device) for tensor in batch(size)))
         for name in (STOCK, OURS):
             proto = exported(style, size, dtype, name == OURS, exporter)
-            found = subject(proto, size, dtype, device, stream)
-            found.run()
+            output = torch.empty_like(expected, memory_format=torch.contiguous_format)
+            runs[name], nodes[name] = opened(proto, size, output, timer.stream if timer is not None else None)
+            runs[name]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            error = relative_error(found.output, expected.double())
+            error = relative_error(output, expected.double())
             if not error <= TOLERANCE:
                 text = f"{style}, {dtype_name}, {name}: relative error {error:.1e}"
                 raise report.BenchError(f"{text} against torch: nothing is measured")
-            subjects[name] = found
-    runs = {name: found.run for name, found in subjects.items()} | {AGAIN: subjects[STOCK].run}
+    again = runs | {AGAIN: runs[STOCK]}
     times: Mapping[str, Time]
+    kernels: list[dict[str, Any]] = []
     if timer is not None:
-        times = timer.times(runs, rounds=rounds)
-        kernels = [row for name, found in subjects.items() for row in profiled(found.run, name, device)]
+        times = timer.times(again, rounds=rounds)
+        kernels = [{"provider": name} | row for name, run in runs.items() for row in profiled(run, device)]
     else:
-        times = host_times(runs, rounds=rounds, seconds=2.0)
-        kernels = []
+        times = host_times(again, rounds=rounds, seconds=2.0)
     label = {"op": style, "dtype": dtype_name, "device": device.type}
+    shape = {"shape": f"{size.batch}x{size.tokens}"}
     rows = [
-        label
-        | {"shape": f"{size.batch}x{size.tokens}", "provider": name}
-        | each.row()
-        | {"nodes": subjects[STOCK if name == AGAIN else name].nodes}
+        label | shape | {"provider": name} | each.row() | {"nodes": nodes.get(name, nodes[STOCK])}
         for name, each in times.items()
     ]
     return rows, [label | row for row in kernels]
 
 
-def profiled(run: Run, name: str, device: torch.device) -> list[dict[str, Any]]:
+def profiled(run: Run, device: torch.device) -> list[dict[str, Any]]:
     """Returns the CUDA kernels that take longest, from torch's profiler, which sees ONNX Runtime's too."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -144,18 +135,17 @@ def profiled(run: Run, name: str, device: torch.device) -> list[dict[str, Any]]:
         for _ in range(runs):
             run()
         torch.cuda.synchronize(device)
-    events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
-    events.sort(key=lambda event: -event.self_device_time_total)
+    events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
     whole = sum(event.self_device_time_total for event in events)
-
-    def row(kernel: str, chosen: Sequence[Any]) -> dict[str, Any]:
-        spent = sum(event.self_device_time_total for event in chosen)
-        calls = sum(event.count for event in chosen) / runs
-        shares = {"calls": calls, "us": round(spent / runs, 1), "share": round(spent / whole, 4)}
-        return {"provider": name, "kernel": kernel} | shares
-
-    rows = [row(event.key[:120], [event]) for event in events[:KERNELS]]
-    return rows + ([row("all others", events[KERNELS:])] if events[KERNELS:] else [])
+    return [
+        {
+            "kernel": event.key[:120],
+            "calls": event.count / runs,
+            "us": round(event.self_device_time_total / runs, 1),
+            "share": round(event.self_device_time_total / whole, 4),
+        }
+        for event in events[:KERNELS]
+    ]
 
 
 def bars(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -167,27 +157,6 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         what = f"{key[0]}, {key[1]}: {OURS} / {STOCK}, time"
         found.append(report.bar(what, us[OURS] / us[STOCK], 1, tolerance=noise))
     return found
-
-
-def show(rows: Sequence[Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]]) -> None:
-    columns = ["", "ms", "nodes", "twinop's nodes", "most frequent types"]
-    table = report.table("Encoder in ONNX Runtime", columns)
-    for row in rows:
-        if row["provider"] == AGAIN:
-            continue
-        nodes = row["nodes"]
-        custom = sum(count for name, count in nodes.items() if name.startswith("Custom"))
-        types = ", ".join(f"{count} {name}" for name, count in list(nodes.items())[:6])
-        cells = (f"{row['median_us'] / 1e3:.3f}", str(sum(nodes.values())), str(custom), types)
-        table.add_row(f"{row['op']}, {row['dtype']}, {row['shape']}, {row['provider']}", *cells)
-    report.show(table)
-    for key in dict.fromkeys((k["op"], k["dtype"], k["provider"]) for k in kernels):
-        table = report.table(", ".join(key), ["kernel", "calls", "us", "share"])
-        for each in kernels:
-            if (each["op"], each["dtype"], each["provider"]) == key:
-                numbers = (f"{each['calls']:.0f}", f"{each['us']:.0f}", f"{each['share']:.1%}")
-                table.add_row(each["kernel"][:100], *numbers)
-        report.show(table)
 
 
 def main(
@@ -241,7 +210,10 @@ def main(
                     continue
                 rows += found[0]
                 kernels += found[1]
-        show(rows, kernels)
+        columns = ("op", "dtype", "shape", "provider", "median_us", "nodes")
+        report.show_rows("Encoder in ONNX Runtime", rows, columns)
+        if kernels:
+            report.show_rows("Kernels", kernels, list(kernels[0]))
         verdicts = bars(rows)
         report.show_bars(verdicts)
         settings = {"exporter": exporter, "size": vars(size), "seconds": time.perf_counter() - started}

@@ -100,10 +100,6 @@ def main(
         recording = Recording("first-call", device, output, commit)
         provider = "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
         rows = measure([library.absolute() for library in libraries], provider, rounds)
-        columns = ["op", "library", "MB", *(f"{step}, ms" for step in _STEPS)]
-        table = report.table("First calls in a fresh process, medians", columns)
-        for row in sorted(rows, key=lambda row: row["op"]):
-            times = (f"{row[f'{step}_ms']:.2f}" for step in _STEPS)
-            table.add_row(row["op"], row["library"], f"{row['bytes'] / 1e6:.1f}", *times)
-        report.show(table)
+        rows.sort(key=lambda row: row["op"])
+        report.show_rows("First calls in a fresh process, medians", rows, list(rows[0]))
         recording.write(settings={"rounds": rounds, "provider": provider}, rows=rows)

@@ -117,19 +117,6 @@ def bars(rows: list[dict[str, Any]], archs: int, build: dict[str, Any], tree: di
     return [report.bar(*each) for each in values]
 
 
-def show(rows: list[dict[str, Any]], build: dict[str, Any], tree: dict[str, Any]) -> None:
-    """Prints a table of the sizes, of the slowest compilations, and the lines of the program."""
-    table = report.table("Size, MB", ["", "all", "GPU code", "CPU code", "rest"])
-    for row in rows:
-        table.add_row(row["what"], *(f"{row[name] / 1e6:.2f}" for name in ("bytes", "gpu", "cpu", "rest")))
-    report.show(table)
-    title = f"Build: {build['wall']:.0f} s, commands: {build['sum']:.0f} s; {tree['lines']} lines of source"
-    table = report.table(title, ["slowest commands", "seconds"])
-    for output, seconds in build["slowest"].items():
-        table.add_row(output, f"{seconds:.1f}")
-    report.show(table)
-
-
 def main(
     build: Annotated[Path, typer.Option(help="The build folder, whose ninja log has the times.")] = ROOT
     / "build",
@@ -150,7 +137,9 @@ def main(
         archs = read_library(find_library("custom_ops")).cuda_archs
         files, times = tracked_files(ROOT), build_times(build / ".ninja_log")
         rows, tree = size_rows(ROOT, files), source_facts(ROOT, files)
-        show(rows, times, tree)
+        report.show_rows("Bytes", rows, list(rows[0]))
+        slowest = [{"command": name, "seconds": seconds} for name, seconds in times["slowest"].items()]
+        report.show_rows(f"Build: {times['wall']} s, commands: {times['sum']} s", slowest, list(slowest[0]))
         count = 0 if archs == "none" else archs.count(",") + 1
         verdicts = bars(rows, count, times, tree)
         report.show_bars(verdicts)

@@ -1,12 +1,12 @@
 """The cost of a custom node in ONNX Runtime, and of a built-in one: `twinop bench node-overhead`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from twinop.console import clear_errors
+from twinop.console import clear_errors, out
 
 from . import report, runtime
 from .recording import Commit, Device, Output, Recording
@@ -50,10 +50,9 @@ class Chains:
 
 
 def rows_of(device: str, nodes: int, what: str, times: dict[str, Time]) -> list[dict[str, Any]]:
+    label = {"device": device, "nodes": nodes, "time": what}
     return [
-        {"device": device, "nodes": nodes, "provider": name, "time": what}
-        | time.row()
-        | {"ns_per_node": round(time.median * 1e9 / nodes, 1)}
+        label | {"provider": name} | time.row() | {"ns_per_node": round(time.median * 1e9 / nodes, 1)}
         for name, time in times.items()
     ]
 
@@ -86,47 +85,19 @@ def measure_cuda(device: torch.device, nodes: int, rounds: int) -> list[dict[str
     return rows
 
 
-def find(rows: Sequence[dict[str, Any]], nodes: int, what: str, provider: str) -> dict[str, Any]:
-    return next(r for r in rows if (r["nodes"], r["time"], r["provider"]) == (nodes, what, provider))
+def chains_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[str, float]]:
+    """Returns the microseconds of each provider, by the number of nodes and the kind of time."""
+    found: dict[tuple[int, str], dict[str, float]] = {}
+    for row in rows:
+        found.setdefault((row["nodes"], row["time"]), {})[row["provider"]] = row["median_us"]
+    return found
 
 
-def compare(rows: Sequence[dict[str, Any]], nodes: int, what: str) -> tuple[float, float]:
-    """Returns the time of the custom chain, and of the built-in one again, relative to the built-in one."""
-    ours, theirs, again = (find(rows, nodes, what, name)["median_us"] for name in (*OPS, AGAIN))
-    return ours / theirs, again / theirs
-
-
-def bar(rows: Sequence[dict[str, Any]], nodes: int, what: str) -> dict[str, Any]:
-    ratio, again = compare(rows, nodes, what)
-    noise = max(NOISE, abs(again - 1))
-    text = f"twinop / built-in, {what} time, {nodes} nodes, {rows[0]['device']}"
-    return report.bar(text, ratio, 1, tolerance=noise)
-
-
-def show(rows: Sequence[dict[str, Any]], caption: str) -> None:
-    columns = ["chain", "twinop, us", "built-in, us", "twinop, ns/node", "built-in", "ratio", "noise"]
-    table = report.table("A chain of one-element nodes, float32", columns, caption)
-    for nodes, what in dict.fromkeys((row["nodes"], row["time"]) for row in rows):
-        ours, theirs = (find(rows, nodes, what, name) for name in OPS)
-        ratio, again = compare(rows, nodes, what)
-        table.add_row(
-            f"{nodes} nodes, {what}",
-            *(f"{row['median_us']:.2f}" for row in (ours, theirs)),
-            *(f"{row['ns_per_node']:.0f}" for row in (ours, theirs)),
-            report.flag(f"{ratio:.3f}", bar(rows, nodes, what)["passed"]),
-            f"{again:.3f}",
-        )
-    report.show(table)
-
-
-def slopes(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Returns the nanoseconds that one more node costs, from the shortest and the longest chain."""
-    few, many = min(row["nodes"] for row in rows), max(row["nodes"] for row in rows)
-
-    def us(nodes: int, name: str) -> float:
-        return float(find(rows, nodes, "wall", name)["median_us"])
-
-    return {name: round((us(many, name) - us(few, name)) * 1e3 / (many - few), 1) for name in (*OPS, AGAIN)}
+def bar(device: str, nodes: int, what: str, us: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the verdict on a chain. The built-in chain's difference from itself is the tolerance."""
+    noise = max(NOISE, abs(us[AGAIN] / us["built-in"] - 1))
+    text = f"twinop / built-in, {what} time, {nodes} nodes, {device}"
+    return report.bar(text, us["twinop"] / us["built-in"], 1, tolerance=noise)
 
 
 def main(
@@ -154,14 +125,20 @@ def main(
         content: dict[str, Any] = {}
         if where.type == "cuda":
             rows = measure_cuda(where, CUDA_NODES, 15 if quick else 51)
-            show(rows, "wall: a run and the wait for it. device: between events, after a memset.")
-            verdicts = [bar(rows, CUDA_NODES, f"CUDA graph, {what}") for what in ("wall", "device")]
+            chains = chains_of(rows)
+            held = [(CUDA_NODES, f"CUDA graph, {what}") for what in ("wall", "device")]
         else:
             rows = measure_cpu(CPU_NODES, 301 if quick else 20001, 0.5 if quick else 8.0)
-            content["slope_ns_per_node"] = slope = slopes(rows)
-            each = ", ".join(f"{name} {value:.0f} ns" for name, value in slope.items())
-            show(rows, f"Medians. noise: the built-in chain, measured twice. One more node costs: {each}.")
-            verdicts = [bar(rows, CPU_NODES[-1], "wall")]
+            chains = chains_of(rows)
+            few, many = (chains[count, "wall"] for count in CPU_NODES)
+            more = CPU_NODES[1] - CPU_NODES[0]
+            slope = {name: round((many[name] - few[name]) * 1e3 / more, 1) for name in many}
+            content["slope_ns_per_node"] = slope
+            out.print("one more node costs, in ns:", slope)
+            held = [(CPU_NODES[-1], "wall")]
+        verdicts = [bar(where.type, *chain, chains[chain]) for chain in held]
+        columns = ("nodes", "time", "provider", "median_us", "low_us", "ns_per_node")
+        report.show_rows("Chains of one-element nodes, float32", rows, columns)
         report.show_bars(verdicts)
         settings = {"quick": quick, "graph_optimization": "off", "cpu_threads": 2}
         recording.write(settings=settings, **content, bars=verdicts, rows=rows)

@@ -152,6 +152,18 @@ def table(title: str, columns: Sequence[str], caption: str | None = None) -> Tab
     return result
 
 
+def show_rows(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Prints the rows of a report, with these of their fields as columns."""
+    result = Table(title=title, title_justify="left")
+    for column in columns:
+        numbers = all(isinstance(row.get(column), int | float) for row in rows)
+        result.add_column(column, justify="right" if numbers else "left")
+    for row in rows:
+        values = (row.get(column, "") for column in columns)
+        result.add_row(*(f"{each:.4g}" if isinstance(each, float) else str(each) for each in values))
+    show(result)
+
+
 def flag(text: str, good: bool) -> str:
     """Returns the text in green or red markup."""
     return f"[{'green' if good else 'red'}]{text}[/]"
@@ -172,12 +184,10 @@ def bar(
 
 
 def show_bars(verdicts: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the bars that are missed, and the number of those that are met."""
-    missed = [bar for bar in verdicts if not bar["passed"]]
-    for bar in missed:
-        text = f"[red]missed:[/] {bar['what']}: {bar['value']}, bar {bar['bar']}"
-        out.print(text, highlight=False, soft_wrap=True)
-    out.print(f"{len(verdicts) - len(missed)} of {len(verdicts)} bars met", highlight=False)
+    """Prints which bars are met."""
+    for bar in verdicts:
+        text = f"{flag('met' if bar['passed'] else 'missed', bar['passed'])}: {bar['what']}: {bar['value']}"
+        out.print(f"{text}, bar {bar['bar']}", highlight=False, soft_wrap=True)
 
 
 def size_name(elements: int) -> str:

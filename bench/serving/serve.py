@@ -228,26 +228,6 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints a table for each model: a column per number of clients, a row per server and protocol."""
-    columns = [f"{clients} clients" if clients > 1 else "1 client" for clients in CLIENTS]
-    for model in MODELS:
-        chosen = [row for row in rows if row["model"] == model.name]
-        if not chosen:
-            continue
-        title = f"{model.title}: p50 / p99 ms, requests per second"
-        table = report.table(title, ["", *columns, "ready after"])
-        for key in dict.fromkeys((row["server"], row["protocol"]) for row in chosen):
-            here = {r["clients"]: r for r in chosen if (r["server"], r["protocol"]) == key}
-            cells = [
-                f"{r['p50_ms']:.2f} / {r['p99_ms']:.2f}, {r['per_second']:.0f}" if r else ""
-                for r in map(here.get, CLIENTS)
-            ]
-            ready = next((f"{r['ready_seconds']:.1f} s" for r in here.values() if r["ready_seconds"]), "")
-            table.add_row(key[0] if key[1] == "none" else f"{key[0]}, {key[1]}", *cells, ready)
-        report.show(table)
-
-
 def main(
     models: Annotated[
         str, typer.Option(help="Models to measure: small,wide,encoder.")
@@ -283,7 +263,8 @@ def main(
         with report.progress("serve", steps) as step, tempfile.TemporaryDirectory() as work:
             for model in chosen:
                 rows += measure(model, where.type, seconds, rounds, Path(work), step)
-        show(rows)
+        columns = ["model", "server", "protocol", "clients", "p50_ms", "p99_ms", "per_second"]
+        report.show_rows("The inference service beside plain servers", rows, [*columns, "ready_seconds"])
         verdicts = bars(rows)
         report.show_bars(verdicts)
         settings: dict[str, Any] = {"seconds": seconds, "rounds": rounds}

@@ -59,7 +59,7 @@ def test_node_overhead_report(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--quick", "--output", str(tmp_path), "--commit", "def456"]
     done = bench("node-overhead", *options)
     assert done.returncode == 0, done.stderr
-    assert "200 nodes, wall" in done.stdout and "bars met" in done.stdout
+    assert "twinop / built-in, wall time, 200 nodes, cpu" in done.stdout
     (path,) = tmp_path.glob("node-overhead-*.json")
     document = json.loads(path.read_text())
     check_document(document, "node-overhead")

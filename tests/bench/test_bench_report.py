@@ -306,7 +306,7 @@ def test_bad_options_are_one_message(options: list[str], message: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_encoder(tmp_path: Path) -> None:
     text = command("encoder", "--device=cpu", "--quick", "--styles=llama", "--output", str(tmp_path))
-    assert "llama, float32, 2x16, twinop" in text
+    assert "llama │ float32 │ 2x16 │ twinop" in text
     (path,) = tmp_path.glob("encoder-*.json")
     rows = {row["provider"]: row for row in json.loads(path.read_text())["rows"]}
     assert any(name.startswith("Custom") for name in rows["twinop"]["nodes"])
