@@ -35,12 +35,14 @@ class Choice:
         device: the CUDA device, or None.
         reason: why these providers were chosen.
         automatic: whether the caller named none, so that a session may run on another one.
+        uses_torch: whether a session works on a stream of torch's and takes its tensors.
     """
 
     providers: list[Provider]
     device: int | None
     reason: str
     automatic: bool
+    uses_torch: bool = True
 
 
 def session(
@@ -113,7 +115,7 @@ def open_session(
         options.add_session_config_entry(_DATA_FOLDER, str(model.folder))
     record = Profile(options, {node.op_type for node in model.nodes}) if profile else None
     checksums = [register(options, library) for library in libraries]
-    stream = _torch_stream(device) if device is not None else None
+    stream = _torch_stream(device) if device is not None and choice.uses_torch else None
     requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in choice.providers]
 
     with _current_device_kept(stream):
@@ -178,22 +180,29 @@ def _split(provider: Provider) -> tuple[str, dict[str, Any]]:
     return (provider, {}) if isinstance(provider, str) else provider
 
 
-def choose_providers(providers: Sequence[Provider] | None, libraries: Sequence[Library]) -> Choice:
+def choose_providers(
+    providers: Sequence[Provider] | None, libraries: Sequence[Library], *, uses_torch: bool = True
+) -> Choice:
     """Returns `providers` if they can be used; for None, CUDA where it works and the CPU otherwise.
+
+    Args:
+        uses_torch: whether sessions take torch tensors. Then torch is imported, where it is installed, and
+            ONNX Runtime uses its CUDA libraries. Otherwise those of pip's nvidia packages are loaded.
 
     Raises:
         ProviderError: ONNX Runtime is missing or too old, or a named provider cannot be used.
     """
     if isinstance(providers, str):
         providers = [providers]
-    if (providers is None or cuda.CUDA in dict(map(_split, providers))) and cuda.driver_version() is not None:
+    wants_cuda = providers is None or cuda.CUDA in dict(map(_split, providers))
+    if uses_torch and wants_cuda and cuda.driver_version() is not None:
         cuda.import_torch()
     available = _onnxruntime().get_available_providers()
     if providers is None:
         if found := cuda.obstacles(0, libraries):
             # Only the first: without a GPU, the wheel for the CPU is the right one.
-            return Choice([_CPU], None, found[0], automatic=True)
-        return Choice([cuda.CUDA, _CPU], 0, "CUDA works here", automatic=True)
+            return Choice([_CPU], None, found[0], True, uses_torch)
+        return Choice([cuda.CUDA, _CPU], 0, "CUDA works here", True, uses_torch)
     device = None
     for provider in providers:
         name, options = _split(provider)
@@ -206,7 +215,7 @@ def choose_providers(providers: Sequence[Provider] | None, libraries: Sequence[L
                 )
         elif name not in available:
             raise ProviderError(f"{name} is not in this ONNX Runtime; it has: {', '.join(available)}")
-    return Choice(list(providers), device, "asked for", automatic=False)
+    return Choice(list(providers), device, "asked for", False, uses_torch)
 
 
 def _torch_stream(device: int) -> Any:

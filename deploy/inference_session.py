@@ -117,11 +117,6 @@ class Session:
             return self._run_values(feeds, names)
         return self._run_arrays(feeds, names)
 
-    def stop_capturing(self) -> None:
-        """Captures no further CUDA graphs: only combinations of shapes that have run are replayed."""
-        if self._tensors is not None:
-            self._tensors.captures = False
-
     def executed_on(self, custom_only: bool = True) -> list[NodeRun]:
         """Returns the nodes that have run and their provider, from ONNX Runtime's profile.
 

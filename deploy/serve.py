@@ -67,7 +67,6 @@ def main(
     ] = None,
     instances: Annotated[int | None, _model("Concurrent runs. Default: 1.")] = None,
     max_queue: Annotated[int | None, _model("Requests that may wait. Default: 256.")] = None,
-    cuda_graph: Annotated[bool | None, _model("Replay CUDA graphs for fixed shapes.")] = None,
 ) -> None:
     """Serve models over HTTP and gRPC (Open Inference Protocol v2).
 

@@ -30,11 +30,7 @@ _MAX_GRAPHS = 16  # each captured graph holds memory. Further combinations of sh
 
 
 class TensorRunner:
-    """Runs one Session on torch tensors.
-
-    Attributes:
-        captures: whether further combinations of shapes are captured as CUDA graphs.
-    """
+    """Runs one Session on torch tensors."""
 
     def __init__(self, session: Session, inner: Any, cuda_graph: bool) -> None:
         if session.foreign:
@@ -68,7 +64,6 @@ class TensorRunner:
         self._guard = self._cuda is not None and torch.cuda.device_count() > 1
         self._graphs: dict[tuple[Any, ...], _Graph] | None = {} if cuda_graph else None
         self._lock = threading.Lock()
-        self.captures = True
 
     def run(self, feeds: Mapping[str, Any], names: list[str]) -> dict[str, torch.Tensor]:
         """Runs the model as `Session.run` does.
@@ -94,7 +89,7 @@ class TensorRunner:
         with self._lock:  # a graph has one set of buffers
             key = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(checked.items()))
             graph = self._graphs.get(key)
-            if graph is None and self.captures and len(self._graphs) < _MAX_GRAPHS:
+            if graph is None and len(self._graphs) < _MAX_GRAPHS:
                 graph = self._graphs[key] = self._new_graph(checked, device, len(self._graphs))
             if graph is not None:
                 return self._replay(graph, checked, names)

@@ -33,8 +33,8 @@ def pinned(gpu: bool) -> list[str]:
                 ) from error
     runtime = runtime_version()
     lines = [f"{name}=={version}" for name, version in found.items()]
-    if gpu:  # CUDA 13 comes as pip packages, which ONNX Runtime and torch share
-        lines += [f"onnxruntime-gpu[cuda,cudnn]=={runtime}", f"torch=={_version('torch')}"]
+    if gpu:  # CUDA 13 comes as pip packages
+        lines += [f"onnxruntime-gpu[cuda,cudnn]=={runtime}"]
     else:
         lines += [f"onnxruntime=={runtime}"]
     return sorted(lines, key=str.lower)

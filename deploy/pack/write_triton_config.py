@@ -54,8 +54,6 @@ def write_config(
         config.model_operations.op_library_filename.append(library)
     if settings.intra_op_threads:
         config.parameters[THREADS].string_value = str(settings.intra_op_threads)
-    if settings.cuda_graph:
-        config.optimization.cuda.graphs = True
     if settings.warm_up:
         _write_warmup(config, settings, inputs)
     return ("" if batched else "max_batch_size: 0\n") + text_format.MessageToString(config)

@@ -190,16 +190,13 @@ def _open(
 ) -> tuple[Choice, list[Session]]:
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
     libraries = [library] if library is not None else []
-    choice = choose_providers(_PROVIDERS[settings.provider], libraries)
-    graph = settings.cuda_graph and choice.device is not None
-    if settings.cuda_graph and not graph:
-        _log.warning("%s: cuda_graph has no effect on the CPU", model.name)
+    choice = choose_providers(_PROVIDERS[settings.provider], libraries, uses_torch=False)
 
     def opened(number: int) -> Session:
         options = _options(settings)
         if server.profile is not None:
             _profile(options, server.profile, f"{where.model}-{where.version}-{number}")
-        return open_session(model, libraries, choice, options=options, enable_cuda_graph=graph)
+        return open_session(model, libraries, choice, options=options)
 
     sessions = [opened(0)]
     if sessions[0].device != "cpu":
@@ -208,7 +205,7 @@ def _open(
 
 
 def _options(settings: ModelSettings) -> Any:
-    import onnxruntime  # after torch, which `choose_providers` imports for CUDA
+    import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _QUIET
@@ -240,8 +237,6 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
         return
     outputs = list(loaded.outputs)
     found = warm_up(model.name, loaded.instances[:sessions], trial, outputs, loaded.settings)
-    for instance in loaded.instances if found is not None else ():
-        instance.stop_capturing()
     comparable = bool(model.nodes) and {node.node_type for node in model.nodes} <= model.bodies
     if found is None or loaded.library is None or not comparable or not loaded.settings.compare_bodies:
         return

@@ -34,7 +34,7 @@ _REFUSED = {  # unsupported fields that change the results or what a client must
 THREADS = "intra_op_thread_count"  # a parameter of Triton's ONNX Runtime backend
 _READ = {
     "name", "platform", "backend", "version_policy", "max_batch_size", "default_model_filename",
-    "model_operations", "model_transaction_policy", "optimization.cuda.graphs", f"parameters.{THREADS}",
+    "model_operations", "model_transaction_policy", f"parameters.{THREADS}",
     "model_warmup.name", "model_warmup.batch_size", "model_warmup.inputs",
     *(f"input.{name}" for name in ("name", "data_type", "dims", "optional")),
     *(f"output.{name}" for name in ("name", "data_type", "dims")),
@@ -198,8 +198,6 @@ def _settings(config: Any, path: Path) -> dict[str, Any]:
         settings["versions"] = _versions(config.version_policy)
     settings |= _instances(config.instance_group, problems)
     settings |= _library(config.model_operations.op_library_filename, problems)
-    if config.optimization.cuda.graphs:
-        settings["cuda_graph"] = True
     if THREADS in config.parameters:
         settings["intra_op_threads"] = config.parameters[THREADS].string_value  # pydantic converts it to int
     if config.model_warmup:

@@ -87,10 +87,6 @@ class ModelSettings(_Settings):
         True, description="compare the kernels with the model's function bodies before serving it"
     )
     allow_empty: bool = Field(False, description="accept inputs with a dimension of size 0")
-    cuda_graph: bool = Field(
-        False,
-        description="replay CUDA graphs for warm_up's shapes and the preferred and largest batches",
-    )
 
     @model_validator(mode="after")
     def _fits(self) -> "ModelSettings":
@@ -98,8 +94,6 @@ class ModelSettings(_Settings):
             raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never joined")
         if self.preferred_batch_sizes and max(self.preferred_batch_sizes) > self.max_batch_size:
             raise ValueError("preferred_batch_sizes go up to max_batch_size")
-        if self.cuda_graph and self.provider == Provider.CPU:
-            raise ValueError("cuda_graph needs provider cuda or auto, not cpu")
         return self
 
 

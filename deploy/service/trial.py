@@ -91,7 +91,7 @@ def warm_up(
         ModelError: a run failed.
     """
     found: dict[str, np.ndarray] = {}
-    for feeds in (trial.feeds, *_batches(trial.feeds, settings)):
+    for feeds in (trial.feeds, *_largest_batch(trial.feeds, settings.max_batch_size)):
         for instance in instances:
             try:
                 result = instance.run([feeds], outputs)
@@ -105,18 +105,15 @@ def warm_up(
     return found
 
 
-def _batches(feeds: Mapping[str, np.ndarray], settings: ModelSettings) -> list[dict[str, np.ndarray]]:
-    """Return the inputs at the largest batch size and at each size that needs a CUDA graph of its own."""
-    sizes = {settings.max_batch_size}
-    if settings.cuda_graph:
-        sizes |= set(settings.preferred_batch_sizes)
+def _largest_batch(feeds: Mapping[str, np.ndarray], size: int) -> list[dict[str, np.ndarray]]:
+    """Return the inputs at the largest batch size, if it is another one."""
+    if not size or not feeds or size == len(next(iter(feeds.values()))):
+        return []
     return [
         {
             name: np.repeat(array, -(-size // max(len(array), 1)), axis=0)[:size]
             for name, array in feeds.items()
         }
-        for size in sorted(sizes)
-        if size and feeds and size != len(next(iter(feeds.values())))
     ]
 
 

@@ -125,7 +125,6 @@ def test_settings_may_name_libraries_in_a_library_folder(
 @pytest.mark.parametrize(
     "options, words",
     [
-        (("--cuda-graph", "--provider", "cpu"), "cuda_graph needs provider cuda or auto, not cpu"),
         (("--token-file", "nowhere"), "--token-file nowhere: cannot be read"),
     ],
 )

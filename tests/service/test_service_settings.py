@@ -66,7 +66,6 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ('[model]\nprovider = "tpu"', "model.provider: .*'auto', 'cpu' or 'cuda'"),
         ("[model]\nmax_queue_delay_us = 5", "max_queue_delay_us needs max_batch_size"),
         ("[model]\nmax_batch_size = 4\npreferred_batch_sizes = [8]", "preferred_batch_sizes go up to"),
-        ('[model]\nprovider = "cpu"\ncuda_graph = true', "cuda_graph needs provider cuda or auto"),
         ('[model]\nversions = "newest"', "model.versions"),
         ('[server]\ntls_key = "k.pem"', "TLS needs both"),
         ("server = 3", "server: "),

@@ -45,7 +45,6 @@ def test_all_that_has_an_effect(tmp_path: Path) -> None:
         model_warmup [ { name: "w" batch_size: 4 inputs { key: "x" value {
           data_type: TYPE_FP32 dims: [ 7, 4 ] zero_data: true } } } ]
         parameters { key: "intra_op_thread_count" value { string_value: "3" } }
-        optimization { cuda { graphs: true } }
         """,
     )
     assert config.settings == {
@@ -59,7 +58,6 @@ def test_all_that_has_an_effect(tmp_path: Path) -> None:
         "library": Path("librelu.so"),  # it is not at that path here
         "warm_up": {"x": (4, 7, 4)},
         "intra_op_threads": "3",
-        "cuda_graph": True,
     }
     assert Settings().for_model("relu", dict(config.settings)).intra_op_threads == 3
     (x,), (y,) = config.inputs, config.outputs
@@ -126,12 +124,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 
 PASSED_OVER = {
     'response_cache { enable: true } metric_tags { key: "a" value: "b" }': "metric_tags, response_cache",
-    "optimization { graph { level: 1 } cuda { graphs: true busy_wait_events: true } }": (
-        "optimization.cuda.busy_wait_events, optimization.graph"
-    ),
-    'optimization { execution_accelerators { gpu_execution_accelerator { name: "tensorrt" } } }': (
-        "optimization.execution_accelerators"
-    ),
+    "optimization { graph { level: 1 } cuda { graphs: true } }": "optimization",
     'parameters { key: "intra_op_thread_count" value { string_value: "2" } } '
     'parameters { key: "enable_mem_arena" value { string_value: "0" } }': "parameters.enable_mem_arena",
     "dynamic_batching { preserve_ordering: true priority_levels: 2 "
@@ -171,7 +164,6 @@ def test_of_what_is_read_there_is_no_line(tmp_path: Path, caplog: pytest.LogCapt
         "versions": "latest:2",
         "intra_op_threads": 2,
         "warm_up": {"x": (8, 4)},
-        "cuda_graph": True,
     }
     settings = Settings(model=everything).model
     text = write_config("relu", settings, opened.inputs, opened.outputs, library="/a/lib.so", optional=("x",))
