@@ -80,7 +80,9 @@ class Session:
         if stream is not None:
             self._tensor_runner()
 
-    def run(self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None) -> dict[str, Any]:
+    def run(
+        self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None, *, options: Any = None
+    ) -> dict[str, Any]:
         """Runs the model once.
 
         Args:
@@ -89,6 +91,8 @@ class Session:
                 GPU. Tensors that are not contiguous are copied first. Inputs with a default in the model may
                 be left out.
             outputs: the names of the outputs to return. Default: all.
+            options: an `onnxruntime.RunOptions`, for numpy arrays and OrtValues. `options.terminate = True`
+                in another thread ends the run after its current node.
 
         Returns:
             The outputs by name, of the same kind as the feeds. Torch outputs are on the device of the inputs.
@@ -111,11 +115,14 @@ class Session:
         first = next(iter(feeds.values()), None)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(first, torch.Tensor):
+            if options is not None:
+                raise FeedError("run options are for numpy arrays and OrtValues, not for torch tensors")
             runner = self._tensors or self._tensor_runner()
             return runner.run(feeds, names)
+        options = options or self._options
         if isinstance(first, self._module.OrtValue):
-            return self._run_values(feeds, names)
-        return self._run_arrays(feeds, names)
+            return self._run_values(feeds, names, options)
+        return self._run_arrays(feeds, names, options)
 
     def executed_on(self, custom_only: bool = True) -> list[NodeRun]:
         """Returns the nodes that have run and their provider, from ONNX Runtime's profile.
@@ -147,7 +154,7 @@ class Session:
 
     # -------------------------------------------------------------------------------- numpy
 
-    def _run_arrays(self, feeds: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    def _run_arrays(self, feeds: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
         arrays = {}
         for name, value in feeds.items():
             spec = self._spec(name)
@@ -158,10 +165,10 @@ class Session:
                 raise spec.mismatch(value.dtype.name, value.shape)
             arrays[name] = value
         if self.foreign:
-            return self._run_foreign(arrays, names)
-        return dict(zip(names, guarded(self._inner.run, names, arrays, self._options), strict=True))
+            return self._run_foreign(arrays, names, options)
+        return dict(zip(names, guarded(self._inner.run, names, arrays, options), strict=True))
 
-    def _run_foreign(self, arrays: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    def _run_foreign(self, arrays: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
         """Runs with OrtValues on the arrays' memory: ONNX Runtime does not convert all dtypes from numpy."""
         require_numbers(self._module)
         make = self._module.OrtValue
@@ -180,12 +187,12 @@ class Session:
                 values[name] = make.ortvalue_from_numpy_with_onnx_type(bits, spec.element)
             else:
                 values[name] = make.ortvalue_from_numpy(array)
-        found = self._run_ort_values(values, names)
+        found = self._run_ort_values(values, names, options)
         return {name: to_numpy(value, self.outputs[name]) for name, value in found.items()}
 
     # -------------------------------------------------------------------------------- OrtValue
 
-    def _run_values(self, feeds: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    def _run_values(self, feeds: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
         values = {}
         for name, value in feeds.items():
             spec = self._spec(name)
@@ -197,13 +204,12 @@ class Session:
                 element = element_type(value.data_type())
                 raise spec.mismatch(dtype_name(element) if element else value.data_type(), value.shape())
             values[name] = value
-        return {
-            name: self._module.OrtValue(value) for name, value in self._run_ort_values(values, names).items()
-        }
+        found = self._run_ort_values(values, names, options)
+        return {name: self._module.OrtValue(value) for name, value in found.items()}
 
-    def _run_ort_values(self, values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    def _run_ort_values(self, values: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
         inner = {name: value._ortvalue for name, value in values.items()}
-        found = guarded(self._inner.run_with_ort_values, inner, names, self._options)
+        found = guarded(self._inner.run_with_ort_values, inner, names, options)
         return dict(zip(names, found, strict=True))
 
 

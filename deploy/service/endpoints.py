@@ -17,7 +17,8 @@ from twinop import __version__
 from . import bodies, codec_rest, ids, logs, metrics, spans
 from .connection import wait_in
 from .datatypes import shown, version_number
-from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, NOT_READY, ServiceError, invalid
+from .errors import BROKEN, CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, NOT_READY, ServiceError, invalid
+from .instance import without_paths
 from .request import LARGE
 from .settings import ServerSettings
 
@@ -79,6 +80,8 @@ class Endpoints:
 
     async def live(self, request: Request) -> Response:
         """Answer GET /v2/health/live."""
+        if self._repository.broken:
+            raise ServiceError(BROKEN, without_paths(self._repository.broken))
         return as_json({"live": True})
 
     async def ready(self, request: Request) -> Response:

@@ -31,8 +31,10 @@ RUN_FAILED = Failure("run_failed", 500, grpc.StatusCode.INTERNAL)
 INTERNAL = Failure("internal", 500, grpc.StatusCode.INTERNAL)
 OFF = Failure("off", 403, grpc.StatusCode.PERMISSION_DENIED)
 NOT_READY = Failure("not_ready", 503, grpc.StatusCode.UNAVAILABLE)
+BROKEN = Failure("broken", 503, grpc.StatusCode.UNAVAILABLE)
 OUT_OF_MEMORY = Failure("out_of_memory", 503, grpc.StatusCode.RESOURCE_EXHAUSTED)
 DEADLINE = Failure("deadline", 504, grpc.StatusCode.DEADLINE_EXCEEDED)
+RUN_TOO_LONG = Failure("run_too_long", 504, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 _MOST_ASCII = 2000

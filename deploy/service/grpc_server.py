@@ -69,8 +69,8 @@ class Calls:
             return await off_loop(size, codec_grpc.encode, counting.result, form)
 
     async def ServerLive(self, request: Any, context: Any) -> pb.ServerLiveResponse:
-        """Answer that the server is live."""
-        return pb.ServerLiveResponse(live=True)
+        """Answer whether the server can run models, or must be started anew."""
+        return pb.ServerLiveResponse(live=not self._repository.broken)
 
     async def ServerReady(self, request: Any, context: Any) -> pb.ServerReadyResponse:
         """Answer whether all models are loaded."""

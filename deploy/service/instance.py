@@ -1,4 +1,4 @@
-"""Run one batch of joined requests; ONNX Runtime copies it to the GPU and back on the session's stream."""
+"""Run one batch of joined requests, and turn the errors of a run into messages for clients."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import FeedError, RunError
 from ..inference_session import Session
-from .errors import INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
+from .errors import BROKEN, INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
 
 _log = logging.getLogger(__name__)
 _Parts = Sequence[Mapping[str, np.ndarray]]
@@ -18,6 +18,18 @@ _Parts = Sequence[Mapping[str, np.ndarray]]
 # Messages of ONNX Runtime, its allocators, cuBLAS and NumPy when memory runs out.
 _NO_MEMORY = re.compile(
     r"out of memory|failed to allocate memory|bad_alloc|alloc_failed|unable to allocate|cuda failure 2:", re.I
+)
+# The errors of CUDA after which every later call of the process fails: by number, by name (in small letters
+# without underscores) and by text.
+_STICKY = re.compile(
+    r"cuda (?:failure|error):? (?:214|220|226|700|702|709|710|71[4-9]|721)\b"
+    r"|cudaerror(?:assert|contained|contextisdestroyed|eccuncorrectable|hardwarestackerror|illegaladdress"
+    r"|illegalinstruction|invalidaddressspace|invalidpc|launchfail(?:ed|ure)|launchtimeout|misalignedaddress"
+    r"|nvlinkuncorrectable|tensormemoryleak)\b"
+    r"|an illegal (?:memory access|instruction) was encountered|device-side assert triggered"
+    r"|unspecified launch failure|the launch timed out and was terminated|hardware stack error"
+    r"|uncorrectable (?:ecc|nvlink) error|misaligned address|invalid program counter|context is destroyed"
+    r"|operation not supported on global/shared address space"
 )
 _STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : (\w+) :")  # precedes the text that RunError keeps
 # A location in ONNX Runtime's source, such as "element_wise_ops.h:583 void f(int, int) ".
@@ -29,7 +41,10 @@ class Instance:
     """A loaded model that runs one batch at a time."""
 
     def __init__(self, session: Session) -> None:
+        import onnxruntime
+
         self._session: Any = session
+        self._options = onnxruntime.RunOptions()
 
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """Run the requests in `parts`, joined along axis 0. All must have the same inputs.
@@ -41,7 +56,11 @@ class Instance:
             ServiceError: the inputs do not fit the model, or the run failed. The message is for clients.
         """
         with _translated():
-            return self._session.run(_joined(parts), outputs)
+            return self._session.run(_joined(parts), outputs, options=self._options)
+
+    def terminate(self, now: bool = True) -> None:
+        """Let the current run and all further ones fail, until `now` is False. Any thread may call it."""
+        self._options.terminate = now
 
     def close(self) -> None:
         """Release the session. The last instance of a session frees its memory."""
@@ -69,6 +88,9 @@ def _translated() -> Iterator[None]:
 
 def _failure(error: Exception) -> ServiceError:
     text = str(error)
+    if breaks(text):
+        _log.error("a run failed: %s", text)
+        return ServiceError(BROKEN, f"the GPU cannot be used any more: {without_paths(text)}")
     if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
         _log.warning("a run was out of memory: %s", text)
         return ServiceError(
@@ -81,6 +103,11 @@ def _failure(error: Exception) -> ServiceError:
     if isinstance(error, RunError):
         return ServiceError(RUN_FAILED, f"the run failed: {without_paths(text)}")
     return ServiceError(RUN_FAILED, "the run failed; the server's log says why")
+
+
+def breaks(text: str) -> bool:
+    """Return whether the text is an error of CUDA after which this process cannot use the GPU any more."""
+    return _STICKY.search(text.lower().replace("_", "")) is not None
 
 
 def without_paths(text: str) -> str:

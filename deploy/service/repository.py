@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +15,7 @@ from . import metrics
 from .datatypes import version_number
 from .errors import NOT_FOUND, NOT_READY, OFF, ServiceError
 from .folders import ModelFolder, VersionFolder, scan
-from .instance import without_paths
+from .instance import breaks, without_paths
 from .loading import load
 from .metrics import ModelMetrics
 from .request import Request, Result
@@ -53,6 +54,8 @@ class Repository:
         self.settings = settings
         self.draining = False
         self.started = time.time()
+        self.broken = ""  # why nothing more can be run in this process
+        self.on_broken: Callable[[], None] = lambda: None
         self.loading = False  # a thread is loading, which cannot be interrupted
         self.models: dict[str, ServedModel] = {}
         self._known: dict[str, dict[int, _Known]] = {}
@@ -80,6 +83,13 @@ class Repository:
             known = ", ".join(sorted(self.models)) or "none"
             raise ServiceError(NOT_FOUND, f"there is no model {name!r}; models: {known}")
         return model.find(version)
+
+    def give_up(self, why: str) -> None:
+        """Note why nothing more can be run in this process: the server is no longer live, and ends."""
+        if not self.broken:
+            self.broken = why
+            _log.critical("the server stops, to be started anew: %s", why)
+            self.on_broken()
 
     async def answer(self, request: Request) -> Result:
         """Run a request.
@@ -278,11 +288,13 @@ class Repository:
             _log.error("model %s version %d cannot be loaded: %s", where.model, where.version, error)
             known[where.version] = _Known(stamp, State.UNAVAILABLE, self._for_clients(error))
             self.loading = False
+            if breaks(str(error)):
+                self.give_up(str(error))
             return [str(error)]
         self.loading = False  # stays set if this task is cancelled: the thread goes on
         metrics.loaded(True)
         known[where.version] = _Known(stamp, State.READY)
-        self._swap(where.model, where.version, Version(loaded))
+        self._swap(where.model, where.version, Version(loaded, self.give_up))
         return []
 
     def _refuse(self, folder: ModelFolder, error: TwinopError) -> None:

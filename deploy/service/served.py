@@ -1,6 +1,7 @@
 """One served model: its versions, and the checks of requests against them."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from ..tensor_specs import Spec
@@ -16,13 +17,15 @@ from .spans import record_run
 class Version:
     """A loaded version with its queue and its metrics."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, on_broken: Callable[[str], None]) -> None:
+        """`on_broken` is told why this process cannot run models any more."""
         self.loaded = loaded
         # A GPU may be busy for longer than the event loop may wait.
         may_block = loaded.device == "cpu" and loaded.steady
         self.batcher = Batcher(
             loaded.name, loaded.version, loaded.instances, loaded.settings, may_block=may_block
         )
+        self.batcher.on_broken = on_broken
         self.metrics = ModelMetrics(loaded.name, loaded.version)
         self.metrics.watch(self.batcher)
         self.metrics.provider(loaded.device, loaded.fallback is not None)

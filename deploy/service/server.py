@@ -17,6 +17,7 @@ from .rest import RestServer
 from .settings import Control
 
 _log = logging.getLogger(__name__)
+_BROKEN = 70  # the exit code, EX_SOFTWARE
 
 
 class Server:
@@ -30,7 +31,8 @@ class Server:
     def start(self) -> None:
         """Serve until SIGTERM or SIGINT, answer all accepted requests, and end the process.
 
-        The exit code is 0, or 1 if the grace time did not suffice.
+        The exit code is 0; 1 if the grace time did not suffice; 70 if nothing more could be run in this
+        process, because of the GPU or a run that did not end.
 
         Raises:
             TwinopError: a port is in use, or a model cannot be loaded.
@@ -40,13 +42,14 @@ class Server:
             runner.run(self._serve())
             # Python would wait for threads that still load a model or decode an abandoned request.
             logging.shutdown()
-            os._exit(1 if self._cut_off else 0)
+            os._exit(_BROKEN if self._repository.broken else 1 if self._cut_off else 0)
 
     async def _serve(self) -> None:
         repository, loop = self._repository, asyncio.get_running_loop()
         stop = asyncio.Event()
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, stop.set)
+        repository.on_broken = stop.set
         fronts: list[Any] = [RestServer(self._settings, repository)]
         if self._settings.grpc_port is not None:
             fronts.append(GrpcServer(self._settings, repository))
@@ -83,7 +86,8 @@ class Server:
         try:
             async with asyncio.timeout(grace + 1):
                 self._cut_off = not all(await asyncio.gather(*(front.drain(grace) for front in fronts)))
-                await self._repository.close()
+                if not self._repository.broken:  # then the sessions cannot be freed
+                    await self._repository.close()
         except TimeoutError:
             self._cut_off = True
         if self._cut_off:

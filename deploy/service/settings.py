@@ -69,6 +69,11 @@ class ModelSettings(_Settings):
     instances: int = Field(
         1, ge=1, le=64, description="concurrent runs; on CUDA each has its own session and stream"
     )
+    run_timeout_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="end a run that takes longer; if it goes on for 5 s, end the server with code 70",
+    )
     intra_op_threads: int = Field(
         0, ge=0, description="ONNX Runtime's threads for a run on the CPU; 0 uses one per core"
     )

@@ -93,3 +93,15 @@ def test_what_a_kernel_refuses_is_one_message() -> None:
             "CustomPadAffine node 'node' (CPU): custom_domain::pad_affine(x: float32[2, 4]"
         )
         assert "pads must be two numbers >= 0" in str(error.value)
+
+
+def test_another_thread_can_end_a_run(relu: Session) -> None:
+    options = onnxruntime.RunOptions()
+    x = np.ones((2, 4), np.float32)
+    assert (relu.run({"x": x}, options=options)["y"] == 1).all()
+    options.terminate = True
+    for feed in (x, onnxruntime.OrtValue.ortvalue_from_numpy(x)):
+        with pytest.raises(RunError, match="terminate flag"):
+            relu.run({"x": feed}, options=options)
+    with pytest.raises(FeedError, match="run options are for numpy arrays and OrtValues, not for torch"):
+        relu.run({"x": torch.from_numpy(x)}, options=options)

@@ -36,6 +36,8 @@ class Noting:
             raise ServiceError(INVALID, "negative")
         return dict.fromkeys(outputs, x * 2)
 
+    def terminate(self, now: bool = True) -> None: ...
+
 
 def request(value: float = 1, rows: int = 1, **more: Any) -> Request:
     return Request("m", {"x": np.full((rows, 4), value, np.float32)}, arrived=time.monotonic(), **more)

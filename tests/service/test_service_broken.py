@@ -1,0 +1,196 @@
+"""A GPU that is gone, a kernel that hangs: the server says so, answers, and ends with code 70."""
+
+import asyncio
+import shutil
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import service_models as models
+from models import node
+from onnx import helper
+from service_fixtures import Served, receive, serve, tensor, wait_until
+from service_rows import ROW
+
+from twinop.deploy.service import run_limit
+from twinop.deploy.service.batching import Batcher
+from twinop.deploy.service.errors import BROKEN, RUN_FAILED, RUN_TOO_LONG, ServiceError
+from twinop.deploy.service.instance import Instance
+from twinop.deploy.service.request import Request
+from twinop.deploy.service.settings import ModelSettings
+from twinop.library import find_library
+
+STALLS = 1000.0  # test.stall sleeps x milliseconds on the CPU and asserts on CUDA if x is larger
+
+
+def place_stall(folder: Path, settings: str = "", name: str = "stall") -> None:
+    """Write a model of test.stall's op, with a built-in one behind it, and its library beside it."""
+    model = models.make(
+        [
+            node("CustomStall", ["x"], ["s"], domain="test.stall"),
+            node("Relu", ["s"], ["y"], "relu", domain=""),
+        ],
+        [models.info("x", "FP32", models.ROWS)],
+        [models.info("y", "FP32", models.ROWS)],
+    )
+    model.opset_import.append(helper.make_opsetid("test.stall", 1))
+    path = models.place(folder, name, model, settings=settings)
+    shutil.copy(find_library("test_stall"), path.parent)
+
+
+def stalling(milliseconds: float) -> dict[str, Any]:
+    return tensor("x", "FP32", [1, 4], [milliseconds, 0.0, 0.0, 0.0])
+
+
+def said(served: Served, words: str) -> int:
+    return sum(words in line["message"] for line in served.log)
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    place_stall(tmp_path, "run_timeout_seconds = 0.5\nmax_batch_size = 4")
+    with serve(tmp_path) as served:
+        answer = served.infer("stall", stalling(STALLS + 500))
+        assert answer.status == 504 and "took longer than this model's 0.5 s" in answer.error
+        assert served.infer("stall", ROW).json["outputs"][0]["data"] == [0, 2, 0, 4]
+        assert said(served, "took longer than run_timeout_seconds (0.5)") == 1
+        assert served.ask("GET", "/v2/health/live").status == 200
+
+
+def test_a_kernel_that_hangs_ends_the_server(tmp_path: Path) -> None:
+    """The requests behind it are answered with an error, those of other models as always."""
+    place_stall(tmp_path, "run_timeout_seconds = 0.5")
+    models.place(tmp_path, "slow", models.slow())
+    with serve(tmp_path) as served, ExitStack() as stack:
+        found: list[Any] = []
+
+        def ask(given: dict[str, Any]) -> None:
+            found.append(served.infer("stall", given))
+
+        threads = [threading.Thread(target=ask, args=(given,)) for given in (stalling(600_000), ROW, ROW)]
+        threads[0].start()
+        wait_until(lambda: served.metric("twinop_in_flight", model="stall") == 1)
+        for thread in threads[1:]:
+            thread.start()
+        kept = stack.enter_context(served.connect(60))
+        for thread in threads:
+            thread.join(60)
+        assert [answer.status for answer in found] == [503] * 3
+        assert all("does not end" in answer.error for answer in found)
+        kept.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: a\r\n\r\n")
+        with suppress(ConnectionError):  # closed already, which says the same to whoever probes
+            assert receive(kept).status == 503
+        served.is_stopped = True
+        assert served.process.wait(30) == 70
+        assert said(served, "the server stops, to be started anew: a run of model stall does not end") == 1
+
+
+STICKY = [
+    "CUDA failure 700: an illegal memory access was encountered ; GPU=0 ; hostname=h ; file=f.cc ; line=1",
+    "CUDA error 719",
+    "cudaErrorAssert",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_LAUNCH_FAILED: x",
+    "cudaErrorHardwareStackError",
+    "the launch of a kernel failed: device-side assert triggered",
+    "the launch of a kernel failed: unspecified launch failure",
+    "uncorrectable ECC error encountered",
+]
+PASSING = [
+    "CUDA failure 1: invalid argument",
+    "CUDA failure 7000",
+    "CUDA failure 98: invalid device function",
+    "assert failed",
+    "CUBLAS_STATUS_NOT_SUPPORTED",
+]
+
+
+class Faked:
+    """A session whose runs fail."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"), [(text, BROKEN) for text in STICKY] + [(text, RUN_FAILED) for text in PASSING]
+)
+def test_errors_that_stick_are_told_from_others(text: str, failure: Any) -> None:
+    session: Any = Faked(text)
+    with pytest.raises(ServiceError) as caught:
+        Instance(session).run([{}], [])
+    assert caught.value.failure is failure
+
+
+def test_a_batch_that_broke_the_gpu_is_not_run_again() -> None:
+    runs: list[int] = []
+    broken: list[str] = []
+
+    class Sticky:
+        def run(self, parts: Any, outputs: Any) -> Any:
+            runs.append(len(parts))
+            time.sleep(0.1)
+            raise ServiceError(BROKEN, "the GPU cannot be used any more")
+
+        def terminate(self, now: bool = True) -> None: ...
+
+    async def test() -> None:
+        queue = Batcher("m", 1, [Sticky()], ModelSettings(max_batch_size=8))
+        queue.on_broken = broken.append
+        x = np.zeros((1, 1), np.float32)
+        asked = [queue.submit(Request("m", {"x": x}), ("y",)) for _ in range(3)]
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(each, ServiceError) and each.failure is BROKEN for each in outcomes)
+
+    asyncio.run(test())
+    assert runs == [1, 2] and broken == ["the GPU cannot be used any more"] * 3
+
+
+def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that fails is run again, request by request: only one that takes too long is ended."""
+    monkeypatch.setattr(run_limit, "HANGS_AFTER", 60.0)
+
+    class Failing:
+        ended = threading.Event()
+
+        def run(self, parts: Any, outputs: Any) -> Any:
+            x = np.concatenate([part["x"] for part in parts])
+            if len(parts) > 1 or self.ended.wait(30.0 if x.min() < 0 else 0.6):
+                raise ValueError
+            return {"y": x}
+
+        def terminate(self, now: bool = True) -> None:
+            self.ended.set() if now else self.ended.clear()
+
+    def request(value: float) -> Request:
+        return Request("m", {"x": np.full((1, 1), value, np.float32)}, arrived=time.monotonic())
+
+    async def test() -> None:
+        queue = Batcher("m", 1, [Failing()], ModelSettings(max_batch_size=8, run_timeout_seconds=2))
+        first = asyncio.create_task(queue.submit(request(0), ("y",)))
+        asked = [queue.submit(request(value), ("y",)) for value in (1, 2, 3, 4)]
+        assert len(await asyncio.gather(first, *asked)) == 5
+        with pytest.raises(ServiceError) as caught:
+            await queue.submit(request(-1), ("y",))
+        assert caught.value.failure is RUN_TOO_LONG
+        assert (await queue.submit(request(1), ("y",))).outputs["y"] == 1
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+@pytest.mark.cuda
+def test_an_assertion_on_the_gpu_ends_the_server(tmp_path: Path) -> None:
+    place_stall(tmp_path)
+    with serve(tmp_path, "--provider", "cuda") as served:
+        assert served.infer("stall", ROW).status == 200
+        answer = served.infer("stall", stalling(STALLS + 1))
+        assert answer.status == 503 and "the GPU cannot be used any more" in answer.error
+        served.is_stopped = True
+        assert served.process.wait(60) == 70
+        assert said(served, "the server stops, to be started anew: the GPU cannot be used any more") == 1
