@@ -41,12 +41,19 @@ def main(
     cpus: Annotated[int, _option("CPUs of a replica. Default: 2.", "Scaling")] = 2,
     min_replicas: Annotated[int, _option("Default: 1.", "Scaling")] = 1,
     max_replicas: Annotated[int, _option("Default: 4.", "Scaling")] = 4,
+    prometheus: Annotated[
+        str,
+        _option("Whose count of waiting requests scales replicas on GPUs in KServe.", "Scaling"),
+    ] = "http://prometheus-operated.monitoring:9090",
+    storage_uri: Annotated[
+        str | None, _option("Where KServe finds models/. Default: pvc://models/NAME.", "Scaling")
+    ] = None,
 ) -> None:
     """Pack a model and its custom-op library for deployment.
 
     Writes a Triton model repository (also for twinop serve), a Dockerfile of
-    the service, docker-compose.yml with Prometheus, KServe's ServingRuntime
-    and InferenceService, and a README.md that says how to run each. The
+    the service, docker-compose.yml with Prometheus, manifests for Kubernetes
+    with and without KServe, and a README.md that says how to run each. The
     model is opened once with its library, so that a model that does not load
     here is refused. The folder is written whole or not at all.
 
@@ -74,6 +81,8 @@ def main(
                 cpus=cpus,
                 min_replicas=min_replicas,
                 max_replicas=max_replicas,
+                prometheus=prometheus,
+                storage_uri=storage_uri,
                 wheel=wheel,
                 force=force,
             )

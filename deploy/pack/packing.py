@@ -35,8 +35,9 @@ _FILES = {
     "dockerignore.j2": ".dockerignore",
     "docker-compose.yml.j2": "docker-compose.yml",
     "prometheus.yml.j2": "prometheus.yml",
-    "servingruntime.yaml.j2": "kubernetes/servingruntime.yaml",
-    "inferenceservice.yaml.j2": "kubernetes/inferenceservice.yaml",
+    "deployment.yaml.j2": "kubernetes/deployment.yaml",
+    "runtime.yaml.j2": "kubernetes/kserve/runtime.yaml",
+    "inferenceservice.yaml.j2": "kubernetes/kserve/inferenceservice.yaml",
     "README.md.j2": "README.md",
 }
 
@@ -56,6 +57,8 @@ class Options:
     cpus: int = 2
     min_replicas: int = 1
     max_replicas: int = 4
+    prometheus: str = "http://prometheus-operated.monitoring:9090"
+    storage_uri: str | None = None
     wheel: Path | None = None
     force: bool = False
 
@@ -168,12 +171,19 @@ def _values(options: Options, packed: Packed) -> dict[str, Any]:
     contents = packed.contents
     library = contents.library
     memory = _memory(contents)
+    device = "gpu" if contents.gpu else "cpu"
+    registry = packed.image[: packed.image.rfind("/") + 1]
     return {
         "name": packed.name, "kube_name": packed.kube_name, "image": packed.image,
         "image_title": packed.image.rpartition(":")[0].rpartition("/")[2],
         "version": options.version, "gpu": contents.gpu, "cpus": options.cpus,
         "min_replicas": options.min_replicas, "max_replicas": options.max_replicas,
         "memory": memory, "memory_limit": 2 * memory,
+        # What may wait at a replica before another one starts: one more run.
+        "queue_target": max(4, options.max_batch_size), "prometheus": options.prometheus,
+        "storage_uri": options.storage_uri or f"pvc://models/{packed.kube_name}",
+        "runtime_name": f"twinop-{device}",
+        "service_image": f"{registry}twinop:{twinop.__version__}-{device}",
         "library": library, "library_name": library.path.name if library else None,
         "library_sha256": contents.library_sha256,
         "needs_glibc": _needed(contents, "GLIBC"), "needs_glibcxx": _needed(contents, "GLIBCXX"),

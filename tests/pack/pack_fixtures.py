@@ -39,5 +39,11 @@ def document(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
+def plain(repo: Path) -> dict[str, Any]:
+    """The objects for a cluster without KServe, by kind."""
+    documents = yaml.safe_load_all((repo / "kubernetes/deployment.yaml").read_text())
+    return {each["kind"]: each for each in documents}
+
+
 def container(repo: Path) -> Any:
-    return document(repo / "kubernetes/servingruntime.yaml")["spec"]["containers"][0]
+    return plain(repo)["Deployment"]["spec"]["template"]["spec"]["containers"][0]

@@ -47,7 +47,8 @@ def test_folder(tmp_path: Path, libraries: dict[str, Path]) -> None:
     assert {path for path in files(repo) if not path.startswith("service/twinop/")} == {
         "README.md", "twinop-pack.json",
         "Dockerfile", ".dockerignore", "docker-compose.yml", "prometheus.yml",
-        "kubernetes/servingruntime.yaml", "kubernetes/inferenceservice.yaml",
+        "kubernetes/deployment.yaml",
+        "kubernetes/kserve/runtime.yaml", "kubernetes/kserve/inferenceservice.yaml",
         "models/twinop.toml", "models/custom_relu/config.pbtxt", "models/custom_relu/1/model.onnx",
         "models/custom_relu/1/libcustom_relu.so", "service/requirements.txt", "service/pyproject.toml",
     }  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pack_fixtures import CASES, container, document, packed_case
+from pack_fixtures import CASES, container, document, packed_case, plain
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,8 @@ from kserve.constants import constants
 from kubernetes import client
 
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": object, "datetime": object,
-         "ResourceQuantity": (int, str), "IntstrIntOrString": (int, str)}
+         "ResourceQuantity": (int, str), "V1beta1MetricQuantity": (int, str),
+         "IntstrIntOrString": (int, str)}
 
 
 def check(kind, value, where):
@@ -77,15 +78,9 @@ def check_document(path, type_name):
     expect(document["apiVersion"], f"{constants.KSERVE_GROUP}/v{version}")
     expect(document["kind"], kind)
     protocols = [each.value for each in constants.PredictorProtocol]
-    if kind == constants.KSERVE_KIND_INFERENCESERVICE:
-        # The controller's, in Go; its webhook takes a scaleMetric of cpu in this combination only.
-        annotations = document["metadata"]["annotations"]
-        known = {"deploymentMode": "Standard", "autoscalerClass": "hpa"}
-        expect(annotations, {f"{constants.KSERVE_GROUP}/{key}": value for key, value in known.items()})
-        expect(document["spec"]["predictor"]["model"]["protocolVersion"], *protocols)
-    else:
-        for protocol in document["spec"]["protocolVersions"]:
-            expect(protocol, *protocols)
+    spec = document["spec"]
+    for protocol in spec.get("protocolVersions") or [spec["predictor"]["model"]["protocolVersion"]]:
+        expect(protocol, *protocols)
 
 
 for path in sys.argv[2:]:
@@ -104,15 +99,15 @@ def verdicts(kind: str, *files: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("file", "kind"),
-    [("servingruntime", "V1alpha1ServingRuntime"), ("inferenceservice", "V1beta1InferenceService")],
+    [("runtime", "V1alpha1ClusterServingRuntime"), ("inferenceservice", "V1beta1InferenceService")],
 )
 def test_kserve_types(repos: dict[str, Path], file: str, kind: str) -> None:
-    files = [repo / f"kubernetes/{file}.yaml" for repo in repos.values()]
+    files = [repo / f"kubernetes/kserve/{file}.yaml" for repo in repos.values()]
     assert verdicts(kind, *files) == ["fits"] * len(CASES)
 
 
 def test_kserve_types_refuse(repos: dict[str, Path], tmp_path: Path) -> None:
-    text = (repos["cpu"] / "kubernetes/inferenceservice.yaml").read_text()
+    text = (repos["cpu"] / "kubernetes/kserve/inferenceservice.yaml").read_text()
     changes = [
         ("maxReplicas:", "maxReplica:"),
         ("scaleTarget: 70", "scaleTarget: often"),
@@ -120,9 +115,8 @@ def test_kserve_types_refuse(repos: dict[str, Path], tmp_path: Path) -> None:
         ("modelFormat:\n        name: onnx", "modelFormat:\n        nam: onnx"),
         ("serving.kserve.io/v1beta1", "serving.kserve.io/v1"),
         ("kind: InferenceService", "kind: InferenceServices"),
-        ("deploymentMode: Standard", "deploymentMode: Serverless"),
-        ("deploymentMode: Standard", "deployMode: Standard"),
-        ("autoscalerClass: hpa", "autoscalerClass: keda"),
+        ("storageUri:", "storageURI:"),
+        ("secretKeyRef:", "secretRef:"),
         ("protocolVersion: v2", "protocolVersion: v3"),
     ]
     files = [tmp_path / f"{number}.yaml" for number in range(len(changes))]
@@ -134,48 +128,147 @@ def test_kserve_types_refuse(repos: dict[str, Path], tmp_path: Path) -> None:
     assert not fitting
 
 
-def test_pod_fits_kubernetes_schema(repo: Path) -> None:
-    """The pod that KServe makes: the runtime's container, with what the predictor adds."""
+def kserve(repo: Path) -> tuple[Any, Any]:
+    """The InferenceService and its runtime."""
+    folder = repo / "kubernetes/kserve"
+    return document(folder / "inferenceservice.yaml"), document(folder / "runtime.yaml")
+
+
+def refusals(service: Any, runtime: Any) -> set[str]:
+    """The fields that KServe's webhook, KEDA or Knative refuse or miss, in words of the manifests."""
+    annotations = {key.partition("/")[2]: value for key, value in service["metadata"]["annotations"].items()}
+    predictor, container = service["spec"]["predictor"], runtime["spec"]["containers"][0]
+    found = set()
+    if annotations.get("autoscalerClass") not in (None, "hpa", "keda", "external", "none"):
+        found.add("autoscalerClass")
+    if annotations["deploymentMode"] == "Standard" and annotations["autoscalerClass"] == "hpa":
+        if predictor.get("scaleMetric", "cpu") not in ("cpu", "memory"):
+            found.add("scaleMetric")
+        found |= {"autoScaling"} & predictor.keys()  # it has no metrics from elsewhere
+    elif annotations["deploymentMode"] == "Standard" and annotations["autoscalerClass"] == "keda":
+        found |= {"scaleMetric"} & predictor.keys()
+        for metric in predictor["autoScaling"]["metrics"]:
+            external = metric["external"]
+            found |= {"query", "serverAddress"} - external["metric"].keys()
+            found |= {"value"} - external.get("target", {}).keys()
+    elif annotations["deploymentMode"] == "Knative":
+        if predictor.get("scaleMetric", "concurrency") not in ("concurrency", "rps"):
+            found.add("scaleMetric")
+        found |= {"deploymentStrategy", "terminationGracePeriodSeconds"} & predictor.keys()
+        found |= {"lifecycle"} & container.keys()
+        names = [port["name"] for port in container["ports"]]
+        if len(names) != 1 or names[0] not in ("http1", "h2c"):
+            found.add("ports")
+    else:
+        found.add("deploymentMode")
+    return found
+
+
+def test_the_webhooks_take_it(repo: Path) -> None:
+    service, runtime = kserve(repo)
+    assert not refusals(service, runtime)
+
+
+def test_a_gpu_is_scaled_by_its_queue(repos: dict[str, Path]) -> None:
+    service, runtime = kserve(repos["gpu"])
+    predictor = service["spec"]["predictor"]
+    (metric,) = predictor["autoScaling"]["metrics"]
+    assert metric["external"]["metric"]["query"] == 'sum(twinop_queued{model="custom_relu"})'
+    assert metric["external"]["metric"]["serverAddress"].startswith("http://prometheus-operated")
+    assert metric["external"]["target"] == {"type": "Value", "value": "64"}
+    (metric,) = plain(repos["gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == "twinop_queued"
+    (metric,) = plain(repos["cpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert metric["resource"]["name"] == "cpu"
+    # KEDA takes no scaleMetric, and needs an address and a target.
+    predictor["scaleMetric"] = "cpu"
+    external = predictor["autoScaling"]["metrics"][0]["external"]
+    del external["metric"]["serverAddress"], external["target"]
+    assert refusals(service, runtime) == {"scaleMetric", "serverAddress", "value"}
+
+
+def test_knative_as_the_readme_says(repo: Path) -> None:
+    service, runtime = kserve(repo)
+    annotations, predictor = service["metadata"]["annotations"], service["spec"]["predictor"]
+    container = runtime["spec"]["containers"][0]
+    annotations["serving.kserve.io/deploymentMode"] = "Knative"
+    predictor["scaleMetric"] = "concurrency"
+    said = (repo / "README.md").read_text()
+    said = said[said.index("With Knative") :]
+    for name in ("deploymentStrategy", "terminationGracePeriodSeconds", "autoScaling"):
+        assert (f"`{name}`" in said) == (name in predictor)
+        predictor.pop(name, None)
+    assert "the annotation `autoscalerClass`" in said and "without `lifecycle`" in said
+    del annotations["serving.kserve.io/autoscalerClass"]
+    assert refusals(service, runtime) == {"lifecycle", "ports"}
+    del container["lifecycle"]
+    container["ports"] = [port for port in container["ports"] if port["name"] != "grpc"]
+    assert not refusals(service, runtime)
+
+
+def validate(thing: Any) -> None:
     kubernetes_validate = importlib.import_module("kubernetes_validate")
-    runtime = document(repo / "kubernetes/servingruntime.yaml")["spec"]
-    predictor = document(repo / "kubernetes/inferenceservice.yaml")["spec"]["predictor"]
-    pod = {key: runtime[key] for key in ("containers", "volumes", "tolerations") if key in runtime}
-    for key in ("terminationGracePeriodSeconds", "automountServiceAccountToken"):
-        pod[key] = predictor[key]
-    labels = {"app": "x"}
-    deployment = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": document(repo / "kubernetes/servingruntime.yaml")["metadata"],
-        "spec": {
-            "selector": {"matchLabels": labels},
-            "strategy": predictor["deploymentStrategy"],
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
-    kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
+    kubernetes_validate.validate(thing, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_plain_objects_fit_kubernetes_schema(repo: Path) -> None:
+    found = plain(repo)
+    assert found.keys() == {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget"}
+    for each in found.values():
+        validate(each)
+    pod = found["Deployment"]["spec"]["template"]["spec"]
     pod["containers"][0]["livenessProbe"]["httpGett"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
+    with pytest.raises(importlib.import_module("kubernetes_validate").ValidationError):
+        validate(found["Deployment"])
+
+
+def test_plain_objects_name_each_other(repo: Path) -> None:
+    found = plain(repo)
+    deployment = found["Deployment"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels
+    assert found["Service"]["spec"]["selector"] == labels
+    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    ports = {port["name"] for port in container(repo)["ports"]}
+    assert {port["targetPort"] for port in found["Service"]["spec"]["ports"]} == ports
+    scaler = found["HorizontalPodAutoscaler"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert "replicas" not in deployment["spec"]  # it would undo what the autoscaler did
+    assert 1 <= scaler["minReplicas"] <= scaler["maxReplicas"]
+
+
+def test_kserves_pod_is_the_plain_one(repo: Path) -> None:
+    """The pod that KServe makes: the runtime's container and what the predictor adds to it."""
+    service, runtime = kserve(repo)
+    predictor = service["spec"]["predictor"]
+    theirs, ours = runtime["spec"]["containers"][0], container(repo)
+    assert theirs["name"] == "kserve-container"
+    added = {key: predictor["model"][key] for key in ("env", "resources")}
+    image = {"name": ours["name"], "image": ours["image"]}
+    assert theirs | added | image == ours
+    pod = plain(repo)["Deployment"]["spec"]["template"]["spec"]
+    for key in ("terminationGracePeriodSeconds", "automountServiceAccountToken"):
+        assert predictor[key] == pod[key]
+    assert predictor["deploymentStrategy"] == plain(repo)["Deployment"]["spec"]["strategy"]
+    for key in ("volumes", "tolerations"):
+        assert runtime["spec"].get(key) == pod.get(key)
 
 
 def test_service_and_runtime_agree(repo: Path) -> None:
-    runtime = document(repo / "kubernetes/servingruntime.yaml")
-    service = document(repo / "kubernetes/inferenceservice.yaml")
-    predictor = service["spec"]["predictor"]
+    service, runtime = kserve(repo)
+    model = service["spec"]["predictor"]["model"]
     formats = [(each["name"], each["version"]) for each in runtime["spec"]["supportedModelFormats"]]
-    assert predictor["model"]["runtime"] == runtime["metadata"]["name"]
-    assert tuple(predictor["model"]["modelFormat"].values()) in formats
-    assert predictor["model"]["protocolVersion"] in runtime["spec"]["protocolVersions"]
-    assert predictor["scaleMetric"] in ("cpu", "memory")  # what a HorizontalPodAutoscaler knows
-    assert 1 <= predictor["minReplicas"] <= predictor["maxReplicas"]
-    for kind in (runtime, service):
-        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", kind["metadata"]["name"])
+    assert model["runtime"] == runtime["metadata"]["name"] and model["storageUri"]
+    assert tuple(model["modelFormat"].values()) in formats
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+    built = f"--target service -t {runtime['spec']['containers'][0]['image']} ."
+    assert built in (repo / "Dockerfile").read_text() and built in (repo / "README.md").read_text()
+    for each in (runtime, service):
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", each["metadata"]["name"])
 
 
 def test_container_is_hardened_and_probed(repo: Path) -> None:
     found = container(repo)
-    assert found["name"] == "kserve-container"
     security = found["securityContext"]
     assert security["runAsNonRoot"] and security["readOnlyRootFilesystem"] and security["runAsUser"] == 10001
     assert security["capabilities"] == {"drop": ["ALL"]} and not security["allowPrivilegeEscalation"]
@@ -199,8 +292,8 @@ def test_grace_is_longer_than_what_it_covers(repo: Path) -> None:
 
     sleep = container(repo)["lifecycle"]["preStop"]["exec"]["command"]
     needed = int(sleep[1]) + read_settings(None, {}).server.grace_seconds
-    predictor = document(repo / "kubernetes/inferenceservice.yaml")["spec"]["predictor"]
-    assert predictor["terminationGracePeriodSeconds"] > needed
+    pod = plain(repo)["Deployment"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > needed
     compose = document(repo / "docker-compose.yml")["services"]["twinop"]
     assert int(compose["stop_grace_period"].removesuffix("s")) > needed
 

@@ -47,6 +47,7 @@ def test_dockerfile(repo: Path) -> None:
     assert re.search(r"^ARG PYTHON_IMAGE=python:3\.\d+\.\d+-slim-trixie$", text, re.MULTILINE)
     assert text.index("USER 10001:10001") < text.index("ENTRYPOINT")
     assert "HEALTHCHECK" in text and "TOKEN" not in text
+    assert text.index("AS service") < text.index("\nFROM service\n") < text.index("COPY models")
     copied = re.findall(r"^COPY (?!--from)(\S+)", text, re.MULTILINE)
     assert copied and all((repo / path).exists() for path in copied)
     allowed = (repo / ".dockerignore").read_text().split()
