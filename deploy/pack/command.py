@@ -27,6 +27,17 @@ def main(
         int,
         _option("Join requests into runs of at most so many rows. Default: 0, never.", "Model"),
     ] = 0,
+    triton: Annotated[
+        bool, _option("Write a model repository for Triton, and nothing else.", "Triton", "--triton")
+    ] = False,
+    bodies: Annotated[
+        bool,
+        _option(
+            "Keep the function bodies, which Triton runs without a word where the library fails.",
+            "Triton",
+            "--bodies",
+        ),
+    ] = False,
     gpu: Annotated[
         bool | None,
         _option("Where it runs. Default: on a GPU if the library has code for one.", "Image", "--gpu/--cpu"),
@@ -63,6 +74,8 @@ def main(
 
         twinop pack model.onnx -o repo/ --name ranker --version 3
         --max-batch-size 64 --gpu --image registry.example.com/ranker:3
+
+        twinop pack model.onnx -o triton/ --triton
     """
     with clear_errors():
         # Imported late, because --help needs neither ONNX Runtime nor jinja2.
@@ -76,6 +89,8 @@ def main(
                 version=version,
                 library=library,
                 max_batch_size=max_batch_size,
+                triton=triton,
+                bodies=bodies,
                 gpu=gpu,
                 image=image,
                 cpus=cpus,
@@ -97,15 +112,15 @@ def main(
         table.add_row("library", f"{contents.library.path}\nin the container {packed.library}")
         table.add_row("SHA-256", contents.library_sha256 or "")
     table.add_row("runs on", _place(contents))
-    table.add_row("image", packed.image)
+    if not triton:
+        table.add_row("image", packed.image)
     for note in contents.notes:
         table.add_row("note", note, style="yellow")
     out.print(table, highlight=False)
-    for line in (
-        f"twinop serve {output}/models",
-        f"docker build -t {packed.image} {output}",
-        f"kubectl apply -f {output}/kubernetes/",
-    ):
+    commands = [f"twinop serve {output}/models"]
+    if not triton:
+        commands += [f"docker build -t {packed.image} {output}", f"kubectl apply -f {output}/kubernetes/"]
+    for line in commands:
         err.print(line, markup=False, highlight=False, soft_wrap=True)
     err.print(f"{output}/README.md has the rest", markup=False, highlight=False, soft_wrap=True)
 

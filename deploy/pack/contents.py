@@ -88,6 +88,24 @@ def data_files(model: Model) -> tuple[Path, ...]:
     return tuple(sorted(set(map(Path, locations))))
 
 
+def without_bodies(contents: Contents) -> onnx.ModelProto:
+    """Returns the model without the function bodies of the library's ops, and without its external data.
+
+    A runtime that lacks the library or one of its ops refuses this model; with the bodies, it would run them.
+    """
+    proto = onnx.load(contents.model, load_external_data=False)
+    library = contents.library
+    if library is not None:
+        kept = [
+            each
+            for each in proto.functions
+            if each.domain != library.domain or each.name not in library.by_onnx_name
+        ]
+        del proto.functions[:]
+        proto.functions.extend(kept)
+    return proto
+
+
 def require_old_enough(path: Path) -> None:
     """Raises LibraryError if the library needs a newer C or C++ runtime than the images have."""
     for name, newest in BASE_IMAGES_HAVE.items():

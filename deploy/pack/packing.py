@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import onnx
 
 import twinop
 from twinop.library import checksum
 
 from ..errors import PackError
 from ..service.settings import ModelSettings, Provider, checked
-from .contents import Contents, needed_version, read_contents
+from .contents import Contents, needed_version, read_contents, without_bodies
 from .requirements import pinned, runtime_version
 from .write_triton_config import write_config
 
@@ -30,7 +31,7 @@ _SETUPTOOLS = "84.2.1"
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _SOURCES = {".py", ".html", ".j2", ".typed", ".css", ".js", ".svg"}
 _FILES = {
-    "twinop.toml.j2": "models/twinop.toml",
+    "twinop.toml.j2": "models/{name}/twinop.toml",
     "Dockerfile.j2": "Dockerfile",
     "dockerignore.j2": ".dockerignore",
     "docker-compose.yml.j2": "docker-compose.yml",
@@ -40,6 +41,7 @@ _FILES = {
     "inferenceservice.yaml.j2": "kubernetes/kserve/inferenceservice.yaml",
     "README.md.j2": "README.md",
 }
+_TRITON_FILES = {"triton.md.j2": "README.md"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Options:
     version: int = 1
     library: Path | None = None
     max_batch_size: int = 0
+    triton: bool = False
+    bodies: bool = False
     gpu: bool | None = None
     image: str | None = None
     cpus: int = 2
@@ -143,6 +147,11 @@ def _check_numbers(options: Options) -> None:
     ):
         if value < least:
             raise PackError(f"{option} {value}: expected {least} or more")
+    if options.bodies and not options.triton:
+        raise PackError(
+            "--bodies without --triton: what is packed for twinop serve always has the function bodies, with "
+            "which it compares the kernels. Leave the option out, or add --triton"
+        )
     wheel = options.wheel
     if wheel is not None and not (wheel.is_file() and re.fullmatch(r"twinop-.+\.whl", wheel.name)):
         raise PackError(f"--wheel {wheel}: expected a file twinop-*.whl, as pip wheel . --no-deps makes it")
@@ -184,11 +193,12 @@ def _values(options: Options, packed: Packed) -> dict[str, Any]:
         "storage_uri": options.storage_uri or f"pvc://models/{packed.kube_name}",
         "runtime_name": f"twinop-{device}",
         "service_image": f"{registry}twinop:{twinop.__version__}-{device}",
-        "library": library, "library_name": library.path.name if library else None,
+        "library": library, "library_path": packed.library, "library_name": library.path.name if library else None,
         "library_sha256": contents.library_sha256,
         "needs_glibc": _needed(contents, "GLIBC"), "needs_glibcxx": _needed(contents, "GLIBCXX"),
         "cuda_archs": library.cuda_archs if library else None,
         "custom_nodes": contents.custom_nodes, "data": contents.data, "notes": contents.notes,
+        "bodies": options.bodies,
         "models_in_container": MODELS_IN_CONTAINER, "platform": _PLATFORMS[os.uname().machine],
         "python_image": _python_image(), "triton_image": TRITON_IMAGE, "prometheus_image": PROMETHEUS_IMAGE,
         "setuptools_version": _SETUPTOOLS, "runtime_version": runtime_version(),
@@ -253,6 +263,8 @@ def _write(root: Path, options: Options, packed: Packed, values: dict[str, Any])
     contents = packed.contents
     version = root / "models" / packed.name / str(options.version)
     _copy(contents.model, version / "model.onnx")
+    if options.triton and not options.bodies:
+        onnx.save(without_bodies(contents), version / "model.onnx")
     for each in contents.data:
         _copy(contents.model.parent / each, version / each)
     if contents.library is not None:
@@ -262,17 +274,24 @@ def _write(root: Path, options: Options, packed: Packed, values: dict[str, Any])
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["quoted"] = _quoted
-    for template, path in _FILES.items():
+    for template, path in (_TRITON_FILES if options.triton else _FILES).items():
         _text(root / path.format(name=packed.name), environment.get_template(template).render(values))
     _text(root / "models" / packed.name / "config.pbtxt", _config(options, packed))
-    service = root / "service"
-    _text(service / "requirements.txt", "\n".join([*pinned(contents.gpu), ""]))
+    manifest = _manifest(options, packed) | {"model_sha256": checksum(version / "model.onnx")}
+    _text(root / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    if not options.triton:
+        _write_service(root / "service", options, packed, environment, values)
+
+
+def _write_service(
+    service: Path, options: Options, packed: Packed, environment: jinja2.Environment, values: dict[str, Any]
+) -> None:
+    _text(service / "requirements.txt", "\n".join([*pinned(packed.contents.gpu), ""]))
     if options.wheel is not None:
         _copy(options.wheel, service / options.wheel.name)
     else:
         _text(service / "pyproject.toml", environment.get_template("pyproject.toml.j2").render(values))
         _copy_sources(service / "twinop")
-    _text(root / MANIFEST, json.dumps(_manifest(options, packed), indent=2) + "\n")
 
 
 def _copy_sources(target: Path) -> None:
@@ -292,7 +311,6 @@ def _manifest(options: Options, packed: Packed) -> dict[str, Any]:
         "twinop": twinop.__version__,
         "model": packed.name,
         "version": options.version,
-        "model_sha256": checksum(contents.model),
         "data_sha256": {str(each): checksum(contents.model.parent / each) for each in contents.data},
         "library": packed.library,
         "library_sha256": contents.library_sha256,

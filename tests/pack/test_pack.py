@@ -23,8 +23,9 @@ from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.contents import data_files, needed_version, read_contents, require_old_enough
 from twinop.deploy.pack.packing import Options, pack
 from twinop.deploy.pack.requirements import pinned
+from twinop.deploy.service.folders import scan
 from twinop.deploy.service.read_triton_config import read_config
-from twinop.deploy.service.settings import read_settings
+from twinop.deploy.service.settings import ModelSettings, read_settings
 from twinop.errors import LibraryError, TwinopError
 
 APP = typer.Typer()
@@ -39,6 +40,11 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(APP, arguments, env={"COLUMNS": "160", "TERM": "dumb"})
 
 
+def settings_of(repo: Path) -> ModelSettings:
+    """The settings with which `twinop serve repo/models` serves the model."""
+    return read_settings(None, {}).for_model("custom_relu", *scan(repo / "models")["custom_relu"].layers)
+
+
 # -------------------------------------------------------------------------------- the folder
 
 
@@ -49,15 +55,16 @@ def test_folder(tmp_path: Path, libraries: dict[str, Path]) -> None:
         "Dockerfile", ".dockerignore", "docker-compose.yml", "prometheus.yml",
         "kubernetes/deployment.yaml",
         "kubernetes/kserve/runtime.yaml", "kubernetes/kserve/inferenceservice.yaml",
-        "models/twinop.toml", "models/custom_relu/config.pbtxt", "models/custom_relu/1/model.onnx",
-        "models/custom_relu/1/libcustom_relu.so", "service/requirements.txt", "service/pyproject.toml",
+        "models/custom_relu/twinop.toml", "models/custom_relu/config.pbtxt",
+        "models/custom_relu/1/model.onnx", "models/custom_relu/1/libcustom_relu.so",
+        "service/requirements.txt", "service/pyproject.toml",
     }  # fmt: skip
     version = repo / "models/custom_relu/1"
     assert (version / "model.onnx").read_bytes() == (tmp_path / "custom_relu.onnx").read_bytes()
     checksum = hashlib.sha256(libraries["custom_relu"].read_bytes()).hexdigest()
     assert hashlib.sha256((version / "libcustom_relu.so").read_bytes()).hexdigest() == checksum
-    settings = tomllib.loads((repo / "models/twinop.toml").read_text())
-    assert settings["models"]["custom_relu"]["library_sha256"] == checksum
+    settings = tomllib.loads((repo / "models/custom_relu/twinop.toml").read_text())
+    assert settings["library_sha256"] == checksum
     assert said.library == "/mnt/models/custom_relu/1/libcustom_relu.so"
     manifest = json.loads((repo / "twinop-pack.json").read_text())
     assert manifest["library_sha256"] == checksum
@@ -86,13 +93,12 @@ def test_model_without_custom_nodes(tmp_path: Path) -> None:
     assert said.library is None and not said.contents.gpu
     assert not [path for path in files(repo / "models") if path.endswith(".so")]
     assert "model_operations" not in (repo / "models/custom_relu/config.pbtxt").read_text()
-    assert read_settings(repo / "models/twinop.toml", {}).for_model("custom_relu").library_sha256 is None
+    assert settings_of(repo).library_sha256 is None
 
 
 def test_twinop_reads_what_it_wrote(tmp_path: Path) -> None:
     repo, _ = packed(tmp_path, max_batch_size=16, cpus=3, gpu=True)
-    config = read_config(repo / "models/custom_relu/config.pbtxt", "custom_relu")
-    settings = read_settings(repo / "models/twinop.toml", {}).for_model("custom_relu", dict(config.settings))
+    settings = settings_of(repo)
     assert (settings.max_batch_size, settings.intra_op_threads, settings.provider) == (16, 3, "cuda")
     assert settings.library_sha256 is not None
 
@@ -115,7 +121,7 @@ def test_names(tmp_path: Path) -> None:
     repo, said = packed(tmp_path, name="2_Towers.v3", version=7, image="registry.example.com:5000/a/b")
     assert (said.kube_name, said.image) == ("model-2-towers-v3", "registry.example.com:5000/a/b:7")
     assert (repo / "models/2_Towers.v3/7/model.onnx").is_file()
-    assert tomllib.loads((repo / "models/twinop.toml").read_text())["models"].keys() == {"2_Towers.v3"}
+    assert (repo / "models/2_Towers.v3/twinop.toml").is_file()
 
 
 @pytest.mark.parametrize("name", ["a" * 128, "A" * 39 + "_b", "x-"])
@@ -208,6 +214,7 @@ def nothing_written(folder: Path) -> bool:
         ({"cpus": 0}, "--cpus 0: expected 1 or more"),
         ({"max_batch_size": -1}, "--max-batch-size -1: expected 0 or more"),
         ({"wheel": Path("other.whl")}, "pip wheel"),
+        ({"bodies": True}, "--bodies without --triton"),
         ({"library": Path("missing.so")}, "no such file"),
     ],
 )

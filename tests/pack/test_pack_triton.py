@@ -1,5 +1,7 @@
 """The packed config.pbtxt: complete for every model, as Triton needs it, and read by twinop serve."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loading import LoadedModel, load
 from twinop.deploy.service.read_triton_config import protocol
 from twinop.deploy.service.settings import ServerSettings, read_settings
+from twinop.library import checksum
 
 Tensor = tuple[str, str, list[int]]
 
@@ -65,7 +68,7 @@ def autofills(config: Any) -> bool:
 def served(repo: Path) -> LoadedModel:
     """As `twinop serve repo/models --provider cpu` loads it."""
     folder = scan(repo / "models")["custom_relu"]
-    settings = read_settings(repo / "models/twinop.toml", {}).for_model("custom_relu", *folder.layers)
+    settings = read_settings(None, {}).for_model("custom_relu", *folder.layers)
     settings = settings.model_copy(update={"provider": "cpu"})
     return load(folder.versions[1], settings, ServerSettings())
 
@@ -207,3 +210,65 @@ def test_the_graph_and_the_session_say_the_same(tmp_path: Path, monkeypatch: pyt
             read = contents.read_contents(path, None, True, 0)
         assert (opened.inputs, opened.outputs) == (read.inputs, read.outputs)
         assert len(read.notes) == len(opened.notes) + 1
+
+
+# -------------------------------------------------------------------------------- --triton
+
+
+def triton_model(repo: Path) -> onnx.ModelProto:
+    return onnx.load(repo / "models/custom_relu/1/model.onnx")
+
+
+def test_triton_gets_a_repository_without_bodies(tmp_path: Path) -> None:
+    model = models.relu()
+    assert [each.name for each in model.functions] == ["CustomRelu"]
+    repo, said = packed(tmp_path, model, triton=True)
+    assert sorted(path.name for path in repo.iterdir()) == ["README.md", "models", "twinop-pack.json"]
+    assert not triton_model(repo).functions and triton_model(repo).graph == model.graph
+    assert not (repo / "models/custom_relu/twinop.toml").exists()
+    manifest = json.loads((repo / "twinop-pack.json").read_text())
+    assert manifest["model_sha256"] == checksum(repo / "models/custom_relu/1/model.onnx")
+    assert said.library in (repo / "models/custom_relu/config.pbtxt").read_text()
+
+
+def test_triton_gets_the_bodies_if_asked(tmp_path: Path) -> None:
+    repo, _ = packed(tmp_path, models.relu(), triton=True, bodies=True)
+    assert triton_model(repo) == models.relu()
+    assert "without a word" in (repo / "README.md").read_text()
+
+
+def test_without_the_library_the_model_does_not_load(tmp_path: Path) -> None:
+    """Triton's backend gives ONNX Runtime the library, or what lies there instead."""
+    import onnxruntime
+
+    repo, _ = packed(tmp_path, models.relu(), triton=True)
+    path = repo / "models/custom_relu/1/model.onnx"
+    with pytest.raises(Exception, match="CustomRelu"):
+        onnxruntime.InferenceSession(path)
+    kept, _ = packed(tmp_path, models.relu(), triton=True, bodies=True, force=True)
+    onnxruntime.InferenceSession(kept / "models/custom_relu/1/model.onnx")
+
+
+def test_other_functions_stay(tmp_path: Path) -> None:
+    model = models.relu()
+    model.functions.add().CopyFrom(model.functions[0])
+    model.functions[1].domain, model.functions[1].name = "theirs", "Other"
+    repo, _ = packed(tmp_path, model, triton=True)
+    assert [each.name for each in triton_model(repo).functions] == ["Other"]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_triton_readme(gpu: bool, tmp_path: Path) -> None:
+    said = (packed(tmp_path, models.relu(), triton=True, gpu=gpu)[0] / "README.md").read_text()
+    published = re.findall(r"-p (\S+)", said[: said.index("```", said.index("docker run"))])
+    assert len(published) == 3 and all(each.startswith("127.0.0.1:") for each in published)
+    assert '-v "$PWD/models:/mnt/models:ro"' in said and "--model-repository=/mnt/models" in said
+    assert "/mnt/models/custom_relu/1/lib" in said and "KIND_GPU but no GPUs" in said
+    assert ("--gpus all -p" in said) == gpu
+
+
+def test_packs_share_a_repository(tmp_path: Path) -> None:
+    """Nothing in models/ but the folders of models, so that one pack does not overwrite another's files."""
+    for options in ({}, {"triton": True}):
+        repo, _ = packed(tmp_path, models.relu(), force=True, **options)
+        assert [path.name for path in (repo / "models").iterdir()] == ["custom_relu"]
