@@ -86,7 +86,7 @@ def main(
 
     The last command, in another shell, describes the model and its inputs.
     Send these to /v2/models/custom_relu/infer. Prometheus reads /metrics;
-    /status is a page for a browser.
+    /status says in JSON what is served, and how.
     """
     with clear_errors():
         given = {

@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 logging.getLogger("opentelemetry").propagate = False  # it may retry into the next test
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich reads it once, at its import
 
-if importlib.util.find_spec("kserve") is None:  # a GPU machine with the packages for kernels only
+if importlib.util.find_spec("tritonclient") is None:  # a GPU machine with the packages for kernels only
     collect_ignore_glob = ["service/*.py", "pack/*.py", "bench/test_bench_soak.py"]
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -80,12 +79,12 @@ async def _watch(pid: int, outcome: Outcome) -> None:
 
 
 def _state(server: Server, version: int) -> str:
-    """Returns the state of a version on the server's status page, or "" if it is not there."""
+    """Returns the state of a version, or "" if there is no such version."""
     url = f"http://127.0.0.1:{server.ports[REST]}/status"
     with urllib.request.urlopen(url, timeout=30) as answer:
-        page = answer.read().decode()
-    card = re.search(rf'<article [^>]*id="{NAME}-{version}">.*?</h3>.*?([a-z]+)</span></div>', page, re.S)
-    return card[1] if card is not None else ""
+        models = json.load(answer)["models"]
+    states = {(each["name"], each["version"]): each["state"] for each in models}
+    return states.get((NAME, str(version)), "")
 
 
 async def _swap(server: Server, models: Path, every: float, outcome: Outcome) -> None:

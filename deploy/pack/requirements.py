@@ -9,10 +9,13 @@ from packaging.utils import canonicalize_name
 from ..errors import PackError
 
 _NEEDED = (
-    "kserve", "onnx", "numpy", "ml_dtypes", "pydantic", "prometheus-client", "orjson", "Jinja2", "uvloop",
-    "grpcio", "tritonclient", "packaging", "rich", "typer",
+    "starlette", "uvicorn", "httptools", "uvloop", "grpcio", "grpcio-health-checking", "tritonclient", "onnx",
+    "numpy", "ml_dtypes", "pydantic", "prometheus-client", "orjson", "Jinja2", "packaging", "rich", "typer",
 )  # fmt: skip
-_IF_INSTALLED = ("httptools", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+_IF_INSTALLED = (
+    "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-instrumentation-asgi",
+    "opentelemetry-instrumentation-grpc",
+)  # fmt: skip
 
 
 def pinned(gpu: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Read the body of an HTTP request: check its content type, limit its size, decompress it."""
+"""Read the body of an HTTP request: check its content type, limit its size and time, decompress it."""
 
 import asyncio
 import zlib
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
+from .budget import Held
 from .datatypes import shown
-from .errors import TOO_LARGE, WRONG_MEDIA, ServiceError, invalid
+from .errors import TOO_LARGE, TOO_SLOW, WRONG_MEDIA, ServiceError, invalid
 
 _MEDIA = {"", "application/json", "application/octet-stream", "application/x-www-form-urlencoded"}
 """curl -d sends the last one by default."""
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's wbits
+_MOST_RATIO = 1032  # deflate's largest compression
 
 
 @dataclass(frozen=True)
@@ -30,32 +32,48 @@ class Limit:
         return ServiceError(TOO_LARGE, said)
 
 
-async def read(request: Request, limit: Limit) -> bytes:
-    """Read and decompress the whole body.
+async def read(request: Request, limit: Limit, seconds: float, held: Held) -> bytes:
+    """Read and decompress the whole body, and count it in `held` as it arrives.
 
     Raises:
-        ServiceError: the body is too large, damaged, or of an unsupported content type or encoding.
+        ServiceError: the body is too large, damaged, of an unsupported content type or encoding, does not
+            arrive within `seconds`, or exceeds the budget of all requests.
         ClientDisconnect: the client closed the connection before the end of the body.
     """
-    headers, receive = request.headers, request.receive
-    _check_media(headers)
-    wbits = _compression(headers)
-    if int(headers.get("content-length", 0)) > limit.bytes:
+    if "upgrade" in request.headers:
+        raise invalid("a request with a body cannot ask for an upgrade: send it without the header Upgrade")
+    _check_media(request.headers)
+    wbits = _compression(request.headers)
+    if int(request.headers.get("content-length", 0)) > limit.bytes:
         raise limit.exceeded()
+    try:
+        async with asyncio.timeout(seconds):
+            body = await _received(request, limit, held)
+    except TimeoutError:
+        said = f"the body did not arrive within {seconds:g} s (body_seconds)"
+        raise ServiceError(TOO_SLOW, said, {"Connection": "close"}) from None
+    if wbits is None or not body:
+        return body
+    most = min(limit.bytes, _MOST_RATIO * len(body))
+    held.take(most)
+    content = await asyncio.to_thread(decompressed, body, wbits, limit)
+    held.take(len(content) - most)
+    return content
+
+
+async def _received(request: Request, limit: Limit, held: Held) -> bytes:
     chunks, size, more = [], 0, True
     while more:
-        message = await receive()
+        message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunks.append(message["body"])
         size += len(chunks[-1])
         if size > limit.bytes:
             raise limit.exceeded()
+        held.take(len(chunks[-1]))
         more = message["more_body"]
-    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    if wbits is not None and body:
-        body = await asyncio.to_thread(decompressed, body, wbits, limit)
-    return body
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def _check_media(headers: Mapping[str, str]) -> None:

@@ -23,9 +23,10 @@ from .datatypes import (
 from .errors import TOO_LARGE, ServiceError, invalid
 from .protocol import pb
 from .request import MOST_TENSORS, Request, Result, check_count
-from .wire import MOST_BYTES, prefixed
 
-_PIECE = 1 << 16  # numbers that are converted at once; other threads run between the pieces
+MOST_TYPED_BYTES = 1 << 20  # of a message without its raw tensors: protobuf reads the rest number by number
+MOST_BYTES = (2 << 30) - (1 << 20)  # a message has less than 2 GiB; the margin is for names and shapes
+_RAW_KEY = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2  # a field with a length
 
 
 @dataclass(slots=True)
@@ -36,18 +37,50 @@ class Form:
     raw: bool
 
 
+def parse(data: bytes) -> pb.ModelInferRequest:
+    """Parse a request. Large tensors must be raw: typed ones take many times their size, and long.
+
+    Raises:
+        ServiceError: the message has more than 1 MiB besides its raw tensors.
+        DecodeError: it is not a message of the protocol.
+    """
+    raw = at = 0
+    while len(data) > MOST_TYPED_BYTES and at < len(data) and at - raw <= MOST_TYPED_BYTES:
+        size, start = _length(data, at + 1)
+        if data[at] & 7 != 2:  # a number, which no top-level field of the protocol is
+            break
+        raw += size if data[at] == _RAW_KEY else 0
+        at = start + size
+    if len(data) - raw > MOST_TYPED_BYTES:
+        raise ServiceError(
+            TOO_LARGE,
+            f"the message has {len(data)} bytes, more than {MOST_TYPED_BYTES} of them outside of "
+            "raw_input_contents: send raw_input_contents",
+        )
+    return pb.ModelInferRequest.FromString(data)
+
+
+def _length(data: bytes, at: int) -> tuple[int, int]:
+    """Return the length that protobuf encodes at `at`, and where it ends."""
+    size = shift = 0
+    for at in range(at, min(at + 5, len(data))):  # noqa: B020 (the last one is the result)
+        size |= (data[at] & 0x7F) << shift
+        shift += 7
+        if data[at] < 0x80:
+            break
+    return size, at + 1
+
+
 def decode(
     message: pb.ModelInferRequest,
     seconds: float | None,
     most: int = MOST_TENSORS,
-    raw: Sequence[bytes | memoryview] | None = None,
 ) -> tuple[Request, Form]:
     """Decode a request without checking it against the model.
 
     Args:
         seconds: the time left until the call's deadline; None for no deadline.
         most: the largest number of inputs, and of outputs.
-        raw: the raw tensors, if they are not in `message`.
 
     Raises:
         ServiceError: the message contradicts itself.
@@ -55,7 +88,7 @@ def decode(
     arrived = time.monotonic()
     check_count("inputs", len(message.inputs), most)
     check_count("outputs", len(message.outputs), most)
-    raw = message.raw_input_contents if raw is None else raw
+    raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise invalid(
             f"{len(message.inputs)} inputs, but {len(raw)} raw_input_contents: "
@@ -96,42 +129,39 @@ def encode(result: Result, form: Form) -> bytes:
     It is raw if the request was raw, or if a datatype has no typed field (FP16, BF16).
 
     Raises:
-        ServiceError: the answer exceeds the size of a protobuf message.
+        ServiceError: the answer exceeds the size of a protobuf message, or of typed contents.
     """
     answer = pb.ModelInferResponse(model_name=result.model, model_version=str(result.version), id=form.id)
     kinds = [OF_DTYPE[array.dtype] for array in result.outputs.values()]
     is_raw = form.raw or any(kind.contents is None for kind in kinds)
-    if sum(array.nbytes for array in result.outputs.values()) > MOST_BYTES:
-        raise _too_large()
-    raw: list[Any] = []
+    size = sum(array.nbytes for array in result.outputs.values())
+    if size > MOST_BYTES:
+        raise ServiceError(
+            TOO_LARGE,
+            "the outputs are larger than the 2 GiB that a gRPC message can have: ask for fewer of them, or "
+            "over HTTP as binary data",
+        )
+    if size > MOST_TYPED_BYTES and not is_raw:
+        raise ServiceError(
+            TOO_LARGE,
+            f"the outputs have more than {MOST_TYPED_BYTES} bytes, the limit for typed contents: send "
+            "raw_input_contents, and the answer has raw_output_contents",
+        )
     for (name, array), kind in zip(result.outputs.items(), kinds, strict=True):
         tensor = answer.outputs.add(name=name, datatype=kind.name, shape=array.shape)
         if is_raw:
-            raw += prefixed(answer.RAW_OUTPUT_CONTENTS_FIELD_NUMBER, to_bytes(array))
+            answer.raw_output_contents.append(memoryview(to_bytes(array)).tobytes())
         else:
-            _add(getattr(tensor.contents, kind.contents or ""), array.ravel())
-    parts = [answer.SerializeToString(), *raw]
-    if sum(memoryview(part).nbytes for part in parts) > MOST_BYTES:  # a number takes up to ten bytes
-        raise _too_large()
-    return b"".join(parts)
-
-
-def _add(field: Any, flat: np.ndarray) -> None:
-    for start in range(0, flat.size, _PIECE):
-        values = flat[start : start + _PIECE].tolist()
-        field.extend([each.encode() if isinstance(each, str) else each for each in values])
-
-
-def _too_large() -> ServiceError:
-    return ServiceError(
-        TOO_LARGE,
-        "the outputs are larger than the 2 GiB that a gRPC message can have: ask for fewer of them, or over "
-        "HTTP as binary data",
-    )
+            values = array.ravel().tolist()
+            if kind is BYTES:
+                values = [text.encode() if isinstance(text, str) else text for text in values]
+            getattr(tensor.contents, kind.contents or "").extend(values)
+    data: bytes = answer.SerializeToString()
+    return data
 
 
 def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
-    """Return plain values; None for types that KServe's message lacks."""
+    """Return plain values; None for a parameter without a value."""
     found = {key: (value.WhichOneof("parameter_choice"), value) for key, value in given.items()}
     return {key: getattr(value, kind) if kind else None for key, (kind, value) in found.items()}
 
@@ -164,19 +194,11 @@ def _typed(name: str, kind: Datatype, shape: list[int], field: str, values: Any)
     if kind is BYTES:
         return text_array(name, values).reshape(shape)
     if kind.dtype.itemsize < 4 and kind.dtype.kind in "iu":  # sent in 32-bit fields
-        limits, wide = np.iinfo(kind.dtype), _numbers(values, np.dtype(np.int64))
+        limits, wide = np.iinfo(kind.dtype), np.array(values, np.int64)
         if elements and (wide.min() < limits.min or wide.max() > limits.max):
             at = int(np.argmax((wide < limits.min) | (wide > limits.max)))
             raise invalid(
                 f"input {name}: element {at} is {wide[at]}; {kind.name} has {limits.min} to {limits.max}"
             )
         return wide.astype(kind.dtype).reshape(shape)
-    return _numbers(values, kind.dtype).reshape(shape)
-
-
-def _numbers(values: Sequence[Any], dtype: np.dtype) -> np.ndarray:
-    """Return the values as an array, converted in pieces so that other threads can run."""
-    array = np.empty(len(values), dtype)
-    for start in range(0, len(values), _PIECE):
-        array[start : start + _PIECE] = values[start : start + _PIECE]
-    return array
+    return np.array(values, kind.dtype).reshape(shape)

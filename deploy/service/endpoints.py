@@ -1,9 +1,10 @@
 """The protocol's HTTP routes, and the answers to their failures."""
 
 import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from twinop import __version__
 
 from . import bodies, codec_rest, ids, logs, metrics, spans
-from .connection import wait_in
+from .budget import Budget, Held
 from .datatypes import shown, version_number
 from .errors import BROKEN, CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, NOT_READY, ServiceError, invalid
 from .instance import without_paths
@@ -29,50 +30,92 @@ _log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
+WATCH_SECONDS = 0.02  # requests that take longer notice that their client disconnects
+_JSON_GROWTH = 4  # "0," becomes a number of up to 8 bytes
+
 
 async def off_loop(size: int, work: Callable[..., Made], *arguments: Any) -> Made:
     """Do the work for a small size at once, otherwise in a thread: it may take seconds."""
     return work(*arguments) if size <= LARGE else await asyncio.to_thread(work, *arguments)
 
 
+@contextlib.contextmanager
+def cancelled_with(request: Request) -> Iterator[None]:
+    """Cancel the block if the client disconnects. The body must have been read.
+
+    Raises:
+        ClientDisconnect: it has disconnected.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    watching: list[asyncio.Task[None]] = []
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        task.cancel()
+
+    # Most requests are answered before: a timer costs less than a task.
+    timer = loop.call_later(WATCH_SECONDS, lambda: watching.append(loop.create_task(watch())))
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not watching or not watching[0].done():
+            raise
+        gone = ClientDisconnect()
+        gone.counted = True  # type: ignore[attr-defined]  # as the cancellation that it stands for
+        raise gone from None
+    finally:
+        timer.cancel()
+        if watching:
+            watching[0].cancel()
+
+
 class Endpoints:
     """The handlers of the routes. They raise ServiceError, which `FAILURES` turns into an answer."""
 
-    def __init__(self, settings: ServerSettings, repository: "Repository") -> None:
+    def __init__(self, settings: ServerSettings, repository: "Repository", budget: Budget) -> None:
         self._limit = self._json_limit = bodies.Limit(settings.max_request_bytes)
         if settings.max_json_bytes < settings.max_request_bytes:
             advice = ": send large tensors as binary data, with Inference-Header-Content-Length"
             self._json_limit = bodies.Limit(settings.max_json_bytes, "max_json_bytes", "JSON", advice)
+        self._seconds = settings.body_seconds
         self._repository = repository
+        self._budget = budget
 
     async def infer(self, request: Request) -> Response:
         """Run a model: POST /v2/models/<model>[/versions/<version>]/infer."""
         model, version = _named(request)
         meant = functools.partial(self._repository.metrics_of, model, version)
-        with spans.request_span("infer", request.headers), metrics.counting(meant) as counting:
-            try:
-                return await self._infer(request, model, version, counting)
-            finally:
-                spans.note(request_id=ids.of(request.scope))
+        with self._held(request) as held, metrics.counting(meant) as counting:
+            return await self._infer(request, model, version, held, counting)
 
     async def _infer(
-        self, request: Request, model: str, version: str, counting: metrics.counting
+        self, request: Request, model: str, version: str, held: Held, counting: metrics.counting
     ) -> Response:
         scope, headers = request.scope, request.headers
         most = self._repository.most_tensors(model)
         logs.bind(model=model)
         has_binary = codec_rest.HEADER_LENGTH in headers
-        body = await bodies.read(request, self._limit if has_binary else self._json_limit)
+        limit = self._limit if has_binary else self._json_limit
+        body = await bodies.read(request, limit, self._seconds, held)
+        if not has_binary:
+            held.take(_JSON_GROWTH * len(body))
         asked, form = await off_loop(
             len(body), codec_rest.decode, body, headers, model, version, most, self._json_limit
         )
         asked.id = ids.of(scope, asked.id)
         logs.bind(request_id=asked.id)
-        wait_in(scope)
-        counting.result = await self._repository.answer(asked)
+        with cancelled_with(request):
+            counting.result = await self._repository.answer(asked)
         size = sum(array.nbytes for array in counting.result.outputs.values())
-        content, answer_headers = await off_loop(size, codec_rest.encode, counting.result, form)
+        content, answer_headers = await off_loop(
+            size, codec_rest.encode, counting.result, form, self._json_limit
+        )
         return Response(content, headers=answer_headers)
+
+    def _held(self, request: Request) -> Held:
+        return self._budget.request(int(request.headers.get("content-length", self._limit.bytes)))
 
     async def alive(self, request: Request) -> Response:
         """Answer GET /, as KServe does."""
@@ -96,6 +139,10 @@ class Endpoints:
         """Return Prometheus's metrics."""
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"content-type": content_type})
+
+    async def status(self, request: Request) -> Response:
+        """Describe the server and each version: GET /status."""
+        return as_json(await server_status(self._repository))
 
     async def metadata(self, request: Request) -> Response:
         """Describe the server: GET /v2."""
@@ -139,8 +186,9 @@ class Endpoints:
 
     async def _object(self, request: Request) -> dict[str, Any]:
         try:
-            body = await bodies.read(request, self._json_limit) or b"{}"
-            content = await off_loop(len(body), orjson.loads, body)
+            with self._held(request) as held:
+                body = await bodies.read(request, self._json_limit, self._seconds, held) or b"{}"
+                content = await off_loop(len(body), orjson.loads, body)
         except orjson.JSONDecodeError as error:
             raise invalid(f"invalid JSON: {error}") from None
         if not isinstance(content, dict):
@@ -174,6 +222,24 @@ def model_metadata(repository: "Repository", model: str, version: str) -> dict[s
     }
 
 
+async def server_status(repository: "Repository") -> dict[str, Any]:
+    """Return the server's state, and every version with its state and how it runs."""
+    versions: list[dict[str, Any]] = []
+    for each in await repository.index():
+        versions.append({**each, "state": each["state"].lower()})
+        model = repository.models.get(each["name"])
+        if model is not None and (served := model.versions.get(int(each["version"]))) is not None:
+            versions[-1] |= served.loaded.describe()["parameters"]
+            versions[-1] |= {"queued": served.batcher.queued, "in_flight": served.metrics.in_flight}
+    return {
+        "version": __version__,
+        "state": "draining" if repository.draining else "ready" if repository.ready else "loading",
+        "started": repository.started,
+        "control": repository.settings.server.control,
+        "models": versions,
+    }
+
+
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return an answer in JSON."""
     return Response(orjson.dumps(content, default=str), status, headers, "application/json")
@@ -184,6 +250,7 @@ def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None =
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
+    spans.note(failure=error.failure.reason)
     return as_json({"error": str(error)}, error.failure.status, error.headers)
 
 

@@ -5,19 +5,18 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from . import codec_grpc, ids, logs, metrics, spans, wire
+from . import codec_grpc, ids, logs, metrics, spans
 from .addresses import address_error, tls_error
+from .budget import Budget, Held
 from .datatypes import version_number
 from .endpoints import model_metadata, off_loop, server_metadata
-from .errors import INTERNAL, INVALID, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
+from .errors import INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .protocol import SERVICE, pb
 from .settings import ServerSettings
 from .tokens import Token
@@ -29,58 +28,44 @@ _log = logging.getLogger(__name__)
 
 DRAIN_REFUSE_SECONDS = 0.5
 TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
+MOMENT_SECONDS = 0.02  # small messages have arrived by then, and few bytes of others
 _OPEN = ("ServerLive", "ServerReady")  # need no token
 
-_headers: ContextVar[dict[str, str]] = ContextVar("_headers")  # the call's metadata with its id
-
-Method = Callable[[Any, aio.ServicerContext], Awaitable[Any]]
+Method = Callable[[Any, str, aio.ServicerContext], Awaitable[Any]]
 
 
 class Calls:
-    """The protocol's calls. They raise ServiceError, which `_Front` turns into a gRPC code."""
+    """The protocol's calls, with the request's id. They raise ServiceError for `_Front` to answer."""
 
     def __init__(self, repository: "Repository") -> None:
         self._repository = repository
 
-    def parsers(self) -> dict[str, Callable[[bytes], Any]]:
-        """Return the function that parses the request of each call."""
-        names = ["ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata"]
-        names += ["RepositoryModelLoad", "RepositoryModelUnload"]
-        return {
-            **{name: getattr(pb, f"{name}Request").FromString for name in names},
-            "ModelInfer": wire.parse,
-            "RepositoryIndex": pb.ServerReadyRequest.FromString,  # any message: KServe lacks this one
-        }
-
-    async def ModelInfer(self, request: wire.InferRequest, context: Any) -> bytes:
+    async def ModelInfer(self, request: pb.ModelInferRequest, number: str, context: Any) -> bytes:
         """Run a model; the answer is serialized."""
-        headers = _headers.get()
-        message = request.message
-        meant = functools.partial(self._repository.metrics_of, message.model_name, message.model_version)
-        with spans.request_span("infer", headers), metrics.counting(meant) as counting:
-            spans.note(request_id=headers[ids.HEADER])
-            most = self._repository.most_tensors(message.model_name)
-            logs.bind(model=message.model_name)
-            seconds = context.time_remaining()
-            asked, form = await off_loop(request.size, codec_grpc.decode, message, seconds, most, request.raw)
-            asked.id = headers[ids.HEADER]
+        meant = functools.partial(self._repository.metrics_of, request.model_name, request.model_version)
+        with metrics.counting(meant) as counting:
+            most = self._repository.most_tensors(request.model_name)
+            logs.bind(model=request.model_name)
+            size, seconds = request.ByteSize(), context.time_remaining()
+            asked, form = await off_loop(size, codec_grpc.decode, request, seconds, most)
+            asked.id = number
             counting.result = await self._repository.answer(asked)
             size = sum(array.nbytes for array in counting.result.outputs.values())
             return await off_loop(size, codec_grpc.encode, counting.result, form)
 
-    async def ServerLive(self, request: Any, context: Any) -> pb.ServerLiveResponse:
+    async def ServerLive(self, request: Any, number: str, context: Any) -> pb.ServerLiveResponse:
         """Answer whether the server can run models, or must be started anew."""
         return pb.ServerLiveResponse(live=not self._repository.broken)
 
-    async def ServerReady(self, request: Any, context: Any) -> pb.ServerReadyResponse:
+    async def ServerReady(self, request: Any, number: str, context: Any) -> pb.ServerReadyResponse:
         """Answer whether all models are loaded."""
         return pb.ServerReadyResponse(ready=self._repository.ready)
 
-    async def ServerMetadata(self, request: Any, context: Any) -> pb.ServerMetadataResponse:
+    async def ServerMetadata(self, request: Any, number: str, context: Any) -> pb.ServerMetadataResponse:
         """Describe the server."""
         return pb.ServerMetadataResponse(**server_metadata(self._repository))
 
-    async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
+    async def ModelReady(self, request: Any, number: str, context: Any) -> pb.ModelReadyResponse:
         """Answer whether a model is ready."""
         try:
             self._repository.find(request.name, version_number(request.name, request.version))
@@ -90,129 +75,150 @@ class Calls:
             return pb.ModelReadyResponse(ready=False)
         return pb.ModelReadyResponse(ready=True)
 
-    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
+    async def ModelMetadata(self, request: Any, number: str, context: Any) -> pb.ModelMetadataResponse:
         """Describe a model's inputs and outputs."""
         described = model_metadata(self._repository, request.name, request.version)
         del described["parameters"]  # the message has no such field
         return pb.ModelMetadataResponse(**described)
 
-    async def RepositoryModelLoad(self, request: Any, context: Any) -> pb.RepositoryModelLoadResponse:
+    async def RepositoryModelLoad(self, request: Any, number: str, context: Any) -> Any:
         """Load a model."""
         model = _model_name(request)
-        if _triton_field(request, 3) is not None:
+        if request.parameters:
             raise invalid("a model is loaded from its folder as it is: parameters are not taken")
         await self._repository.load_by_request(model)
-        return pb.RepositoryModelLoadResponse(model_name=model, isLoaded=True)
+        return pb.RepositoryModelLoadResponse()
 
-    async def RepositoryModelUnload(self, request: Any, context: Any) -> pb.RepositoryModelUnloadResponse:
+    async def RepositoryModelUnload(self, request: Any, number: str, context: Any) -> Any:
         """Unload a model."""
         model = _model_name(request)
         await self._repository.unload_by_request(model)
-        return pb.RepositoryModelUnloadResponse(model_name=model, isUnloaded=True)
+        return pb.RepositoryModelUnloadResponse()
 
-    async def RepositoryIndex(self, request: Any, context: Any) -> bytes:
-        """Answer Triton's call, whose messages KServe lacks. Each model is a message of four strings."""
-        models = await self._repository.index_by_request(bool(_triton_field(request, 2)))
-        names = ("name", "version", "state", "reason")
-        return b"".join(
-            wire.field(1, b"".join(wire.field(at, each[name].encode()) for at, name in enumerate(names, 1)))
-            for each in models
-        )
+    async def RepositoryIndex(self, request: Any, number: str, context: Any) -> Any:
+        """List models and versions with their states."""
+        return pb.RepositoryIndexResponse(models=await self._repository.index_by_request(request.ready))
 
 
 def _model_name(request: Any) -> str:
-    """Return the name, which KServe sends in field 1, and Triton (hence tritonclient) in field 2."""
-    name = request.model_name or _triton_field(request, 2)
-    if not name or not isinstance(name, str | bytes):
+    name: str = request.model_name or request.repository_name  # KServe's first field
+    if not name:
         raise invalid("model_name is missing")
-    return name if isinstance(name, str) else name.decode(errors="replace")
-
-
-def _triton_field(request: Any, number: int) -> Any:
-    """Return a field that only Triton's message has; None if it was not sent."""
-    return next((field.data for field in UnknownFieldSet(request) if field.field_number == number), None)
+    return name
 
 
 class _Front:
-    """Handles every call: its id, the token, and failures as gRPC codes."""
+    """Handles every call: its id, the token, the budget, and failures as gRPC codes.
 
-    def __init__(self, settings: ServerSettings) -> None:
+    gRPC hands calls over as streams of requests. So a call can be refused before its message is read.
+    """
+
+    def __init__(self, settings: ServerSettings, budget: Budget) -> None:
+        self._settings = settings
+        self._budget = budget
         self._token = Token(settings)
         self.draining = False
         self.was_called = False
 
     def handler(self, calls: Calls) -> grpc.GenericRpcHandler:
         """Return the service for gRPC."""
-        methods = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._around(getattr(calls, name), parse, is_open=name in _OPEN)
-            )
-            for name, parse in calls.parsers().items()
-        }
+        methods = {}
+        for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+            if (answer := getattr(calls, method.name, None)) is not None:
+                parse = getattr(pb, method.input_type.name).FromString
+                parse = codec_grpc.parse if method.name == "ModelInfer" else parse
+                around = self._around(answer, parse, is_open=method.name in _OPEN)
+                methods[method.name] = grpc.stream_unary_rpc_method_handler(around)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    def _around(self, method: Method, parse: Callable[[bytes], Any], is_open: bool) -> Method:
-        async def guarded(data: bytes, context: aio.ServicerContext) -> bytes:
+    def _around(self, method: Method, parse: Callable[[bytes], Any], is_open: bool) -> Any:
+        async def guarded(_: Any, context: aio.ServicerContext) -> bytes:
             self.was_called = True
             headers = dict(context.invocation_metadata())
-            refusal = None if is_open else self._refusal(headers)
-            request = await off_loop(len(data), _parsed, parse, data) if refusal is None else None
-            given = (headers.get(ids.HEADER, ""), getattr(request, "id", ""))
+            given = [headers.get(ids.HEADER, "")]
             number = ids.request_id(*given)
-            _headers.set(headers | {ids.HEADER: number})
-            trailing = ((ids.HEADER, number),)
-            logs.begin(request_id=number)
-            _log.debug("accepted")  # `bench soak` compares these lines with the answers
-            try:
-                if refusal is not None:
-                    metrics.failed_without_model(refusal.failure)
-                    raise refusal
-                if request is None:  # gRPC itself would answer UNKNOWN and log an error
-                    raise _unreadable()
-                answer = await method(request, context)
-            except ServiceError as error:
-                extra = tuple((name.lower(), value) for name, value in error.headers.items())
-                await context.abort(error.failure.code, str(error), trailing + extra)
-            except Exception:
-                _log.exception("internal error")
-                await context.abort(INTERNAL.code, f"internal error; request id {number}", trailing)
+            logs.begin(**spans.ids(), request_id=number)
+            spans.note(request_id=number)
+            with self._budget.request() as held:
+                try:
+                    request = await self._request(context, headers, parse, held, is_open)
+                    given.append(getattr(request, "id", ""))
+                    number = ids.request_id(*given, number)
+                    logs.bind(request_id=number)
+                    answer = await method(request, number, context)
+                except ServiceError as error:
+                    spans.note(failure=error.failure.reason)
+                    extra = tuple((name.lower(), value) for name, value in error.headers.items())
+                    await context.abort(error.failure.code, str(error), ((ids.HEADER, number), *extra))
+                except Exception:
+                    _log.exception("internal error")
+                    said = f"internal error; request id {number}"
+                    await context.abort(INTERNAL.code, said, ((ids.HEADER, number),))
             if number in given:  # a trailer is slow: a generated id is sent with failures only
-                context.set_trailing_metadata(trailing)
+                context.set_trailing_metadata(((ids.HEADER, number),))
             return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
         return guarded
 
-    def _refusal(self, headers: dict[str, str]) -> ServiceError | None:
-        """Return why a call is refused before its request is parsed."""
-        if not self._token.allows(headers.get("authorization", "").encode()):
-            said = "this server wants a token: send the metadata authorization: Bearer <token>"
-            return ServiceError(UNAUTHENTICATED, said)
-        if self.draining:
-            return ServiceError(NOT_READY, "the server is stopping: send the request to another")
-        return None
+    async def _request(
+        self, context: Any, headers: dict[str, str], parse: Callable[[bytes], Any], held: Held, is_open: bool
+    ) -> Any:
+        """Check whether the call is allowed, read its message, and parse it."""
+        try:
+            if not is_open and not self._token.allows(headers.get("authorization", "").encode()):
+                said = "this server wants a token: send the metadata authorization: Bearer <token>"
+                raise ServiceError(UNAUTHENTICATED, said)
+            _log.debug("accepted")  # `bench soak` compares these lines with the answers
+            if self.draining and not is_open:
+                raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
+            data = await self._message(context, held)
+            return await off_loop(len(data), parse, data)
+        except DecodeError:  # gRPC itself would answer UNKNOWN and log an error
+            metrics.failed_without_model(INVALID)
+            raise invalid("the request is not a protobuf message of the protocol") from None
+        except ServiceError as error:
+            metrics.failed_without_model(error.failure)
+            raise
 
+    async def _message(self, context: Any, held: Held) -> bytes:
+        """Read the call's message.
 
-def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Parse a message; return None for malformed data."""
-    try:
-        return parse(data)
-    except DecodeError:
-        return None
+        gRPC does not tell the size of a message before it is complete. One that is still arriving after a
+        moment holds as many bytes as a message can have.
+        """
+        most, seconds = self._settings.max_request_bytes, self._settings.body_seconds
+        refused: list[ServiceError] = []
 
+        def hold() -> None:
+            try:
+                held.take(most)
+            except ServiceError as error:
+                refused.append(error)
+                limit.reschedule(0)
 
-def _unreadable() -> ServiceError:
-    metrics.failed_without_model(INVALID)
-    return invalid("the request is not a protobuf message of the protocol")
+        holding = asyncio.get_running_loop().call_later(MOMENT_SECONDS, hold)
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                data: Any = await context.read()
+        except TimeoutError:
+            said = f"the message did not arrive within {seconds:g} s (body_seconds)"
+            raise (refused or [ServiceError(TOO_SLOW, said)])[0] from None
+        finally:
+            holding.cancel()
+        if not isinstance(data, bytes):
+            raise invalid("the call has no message")
+        held.take(2 * len(data) - held.bytes)  # protobuf copies it
+        return data
 
 
 class GrpcServer:
     """gRPC on one port, from `start` to `drain`."""
 
-    def __init__(self, settings: ServerSettings, repository: "Repository") -> None:
+    def __init__(self, settings: ServerSettings, repository: "Repository", budget: Budget) -> None:
         self.settings = settings
         self.port: int = settings.grpc_port or 0
         self._repository = repository
-        self._front = _Front(settings)
+        self._front = _Front(settings, budget)
         self._server: Any = None
 
     async def start(self) -> None:
@@ -223,12 +229,12 @@ class GrpcServer:
         """
         settings = self.settings
         self._server = aio.server(
+            interceptors=spans.interceptors(),
+            maximum_concurrent_rpcs=settings.maximum_concurrent_rpcs,
             options=(
                 ("grpc.max_receive_message_length", settings.max_request_bytes),
                 ("grpc.max_send_message_length", -1),
-                ("grpc.max_metadata_size", settings.max_header_bytes),
-                ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
-                ("grpc.server_handshake_timeout_ms", round(settings.header_seconds * 1000)),
+                ("grpc.server_handshake_timeout_ms", round(settings.body_seconds * 1000)),
                 ("grpc.keepalive_time_ms", 30_000),  # detects clients that vanished
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

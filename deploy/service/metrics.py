@@ -1,11 +1,10 @@
-"""The metrics behind /metrics and the status page: requests, failures, latencies, and what runs where.
+"""The metrics behind /metrics: requests, failures, latencies, and what runs where.
 
 Labels are looked up once per version to keep the cost of a request low.
 """
 
 import time
 from collections import Counter as Tally
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -102,7 +101,7 @@ class Queue(Protocol):
 
 
 class ModelMetrics:
-    """The metrics of one loaded version. The plain numbers are for the status page.
+    """The metrics of one loaded version.
 
     A request is `started` and then either `answered` or `failed` once (`failed(CANCELLED)` if cancelled).
     Call all methods on the event loop's thread.
@@ -110,13 +109,7 @@ class ModelMetrics:
 
     def __init__(self, model: str, version: int) -> None:
         self._labels = (model, str(version))
-        self.since = time.time()
-        self.requests = 0
         self.in_flight = 0
-        self.failures: Tally[str] = Tally()
-        self.runs = 0
-        self.rows = 0
-        self.latencies: deque[float] = deque(maxlen=1000)  # seconds, of the most recent answers
         _owners[self._labels] += 1
         self._requests = REQUESTS.labels(*self._labels)
         self._failures: dict[str, Counter] = {}
@@ -144,8 +137,6 @@ class ModelMetrics:
     def answered(self, result: Result, seconds: float) -> None:
         """Count an answer `seconds` after the request's arrival."""
         self.in_flight -= 1
-        self.requests += 1
-        self.latencies.append(seconds)
         self._requests.inc()
         self._request_seconds.observe(seconds)
         self._queue_seconds.observe(result.queue_seconds)
@@ -153,8 +144,6 @@ class ModelMetrics:
     def failed(self, failure: Failure) -> None:
         """Count a failed request."""
         self.in_flight -= 1
-        self.requests += 1
-        self.failures[failure.reason] += 1
         self._requests.inc()
         if failure.reason not in self._failures:
             self._failures[failure.reason] = FAILURES.labels(*self._labels, failure.reason)
@@ -162,21 +151,8 @@ class ModelMetrics:
 
     def ran(self, rows: int, seconds: float) -> None:
         """Count one run of the model, successful or not."""
-        self.runs += 1
-        self.rows += rows
         self._batch_size.observe(rows)
         self._compute_seconds.observe(seconds)
-
-    def quantile(self, q: float) -> float | None:
-        """Return a quantile of the most recent latencies in seconds, or None without any."""
-        if not self.latencies:
-            return None
-        ordered = sorted(self.latencies)
-        return ordered[min(int(q * len(ordered)), len(ordered) - 1)]
-
-    def mean_batch(self) -> float | None:
-        """Return the mean number of rows per run, or None before the first run."""
-        return self.rows / self.runs if self.runs else None
 
     def drop(self) -> None:
         """Remove the version's series, unless the version has been loaded again."""

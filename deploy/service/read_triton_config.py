@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 
 from ..tensor_specs import Spec
 from .datatypes import datatype_of
-from .protobufs import generated_module
 from .settings import Provider, SettingsError
 
 FILE = "config.pbtxt"
@@ -119,14 +118,12 @@ def read_config(path: Path, model: str) -> TritonConfig:
 def protocol() -> Any:
     """Return tritonclient's compiled model_config.proto.
 
-    Only this module is loaded: its package would register messages under the same names as KServe's.
-
     Raises:
         SettingsError: tritonclient is not installed, or does not fit the installed protobuf.
     """
     try:
-        return generated_module("tritonclient", "grpc", "model_config_pb2.py")
-    except ModuleNotFoundError as error:
+        from tritonclient.grpc import model_config_pb2
+    except ImportError as error:
         raise SettingsError(
             "config.pbtxt is read with Triton's model_config.proto, from a package that is not installed: "
             "pip install 'tritonclient[grpc]', or put the settings into a twinop.toml"
@@ -135,6 +132,7 @@ def protocol() -> Any:
         raise SettingsError(
             f"config.pbtxt needs another version of protobuf or tritonclient: {error}"
         ) from error
+    return model_config_pb2
 
 
 def _wrong(path: Path, what: str, problems: Sequence[str]) -> SettingsError:

@@ -14,13 +14,12 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import ids, logs, metrics
+from . import ids, logs, metrics, spans
 from .addresses import bound, tls_error
-from .connection import LimitedHttpProtocol, Limits, has_gone
+from .budget import Budget
 from .endpoints import FAILURES, Endpoints, as_json
 from .errors import NOT_READY, UNAUTHENTICATED
 from .settings import ServerSettings
-from .status import status_page
 from .tokens import Token
 
 if TYPE_CHECKING:
@@ -43,21 +42,24 @@ class Front:
         self._token = Token(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given, authorization = "", b""
+        given, authorization, closes = "", b"", False
         for name, value in scope["headers"]:
             if name == b"x-request-id":
                 given = value.decode("latin-1")
             elif name == b"authorization":
                 authorization = value
+            elif name == b"upgrade":  # the parser takes what follows for another protocol
+                closes = True
         ids.take(scope, given)
-        logs.begin(**({"request_id": ids.of(scope)} if given else {}))
+        logs.begin(**spans.ids(), **({"request_id": ids.of(scope)} if given else {}))
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 number = ids.of(scope)
                 logs.bind(request_id=number)  # for the access log; the body may have had an id
+                spans.note(request_id=number)
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
-                if self.draining:
+                if self.draining or closes:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
@@ -70,8 +72,6 @@ class Front:
         try:
             await self._app(scope, receive, answer)
         except asyncio.CancelledError:
-            if has_gone(scope):
-                return
             if not self.draining:
                 raise
             refusal = as_json({"error": "the server stopped before it could answer"}, NOT_READY.status)
@@ -124,14 +124,14 @@ class _Uvicorn(uvicorn.Server):
 class RestServer:
     """HTTP on one port, from `start` to `drain`."""
 
-    def __init__(self, settings: ServerSettings, repository: "Repository") -> None:
+    def __init__(self, settings: ServerSettings, repository: "Repository", budget: Budget) -> None:
         """Bind the port.
 
         Raises:
             AddressError: the port is in use, the host is not this machine's, or TLS cannot be set up.
         """
         self.settings = settings
-        self._front = Front(_application(settings, repository), settings)
+        self._front = Front(_application(settings, repository, budget), settings)
         self.config = self._config()
         self._socket = bound(settings.host, settings.http_port, "--http-port")
         self.port: int = self._socket.getsockname()[1]
@@ -181,10 +181,9 @@ class RestServer:
 
     def _config(self) -> uvicorn.Config:
         settings = self.settings
-        limits = Limits(settings.max_header_bytes, settings.header_seconds, settings.body_seconds)
         config = uvicorn.Config(
-            self._front,
-            http=functools.partial(LimitedHttpProtocol, limits=limits),  # type: ignore[arg-type]
+            spans.around(self._front),
+            http="httptools",
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -192,6 +191,7 @@ class RestServer:
             access_log=settings.access_log,
             server_header=False,
             proxy_headers=False,
+            limit_concurrency=settings.limit_concurrency,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
@@ -203,8 +203,8 @@ class RestServer:
         return config
 
 
-def _application(settings: ServerSettings, repository: "Repository") -> Starlette:
-    to = Endpoints(settings, repository)
+def _application(settings: ServerSettings, repository: "Repository", budget: Budget) -> Starlette:
+    to = Endpoints(settings, repository, budget)
     model, control = "/v2/models/{model_name}", "/v2/repository/models/{model_name}"
     versioned = model + "/versions/{model_version}"
     posts = {
@@ -217,7 +217,7 @@ def _application(settings: ServerSettings, repository: "Repository") -> Starlett
     gets: dict[str, Any] = {
         "/": to.alive,
         "/metrics": to.metrics,
-        "/status": functools.partial(status_page, repository),
+        "/status": to.status,
         "/v2": to.metadata,
         "/v2/health/live": to.live,
         "/v2/health/ready": to.ready,

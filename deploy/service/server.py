@@ -11,6 +11,7 @@ from typing import Any
 import uvloop
 
 from . import spans
+from .budget import Budget
 from .grpc_server import GrpcServer
 from .repository import Repository
 from .rest import RestServer
@@ -50,9 +51,10 @@ class Server:
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, stop.set)
         repository.on_broken = stop.set
-        fronts: list[Any] = [RestServer(self._settings, repository)]
+        budget = Budget(self._settings.max_bytes_in_flight)
+        fronts: list[Any] = [RestServer(self._settings, repository, budget)]
         if self._settings.grpc_port is not None:
-            fronts.append(GrpcServer(self._settings, repository))
+            fronts.append(GrpcServer(self._settings, repository, budget))
         background: list[asyncio.Task[None]] = []
         try:
             for front in fronts:

@@ -120,11 +120,22 @@ class ServerSettings(_Settings):
     tls_key: Path | None = None
     max_request_bytes: int = Field(64 << 20, gt=0)
     max_json_bytes: int = Field(
-        8 << 20, gt=0, description="limit for JSON, whose parsing blocks the other clients"
+        2 << 20,
+        gt=0,
+        description="limit for JSON in requests and answers; others wait while it is read",
     )
-    max_header_bytes: int = Field(64 << 10, gt=0)
-    header_seconds: float = Field(10.0, gt=0, description="time limit for a request's headers to arrive")
-    body_seconds: float = Field(60.0, gt=0, description="time limit for a request's body to arrive")
+    max_bytes_in_flight: int = Field(
+        1 << 30, gt=0, description="limit for the memory of all requests that are read or answered"
+    )
+    body_seconds: float = Field(
+        60.0, gt=0, description="time limit for a request's body to arrive, and for gRPC's handshake"
+    )
+    limit_concurrency: int | None = Field(
+        None, gt=0, description="most HTTP connections, and requests; further ones get 503"
+    )
+    maximum_concurrent_rpcs: int | None = Field(
+        None, gt=0, description="most gRPC calls; further ones get RESOURCE_EXHAUSTED"
+    )
     grace_seconds: float = Field(30.0, ge=0, description="time after SIGTERM to answer accepted requests")
     access_log: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -135,6 +146,8 @@ class ServerSettings(_Settings):
     def _fits(self) -> "ServerSettings":
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS needs both tls_certificate and tls_key")
+        if self.max_bytes_in_flight < 4 * self.max_request_bytes:
+            raise ValueError("max_bytes_in_flight must be at least four times max_request_bytes")
         return self
 
 

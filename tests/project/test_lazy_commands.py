@@ -54,7 +54,7 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
 def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None:
     """The help works without torch and before the first build."""
-    missing = ("torch", "numpy", "onnx", "onnxruntime", "onnxscript", "kserve", "matplotlib")
+    missing = ("torch", "numpy", "onnx", "onnxruntime", "onnxscript", "tritonclient", "matplotlib")
     code = WITHOUT.format(missing=missing)
     done = twinop(*arguments, code=code, TWINOP_LIBRARY_DIR="/nowhere")
     assert done.returncode == 0 and done.stderr == "" and "Usage: twinop" in done.stdout
@@ -65,9 +65,9 @@ def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None
     [
         (["export"], "torch", "torch"),
         (["bench", "node-overhead"], "torch", "torch"),
-        (["bench", "soak"], "kserve", "'twinop[serve]'"),
+        (["bench", "soak"], "tritonclient", "'twinop[serve]'"),
         (["serve", "models"], "grpc", "'twinop[serve]'"),  # pip knows it by another name
-        (["serve", "models"], "kserve", "'twinop[serve]'"),
+        (["serve", "models"], "starlette", "'twinop[serve]'"),
         (["pack", "model.onnx", "-o", "repo"], "jinja2", "'twinop[serve]'"),
     ],
 )

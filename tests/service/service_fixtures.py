@@ -1,10 +1,8 @@
 """Start the real server in its own process on free ports of the loopback interface, with simple clients."""
 
-import html
 import http.client
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,28 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-
-from twinop.deploy.service.protocol import SERVICE, pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 READY_SECONDS = 120  # enough on a machine that is compiling
 PROGRAM = ("-m", "twinop")
-
-
-_CARD = re.compile(
-    r'<article class="card" id="[^"]*-(\d+)">\s*<div class="head"><h3>(.*?) <small>.*?</h3>(.*?)</div>'
-    r'\s*(?:<p class="box bad">(.*?)</p>)?',
-    re.S,
-)
-
-
-class Stub:
-    """The protocol's gRPC calls over a channel."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        for name in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name:
-            request, response = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
-            call = channel.unary_unary(f"/{SERVICE}/{name}", request.SerializeToString, response.FromString)
-            setattr(self, name, call)
 
 
 @dataclass
@@ -81,7 +61,7 @@ class Served:
     def stub(self) -> Iterator[Any]:
         """Open a connection for gRPC calls."""
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
-            yield Stub(channel)
+            yield GRPCInferenceServiceStub(channel)
 
     def connect(self, seconds: float = 30) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.http_port), seconds)
@@ -114,10 +94,9 @@ class Served:
         return total
 
     def versions(self) -> dict[tuple[str, int], tuple[str, str]]:
-        """Return the state of each model's versions and the reason, from the status page."""
-        page = self.ask("GET", "/status").content.decode()
-        found = ([html.unescape(re.sub(r"<.*?>", "", part)) for part in card] for card in _CARD.findall(page))
-        return {(name, int(version)): (state.split()[-1], why) for version, name, state, why in found}
+        """Return the state of each model's versions and the reason, from /status."""
+        models = self.ask("GET", "/status").json["models"]
+        return {(each["name"], int(each["version"])): (each["state"], each["reason"]) for each in models}
 
     def exchange(self, data: bytes, seconds: float = 30) -> bytes:
         """Send raw bytes and return what arrives until the server closes the connection."""

@@ -1,34 +1,13 @@
-"""Run tritonclient's gRPC client in a separate process: its protobuf names clash with KServe's."""
+"""Calls of tritonclient's gRPC client."""
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import tritonclient.grpc as triton
 
 
-@contextmanager
-def triton_grpc() -> Iterator[Callable[..., Any]]:
-    """Yield a function that calls the functions below in another process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        yield lambda *call: pool.submit(_called, *call).result(60)
-
-
-def _called(function: Callable[..., Any], *arguments: Any) -> Any:
-    from tritonclient.utils import InferenceServerException
-
-    try:
-        return function(*arguments)
-    except InferenceServerException as error:  # cannot be pickled
-        raise AssertionError(str(error)) from None
-
-
-def echoed(port: int, model: str, datatype: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+def echoed(port: int | None, model: str, datatype: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     """Return y of an identity model, with its datatype."""
-    import tritonclient.grpc as triton
-
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         given = triton.InferInput("x", list(array.shape), datatype)
         given.set_data_from_numpy(array)
@@ -42,15 +21,13 @@ def index(client: Any, ready: bool = False) -> list[Any]:
     """List the models; tritonclient's method has no `ready`."""
     if not ready:
         return list(client.get_model_repository_index().models)
-    from tritonclient.grpc import service_pb2
+    return list(
+        client._client_stub.RepositoryIndex(triton.service_pb2.RepositoryIndexRequest(ready=True)).models
+    )
 
-    return list(client._client_stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True)).models)
 
-
-def repository(port: int, model: str) -> dict[str, Any]:
+def repository(port: int | None, model: str) -> dict[str, Any]:
     """Load and unload a model, and return what the client observes."""
-    import tritonclient.grpc as triton
-
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         seen: dict[str, Any] = {"live": client.is_server_live(), "ready": client.is_server_ready()}
         seen["extensions"] = list(client.get_server_metadata().extensions)

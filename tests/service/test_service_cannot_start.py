@@ -12,6 +12,7 @@ from service_fixtures import start
 from service_loads import refusal_of
 
 from twinop.deploy.service.addresses import AddressError
+from twinop.deploy.service.budget import Budget
 from twinop.deploy.service.grpc_server import GrpcServer
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.rest import RestServer
@@ -31,8 +32,8 @@ def refused(models_folder: Path, **server: Any) -> str:
     repository = Repository(models_folder, settings)
 
     async def start() -> None:
-        RestServer(settings.server, repository)
-        await GrpcServer(settings.server, repository).start()
+        RestServer(settings.server, repository, Budget(1))
+        await GrpcServer(settings.server, repository, Budget(1)).start()
 
     with pytest.raises(AddressError) as error:
         asyncio.run(start())

@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     models.place(folder, "relu", models.relu())
     with serve(folder, "--control", "explicit") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def triton_grpc() -> Iterator[Callable[..., Any]]:
-    with service_triton.triton_grpc() as call:
-        yield call
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +87,10 @@ def test_tritonclient_http(served: Served, datatype: str, is_binary: bool) -> No
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
-def test_tritonclient_grpc(served: Served, triton_grpc: Callable[..., Any], datatype: str) -> None:
+def test_tritonclient_grpc(served: Served, datatype: str) -> None:
     array = values(datatype)
     model = f"id_{datatype.lower()}"
-    kind, output = triton_grpc(service_triton.echoed, served.grpc_port, model, datatype, array)
+    kind, output = service_triton.echoed(served.grpc_port, model, datatype, array)
     assert kind == datatype and raw(output) == raw(array)
 
 
@@ -243,8 +237,8 @@ def test_a_model_s_life_over_http(served: Served) -> None:
         assert client.is_model_ready("id_int8")
 
 
-def test_a_model_s_life_over_grpc(served: Served, triton_grpc: Callable[..., Any]) -> None:
-    seen = triton_grpc(service_triton.repository, served.grpc_port, "id_uint8")
+def test_a_model_s_life_over_grpc(served: Served) -> None:
+    seen = service_triton.repository(served.grpc_port, "id_uint8")
     assert seen == {
         "extensions": ["binary_tensor_data", "model_repository"],
         "live": True,

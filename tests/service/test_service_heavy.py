@@ -16,7 +16,7 @@ from twinop.deploy.service.protocol import SERVICE, pb
 
 X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
 TENSORS = 20_000
-JSON_LIMIT = 8 << 20  # max_json_bytes
+JSON_LIMIT = 2 << 20  # max_json_bytes
 LENGTH = "inference-header-content-length"
 
 
@@ -74,7 +74,7 @@ def test_many_inputs(served: Served, stub: Any) -> None:
 
 
 def test_json_has_a_limit_of_its_own(served: Served) -> None:
-    rows = JSON_LIMIT // 16  # 4 numbers of 2 characters: half of the limit is reached
+    rows = JSON_LIMIT // 32  # in the answer a number has 4 characters
     body = json.dumps({"inputs": [X | {"shape": [rows, 4], "data": [0] * (4 * rows)}]}, separators=(",", ":"))
     fits = body.encode().ljust(JSON_LIMIT)
     assert post(served, fits).status == 200
@@ -117,20 +117,56 @@ def test_others_are_answered_during_the_largest_json(served: Served, body: Calla
     assert len(answers) == 1
 
 
-def test_others_are_answered_during_large_typed_tensors(served: Served) -> None:
-    size = 8_000_000
-    request = pb.ModelInferRequest(model_name="int8")
+def test_json_answers_have_the_same_limit(served: Served) -> None:
+    shape = tensor("shape", "INT64", [1], [JSON_LIMIT])
+    one = tensor("x", "FP32", [1], [1])
+    answer = served.infer("expand", one, shape)
+    assert answer.status == 413 and f"larger than {JSON_LIMIT} bytes (max_json_bytes)" in answer.error
+    assert "binary_data_output" in answer.error
+    fits = tensor("shape", "INT64", [1], [JSON_LIMIT // 4 - 100])  # "1.0,"
+    assert served.infer("expand", one, fits).status == 200
+    larger = tensor("shape", "INT64", [1], [JSON_LIMIT // 4 + 100])
+    assert served.infer("expand", one, larger).error == answer.error
+    binary = served.infer("expand", one, shape, parameters={"binary_data_output": True})
+    assert binary.status == 200 and len(binary.content) > 4 * JSON_LIMIT
+
+
+def typed(size: int, *raw: bytes) -> bytes:
+    """Return a request for `int8` with a typed tensor of `size` bytes, and raw ones."""
+    request = pb.ModelInferRequest(model_name="int8", raw_input_contents=raw)
     given = request.inputs.add(name="x", datatype="INT8", shape=[1, size])
-    given.contents.ParseFromString(b"\x12" + varint(size) + b"\5" * size)  # int_contents, packed
+    given.contents.int_contents.extend([5] * size)
+    data: bytes = request.SerializeToString()
+    return data
+
+
+def sent(served: Served, data: bytes) -> bytes:
+    options = (("grpc.max_receive_message_length", -1),)
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}", options) as channel:
+        answer: bytes = channel.unary_unary(f"/{SERVICE}/ModelInfer")(data, timeout=60)
+    return answer
+
+
+@pytest.mark.parametrize("data", [typed(1 << 20), typed(8 << 20), typed(2 << 20, bytes(1 << 20))])
+def test_large_typed_tensors_are_refused(served: Served, data: bytes) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        sent(served, data)
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.value.details().endswith("outside of raw_input_contents: send raw_input_contents")
+
+
+def test_the_largest_typed_tensors_are_answered(served: Served) -> None:
+    size = (1 << 20) - 100
+    assert len(sent(served, typed(size))) > size
+
+
+def test_others_are_answered_during_large_binaries(served: Served) -> None:
+    size = 60 << 20
+    request = pb.ModelInferRequest(model_name="int8", raw_input_contents=[bytes(size)])
+    request.inputs.add(name="x", datatype="INT8", shape=[1, size])
     data, answers = request.SerializeToString(), list[bytes]()
-
-    def send() -> None:
-        options = (("grpc.max_receive_message_length", -1),)
-        with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}", options) as channel:
-            answers.append(channel.unary_unary(f"/{SERVICE}/ModelInfer")(data, timeout=60))
-
-    assert answered_during(served, send) >= 1
-    assert len(answers) == 1 and len(answers[0]) >= size
+    assert answered_during(served, lambda: answers.append(sent(served, data))) >= 1
+    assert len(answers) == 1 and len(answers[0]) > size
 
 
 def answered_during(served: Served, send: Callable[[], None]) -> int:
@@ -141,11 +177,6 @@ def answered_during(served: Served, send: Callable[[], None]) -> int:
         assert served.infer("relu", X).status == 200
         answered += sender.is_alive()
     return answered
-
-
-def varint(number: int) -> bytes:
-    digits = [number >> shift & 0x7F for shift in range(0, max(number.bit_length(), 1), 7)]
-    return bytes([*(digit | 0x80 for digit in digits[:-1]), digits[-1]])
 
 
 # -------------------------------------------------------------------------------- much memory

@@ -11,9 +11,10 @@ from typing import Any
 import grpc
 import onnx
 import pytest
-from service_fixtures import Served, Stub, receive, serve, start, wait_until
+from service_fixtures import Served, receive, serve, start, wait_until
 from service_models import place, relu, slow
 from service_rows import QUICK, ROW, call, in_flight, y_of
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from twinop.bench.serving.servers import free_ports
 from twinop.deploy.service.protocol import pb
@@ -77,7 +78,7 @@ def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(t
             return False
 
     with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
-        stub: Any = Stub(channel)
+        stub: Any = GRPCInferenceServiceStub(channel)
 
         def grpc_ready() -> bool:
             ready: bool = stub.ServerReady(pb.ServerReadyRequest(), wait_for_ready=True, timeout=60).ready

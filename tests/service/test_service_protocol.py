@@ -157,21 +157,6 @@ def test_work_of_a_client_that_has_gone_is_dropped(served: Served) -> None:
     assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 2
 
 
-def test_work_that_a_client_has_sent_ahead_goes_with_it(served: Served) -> None:
-    before, runs = cancelled(served), served.metric("twinop_compute_seconds_count", model="slow")
-    with served.connect() as first:
-        first.sendall(slow_request())
-        wait_until(lambda: in_flight(served, 1))
-        with ExitStack() as stack:
-            for _ in range(3):  # of each pair the second starts only after the first is answered
-                stack.enter_context(served.connect()).sendall(slow_request() * 2)
-            wait_until(lambda: in_flight(served, 4))
-        wait_until(lambda: cancelled(served) == before + 3)
-        assert receive(first).status == 200
-    time.sleep(0.1)
-    assert served.metric("twinop_compute_seconds_count", model="slow") == runs + 1
-
-
 def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) -> None:
     before = cancelled(served)
     shape = [50_000, 4]

@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 import pytest
 import service_models as models
-from service_fixtures import Served, Stub, serve, wait_until
+from service_fixtures import Served, serve, wait_until
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from twinop.deploy.service.protocol import pb
 
@@ -70,7 +71,7 @@ def test_token_and_tls_over_grpc(guarded: tuple[Served, Path]) -> None:
     server, certificate = guarded
     credentials = grpc.ssl_channel_credentials(certificate.read_bytes())
     with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
-        guarded_stub: Any = Stub(channel)
+        guarded_stub: Any = GRPCInferenceServiceStub(channel)
         assert guarded_stub.ServerLive(pb.ServerLiveRequest()).live
         assert guarded_stub.ServerReady(pb.ServerReadyRequest()).ready
         request = pb.ModelReadyRequest(name="relu")

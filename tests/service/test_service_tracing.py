@@ -1,19 +1,16 @@
 """OpenTelemetry spans of the service, as a collector receives them."""
 
 import asyncio
-import json
-import logging
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from service_collector import PARENT, TRACE, Collector, attributes_of
 
-from twinop.deploy.service import logs, spans
-from twinop.deploy.service.errors import INVALID, ServiceError
+from twinop.deploy.service import spans
 from twinop.deploy.service.request import Request, Result
 from twinop.deploy.service.settings import SettingsError
 
@@ -31,103 +28,80 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     found.close()
 
 
-FROM_CLIENT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+FROM_CLIENT = f"00-{TRACE}-{PARENT}-01"
+PATH = "/v2/models/m/infer"
+NAME = f"POST {PATH}"
 
 
-def traced(headers: Mapping[str, str], error: BaseException | None = None) -> None:
-    """Trace one request in a task of its own, as the servers do."""
+def traced(traceparent: str = FROM_CLIENT, path: str = PATH) -> dict[str, str]:
+    """Trace one request, and return its ids for log lines."""
+    found: dict[str, str] = {}
 
-    async def request() -> None:
-        with spans.request_span("infer", headers):
-            spans.note(request_id="r1")
-            if error is not None:
-                raise error
-            arrived = time.monotonic() - 60
-            spans.record_run(Request("m", {}, arrived=arrived), Result("m", 2, {}, "r1", 0.02, 0.03, 4))
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        spans.note(request_id="r1")
+        found.update(spans.ids())
+        arrived = time.monotonic() - 60
+        spans.record_run(Request("m", {}, arrived=arrived), Result("m", 2, {}, "r1", 0.02, 0.03, 4))
 
-    async def main() -> None:
-        await asyncio.gather(asyncio.create_task(request()), return_exceptions=True)
-
-    asyncio.run(main())
+    headers = [(b"traceparent", traceparent.encode("latin-1"))]
+    scope: Any = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    asyncio.run(spans.around(app)(scope, None, None))  # type: ignore[arg-type]
+    return found
 
 
 def test_spans_of_a_request(collector: Collector) -> None:
     spans.configure(collector.url)
     before = time.time_ns()
-    traced(FROM_CLIENT)
+    ids = traced()
     spans.shutdown()
     assert collector.paths == ["/v1/traces"]
     assert collector.resources[0]["service.name"] == "twinop"
-    infer, queue, compute = (collector.spans[name] for name in ("infer", "queue", "compute"))
-    assert {each.trace_id.hex() for each in (infer, queue, compute)} == {TRACE}
-    assert infer.parent_span_id.hex() == PARENT
-    assert queue.parent_span_id == compute.parent_span_id == infer.span_id
-    assert infer.kind == infer.SPAN_KIND_SERVER
-    assert attributes_of(infer) == {
+    assert len(collector.received) == 3
+    request, queue, compute = (collector.spans[name] for name in (NAME, "queue", "compute"))
+    assert {each.trace_id.hex() for each in (request, queue, compute)} == {TRACE}
+    assert request.parent_span_id.hex() == PARENT
+    assert queue.parent_span_id == compute.parent_span_id == request.span_id
+    ours = {key: value for key, value in attributes_of(request).items() if key.startswith("twinop.")}
+    assert ours == {
         "twinop.request_id": "r1", "twinop.model": "m", "twinop.version": 2, "twinop.batch_size": 4,
     }  # fmt: skip
-    assert infer.status.code == infer.status.STATUS_CODE_UNSET
     assert queue.end_time_unix_nano - queue.start_time_unix_nano == 20_000_000
     assert compute.start_time_unix_nano == queue.end_time_unix_nano
     assert compute.end_time_unix_nano - compute.start_time_unix_nano == 30_000_000
+    assert ids == {"trace_id": TRACE, "span_id": request.span_id.hex()}
     assert queue.start_time_unix_nano < before  # the spans begin when the request arrived
-
-
-@pytest.mark.parametrize(
-    ("error", "reason", "message"),
-    [
-        (ServiceError(INVALID, "input x is missing"), "invalid", "input x is missing"),
-        (asyncio.CancelledError(), "cancelled", "cancelled"),
-        (ValueError("/secret/path"), "internal", "internal"),
-    ],
-)
-def test_spans_of_a_failure(collector: Collector, error: BaseException, reason: str, message: str) -> None:
-    spans.configure(collector.url)
-    traced({}, error)
-    spans.shutdown()
-    infer = collector.spans["infer"]
-    assert attributes_of(infer)["twinop.failure"] == reason
-    assert (infer.status.code, infer.status.message) == (infer.status.STATUS_CODE_ERROR, message)
-    assert not infer.events and infer.parent_span_id == b""
 
 
 def test_a_client_decides_what_is_sampled(collector: Collector) -> None:
     spans.configure(collector.url)
-    traced({"traceparent": f"00-{TRACE}-{PARENT}-00"})
+    traced(f"00-{TRACE}-{PARENT}-00")
     spans.shutdown()
     assert collector.spans == {}
+
+
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/metrics"])
+def test_probes_have_no_spans(collector: Collector, path: str) -> None:
+    spans.configure(collector.url)
+    assert traced(path=path) == {}
+    spans.shutdown()
+    assert NAME not in collector.spans
 
 
 @pytest.mark.parametrize("sent", ["", "00-zz-1-01", f"00-{'0' * 32}-{PARENT}-01", "\u00e9" * 100])
 def test_a_broken_traceparent_is_none(collector: Collector, sent: str) -> None:
     spans.configure(collector.url)
-    traced({"traceparent": sent})
+    traced(sent)
     spans.shutdown()
-    assert collector.spans["infer"].parent_span_id == b""
+    assert collector.spans[NAME].parent_span_id == b""
 
 
 def test_the_standard_variables_hold(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "relu-service")
     spans.configure(None)
-    traced({})
+    traced()
     spans.shutdown()
     assert collector.resources[0]["service.name"] == "relu-service"
-
-
-def test_logs_name_the_span(collector: Collector) -> None:
-    spans.configure(collector.url)
-    lines: list[dict[str, Any]] = []
-    formatter, record = logs.JsonFormatter(), logging.makeLogRecord({"msg": "hello"})
-
-    async def request() -> None:
-        with spans.request_span("infer", FROM_CLIENT):
-            lines.append(json.loads(formatter.format(record)))
-
-    asyncio.run(request())
-    spans.shutdown()
-    assert lines[0]["trace_id"] == TRACE
-    assert lines[0]["span_id"] == collector.spans["infer"].span_id.hex()
 
 
 def test_a_collector_that_hangs_does_not_hold_the_end_up(
@@ -135,7 +109,7 @@ def test_a_collector_that_hangs_does_not_hold_the_end_up(
 ) -> None:
     collector.silent.set()
     spans.configure(collector.url)
-    traced({})
+    traced()
     spans.shutdown(0.3)
     assert not collector.closed.is_set()  # the collector has not answered yet
     assert "the collector did not take the last spans within 0.3 s" in caplog.text
@@ -159,8 +133,8 @@ def test_off_it_imports_nothing() -> None:
 import sys
 from twinop.deploy.service import spans
 spans.configure(None)
-with spans.request_span("infer", {}):
-    spans.note(request_id="r")
+assert spans.around(print) is print and spans.interceptors() == [] and spans.ids() == {}
+spans.note(request_id="r")
 spans.shutdown()
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """

@@ -1,8 +1,6 @@
 """config.pbtxt: reading it with Triton's meaning, refusing unsupported features, and writing it."""
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -252,16 +250,3 @@ def test_triton_has_no_empty_dims(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert caplog.messages[0].endswith("without effect here: input.reshape")
     with pytest.raises(SettingsError, match="dims of input x"):
         config.require_fit(scalar.inputs, scalar.outputs)
-
-
-def test_beside_kserve_in_one_process(tmp_path: Path) -> None:
-    """Both files register messages called inference.*. The order must not matter."""
-    (tmp_path / "config.pbtxt").write_text("max_batch_size: 3")
-    ours = (
-        "from pathlib import Path; from twinop.deploy.service.read_triton_config import read_config; "
-        f"found = read_config(Path({str(tmp_path / 'config.pbtxt')!r}), 'relu'); "
-        "assert found.settings['max_batch_size'] == 3"
-    )
-    theirs = "import twinop.deploy.service.protocol"
-    for code in (f"{ours}\n{theirs}", f"{theirs}\n{ours}"):
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

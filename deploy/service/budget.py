@@ -1,0 +1,53 @@
+"""The memory for requests: bytes are counted before they are kept, and given back once they are answered."""
+
+from typing import Any
+
+from .errors import OVER_BUDGET, ServiceError
+from .request import LARGE
+
+
+class Budget:
+    """The bytes of all requests that are being read or answered. An eighth is kept for small requests."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.used = 0
+
+    def request(self, announced: int = 0) -> "Held":
+        """Return the account of one request, which announces this many bytes."""
+        return Held(self, announced)
+
+
+class Held:
+    """What one request holds. As a context manager it gives all of it back."""
+
+    def __init__(self, budget: Budget, announced: int) -> None:
+        self._budget = budget
+        self._announced = announced
+        self.bytes = 0
+
+    def take(self, size: int) -> None:
+        """Count bytes before they are kept; a negative number gives some back.
+
+        Raises:
+            ServiceError: they are more than the budget has left.
+        """
+        budget, total = self._budget, self.bytes + size
+        is_small = max(self._announced, total) <= LARGE
+        most = budget.most if is_small else budget.most - budget.most // 8
+        if size > 0 and budget.used + size > most:
+            raise ServiceError(
+                OVER_BUDGET,
+                f"the requests in flight hold {budget.used} of {budget.most} bytes (max_bytes_in_flight), "
+                "which leaves too few for this one: try again later",
+                {"Retry-After": "1"},
+            )
+        budget.used += size
+        self.bytes = total
+
+    def __enter__(self) -> "Held":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._budget.used -= self.bytes
+        self.bytes = 0
