@@ -109,7 +109,7 @@ def main(
         from .service.folders import scan
 
         logs.configure(settings.server.log_level, settings.server.access_log)
-        scan(models)  # without a model no server starts
+        scan(models, settings.server.control == Control.EXPLICIT)  # without a model no other server starts
 
         from .service.repository import Repository
         from .service.server import Server

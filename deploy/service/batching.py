@@ -36,6 +36,7 @@ class Batcher:
         settings: ModelSettings,
         *,
         may_block: bool = False,
+        may_join: bool = True,
     ) -> None:
         """If `may_block`, short runs may run on the event loop's thread."""
         self._name = name
@@ -46,6 +47,7 @@ class Batcher:
         self._instances = len(instances)
         self._waiting: deque[Member] = deque()
         self._runs = BatchRuns(name, version)
+        self._runs.separable = may_join
         self._pool = ThreadPoolExecutor(len(instances), thread_name_prefix=f"{name}-{version}")
         self._timer: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
@@ -144,7 +146,7 @@ class Batcher:
         self.on_broken(why)
 
     def _take(self) -> Batch:
-        """Return the oldest request and those that may share its run, or nothing to wait for more."""
+        """Remove the requests of the next run from the queue. Return nothing to wait for more."""
         now = time.monotonic()
         while self._waiting and self._waiting[0].gone(now):
             self._waiting.popleft()
@@ -153,20 +155,31 @@ class Batcher:
         limit = self._settings.max_batch_size
         if not limit or not self._runs.separable:
             return [self._waiting.popleft()]
-        first = self._waiting[0]
-        batch, rows = [], 0
-        for member in self._waiting:
-            if member.key == first.key and rows + member.rows <= limit and not member.gone(now):
-                batch.append(member)
-                rows += member.rows
-        if self._should_wait(first, rows, now):
+        batch = self._ready_batch(limit, now)
+        if not batch:
             return []
-        if len(batch) == 1:
+        if batch == [self._waiting[0]]:
             self._waiting.popleft()
         else:
             taken = set(map(id, batch))
             self._waiting = deque(member for member in self._waiting if id(member) not in taken)
         return batch
+
+    def _ready_batch(self, limit: int, now: float) -> list[Member]:
+        """Return the oldest request that need not wait for company, and those that may share its run."""
+        tried = set()
+        for first in self._waiting:
+            if first.key in tried:
+                continue
+            tried.add(first.key)
+            batch, rows = [], 0
+            for member in self._waiting:
+                if member.key == first.key and rows + member.rows <= limit and not member.gone(now):
+                    batch.append(member)
+                    rows += member.rows
+            if batch and not self._should_wait(batch[0], rows, now):
+                return batch
+        return []
 
     def _should_wait(self, first: Member, rows: int, now: float) -> bool:
         """Return whether max_queue_delay_us lets the batch wait for more rows."""

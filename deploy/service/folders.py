@@ -114,13 +114,13 @@ def _config(path: Path, time: int, size: int) -> TritonConfig:
     return read_triton_config.read_config(path, path.parent.name)
 
 
-def scan(root: Path) -> dict[str, ModelFolder]:
+def scan(root: Path, may_be_empty: bool = False) -> dict[str, ModelFolder]:
     """Return the models in a folder, or the one in an .onnx file, by name.
 
     Entries that are not models are skipped with a line in the log; hidden files are skipped silently.
 
     Raises:
-        FolderError: there is no model. The message lists what was found instead.
+        FolderError: there is no model, and not `may_be_empty`. The message lists what was found instead.
     """
     if root.is_file():
         if root.suffix != _SUFFIX:
@@ -137,7 +137,7 @@ def scan(root: Path) -> dict[str, ModelFolder]:
             notes.append(f"{model.name}.onnx: there is a folder of this name, which is served instead")
         else:
             models[model.name] = model
-    if not models:
+    if not models and not may_be_empty:
         listed = "".join(f"\n  - {note}" for note in notes)
         raise FolderError(
             f"{root}: no model in this folder. Expected <name>/<version>/model.onnx, <name>/model.onnx or "

@@ -17,12 +17,13 @@ from ..custom_nodes import Model, custom_nodes, load_model
 from ..errors import ModelError, RunError
 from ..inference_session import Session
 from ..tensor_specs import Spec
+from .cores import quota
 from .datatypes import datatype_of
 from .folders import VersionFolder, config_of
 from .instance import Instance, without_paths
 from .model_library import library_for
 from .settings import ModelSettings, Provider, ServerSettings, SettingsError
-from .trial import compared, make_trial, missing_kernel, warm_up
+from .trial import compared, joined_differently, make_trial, missing_kernel, warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +45,9 @@ class LoadedModel:
         fallback: why function bodies run instead of the library, or None.
         custom_nodes: the ops that the library's kernels run, such as "CustomRelu x3".
         body_nodes: the ops that function bodies run.
-            difference: how far kernels and function bodies differ in the first run; None if not compared.
+        difference: how far kernels and function bodies differ in the first run; None if not compared.
         steady: the run time depends on the shapes of the inputs alone, not on their values.
+        joins: requests may share a run: each row of the outputs depends on the same row of the inputs alone.
     """
 
     name: str
@@ -65,6 +67,7 @@ class LoadedModel:
     difference: str | None = None
     load_seconds: float = 0.0
     steady: bool = False
+    joins: bool = True
 
     def describe(self) -> dict[str, Any]:
         """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""
@@ -209,7 +212,8 @@ def _options(settings: ModelSettings) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _QUIET
-    options.intra_op_num_threads = settings.intra_op_threads
+    # A pool for each model: the one that models can share spins, and took eight times the processor time.
+    options.intra_op_num_threads = settings.intra_op_threads or quota() or 0
     if not settings.intra_op_spinning:
         # Spinning threads take cores from the event loop and from other models, and gain nothing here.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -237,6 +241,15 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
         return
     outputs = list(loaded.outputs)
     found = warm_up(model.name, loaded.instances[:sessions], trial, outputs, loaded.settings)
+    if found is not None and loaded.settings.max_batch_size > 1 and loaded.settings.compare_rows:
+        why = joined_differently(loaded.instances[0], trial, outputs, loaded.device)
+        loaded.joins = not why
+        if why:
+            _log.warning(
+                "%s: its rows depend on each other, so requests are not joined: %s. Set max_batch_size to 0, "
+                "or compare_rows to false to join them all the same",
+                model.name, why,
+            )  # fmt: skip
     comparable = bool(model.nodes) and {node.node_type for node in model.nodes} <= model.bodies
     if found is None or loaded.library is None or not comparable or not loaded.settings.compare_bodies:
         return

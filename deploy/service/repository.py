@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,8 +46,8 @@ class _Known:
 class Repository:
     """All models. `settings.server.control` determines who loads and unloads them.
 
-    Call its methods on the event loop's thread. Models are loaded in a worker thread, one at a time, while
-    serving goes on.
+    Call its methods on the event loop's thread. Models are loaded in worker threads while serving goes on,
+    the versions of one model one after the other.
     """
 
     def __init__(self, root: Path, settings: Settings) -> None:
@@ -56,10 +57,9 @@ class Repository:
         self.started = time.time()
         self.broken = ""  # why nothing more can be run in this process
         self.on_broken: Callable[[], None] = lambda: None
-        self.loading = False  # a thread is loading, which cannot be interrupted
         self.models: dict[str, ServedModel] = {}
         self._known: dict[str, dict[int, _Known]] = {}
-        self._lock = asyncio.Lock()
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
         self._closing: set[asyncio.Task[None]] = set()
         self._loaded = False
 
@@ -142,7 +142,7 @@ class Repository:
             TwinopError: the folder holds no model, a model has no loadable version, or there are settings for
                 a model that does not exist and cannot appear later. The message lists all problems.
         """
-        folders = await asyncio.to_thread(scan, self.root)
+        folders = await asyncio.to_thread(scan, self.root, self.is_controlled)
         problems = []
         for name in self.settings.models.keys() - folders.keys():
             said = f"there are settings [models.{name}], but no model {name!r}; models: {', '.join(folders)}"
@@ -225,7 +225,7 @@ class Repository:
 
     async def _scanned(self) -> dict[str, ModelFolder]:
         try:
-            return await asyncio.to_thread(scan, self.root)
+            return await asyncio.to_thread(scan, self.root, self.is_controlled)
         except TwinopError:
             return {}
 
@@ -244,7 +244,7 @@ class Repository:
 
         A new version takes over once it is loaded and warm. If it cannot be loaded, the old one stays.
         """
-        async with self._lock:
+        async with self._locks[folder.name]:
             known = self._known.setdefault(folder.name, {})
             try:
                 settings = self.settings.for_model(folder.name, *folder.layers)
@@ -266,7 +266,7 @@ class Repository:
 
     async def _follow_older(self, folder: ModelFolder) -> None:
         """Load the newest version that loads, out of those that are not wanted."""
-        async with self._lock:
+        async with self._locks[folder.name]:
             try:
                 settings = self.settings.for_model(folder.name, *folder.layers)
             except TwinopError:
@@ -280,18 +280,15 @@ class Repository:
         """Load a version and let it take over; return the problems as messages."""
         known = self._known[where.model]
         known[where.version] = _Known(stamp, State.LOADING)
-        self.loading = True
         try:
             loaded = await asyncio.to_thread(load, where, settings, self.settings.server)
         except TwinopError as error:
             metrics.loaded(False)
             _log.error("model %s version %d cannot be loaded: %s", where.model, where.version, error)
             known[where.version] = _Known(stamp, State.UNAVAILABLE, self._for_clients(error))
-            self.loading = False
             if breaks(str(error)):
                 self.give_up(str(error))
             return [str(error)]
-        self.loading = False  # stays set if this task is cancelled: the thread goes on
         metrics.loaded(True)
         known[where.version] = _Known(stamp, State.READY)
         self._swap(where.model, where.version, Version(loaded, self.give_up))
@@ -327,7 +324,7 @@ class Repository:
             self._close(version)
 
     async def _remove(self, name: str) -> None:
-        async with self._lock:
+        async with self._locks[name]:
             for number in list(self._known.get(name, {})):
                 self._retire(name, number)
             self._known.pop(name, None)

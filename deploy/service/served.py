@@ -20,10 +20,17 @@ class Version:
     def __init__(self, loaded: LoadedModel, on_broken: Callable[[str], None]) -> None:
         """`on_broken` is told why this process cannot run models any more."""
         self.loaded = loaded
-        # A GPU may be busy for longer than the event loop may wait.
-        may_block = loaded.device == "cpu" and loaded.steady
+        # A GPU may be busy for longer than the event loop may wait, and custom ops may not return at all.
+        # ONNX Runtime's own kernels return after a time that a steady model's shapes determine.
+        is_known = not loaded.custom_nodes or loaded.settings.run_on_event_loop
+        may_block = loaded.device == "cpu" and loaded.steady and is_known
         self.batcher = Batcher(
-            loaded.name, loaded.version, loaded.instances, loaded.settings, may_block=may_block
+            loaded.name,
+            loaded.version,
+            loaded.instances,
+            loaded.settings,
+            may_block=may_block,
+            may_join=loaded.joins,
         )
         self.batcher.on_broken = on_broken
         self.metrics = ModelMetrics(loaded.name, loaded.version)
@@ -55,7 +62,7 @@ class Version:
         await self.batcher.drain()
         while self.metrics.in_flight:  # answered, but not counted yet
             await asyncio.sleep(0.01)
-        self.loaded.close()
+        await asyncio.to_thread(self.loaded.close)  # freeing a session takes long
         self.metrics.drop()
 
     # -------------------------------------------------------------------------------- a request

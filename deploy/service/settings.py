@@ -75,10 +75,17 @@ class ModelSettings(_Settings):
         description="end a run that takes longer; if it goes on for 5 s, end the server with code 70",
     )
     intra_op_threads: int = Field(
-        0, ge=0, description="ONNX Runtime's threads for a run on the CPU; 0 uses one per core"
+        0,
+        ge=0,
+        description="ONNX Runtime's threads for a run on the CPU; 0: one per core of the quota",
     )
     intra_op_spinning: bool = Field(
         False, description="let these threads spin while they wait for work, which keeps the cores busy"
+    )
+    run_on_event_loop: bool = Field(
+        False,
+        description="run custom ops, too, on the event loop's thread if that takes less than 50 us; one that "
+        "hangs stops the server",
     )
     versions: (
         Annotated[str, StringConstraints(pattern=r"^(all|latest(:[1-9][0-9]*)?)$")]
@@ -87,6 +94,11 @@ class ModelSettings(_Settings):
     warm_up: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(
         default_factory=dict,
         description="the shapes of the inputs for the first run; by default dynamic sizes are 1",
+    )
+    compare_rows: bool = Field(
+        True,
+        description="compare the rows of a batch with single runs at the load, and join no requests if they "
+        "differ",
     )
     compare_bodies: bool = Field(
         True, description="compare the kernels with the model's function bodies before serving it"
@@ -99,6 +111,11 @@ class ModelSettings(_Settings):
             raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never joined")
         if self.preferred_batch_sizes and max(self.preferred_batch_sizes) > self.max_batch_size:
             raise ValueError("preferred_batch_sizes go up to max_batch_size")
+        if self.run_on_event_loop and self.run_timeout_seconds is not None:
+            raise ValueError(
+                "run_on_event_loop and run_timeout_seconds exclude each other: a run on the event loop's "
+                "thread cannot be watched"
+            )
         return self
 
 

@@ -117,6 +117,29 @@ def _largest_batch(feeds: Mapping[str, np.ndarray], size: int) -> list[dict[str,
     ]
 
 
+def joined_differently(instance: Instance, trial: Trial, outputs: Sequence[str], device: str) -> str:
+    """Run two rows together and each alone. Return how the answers differ, or "" if they do not."""
+    rows = [{name: array[:1] for name, array in trial.feeds.items()}]
+    rows.append({name: np.flip(array) for name, array in rows[0].items()})
+    try:
+        alone = [instance.run([feeds], outputs) for feeds in rows]
+    except ServiceError:  # one row is not among the sizes that the model takes
+        return ""
+    try:
+        together = instance.run(rows, outputs)
+    except ServiceError as error:
+        return f"two rows at once fail: {error}"
+    for name, value in together.items():
+        expected = [each[name] for each in alone]
+        if value.shape[:1] != (2,) or any(each.shape != (1, *value.shape[1:]) for each in expected):
+            return f"output {name} has shape {list(value.shape)} for two rows"
+        limit = _limit(value.dtype.name, device)
+        apart = difference(np.concatenate(expected), value)
+        if not apart <= limit:
+            return f"output {name} is {apart:.1e} of the largest value apart, accepted {limit:.0e}"
+    return ""
+
+
 def compared(model: str, trial: Trial, found: Mapping[str, np.ndarray], bodies: Instance, device: str) -> str:
     """Return a text on how far the outputs of kernels and function bodies differ.
 

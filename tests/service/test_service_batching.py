@@ -166,6 +166,13 @@ def test_outputs_with_other_rows_are_run_one_by_one(caplog: pytest.LogCaptureFix
         runner.gate.set()
         results = await asyncio.gather(*tasks)
         assert [result.outputs["y"].item() for result in results] == [0, 4, 8]
+        assert runner.batches == [[2], [2, 2], [2], [2]]
+        runner.gate.clear()
+        tasks = [asyncio.create_task(queue.submit(request(i, i), ("y",))) for i in range(3)]
+        await until(lambda: queue.queued == 2)
+        runner.gate.set()
+        await asyncio.gather(*tasks)
+        assert runner.batches[4:] == [[2], [2], [2]]  # no longer joined
 
     run(test)
     assert "max_batch_size should be 0" in caplog.text
@@ -284,6 +291,20 @@ def test_a_queue_delay_waits_for_the_preferred_size_and_no_longer() -> None:
         started = time.monotonic()
         await queue.submit(request(1), ("y",))
         assert time.monotonic() - started >= 0.05
+
+    run(test)
+
+
+def test_requests_of_another_shape_do_not_wait_for_the_first_ones_company() -> None:
+    async def test() -> None:
+        runner = Doubler()
+        queue = batcher(runner, max_batch_size=2, max_queue_delay_us=60_000_000)
+        first = asyncio.create_task(queue.submit(request(1), ("y",)))
+        others = [queue.submit(request(i, columns=3), ("y",)) for i in (2, 3)]
+        await asyncio.gather(*others)
+        assert runner.batches == [[1, 1]] and not first.done()
+        await queue.submit(request(4), ("y",))
+        assert (await first).outputs["y"].item() == 2 and runner.batches == [[1, 1], [1, 1]]
 
     run(test)
 

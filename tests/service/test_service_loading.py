@@ -1,6 +1,7 @@
 """Loading a version: what is known of it, its first runs, and the comparison with function bodies."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_warm_up_at_the_shapes_given(
         return run(self, parts, outputs)
 
     monkeypatch.setattr(Instance, "run", recorded)
-    loaded(tmp_path, service_models.add(), warm_up={"a": (3, 4)}, max_batch_size=5)
+    loaded(tmp_path, service_models.add(), warm_up={"a": (3, 4)}, max_batch_size=5, compare_rows=False)
     # b has the same dimension N; the second run is at the largest batch.
     assert seen == [[{"a": (3, 4), "b": (3, 4)}], [{"a": (5, 4), "b": (5, 4)}]]
 
@@ -202,3 +203,32 @@ def test_difference() -> None:
     assert difference(np.array([1, 2]), np.array([1, 2])) == 0.0
     assert difference(np.array([1, 2]), np.array([1, 3])) == float("inf")
     assert difference(np.zeros(0), np.zeros(0)) == 0.0
+
+
+def product_of_rows() -> onnx.ModelProto:
+    """y[N, N] = x times its transpose: the shape of a row depends on how many there are."""
+    return service_models.make(
+        [
+            service_models.node("Transpose", ["x"], ["t"], "transpose", domain="", perm=[1, 0]),
+            service_models.node("MatMul", ["x", "t"], domain=""),
+        ],
+        [service_models.info("x", "FP32", ("N", 4))],
+        [service_models.info("y", "FP32", ("N", "N"))],
+    )
+
+
+DEPENDENT = {
+    "centred": (service_models.centred, "output y is .* of the largest value apart, accepted 1e-04"),
+    "product": (product_of_rows, r"output y has shape \[2, 2\] for two rows"),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_rows_that_depend_on_each_other_are_not_joined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    model, words = DEPENDENT[name]
+    assert not loaded(tmp_path, model(), max_batch_size=4).joins
+    assert re.search(f"its rows depend on each other, so requests are not joined: {words}", caplog.text)
+    assert loaded(tmp_path, model(), max_batch_size=4, compare_rows=False).joins
+    assert loaded(tmp_path, service_models.relu(), max_batch_size=4).joins

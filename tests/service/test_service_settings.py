@@ -65,6 +65,11 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ('[model]\nlibrary_sha256 = "abc"', "model.library_sha256: .*pattern"),
         ('[model]\nprovider = "tpu"', "model.provider: .*'auto', 'cpu' or 'cuda'"),
         ("[model]\nmax_queue_delay_us = 5", "max_queue_delay_us needs max_batch_size"),
+        (
+            "[model]\nrun_on_event_loop = true\nrun_timeout_seconds = 5",
+            "run_on_event_loop and run_timeout_seconds exclude each other: a run on the event loop's",
+        ),
+        ("[model]\nrun_timeout_seconds = 0", "model.run_timeout_seconds: .*greater than 0"),
         ("[model]\nmax_batch_size = 4\npreferred_batch_sizes = [8]", "preferred_batch_sizes go up to"),
         ('[model]\nversions = "newest"', "model.versions"),
         ('[server]\ntls_key = "k.pem"', "TLS needs both"),

@@ -4,15 +4,20 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import service_models
+from service_loads import loaded
 
 from twinop.deploy.service import short_runs
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import DEADLINE, INVALID, ServiceError
+from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.request import Request
+from twinop.deploy.service.served import Version
 from twinop.deploy.service.settings import ModelSettings
 
 
@@ -150,6 +155,37 @@ def test_a_model_that_blocked_the_loop_once_never_does_again() -> None:
         runner.seconds = 0.0
         await ask(queue, 3)
         assert runner.here == [False, True, True, False, False, False]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "here"),
+    [
+        (service_models.relu(), {}, False),
+        (service_models.relu(), {"run_on_event_loop": True}, True),
+        (service_models.identity("FP32"), {}, True),
+    ],
+)
+def test_custom_ops_run_here_only_if_the_settings_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any, settings: dict[str, Any], here: bool
+) -> None:
+    threads = []
+    run_instance = Instance.run
+
+    def noted(self: Instance, *arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return run_instance(self, *arguments)
+
+    ready = loaded(tmp_path, model, **settings)
+    monkeypatch.setattr(Instance, "run", noted)
+
+    async def test() -> None:
+        version = Version(ready, lambda why: None)
+        for _ in range(3):
+            await version.answer(request())
+        assert [each == threading.get_ident() for each in threads] == [False, here, here]
+        await version.batcher.drain()
 
     run(test)
 
