@@ -1,7 +1,6 @@
 """What is measured of each op: shapes, dtypes, directions, inputs and exact results, from the op's record."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -137,14 +136,6 @@ def built_entries() -> dict[str, Entry]:
     return found
 
 
-def without_entry() -> list[str]:
-    """Returns the registered ops that nothing measures: they are not in the table of peers."""
-    known = {entry.op for entry in built_entries().values()} | {"matmul"}
-    return [
-        name for name, record in torch_op.records().items() if not record.is_backward and name not in known
-    ]
-
-
 def cases_of(
     name: str, entry: Entry, device: str, *, quick: bool = False, kinds: Sequence[str] = (BANDWIDTH, LATENCY)
 ) -> list[Case]:
@@ -210,20 +201,49 @@ def make_outputs(case: Case, entry: Entry, device: torch.device) -> tuple[Tensor
     return tuple(torch.randn(shape, dtype=case.torch_dtype, device=device) for shape in shapes.values())
 
 
-def bytes_moved(inputs: Sequence[Tensor], outputs: Sequence[Tensor], case: Case) -> int:
-    """Counts each tensor once. Backward reads the inputs and gradients and writes gradients of the inputs."""
+@dataclass
+class Sample:
+    """A case with its tensors.
 
-    def total(tensors: Sequence[Tensor]) -> int:
-        return sum(math.prod(t.shape) for t in tensors) * case.torch_dtype.itemsize
+    Attributes:
+        inputs: by name.
+        outputs: the outputs to overwrite, or the gradients that backward starts from.
+    """
 
-    return total(inputs) + total(outputs) + (total(inputs) if case.direction == BACKWARD else 0)
+    case: Case
+    entry: Entry
+    inputs: dict[str, Tensor]
+    outputs: tuple[Tensor, ...]
+
+    @classmethod
+    def drawn(cls, case: Case, entry: Entry, device: torch.device) -> "Sample":
+        return cls(case, entry, make_inputs(case, entry, device), make_outputs(case, entry, device))
+
+    @property
+    def bytes(self) -> int:
+        """Each tensor once. Backward reads the inputs and gradients and writes gradients of the inputs."""
+        tensors = [*self.inputs.values(), *self.outputs]
+        tensors += self.inputs.values() if self.case.direction == BACKWARD else ()
+        return sum(tensor.numel() for tensor in tensors) * self.case.torch_dtype.itemsize
+
+    @property
+    def bound(self) -> dict[str, Tensor]:
+        """The outputs by name."""
+        return dict(zip(torch_op.records()[self.entry.op].outputs, self.outputs, strict=True))
+
+    def exact(self) -> tuple[Tensor, ...]:
+        """Computes the outputs, or the gradients of the inputs, in float64."""
+        if self.entry.reference is not None and self.case.direction == FORWARD:
+            return as_tuple(self.entry.reference(*self.inputs.values()))
+        inputs = [tensor.double() for tensor in self.inputs.values()]
+        if self.case.direction == BACKWARD:
+            grads = [tensor.double() for tensor in self.outputs]
+            return as_tuple(backward_run(self.entry.eager, inputs, grads)())
+        return as_tuple(self.entry.eager(*inputs))
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
-
-
-# ------------------------------------------------------------------------------------------- exact results
 
 
 def backward_run(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
@@ -236,18 +256,6 @@ def backward_run(function: Callable[..., Any], inputs: Sequence[Tensor], grads: 
     with torch.enable_grad():
         outputs = as_tuple(function(*leaves))
     return partial(torch.autograd.grad, outputs, leaves, list(grads), retain_graph=True)
-
-
-def reference(
-    case: Case, entry: Entry, inputs: Mapping[str, Tensor], grads: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Computes the outputs, or the gradients of the inputs, in float64."""
-    if case.direction == BACKWARD:
-        exact = [tensor.double() for tensor in inputs.values()]
-        return as_tuple(backward_run(entry.eager, exact, [grad.double() for grad in grads])())
-    if entry.reference is not None:
-        return as_tuple(entry.reference(*inputs.values()))
-    return as_tuple(entry.eager(*(tensor.double() for tensor in inputs.values())))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -1,6 +1,7 @@
 """The plots: GB/s against size for the ops, latency and throughput against clients for the service."""
 
 import io
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,15 +27,17 @@ _OPS_STYLES: Mapping[str, Mapping[str, Any]] = {
     "flashinfer": {"color": "#b03030", "marker": "h"},
 }
 _ORT_COLORS = ("#8c2f6b", "#b9779f", "#d9b3ca")
-_SERVE_STYLES: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    (OURS, REST): {"color": "#1f4e9e", "marker": "o", "linewidth": 2.0},
-    (OURS, GRPC): {"color": "#0b8a5f", "marker": "^", "linewidth": 2.0},
-    (UNBATCHED, REST): {"color": "#1f4e9e", "marker": "o", "linestyle": ":"},
-    (INSTANCES, REST): {"color": "#8a3fa0", "marker": "v", "linestyle": "--"},
-    (GRAPHS, REST): {"color": "#8a3fa0", "marker": "*", "linestyle": "-."},
-    (KSERVE, REST): {"color": "#c65d21", "marker": "s"},
-    (KSERVE, GRPC): {"color": "#e8a33d", "marker": "D"},
-    (FASTAPI, REST): {"color": "#6b6b6b", "marker": "x"},
+_SERVE_COLORS = {
+    OURS: "#1f4e9e",
+    UNBATCHED: "#0b8a5f",
+    INSTANCES: "#8a3fa0",
+    GRAPHS: "#d6569a",
+    KSERVE: "#c65d21",
+    FASTAPI: "#6b6b6b",
+}
+_SERVE_LINES: Mapping[str, Mapping[str, Any]] = {
+    REST: {"marker": "o"},
+    GRPC: {"marker": "^", "linestyle": "--"},
 }
 _SERVE_PANELS = (("p50_ms", "p50, ms"), ("p99_ms", "p99, ms"), ("per_second", "requests per second"))
 _LETTERING: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
@@ -92,7 +95,8 @@ def _overview(cells: Sequence[Cell], machine: str, stem: Path) -> None:
             axis.set_axis_off()
         _finish(figure, axes)
         figure.supylabel("GB/s, read and written", fontsize=9)
-        figure.suptitle(f"{dtype}, forward, device time, cold L2: {machine}")
+        how = "device time, cold L2" if cells[0].device == "cuda" else "wall time"
+        figure.suptitle(f"{dtype}, forward, {how}: {machine}")
 
 
 def _fastest_of_ort(cells: Sequence[Cell]) -> str | None:
@@ -143,11 +147,12 @@ def draw_serve(rows: Sequence[Row], machine: str, path: Path) -> None:
     with _figure(len(_SERVE_PANELS), len(models), size, path) as (figure, axes):
         for column, model in enumerate(models):
             for axis, (key, label) in zip(axes[:, column], _SERVE_PANELS, strict=True):
-                for (server, protocol), style in _SERVE_STYLES.items():
+                for server, protocol in itertools.product(_SERVE_COLORS, _SERVE_LINES):
                     wanted = (model.name, server, protocol)
                     chosen = [r for r in rows if (r["model"], r["server"], r["protocol"]) == wanted]
                     points = sorted((each["clients"], each[key]) for each in chosen)
                     if points:
+                        style = {"color": _SERVE_COLORS[server], **_SERVE_LINES[protocol]}
                         axis.plot(*zip(*points, strict=True), label=f"{server}, {protocol}", **style)
                 axis.set_xscale("log", base=2)
                 axis.set_xticks(clients, [str(each) for each in clients])

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinop import torch_op
 from twinop.console import err
 
 from . import report, runtime
-from .cases import LATENCY, Case, bytes_moved, cases_of, make_inputs, make_outputs, reference
+from .cases import LATENCY, Case, Sample, cases_of
 from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
 from .peers import Entry
 from .providers import Problem, Providers, Subject, onnx_nodes, reason_of
@@ -50,24 +49,22 @@ class Machine:
 
     def cell(self, case: Case, entry: Entry) -> None:
         """Builds, checks and measures all providers of one cell."""
-        inputs, outputs = make_inputs(case, entry, self.device), make_outputs(case, entry, self.device)
-        moved = bytes_moved(list(inputs.values()), outputs, case)
+        sample = Sample.drawn(case, entry, self.device)
         compiled = self.providers.budget.spent
         with self.spending("building and checking"):
-            expected = reference(case, entry, inputs, outputs)
-            subjects = self.providers.build(case, entry, inputs, outputs)
-            subjects = self.providers.check(case, subjects, expected)
+            expected = sample.exact()
+            subjects = self.providers.check(case, self.providers.build(sample), expected)
             del expected  # the float64 tensors are large
         compiled = self.providers.budget.spent - compiled
         self.spent["compiling"] += compiled
         self.spent["building and checking"] -= compiled
         with self.spending("latency" if case.kind == LATENCY else "measuring"):
             if case.kind == LATENCY:
-                times = self._latencies(case, entry, subjects, inputs, outputs)
+                times = self._latencies(sample, subjects)
             else:
                 runs = {name: subject.run for name, subject in subjects.items()}
-                times = self._times(runs, moved, case.torch_dtype)
-        label = case.row() | {"device": self.device.type, "bytes": moved}
+                times = self._times(runs, sample.bytes, case.torch_dtype)
+        label = case.row() | {"device": self.device.type, "bytes": sample.bytes}
         self.rows += [label | {"provider": name} | each.row() for name, each in times.items()]
 
     @contextmanager
@@ -106,14 +103,7 @@ class Machine:
 
     # ------------------------------------------------------------------------------------ latency
 
-    def _latencies(
-        self,
-        case: Case,
-        entry: Entry,
-        subjects: Mapping[str, Subject],
-        inputs: Mapping[str, Tensor],
-        outputs: Sequence[Tensor],
-    ) -> dict[str, Time]:
+    def _latencies(self, sample: Sample, subjects: Mapping[str, Subject]) -> dict[str, Time]:
         """Measures the device time of one call in a CUDA graph, where launches cost and the host does not.
 
         torch's providers are captured: a graph holds CALLS calls of the same function. ONNX Runtime captures
@@ -124,11 +114,11 @@ class Machine:
         for name, subject in subjects.items():
             try:
                 if subject.bound:
-                    replays[name] = self._ort_replay(entry, name, inputs, outputs)
+                    replays[name] = self._ort_replay(sample, name)
                 else:
                     replays[name] = captured(subject.run, self.timer.stream)
             except Exception as failure:  # a peer that cannot be captured
-                self.providers.problems.append(Problem(case, name, reason_of(failure)))
+                self.providers.problems.append(Problem(sample.case, name, reason_of(failure)))
         if IN_TORCH in replays:
             replays[IN_TORCH + AGAIN] = replays[IN_TORCH]
         times = self.timer.times(replays, rounds=self.rounds)
@@ -137,13 +127,11 @@ class Machine:
             for name, each in times.items()
         }
 
-    def _ort_replay(
-        self, entry: Entry, provider: str, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]
-    ) -> Run:
+    def _ort_replay(self, sample: Sample, provider: str) -> Run:
         """Returns a run of a session with ONNX Runtime's own CUDA graph, which its first runs capture."""
-        nodes, opset = onnx_nodes(entry, provider)
-        bound = dict(zip(torch_op.records()[entry.op].outputs, outputs, strict=True))
-        model = runtime.one_op(runtime.repeat(nodes, CALLS), inputs, bound, opset, fixed=True)
+        nodes, opset = onnx_nodes(sample.entry, provider)
+        copies = runtime.repeat(nodes, CALLS)
+        model = runtime.one_op(copies, sample.inputs, sample.bound, opset, fixed=True)
         session = runtime.open_session(
             model,
             self.device,
@@ -151,10 +139,10 @@ class Machine:
             stream=self.providers.stream,
             cuda_graph=True,
         )
-        first = runtime.bind(session, inputs, bound)
+        first = runtime.bind(session, sample.inputs, sample.bound)
         for _ in range(3):
             first()
-        return runtime.bind(session, inputs, bound, synchronize=False)
+        return runtime.bind(session, sample.inputs, sample.bound, synchronize=False)
 
 
 def captured(run: Run, stream: torch.cuda.Stream) -> Run:

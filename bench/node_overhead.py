@@ -28,7 +28,10 @@ class Chains:
         self.y = torch.empty_like(self.x)
         self.sessions = {
             name: runtime.open_session(
-                runtime.chain(op, nodes, torch.float32, 1), device, library="custom_relu", **options
+                runtime.one_op(runtime.chain(op, nodes), {"x": self.x}, {"y": self.y}, fixed=True),
+                device,
+                library="custom_relu",
+                **options,
             )
             for name, op in OPS.items()
         }

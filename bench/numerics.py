@@ -9,7 +9,7 @@ from torch import Tensor
 from twinop import torch_op
 
 from . import report
-from .cases import ROWS, UNARY, Case, family_of, input_shapes, make_outputs, reference
+from .cases import ROWS, UNARY, Case, Sample, family_of, input_shapes, make_outputs
 from .cells import IN_ORT, IN_TORCH
 from .peers import Entry
 from .providers import EAGER, Problem, Providers, reason_of
@@ -44,11 +44,11 @@ def _op(who: Providers, name: str, entry: Entry, dtype: str) -> list[dict[str, A
     inputs = draw(case, entry, who.device)
     if family != ROWS:
         case = Case(name, family, dtype, tuple(next(iter(inputs.values())).shape), kind="numerics")
-    outputs = make_outputs(case, entry, who.device)
-    expected = reference(case, entry, inputs, outputs)
+    sample = Sample(case, entry, inputs, make_outputs(case, entry, who.device))
+    expected = sample.exact()
     least = 1.0 if entry.op in SHIFTED else 0.0
     rows = []
-    for provider, subject in who.build(case, entry, inputs, outputs).items():
+    for provider, subject in who.build(sample).items():
         try:
             results = subject.result()
             error = max(ulp_error(a, b, least) for a, b in zip(results, expected, strict=True))

@@ -13,7 +13,7 @@ import typer
 from twinop.console import clear_errors, err
 
 from . import numerics, report
-from .cases import cases_of, choose, make_inputs, make_outputs, without_entry
+from .cases import Sample, cases_of, choose
 from .cells import cells_of, numeric_verdicts, verdicts
 from .figures import draw_ops
 from .measure import Machine, configure_compiler, measure
@@ -109,8 +109,6 @@ def main(
         recording = Recording("ops", where, output, commit)
         settings = {"quick": quick, "rounds": rounds, "cpu_threads": threads}
         earlier = to_add_to(recording.path, recording.facts, settings)
-        if names := without_entry():
-            err.print(f"not in bench/peers: {', '.join(names)}", markup=False, highlight=False)
         started = time.perf_counter()
         exact: list[dict[str, Any]] = []
 
@@ -201,7 +199,6 @@ def compile_part(
     ]
     with torch.no_grad(), Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
         for case, entry in cases[index::count]:
-            inputs, outputs = make_inputs(case, entry, device), make_outputs(case, entry, device)
-            for subject in who.build(case, entry, inputs, outputs).values():
+            for subject in who.build(Sample.drawn(case, entry, device)).values():
                 with suppress(Exception):  # the report meets it again and lists it
                     subject.result()

@@ -3,7 +3,7 @@
 import re
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from twinop.record import DOMAIN
 from twinop.torch_op.registry import functions
 
 from . import peers, runtime
-from .cases import FORWARD, Case, as_tuple, backward_run, relative_error
+from .cases import FORWARD, Case, Sample, as_tuple, backward_run, relative_error
 from .cells import DOUBLE, IN_ORT, IN_TORCH
 from .peers import Entry
 from .timing import Restored, Run
@@ -109,32 +109,25 @@ class Providers:
             return False
         return self.wanted is None or any(part.lower() in provider.lower() for part in self.wanted)
 
-    def build(
-        self, case: Case, entry: Entry, inputs: Mapping[str, Tensor], outputs: tuple[Tensor, ...]
-    ) -> dict[str, Subject]:
-        """Builds all providers of a cell that it can. The others go to `problems` with the reason.
-
-        Args:
-            outputs: where ONNX Runtime writes; in a backward case, the gradients of the outputs.
-        """
+    def build(self, sample: Sample) -> dict[str, Subject]:
+        """Builds all providers of a cell that it can. The others go to `problems` with the reason."""
+        case, entry = sample.case, sample.entry
         makers: dict[str, Callable[[], Subject]] = {}
         for suffix, attributes in entry.all_variants():
             ours = partial(functions[entry.op], **attributes)
-            makers[IN_TORCH + suffix] = partial(self._torch, ours, case, inputs, outputs)
+            makers[IN_TORCH + suffix] = partial(_in_torch, ours, sample)
             if case.direction == FORWARD:
-                provider = IN_ORT + suffix
-                makers[provider] = partial(self._onnx, case, entry, provider, inputs, outputs)
-        makers[EAGER] = partial(self._torch, entry.eager, case, inputs, outputs)
+                makers[IN_ORT + suffix] = partial(self._in_ort, IN_ORT + suffix, sample)
+        makers[EAGER] = partial(_in_torch, entry.eager, sample)
         if case.direction == FORWARD:
-            for provider in entry.ort:
-                makers[provider] = partial(self._onnx, case, entry, provider, inputs, outputs)
+            makers |= {provider: partial(self._in_ort, provider, sample) for provider in entry.ort}
         for provider, peer in entry.peers.items():
             if case.direction == FORWARD or provider == "Liger":
-                makers[provider] = partial(self._peer, peer, case, inputs, outputs)
+                makers[provider] = partial(_peer, peer, sample)
         torch._dynamo.reset()  # it compiles one function for at most 8 shapes
         for provider in _MODES:
             if self._compiles(provider, case):
-                makers[provider] = partial(self._compiled, provider, entry, case, inputs, outputs)
+                makers[provider] = partial(self._compiled, provider, sample)
         if case.dtype == DOUBLE:
             makers = {name: make for name, make in makers.items() if name in (IN_TORCH, IN_ORT, EAGER)}
         built: dict[str, Subject] = {}
@@ -185,31 +178,6 @@ class Providers:
         if isinstance(failure, ImportError):
             self._broken[provider] = reason
 
-    def _torch(
-        self,
-        function: Callable[..., Any],
-        case: Case,
-        inputs: Mapping[str, Tensor],
-        outputs: Sequence[Tensor],
-    ) -> Subject:
-        if case.direction == FORWARD:
-            return Subject(partial(function, *inputs.values()))
-        return Subject(backward_run(function, list(inputs.values()), outputs))
-
-    def _peer(
-        self, peer: str, case: Case, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]
-    ) -> Subject:
-        function = peers.resolve(peer)
-        if case.direction == FORWARD or peer not in peers.OVERWRITES_INPUTS:
-            return self._torch(function, case, inputs, outputs)
-        own = [tensor.clone() for tensor in inputs.values()]
-
-        def restore() -> None:
-            for tensor, original in zip(own, inputs.values(), strict=True):
-                tensor.data.copy_(original)  # .data hides from autograd that the saved tensors change
-
-        return Subject(Restored(backward_run(function, own, outputs), restore))
-
     def _compiles(self, provider: str, case: Case) -> bool:
         """Whether the budget allows a compilation, and the case an autotuned one."""
         if self.device.type == "cpu" and self.wanted is None:
@@ -221,43 +189,49 @@ class Providers:
             return False
         return True
 
-    def _compiled(
-        self,
-        provider: str,
-        entry: Entry,
-        case: Case,
-        inputs: Mapping[str, Tensor],
-        outputs: Sequence[Tensor],
-    ) -> Subject:
+    def _compiled(self, provider: str, sample: Sample) -> Subject:
         start = time.perf_counter()
         try:
-            function = _renamed(entry.eager, provider)
+            function = _renamed(sample.entry.eager, provider)
             compiled = torch.compile(function, fullgraph=True, dynamic=False, mode=_MODES[provider])
-            return self._torch(compiled, case, inputs, outputs)
+            return _in_torch(compiled, sample)
         finally:
             self.budget.spent += time.perf_counter() - start
 
-    def _onnx(
-        self,
-        case: Case,
-        entry: Entry,
-        provider: str,
-        inputs: Mapping[str, Tensor],
-        outputs: Sequence[Tensor],
-    ) -> Subject:
-        bound = dict(zip(torch_op.records()[entry.op].outputs, outputs, strict=True))
+    def _in_ort(self, provider: str, sample: Sample) -> Subject:
+        case = sample.case
         key = (case.entry, case.dtype, str(len(case.shape)), provider)
         if key not in self._sessions:
-            nodes, opset = onnx_nodes(entry, provider)
+            nodes, opset = onnx_nodes(sample.entry, provider)
             self._sessions[key] = runtime.open_session(
-                runtime.one_op(nodes, inputs, bound, opset),
+                runtime.one_op(nodes, sample.inputs, sample.bound, opset),
                 self.device,
                 cpu_threads=self.threads,
                 stream=self.stream,
                 optimize=not provider.startswith(IN_ORT),
             )
-        run = runtime.bind(self._sessions[key], inputs, bound, synchronize=self.stream is None)
-        return Subject(run, tuple(bound.values()))
+        synchronize = self.stream is None
+        run = runtime.bind(self._sessions[key], sample.inputs, sample.bound, synchronize=synchronize)
+        return Subject(run, sample.outputs)
+
+
+def _in_torch(function: Callable[..., Any], sample: Sample) -> Subject:
+    if sample.case.direction == FORWARD:
+        return Subject(partial(function, *sample.inputs.values()))
+    return Subject(backward_run(function, list(sample.inputs.values()), sample.outputs))
+
+
+def _peer(peer: str, sample: Sample) -> Subject:
+    function = peers.resolve(peer)
+    if sample.case.direction == FORWARD or peer not in peers.OVERWRITES_INPUTS:
+        return _in_torch(function, sample)
+    own = [tensor.clone() for tensor in sample.inputs.values()]
+
+    def restore() -> None:
+        for tensor, original in zip(own, sample.inputs.values(), strict=True):
+            tensor.data.copy_(original)  # .data hides from autograd that the saved tensors change
+
+    return Subject(Restored(backward_run(function, own, sample.outputs), restore))
 
 
 def onnx_nodes(entry: Entry, provider: str) -> tuple[list[NodeProto], int]:

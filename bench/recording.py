@@ -38,13 +38,7 @@ class Recording:
         BenchError: the folder cannot be created or written to.
     """
 
-    def __init__(
-        self,
-        benchmark: str,
-        device: torch.device,
-        output: Path | None,
-        commit: str | None,
-    ) -> None:
+    def __init__(self, benchmark: str, device: torch.device, output: Path | None, commit: str | None) -> None:
         folder = output_folder(output)
         self.benchmark, self.device = benchmark, device
         self.facts = report.environment(device, commit)
@@ -53,13 +47,23 @@ class Recording:
         self._before = report.clocks(device)
 
     def write(self, *, last: bool = True, **content: Any) -> None:
-        """Writes the JSON file. Until the last time it is NAME.partial.json, so an older report survives."""
-        both = {"before": self._before, "after": report.clocks(self.device) if last else None}
+        """Writes {"benchmark", "environment", "clocks", ...content}, with one line per entry of a list.
+
+        Until the last time the file is NAME.partial.json, so an older report survives.
+        """
+        clocks = {"before": self._before, "after": report.clocks(self.device) if last else None}
+        document = {"benchmark": self.benchmark, "environment": self.facts, "clocks": clocks} | content
+        if self.benchmark == "ops":  # one entry for each cell instead of each row, and a summary of the bars
+            document |= {"columns": {}, "bars": summary(document["bars"])}
+            for name, measured in _MEASURED.items():
+                document["columns"][name], document[name] = pack(document[name], measured)
         partial = self.path.with_suffix(".partial.json")
-        path = self.path if last else partial
-        write_json(path, self.benchmark, self.facts, quiet=not last, clocks=both, **content)
+        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
+        unfinished.write_text(_dumps(document))
+        unfinished.replace(self.path if last else partial)
         if last:
             partial.unlink(missing_ok=True)
+            out.print(f"wrote {self.path}", highlight=False, soft_wrap=True)
 
 
 def output_folder(folder: Path | None) -> Path:
@@ -78,27 +82,6 @@ def output_folder(folder: Path | None) -> Path:
     if not os.access(folder, os.W_OK):
         raise BenchError(f"--output {folder}: not writable. Name another folder")
     return folder
-
-
-def write_json(
-    path: Path, benchmark: str, facts: Mapping[str, Any], *, quiet: bool = False, **content: Any
-) -> None:
-    """Writes one report: {"benchmark", "environment", ...content}, with one line per entry of a list.
-
-    An ops report holds one entry per cell instead of one per row, and a summary of its bars.
-    """
-    document: dict[str, Any] = {"benchmark": benchmark, "environment": dict(facts)}
-    if benchmark == "ops":
-        columns = {}
-        for name, measured in _MEASURED.items():
-            columns[name], content[name] = pack(content[name], measured)
-        document["columns"] = columns
-        content["bars"] = summary(content["bars"])
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(_dumps(document | content))
-    unfinished.replace(path)
-    if not quiet:
-        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

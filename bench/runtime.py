@@ -12,7 +12,7 @@ from onnx import NodeProto, helper
 
 from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
-from twinop.record import DOMAIN, DOMAIN_VERSION
+from twinop.record import DOMAIN
 
 from .report import BenchError
 from .timing import Run
@@ -44,27 +44,13 @@ def onnxruntime(cpu_threads: int) -> Any:
 # ------------------------------------------------------------------------------------------- models
 
 
-def chain(
-    op_type: str, nodes: int, dtype: torch.dtype, size: int | str, **attributes: Any
-) -> onnx.ModelProto:
-    """Returns the model x -> op -> op -> ... -> y on one-dimensional tensors.
-
-    Args:
-        size: the number of elements, or the name of a dynamic dimension.
-    """
+def chain(op_type: str, count: int) -> list[NodeProto]:
+    """Returns the nodes x -> op -> op -> ... -> y."""
     domain = DOMAIN if op_type.startswith("Custom") else ""
-    names = ["x", *(f"t{i}" for i in range(1, nodes)), "y"]
-    graph = helper.make_graph(
-        [
-            helper.make_node(op_type, [names[i]], [names[i + 1]], f"node{i}", domain=domain, **attributes)
-            for i in range(nodes)
-        ],
-        "chain",
-        [helper.make_tensor_value_info("x", ONNX_TYPES[dtype], [size])],
-        [helper.make_tensor_value_info("y", ONNX_TYPES[dtype], [size])],
-    )
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    names = ["x", *(f"t{i}" for i in range(1, count)), "y"]
+    return [
+        helper.make_node(op_type, [names[i]], [names[i + 1]], f"node{i}", domain=domain) for i in range(count)
+    ]
 
 
 def one_op(
@@ -80,17 +66,12 @@ def one_op(
         fixed: give the model these tensors' sizes too, instead of dynamic dimensions.
     """
 
-    def values(tensors: Mapping[str, torch.Tensor]) -> list[onnx.ValueInfoProto]:
-        return [
-            helper.make_tensor_value_info(
-                name,
-                ONNX_TYPES[t.dtype],
-                list(t.shape) if fixed else [f"{name}_{axis}" for axis in range(t.dim())],
-            )
-            for name, t in tensors.items()
-        ]
+    def value(name: str, tensor: torch.Tensor) -> onnx.ValueInfoProto:
+        shape = list(tensor.shape) if fixed else [f"{name}_{axis}" for axis in range(tensor.dim())]
+        return helper.make_tensor_value_info(name, ONNX_TYPES[tensor.dtype], shape)
 
-    graph = helper.make_graph(nodes, "graph", values(inputs), values(outputs))
+    first, last = ([value(*each) for each in tensors.items()] for tensors in (inputs, outputs))
+    graph = helper.make_graph(nodes, "graph", first, last)
     domains = {node.domain for node in nodes if node.domain}
     opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(name, 1) for name in sorted(domains))]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -98,21 +79,15 @@ def one_op(
 
 def repeat(nodes: Sequence[NodeProto], times: int) -> list[NodeProto]:
     """Copies the nodes many times over the same inputs. The last copy keeps the names of the outputs."""
-    copies = []
     inner = {name for node in nodes for name in node.output if name}
+    copies = []
     for i in range(times):
-        last = i == times - 1
-
-        def rename(name: str, i: int = i, last: bool = last) -> str:
-            return name if last or name not in inner else f"{name}_{i}"
-
         for j, node in enumerate(nodes):
             copy = NodeProto()
             copy.CopyFrom(node)
             copy.name = f"copy{i}_{j}"
-            del copy.input[:], copy.output[:]
-            copy.input.extend(map(rename, node.input))
-            copy.output.extend(map(rename, node.output))
+            for names in (copy.input, copy.output) if i < times - 1 else ():
+                names[:] = [f"{name}_{i}" if name in inner else name for name in names]
             copies.append(copy)
     return copies
 

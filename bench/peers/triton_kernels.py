@@ -1,4 +1,4 @@
-"""Peers in Triton, as its tutorials write them: vector addition, fused softmax, layer norm."""
+"""Peers in Triton, as its tutorials write them: elementwise, fused softmax, layer norm."""
 
 import torch
 import triton
@@ -7,14 +7,6 @@ import triton.language as tl
 # ------------------------------------------------------------------------------- a program per block
 
 BLOCK = 1024
-
-
-@triton.jit
-def _square(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < n
-    x = tl.load(x_ptr + offsets, mask=mask).to(tl.float32)
-    tl.store(y_ptr + offsets, x * x, mask=mask)
 
 
 @triton.jit
@@ -34,24 +26,10 @@ def _gelu_tanh(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, x * tl.sigmoid(2 * inner), mask=mask)  # (1 + tanh(u)) / 2 = sigmoid(2u)
 
 
-@triton.jit
-def _swiglu(x_ptr, gate_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < n
-    x = tl.load(x_ptr + offsets, mask=mask).to(tl.float32)
-    gate = tl.load(gate_ptr + offsets, mask=mask).to(tl.float32)
-    tl.store(y_ptr + offsets, gate * tl.sigmoid(gate) * x, mask=mask)
-
-
-def _launch(kernel, *inputs: torch.Tensor) -> torch.Tensor:
-    y = torch.empty_like(inputs[0])
-    n = y.numel()
-    kernel[(triton.cdiv(n, BLOCK),)](*inputs, y, n, BLOCK=BLOCK)
+def _launch(kernel, x: torch.Tensor) -> torch.Tensor:
+    y, n = torch.empty_like(x), x.numel()
+    kernel[(triton.cdiv(n, BLOCK),)](x, y, n, BLOCK=BLOCK)
     return y
-
-
-def square(x: torch.Tensor) -> torch.Tensor:
-    return _launch(_square, x)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -60,10 +38,6 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return _launch(_gelu_tanh, x)
-
-
-def swiglu(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    return _launch(_swiglu, x, gate)
 
 
 # ------------------------------------------------------------------------------- a program per row
@@ -103,21 +77,6 @@ def _rms_norm(x_ptr, weight_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
     tl.store(y_ptr + row * n + columns, x * rstd * weight, mask=mask)
 
 
-@triton.jit
-def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, n, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < n
-    x = tl.load(x_ptr + row * n + columns, mask=mask, other=0)
-    residual = tl.load(residual_ptr + row * n + columns, mask=mask, other=0)
-    total = x + residual
-    tl.store(sum_ptr + row * n + columns, total, mask=mask)
-    total = total.to(tl.float32)
-    rstd = 1 / tl.sqrt(tl.sum(total * total, axis=0) / n + eps)
-    weight = tl.load(weight_ptr + columns, mask=mask).to(tl.float32)
-    tl.store(y_ptr + row * n + columns, total * rstd * weight, mask=mask)
-
-
 def _settings(columns: int) -> dict[str, int]:
     """Returns one block for the whole row, and more warps for longer rows."""
     block = triton.next_power_of_2(columns)
@@ -140,11 +99,3 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     y, (rows, columns) = torch.empty_like(x), x.shape
     _rms_norm[(rows,)](x, weight, y, columns, 1e-6, **_settings(columns))
     return y
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, total, (rows, columns) = torch.empty_like(x), torch.empty_like(x), x.shape
-    _add_rms_norm[(rows,)](x, residual, weight, y, total, columns, 1e-6, **_settings(columns))
-    return y, total

@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
@@ -20,7 +19,7 @@ import torch
 import typer
 from onnx import helper, numpy_helper
 
-from twinop.console import clear_errors, out
+from twinop.console import clear_errors, err
 from twinop.record import DOMAIN
 
 from .. import report
@@ -61,12 +60,6 @@ def service(
     return started("twinop", ["twinop", "serve", str(models), *options], NAME, log)
 
 
-def _resident(pid: int) -> float:
-    """Returns the resident memory of a process in MiB."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
@@ -74,7 +67,11 @@ def open_files(pid: int) -> int:
 async def _watch(pid: int, outcome: Outcome) -> None:
     started = time.monotonic()
     while True:
-        outcome.samples.append((time.monotonic() - started, _resident(pid), open_files(pid)))
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        resident = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        outcome.samples.append((time.monotonic() - started, resident, open_files(pid)))
+        if len(outcome.samples) % 20 == 0:
+            err.print(f"soak: {outcome.requests} requests", highlight=False)
         await asyncio.sleep(0.5)
 
 
@@ -114,22 +111,17 @@ async def soak(
     every: float,
     *,
     seconds: float = 0.0,
-    step: Callable[[float], None] = lambda share: None,
 ) -> Outcome:
     """Sends at least this many requests for at least this many seconds, while versions change.
 
     Args:
         every: the seconds from one version to the next.
-        step: receives the share that is done.
     """
     outcome = Outcome()
     started = time.monotonic()
 
     def more() -> bool:
-        past = time.monotonic() - started
-        done = min(outcome.requests / requests, past / seconds if seconds else 1.0)
-        step(done)
-        return done < 1
+        return outcome.requests < requests or time.monotonic() < started + seconds
 
     watching = asyncio.create_task(_watch(pid, outcome))
     swapping = asyncio.create_task(_swap(server, models, every, outcome))
@@ -184,12 +176,10 @@ def accepted(log: Path) -> set[str]:
 
 def growth(outcome: Outcome) -> tuple[float, float, int]:
     """Returns the median RSS in MiB after the first fifth and at the end, and the growth of open files."""
-    samples = outcome.samples
-    early = samples[len(samples) // 5 : len(samples) * 2 // 5]
-    late = samples[len(samples) * 4 // 5 :]
-    resident = [median(sample[1] for sample in part) for part in (early, late)]
-    files = [median(sample[2] for sample in part) for part in (early, late)]
-    return resident[0], resident[1], round(files[1] - files[0])
+    fifth = len(outcome.samples) // 5
+    parts = outcome.samples[fifth : 2 * fifth], outcome.samples[4 * fifth :]
+    (_, early, files), (_, late, files_late) = ([*map(median, zip(*part, strict=True))] for part in parts)
+    return early, late, round(files_late - files)
 
 
 def bars(outcome: Outcome, left: int, finished: list[tuple[Outcome, int]]) -> list[dict[str, Any]]:
@@ -227,49 +217,32 @@ def _files_left(pid: int, before: int) -> int:
     return left
 
 
-def _show(outcome: Outcome, seconds: float) -> None:
-    table = report.table("Soak", ["", REST, GRPC])
-    for kind in sorted({kind for _, kind in outcome.answered}):
-        table.add_row(kind, *(str(outcome.answered[of, kind] or "") for of in (REST, GRPC)))
-    report.show(table)
-    early, late, _ = growth(outcome)
-    out.print(
-        f"{outcome.requests} requests in {seconds:.0f} s; {len(outcome.swapped)} valid and "
-        f"{len(outcome.broken)} broken versions added; resident memory {early:.0f} MiB after the first "
-        f"fifth, {late:.0f} MiB at the end",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
 def _content(outcome: Outcome, finished: list[tuple[Outcome, int]]) -> dict[str, Any]:
     """Returns the results as the JSON file has them."""
-    by_protocol = {
-        protocol: {kind: count for (of, kind), count in sorted(outcome.answered.items()) if of == protocol}
-        for protocol in (REST, GRPC)
-    }
     early, late, _ = growth(outcome)
+    answered: dict[str, dict[str, int]] = {REST: {}, GRPC: {}}
+    for (protocol, kind), count in sorted(outcome.answered.items()):
+        answered[protocol][kind] = count
+    ends = [
+        {
+            "answered": found.answered.total(),
+            "refused": found.refused,
+            "lost": len(found.lost),
+            "cut off": len(found.cut_off),
+            "exit": code,
+        }
+        for found, code in finished
+    ]
+    samples = outcome.samples[:: max(len(outcome.samples) // 100, 1)]
     return {
-        "answered": by_protocol,
+        "answered": answered,
         "wrong": outcome.wrong[:20],
         "lost": [*outcome.lost, *(lost for found, _ in finished for lost in found.lost)][:20],
         "answers_by_version": dict(sorted(outcome.versions.items())),
         "broken_versions": outcome.broken,
         "rss_mib": {"early": round(early, 1), "late": round(late, 1)},
-        "ends": [
-            {
-                "answered": found.answered.total(),
-                "refused": found.refused,
-                "lost": len(found.lost),
-                "cut off": len(found.cut_off),
-                "exit": code,
-            }
-            for found, code in finished
-        ],
-        "memory": [
-            {"seconds": round(at, 1), "rss_mib": round(mib, 1), "files": files}
-            for at, mib, files in outcome.samples[:: max(len(outcome.samples) // 100, 1)]
-        ],
+        "ends": ends,
+        "memory": [{"seconds": round(at, 1), "rss_mib": round(mib, 1), "files": n} for at, mib, n in samples],
     }
 
 
@@ -296,18 +269,10 @@ def main(
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC reports each server that went away
         models, log = Path(work) / "models", Path(work) / "log"
         write_version(models, 1)
-        with report.progress("soak", 100) as step, service(models, log) as (server, running):
-            done = 0
-
-            def advance(share: float) -> None:
-                nonlocal done
-                while done < int(share * 100):
-                    done += 1
-                    step("")
-
+        with service(models, log) as (server, running):
             idle_files = open_files(running.pid)
             started = time.perf_counter()
-            load = soak(server, running.pid, models, requests, swap_seconds, seconds=seconds, step=advance)
+            load = soak(server, running.pid, models, requests, swap_seconds, seconds=seconds)
             outcome = asyncio.run(load)
             took = time.perf_counter() - started
             left = _files_left(running.pid, idle_files)
@@ -318,7 +283,8 @@ def main(
                     found = asyncio.run(ended_under_load(server, running, log, 0.5))
                     finished.append((found, running.returncode))
                 step("")
-        _show(outcome, took)
+        counts = [{"protocol": key[0], "kind": key[1], "answers": n} for key, n in outcome.answered.items()]
+        report.show_rows(f"{outcome.requests} requests in {took:.0f} s", counts, list(counts[0]))
         verdicts = bars(outcome, left, finished)
         report.show_bars(verdicts)
         settings = {"clients": CLIENTS, "requests": requests, "seconds": seconds}

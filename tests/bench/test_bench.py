@@ -196,7 +196,8 @@ def test_a_chain_that_would_not_run_as_it_stands_is_refused(dtype: str, nodes: i
     program = f"""
 import torch
 from twinop.bench import runtime
-model = runtime.chain("Relu", {nodes}, torch.{dtype}, 1)
+x = torch.ones(1, dtype=torch.{dtype})
+model = runtime.one_op(runtime.chain("Relu", {nodes}), {{"x": x}}, {{"y": x}}, fixed=True)
 runtime.open_session(model, torch.device("cpu"), cpu_threads=2)
 """
     done = run("-c", program)

@@ -278,7 +278,7 @@ def test_report_on_the_cpu(tmp_path: Path) -> None:
     """Without a command, `twinop bench` makes the report."""
     options = ["--device=cpu", "--quick", "--providers=twinop,eager,ORT", f"--output={tmp_path}"]
     text = command("--ops=relu", "--kinds=bandwidth", *options)
-    assert "relu, float32, CPU: microseconds" in text and "bars met" in text
+    assert "relu, float32: microseconds on the CPU" in text and "bars met" in text
     (path,) = tmp_path.glob("ops-*.json")
     check_png(path.with_name(f"{path.stem}-overview.png"))
     report = read_ops(path)
