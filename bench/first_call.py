@@ -1,5 +1,6 @@
 """The cost of an op's first call in a fresh process: `twinop bench first-call`."""
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -21,18 +22,15 @@ _STEPS = ("register", "session", "first run", "second run")
 # Plain ONNX Runtime, so that libraries of any version of twinop can be compared.
 _PROGRAM = """
 import json, sys, time
-import numpy as np, onnx, torch, onnxruntime
-from onnx import TensorProto, helper
+import numpy as np, onnx.parser, torch, onnxruntime
 library, op, provider = sys.argv[1:]
 onnxruntime.preload_dlls()
-names = ["x", "weight"] if op == "CustomLayerNorm" else ["x"]
-shapes = {"x": [64, 4096], "weight": [4096]}
-values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes[name]) for name in names]
-y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [64, 4096])
-graph = helper.make_graph([helper.make_node(op, names, ["y"], domain="custom_domain")], "g", values, [y])
-imports = [helper.make_opsetid("", 20), helper.make_opsetid("custom_domain", 1)]
-model = helper.make_model(graph, ir_version=10, opset_imports=imports).SerializeToString()
-feeds = {name: np.ones(shapes[name], np.float32) for name in names}
+shapes = {"x": [64, 4096]} | ({"weight": [4096]} if op == "CustomLayerNorm" else {})
+inputs = ", ".join(f"float{shape} {name}" for name, shape in shapes.items())
+text = f"({inputs}) => (float[64, 4096] y) {{ y = custom_domain.{op}({', '.join(shapes)}) }}"
+head = '<ir_version: 10, opset_import: ["" : 20, "custom_domain" : 1]> model '
+model = onnx.parser.parse_model(head + text).SerializeToString()
+feeds = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
 if provider == "CUDAExecutionProvider":
     torch.zeros(1, device="cuda")  # the context, which every program pays for
 options = onnxruntime.SessionOptions()
@@ -58,17 +56,15 @@ def measure(libraries: list[Path], provider: str, rounds: int) -> list[dict[str,
         BenchError: a process failed.
     """
     found: dict[tuple[Path, str], list[list[float]]] = {}
-    with report.progress("first call", rounds * len(OPS)) as step:
-        for _ in range(rounds):
-            for op in OPS:
-                step(op)
-                for library in libraries:
-                    command = [sys.executable, "-c", _PROGRAM, str(library), op, provider]
-                    done = subprocess.run(command, capture_output=True, text=True)
-                    if done.returncode != 0:
-                        raise report.BenchError(f"{library}, {op}: {done.stderr.strip().splitlines()[-1]}")
-                    times = json.loads(done.stdout.splitlines()[-1])
-                    found.setdefault((library, op), []).append(times)
+    cases = [*itertools.product(range(rounds), OPS, libraries)]
+    with report.progress("first call", len(cases)) as step:
+        for _, op, library in cases:
+            step(op)
+            command = [sys.executable, "-c", _PROGRAM, str(library), op, provider]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise report.BenchError(f"{library}, {op}: {done.stderr.strip().splitlines()[-1]}")
+            found.setdefault((library, op), []).append(json.loads(done.stdout.splitlines()[-1]))
     return [
         {
             "library": str(library),

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnx.parser
+from onnx import numpy_helper
 
 from twinop.record import DOMAIN, DOMAIN_VERSION
 
@@ -60,29 +61,21 @@ def mlp(*widths: int) -> onnx.ModelProto:
         weight = generator.standard_normal((rows, columns), np.float32) / np.float32(np.sqrt(rows))
         bias = generator.standard_normal(columns, np.float32)
         weights += [numpy_helper.from_array(weight, f"w{layer}"), numpy_helper.from_array(bias, f"b{layer}")]
-        end = layer == len(widths) - 2
-        linear = "y" if end else f"h{layer}"
-        nodes.append(helper.make_node("Gemm", [last, f"w{layer}", f"b{layer}"], [linear]))
-        if not end:
+        if layer:
+            nodes.append(f"r{layer} = {DOMAIN}.CustomRelu({last})")
             last = f"r{layer}"
-            nodes.append(helper.make_node("CustomRelu", [linear], [last], domain=DOMAIN))
-    return model_of(nodes, {"x": ["batch", widths[0]]}, {"y": ["batch", widths[-1]]}, weights)
+        linear = "y" if layer == len(widths) - 2 else f"h{layer}"
+        nodes.append(f"{linear} = Gemm({last}, w{layer}, b{layer})")
+        last = linear
+    return parsed(f"(float[batch, {widths[0]}] x) => (float[batch, {widths[-1]}] y)", nodes, weights)
 
 
-def model_of(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: dict[str, list[str | int]],
-    outputs: dict[str, list[str | int]],
-    weights: Sequence[onnx.TensorProto],
-) -> onnx.ModelProto:
-    """Returns a model of these nodes, whose inputs and outputs are float32."""
-    first, last = (
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in each.items()]
-        for each in (inputs, outputs)
-    )
-    graph = helper.make_graph(nodes, "graph", first, last, weights)
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+def parsed(ends: str, nodes: Sequence[str], weights: Sequence[onnx.TensorProto]) -> onnx.ModelProto:
+    """Returns a model from ONNX's text format: its inputs and outputs, and its nodes."""
+    head = f'<ir_version: 10, opset_import: ["" : 20, "{DOMAIN}" : {DOMAIN_VERSION}]> model'
+    model = onnx.parser.parse_model(f"{head} {ends} {{ {' '.join(nodes)} }}")
+    model.graph.initializer.extend(weights)
+    return model
 
 
 def _row(width: int) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from twinop.console import clear_errors, err
 from twinop.record import DOMAIN
@@ -26,7 +26,7 @@ from .. import report
 from ..recording import Commit, Output, Recording
 from .clients import Outcome, client
 from .mixed import NAME
-from .servers import GRPC, REST, Server, model_of, started
+from .servers import GRPC, REST, Server, parsed, started
 
 CLIENTS = 32
 _BROKEN_EACH = 4  # every fourth version is corrupt
@@ -37,12 +37,9 @@ def write_version(folder: Path, version: int, broken: bool = False) -> None:
 
     It does so as a copy over the network does: first the folder, then the file in pieces.
     """
-    nodes = [
-        helper.make_node("CustomRelu", ["x"], ["r"], domain=DOMAIN),
-        helper.make_node("Add", ["r", "version"], ["y"]),
-    ]
+    nodes = [f"r = {DOMAIN}.CustomRelu(x)", "y = Add(r, version)"]
     weight = numpy_helper.from_array(np.array([version], np.float32), "version")
-    data = model_of(nodes, {"x": ["n", 8]}, {"y": ["n", 8]}, [weight]).SerializeToString()
+    data = parsed("(float[n, 8] x) => (float[n, 8] y)", nodes, [weight]).SerializeToString()
     target = folder / NAME / str(version)
     target.mkdir(parents=True)
     with (target / "model.onnx").open("wb") as file:
