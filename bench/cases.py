@@ -15,7 +15,7 @@ from twinop.shapes import output_shapes
 
 from .cells import DOUBLE
 from .peers import ENTRIES, Entry, entry_of
-from .report import BenchError, size_name
+from .report import chosen, size_name
 from .timing import Run
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -108,18 +108,7 @@ def choose(names: str | None) -> dict[str, Entry]:
         BenchError: a name is unknown, or its op is not in the built libraries.
     """
     built = built_entries()
-    if names is None:
-        return built
-    found: dict[str, Entry] = {}
-    for wanted in filter(None, map(str.strip, names.split(","))):
-        if wanted in ENTRIES and wanted not in built:
-            raise BenchError(f"--ops {wanted}: the built libraries have no op {ENTRIES[wanted].op}")
-        if wanted not in built:
-            raise BenchError(f"--ops {wanted}: unknown. Known: {', '.join(built)}")
-        found[wanted] = built[wanted]
-    if not found:
-        raise BenchError(f"--ops {names}: names no op. Known: {', '.join(built)}")
-    return found
+    return built if names is None else {name: built[name] for name in chosen("--ops", names, list(built))}
 
 
 def built_entries() -> dict[str, Entry]:

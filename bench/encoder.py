@@ -187,17 +187,15 @@ def main(
         where = report.choose_device(device)
         on_gpu = where.type == "cuda"
         names = dtypes or ("bfloat16,float16" if on_gpu else "float32")
-        if unknown := [name for name in styles.split(",") if name not in STYLES]:
-            raise report.BenchError(f"--styles {','.join(unknown)}: expected some of {', '.join(STYLES)}")
-        if unknown := [name for name in names.split(",") if not hasattr(torch, name)]:
-            raise report.BenchError(f"--dtypes {','.join(unknown)}: expected bfloat16, float16 or float32")
+        models = report.chosen("--styles", styles, list(STYLES))
+        kinds = report.chosen("--dtypes", names, ("bfloat16", "float16", "float32"))
         size = TINY if quick or not on_gpu else FULL
         recording, started = Recording("encoder", where, output, commit), time.perf_counter()
         timer = DeviceTimer(torch.cuda.Stream(where)) if on_gpu else None
         rows: list[dict[str, Any]] = []
         kernels: list[dict[str, Any]] = []
         missing: dict[str, str] = {}
-        cases = [(style, name) for style in styles.split(",") for name in names.split(",")]
+        cases = [(style, name) for style in models for name in kinds]
         with report.progress("encoder", len(cases)) as step:
             for style, name in cases:
                 step(f"{style} {name}")

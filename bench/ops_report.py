@@ -20,7 +20,6 @@ from .measure import Machine, configure_compiler, measure
 from .providers import COMPILE, Budget, Providers
 from .recorded import added, compare_with, to_add_to
 from .recording import Commit, Device, Output, Recording, read_ops
-from .report import BenchError
 from .tables import show_document
 
 KINDS = "bandwidth,latency,numerics"
@@ -93,9 +92,7 @@ def main(
         where = report.choose_device(device)
         entries = choose(ops)
         wanted = [part.strip() for part in providers.split(",")] if providers else None
-        chosen = [kind.strip() for kind in kinds.split(",")]
-        if unknown := set(chosen) - set(known := KINDS.split(",")):
-            raise BenchError(f"--kinds {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+        chosen = report.chosen("--kinds", kinds, KINDS.split(","))
         old = read_ops(compare) if compare else None
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
         rounds, seconds = (7, 0.2) if quick else (15, 1.0)

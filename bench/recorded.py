@@ -127,7 +127,5 @@ def draw(
             return
         rows = read_ops(recorded)["rows"]
         known = list(dict.fromkeys(row["op"] for row in rows))
-        wanted = [] if op is None else known if op == "all" else [part.strip() for part in op.split(",")]
-        if unknown := [name for name in wanted if name not in known]:
-            raise BenchError(f"--op {','.join(unknown)}: not in {recorded}. It has {', '.join(known)}")
-        draw_ops(rows, title, stem, wanted)
+        wanted = report.chosen("--op", op, [*known, "all"]) if op is not None else []
+        draw_ops(rows, title, stem, known if "all" in wanted else wanted)

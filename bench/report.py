@@ -44,6 +44,18 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
 
 
+def chosen(option: str, names: str, known: Sequence[str]) -> list[str]:
+    """Returns the comma-separated names that an option has.
+
+    Raises:
+        BenchError: there is none, or one that is not in `known`.
+    """
+    found = [name for name in map(str.strip, names.split(",")) if name]
+    if not found or not set(found) <= set(known):
+        raise BenchError(f"{option} {names}: expected some of {', '.join(known)}")
+    return found
+
+
 # ------------------------------------------------------------------------------------------- the machine
 
 

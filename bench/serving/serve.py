@@ -252,10 +252,8 @@ def main(
     """
     with clear_errors():
         where = report.choose_device(device)
-        chosen = [model for model in MODELS if model.name in models.split(",")]
-        if unknown := set(models.split(",")) - {model.name for model in MODELS}:
-            known = ", ".join(model.name for model in MODELS)
-            raise report.BenchError(f"--models {','.join(sorted(unknown))}: expected some of {known}")
+        names = report.chosen("--models", models, [model.name for model in MODELS])
+        chosen = [model for model in MODELS if model.name in names]
         recording = Recording("serve", where, output, commit)
         rows: list[dict[str, Any]] = []
         servers = [name for model in chosen for name in commands(model, Path(), where.type)]
