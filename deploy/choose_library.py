@@ -11,6 +11,7 @@ from twinop.record import DOMAIN
 
 from .custom_nodes import Model
 from .errors import ModelError
+from .registration import SealedLibrary, sealed
 
 Libraries = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 """The path of one library, several paths, or None to look for libraries."""
@@ -23,8 +24,8 @@ def library_paths(library: Libraries) -> list[Path]:
     return [Path(library)] if isinstance(library, str | os.PathLike) else [Path(path) for path in library]
 
 
-def choose_libraries(model: Model, explicit: Sequence[Path] = (), **search: Any) -> list[Library]:
-    """Chooses the libraries to register for a model, one for each domain of its custom nodes.
+def choose_libraries(model: Model, explicit: Sequence[Path] = (), **search: Any) -> list[SealedLibrary]:
+    """Chooses the libraries to register for a model, one a domain, and copies them.
 
     Args:
         model: the model, whose custom nodes say what is needed.
@@ -52,10 +53,10 @@ def choose_libraries(model: Model, explicit: Sequence[Path] = (), **search: Any)
     for domain in dict.fromkeys(node.domain for node in model.nodes):
         if domain not in libraries and (found := choose_library(model, domain=domain, **search)) is not None:
             libraries[domain] = found
-    return list(libraries.values())
+    return [sealed(library.path) for library in libraries.values()]
 
 
-def only_library(model: Model, explicit: Path | None = None, **search: Any) -> Library | None:
+def only_library(model: Model, explicit: Path | None = None, **search: Any) -> SealedLibrary | None:
     """Chooses as `choose_libraries` does, for a served or packed model, which has one library at most.
 
     Raises:

@@ -19,7 +19,7 @@ from .custom_nodes import Model, ModelSource, load_model
 from .errors import ProviderError, RunError
 from .inference_session import Session
 from .node_providers import Profile
-from .registration import register
+from .registration import SealedLibrary, register
 
 _OLDEST = (1, 18)  # the C API that the libraries are compiled for
 _CPU = "CPUExecutionProvider"
@@ -75,7 +75,6 @@ def session(
     Raises:
         ModelError: the model is damaged, or its custom nodes do not fit the library.
         LibraryError: a library is missing, damaged, not the one that the model needs, or already registered.
-        ReplacedLibraryError: the library's file was replaced after this process loaded it.
         ProviderError: ONNX Runtime is missing or too old, or a named provider cannot be used.
         RunError: ONNX Runtime refuses the model for another reason.
     """
@@ -93,7 +92,7 @@ def session(
 
 def open_session(
     model: Model,
-    libraries: Sequence[Library],
+    libraries: Sequence[SealedLibrary],
     choice: Choice,
     *,
     options: Any = None,
@@ -114,7 +113,8 @@ def open_session(
     if model.path is None and model.folder is not None:
         options.add_session_config_entry(_DATA_FOLDER, str(model.folder))
     record = Profile(options, {node.op_type for node in model.nodes}) if profile else None
-    checksums = [register(options, library) for library in libraries]
+    for library in libraries:
+        register(options, library)
     stream = _torch_stream(device) if device is not None and choice.uses_torch else None
     requested = [_with_cuda_options(each, stream, enable_cuda_graph) for each in choice.providers]
 
@@ -133,7 +133,7 @@ def open_session(
         inner,
         model,
         libraries=libraries,
-        checksums=checksums,
+        checksums=[library.copy.sha256 for library in libraries],
         device=device,
         reason=reason,
         stream=stream,
@@ -142,7 +142,7 @@ def open_session(
     )
 
 
-def _libraries(model: Model, library: Libraries | bool) -> list[Library]:
+def _libraries(model: Model, library: Libraries | bool) -> list[SealedLibrary]:
     if library is False:
         return []
     if library is True:

@@ -1,68 +1,133 @@
-"""Registers custom-op libraries with ONNX Runtime, and refuses a file that was replaced after loading."""
+"""Copies custom-op libraries into memory that nobody can change, and registers the copies with ONNX Runtime.
 
+A file can be replaced or written over at any time, and the loader knows libraries by path. So the copy is
+what is checked, hashed and run.
+"""
+
+import fcntl
+import hashlib
 import os
-import threading
-from _ctypes import dlclose, dlopen
+import signal
+import subprocess
+import sys
+import weakref
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from twinop.errors import LibraryError, ReplacedLibraryError
-from twinop.library import Library, checksum
+from twinop.errors import LibraryError
+from twinop.library import Library, read_library, relative_to_itself
 
-_lock = threading.Lock()
-_loaded: dict[int, str] = {}  # the checksum of each library when it was loaded, by the loader's handle
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_PROBE = (
+    "import sys; sys.path[:] = sys.argv[2:]; import onnxruntime; "
+    "onnxruntime.SessionOptions().register_custom_ops_library(sys.argv[1])"
+)
 
 
-def register(options: Any, library: Library) -> str:
-    """Registers a library on session options and returns the SHA-256 of the code that will run.
+class Copy:
+    """A sealed copy of a file in memory, which lasts as long as this object.
 
-    The loader knows libraries by path and inode, and twinop's stay loaded until the process ends (CMake links
-    them with nodelete). For a file that was replaced, the loader would return the old code.
+    Attributes:
+        sha256: its SHA-256 as hex digits.
+        number: its file descriptor.
+    """
+
+    def __init__(self, name: str, data: bytes) -> None:
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        self.number = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.number).atexit = False
+        with open(self.number, "wb", closefd=False) as file:
+            file.write(data)
+        fcntl.fcntl(self.number, fcntl.F_ADD_SEALS, _SEALS)
+
+    @property
+    def path(self) -> Path:
+        """Its path with the number of the process, because debuggers open the paths of libraries too."""
+        return Path(f"/proc/{os.readlink('/proc/self')}/fd/{self.number}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedLibrary(Library):
+    """A library whose records were read from the copy that will run. `path` is the original file."""
+
+    copy: Copy = field(compare=False, repr=False)
+
+
+# The loader knows the copies by path. These stay open, so that no other copy gets the path of one of them.
+_registered: dict[str, Copy] = {}
+
+
+def sealed(path: Path) -> SealedLibrary:
+    """Copies a library and reads the records of the copy.
 
     Raises:
-        ReplacedLibraryError: this process has loaded another file from there.
+        LibraryError: it cannot be read or copied, is damaged, or finds other libraries by its own place.
+    """
+    try:
+        copy = _copy(path, *_stamp(path.stat()))
+    except OSError as error:
+        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Put it there again") from error
+    library = read_library(path, copy.path)
+    if found := relative_to_itself(copy.path):
+        raise LibraryError(
+            f"{path}: finds other libraries by its own place ({', '.join(found)}), but a copy in memory "
+            "runs. Link them statically, or with an absolute path: patchelf --set-rpath /opt/libraries"
+        )
+    return SealedLibrary(**vars(library), copy=copy)
+
+
+def register(options: Any, library: SealedLibrary) -> None:
+    """Registers a library's copy on session options.
+
+    Raises:
         LibraryError: ONNX Runtime cannot load it.
     """
-    path = library.path.absolute()  # the loader compares paths as texts
-    with _lock:
-        try:
-            found = _checksum(path, *_stamp(path))
-        except OSError as error:
-            raise LibraryError(f"{path}: cannot be read: {error.strerror}. Put it there again") from error
-        handle = _handle(path)
-        if handle is not None and _loaded.get(handle, found) != found:
-            raise ReplacedLibraryError(
-                f"{path}: the file was replaced after this process loaded it, and the old library stays "
-                "loaded until the process ends. Restart it, or put the new library under another name or in "
-                "another folder (for twinop serve, a new version's)"
-            )
-        try:
-            options.register_custom_ops_library(str(path))
-        except Exception as error:
-            raise LibraryError(f"{path}: ONNX Runtime cannot load it: {error}") from error
-        handle = _handle(path)
-        if handle is not None:
-            _loaded[handle] = found
-    return found
-
-
-def _handle(path: Path) -> int | None:
-    """Returns the loader's handle of a loaded library, or None if the loader would read the file."""
+    if library.has_blank_page and library.copy.sha256 not in _registered:
+        _register_elsewhere(library)
+    copy = _registered.setdefault(library.copy.sha256, library.copy)
     try:
-        handle = dlopen(str(path), os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:
-        return None
-    dlclose(handle)  # releases the reference; the library keeps its handle
-    return handle
+        options.register_custom_ops_library(str(copy.path))
+    except Exception as error:
+        text = str(error).replace(str(copy.path), str(library.path))
+        raise LibraryError(f"{library.path}: ONNX Runtime cannot load it: {text}") from error
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
-    status = path.stat()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+def _register_elsewhere(library: SealedLibrary) -> None:
+    """Registers a library in another process, because zeros in place of constants end a process.
+
+    Raises:
+        LibraryError: they do.
+    """
+    copy = library.copy
+    command = [sys.executable, "-I", "-c", _PROBE, f"/proc/self/fd/{copy.number}", *sys.path]
+    status = subprocess.run(command, pass_fds=[copy.number], capture_output=True).returncode
+    if status < 0:
+        raise LibraryError(
+            f"{library.path}: the file is damaged: a page of its constants is all zeros, and a process that "
+            f"loads it ends with {signal.Signals(-status).name}. Copy or build it again"
+        )
 
 
-@lru_cache(maxsize=256)
-def _checksum(path: Path, *stamp: int) -> str:
-    """Returns the checksum, which is computed only if the stamp is new: a large library takes 30 ms."""
-    return checksum(path)
+@lru_cache(maxsize=8)
+def _copy(path: Path, *stamp: int) -> Copy:
+    """Returns a copy, which is made only if the stamp is new: a large library takes 30 ms."""
+    for _ in range(2):
+        with path.open("rb") as file:
+            before = _stamp(os.fstat(file.fileno()))
+            data = file.read()
+            if _stamp(os.fstat(file.fileno())) != before:
+                continue
+        try:
+            return Copy(path.name, data)
+        except OSError as error:
+            raise LibraryError(
+                f"{path}: cannot be copied into memory ({len(data)} bytes): {error.strerror}. Allow the "
+                "process more memory"
+            ) from error
+    raise LibraryError(f"{path}: changes while it is read. Try again when the copying or building has ended")
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -12,8 +12,10 @@ from .service.settings import (
     FILE,
     Control,
     ModelSettings,
+    Policy,
     Provider,
     ServerSettings,
+    Settings,
     SettingsError,
     read_settings,
 )
@@ -23,8 +25,8 @@ def _server(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel="Server", show_default=False)
 
 
-def _model(help: str) -> Any:
-    return typer.Option(help=help, rich_help_panel="Models", show_default=False)
+def _model(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Models", show_default=False)
 
 
 def main(
@@ -39,7 +41,7 @@ def main(
     no_grpc: Annotated[bool, _server("Serve HTTP only.", "--no-grpc")] = False,
     control: Annotated[
         Control | None,
-        _server("What loads models: poll (the folder; default), explicit (clients) or none."),
+        _server("What loads models later: none (default), poll (the folder) or explicit (clients)."),
     ] = None,
     token_file: Annotated[
         Path | None, _server("The file with the bearer token that clients must send. Default: TWINOP_TOKEN.")
@@ -54,10 +56,16 @@ def main(
     log_level: Annotated[str | None, _server("debug, info, warning or error.")] = None,
     profile: Annotated[Path | None, _server("The folder for ONNX Runtime's profiles.")] = None,
     library: Annotated[
-        Path | None, _model("The custom-op library. Default: one beside the model, or an installed one.")
+        Path | None, _model("The custom-op library. Default: one of those installed or in the folders below.")
     ] = None,
     library_sha256: Annotated[str | None, _model("Use the library only if it has this SHA-256.")] = None,
-    library_folder: Annotated[list[Path] | None, _model("A further folder to load libraries from.")] = None,
+    library_folders: Annotated[
+        list[Path] | None, _model("A further folder to load libraries from.", "--library-folder")
+    ] = None,
+    libraries: Annotated[
+        str | None,
+        _model("folders (default), or models: also load libraries from the models' own folders."),
+    ] = None,
     provider: Annotated[Provider | None, _model("auto (CUDA if it works), cpu or cuda.")] = None,
     allow_fallback: Annotated[
         bool | None, _model("Run function bodies if the library cannot be used.")
@@ -89,27 +97,16 @@ def main(
     /status says in JSON what is served, and how.
     """
     with clear_errors():
-        given = {
-            section: {
-                name: value
-                for name, value in context.params.items()
-                if name in kind.model_fields and value is not None
-            }
-            for section, kind in (("server", ServerSettings), ("model", ModelSettings))
-        }
+        server: dict[str, Any] = {"grpc_port": None} if no_grpc else {}
         if (token := _token(token_file)) is not None:
-            given["server"]["token"] = token
-        if library_folder:
-            given["server"]["library_folders"] = library_folder
-        if no_grpc:
-            given["server"]["grpc_port"] = None
-        settings = read_settings(_config(models, config), given)
+            server["token"] = token
+        settings = settings_of(context, models, config, **server)
         # Imported late: --help and refused options do not need these modules.
         from .service import logs, spans
         from .service.folders import scan
 
         logs.configure(settings.server.log_level, settings.server.access_log)
-        scan(models, settings.server.control == Control.EXPLICIT)  # without a model no other server starts
+        scan(models, may_be_empty=settings.server.control == Control.EXPLICIT)  # without a model no other server starts
 
         from .service.repository import Repository
         from .service.server import Server
@@ -118,11 +115,24 @@ def main(
         Server(Repository(models, settings)).start()
 
 
-def _config(models: Path, config: Path | None) -> Path | None:
-    if config is not None:
-        return config
-    beside = models / FILE
-    return beside if beside.is_file() else None
+def settings_of(context: typer.Context, models: Path, config: Path | None, **server: Any) -> Settings:
+    """Return the settings of a command: those of twinop.toml, `server`, and the options named as settings.
+
+    Raises:
+        SettingsError: a setting is invalid.
+    """
+    given = {
+        section: {
+            name: value
+            for name, value in context.params.items()
+            if name in kind.model_fields and value not in (None, [], ())
+        }
+        for section, kind in (("server", ServerSettings), ("policy", Policy), ("model", ModelSettings))
+    }
+    given["server"] |= server
+    if config is None and (models / FILE).is_file():
+        config = models / FILE
+    return read_settings(config, given)
 
 
 def _token(file: Path | None) -> str | None:

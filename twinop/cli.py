@@ -17,6 +17,7 @@ class Commands(LazyGroup):
     modules: ClassVar = {
         "export": "twinop.export.to_onnx:main",
         "run": "twinop.deploy.run_onnx:main",
+        "check": "twinop.deploy.check:main",
         "serve": "twinop.deploy.serve:main",
         "pack": "twinop.deploy.pack.command:main",
         "bench": "twinop.bench.__main__:bench",

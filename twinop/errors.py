@@ -17,9 +17,5 @@ class ForeignLibraryError(LibraryError):
     """A shared library that was not built by twinop."""
 
 
-class ReplacedLibraryError(LibraryError):
-    """A library's file was replaced after this process loaded it. Only a restart loads the new one."""
-
-
 class ExportError(TwinopError):
     """A model cannot be exported to ONNX, or the exported model does not fulfil the request."""

@@ -25,8 +25,11 @@ _EXPORT = b"RegisterCustomOps"
 _MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm", 243: "riscv64"}  # e_machine of the ELF spec
 _STRINGS = 3  # sh_type of the ELF spec
 _LOADER_TABLES = {_STRINGS, 4, 6, 11}  # with relocations, the dynamic section and dynamic symbols
-_UNWIND_TABLES = {".eh_frame", ".eh_frame_hdr"}
+_UNWIND_TABLES = {".eh_frame", ".eh_frame_hdr", ".gcc_except_table"}
+_NO_CONTENT = 8  # sh_type
 _ALLOCATED, _EXECUTABLE = 2, 4  # sh_flags
+_GPU_CODE = ".nv_fatbin"
+_NEEDED, _RPATH, _RUNPATH = 1, 15, 29  # d_tag
 _PAGE = 4096
 _LEAST = 256  # bytes of a page: fewer zeros may be padding
 
@@ -40,6 +43,7 @@ class Library:
         cuda_archs: the GPU architectures of its kernels, or "none".
         records: the ops by name.
         exports_ort: whether ONNX Runtime can load it.
+        has_blank_page: whether a page of its constants is all zeros, by intent or by damage.
     """
 
     path: Path
@@ -50,6 +54,7 @@ class Library:
     exports_ort: bool
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
+    has_blank_page: bool = False
 
     @cached_property
     def by_onnx_name(self) -> dict[str, Record]:
@@ -57,8 +62,12 @@ class Library:
         return {record.onnx_name: record for record in self.records.values() if not record.is_backward}
 
 
-def read_library(path: str | os.PathLike[str]) -> Library:
+def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | None = None) -> Library:
     """Reads the records and the build description from a library's ELF section `.twinop`.
+
+    Args:
+        path: the library.
+        copy: the file to read instead, a copy of the library.
 
     Raises:
         LibraryError: no such file, not an ELF file, damaged, for another machine, or with records of another
@@ -69,14 +78,14 @@ def read_library(path: str | os.PathLike[str]) -> Library:
     if not path.is_file():
         raise LibraryError(f"{path}: no such file. ./build.sh builds the libraries into build/")
     try:
-        with path.open("rb") as file:
+        with Path(copy or path).open("rb") as file:
             sections = _sections(path, file)
             if _SECTION not in sections:
                 raise ForeignLibraryError(
                     f"{path}: a shared library, but without twinop records (section {_SECTION}). "
                     "Expected one built by twinop, such as build/libcustom_relu.so"
                 )
-            _require_no_zeroed_page(path, file, sections)
+            blank = _has_blank_page(path, file, sections)
             section = _content(path, file, sections[_SECTION])
             exports = _content(path, file, sections[".dynstr"]) if ".dynstr" in sections else b""
     except OSError as error:
@@ -100,6 +109,7 @@ def read_library(path: str | os.PathLike[str]) -> Library:
         records=dict(sorted(records.items())),
         **place,
         exports_ort=_EXPORT + b"\0" in exports,
+        has_blank_page=blank,
     )
 
 
@@ -183,29 +193,37 @@ def _damaged(path: Path) -> LibraryError:
     return LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again")
 
 
-def _require_no_zeroed_page(path: Path, file: BinaryIO, sections: dict[str, _Section]) -> None:
-    """Checks code, the tables of the loader and the unwinder, and the records for pages of zeros.
+def _has_blank_page(path: Path, file: BinaryIO, sections: dict[str, _Section]) -> bool:
+    """Looks for pages of zeros, which an interrupted copy or a crashed file system leaves.
 
-    An interrupted copy or a crashed file system leaves such pages, and running them ends the process. In
-    constants and GPU code such pages are valid.
+    Returns:
+        Whether constants have such a page, where it may be valid. GPU code is not read.
 
     Raises:
-        LibraryError: a page is all zeros.
+        LibraryError: code, a table of the loader or the unwinder, or the records have such a page. Running
+            them would end the process.
     """
+    found = False
     for section in sections.values():
-        is_table = section.kind in _LOADER_TABLES and section.flags & _ALLOCATED
-        if not (is_table or section.flags & _EXECUTABLE or section.name in {*_UNWIND_TABLES, _SECTION}):
+        if not section.flags & _ALLOCATED or section.kind == _NO_CONTENT or section.name == _GPU_CODE:
             continue
         data = _content(path, file, section)
         begin = 0
         while begin < len(data):
             end = min(len(data), begin + _PAGE - (section.offset + begin) % _PAGE)
             if end - begin >= _LEAST and not any(data[begin : begin + 8]) and not any(data[begin:end]):
-                raise LibraryError(
-                    f"{path}: the file is damaged: from byte {section.offset + begin} on, a page of its "
-                    f"section {section.name} is all zeros. Copy or build it again"
-                )
+                if (
+                    section.kind in _LOADER_TABLES
+                    or section.flags & _EXECUTABLE
+                    or section.name in {*_UNWIND_TABLES, _SECTION}
+                ):
+                    raise LibraryError(
+                        f"{path}: the file is damaged: from byte {section.offset + begin} on, a page of its "
+                        f"section {section.name} is all zeros. Copy or build it again"
+                    )
+                found = True
             begin = end
+    return found
 
 
 def checksum(path: Path) -> str:
@@ -226,15 +244,30 @@ def needed_libraries(path: str | os.PathLike[str]) -> list[str]:
     Raises:
         LibraryError: not an ELF file, damaged, or for another machine.
     """
-    path = Path(path)
+    return [text for tag, text in _dynamic_texts(Path(path)) if tag == _NEEDED]
+
+
+def relative_to_itself(path: str | os.PathLike[str]) -> list[str]:
+    """Returns the names and search paths of other libraries that depend on where this library lies.
+
+    Raises:
+        LibraryError: not an ELF file, damaged, or for another machine.
+    """
+    return [text for _, text in _dynamic_texts(Path(path)) if "$ORIGIN" in text or "${ORIGIN}" in text]
+
+
+def _dynamic_texts(path: Path) -> list[tuple[int, str]]:
     with path.open("rb") as file:
         sections = _sections(path, file)
         if not {".dynstr", ".dynamic"} <= sections.keys():
             return []
         names = _content(path, file, sections[".dynstr"])
         dynamic = _content(path, file, sections[".dynamic"])
-    entries = struct.iter_unpack("<qQ", dynamic)
-    return [names[value : names.index(b"\0", value)].decode() for tag, value in entries if tag == 1]
+    return [
+        (tag, names[value : names.index(b"\0", value)].decode())
+        for tag, value in struct.iter_unpack("<qQ", dynamic)
+        if tag in (_NEEDED, _RPATH, _RUNPATH)
+    ]
 
 
 def library_folders() -> list[Path]:

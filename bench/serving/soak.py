@@ -53,7 +53,7 @@ def service(
     models: Path, log: Path, *more: str
 ) -> AbstractContextManager[tuple[Server, subprocess.Popen[bytes]]]:
     """Starts the service on a folder of models. Yields it and its process when the soak's model is ready."""
-    options = ["--provider", "cpu", "--max-batch-size", "32", "--log-level", "warning", *more]
+    options = ["--provider", "cpu", "--control", "poll", "--max-batch-size", "32", "--log-level", "warning", *more]
     return started("twinop", ["twinop", "serve", str(models), *options], NAME, log)
 
 

@@ -117,7 +117,7 @@ def main(
     for note in contents.notes:
         table.add_row("note", note, style="yellow")
     out.print(table, highlight=False)
-    commands = [f"twinop serve {output}/models"]
+    commands = [f"twinop serve {output}/models --libraries models"]
     if not triton:
         commands += [f"docker build -t {packed.image} {output}", f"kubectl apply -f {output}/kubernetes/"]
     for line in commands:

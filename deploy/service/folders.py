@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from twinop.errors import TwinopError
 
@@ -27,6 +27,13 @@ _VERSION = re.compile(r"[1-9][0-9]{0,17}")
 _MODEL = "model.onnx"
 _SUFFIX = ".onnx"
 Stamp = tuple[tuple[str, int, int], ...]  # (name, modification time in ns, size) of each file
+
+
+class Stamps(NamedTuple):
+    """The files that determine what a version runs: its own, and those in the server's library folders."""
+
+    files: Stamp
+    libraries: Stamp
 
 
 class FolderError(TwinopError):
@@ -52,12 +59,12 @@ class VersionFolder:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """One model with a stamp for each version, which changes when a file is added, changed or removed."""
+    """One model with stamps for each version, which change when a file is added, changed or removed."""
 
     name: str
     folder: Path | None  # None if several models share one folder
     versions: dict[int, VersionFolder]
-    stamps: dict[int, Stamp]
+    stamps: dict[int, Stamps]
 
     @property
     def layers(self) -> tuple[dict[str, Any], ...]:
@@ -114,21 +121,26 @@ def _config(path: Path, time: int, size: int) -> TritonConfig:
     return read_triton_config.read_config(path, path.parent.name)
 
 
-def scan(root: Path, may_be_empty: bool = False) -> dict[str, ModelFolder]:
+def scan(
+    root: Path, library_folders: Iterable[Path] = (), *, may_be_empty: bool = False
+) -> dict[str, ModelFolder]:
     """Return the models in a folder, or the one in an .onnx file, by name.
+
+    Their stamps include the libraries in `library_folders`.
 
     Entries that are not models are skipped with a line in the log; hidden files are skipped silently.
 
     Raises:
         FolderError: there is no model, and not `may_be_empty`. The message lists what was found instead.
     """
+    libraries = _stamps(path for each in library_folders for path in each.resolve().glob("lib*.so"))
     if root.is_file():
         if root.suffix != _SUFFIX:
             raise FolderError(f"{root}: expected an .onnx file or a folder of models")
-        found = [_of_file(root)]
+        found = [_of_file(root, libraries)]
         notes: list[str] = []
     else:
-        found, notes = _in_folder(root)
+        found, notes = _in_folder(root, libraries)
     models: dict[str, ModelFolder] = {}
     for model in found:
         if _NAME.fullmatch(model.name) is None:
@@ -154,7 +166,7 @@ def log_once(text: str) -> None:
     _log.warning("%s", text)
 
 
-def _in_folder(root: Path) -> tuple[list[ModelFolder], list[str]]:
+def _in_folder(root: Path, libraries: Stamp) -> tuple[list[ModelFolder], list[str]]:
     """Find folders before files, so that a folder wins over a file of the same name."""
     if not root.is_dir():
         raise FolderError(f"{root}: no such file or folder. Expected an .onnx file or a folder of models")
@@ -169,7 +181,7 @@ def _in_folder(root: Path) -> tuple[list[ModelFolder], list[str]]:
     notes: list[str] = []
     for folder in folders:
         try:
-            model = _of_folder(folder, notes)
+            model = _of_folder(folder, libraries, notes)
         except FolderError as error:
             notes.append(str(error))
             continue
@@ -177,7 +189,7 @@ def _in_folder(root: Path) -> tuple[list[ModelFolder], list[str]]:
             found.append(model)
     for entry in entries:
         if not entry.is_dir() and entry.suffix == _SUFFIX:
-            found.append(_of_file(entry))
+            found.append(_of_file(entry, libraries))
     return found, notes
 
 
@@ -189,7 +201,7 @@ def _entries(folder: Path) -> list[Path]:
     return [folder / name for name in names if not name.startswith(".") and name != "lost+found"]
 
 
-def _of_folder(folder: Path, notes: list[str]) -> ModelFolder | None:
+def _of_folder(folder: Path, libraries: Stamp, notes: list[str]) -> ModelFolder | None:
     versions = {}
     strange = []
     for entry in _entries(folder):
@@ -214,16 +226,19 @@ def _of_folder(folder: Path, notes: list[str]) -> ModelFolder | None:
         notes.append(f"{folder.name}: no {_MODEL} in it, and none in a folder such as {folder.name}/1")
         return None
     beside = _stamps([folder / read_triton_config.FILE, folder / FILE], folder)
-    stamps = {number: beside + _stamps(_files(each.folder), folder) for number, each in versions.items()}
+    stamps = {
+        number: Stamps(beside + _stamps(_files(each.folder), folder), libraries)
+        for number, each in versions.items()
+    }
     return ModelFolder(folder.name, folder, versions, stamps)
 
 
-def _of_file(path: Path) -> ModelFolder:
+def _of_file(path: Path, libraries: Stamp) -> ModelFolder:
     """Return a model in a shared folder. It owns the files whose names begin with its own."""
     folder = path.absolute().parent
     stamp = _stamps([each for each in _entries(folder) if each.name.startswith(path.stem)], folder)
     where = VersionFolder(path.stem, 1, folder, path, None)
-    return ModelFolder(path.stem, None, {1: where}, {1: stamp})
+    return ModelFolder(path.stem, None, {1: where}, {1: Stamps(stamp, libraries)})
 
 
 def _model_file(folder: Path, model_folder: Path, notes: list[str]) -> Path | None:
@@ -254,7 +269,7 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in names)
 
 
-def _stamps(paths: Iterable[Path], folder: Path) -> Stamp:
+def _stamps(paths: Iterable[Path], folder: Path = Path("/")) -> Stamp:
     found = []
     for path in paths:
         try:

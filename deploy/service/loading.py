@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinop.errors import LibraryError, ReplacedLibraryError, TwinopError
+from twinop.errors import LibraryError, TwinopError
 from twinop.library import Library
 
 from ..create_session import Choice, choose_providers, open_session
@@ -16,19 +16,21 @@ from ..cuda import CUDA, has_gpu
 from ..custom_nodes import Model, custom_nodes, load_model
 from ..errors import ModelError, RunError
 from ..inference_session import Session
+from ..registration import SealedLibrary
 from ..tensor_specs import Spec
 from .cores import quota
 from .datatypes import datatype_of
 from .folders import VersionFolder, config_of
 from .instance import Instance, without_paths
 from .model_library import library_for
-from .settings import ModelSettings, Provider, ServerSettings, SettingsError
+from .settings import ModelSettings, Policy, Provider, ServerSettings, SettingsError
 from .trial import compared, joined_differently, make_trial, missing_kernel, warm_up
 
 _log = logging.getLogger(__name__)
 
 _CPU = "CPUExecutionProvider"
 _PROVIDERS = {Provider.AUTO: None, Provider.CPU: [_CPU], Provider.CUDA: [CUDA, _CPU]}
+_STRICT = Policy()
 _QUIET = 4  # severity "fatal" only: ONNX Runtime's errors arrive as exceptions
 
 
@@ -98,7 +100,9 @@ class LoadedModel:
             instance.close()
 
 
-def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) -> LoadedModel:
+def load(
+    where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy = _STRICT
+) -> LoadedModel:
     """Find and check the library, open the sessions, warm them up, and compare kernels with function bodies.
 
     This takes seconds: do not call it on the event loop's thread.
@@ -108,7 +112,7 @@ def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) 
     """
     started = time.monotonic()
     try:
-        loaded = _load(where, settings, server)
+        loaded = _load(where, settings, server, policy)
     except TwinopError:
         raise
     except Exception as error:  # a broken model must not end a server that has other models
@@ -118,14 +122,14 @@ def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) 
     return loaded
 
 
-def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) -> LoadedModel:
+def _load(
+    where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy
+) -> LoadedModel:
     model = load_model(where.path, confined=True)
     fallback = None
     try:
-        library = library_for(model, where, settings, server)
+        library = library_for(model, where, settings, server, policy)
         choice, sessions = _open(model, library, where, settings, server)
-    except ReplacedLibraryError:  # keep the old version until a restart loads the new library
-        raise
     except (LibraryError, ModelError) as error:
         fallback = _fallback(model, settings, error)
         library = None
@@ -186,7 +190,7 @@ def _fallback(model: Model, settings: ModelSettings, error: TwinopError) -> str:
 
 def _open(
     model: Model,
-    library: Library | None,
+    library: SealedLibrary | None,
     where: VersionFolder,
     settings: ModelSettings,
     server: ServerSettings,

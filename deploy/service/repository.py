@@ -15,7 +15,7 @@ from twinop.errors import TwinopError
 from . import metrics
 from .datatypes import version_number
 from .errors import NOT_FOUND, NOT_READY, OFF, ServiceError
-from .folders import ModelFolder, VersionFolder, scan
+from .folders import ModelFolder, Stamps, VersionFolder, scan
 from .instance import breaks, without_paths
 from .loading import load
 from .metrics import ModelMetrics
@@ -142,7 +142,7 @@ class Repository:
             TwinopError: the folder holds no model, a model has no loadable version, or there are settings for
                 a model that does not exist and cannot appear later. The message lists all problems.
         """
-        folders = await asyncio.to_thread(scan, self.root, self.is_controlled)
+        folders = await self._scan()
         problems = []
         for name in self.settings.models.keys() - folders.keys():
             said = f"there are settings [models.{name}], but no model {name!r}; models: {', '.join(folders)}"
@@ -179,7 +179,7 @@ class Repository:
         self, before: dict[str, ModelFolder], missing: set[str]
     ) -> tuple[dict[str, ModelFolder], set[str]]:
         """Follow models that are unchanged since the last scan, and remove those missing in both scans."""
-        folders = await asyncio.to_thread(scan, self.root)
+        folders = await self._scan()
         for name, folder in folders.items():
             if name in before and before[name].stamps == folder.stamps:
                 await self._follow(folder)
@@ -223,9 +223,13 @@ class Repository:
             raise ServiceError(NOT_FOUND, f"there is no model {name!r} that is loaded")
         await self._remove(name)
 
+    async def _scan(self) -> dict[str, ModelFolder]:
+        libraries = self.settings.server.library_folders
+        return await asyncio.to_thread(scan, self.root, libraries, may_be_empty=self.is_controlled)
+
     async def _scanned(self) -> dict[str, ModelFolder]:
         try:
-            return await asyncio.to_thread(scan, self.root, self.is_controlled)
+            return await self._scan()
         except TwinopError:
             return {}
 
@@ -255,7 +259,7 @@ class Repository:
             problems: list[str] = []
             for version, where in sorted(wanted.items(), reverse=True):
                 last = known.get(version)
-                is_tried = last is not None and last.stamp == folder.stamps[version]
+                is_tried = last is not None and self._is_current(where, last, folder.stamps[version])
                 if is_tried and not (retry and last is not None and last.state != State.READY):
                     continue
                 problems += await self._load(where, folder.stamps[version], settings)
@@ -263,6 +267,18 @@ class Repository:
                 for version in known.keys() - wanted.keys():
                     self._retire(folder.name, version)
             return problems
+
+    def _is_current(self, where: VersionFolder, last: _Known, stamps: Stamps) -> bool:
+        """Return whether no file has changed since the last attempt that the version may depend on."""
+        if last.stamp == stamps or last.stamp.files != stamps.files:
+            return last.stamp == stamps
+        model = self.models.get(where.model)
+        version = model.versions.get(where.version) if model is not None else None
+        if version is None or version.loaded.fallback is not None or last.state != State.READY:
+            return False  # a library may help
+        library = version.loaded.library
+        changed = {Path("/", path) for path, *_ in set(last.stamp.libraries) ^ set(stamps.libraries)}
+        return library is None or library.path.parent.resolve() / library.path.name not in changed
 
     async def _follow_older(self, folder: ModelFolder) -> None:
         """Load the newest version that loads, out of those that are not wanted."""
@@ -281,7 +297,9 @@ class Repository:
         known = self._known[where.model]
         known[where.version] = _Known(stamp, State.LOADING)
         try:
-            loaded = await asyncio.to_thread(load, where, settings, self.settings.server)
+            loaded = await asyncio.to_thread(
+                load, where, settings, self.settings.server, self.settings.policy
+            )
         except TwinopError as error:
             metrics.loaded(False)
             _log.error("model %s version %d cannot be loaded: %s", where.model, where.version, error)

@@ -69,16 +69,15 @@ class Server:
                 gc.freeze()  # full collections skip all that is imported by now
                 ports = [front.port for front in fronts] + [None]
                 _log.info("ready", extra={"http_port": ports[0], "grpc_port": ports[1]})
-                if self._follows():
+                if self._settings.control == Control.POLL:
                     background.append(loop.create_task(repository.poll()))
+                elif self._settings.control == Control.NONE:
+                    _log.info("later changes of %s are not followed: --control poll does", repository.root)
                 await asked
         finally:
             for task in background:
                 task.cancel()
             await self._drain(fronts)
-
-    def _follows(self) -> bool:
-        return self._settings.control == Control.POLL and self._repository.root.is_dir()
 
     async def _drain(self, fronts: list[Any]) -> None:
         """Stop accepting connections, and answer all accepted requests within the grace time."""

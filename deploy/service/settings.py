@@ -37,7 +37,7 @@ class Control(StrEnum):
     """Who decides what is loaded after the start."""
 
     NONE = "none"  # serve what is there at the start
-    POLL = "poll"  # follow new, changed and removed versions
+    POLL = "poll"  # follow new, changed and removed versions and libraries
     EXPLICIT = "explicit"  # clients load and unload models
 
 
@@ -125,10 +125,10 @@ class ServerSettings(_Settings):
     host: str = "127.0.0.1"
     http_port: int = Field(8080, ge=0, le=65535)
     grpc_port: int | None = Field(8081, ge=0, le=65535)
-    control: Control = Control.POLL
+    control: Control = Control.NONE
     poll_seconds: float = Field(1.0, gt=0)
     library_folders: tuple[Path, ...] = Field(
-        (), description="folders to load libraries from, besides the model's own folder"
+        (), description="folders to load libraries from, besides those of twinop's installation"
     )
     token: SecretStr | None = Field(
         None, min_length=1, description="clients must send Authorization: Bearer <token>"
@@ -168,10 +168,59 @@ class ServerSettings(_Settings):
         return self
 
 
+class Policy(_Settings):
+    """What the folders of models may bring and ask for. Settings in these folders cannot change it."""
+
+    libraries: Literal["folders", "models"] = Field(
+        "folders",
+        description="models: also load libraries, which can do anything, from the models' own folders",
+    )
+    checks: Literal["server", "models"] = Field(
+        "server",
+        description="models: settings in a model's own folder may allow_fallback, turn compare_bodies off, "
+        "and replace the server's library_sha256",
+    )
+    max_instances: int = Field(
+        8, ge=1, description="the most instances that a model's own folder may ask for"
+    )
+
+    def require(self, name: str, asked: ModelSettings, by_folder: set[str], server: ModelSettings) -> None:
+        """Check what a model's own folder asks for.
+
+        Args:
+            asked: the model's settings.
+            by_folder: the names of those that its folder decides.
+            server: the server's settings for all models.
+
+        Raises:
+            SettingsError: the policy does not permit it.
+        """
+        weaker = {
+            "allow_fallback = true": asked.allow_fallback and not server.allow_fallback,
+            "compare_bodies = false": server.compare_bodies and not asked.compare_bodies,
+            f'library_sha256 = "{asked.library_sha256}"': server.library_sha256 is not None
+            and asked.library_sha256 != server.library_sha256,
+        }
+        found = [text for text, is_weaker in weaker.items() if is_weaker and text.split()[0] in by_folder]
+        if found and self.checks == "server":
+            raise SettingsError(
+                f"model {name}: its folder asks for {' and '.join(found)}, but only the server decides what "
+                f"is checked: write this under [models.{name}] in the server's {FILE}, or let all models "
+                'decide for themselves, with checks = "models" under [policy]'
+            )
+        most = max(self.max_instances, server.instances)
+        if "instances" in by_folder and asked.instances > most:
+            raise SettingsError(
+                f"model {name}: its folder asks for {asked.instances} instances, but the server permits "
+                f"{most}: write max_instances = {asked.instances} under [policy] in the server's {FILE}"
+            )
+
+
 class Settings(_Settings):
-    """A twinop.toml: [server], [model] for all models, [models.<name>] for one model."""
+    """A twinop.toml: [server], [policy], [model] for all models, [models.<name>] for one model."""
 
     server: ServerSettings = ServerSettings()
+    policy: Policy = Policy()
     model: ModelSettings = ModelSettings()
     models: dict[str, dict[str, Any]] = Field(default_factory=dict)
     _options: dict[str, Any] = PrivateAttr(
@@ -179,15 +228,18 @@ class Settings(_Settings):
     )  # from the command line, which overrides everything
 
     def for_model(self, name: str, *layers: dict[str, Any]) -> ModelSettings:
-        """Return the settings of one model. `layers` rank between [model] and [models.<name>].
+        """Return the settings of one model. `layers` are of its folder: between [model] and [models.<name>].
 
         Raises:
-            SettingsError: a layer is invalid.
+            SettingsError: a layer is invalid, or asks for what the policy does not permit.
         """
+        by_server = self.models.get(name, {}) | self._options
         merged = self.model.model_dump(exclude_unset=True)
-        for layer in (*layers, self.models.get(name, {}), self._options):
+        for layer in (*layers, by_server):
             merged |= layer
-        return checked(ModelSettings, merged, f"the settings of model {name}")
+        settings = checked(ModelSettings, merged, f"the settings of model {name}")
+        self.policy.require(name, settings, set().union(*layers) - by_server.keys(), self.model)
+        return settings
 
 
 def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Settings:

@@ -303,11 +303,11 @@ def test_the_second_gpu(two_gpus: None) -> None:
 
 
 def test_a_library_for_other_gpus(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]) -> None:
-    def other(path: Any) -> Library:
-        library = read_library(path)
+    def other(path: Any, copy: Any) -> Library:
+        library = read_library(path, copy)
         return Library(path, library.version, "75-real", "13.0", library.records, library.exports_ort)
 
-    monkeypatch.setattr("twinop.deploy.choose_library.read_library", other)
+    monkeypatch.setattr("twinop.deploy.registration.read_library", other)
     capability = cuda.compute_capability(0)
     major, minor = torch.cuda.get_device_capability(0)
     assert capability == 10 * major + minor

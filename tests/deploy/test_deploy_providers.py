@@ -50,11 +50,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         for name, answer in fakes.items():
             monkeypatch.setattr(cuda, name, lambda *_, answer=answer: answer)
 
-        def with_archs(path: Any) -> Library:
-            library = read_library(path)
+        def with_archs(path: Any, copy: Any) -> Library:
+            library = read_library(path, copy)
             return Library(path, library.version, archs, "13.0", library.records, library.exports_ort)
 
-        monkeypatch.setattr("twinop.deploy.choose_library.read_library", with_archs)
+        monkeypatch.setattr("twinop.deploy.registration.read_library", with_archs)
 
     return pretend
 

@@ -1,5 +1,6 @@
 /* A custom-op library in C99 with nothing of twinop's but the C header: negate, in the domain
- * test_c. TABLE_VERSION and DOMAIN make variants of it (tests/library/test_abi.py). */
+ * test_c. TABLE_VERSION, DOMAIN, SIGN, ZEROS and ENDS make variants of it (tests/library/test_abi.py). */
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels/abi.h"
@@ -10,6 +11,16 @@
 #ifndef DOMAIN
 #define DOMAIN "test_c"
 #endif
+#ifndef SIGN
+#define SIGN -1
+#endif
+
+#ifdef ZEROS
+__attribute__((section(".rodata.zeros"), used, aligned(4096))) static const char kZeros[ZEROS] = {0};
+#endif
+#ifdef ENDS
+__attribute__((constructor)) static void End(void) { abort(); }
+#endif
 
 static const char kSchema[] = "negate(Tensor x, float times=1.0) -> Tensor";
 
@@ -18,7 +29,7 @@ static void NegateRange(int64_t begin, int64_t end, void* argument) {
   const float* x = (const float*)call->inputs[0].data;
   float* y = (float*)call->outputs[0].data;
   int64_t i;
-  for (i = begin; i < end; ++i) y[i] = -(float)call->attributes[0].f * x[i];
+  for (i = begin; i < end; ++i) y[i] = SIGN * (float)call->attributes[0].f * x[i];
 }
 
 static int32_t Negate(const twinop_call* call, twinop_error* error) {

@@ -14,10 +14,11 @@ from twinop.cli import app
 from twinop.deploy.service.folders import VersionFolder, scan
 from twinop.deploy.service.loading import LoadedModel, load
 from twinop.deploy.service.repository import Repository
-from twinop.deploy.service.settings import ModelSettings, ServerSettings
+from twinop.deploy.service.settings import ModelSettings, Policy, ServerSettings
 
 X = np.array([[-1, 2, -3, 4]], np.float32)
 CPU = {"provider": "cpu"}
+MODELS = Policy(libraries="models")
 
 
 def where(path: Path, model: onnx.ModelProto | None = None, **place: Any) -> VersionFolder:
@@ -28,10 +29,14 @@ def where(path: Path, model: onnx.ModelProto | None = None, **place: Any) -> Ver
 
 
 def loaded(
-    path: Path, model: onnx.ModelProto, server: ServerSettings | None = None, **given: Any
+    path: Path,
+    model: onnx.ModelProto,
+    server: ServerSettings | None = None,
+    policy: Policy = MODELS,
+    **given: Any,
 ) -> LoadedModel:
-    """Load a model on the CPU with the given settings."""
-    return load(where(path, model), ModelSettings(**(CPU | given)), server or ServerSettings())
+    """Load a model on the CPU with the given settings; its library may lie beside it."""
+    return load(where(path, model), ModelSettings(**(CPU | given)), server or ServerSettings(), policy)
 
 
 def only_these(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:

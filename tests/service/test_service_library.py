@@ -1,19 +1,22 @@
 """The library beside a served model: damaged, or replaced while the service runs."""
 
 import hashlib
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import service_models
+from abi_files import c_library, negate_model
 from service_fixtures import Served, serve, start, wait_until
 from service_loads import loaded
-from service_rows import QUICK, y_of
+from service_rows import QUICK, ROW
 
 from twinop.deploy.service.settings import ServerSettings
 from twinop.errors import LibraryError
+
+MINUS, PLUS = [1, -2, 3, -4], [-1, 2, -3, 4]
 
 
 def cut(data: bytes) -> bytes:
@@ -57,7 +60,7 @@ def test_the_commands_name_file_and_cause(libraries: dict[str, Path], tmp_path: 
     beside.write_bytes(zeroed(libraries["custom_relu"].read_bytes()))
     log = tmp_path / "log"
     if command == "serve":
-        process = start(tmp_path / "models", log, *QUICK)
+        process = start(tmp_path / "models", log, *QUICK, "--libraries", "models")
     else:
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -78,28 +81,47 @@ def checksum_of(served: Served) -> str:
     return told
 
 
-def test_a_library_that_is_replaced_while_it_is_served(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """The checksum stays that of the code that runs."""
-    settings = "versions = 'all'\nallow_fallback = true"
-    path = service_models.place(tmp_path, "m", service_models.relu(), settings=settings)
-    (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
-    beside = Path(shutil.copy(libraries["custom_relu"], path.parent))
-    old = beside.read_bytes()
-    new = old + b"\0"
-    with serve(tmp_path, *QUICK) as served:
-        assert checksum_of(served) == hashlib.sha256(old).hexdigest()
-        (tmp_path / "new").write_bytes(new)
-        (tmp_path / "new").rename(beside)
-        wait_until(lambda: "was replaced after" in served.versions()["m", 1][1])
-        said = next(line["message"] for line in served.log if "was replaced" in line["message"])
-        assert str(beside) in said and "Restart it, or put" in said and "new version's" in said
-        assert checksum_of(served) == hashlib.sha256(old).hexdigest()  # it still runs
-        assert y_of(served, "m") == [0, 2, 0, 4] and served.metric("twinop_fallback", model="m") == 0
+def put(path: Path, data: bytes) -> None:
+    """Put a file into a folder that is followed, as a whole."""
+    new = path.parents[2] / "new"
+    new.write_bytes(data)
+    new.rename(path)
 
-        path = service_models.place(tmp_path, "m", service_models.relu(), version=2)
-        path.with_name("libcustom_relu.so").write_bytes(new)
-        wait_until(lambda: served.versions().get(("m", 2), ("",))[0] == "ready")
-        assert checksum_of(served) == hashlib.sha256(new).hexdigest()
-        assert y_of(served, "m") == [0, 2, 0, 4]
-    with serve(tmp_path, *QUICK) as served:  # a restart uses it
-        assert served.versions()["m", 1][0] == "ready"
+
+@pytest.mark.parametrize("place", ["beside the model", "library folder"])
+def test_a_library_that_is_replaced_under_load(tmp_path: Path, place: str) -> None:
+    """The answers show which code runs: the first library gives -x, the second one x."""
+    model, other = service_models.place(tmp_path / "models", "m", negate_model()), tmp_path / "libs/1"
+    service_models.place(tmp_path / "models", "n", service_models.relu())
+    other.mkdir(parents=True)
+    library = (model.parent if place == "beside the model" else other) / "libplain_c.so"
+    minus, plus = c_library("plain_c").read_bytes(), c_library("plain_c", "-DSIGN=1").read_bytes()
+    library.write_bytes(minus)
+    (tmp_path / "models" / "twinop.toml").write_text(
+        "[server]\npoll_seconds = 0.05\ncontrol = 'poll'\n"
+        + ("[policy]\nlibraries = 'models'" if library.parent != other else "library_folders = ['../libs/1']")
+    )
+    answers: list[tuple[int, Any]] = []
+    with serve(tmp_path / "models", *QUICK) as served:
+
+        def now(data: bytes, answer: list[int]) -> bool:
+            found = served.infer("m", ROW)
+            answers.append((found.status, found.status == 200 and found.json["outputs"][0]["data"]))
+            return checksum_of(served) == hashlib.sha256(data).hexdigest() and answers[-1] == (200, answer)
+
+        assert now(minus, MINUS)
+        put(library, plus)
+        wait_until(lambda: now(plus, PLUS))
+        for bad in (b"", cut(minus)):
+            known = served.versions()["m", 1]
+            put(library, bad)
+            wait_until(lambda known=known: served.versions()["m", 1] not in (known, ("loading", "")))
+            assert served.versions()["m", 1][0] == "unavailable"
+            assert all(now(plus, PLUS) for _ in range(20))  # the one before goes on
+        put(library, minus)
+        wait_until(lambda: now(minus, MINUS))
+        assert all(answer in ((200, MINUS), (200, PLUS)) for answer in answers)
+        loads = [
+            line["message"] for line in served.log if line["message"].startswith("model n version 1 is ready")
+        ]
+        assert len(loads) == 1  # it has another library

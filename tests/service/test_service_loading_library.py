@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import service_models
 from models import node
-from service_loads import CPU, X, loaded, only_these, other_machine, where
+from service_loads import CPU, MODELS, X, loaded, only_these, other_machine, where
 
 from twinop.deploy.errors import ModelError
 from twinop.deploy.service.folders import scan
@@ -24,11 +24,11 @@ def test_a_library_beside_the_versions(libraries: dict[str, Path], tmp_path: Pat
     place = where(tmp_path, service_models.relu())
     mine = tmp_path / "m" / "libmine.so"
     shutil.copy(libraries["custom_relu"], mine)
-    model = load(place, ModelSettings(provider="cpu"), ServerSettings())
+    model = load(place, ModelSettings(provider="cpu"), ServerSettings(), MODELS)
     assert model.library is not None and model.library.path == mine
     beside = place.folder / "libmine.so"
     shutil.copy(mine, beside)
-    model = load(place, ModelSettings(provider="cpu"), ServerSettings())
+    model = load(place, ModelSettings(provider="cpu"), ServerSettings(), MODELS)
     assert model.library is not None and model.library.path == beside
 
 

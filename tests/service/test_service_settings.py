@@ -18,7 +18,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_without_a_file_everything_has_a_default() -> None:
     settings = read_settings(None, {})
-    assert settings.server.host == "127.0.0.1" and settings.server.control is Control.POLL
+    assert settings.server.host == "127.0.0.1" and settings.server.control is Control.NONE
     model = settings.for_model("any")
     assert model.max_batch_size == 0 and model.provider is Provider.AUTO and not model.allow_fallback
 
@@ -58,7 +58,7 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
     [
         ("[server]\nport = 1", "server.port: no such setting. There are: host, http_port, "),
         ("[model]\nport = 1", "model.port: no such setting. There are: library, library_sha256, "),
-        ("[sever]\nport = 1", "sever: no such setting. There are: server, model, models$"),
+        ("[sever]\nport = 1", "sever: no such setting. There are: server, policy, model, models$"),
         ("[models.a]\nhost = 1", r"\[models.a\]: no such setting: host. There are: library, library_sha256"),
         ("[server]\nhttp_port = 70000", "server.http_port: .*65535"),
         ("[model]\ninstances = 0", "model.instances: .*greater than or equal to 1"),
@@ -73,6 +73,14 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ("[model]\nmax_batch_size = 4\npreferred_batch_sizes = [8]", "preferred_batch_sizes go up to"),
         ('[model]\nversions = "newest"', "model.versions"),
         ('[server]\ntls_key = "k.pem"', "TLS needs both"),
+        ('[policy]\nlibraries = "all"', "policy.libraries: .*'folders' or 'models'"),
+        ("[policy]\nchecks = true", "policy.checks: .*'server' or 'models'"),
+        ("[policy]\nmax_instances = 0", "policy.max_instances: .*greater than or equal to 1"),
+        (
+            "[policy]\nlibrary = 1",
+            "policy.library: no such setting. There are: libraries, checks, max_instances",
+        ),
+        ("policy = 3", "policy: "),
         ("server = 3", "server: "),
         ("[model]\nlibrary = 3", "model.library: "),
         ("[[", "not TOML"),

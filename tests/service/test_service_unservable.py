@@ -18,6 +18,7 @@ from service_rows import QUICK, ROW
 from twinop.deploy.service.protocol import pb
 from twinop.errors import TwinopError
 
+MODELS = ("--libraries", "models")  # load libraries from the models' own folders
 Libraries = dict[str, Path]
 
 
@@ -117,14 +118,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Iterato
         [models.info("y", "FP32", None)],
     )
     models.place(folder, "pad", pad)
-    (folder / "twinop.toml").write_text("[server]\npoll_seconds = 0.05\n")
+    (folder / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05\n")
     patched = (
         "import pathlib, sys, twinop.library\n"
         f"twinop.library.library_folders = lambda: [pathlib.Path({str(installed)!r})]\n"
         "from twinop.cli import app\n"
         "app(sys.argv[1:])\n"
     )
-    with serve(folder, *QUICK, program=("-c", patched)) as found:
+    with serve(folder, *QUICK, *MODELS, program=("-c", patched)) as found:
         yield found
 
 
@@ -168,7 +169,7 @@ def test_alone_it_ends_the_start(
     case.place(tmp_path / "models", libraries)
     only_these(monkeypatch, installed)
     with pytest.raises(TwinopError) as error:
-        asyncio.run(repository_of(monkeypatch, tmp_path / "models", *QUICK).load_all())
+        asyncio.run(repository_of(monkeypatch, tmp_path / "models", *QUICK, *MODELS).load_all())
     said = " ".join(str(error.value).split())
     for word in case.words:
         assert word in said

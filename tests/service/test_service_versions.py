@@ -22,7 +22,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     broken_version(root, "older", 2)
     for version in (1, 2):
         place(root, "all", scaled(version), version, settings='versions = "all"')
-    (root / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
+    (root / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
     with serve(root, *QUICK) as found:
         yield found
 
@@ -113,7 +113,7 @@ def test_a_folder_that_is_away_for_a_moment_changes_nothing(served: Served) -> N
 
 
 def test_load_and_unload_by_request(tmp_path: Path) -> None:
-    (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
+    (tmp_path / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
     place(tmp_path, "m", scaled(1))
     with serve(tmp_path, *QUICK, "--control", "explicit") as served:
         place(tmp_path, "m", scaled(2), version=2)
@@ -137,7 +137,7 @@ def test_load_and_unload_by_request(tmp_path: Path) -> None:
 def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
     """A short version of `twinop bench soak`."""
     soak.write_version(tmp_path / "models", 1)
-    (tmp_path / "models" / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
+    (tmp_path / "models" / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
     with soak.service(tmp_path / "models", tmp_path / "log") as (server, running):
         run = soak.soak(server, running.pid, tmp_path / "models", 2500, 0.5, seconds=4)
         outcome = asyncio.run(run)

@@ -62,8 +62,12 @@ def c_compiler() -> str:
 
 
 @cache
-def c_library(name: str, *definitions: str) -> Path:
-    """Builds a library of tests/ops/plain_c.c from a C compiler and the archive only."""
+def c_library(name: str, *definitions: str, link: str = "") -> Path:
+    """Builds a library of tests/ops/plain_c.c from a C compiler and the archive only.
+
+    Args:
+        link: a further option of the linker.
+    """
     folder = Path(tempfile.mkdtemp(prefix="twinop-c-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     strict = ["-x", "c", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
@@ -73,7 +77,16 @@ def c_library(name: str, *definitions: str) -> Path:
     library = folder / f"lib{name}.so"
     map_file = ROOT / "ort_customop/exports.map"
     linked = [f"-Wl,--version-script={map_file},--undefined=RegisterCustomOps,-Bsymbolic,--no-undefined"]
-    command: list[str | Path] = [compiler(), "-shared", compiled, archive(), *linked, "-o", library]
+    command: list[str | Path] = [
+        compiler(),
+        "-shared",
+        compiled,
+        archive(),
+        *linked,
+        *link.split(),
+        "-o",
+        library,
+    ]
     subprocess.run(command, check=True)
     return library
 

@@ -1,0 +1,80 @@
+"""`twinop check`: do what `twinop serve` does before it serves a model, and end."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from twinop.console import clear_errors, out
+from twinop.errors import TwinopError
+
+from .serve import settings_of
+from .service.settings import FILE, Provider
+
+
+def _option(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, show_default=False)
+
+
+def main(
+    context: typer.Context,
+    models: Annotated[Path, typer.Argument(help="An .onnx file, or a folder of models.", show_default=False)],
+    config: Annotated[Path | None, _option(f"Default: {FILE} in the folder.")] = None,
+    library: Annotated[
+        Path | None,
+        _option("The custom-op library. Default: one of those installed or in the folders below."),
+    ] = None,
+    library_sha256: Annotated[str | None, _option("Use the library only if it has this SHA-256.")] = None,
+    library_folders: Annotated[
+        list[Path] | None, _option("A further folder to load libraries from.", "--library-folder")
+    ] = None,
+    libraries: Annotated[
+        str | None, _option("folders (default), or models: also from the models' own folders.")
+    ] = None,
+    provider: Annotated[Provider | None, _option("auto (CUDA if it works), cpu or cuda.")] = None,
+    max_batch_size: Annotated[int | None, _option("Also run this many rows. Default: one.")] = None,
+) -> None:
+    """Check models as twinop serve does before it serves them.
+
+    Reads the same settings and takes the same options. For each version that
+    would be served, it finds the custom-op library, compares the model's nodes
+    with the library's records, opens the session, runs the model, and compares
+    the kernels with the model's function bodies. Then it ends: nothing listens
+    on a port. The exit code is 0 if all of them can be served, else 1, as an
+    init container or a pipeline needs it.
+
+    Examples:
+
+        twinop check custom_relu.onnx --library build/libcustom_relu.so
+
+        twinop check models/ --libraries models --provider cpu
+    """
+    with clear_errors():
+        settings = settings_of(context, models, config)
+        from .service.folders import scan
+        from .service.loading import load
+
+        problems = []
+        for name, folder in scan(models).items():
+            try:
+                asked = settings.for_model(name, *folder.layers)
+                for where in folder.wanted(asked.versions).values():
+                    loaded = load(where, asked, settings.server, settings.policy)
+                    out.print(_line(loaded), markup=False, highlight=False, soft_wrap=True)
+                    loaded.close()
+            except TwinopError as error:
+                problems.append(f"model {name}: {error}")
+        if problems:
+            raise TwinopError("\n".join(problems))
+
+
+def _line(loaded: Any) -> str:
+    """Return what was checked of a version and how it runs."""
+    parts = [f"runs on {loaded.device} ({loaded.reason})"]
+    if loaded.library is not None:
+        parts.append(f"{', '.join(loaded.custom_nodes)} from {loaded.library.path}")
+        parts.append(f"SHA-256 {loaded.library_sha256}")
+        parts.append(f"difference from the function bodies: {loaded.difference or 'not compared'}")
+    if loaded.body_nodes:
+        parts.append(f"on function bodies: {', '.join(loaded.body_nodes)}")
+    return f"{loaded.name} version {loaded.version} can be served: {'; '.join(parts)}"

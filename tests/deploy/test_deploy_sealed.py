@@ -1,0 +1,201 @@
+"""Libraries run from sealed copies: what was checked is what runs, whatever happens to the file."""
+
+import hashlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from abi_files import CPU, X, c_library, negate_model
+from models import make_model
+
+from twinop.deploy import session
+from twinop.errors import LibraryError
+
+PLUS = "-DSIGN=1"  # a build that gives x, where the usual one gives -x
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    return Path(shutil.copy(c_library("plain_c"), tmp_path))
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def renamed(library: Path, data: bytes) -> None:
+    new = library.with_name("new")
+    new.write_bytes(data)
+    new.rename(library)
+
+
+def written_over(library: Path, data: bytes) -> None:
+    library.write_bytes(data)
+
+
+def linked(library: Path, data: bytes) -> None:
+    other = library.with_name("other")
+    other.write_bytes(data)
+    library.unlink()
+    library.symlink_to(other)
+
+
+@pytest.mark.parametrize("replace", [renamed, written_over, linked])
+def test_a_replaced_library_is_what_runs_next(library: Path, replace: Callable[[Path, bytes], None]) -> None:
+    """Sessions that live go on with the code that they were opened with."""
+    first = session(negate_model(), CPU, library)
+    old = sha256(library)
+    replace(library, c_library("plain_c", PLUS).read_bytes())
+    second = session(negate_model(), CPU, library)
+    assert first.checksums == [old] and second.checksums == [sha256(library)] != [old]
+    for _ in range(2):
+        np.testing.assert_array_equal(first.run({"x": X})["y"], -X)
+        np.testing.assert_array_equal(second.run({"x": X})["y"], X)
+    shutil.copy(c_library("plain_c"), library)
+    np.testing.assert_array_equal(session(negate_model(), CPU, library).run({"x": X})["y"], -X)
+
+
+def test_a_library_that_was_spoiled_does_no_harm_to_a_session(library: Path) -> None:
+    opened = session(negate_model(), CPU, library)
+    for data in (b"", b"\0" * library.stat().st_size, library.read_bytes()[:5000]):
+        library.write_bytes(data)
+        np.testing.assert_array_equal(opened.run({"x": X})["y"], -X)
+        with pytest.raises(LibraryError, match=r"libplain_c\.so: "):
+            session(negate_model(), CPU, library)
+
+
+def test_one_content_is_loaded_once(libraries: dict[str, Path], tmp_path: Path) -> None:
+    model = make_model("CustomRelu")
+    session(model, CPU, libraries["custom_relu"])
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(20):
+        other = Path(shutil.copy(libraries["custom_relu"], tmp_path / f"lib{number}.so"))
+        session(model, CPU, other)
+    assert len(os.listdir("/proc/self/fd")) < before + 10
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert len([line for line in maps if "memfd:libcustom_relu.so" in line and "r-xp" in line]) == 1
+    assert not any("r-xp" in line and str(tmp_path) in line for line in maps)
+
+
+def test_a_relative_path_is_that_of_this_folder(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = library.parent / "other"
+    other.mkdir()
+    shutil.copy(c_library("plain_c", PLUS), other / library.name)
+    for folder, expected in ((library.parent, -X), (other, X)):
+        monkeypatch.chdir(folder)
+        opened = session(negate_model(), CPU, f"./{library.name}")
+        np.testing.assert_array_equal(opened.run({"x": X})["y"], expected)
+
+
+def test_a_library_that_finds_others_by_its_place() -> None:
+    for path in ("$ORIGIN", "/opt:${ORIGIN}/lib"):
+        found = c_library("plain_c", link=f"-Wl,-rpath,{path}")
+        with pytest.raises(LibraryError) as error:
+            session(negate_model(), CPU, found)
+        for part in (str(found), f"finds other libraries by its own place ({path})", "--set-rpath /opt"):
+            assert part in str(error.value)
+    session(negate_model(), CPU, c_library("plain_c", link="-Wl,-rpath,/opt/libraries"))
+
+
+def test_a_library_that_changes_while_it_is_read(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fstat, times = os.fstat, iter(range(1000))
+
+    def moving(number: int) -> Any:
+        os.utime(library, ns=(0, next(times)))
+        return fstat(number)
+
+    monkeypatch.setattr(os, "fstat", moving)
+    with pytest.raises(LibraryError, match=r"libplain_c\.so: changes while it is read\. Try again when"):
+        session(negate_model(), CPU, library)
+
+
+def test_a_library_that_changes_once_is_read_again(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fstat, changes = os.fstat, [c_library("plain_c", PLUS).read_bytes()]
+
+    def after_the_first_read(number: int) -> Any:
+        found = fstat(number)
+        if changes and found.st_ino == library.stat().st_ino:
+            library.write_bytes(changes.pop())
+        return found
+
+    monkeypatch.setattr(os, "fstat", after_the_first_read)
+    opened = session(negate_model(), CPU, library)
+    np.testing.assert_array_equal(opened.run({"x": X})["y"], X)
+    assert opened.checksums == [sha256(library)]
+
+
+def test_no_memory_for_the_copy(library: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(LibraryError) as error:
+            session(negate_model(), CPU, library)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    size = library.stat().st_size
+    assert str(error.value).startswith(
+        f"{library}: cannot be copied into memory ({size} bytes): File too large"
+    )
+
+
+def test_a_library_that_is_taken_away(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinop.deploy import choose_library
+
+    read = choose_library.read_library
+
+    def late(path: Path) -> object:
+        found = read(path)
+        library.unlink()
+        return found
+
+    monkeypatch.setattr(choose_library, "read_library", late)
+    with pytest.raises(LibraryError, match=r"libplain_c\.so: cannot be read: No such file"):
+        session(negate_model(), CPU, library)
+
+
+@pytest.mark.slow
+def test_a_page_of_zeros_anywhere_ends_no_process(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """Each page in turn, from checking the library to running a model with it."""
+    whole = libraries["custom_relu"].read_bytes()
+    model = tmp_path / "model.onnx"
+    model.write_bytes(make_model("CustomRelu").SerializeToString())
+    for begin in range(0, len(whole), 4096):
+        data = whole[:begin] + bytes(min(4096, len(whole) - begin)) + whole[begin + 4096 :]
+        (tmp_path / f"lib{begin}.so").write_bytes(data)
+    code = (
+        "import pathlib, sys; from twinop.deploy import session; import numpy\n"
+        "x = numpy.array([[-1, 2, -3, 4]], numpy.float32)\n"
+        "for path in sorted(pathlib.Path(sys.argv[1]).glob('lib*.so')):\n"
+        "    print(path.name, flush=True)\n"
+        "    try:\n"
+        "        session(sys.argv[2], ['CPUExecutionProvider'], path).run({'x': x})\n"
+        "    except Exception as error:\n"
+        "        print(type(error).__name__, flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, tmp_path, model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr[-2000:]
+    assert set(done.stdout.split()[1:]) >= {"LibraryError"}
+
+
+def test_constants_of_zeros() -> None:
+    """They may be valid, so another process tries them first."""
+    zeros = "-DZEROS=8192"
+    opened = session(negate_model(), CPU, c_library("plain_c", zeros))
+    np.testing.assert_array_equal(opened.run({"x": X})["y"], -X)
+    deadly = c_library("plain_c", zeros, "-DENDS=1")
+    with pytest.raises(LibraryError) as error:
+        session(negate_model(), CPU, deadly)
+    for part in (
+        f"{deadly}: the file is damaged",
+        "a process that loads it ends with SIGABRT",
+        "Copy or build",
+    ):
+        assert part in str(error.value)

@@ -1,0 +1,76 @@
+"""`twinop check` says whether the service would serve the models."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+import service_models
+from typer.testing import CliRunner, Result
+
+from twinop.cli import app
+
+CPU = ("--provider", "cpu")
+
+
+def check(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["check", *map(str, arguments), *CPU])
+
+
+def test_models_that_can_be_served(libraries: dict[str, Path], tmp_path: Path) -> None:
+    path = service_models.place(tmp_path, "m", service_models.relu())
+    service_models.place(tmp_path, "plain", service_models.mlp(4, 4, custom=False), version=7)
+    one = check(path, "--library", libraries["custom_relu"])
+    assert one.exit_code == 0 and one.stdout.count("\n") == 1
+    digest = hashlib.sha256(libraries["custom_relu"].read_bytes()).hexdigest()
+    for part in (
+        "model version 1 can be served: runs on cpu (asked for)",
+        f"CustomRelu x1 from {libraries['custom_relu']}",
+        digest,
+        "difference from the function bodies: none",
+    ):
+        assert part in one.stdout
+    all_of_them = check(tmp_path)
+    assert all_of_them.exit_code == 0
+    assert "m version 1 can be served" in all_of_them.stdout
+    assert "plain version 7 can be served: runs on cpu (asked for)\n" in all_of_them.stdout
+
+
+def test_function_bodies_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service_models.place(tmp_path, "m", service_models.relu())
+    (tmp_path / "twinop.toml").write_text(f'[model]\nallow_fallback = true\nlibrary_sha256 = "{"0" * 64}"')
+    found = check(tmp_path)
+    assert (
+        found.exit_code == 0 and "runs on cpu (asked for); on function bodies: CustomRelu x1" in found.stdout
+    )
+
+
+def test_each_model_that_cannot_be_served_is_told(libraries: dict[str, Path], tmp_path: Path) -> None:
+    good, bad, other = (
+        service_models.place(tmp_path, name, service_models.relu()) for name in ("a", "b", "c")
+    )
+    bad.write_bytes(b"not a model")
+    shutil.copy(libraries["custom_relu"], other.parent)
+    found = check(tmp_path)
+    assert found.exit_code == 1 and "Traceback" not in found.output
+    assert "a version 1 can be served" in found.stdout and "b version" not in found.stdout
+    said = found.stderr
+    assert said.startswith("error: model b: ") and said.count("\nmodel ") == 1
+    assert "model c: " in said and "lies in the model's own folder" in said
+    assert check(good, "--library-sha256", "0" * 64).exit_code == 1
+    assert (
+        check(tmp_path / "c", "--libraries", "models").exit_code == 1
+    )  # a model's folder, not one of models
+    bad.unlink()
+    assert check(tmp_path, "--libraries", "models").exit_code == 0
+
+
+def test_another_library_than_that_of_the_model(libraries: dict[str, Path], tmp_path: Path) -> None:
+    path = service_models.place(tmp_path, "m", service_models.relu())
+    found = check(path, "--library", libraries["test_ops"])
+    assert found.exit_code == 1 and "has no CustomRelu" in found.stderr
+
+
+def test_nothing_to_check(tmp_path: Path) -> None:
+    found = check(tmp_path)
+    assert found.exit_code == 1 and "no model in this folder" in found.stderr

@@ -1,0 +1,180 @@
+"""What the folders of models may bring and ask for."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import service_models
+from service_fixtures import serve, wait_until
+from service_loads import CPU, loaded, only_these, refusal_of, repository_of
+from service_rows import QUICK, ROW
+
+from twinop.deploy.service.folders import scan
+from twinop.deploy.service.settings import Policy, ServerSettings, SettingsError, read_settings
+from twinop.errors import LibraryError, TwinopError
+
+STRICT = Policy()
+
+
+def beside(
+    libraries: dict[str, Path], models: Path, place: str = "1", name: str = "libcustom_relu.so"
+) -> Path:
+    """Place the model m with a library in its folder."""
+    service_models.place(models, "m", service_models.relu())
+    return Path(shutil.copy(libraries["custom_relu"], models / "m" / place / name))
+
+
+@pytest.mark.parametrize("place", ["1", "."])
+def test_a_library_in_a_models_folder_needs_permission(
+    libraries: dict[str, Path], tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is another library taken instead of it, such as the installed one."""
+    library = beside(libraries, tmp_path, place)
+    with pytest.raises(TwinopError) as error:
+        asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
+    for part in (
+        f"{library}: lies in the model's own folder",
+        "start with --libraries models",
+        'libraries = "models" under [policy]',
+        "--library-folder",
+    ):
+        assert part in str(error.value)
+    allowed = repository_of(monkeypatch, tmp_path, *QUICK, "--libraries", "models")
+    asyncio.run(allowed.load_all())
+    used = allowed.find("m").loaded.library
+    assert used is not None and used.path == library
+    (tmp_path / "twinop.toml").write_text('[policy]\nlibraries = "models"')
+    asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
+
+
+def test_a_damaged_library_needs_permission_too(libraries: dict[str, Path], tmp_path: Path) -> None:
+    library = beside(libraries, tmp_path)
+    library.write_bytes(b"")
+    with pytest.raises(LibraryError, match="lies in the model's own folder"):
+        loaded(tmp_path, service_models.relu(), policy=STRICT)
+
+
+def test_a_library_without_ops_beside_a_model_is_passed_over(
+    libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    beside(libraries, tmp_path).write_bytes(libraries["twinop_torch"].read_bytes())
+    found = loaded(tmp_path, service_models.relu(), policy=STRICT).library
+    assert found is not None and found.path == libraries["custom_relu"]
+
+
+def test_settings_of_a_model_name_only_permitted_libraries(
+    libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    models, trusted = tmp_path / "models", tmp_path / "trusted"
+    beside(libraries, models, name="mine.so")
+    trusted.mkdir()
+    shutil.copy(libraries["custom_ops"], trusted / "ours.so")
+    server = ServerSettings(library_folders=(trusted,))
+    with pytest.raises(LibraryError, match=r"mine\.so: lies in the model's own folder"):
+        loaded(models, service_models.relu(), server, STRICT, library=Path("mine.so"))
+    found = loaded(models, service_models.relu(), server, STRICT, library=Path("ours.so")).library
+    assert found is not None and found.path == trusted / "ours.so"
+
+
+def test_a_library_that_the_server_names_is_permitted_wherever_it_lies(
+    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders below its own are not."""
+    only_these(monkeypatch)
+    library = beside(libraries, tmp_path)
+    asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK, "--library", str(library)).load_all())
+    above = shutil.copy(library, tmp_path / "libabove.so")
+    service_models.place(tmp_path, "m", service_models.relu(), settings='library = "1/libcustom_relu.so"')
+    (tmp_path / "twinop.toml").write_text(f'[server]\nlibrary_folders = ["{above.parent}"]')
+    with pytest.raises(TwinopError, match="lies in the model's own folder"):
+        asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
+
+
+@pytest.mark.parametrize(
+    ("server", "folder", "refused"),
+    [
+        ("", "allow_fallback = true", "allow_fallback = true"),
+        ("", "compare_bodies = false", "compare_bodies = false"),
+        (
+            f'library_sha256 = "{"a" * 64}"',
+            f'library_sha256 = "{"b" * 64}"',
+            f'library_sha256 = "{"b" * 64}"',
+        ),
+        (
+            "",
+            "allow_fallback = true\ncompare_bodies = false",
+            "allow_fallback = true and compare_bodies = false",
+        ),
+        ("allow_fallback = true", "allow_fallback = true", ""),
+        ("", "allow_fallback = false\ncompare_bodies = true", ""),
+        ("", f'library_sha256 = "{"b" * 64}"', ""),
+    ],
+)
+def test_settings_that_weaken_checks(tmp_path: Path, server: str, folder: str, refused: str) -> None:
+    config = tmp_path / "twinop.toml"
+    service_models.place(tmp_path, "m", service_models.relu(), settings=folder)
+    layers = scan(tmp_path)["m"].layers
+
+    def read(text: str) -> None:
+        config.write_text(f"[model]\n{server}\n{text}")
+        read_settings(config, {}).for_model("m", *layers)
+
+    if not refused:
+        return read("")
+    with pytest.raises(SettingsError) as error:
+        read("")
+    assert f"model m: its folder asks for {refused}, but only the server decides" in str(error.value)
+    for words in ("under [models.m] in the server's twinop.toml", 'checks = "models" under [policy]'):
+        assert words in str(error.value)
+    read(f"[models.m]\n{folder}")
+    read('[policy]\nchecks = "models"')
+    return None
+
+
+@pytest.mark.parametrize("source", ["twinop.toml", "config.pbtxt"])
+def test_more_instances_than_the_server_permits(tmp_path: Path, source: str) -> None:
+    def read(count: int, text: str) -> int:
+        config = f"instance_group {{ count: {count} }}" if source == "config.pbtxt" else None
+        own = f"instances = {count}" if source == "twinop.toml" else None
+        service_models.place(tmp_path, "m", service_models.relu(), config=config, settings=own)
+        (tmp_path / "server.toml").write_text(text)
+        return (
+            read_settings(tmp_path / "server.toml", {}).for_model("m", *scan(tmp_path)["m"].layers).instances
+        )
+
+    assert (
+        read(8, "") == 8 and read(9, "[policy]\nmax_instances = 9") == read(9, "[model]\ninstances = 9") == 9
+    )
+    with pytest.raises(SettingsError) as error:
+        read(9, "")
+    assert "model m: its folder asks for 9 instances, but the server permits 8" in str(error.value)
+    assert "max_instances = 9 under [policy] in the server's twinop.toml" in str(error.value)
+
+
+def test_folders_cannot_change_the_policy(tmp_path: Path) -> None:
+    service_models.place(tmp_path, "m", service_models.relu(), settings='[policy]\nlibraries = "models"')
+    with pytest.raises(SettingsError, match="policy: no such setting"):
+        read_settings(None, {}).for_model("m", *scan(tmp_path)["m"].layers, CPU)
+
+
+def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
+    service_models.place(tmp_path, "m", service_models.relu())
+    assert "policy.libraries: Input should be 'folders' or 'models'" in refusal_of(
+        tmp_path, "--libraries", "all"
+    )
+
+
+def test_the_folder_is_followed_only_if_asked(tmp_path: Path) -> None:
+    service_models.place(tmp_path, "m", service_models.relu())
+    (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.02")
+    said = f"later changes of {tmp_path} are not followed: --control poll does"
+    with serve(tmp_path, *QUICK) as served:
+        wait_until(lambda: any(line["message"] == said for line in served.log))
+        service_models.place(tmp_path, "m", service_models.mlp(4, 4), version=2)
+        shutil.copytree(tmp_path / "m", tmp_path / "new")
+        for _ in range(30):
+            assert served.infer("m", ROW).json["model_version"] == "1"
+        assert served.infer("new", ROW).status == 404
+    with serve(tmp_path, *QUICK, "--control", "poll") as served:
+        assert not any(line["message"] == said for line in served.log)
