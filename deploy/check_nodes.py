@@ -35,7 +35,7 @@ def check_model(model: ModelSource, library: Libraries = None) -> list[Library]:
         LibraryError: a library is missing, damaged, or not the one that the model needs.
     """
     loaded = load_model(model)
-    found = choose_libraries(loaded, library_paths(library))
+    found: list[Library] = [*choose_libraries(loaded, library_paths(library))]
     require_fit(loaded, found)
     return found
 

@@ -1,6 +1,6 @@
 """Find and check the custom-op library of a served model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from twinop.errors import ForeignLibraryError, LibraryError
@@ -26,16 +26,14 @@ def library_for(
         return None
     own = [where.folder, *([where.model_folder] if where.model_folder is not None else [])]
     others = [*server.library_folders, *library_folders()]
-    trusted = {folder.resolve() for folder in others}
-    if policy.libraries == "models":
-        trusted |= {folder.resolve() for folder in own}
+    permitted = [*own, *others] if policy.libraries == "models" else others
+    trusted = {folder.resolve() for folder in permitted}
     named = None
     if settings.library is not None:
         named = _named(settings.library, [*own, *others])
-        if _is_in(named, own) and named.resolve().parent not in trusted:
-            raise _forbidden(named)
+        _require_trusted(named, trusted)
     else:
-        _require_none([folder for folder in own if folder.resolve() not in trusted])
+        _require_no_other([folder for folder in own if folder.resolve() not in trusted], trusted)
     own = [folder for folder in own if folder.resolve() in trusted]
     library = only_library(model, named, own=own, others=others, confined=True, bodies=False)
     if library is None:
@@ -52,8 +50,8 @@ def library_for(
     return library
 
 
-def _require_none(folders: Sequence[Path]) -> None:
-    """Check that no library lies in these folders, because no other one is taken instead of it.
+def _require_no_other(folders: Sequence[Path], trusted: Collection[Path]) -> None:
+    """Check that these folders of the model hold no library, because no other one is taken instead of it.
 
     Raises:
         LibraryError: there is one.
@@ -65,15 +63,18 @@ def _require_none(folders: Sequence[Path]) -> None:
             continue
         except LibraryError:  # damaged; it is still the one that was meant
             pass
-        raise _forbidden(path)
+        _require_trusted(path, trusted)
 
 
-def _forbidden(path: Path) -> LibraryError:
-    return LibraryError(
-        f"{path}: lies in the model's own folder, and the server's policy is to load no library from there, "
-        "because a library can do all that the server can. To load it, start with --libraries models, or "
-        f'write libraries = "models" under [policy] in the server\'s {FILE}. Or move it to a folder of your '
-        "own, and name that with --library-folder"
+def _require_trusted(path: Path, trusted: Collection[Path]) -> None:
+    target = path.resolve()
+    if path.parent.resolve() in trusted and any(target.is_relative_to(folder) for folder in trusted):
+        return
+    raise LibraryError(
+        f"{path}: a library can do all that the server can, so libraries are loaded only from "
+        f"{', '.join(map(str, sorted(trusted)))}, and this one is in {target.parent}. If you trust all who "
+        f"can write there, start with --library-folder {target.parent}. To trust all models' own folders, "
+        f'start with --libraries models, or write libraries = "models" under [policy] in the server\'s {FILE}'
     )
 
 
@@ -81,24 +82,14 @@ def _named(path: Path, folders: Sequence[Path]) -> Path:
     """Return the path of the library that the settings name. A relative path is searched in all folders.
 
     Raises:
-        LibraryError: the library is missing, or outside of the folders.
+        LibraryError: the library is missing.
     """
-    listed = ", ".join(dict.fromkeys(map(str, folders)))
     candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
     found = next((each for each in candidates if each.is_file()), None)
     if found is None:
-        places = "" if path.is_absolute() else f" in {listed}"
+        places = "" if path.is_absolute() else f" in {', '.join(dict.fromkeys(map(str, folders)))}"
         raise LibraryError(f"{path}: no such library{places}. Put it there, or correct the setting `library`")
-    if not _is_in(found, folders):
-        raise LibraryError(
-            f"{found}: libraries are loaded only from the model's own folder and configured ones ({listed}), "
-            f"and this one is in {found.resolve().parent}. Add that to library_folders of the server"
-        )
     return found
-
-
-def _is_in(path: Path, folders: Sequence[Path]) -> bool:
-    return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
 
 
 def _require_checksum(library: SealedLibrary, expected: str) -> None:

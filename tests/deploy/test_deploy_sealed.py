@@ -179,7 +179,7 @@ def test_a_page_of_zeros_anywhere_ends_no_process(libraries: dict[str, Path], tm
         "    except Exception as error:\n"
         "        print(type(error).__name__, flush=True)\n"
     )
-    command = [sys.executable, "-c", code, tmp_path, model]
+    command = [sys.executable, "-c", code, str(tmp_path), str(model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-200:] + done.stderr[-2000:]
     assert set(done.stdout.split()[1:]) >= {"LibraryError"}

@@ -227,6 +227,6 @@ def test_another_library_is_not_loaded(repo: Path, installed: Path, tmp_path: Pa
     shutil.copytree(repo / "models", tmp_path / "models")
     with (tmp_path / "models/custom_relu/1/libcustom_relu.so").open("ab") as library:
         library.write(b"changed")
-    ports = ("--http-port", "0", "--grpc-port", "0", "--control", "none")
+    ports = ("--http-port", "0", "--grpc-port", "0", "--libraries", "models")
     ran = run_installed(installed, "serve", tmp_path / "models", *ports)
     assert ran.returncode == 1 and "SHA-256" in ran.stdout + ran.stderr, ran.stdout + ran.stderr

@@ -17,7 +17,7 @@ from twinop.deploy.pack import contents
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loading import LoadedModel, load
 from twinop.deploy.service.read_triton_config import protocol
-from twinop.deploy.service.settings import ServerSettings, read_settings
+from twinop.deploy.service.settings import Policy, ServerSettings, read_settings
 from twinop.library import checksum
 
 Tensor = tuple[str, str, list[int]]
@@ -66,11 +66,11 @@ def autofills(config: Any) -> bool:
 
 
 def served(repo: Path) -> LoadedModel:
-    """As `twinop serve repo/models --provider cpu` loads it."""
+    """As `twinop serve repo/models --provider cpu --libraries models` loads it."""
     folder = scan(repo / "models")["custom_relu"]
     settings = read_settings(None, {}).for_model("custom_relu", *folder.layers)
     settings = settings.model_copy(update={"provider": "cpu"})
-    return load(folder.versions[1], settings, ServerSettings())
+    return load(folder.versions[1], settings, ServerSettings(), Policy(libraries="models"))
 
 
 OPENED: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {

@@ -56,7 +56,7 @@ def test_each_model_that_cannot_be_served_is_told(libraries: dict[str, Path], tm
     assert "a version 1 can be served" in found.stdout and "b version" not in found.stdout
     said = found.stderr
     assert said.startswith("error: model b: ") and said.count("\nmodel ") == 1
-    assert "model c: " in said and "lies in the model's own folder" in said
+    assert "model c: " in said and "start with --libraries models" in said
     assert check(good, "--library-sha256", "0" * 64).exit_code == 1
     assert (
         check(tmp_path / "c", "--libraries", "models").exit_code == 1
