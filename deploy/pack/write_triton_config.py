@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf import text_format
 
+from ..service import triton_options
 from ..service.datatypes import datatype_of
 from ..service.read_triton_config import THREADS, protocol
 from ..service.settings import ModelSettings, Provider, SettingsError
@@ -54,6 +55,10 @@ def write_config(
         config.model_operations.op_library_filename.append(library)
     if settings.intra_op_threads:
         config.parameters[THREADS].string_value = str(settings.intra_op_threads)
+    try:
+        triton_options.write(config, settings.session, settings.provider_options)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
     if settings.warm_up:
         _write_warmup(config, settings, inputs)
     return ("" if batched else "max_batch_size: 0\n") + text_format.MessageToString(config)

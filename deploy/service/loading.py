@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from .datatypes import datatype_of
 from .folders import VersionFolder, config_of
 from .instance import Instance, without_paths
 from .model_library import library_for
+from .runtime_options import apply, with_options
 from .settings import ModelSettings, Policy, Provider, ServerSettings, SettingsError
 from .trial import compared, joined_differently, make_trial, missing_kernel, warm_up
 
@@ -198,6 +199,8 @@ def _open(
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
     libraries = [library] if library is not None else []
     choice = choose_providers(_PROVIDERS[settings.provider], libraries, uses_torch=False)
+    if settings.provider_options and choice.device is not None:
+        choice = replace(choice, providers=with_options(choice.providers, settings.provider_options))
 
     def opened(number: int) -> Session:
         options = _options(settings)
@@ -221,6 +224,7 @@ def _options(settings: ModelSettings) -> Any:
     if not settings.intra_op_spinning:
         # Spinning threads take cores from the event loop and from other models, and gain nothing here.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    apply(settings.session, options)
     return options
 
 

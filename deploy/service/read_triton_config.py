@@ -15,6 +15,7 @@ from google.protobuf import text_format
 from google.protobuf.message import Message
 
 from ..tensor_specs import Spec
+from . import triton_options
 from .datatypes import datatype_of
 from .settings import Provider, SettingsError
 
@@ -40,6 +41,7 @@ _READ = {
     *(f"instance_group.{name}" for name in ("kind", "count", "gpus", "passive")),
     *(f"dynamic_batching.{name}" for name in ("preferred_batch_size", "max_queue_delay_microseconds")),
     "dynamic_batching.default_queue_policy.max_queue_size",
+    *triton_options.READ,
 }  # fmt: skip
 
 
@@ -196,6 +198,14 @@ def _settings(config: Any, path: Path) -> dict[str, Any]:
         settings["versions"] = _versions(config.version_policy)
     settings |= _instances(config.instance_group, problems)
     settings |= _library(config.model_operations.op_library_filename, problems)
+    try:
+        options = triton_options.read(config)
+    except ValueError as error:
+        problems.append(str(error))
+    else:
+        if settings.get("provider") == Provider.CPU:  # Triton does not use them there either
+            options.pop("provider_options", None)
+        settings |= options
     if THREADS in config.parameters:
         settings["intra_op_threads"] = config.parameters[THREADS].string_value  # pydantic converts it to int
     if config.model_warmup:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,6 +18,8 @@ from pydantic import (
 )
 
 from twinop.errors import TwinopError
+
+from .runtime_options import check_providers, check_session
 
 FILE = "twinop.toml"
 
@@ -59,6 +62,14 @@ class ModelSettings(_Settings):
         None, description="use the library only if it has this SHA-256"
     )
     provider: Provider = Field(Provider.AUTO, description="auto, cpu or cuda")
+    session: Annotated[dict[str, Any], AfterValidator(check_session)] = Field(
+        default_factory=dict,
+        description="options of ONNX Runtime's sessions, such as graph_optimization_level, under its names",
+    )
+    provider_options: Annotated[dict[str, Any], AfterValidator(check_providers)] = Field(
+        default_factory=dict,
+        description="tables cuda and tensorrt with options of these providers, under ONNX Runtime's names",
+    )
     allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
     max_batch_size: int = Field(0, ge=0, description="most rows in one run; 0 never joins requests")
     preferred_batch_sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field(
@@ -111,6 +122,8 @@ class ModelSettings(_Settings):
             raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never joined")
         if self.preferred_batch_sizes and max(self.preferred_batch_sizes) > self.max_batch_size:
             raise ValueError("preferred_batch_sizes go up to max_batch_size")
+        if self.provider_options and self.provider == Provider.CPU:
+            raise ValueError("provider_options need provider cuda or auto, not cpu")
         if self.run_on_event_loop and self.run_timeout_seconds is not None:
             raise ValueError(
                 "run_on_event_loop and run_timeout_seconds exclude each other: a run on the event loop's "

@@ -100,6 +100,20 @@ def test_a_library_that_is_there(tmp_path: Path) -> None:
         ('max_batch_size: 4 input { name: "x" dims: [ 1, 1 ] reshape { } }', "reshape of x"),
         ('input { name: "x" allow_ragged_batch: true }', "allow_ragged_batch of x"),
         ("batch_input { }", "batch_input"),
+        ("optimization { graph { level: 3 } }", "optimization.graph.level: 3 is none of -1, 0, 1, 2"),
+        (
+            'parameters { key: "execution_mode" value { string_value: "2" } }',
+            "execution_mode: '2' is none of 0, 1",
+        ),
+        (
+            'optimization { execution_accelerators { gpu_execution_accelerator { name: "x" } } }',
+            "gpu_execution_accelerator 'x': there are cuda, tensorrt",
+        ),
+        (
+            'optimization { execution_accelerators { gpu_execution_accelerator { name: "tensorrt" '
+            'parameters { key: "precision_mode" value: "FP8" } } } }',
+            "precision_mode: 'FP8' is none of FP16, BF16, INT8",
+        ),
         ("instance_group { kind: KIND_CPU } instance_group { kind: KIND_GPU }", "CPU and on GPUs at once"),
         ("instance_group { kind: KIND_GPU gpus: 1 }", "CUDA_VISIBLE_DEVICES"),
         (
@@ -122,9 +136,9 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 
 PASSED_OVER = {
     'response_cache { enable: true } metric_tags { key: "a" value: "b" }': "metric_tags, response_cache",
-    "optimization { graph { level: 1 } cuda { graphs: true } }": "optimization",
+    "optimization { graph { level: 1 } cuda { graphs: true } }": "optimization.cuda",
     'parameters { key: "intra_op_thread_count" value { string_value: "2" } } '
-    'parameters { key: "enable_mem_arena" value { string_value: "0" } }': "parameters.enable_mem_arena",
+    'parameters { key: "share_session" value { string_value: "0" } }': "parameters.share_session",
     "dynamic_batching { preserve_ordering: true priority_levels: 2 "
     "default_queue_policy { timeout_action: DELAY max_queue_size: 3 } }": (
         "dynamic_batching.default_queue_policy.timeout_action, dynamic_batching.preserve_ordering, "

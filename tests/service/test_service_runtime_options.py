@@ -1,0 +1,154 @@
+"""Options of ONNX Runtime's sessions and providers: checked, handed to it, and carried into config.pbtxt."""
+
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import service_models
+from service_loads import loaded, refusal_of, repository_of
+
+from twinop.deploy import session
+from twinop.deploy.create_session import open_session
+from twinop.deploy.errors import ProviderError
+from twinop.deploy.pack.write_triton_config import write_config
+from twinop.deploy.service.folders import scan
+from twinop.deploy.service.read_triton_config import read_config
+from twinop.deploy.service.runtime_options import with_options
+from twinop.deploy.service.settings import ModelSettings, Settings, SettingsError
+
+SESSION = {
+    "graph_optimization_level": "ORT_ENABLE_EXTENDED",
+    "execution_mode": "ORT_PARALLEL",
+    "inter_op_num_threads": 2,
+    "enable_cpu_mem_arena": False,
+    "enable_mem_pattern": False,
+    "session.use_device_allocator_for_initializers": "1",
+}
+CUDA = {
+    "gpu_mem_limit": 1 << 33,
+    "arena_extend_strategy": "kSameAsRequested",
+    "cudnn_conv_algo_search": "HEURISTIC",
+    "use_tf32": False,
+}
+TENSORRT = {"trt_fp16_enable": True, "trt_max_workspace_size": 1 << 30, "trt_engine_cache_path": "cache"}
+NAMES = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+
+WRONG = {
+    "[model.session]\nlevel = 1": "session: no such option: level. There are: graph_optimization_level, exec",
+    '[model.session]\nexecution_mode = "fast"': "execution_mode must be one of ORT_SEQUENTIAL, ORT_PARALLEL, "
+    "not 'fast'",
+    "[model.session]\nenable_mem_pattern = 3": "enable_mem_pattern must be true or false, not 3",
+    "[model.session]\ninter_op_num_threads = true": "inter_op_num_threads must be an integer, not True",
+    "[model.session]\nintra_op_num_threads = 2": "intra_op_num_threads: it is the setting intra_op_threads",
+    '[model.session]\n"session.x" = [1]': "session.x must be a text, a number or true or false, not [1]",
+    '[model.session]\n"session.model_external_initializers_file_folder_path" = "/"': "names files, which "
+    "settings cannot",
+    "[model]\nsession = 3": "session: Input should be a valid dictionary",
+    "[model.provider_options.rocm]": "provider_options: no such provider: rocm. There are: cuda, tensorrt",
+    "[model.provider_options]\ncuda = 1": "cuda must be a table of options, not 1",
+    "[model.provider_options.cuda]\nmemory = 1": "no such option: memory. There are: gpu_mem_limit, ",
+    "[model.provider_options.cuda]\ngpu_mem_limit = 'all'": "gpu_mem_limit must be an integer, not 'all'",
+    "[model.provider_options.tensorrt]\ntrt_engine_cache_path = 1": "must be a text, not 1",
+    "[model]\nprovider = 'cpu'\n[model.provider_options.cuda]\nuse_tf32 = true": "provider_options need "
+    "provider cuda or auto, not cpu",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_is_one_message(tmp_path: Path, text: str) -> None:
+    service_models.place(tmp_path, "m", service_models.relu())
+    (tmp_path / "twinop.toml").write_text(text)
+    assert WRONG[text] in refusal_of(tmp_path)
+
+
+def test_options_for_all_models_and_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service_models.place(
+        tmp_path, "own", service_models.relu(), settings='[session]\nexecution_mode = "ORT_PARALLEL"\n'
+    )
+    service_models.place(tmp_path, "other", service_models.relu())
+    (tmp_path / "twinop.toml").write_text(
+        "[model.session]\ninter_op_num_threads = 3\n[models.other.provider_options.cuda]\nuse_tf32 = false\n"
+    )
+    settings = repository_of(monkeypatch, tmp_path).settings
+    own = settings.for_model("own", *scan(tmp_path)["own"].layers)
+    assert own.session == {"execution_mode": "ORT_PARALLEL"}
+    other = settings.for_model("other")
+    assert (other.session, other.provider_options) == (
+        {"inter_op_num_threads": 3},
+        {"cuda": {"use_tf32": False}},
+    )
+
+
+def test_the_session_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def opened(*arguments: Any, options: Any, **more: Any) -> Any:
+        given.append(options)
+        return open_session(*arguments, options=options, **more)
+
+    monkeypatch.setattr("twinop.deploy.service.loading.open_session", opened)
+    loaded(tmp_path, service_models.relu(), session=SESSION)
+    for options in given:  # the session, and that of the function bodies
+        assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        assert options.execution_mode == onnxruntime.ExecutionMode.ORT_PARALLEL
+        assert options.inter_op_num_threads == 2
+        assert not options.enable_cpu_mem_arena and not options.enable_mem_pattern
+        assert options.get_session_config_entry("session.use_device_allocator_for_initializers") == "1"
+    assert len(given) == 2
+
+
+def test_providers_get_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: NAMES)
+    cuda = {
+        "gpu_mem_limit": str(1 << 33),
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "use_tf32": "0",
+    }
+    assert with_options(NAMES[1:], {"cuda": CUDA}) == [(NAMES[1], cuda), NAMES[2]]
+    tensorrt = {
+        "trt_fp16_enable": "1",
+        "trt_max_workspace_size": str(1 << 30),
+        "trt_engine_cache_path": "cache",
+    }
+    assert with_options(NAMES[1:], {"tensorrt": TENSORRT}) == [(NAMES[0], tensorrt), *NAMES[1:]]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: NAMES[1:])
+    with pytest.raises(ProviderError, match="TensorrtExecutionProvider is not in this ONNX Runtime"):
+        with_options(NAMES[1:], {"tensorrt": TENSORRT})
+
+
+def test_triton_gets_the_same(tmp_path: Path) -> None:
+    opened = session(service_models.relu(), ["CPUExecutionProvider"])
+    given = {"session": SESSION, "provider_options": {"cuda": CUDA, "tensorrt": TENSORRT}, "provider": "cuda"}
+    text = write_config("relu", ModelSettings(**given), opened.inputs, opened.outputs)
+    for words in ('name: "tensorrt"', 'value: "FP16"', 'key: "max_workspace_size_bytes"', "level: 1"):
+        assert words in text
+    (tmp_path / "config.pbtxt").write_text(text)
+    found = Settings().for_model("relu", dict(read_config(tmp_path / "config.pbtxt", "relu").settings))
+    assert found.session == SESSION and found.provider_options == given["provider_options"]
+    (tmp_path / "config.pbtxt").write_text(text.replace("KIND_GPU", "KIND_CPU"))
+    assert "provider_options" not in read_config(tmp_path / "config.pbtxt", "relu").settings
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"session": {"graph_optimization_level": "ORT_ENABLE_LAYOUT"}}, "no counterpart"),
+        ({"session": {"session.disable_prepacking": "1"}}, "session.disable_prepacking = '1': Triton's"),
+        (
+            {"provider_options": {"tensorrt": {"trt_fp16_enable": True, "trt_int8_enable": True}}},
+            "trt_fp16_enable and trt_int8_enable: Triton's TensorRT has one precision_mode",
+        ),
+    ],
+)
+def test_what_triton_cannot(given: dict[str, Any], words: str) -> None:
+    opened = session(service_models.relu(), ["CPUExecutionProvider"])
+    with pytest.raises(SettingsError, match=words):
+        write_config("relu", ModelSettings(**given), opened.inputs, opened.outputs)
+
+
+@pytest.mark.cuda
+def test_cuda_takes_its_options(tmp_path: Path) -> None:
+    model = loaded(tmp_path, service_models.relu(), provider="cuda", provider_options={"cuda": CUDA})
+    assert model.device == "cuda:0" and model.difference == "none"
