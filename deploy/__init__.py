@@ -8,28 +8,45 @@
 Nothing here needs torch. Torch tensors are accepted where the caller has torch.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 if __name__ != "twinop.deploy":
     raise ImportError(
         f"import twinop.deploy, not {__name__}: put the repository root on PYTHONPATH, no folder inside it"
     )
 
-from .check_nodes import check_model
-from .choose_library import Libraries
-from .create_session import session
-from .errors import FeedError, ModelError, ProviderError, RunError
-from .inference_session import Session
-from .node_providers import Cost, NodeRun, costs
+if TYPE_CHECKING:
+    from .check_nodes import check_model as check_model
+    from .choose_library import Libraries as Libraries
+    from .create_session import session as session
+    from .errors import FeedError as FeedError
+    from .errors import ModelError as ModelError
+    from .errors import ProviderError as ProviderError
+    from .errors import RunError as RunError
+    from .inference_session import Session as Session
+    from .node_providers import Cost as Cost
+    from .node_providers import NodeRun as NodeRun
+    from .node_providers import costs as costs
 
-__all__ = [
-    "Cost",
-    "FeedError",
-    "Libraries",
-    "ModelError",
-    "NodeRun",
-    "ProviderError",
-    "RunError",
-    "Session",
-    "check_model",
-    "costs",
-    "session",
-]
+_MODULES = {  # imported when they are used: what serves with several processes needs none of them
+    "Cost": "node_providers",
+    "FeedError": "errors",
+    "Libraries": "choose_library",
+    "ModelError": "errors",
+    "NodeRun": "node_providers",
+    "ProviderError": "errors",
+    "RunError": "errors",
+    "Session": "inference_session",
+    "check_model": "check_nodes",
+    "costs": "node_providers",
+    "session": "create_session",
+}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"twinop.deploy has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

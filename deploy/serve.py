@@ -1,8 +1,9 @@
 """`twinop serve`: serve ONNX models over the Open Inference Protocol."""
 
+import functools
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,9 @@ from .service.settings import (
     SettingsError,
     read_settings,
 )
+
+if TYPE_CHECKING:
+    from .service.processes import Member
 
 
 def _server(help: str, *names: str) -> Any:
@@ -39,6 +43,9 @@ def main(
     http_port: Annotated[int | None, _server("Default: 8080. 0 picks a free port.")] = None,
     grpc_port: Annotated[int | None, _server("Default: 8081. 0 picks a free port.")] = None,
     no_grpc: Annotated[bool, _server("Serve HTTP only.", "--no-grpc")] = False,
+    processes: Annotated[
+        int | None, _server("Processes that serve behind the same ports. Default: 1.")
+    ] = None,
     control: Annotated[
         Control | None,
         _server("What loads models later: none (default), poll (the folder) or explicit (clients)."),
@@ -102,17 +109,38 @@ def main(
             server["token"] = token
         settings = settings_of(context, models, config, **server)
         # Imported late: --help and refused options do not need these modules.
-        from .service import logs, spans
-        from .service.folders import scan
+        from .service import logs
 
         logs.configure(settings.server.log_level, settings.server.access_log)
-        scan(models, may_be_empty=settings.server.control == Control.EXPLICIT)  # without a model no other server starts
+        if settings.server.processes > 1:
+            from .service.processes import Supervisor
 
+            raise typer.Exit(Supervisor(settings, functools.partial(_serve, models)).run())
+        _serve(models, settings)
+
+
+def _serve(models: Path, settings: Settings, member: "Member | None" = None) -> None:
+    """Serve in this process, which ends with it. `member` is set if it is one of several."""
+    from .service import logs, spans
+    from .service.folders import scan
+    from .service.processes import use_gpu
+
+    if settings.server.devices:
+        use_gpu(settings.server.devices[member.number if member is not None else 0])
+    scan(models, settings.server.control == Control.EXPLICIT)  # without a model no other server starts
+    if member is None:
         from .service.repository import Repository
-        from .service.server import Server
 
-        spans.configure(settings.server.otlp_endpoint)
-        Server(Repository(models, settings)).start()
+        repository = Repository(models, settings)
+    else:
+        from .service.shared_repository import SharedRepository
+
+        logs.configure(settings.server.log_level, settings.server.access_log, process=member.number)
+        repository = SharedRepository(models, settings, member)
+    from .service.server import Server
+
+    spans.configure(settings.server.otlp_endpoint)
+    Server(repository).start()
 
 
 def settings_of(context: typer.Context, models: Path, config: Path | None, **server: Any) -> Settings:

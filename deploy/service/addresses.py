@@ -11,8 +11,10 @@ class AddressError(TwinopError):
     """A port cannot be bound, or TLS cannot be set up."""
 
 
-def bound(host: str, port: int, option: str) -> socket.socket:
+def bound(host: str, port: int, option: str, *, shared: bool = False) -> socket.socket:
     """Return a socket that is bound to the address but does not listen yet.
+
+    If `shared`, other processes may listen on the port too.
 
     Raises:
         AddressError: the address cannot be bound.
@@ -23,10 +25,27 @@ def bound(host: str, port: int, option: str) -> socket.socket:
         )[0]
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         found.bind(address)
         found.setblocking(False)
     except OSError as error:
         raise address_error(host, port, option, error.strerror or str(error)) from error
+    return found
+
+
+def reserved(host: str, port: int, option: str) -> socket.socket:
+    """Return a socket that keeps the port for processes that share it, and away from other services.
+
+    Raises:
+        AddressError: the address cannot be bound, or the system cannot share it.
+    """
+    found = bound(host, port, option)
+    try:  # after `bound`, which had to find the port unused
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError as error:
+        why = f"several processes cannot share it: {error.strerror}"
+        raise address_error(host, port, option, why) from error
     return found
 
 

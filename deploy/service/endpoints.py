@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
-from prometheus_client import REGISTRY, exposition
+from prometheus_client import exposition
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -129,16 +130,15 @@ class Endpoints:
 
     async def ready(self, request: Request) -> Response:
         """Answer GET /v2/health/ready."""
-        if not self._repository.ready:
-            raise ServiceError(
-                NOT_READY, "the server is not ready: its models are loading, or it is stopping"
-            )
+        if why := self._repository.why_not_ready():
+            raise ServiceError(NOT_READY, f"the server is not ready: {why}")
         return as_json({"ready": True})
 
     async def metrics(self, request: Request) -> Response:
         """Return Prometheus's metrics."""
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(REGISTRY), headers={"content-type": content_type})
+        found = encode(await self._repository.metrics())
+        return Response(found, headers={"content-type": content_type})
 
     async def status(self, request: Request) -> Response:
         """Describe the server and each version: GET /status."""
@@ -159,7 +159,7 @@ class Endpoints:
     async def model_ready(self, request: Request) -> Response:
         """Answer whether a model is ready."""
         model, version = _named(request)
-        self._repository.find(model, version_number(model, version))
+        await self._repository.require_ready(model, version_number(model, version))
         return as_json({"name": model, "ready": True})
 
     async def index(self, request: Request) -> Response:
@@ -224,16 +224,21 @@ def model_metadata(repository: "Repository", model: str, version: str) -> dict[s
 
 async def server_status(repository: "Repository") -> dict[str, Any]:
     """Return the server's state, and every version with its state and how it runs."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for family in (await repository.metrics()).collect():
+        for name, labels, value, *_ in family.samples if family.type == "gauge" else ():
+            counts[name, labels.get("model", ""), labels.get("version", "")] += int(value)
     versions: list[dict[str, Any]] = []
     for each in await repository.index():
         versions.append({**each, "state": each["state"].lower()})
         model = repository.models.get(each["name"])
         if model is not None and (served := model.versions.get(int(each["version"]))) is not None:
             versions[-1] |= served.loaded.describe()["parameters"]
-            versions[-1] |= {"queued": served.batcher.queued, "in_flight": served.metrics.in_flight}
+            for count in ("queued", "in_flight"):  # of all processes
+                versions[-1][count] = counts[f"twinop_{count}", each["name"], each["version"]]
     return {
         "version": __version__,
-        "state": "draining" if repository.draining else "ready" if repository.ready else "loading",
+        "state": "draining" if repository.draining else "loading" if repository.why_not_ready() else "ready",
         "started": repository.started,
         "control": repository.settings.server.control,
         "models": versions,

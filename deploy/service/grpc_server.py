@@ -59,7 +59,7 @@ class Calls:
 
     async def ServerReady(self, request: Any, number: str, context: Any) -> pb.ServerReadyResponse:
         """Answer whether all models are loaded."""
-        return pb.ServerReadyResponse(ready=self._repository.ready)
+        return pb.ServerReadyResponse(ready=not self._repository.why_not_ready())
 
     async def ServerMetadata(self, request: Any, number: str, context: Any) -> pb.ServerMetadataResponse:
         """Describe the server."""
@@ -68,7 +68,7 @@ class Calls:
     async def ModelReady(self, request: Any, number: str, context: Any) -> pb.ModelReadyResponse:
         """Answer whether a model is ready."""
         try:
-            self._repository.find(request.name, version_number(request.name, request.version))
+            await self._repository.require_ready(request.name, version_number(request.name, request.version))
         except ServiceError as error:
             if error.failure is not NOT_READY:
                 raise
@@ -239,7 +239,7 @@ class GrpcServer:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.so_reuseport", 0),  # otherwise two servers could share a port unnoticed
+                ("grpc.so_reuseport", int(settings.processes > 1)),  # or two servers share one unnoticed
             ),
         )
         self._server.add_generic_rpc_handlers((self._front.handler(Calls(self._repository)),))

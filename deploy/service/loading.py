@@ -1,6 +1,7 @@
 """Load one version of a model. All problems are found here, before the version is served."""
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -205,7 +206,7 @@ def _open(
     def opened(number: int) -> Session:
         options = _options(settings)
         if server.profile is not None:
-            _profile(options, server.profile, f"{where.model}-{where.version}-{number}")
+            _profile(options, server.profile, f"{where.model}-{where.version}-{number}-{os.getpid()}")
         return open_session(model, libraries, choice, options=options)
 
     sessions = [opened(0)]

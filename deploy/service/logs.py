@@ -19,12 +19,13 @@ _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 """The attributes of every record. All others come from `extra`."""
 
 
-def configure(level: str, access_log: bool = False) -> None:
+def configure(level: str, access_log: bool = False, **fields: Any) -> None:
     """Send the logs of Python, this package, uvicorn and gRPC to stderr.
 
     Args:
         level: debug, info, warning or error, for this package and the servers. Others log from warning on.
         access_log: log a line for each HTTP request.
+        fields: what each line has, such as process=1.
     """
     level = level.upper()
     own: dict[str, Any] = {"level": level}
@@ -32,7 +33,7 @@ def configure(level: str, access_log: bool = False) -> None:
         {
             "version": 1,
             "disable_existing_loggers": False,
-            "formatters": {"json": {"()": JsonFormatter}},
+            "formatters": {"json": {"()": JsonFormatter, "fields": fields}},
             "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
             "root": {"level": level if level in ("DEBUG", "ERROR") else "WARNING", "handlers": ["stderr"]},
             "loggers": {
@@ -74,6 +75,11 @@ def about(**fields: Any) -> Iterator[None]:
 class JsonFormatter(logging.Formatter):
     """Formats a record as a line of JSON: time, level, logger, message, fields, extras, traceback."""
 
+    def __init__(self, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """`fields` are those that each line has."""
+        super().__init__()
+        self._fields = fields
+
     def format(self, record: logging.LogRecord) -> str:
         """Return the line for a record."""
         line: dict[str, Any] = {
@@ -81,6 +87,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._fields,
             **_request.get(),
         }
         if record.name == "uvicorn.access" and isinstance(record.args, tuple) and len(record.args) == 5:

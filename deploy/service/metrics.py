@@ -5,11 +5,12 @@ Labels are looked up once per version to keep the cost of a request low.
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from .errors import Failure, failure_of
 from .request import Result
@@ -58,6 +59,32 @@ def loaded(ok: bool) -> None:
 def failed_without_model(failure: Failure) -> None:
     """Count a failed request to no served version. Names that clients invent never become labels."""
     FAILURES.labels("", "", failure.reason).inc()
+
+
+def snapshot() -> list[Any]:
+    """Return this process's metrics as JSON."""
+    return [
+        [family.name, family.documentation, family.type, [list(sample[:3]) for sample in family.samples]]
+        for family in REGISTRY.collect()
+    ]
+
+
+class Labelled(Collector):
+    """The metrics of several processes, told apart by a label."""
+
+    def __init__(self, label: str, snapshots: Mapping[int, list[Any]]) -> None:
+        self._label = label
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterable[Metric]:
+        """Return each metric once, with the samples of all processes."""
+        found: dict[str, Metric] = {}
+        for process, snapshot in self._snapshots.items():
+            for name, documentation, kind, samples in snapshot:
+                metric = found.setdefault(name, Metric(name, documentation, kind))
+                for sample, labels, value in samples:
+                    metric.add_sample(sample, labels | {self._label: str(process)}, value)
+        return found.values()
 
 
 class counting:

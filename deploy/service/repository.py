@@ -10,6 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.registry import REGISTRY, Collector
+
 from twinop.errors import TwinopError
 
 from . import metrics
@@ -65,10 +67,17 @@ class Repository:
 
     # -------------------------------------------------------------------------------- asking
 
-    @property
-    def ready(self) -> bool:
-        """Return whether all initial models are loaded and the server is not stopping."""
-        return self._loaded and not self.draining
+    def why_not_ready(self) -> str:
+        """Return why the server is not ready; "" if all initial models are loaded and it is not stopping."""
+        return "it is stopping" if self.draining else "" if self._loaded else "its models are loading"
+
+    async def require_ready(self, name: str, version: int | None = None) -> None:
+        """Check that a version of a model is ready; the latest for None.
+
+        Raises:
+            ServiceError: there is no such model or version, or it is not ready.
+        """
+        self.find(name, version)
 
     def find(self, name: str, version: int | None = None) -> Version:
         """Return a version of a model; the latest for None.
@@ -98,6 +107,10 @@ class Repository:
             ServiceError: the model is not ready, the request does not fit it, or the run failed.
         """
         return await self.find(request.model, request.version).answer(request)
+
+    async def metrics(self) -> Collector:
+        """Return what Prometheus is told."""
+        return REGISTRY
 
     def metrics_of(self, name: str, version: str) -> ModelMetrics | None:
         """Return the metrics of the version that a request names; None if it is not served."""
@@ -158,6 +171,10 @@ class Repository:
         if problems:
             raise TwinopError("\n".join(problems))
         self._loaded = True
+
+    def announce(self, **ports: int | None) -> None:
+        """Log that all models are loaded, and where clients find them."""
+        _log.info("ready", extra=ports)
 
     async def poll(self) -> None:
         """Follow the folder until cancelled. A version is loaded once its files have stopped changing."""

@@ -133,7 +133,7 @@ class RestServer:
         self.settings = settings
         self._front = Front(_application(settings, repository, budget), settings)
         self.config = self._config()
-        self._socket = bound(settings.host, settings.http_port, "--http-port")
+        self._socket = bound(settings.host, settings.http_port, "--http-port", shared=settings.processes > 1)
         self.port: int = self._socket.getsockname()[1]
         self._server = _Uvicorn(self.config)
         self._serving: asyncio.Task[None] | None = None

@@ -51,7 +51,7 @@ class Server:
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, stop.set)
         repository.on_broken = stop.set
-        budget = Budget(self._settings.max_bytes_in_flight)
+        budget = Budget(self._settings.max_bytes_in_flight // self._settings.processes)
         fronts: list[Any] = [RestServer(self._settings, repository, budget)]
         if self._settings.grpc_port is not None:
             fronts.append(GrpcServer(self._settings, repository, budget))
@@ -68,7 +68,7 @@ class Server:
                 gc.collect()
                 gc.freeze()  # full collections skip all that is imported by now
                 ports = [front.port for front in fronts] + [None]
-                _log.info("ready", extra={"http_port": ports[0], "grpc_port": ports[1]})
+                repository.announce(http_port=ports[0], grpc_port=ports[1])
                 if self._settings.control == Control.POLL:
                     background.append(loop.create_task(repository.poll()))
                 elif self._settings.control == Control.NONE:

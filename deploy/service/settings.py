@@ -138,6 +138,10 @@ class ServerSettings(_Settings):
     host: str = "127.0.0.1"
     http_port: int = Field(8080, ge=0, le=65535)
     grpc_port: int | None = Field(8081, ge=0, le=65535)
+    processes: int = Field(1, ge=1, le=256, description="processes that serve behind the same ports")
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="the GPU of each process; by default the first that there is"
+    )
     control: Control = Control.NONE
     poll_seconds: float = Field(1.0, gt=0)
     library_folders: tuple[Path, ...] = Field(
@@ -176,8 +180,17 @@ class ServerSettings(_Settings):
     def _fits(self) -> "ServerSettings":
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS needs both tls_certificate and tls_key")
-        if self.max_bytes_in_flight < 4 * self.max_request_bytes:
-            raise ValueError("max_bytes_in_flight must be at least four times max_request_bytes")
+        least = max(4, 2 * self.processes)
+        if self.max_bytes_in_flight < least * self.max_request_bytes:
+            raise ValueError(
+                f"max_bytes_in_flight must be at least {least} times max_request_bytes"
+                + (f": each of {self.processes} processes has its share of it" if least > 4 else "")
+            )
+        if self.devices and len(self.devices) != self.processes:
+            raise ValueError(
+                f"processes is {self.processes}, and devices lists {len(self.devices)}: list the GPU of each "
+                "process. Several processes may have the same"
+            )
         return self
 
 
@@ -243,6 +256,8 @@ class Settings(_Settings):
     def for_model(self, name: str, *layers: dict[str, Any]) -> ModelSettings:
         """Return the settings of one model. `layers` are of its folder: between [model] and [models.<name>].
 
+        Of several processes, each has its share of the queue.
+
         Raises:
             SettingsError: a layer is invalid, or asks for what the policy does not permit.
         """
@@ -252,6 +267,8 @@ class Settings(_Settings):
             merged |= layer
         settings = checked(ModelSettings, merged, f"the settings of model {name}")
         self.policy.require(name, settings, set().union(*layers) - by_server.keys(), self.model)
+        if (processes := self.server.processes) > 1:
+            settings = settings.model_copy(update={"max_queue": max(settings.max_queue // processes, 1)})
         return settings
 
 

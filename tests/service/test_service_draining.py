@@ -162,14 +162,19 @@ def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -
     assert process.wait(20) == 0
 
 
-def test_sigterm_under_load_answers_all_that_was_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("processes", "times"), [("1", 1), ("2", 1), pytest.param("2", 20, marks=pytest.mark.slow)]
+)
+def test_sigterm_under_load_answers_all_that_was_accepted(tmp_path: Path, processes: str, times: int) -> None:
     soak.write_version(tmp_path / "models", 1)
     log = tmp_path / "log"
-    with soak.service(tmp_path / "models", log, "--log-level", "debug") as (server, running):
-        outcome = asyncio.run(soak.ended_under_load(server, running, log, 0.3))
-        assert running.returncode == 0
-    assert outcome.lost == outcome.wrong == []
-    assert {protocol for protocol, _ in outcome.answered} == {"REST", "gRPC"}
+    options = ("--log-level", "debug", "--processes", processes)
+    for _ in range(times):
+        with soak.service(tmp_path / "models", log, *options) as (server, running):
+            outcome = asyncio.run(soak.ended_under_load(server, running, log, 0.3))
+            assert running.returncode == 0
+        assert outcome.lost == outcome.wrong == []
+        assert {protocol for protocol, _ in outcome.answered} == {"REST", "gRPC"}
 
 
 def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> None:

@@ -134,11 +134,13 @@ def test_load_and_unload_by_request(tmp_path: Path) -> None:
         assert str(tmp_path) not in answer.error
 
 
-def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path, processes: str) -> None:
     """A short version of `twinop bench soak`."""
     soak.write_version(tmp_path / "models", 1)
     (tmp_path / "models" / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
-    with soak.service(tmp_path / "models", tmp_path / "log") as (server, running):
+    service = soak.service(tmp_path / "models", tmp_path / "log", "--processes", processes)
+    with service as (server, running):
         run = soak.soak(server, running.pid, tmp_path / "models", 2500, 0.5, seconds=4)
         outcome = asyncio.run(run)
     assert outcome.lost == outcome.wrong == [] and outcome.refused == 0
