@@ -1,6 +1,7 @@
 """`twinop serve`: serve ONNX models over the Open Inference Protocol."""
 
 import functools
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,6 +122,7 @@ def main(
 
 def _serve(models: Path, settings: Settings, member: "Member | None" = None) -> None:
     """Serve in this process, which ends with it. `member` is set if it is one of several."""
+    gc.disable()  # imports leave no garbage; the server turns it on once the models are loaded
     from .service import logs, spans
     from .service.folders import scan
     from .service.processes import use_gpu

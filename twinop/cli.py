@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
-from rich.table import Table
 
-from .console import clear_errors, out
+from .console import clear_errors
 from .lazy_commands import LazyGroup
 from .library import find_library, read_library
 
@@ -48,6 +47,10 @@ def ops(
     ] = None,
 ) -> None:
     """List the ops that a library holds, without loading it."""
+    from rich.table import Table  # here, because no other command needs it at its start
+
+    from .console import out
+
     with clear_errors():
         found = read_library(library or find_library("custom_ops"))
     domain = f"domain {found.domain} {found.domain_version}"

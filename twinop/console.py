@@ -8,14 +8,27 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 
 from .errors import TwinopError
 
-out = Console()
-err = Console(stderr=True)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+out: "Console"
+err: "Console"
+
+
+def __getattr__(name: str) -> Any:
+    """Makes a console when it is first used: the service starts without importing rich."""
+    if name not in ("out", "err"):
+        raise AttributeError(f"twinop.console has no attribute {name!r}")
+    from rich.console import Console
+
+    globals()[name] = console = Console(stderr=name == "err")
+    return console
 
 
 def run_alone(function: Callable[..., None]) -> None:
@@ -39,6 +52,8 @@ def clear_errors() -> Iterator[None]:
     try:
         yield
     except TwinopError as error:
+        from .console import err
+
         err.print("error:", style="bold red", end=" ")
         err.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error

@@ -67,6 +67,7 @@ class Server:
                 loading.result()
                 gc.collect()
                 gc.freeze()  # full collections skip all that is imported by now
+                gc.enable()  # off since the start
                 ports = [front.port for front in fronts] + [None]
                 repository.announce(http_port=ports[0], grpc_port=ports[1])
                 if self._settings.control == Control.POLL:

@@ -145,7 +145,7 @@ def test_a_profile_is_written(tmp_path: Path, libraries: dict[str, Path]) -> Non
     model = loaded(tmp_path, service_models.relu(), ServerSettings(profile=folder))
     model.close()
     (profile,) = folder.iterdir()
-    assert profile.name.startswith("m-1-0_") and "CustomRelu" in profile.read_text()
+    assert profile.name.startswith("m-1-0-") and "CustomRelu" in profile.read_text()
 
 
 # ------------------------------------------------------------------------------------- function bodies
