@@ -53,18 +53,23 @@ def service(
     models: Path, log: Path, *more: str
 ) -> AbstractContextManager[tuple[Server, subprocess.Popen[bytes]]]:
     """Starts the service on a folder of models. Yields it and its process when the soak's model is ready."""
-    options = ["--provider", "cpu", "--control", "poll", "--max-batch-size", "32", "--log-level", "warning", *more]
-    return started("twinop", ["twinop", "serve", str(models), *options], NAME, log)
+    options = ["--provider", "cpu", "--control", "poll", "--max-batch-size", "32", "--log-level", "warning"]
+    return started("twinop", ["twinop", "serve", str(models), *options, *more], NAME, log)
+
+
+def _processes(pid: int) -> list[int]:
+    """Returns a process and those that it started."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def open_files(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    return sum(len(os.listdir(f"/proc/{each}/fd")) for each in _processes(pid))
 
 
 async def _watch(pid: int, outcome: Outcome) -> None:
     started = time.monotonic()
     while True:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in _processes(pid))
         resident = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
         outcome.samples.append((time.monotonic() - started, resident, open_files(pid)))
         if len(outcome.samples) % 20 == 0:
@@ -248,6 +253,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Least duration of the soak.")] = 70.0,
     swap_seconds: Annotated[float, typer.Option(help="Seconds from one version to the next.")] = 10.0,
     ends: Annotated[int, typer.Option(help="How often SIGTERM is sent under load.")] = 20,
+    processes: Annotated[int, typer.Option(help="Processes of the service.")] = 1,
     output: Output = None,
     commit: Commit = None,
 ) -> None:
@@ -265,8 +271,9 @@ def main(
         recording = Recording("soak", torch.device("cpu"), output, commit)
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC reports each server that went away
         models, log = Path(work) / "models", Path(work) / "log"
+        several = ("--processes", str(processes))
         write_version(models, 1)
-        with service(models, log) as (server, running):
+        with service(models, log, *several) as (server, running):
             idle_files = open_files(running.pid)
             started = time.perf_counter()
             load = soak(server, running.pid, models, requests, swap_seconds, seconds=seconds)
@@ -276,7 +283,7 @@ def main(
         finished = []
         with report.progress("SIGTERM", ends) as step:
             for _ in range(ends):
-                with service(models, log, "--log-level", "debug") as (server, running):
+                with service(models, log, "--log-level", "debug", *several) as (server, running):
                     found = asyncio.run(ended_under_load(server, running, log, 0.5))
                     finished.append((found, running.returncode))
                 step("")
@@ -285,6 +292,6 @@ def main(
         verdicts = bars(outcome, left, finished)
         report.show_bars(verdicts)
         settings = {"clients": CLIENTS, "requests": requests, "seconds": seconds}
-        settings |= {"swap_seconds": swap_seconds, "ends": ends}
+        settings |= {"swap_seconds": swap_seconds, "ends": ends, "processes": processes}
         content = _content(outcome, finished)
         recording.write(settings=settings, seconds=round(took, 1), bars=verdicts, **content)

@@ -228,9 +228,10 @@ class GrpcServer:
             AddressError: the port is in use, the host is not this machine's, or TLS cannot be set up.
         """
         settings = self.settings
+        calls = settings.maximum_concurrent_rpcs
         self._server = aio.server(
             interceptors=spans.interceptors(),
-            maximum_concurrent_rpcs=settings.maximum_concurrent_rpcs,
+            maximum_concurrent_rpcs=calls and settings.share(calls),
             options=(
                 ("grpc.max_receive_message_length", settings.max_request_bytes),
                 ("grpc.max_send_message_length", -1),

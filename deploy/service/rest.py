@@ -191,7 +191,7 @@ class RestServer:
             access_log=settings.access_log,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=settings.limit_concurrency,
+            limit_concurrency=settings.limit_concurrency and settings.share(settings.limit_concurrency),
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,

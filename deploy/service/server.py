@@ -51,7 +51,7 @@ class Server:
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, stop.set)
         repository.on_broken = stop.set
-        budget = Budget(self._settings.max_bytes_in_flight // self._settings.processes)
+        budget = Budget(self._settings.share(self._settings.max_bytes_in_flight))
         fronts: list[Any] = [RestServer(self._settings, repository, budget)]
         if self._settings.grpc_port is not None:
             fronts.append(GrpcServer(self._settings, repository, budget))

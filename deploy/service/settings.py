@@ -1,5 +1,6 @@
 """The settings of the server and of each model: pydantic models, read from twinop.toml."""
 
+import os
 import tomllib
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import (
 
 from twinop.errors import TwinopError
 
+from .cores import quota
 from .runtime_options import check_providers, check_session
 
 FILE = "twinop.toml"
@@ -193,6 +195,10 @@ class ServerSettings(_Settings):
             )
         return self
 
+    def share(self, total: int) -> int:
+        """Return one process's share of a limit of the service."""
+        return max(total // self.processes, 1)
+
 
 class Policy(_Settings):
     """What the folders of models may bring and ask for. Settings in these folders cannot change it."""
@@ -256,7 +262,7 @@ class Settings(_Settings):
     def for_model(self, name: str, *layers: dict[str, Any]) -> ModelSettings:
         """Return the settings of one model. `layers` are of its folder: between [model] and [models.<name>].
 
-        Of several processes, each has its share of the queue.
+        Of several processes, each has its share of the queue and of the cores.
 
         Raises:
             SettingsError: a layer is invalid, or asks for what the policy does not permit.
@@ -268,7 +274,10 @@ class Settings(_Settings):
         settings = checked(ModelSettings, merged, f"the settings of model {name}")
         self.policy.require(name, settings, set().union(*layers) - by_server.keys(), self.model)
         if (processes := self.server.processes) > 1:
-            settings = settings.model_copy(update={"max_queue": max(settings.max_queue // processes, 1)})
+            cores = quota() or len(os.sched_getaffinity(0))
+            threads = settings.intra_op_threads or max(cores // processes, 1)
+            share = {"max_queue": self.server.share(settings.max_queue), "intra_op_threads": threads}
+            settings = settings.model_copy(update=share)
         return settings
 
 

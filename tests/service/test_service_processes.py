@@ -167,6 +167,8 @@ def test_sigterm_lets_all_answer(tmp_path: Path) -> None:
             connection.sendall(SLOW)
         wait_until(lambda: in_flight(served, MANY))
         assert all(served.metric("twinop_in_flight", process=str(number)) for number in (0, 1))
+        (model,) = served.ask("GET", "/status").json["models"]
+        assert (model["state"], model["in_flight"]) == ("ready", MANY)
         served.process.send_signal(signal.SIGTERM)
         assert [receive(connection).status for connection in connections] == [200] * MANY
         for connection in connections:
