@@ -129,7 +129,7 @@ def _serve(models: Path, settings: Settings, member: "Member | None" = None) -> 
 
     if settings.server.devices:
         use_gpu(settings.server.devices[member.number if member is not None else 0])
-    scan(models, settings.server.control == Control.EXPLICIT)  # without a model no other server starts
+    scan(models, may_be_empty=settings.server.control == Control.EXPLICIT)  # other servers need a model
     if member is None:
         from .service.repository import Repository
 

@@ -21,7 +21,7 @@ def test_with_explicit_control_a_folder_may_be_empty_at_first(tmp_path: Path) ->
     async def test() -> None:
         models = Repository(tmp_path, EXPLICIT)
         await models.load_all()
-        assert models.ready and await models.index() == []
+        assert not models.why_not_ready() and await models.index() == []
         with pytest.raises(ServiceError) as caught:
             await models.load_by_request("m")
         assert caught.value.failure is NOT_FOUND
