@@ -139,9 +139,8 @@ def main(
         rows, tree = size_rows(ROOT, files), source_facts(ROOT, files)
         report.show_rows("Bytes", rows, list(rows[0]))
         slowest = [{"command": name, "seconds": seconds} for name, seconds in times["slowest"].items()]
-        report.show_rows(
-            f"Build: {times['wall']} s, commands: {times['sum']} s", slowest, ["command", "seconds"]
-        )
+        title = f"Build: {times['wall']} s, commands: {times['sum']} s"
+        report.show_rows(title, slowest, ["command", "seconds"])
         count = 0 if archs == "none" else archs.count(",") + 1
         verdicts = bars(rows, count, times, tree)
         report.show_bars(verdicts)

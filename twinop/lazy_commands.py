@@ -15,7 +15,7 @@ from .errors import TwinopError
 
 # The extra of twinop that a command needs.
 _EXTRAS = {"serve": "serve", "pack": "serve", "soak": "serve"}
-_BENCH = {"matplotlib", "aiohttp", "httptools", "uvloop"}  # requirements/bench.txt
+_BENCH = {"matplotlib", "aiohttp"}  # requirements/bench.txt
 _OTHERS = {"torch", "onnxruntime", *_BENCH}  # packages that are in no extra
 
 

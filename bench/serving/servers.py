@@ -27,7 +27,7 @@ from twinop.record import DOMAIN, DOMAIN_VERSION
 from .. import report
 
 OURS, UNBATCHED, KSERVE, FASTAPI = "twinop", "twinop, unbatched", "KServe", "FastAPI"
-INSTANCES, GRAPHS = "twinop, 2 instances", "twinop, CUDA graphs"  # on a GPU
+INSTANCES = "twinop, 2 instances"  # on a GPU
 REST, GRPC = "REST", "gRPC"
 _START_SECONDS = 120
 
@@ -42,7 +42,6 @@ class Model:
     Args:
         rows: the largest batch that the server may form.
         inputs: returns the inputs of one request.
-        graphs: whether ONNX Runtime runs the whole model on the GPU, as CUDA graphs require.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Model:
     rows: int
     build: Callable[[], onnx.ModelProto]
     inputs: Callable[[], dict[str, np.ndarray]]
-    graphs: bool = True
 
 
 def mlp(*widths: int) -> onnx.ModelProto:
@@ -100,7 +98,7 @@ def _sentence() -> dict[str, np.ndarray]:
 MODELS = (
     Model("small", "MLP 64-128-128-16", 64, lambda: mlp(64, 128, 128, 16), lambda: _row(64)),
     Model("wide", "MLP 1024-4096-4096-1024", 64, lambda: mlp(1024, 4096, 4096, 1024), lambda: _row(1024)),
-    Model("encoder", "encoder, 4 layers, 256 wide, 64 tokens", 16, _encoder, _sentence, graphs=False),
+    Model("encoder", "encoder, 4 layers, 256 wide, 64 tokens", 16, _encoder, _sentence),
 )
 
 
@@ -173,8 +171,6 @@ def commands(model: Model, path: Path, provider: str) -> dict[str, list[str]]:
         found[name] = ["twinop.bench.serving.servers", name.lower(), str(path), provider]
     if provider == "cuda":
         found[INSTANCES] = [*ours, "--instances", "2"]
-        if model.graphs:
-            found[GRAPHS] = [*ours, "--cuda-graph"]
     return found
 
 

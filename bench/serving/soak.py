@@ -288,9 +288,8 @@ def main(
                     finished.append((found, running.returncode))
                 step("")
         counts = [{"protocol": key[0], "kind": key[1], "answers": n} for key, n in outcome.answered.items()]
-        report.show_rows(
-            f"{outcome.requests} requests in {took:.0f} s", counts, ["protocol", "kind", "answers"]
-        )
+        title = f"{outcome.requests} requests in {took:.0f} s"
+        report.show_rows(title, counts, ["protocol", "kind", "answers"])
         verdicts = bars(outcome, left, finished)
         report.show_bars(verdicts)
         settings = {"clients": CLIENTS, "requests": requests, "seconds": seconds}
