@@ -35,6 +35,10 @@ class Stamps(NamedTuple):
     files: Stamp
     libraries: Stamp
 
+    def changed_libraries(self, now: "Stamps") -> set[Path]:
+        """Return the libraries that were added, changed or removed since then."""
+        return {Path("/", path) for path, *_ in set(self.libraries) ^ set(now.libraries)}
+
 
 class FolderError(TwinopError):
     """There is no model to serve, or a version that the settings name is missing."""

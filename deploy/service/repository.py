@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,10 @@ from .instance import breaks, without_paths
 from .loading import load
 from .metrics import ModelMetrics
 from .request import Request, Result
-from .served import ServedModel, Version
+from .served import ServedModel, State, Version
 from .settings import Control, ModelSettings, Settings
 
 _log = logging.getLogger(__name__)
-
-
-class State(StrEnum):
-    """The state of a version, as the repository extension names it."""
-
-    LOADING = "LOADING"
-    READY = "READY"
-    UNAVAILABLE = "UNAVAILABLE"
 
 
 @dataclass
@@ -287,15 +278,10 @@ class Repository:
 
     def _is_current(self, where: VersionFolder, last: _Known, stamps: Stamps) -> bool:
         """Return whether no file has changed since the last attempt that the version may depend on."""
-        if last.stamp == stamps or last.stamp.files != stamps.files:
+        if last.stamp == stamps or last.stamp.files != stamps.files or last.state != State.READY:
             return last.stamp == stamps
-        model = self.models.get(where.model)
-        version = model.versions.get(where.version) if model is not None else None
-        if version is None or version.loaded.fallback is not None or last.state != State.READY:
-            return False  # a library may help
-        library = version.loaded.library
-        changed = {Path("/", path) for path, *_ in set(last.stamp.libraries) ^ set(stamps.libraries)}
-        return library is None or library.path.parent.resolve() / library.path.name not in changed
+        version = self.models[where.model].versions[where.version]
+        return not version.may_use(last.stamp.changed_libraries(stamps))
 
     async def _follow_older(self, folder: ModelFolder) -> None:
         """Load the newest version that loads, out of those that are not wanted."""

@@ -1,7 +1,9 @@
 """One served model: its versions, and the checks of requests against them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from ..tensor_specs import Spec
@@ -12,6 +14,14 @@ from .loading import LoadedModel
 from .metrics import ModelMetrics
 from .request import MOST_TENSORS, Request, Result
 from .spans import record_run
+
+
+class State(StrEnum):
+    """The state of a version, as the repository extension names it."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
 
 
 class Version:
@@ -56,6 +66,13 @@ class Version:
         result.arrived, result.metrics = request.arrived, self.metrics
         record_run(request, result)
         return result
+
+    def may_use(self, libraries: Collection[Path]) -> bool:
+        """Return whether its library is one of these; any may help where function bodies run instead."""
+        library = self.loaded.library
+        if library is None:
+            return self.loaded.fallback is not None
+        return library.path.parent.resolve() / library.path.name in libraries
 
     async def close(self) -> None:
         """Answer all accepted requests, then release the sessions."""
