@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +18,16 @@ from twinop.library import checksum
 from ..errors import PackError
 from ..service.settings import ModelSettings, Provider, checked
 from .contents import Contents, needed_version, read_contents, without_bodies
-from .requirements import pinned, runtime_version
 from .write_triton_config import write_config
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 MANIFEST = "twinop-pack.json"
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
 PROMETHEUS_IMAGE = "prom/prometheus:v3.13.3"
-_PYTHON_IMAGES = {11: "python:3.11.14-slim-trixie", 12: "python:3.12.12-slim-trixie"}
-_SETUPTOOLS = "84.2.1"
+PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
-_SOURCES = {".py", ".html", ".j2", ".typed", ".css", ".js", ".svg"}
+_SOURCES = {".py", ".html"}
+_NOT_SERVING = {"__pycache__", "bench", "export", "lib", "pack", "torch_op"}
 _FILES = {
     "twinop.toml.j2": "models/{name}/twinop.toml",
     "Dockerfile.j2": "Dockerfile",
@@ -193,16 +191,17 @@ def _values(options: Options, packed: Packed) -> dict[str, Any]:
         "storage_uri": options.storage_uri or f"pvc://models/{packed.kube_name}",
         "runtime_name": f"twinop-{device}",
         "service_image": f"{registry}twinop:{twinop.__version__}-{device}",
-        "library": library, "library_path": packed.library, "library_name": library.path.name if library else None,
+        "library": library, "library_path": packed.library,
+        "library_name": library.path.name if library else None,
         "library_sha256": contents.library_sha256,
         "needs_glibc": _needed(contents, "GLIBC"), "needs_glibcxx": _needed(contents, "GLIBCXX"),
         "cuda_archs": library.cuda_archs if library else None,
         "custom_nodes": contents.custom_nodes, "data": contents.data, "notes": contents.notes,
         "bodies": options.bodies,
         "models_in_container": MODELS_IN_CONTAINER, "platform": _PLATFORMS[os.uname().machine],
-        "python_image": _python_image(), "triton_image": TRITON_IMAGE, "prometheus_image": PROMETHEUS_IMAGE,
-        "setuptools_version": _SETUPTOOLS, "runtime_version": runtime_version(),
-        "twinop_version": twinop.__version__, "wheel": options.wheel.name if options.wheel else None,
+        "python_image": PYTHON_IMAGE, "triton_image": TRITON_IMAGE, "prometheus_image": PROMETHEUS_IMAGE,
+        "runtime_version": _runtime_version(contents.gpu), "twinop_version": twinop.__version__,
+        "wheel": options.wheel.name if options.wheel else None,
     }  # fmt: skip
 
 
@@ -236,10 +235,14 @@ def _needed(contents: Contents, name: str) -> str:
     return ".".join(map(str, needed_version(contents.library.path, name)))
 
 
-def _python_image() -> str:
-    """Returns the image of the interpreter for which the packages are installed here."""
-    minor = sys.version_info.minor
-    return _PYTHON_IMAGES.get(minor, f"python:3.{minor}-slim-trixie")
+def _requirements(gpu: bool) -> Path:
+    return Path(__file__).with_name(f"requirements-{'gpu' if gpu else 'cpu'}.txt")
+
+
+def _runtime_version(gpu: bool) -> str:
+    found = re.search(r"^onnxruntime(?:-gpu)?==(\S+)", _requirements(gpu).read_text(), re.MULTILINE)
+    assert found is not None, "requirements/lock.py writes it"
+    return found[1]
 
 
 # -------------------------------------------------------------------------------- writing
@@ -279,26 +282,20 @@ def _write(root: Path, options: Options, packed: Packed, values: dict[str, Any])
     _text(root / "models" / packed.name / "config.pbtxt", _config(options, packed))
     manifest = _manifest(options, packed) | {"model_sha256": checksum(version / "model.onnx")}
     _text(root / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-    if not options.triton:
-        _write_service(root / "service", options, packed, environment, values)
-
-
-def _write_service(
-    service: Path, options: Options, packed: Packed, environment: jinja2.Environment, values: dict[str, Any]
-) -> None:
-    _text(service / "requirements.txt", "\n".join([*pinned(packed.contents.gpu), ""]))
+    if options.triton:
+        return
+    _copy(_requirements(contents.gpu), root / "service/requirements.txt")
     if options.wheel is not None:
-        _copy(options.wheel, service / options.wheel.name)
+        _copy(options.wheel, root / "service" / options.wheel.name)
     else:
-        _text(service / "pyproject.toml", environment.get_template("pyproject.toml.j2").render(values))
-        _copy_sources(service / "twinop")
+        _copy_sources(root / "service/twinop")
 
 
 def _copy_sources(target: Path) -> None:
-    """Copies the Python package without compiled parts; the library is beside the model."""
+    """Copies the part of the Python package that serves; the library is beside the model."""
     source = Path(twinop.__file__).parent
     for folder, folders, files in os.walk(source, followlinks=True):
-        folders[:] = sorted(each for each in folders if each not in ("__pycache__", "results", "lib"))
+        folders[:] = sorted(each for each in folders if each not in _NOT_SERVING)
         for file in sorted(files):
             path = Path(folder, file)
             if path.suffix in _SOURCES:

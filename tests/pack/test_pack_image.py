@@ -3,7 +3,6 @@
 import ast
 import importlib
 import importlib.metadata
-import itertools
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from pack_fixtures import CASES, container, document, packed_case
 
 yaml = importlib.import_module("yaml")
 BIN = Path(sys.executable).parent
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -104,26 +104,51 @@ def test_prometheus(repo: Path) -> None:
 # -------------------------------------------------------------------------------- the image's Python
 
 
-def test_requirements_are_pinned(repo: Path) -> None:
-    lines = (repo / "service/requirements.txt").read_text().split()
-    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+(\[[a-z,]+\])?==[0-9][A-Za-z0-9.]*", line) for line in lines)
-    names = {re.split(r"[\[=]", line)[0] for line in lines}
-    assert len(names) == len(lines) and "starlette" in names and "kserve" not in names
+def requirements(repo: Path) -> dict[str, str]:
+    """The version of each package in the image."""
+    lines = (repo / "service/requirements.txt").read_text().splitlines()[1:]
+    line = re.compile(r"([a-z0-9-]+(?:\[[a-z,]+\])?)==(\S+)((?: --hash=sha256:[0-9a-f]{64})+)")
+    matches = list(map(line.fullmatch, lines))
+    assert all(matches), "each line has a name, a version and hashes"
+    return {found[1]: found[2] for found in matches if found is not None}
+
+
+def test_requirements_are_locked(repo: Path) -> None:
+    found = requirements(repo)
     gpu = "NVIDIA_REQUIRE_CUDA" in (repo / "Dockerfile").read_text()
-    assert ("onnxruntime-gpu" in names, "onnxruntime" in names, "torch" in names) == (gpu, not gpu, False)
+    assert ("onnxruntime-gpu" in found, "onnxruntime" in found) == (gpu, not gpu)
+    assert not {"torch", "kserve", "pandas", "kubernetes"} & found.keys()
+    assert "--require-hashes" in (repo / "Dockerfile").read_text()
+
+
+def test_the_lock_is_not_older_than_requirements(repo: Path) -> None:
+    """`python requirements/lock.py` writes it anew."""
+    pins: dict[str, str] = {}
+    for file in ("constraints", "base", "serve", "cpu", "cuda"):
+        text = (REQUIREMENTS / f"{file}.txt").read_text()
+        for name, version in re.findall(r"^([A-Za-z0-9_.-]+)(?:\[.*\])?==([^\s#]+)", text, re.MULTILINE):
+            pins[normal(name)] = version
+    found = requirements(repo)
+    older = {name: version for name, version in found.items() if pins.get(name, version) != version}
+    assert not older
+    wanted = re.findall(r"^([A-Za-z][\w.-]*)", (REQUIREMENTS / "serve.txt").read_text(), re.MULTILINE)
+    assert set(map(normal, wanted)) <= found.keys()
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_requirements_hold_all_that_the_service_imports(repo: Path) -> None:
-    lines = (repo / "service/requirements.txt").read_text().split()
-    pinned = {re.split(r"[\[=]", line)[0] for line in lines} | {"torch"}  # torch only on a GPU
+    found = requirements(repo).keys() | {"torch"}  # which no process of the service imports
     providers = importlib.metadata.packages_distributions()
     package = repo / "service/twinop"
-    for path in itertools.chain(package.glob("*.py"), (package / "deploy").rglob("*.py")):
+    for path in package.rglob("*.py"):
         for module in imported(path):
             if module in sys.stdlib_module_names or module in ("twinop", "onnxruntime"):
                 continue
-            names = {re.sub(r"[-_.]+", "-", name).lower() for name in providers.get(module, ())}
-            assert names & pinned, f"{path}: imports {module}"
+            names = {normal(name) for name in providers.get(module, ())}
+            assert names & found, f"{path}: imports {module}"
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -134,37 +159,24 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module.split(".")[0]
 
 
-@pytest.fixture(scope="module")
-def installed(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the Dockerfile's last pip install does, offline."""
-    target, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source") / "service"
-    shutil.copytree(repo / "service", source)  # setuptools builds inside it
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    install += ["--no-build-isolation", "--target", str(target), str(source)]
-    ran = subprocess.run(install, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    return target
-
-
 TWINOP = "import sys; sys.path.insert(0, sys.argv.pop(1)); from twinop.cli import app; app()"
 
 
-def command(installed: Path, *arguments: object) -> list[str]:
-    """The installed copy, where nothing of the checkout can be found."""
-    return [sys.executable, "-I", "-c", TWINOP, str(installed), *map(str, arguments)]
+def command(repo: Path, *arguments: object) -> list[str]:
+    """The packed copy, where nothing of the checkout can be found."""
+    return [sys.executable, "-I", "-c", TWINOP, str(repo / "service"), *map(str, arguments)]
 
 
-def run_installed(installed: Path, *arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(command(installed, *arguments), capture_output=True, text=True, timeout=120)
+def run_packed(repo: Path, *arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(command(repo, *arguments), capture_output=True, text=True, timeout=120)
 
 
-def test_the_installed_copy_runs(repo: Path, installed: Path) -> None:
-    assert (installed / "twinop/deploy/pack/templates/Dockerfile.j2").is_file()
-    for help in ((), ("serve",), ("pack",)):
-        ran = run_installed(installed, *help, "--help")
+def test_the_packed_copy_runs(repo: Path) -> None:
+    for help in ((), ("serve",)):
+        ran = run_packed(repo, *help, "--help")
         assert ran.returncode == 0, ran.stdout + ran.stderr
     for library in (repo / "models").rglob("*.so"):
-        ran = run_installed(installed, "ops", library)
+        ran = run_packed(repo, "ops", library)
         assert ran.returncode == 0 and "CustomRelu" in ran.stdout, ran.stdout + ran.stderr
 
 
@@ -186,7 +198,7 @@ def get(url: str, token: str = "", body: bytes | None = None) -> tuple[int, byte
 
 
 @pytest.mark.parametrize("repo", ["cpu"], indirect=True)
-def test_the_packed_folder_is_served(repo: Path, installed: Path, tmp_path: Path) -> None:
+def test_the_packed_folder_is_served(repo: Path, tmp_path: Path) -> None:
     """The container's own command on the packed files: the image without Docker."""
     arguments = " ".join(container(repo)["args"]).replace("/mnt/models", str(repo / "models"))
     arguments = arguments.replace("0.0.0.0", "127.0.0.1")
@@ -198,7 +210,7 @@ def test_the_packed_folder_is_served(repo: Path, installed: Path, tmp_path: Path
     healthy = [sys.executable, "-c", healthcheck[1].replace("8080", str(http))]
     with open(tmp_path / "log", "w+") as log:
         server = subprocess.Popen(
-            command(installed, *arguments.split()), env=environment, stdout=log, stderr=log, cwd=tmp_path
+            command(repo, *arguments.split()), env=environment, stdout=log, stderr=log, cwd=tmp_path
         )
         try:
             for _ in range(60):
@@ -223,10 +235,10 @@ def test_the_packed_folder_is_served(repo: Path, installed: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("repo", ["cpu"], indirect=True)
-def test_another_library_is_not_loaded(repo: Path, installed: Path, tmp_path: Path) -> None:
+def test_another_library_is_not_loaded(repo: Path, tmp_path: Path) -> None:
     shutil.copytree(repo / "models", tmp_path / "models")
     with (tmp_path / "models/custom_relu/1/libcustom_relu.so").open("ab") as library:
         library.write(b"changed")
     ports = ("--http-port", "0", "--grpc-port", "0", "--libraries", "models")
-    ran = run_installed(installed, "serve", tmp_path / "models", *ports)
+    ran = run_packed(repo, "serve", tmp_path / "models", *ports)
     assert ran.returncode == 1 and "SHA-256" in ran.stdout + ran.stderr, ran.stdout + ran.stderr

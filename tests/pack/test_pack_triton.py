@@ -228,7 +228,7 @@ def test_triton_gets_a_repository_without_bodies(tmp_path: Path) -> None:
     assert not (repo / "models/custom_relu/twinop.toml").exists()
     manifest = json.loads((repo / "twinop-pack.json").read_text())
     assert manifest["model_sha256"] == checksum(repo / "models/custom_relu/1/model.onnx")
-    assert said.library in (repo / "models/custom_relu/config.pbtxt").read_text()
+    assert said.library is not None and said.library in (repo / "models/custom_relu/config.pbtxt").read_text()
 
 
 def test_triton_gets_the_bodies_if_asked(tmp_path: Path) -> None:

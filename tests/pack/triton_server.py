@@ -81,7 +81,7 @@ def running(repository: Path, scratch: Path, http: int, grpc: int) -> Iterator[s
         "exit-on-error": "false",
         "strict-readiness": "false",
     }
-    command = [root / "bin/tritonserver", *(f"--{name}={value}" for name, value in options.items())]
+    command = [f"{root}/bin/tritonserver", *(f"--{name}={value}" for name, value in options.items())]
     with (scratch / "triton.log").open("w+") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
