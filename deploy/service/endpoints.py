@@ -167,7 +167,8 @@ class Endpoints:
         ready = (await self._object(request)).get("ready", False)
         if not isinstance(ready, bool):
             raise invalid(f'"ready" must be true or false, not {shown(ready)}')
-        return as_json(await self._repository.index_by_request(ready))
+        self._repository.require_explicit()
+        return as_json(await self._repository.index(ready))
 
     async def load(self, request: Request) -> Response:
         """Load a model (repository extension)."""

@@ -97,7 +97,8 @@ class Calls:
 
     async def RepositoryIndex(self, request: Any, number: str, context: Any) -> Any:
         """List models and versions with their states."""
-        return pb.RepositoryIndexResponse(models=await self._repository.index_by_request(request.ready))
+        self._repository.require_explicit()
+        return pb.RepositoryIndexResponse(models=await self._repository.index(request.ready))
 
 
 def _model_name(request: Any) -> str:

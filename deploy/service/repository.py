@@ -63,11 +63,7 @@ class Repository:
         return "it is stopping" if self.draining else "" if self._loaded else "its models are loading"
 
     async def require_ready(self, name: str, version: int | None = None) -> None:
-        """Check that a version of a model is ready; the latest for None.
-
-        Raises:
-            ServiceError: there is no such model or version, or it is not ready.
-        """
+        """Raise a ServiceError if a version of a model is not ready; the latest for None."""
         self.find(name, version)
 
     def find(self, name: str, version: int | None = None) -> Version:
@@ -196,22 +192,13 @@ class Repository:
             await self._remove(name)
         return folders, gone
 
-    async def index_by_request(self, ready: bool = False) -> list[dict[str, str]]:
-        """List the models for a client.
-
-        Raises:
-            ServiceError: the repository extension is off.
-        """
-        self._require_explicit()
-        return await self.index(ready)
-
     async def load_by_request(self, name: str) -> None:
         """Load a model for a client.
 
         Raises:
             ServiceError: loading by request is off, there is no such model, or it cannot be loaded.
         """
-        self._require_explicit()
+        self.require_explicit()
         folders = await self._scanned()
         if name not in folders:
             raise ServiceError(NOT_FOUND, f"there is no model {name!r} in the repository")
@@ -226,7 +213,7 @@ class Repository:
         Raises:
             ServiceError: unloading by request is off, or there is no such model.
         """
-        self._require_explicit()
+        self.require_explicit()
         if name not in self._known:
             raise ServiceError(NOT_FOUND, f"there is no model {name!r} that is loaded")
         await self._remove(name)
@@ -246,7 +233,8 @@ class Repository:
         """Whether clients may list, load and unload models (the repository extension)."""
         return self.settings.server.control == Control.EXPLICIT
 
-    def _require_explicit(self) -> None:
+    def require_explicit(self) -> None:
+        """Raise a ServiceError if the repository extension is off."""
         if not self.is_controlled:
             said = "listing, loading and unloading models by request is off: start with --control explicit"
             raise ServiceError(OFF, said)

@@ -109,7 +109,7 @@ class SharedRepository(Repository):
 
     async def unload_by_request(self, name: str) -> None:
         """Unload a model for a client in all processes."""
-        self._require_explicit()
+        self.require_explicit()
         was_here = await self._unload_here(name)
         elsewhere = await self._siblings.ask("unload", name)
         if not was_here and not any(elsewhere.values()):
