@@ -11,9 +11,10 @@ import functools
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from .batch import Batch, BatchRuns, Member, Outcome, Runner, size_of
 from .errors import BROKEN, NOT_READY, OVERLOADED, ServiceError
@@ -167,17 +168,14 @@ class Batcher:
 
     def _ready_batch(self, limit: int, now: float) -> list[Member]:
         """Return the oldest request that need not wait for company, and those that may share its run."""
-        tried = set()
-        for first in self._waiting:
-            if first.key in tried:
-                continue
-            tried.add(first.key)
-            batch, rows = [], 0
-            for member in self._waiting:
-                if member.key == first.key and rows + member.rows <= limit and not member.gone(now):
-                    batch.append(member)
-                    rows += member.rows
-            if batch and not self._should_wait(batch[0], rows, now):
+        batches: defaultdict[Any, list[Member]] = defaultdict(list)
+        rows: Counter[Any] = Counter()
+        for member in self._waiting:
+            if rows[member.key] + member.rows <= limit and not member.gone(now):
+                batches[member.key].append(member)
+                rows[member.key] += member.rows
+        for key, batch in batches.items():  # in the order of their oldest requests
+            if not self._should_wait(batch[0], rows[key], now):
                 return batch
         return []
 
