@@ -18,7 +18,6 @@ from .service.settings import (
     Provider,
     ServerSettings,
     Settings,
-    SettingsError,
     read_settings,
 )
 
@@ -106,7 +105,7 @@ def main(
     """
     with clear_errors():
         server: dict[str, Any] = {"grpc_port": None} if no_grpc else {}
-        if (token := _token(token_file)) is not None:
+        if token_file is None and (token := os.environ.get("TWINOP_TOKEN")):
             server["token"] = token
         settings = settings_of(context, models, config, **server)
         # Imported late: --help and refused options do not need these modules.
@@ -163,16 +162,3 @@ def settings_of(context: typer.Context, models: Path, config: Path | None, **ser
     if config is None and (models / FILE).is_file():
         config = models / FILE
     return read_settings(config, given)
-
-
-def _token(file: Path | None) -> str | None:
-    """Read the token. It is never an option's value, which the list of processes would show."""
-    if file is None:
-        return os.environ.get("TWINOP_TOKEN") or None
-    try:
-        token = file.read_text().strip()
-    except OSError as error:
-        raise SettingsError(f"--token-file {file}: cannot be read: {error.strerror}") from error
-    if not token:
-        raise SettingsError(f"--token-file {file}: the file is empty")
-    return token

@@ -1,10 +1,19 @@
 """Bind the servers' ports, and report ports and TLS files that cannot be used."""
 
+import logging
 import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
 
 from twinop.errors import TwinopError
 
 from .settings import ServerSettings
+from .watched import Watched
+
+_log = logging.getLogger(__name__)
 
 
 class AddressError(TwinopError):
@@ -57,9 +66,66 @@ def address_error(host: str, port: int, option: str, why: str) -> AddressError:
     )
 
 
+class LoggedHandshake(ssl.SSLObject):
+    """Logs why a client's certificate is refused: asyncio closes the connection without a word."""
+
+    def do_handshake(self) -> None:
+        """Shake hands.
+
+        Raises:
+            ssl.SSLError: the client has no certificate, or not one that is accepted.
+        """
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", "") or error.reason
+            _log.warning("a TLS connection was refused: %s", why)
+            raise
+
+
+def grpc_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+    """Return gRPC's credentials, which follow changes of the certificate's files; None without TLS.
+
+    Raises:
+        AddressError: a file cannot be used.
+    """
+    if settings.tls_certificate is None or settings.tls_key is None:
+        return None
+    pair = settings.tls_key, settings.tls_certificate
+    try:
+        authorities = settings.tls_client_ca.read_bytes() if settings.tls_client_ca is not None else None
+        first = _configuration(pair, authorities)
+    except (OSError, ValueError) as error:
+        raise tls_error(settings, error) from error
+    watched = Watched(*pair)
+
+    def renewed() -> Any:
+        """Return the new certificate, or None if there is none; called at each connection."""
+        try:
+            return _configuration(pair, authorities) if watched.changed() else None
+        except (OSError, ValueError):
+            _log.exception("the TLS certificate could not be reloaded")
+            return None
+
+    needs_certificate = authorities is not None
+    credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+        first, renewed, require_client_authentication=needs_certificate
+    )
+    return credentials
+
+
+def _configuration(pair: tuple[Path, Path], authorities: bytes | None) -> Any:
+    key, certificate = (file.read_bytes() for file in pair)
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], authorities)
+
+
 def tls_error(settings: ServerSettings, error: Exception) -> AddressError:
     """Return the error for TLS files that cannot be used."""
+    files = f"certificate {settings.tls_certificate} and key {settings.tls_key}"
+    if settings.tls_client_ca is not None:
+        files += f", and {settings.tls_client_ca} for clients"
     return AddressError(
-        f"TLS cannot be set up with certificate {settings.tls_certificate} and key {settings.tls_key}: "
-        f"{error}. Both must be PEM files, and the key the certificate's"
+        f"TLS cannot be set up with {files}: {error}. All must be PEM files, and the key the certificate's"
     )

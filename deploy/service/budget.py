@@ -32,18 +32,30 @@ class Held:
         Raises:
             ServiceError: they are more than the budget has left.
         """
-        budget, total = self._budget, self.bytes + size
-        is_small = max(self._announced, total) <= LARGE
+        if not self.fits(size):
+            raise self.refusal()
+        self.add(size)
+
+    def fits(self, size: int) -> bool:
+        """Return whether the budget has this many bytes left for the request."""
+        budget = self._budget
+        is_small = max(self._announced, self.bytes + size) <= LARGE
         most = budget.most if is_small else budget.most - budget.most // 8
-        if size > 0 and budget.used + size > most:
-            raise ServiceError(
-                OVER_BUDGET,
-                f"the requests in flight hold {budget.used} of {budget.most} bytes (max_bytes_in_flight), "
-                "which leaves too few for this one: try again later",
-                {"Retry-After": "1"},
-            )
-        budget.used += size
-        self.bytes = total
+        return size <= 0 or budget.used + size <= most
+
+    def refusal(self) -> ServiceError:
+        """Return the error for a request that does not fit."""
+        return ServiceError(
+            OVER_BUDGET,
+            f"the requests in flight hold {self._budget.used} of {self._budget.most} bytes "
+            "(max_bytes_in_flight), which leaves too few for this one: try again later",
+            {"Retry-After": "1"},
+        )
+
+    def add(self, size: int) -> None:
+        """Count bytes that are there already, such as an answer."""
+        self._budget.used += size
+        self.bytes += size
 
     def __enter__(self) -> "Held":
         return self

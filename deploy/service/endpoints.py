@@ -110,6 +110,7 @@ class Endpoints:
         with cancelled_with(request):
             counting.result = await self._repository.answer(asked)
         size = sum(array.nbytes for array in counting.result.outputs.values())
+        held.add(2 * size)  # the arrays, and the body made of them
         content, answer_headers = await off_loop(
             size, codec_rest.encode, counting.result, form, self._json_limit
         )

@@ -5,21 +5,23 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from . import codec_grpc, ids, logs, metrics, spans
-from .addresses import address_error, tls_error
+from .addresses import address_error, grpc_credentials
 from .budget import Budget, Held
 from .datatypes import version_number
 from .endpoints import model_metadata, off_loop, server_metadata
 from .errors import INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .protocol import SERVICE, pb
 from .settings import ServerSettings
-from .tokens import Token
+from .tokens import Token, Tokens
 
 if TYPE_CHECKING:
     from .repository import Repository
@@ -28,44 +30,57 @@ _log = logging.getLogger(__name__)
 
 DRAIN_REFUSE_SECONDS = 0.5
 TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
-MOMENT_SECONDS = 0.02  # small messages have arrived by then, and few bytes of others
+HEALTH_SECONDS = 0.2
+MOST_READING = 4
+MOMENT_SECONDS = 0.1  # small messages have arrived by then, and few bytes of others
 _OPEN = ("ServerLive", "ServerReady")  # need no token
 
-Method = Callable[[Any, str, aio.ServicerContext], Awaitable[Any]]
+
+@dataclass(slots=True)
+class Call:
+    """What a call has besides its message: its id, the seconds to its deadline, what it holds in memory."""
+
+    id: str
+    seconds: float | None
+    held: Held
+
+
+Method = Callable[[Any, Call], Awaitable[Any]]
 
 
 class Calls:
-    """The protocol's calls, with the request's id. They raise ServiceError for `_Front` to answer."""
+    """The protocol's calls. They raise ServiceError for `_Front` to answer."""
 
     def __init__(self, repository: "Repository") -> None:
         self._repository = repository
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, number: str, context: Any) -> bytes:
+    async def ModelInfer(self, request: pb.ModelInferRequest, call: Call) -> bytes:
         """Run a model; the answer is serialized."""
         meant = functools.partial(self._repository.metrics_of, request.model_name, request.model_version)
         with metrics.counting(meant) as counting:
             most = self._repository.most_tensors(request.model_name)
             logs.bind(model=request.model_name)
-            size, seconds = request.ByteSize(), context.time_remaining()
-            asked, form = await off_loop(size, codec_grpc.decode, request, seconds, most)
-            asked.id = number
+            size = request.ByteSize()
+            asked, form = await off_loop(size, codec_grpc.decode, request, call.seconds, most)
+            asked.id = call.id
             counting.result = await self._repository.answer(asked)
             size = sum(array.nbytes for array in counting.result.outputs.values())
+            call.held.add(3 * size)  # the arrays, the message, and its serialization
             return await off_loop(size, codec_grpc.encode, counting.result, form)
 
-    async def ServerLive(self, request: Any, number: str, context: Any) -> pb.ServerLiveResponse:
+    async def ServerLive(self, request: Any, call: Call) -> pb.ServerLiveResponse:
         """Answer whether the server can run models, or must be started anew."""
         return pb.ServerLiveResponse(live=not self._repository.broken)
 
-    async def ServerReady(self, request: Any, number: str, context: Any) -> pb.ServerReadyResponse:
+    async def ServerReady(self, request: Any, call: Call) -> pb.ServerReadyResponse:
         """Answer whether all models are loaded."""
         return pb.ServerReadyResponse(ready=not self._repository.why_not_ready())
 
-    async def ServerMetadata(self, request: Any, number: str, context: Any) -> pb.ServerMetadataResponse:
+    async def ServerMetadata(self, request: Any, call: Call) -> pb.ServerMetadataResponse:
         """Describe the server."""
         return pb.ServerMetadataResponse(**server_metadata(self._repository))
 
-    async def ModelReady(self, request: Any, number: str, context: Any) -> pb.ModelReadyResponse:
+    async def ModelReady(self, request: Any, call: Call) -> pb.ModelReadyResponse:
         """Answer whether a model is ready."""
         try:
             await self._repository.require_ready(request.name, version_number(request.name, request.version))
@@ -75,13 +90,13 @@ class Calls:
             return pb.ModelReadyResponse(ready=False)
         return pb.ModelReadyResponse(ready=True)
 
-    async def ModelMetadata(self, request: Any, number: str, context: Any) -> pb.ModelMetadataResponse:
+    async def ModelMetadata(self, request: Any, call: Call) -> pb.ModelMetadataResponse:
         """Describe a model's inputs and outputs."""
         described = model_metadata(self._repository, request.name, request.version)
         del described["parameters"]  # the message has no such field
         return pb.ModelMetadataResponse(**described)
 
-    async def RepositoryModelLoad(self, request: Any, number: str, context: Any) -> Any:
+    async def RepositoryModelLoad(self, request: Any, call: Call) -> Any:
         """Load a model."""
         model = _model_name(request)
         if request.parameters:
@@ -89,13 +104,13 @@ class Calls:
         await self._repository.load_by_request(model)
         return pb.RepositoryModelLoadResponse()
 
-    async def RepositoryModelUnload(self, request: Any, number: str, context: Any) -> Any:
+    async def RepositoryModelUnload(self, request: Any, call: Call) -> Any:
         """Unload a model."""
         model = _model_name(request)
         await self._repository.unload_by_request(model)
         return pb.RepositoryModelUnloadResponse()
 
-    async def RepositoryIndex(self, request: Any, number: str, context: Any) -> Any:
+    async def RepositoryIndex(self, request: Any, call: Call) -> Any:
         """List models and versions with their states."""
         self._repository.require_explicit()
         return pb.RepositoryIndexResponse(models=await self._repository.index(request.ready))
@@ -114,10 +129,11 @@ class _Front:
     gRPC hands calls over as streams of requests. So a call can be refused before its message is read.
     """
 
-    def __init__(self, settings: ServerSettings, budget: Budget) -> None:
+    def __init__(self, settings: ServerSettings, budget: Budget, tokens: Tokens) -> None:
         self._settings = settings
         self._budget = budget
-        self._token = Token(settings)
+        self._tokens = tokens
+        self._reading = asyncio.Semaphore(MOST_READING)
         self.draining = False
         self.was_called = False
 
@@ -128,11 +144,13 @@ class _Front:
             if (answer := getattr(calls, method.name, None)) is not None:
                 parse = getattr(pb, method.input_type.name).FromString
                 parse = codec_grpc.parse if method.name == "ModelInfer" else parse
-                around = self._around(answer, parse, is_open=method.name in _OPEN)
+                is_control = method.name.startswith("Repository")
+                token = self._tokens.control if is_control else self._tokens.inference
+                around = self._around(answer, parse, None if method.name in _OPEN else token)
                 methods[method.name] = grpc.stream_unary_rpc_method_handler(around)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    def _around(self, method: Method, parse: Callable[[bytes], Any], is_open: bool) -> Any:
+    def _around(self, method: Method, parse: Callable[[bytes], Any], token: Token | None) -> Any:
         async def guarded(_: Any, context: aio.ServicerContext) -> bytes:
             self.was_called = True
             headers = dict(context.invocation_metadata())
@@ -142,11 +160,11 @@ class _Front:
             spans.note(request_id=number)
             with self._budget.request() as held:
                 try:
-                    request = await self._request(context, headers, parse, held, is_open)
+                    request = await self._request(context, headers, parse, held, token)
                     given.append(getattr(request, "id", ""))
                     number = ids.request_id(*given, number)
                     logs.bind(request_id=number)
-                    answer = await method(request, number, context)
+                    answer = await method(request, Call(number, context.time_remaining(), held))
                 except ServiceError as error:
                     spans.note(failure=error.failure.reason)
                     extra = tuple((name.lower(), value) for name, value in error.headers.items())
@@ -162,15 +180,20 @@ class _Front:
         return guarded
 
     async def _request(
-        self, context: Any, headers: dict[str, str], parse: Callable[[bytes], Any], held: Held, is_open: bool
+        self,
+        context: Any,
+        headers: dict[str, str],
+        parse: Callable[[bytes], Any],
+        held: Held,
+        token: Token | None,
     ) -> Any:
         """Check whether the call is allowed, read its message, and parse it."""
         try:
-            if not is_open and not self._token.allows(headers.get("authorization", "").encode()):
+            if token is not None and not token.allows(headers.get("authorization", "").encode()):
                 said = "this server wants a token: send the metadata authorization: Bearer <token>"
                 raise ServiceError(UNAUTHENTICATED, said)
             _log.debug("accepted")  # `bench soak` compares these lines with the answers
-            if self.draining and not is_open:
+            if self.draining and token is not None:
                 raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
             data = await self._message(context, held)
             return await off_loop(len(data), parse, data)
@@ -184,28 +207,35 @@ class _Front:
     async def _message(self, context: Any, held: Held) -> bytes:
         """Read the call's message.
 
-        gRPC does not tell the size of a message before it is complete. One that is still arriving after a
-        moment holds as many bytes as a message can have.
+        gRPC does not tell the size of a message before it is complete. So only a few are read at once. One
+        that is still arriving after a moment takes as many bytes from the budget as a message can have.
         """
         most, seconds = self._settings.max_request_bytes, self._settings.body_seconds
-        refused: list[ServiceError] = []
+        is_quick = fits = True
 
         def hold() -> None:
-            try:
-                held.take(most)
-            except ServiceError as error:
-                refused.append(error)
+            nonlocal is_quick, fits
+            is_quick = False
+            self._reading.release()
+            if fits := held.fits(most):
+                held.add(most)
+            else:
                 limit.reschedule(0)
 
+        await self._reading.acquire()
         holding = asyncio.get_running_loop().call_later(MOMENT_SECONDS, hold)
         try:
             async with asyncio.timeout(seconds) as limit:
                 data: Any = await context.read()
         except TimeoutError:
+            if not fits:
+                raise held.refusal() from None
             said = f"the message did not arrive within {seconds:g} s (body_seconds)"
-            raise (refused or [ServiceError(TOO_SLOW, said)])[0] from None
+            raise ServiceError(TOO_SLOW, said) from None
         finally:
             holding.cancel()
+            if is_quick:
+                self._reading.release()
         if not isinstance(data, bytes):
             raise invalid("the call has no message")
         held.take(2 * len(data) - held.bytes)  # protobuf copies it
@@ -215,12 +245,15 @@ class _Front:
 class GrpcServer:
     """gRPC on one port, from `start` to `drain`."""
 
-    def __init__(self, settings: ServerSettings, repository: "Repository", budget: Budget) -> None:
+    def __init__(
+        self, settings: ServerSettings, repository: "Repository", budget: Budget, tokens: Tokens
+    ) -> None:
         self.settings = settings
         self.port: int = settings.grpc_port or 0
         self._repository = repository
-        self._front = _Front(settings, budget)
+        self._front = _Front(settings, budget, tokens)
         self._server: Any = None
+        self._health = health.aio.HealthServicer()
 
     async def start(self) -> None:
         """Start, and return when calls are accepted.
@@ -236,6 +269,7 @@ class GrpcServer:
             options=(
                 ("grpc.max_receive_message_length", settings.max_request_bytes),
                 ("grpc.max_send_message_length", -1),
+                ("grpc.http2.bdp_probe", 0),  # otherwise megabytes of each message arrive before it is read
                 ("grpc.server_handshake_timeout_ms", round(settings.body_seconds * 1000)),
                 ("grpc.keepalive_time_ms", 30_000),  # detects clients that vanished
                 ("grpc.keepalive_timeout_ms", 10_000),
@@ -245,8 +279,20 @@ class GrpcServer:
             ),
         )
         self._server.add_generic_rpc_handlers((self._front.handler(Calls(self._repository)),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.port = self._bind()
         await self._server.start()
+        self._following = asyncio.create_task(self._follow_readiness())
+
+    async def _follow_readiness(self) -> None:
+        """Keep the answers of grpc.health.v1 up to date, which need no token."""
+        while True:
+            status = health_pb2.HealthCheckResponse.SERVING
+            if not self._repository.ready:
+                status = health_pb2.HealthCheckResponse.NOT_SERVING
+            for name in ("", SERVICE):
+                await self._health.set(name, status)
+            await asyncio.sleep(HEALTH_SECONDS)
 
     async def drain(self, grace: float) -> bool:
         """Accept no more calls, and answer the accepted ones for up to `grace` seconds.
@@ -260,6 +306,8 @@ class GrpcServer:
         """
         if self._server is None:
             return True
+        self._following.cancel()
+        await self._health.enter_graceful_shutdown()
         self._front.draining = True
         refusing = min(DRAIN_REFUSE_SECONDS, grace) if self._front.was_called else 0.0
         await asyncio.sleep(refusing)
@@ -271,14 +319,7 @@ class GrpcServer:
         settings = self.settings
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address, port = f"{host}:{self.port}", 0
-        if settings.tls_certificate is not None and settings.tls_key is not None:
-            try:
-                key, certificate = settings.tls_key.read_bytes(), settings.tls_certificate.read_bytes()
-                credentials = grpc.ssl_server_credentials([(key, certificate)])
-            except (OSError, ValueError) as error:
-                raise tls_error(settings, error) from error
-        else:
-            credentials = None
+        credentials = grpc_credentials(settings)
         try:
             if credentials is None:
                 port = self._server.add_insecure_port(address)

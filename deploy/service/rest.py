@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -15,12 +16,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import ids, logs, metrics, spans
-from .addresses import bound, tls_error
+from .addresses import LoggedHandshake, bound, tls_error
 from .budget import Budget
 from .endpoints import FAILURES, Endpoints, as_json
 from .errors import NOT_READY, UNAUTHENTICATED
 from .settings import ServerSettings
-from .tokens import Token
+from .tokens import Tokens
+from .watched import SECONDS, Watched
 
 if TYPE_CHECKING:
     from .repository import Repository
@@ -36,10 +38,10 @@ _OPEN = {"/v2/health/live", "/v2/health/ready"}  # need no token
 class Front:
     """Handles every request: its id, the token, and clients that disconnect."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self.draining = False
         self._app = app
-        self._token = Token(settings)
+        self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given, authorization, closes = "", b"", False
@@ -63,7 +65,7 @@ class Front:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        if scope["path"] not in _OPEN and not self._token.allows(authorization):
+        if scope["path"] not in _OPEN and not self._tokens.allow(scope["path"], authorization):
             metrics.failed_without_model(UNAUTHENTICATED)
             said = "this server wants a token: send the header Authorization: Bearer <token>"
             refusal = as_json({"error": said}, UNAUTHENTICATED.status, {"www-authenticate": "Bearer"})
@@ -101,9 +103,11 @@ class _Uvicorn(uvicorn.Server):
         config = self.config
         if config.ssl is None or config.ssl_certfile is None:
             return
-        from watchfiles import awatch  # here, because only TLS needs it
-
-        async for _ in awatch(str(config.ssl_certfile), str(config.ssl_keyfile)):
+        watched = Watched(Path(config.ssl_certfile), Path(str(config.ssl_keyfile)))
+        while True:
+            await asyncio.sleep(SECONDS)
+            if not watched.changed():
+                continue
             try:
                 config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
                 _log.info("reloaded the TLS certificate")
@@ -124,14 +128,16 @@ class _Uvicorn(uvicorn.Server):
 class RestServer:
     """HTTP on one port, from `start` to `drain`."""
 
-    def __init__(self, settings: ServerSettings, repository: "Repository", budget: Budget) -> None:
+    def __init__(
+        self, settings: ServerSettings, repository: "Repository", budget: Budget, tokens: Tokens
+    ) -> None:
         """Bind the port.
 
         Raises:
             AddressError: the port is in use, the host is not this machine's, or TLS cannot be set up.
         """
         self.settings = settings
-        self._front = Front(_application(settings, repository, budget), settings)
+        self._front = Front(_application(settings, repository, budget), tokens)
         self.config = self._config()
         self._socket = bound(settings.host, settings.http_port, "--http-port", shared=settings.processes > 1)
         self.port: int = self._socket.getsockname()[1]
@@ -195,11 +201,15 @@ class RestServer:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
+            ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca is not None else None,
+            ssl_cert_reqs=ssl.CERT_NONE if settings.tls_client_ca is None else ssl.CERT_REQUIRED,
         )
         try:
             config.load()
         except (OSError, ssl.SSLError) as error:  # an SSLError names no file
             raise tls_error(settings, error) from error
+        if config.ssl is not None and settings.tls_client_ca is not None:
+            config.ssl.sslobject_class = LoggedHandshake
         return config
 
 

@@ -16,6 +16,7 @@ from .grpc_server import GrpcServer
 from .repository import Repository
 from .rest import RestServer
 from .settings import Control
+from .tokens import Tokens
 
 _log = logging.getLogger(__name__)
 _BROKEN = 70  # the exit code, EX_SOFTWARE
@@ -51,10 +52,11 @@ class Server:
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, stop.set)
         repository.on_broken = stop.set
-        budget = Budget(self._settings.share(self._settings.max_bytes_in_flight))
-        fronts: list[Any] = [RestServer(self._settings, repository, budget)]
-        if self._settings.grpc_port is not None:
-            fronts.append(GrpcServer(self._settings, repository, budget))
+        settings = self._settings
+        budget, tokens = Budget(settings.share(settings.max_bytes_in_flight)), Tokens(settings)
+        fronts: list[Any] = [RestServer(settings, repository, budget, tokens)]
+        if settings.grpc_port is not None:
+            fronts.append(GrpcServer(settings, repository, budget, tokens))
         background: list[asyncio.Task[None]] = []
         try:
             for front in fronts:

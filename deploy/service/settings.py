@@ -51,7 +51,10 @@ class _Settings(BaseModel):
 
 
 S = TypeVar("S", bound=_Settings)
-_PATHS = ("library", "library_folders", "tls_certificate", "tls_key", "profile")
+_PATHS = (
+    "library", "library_folders", "tls_certificate", "tls_key", "tls_client_ca", "token_file",
+    "control_token_file", "metrics_token_file", "profile",
+)  # fmt: skip
 
 
 class ModelSettings(_Settings):
@@ -152,8 +155,20 @@ class ServerSettings(_Settings):
     token: SecretStr | None = Field(
         None, min_length=1, description="clients must send Authorization: Bearer <token>"
     )
+    control_token: SecretStr | None = Field(
+        None, min_length=1, description="the token for loading and unloading; by default token"
+    )
+    metrics_token: SecretStr | None = Field(
+        None, min_length=1, description="the token for /metrics and /status; by default token"
+    )
+    token_file: Path | None = Field(None, description="holds the token; it is read anew when it changes")
+    control_token_file: Path | None = None
+    metrics_token_file: Path | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    tls_client_ca: Path | None = Field(
+        None, description="clients need a certificate of these authorities; read at the start"
+    )
     max_request_bytes: int = Field(64 << 20, gt=0)
     max_json_bytes: int = Field(
         2 << 20,
@@ -182,6 +197,11 @@ class ServerSettings(_Settings):
     def _fits(self) -> "ServerSettings":
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS needs both tls_certificate and tls_key")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs TLS: tls_certificate and tls_key")
+        for name in ("token", "control_token", "metrics_token"):
+            if getattr(self, name) is not None and getattr(self, f"{name}_file") is not None:
+                raise ValueError(f"{name} (or TWINOP_TOKEN) and {name}_file: give one of them")
         least = max(4, 2 * self.processes)
         if self.max_bytes_in_flight < least * self.max_request_bytes:
             raise ValueError(

@@ -17,6 +17,7 @@ from twinop.deploy.service.grpc_server import GrpcServer
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.rest import RestServer
 from twinop.deploy.service.settings import Settings, read_settings
+from twinop.deploy.service.tokens import Tokens
 from twinop.errors import TwinopError
 
 
@@ -32,8 +33,9 @@ def refused(models_folder: Path, **server: Any) -> str:
     repository = Repository(models_folder, settings)
 
     async def start() -> None:
-        RestServer(settings.server, repository, Budget(1))
-        await GrpcServer(settings.server, repository, Budget(1)).start()
+        tokens = Tokens(settings.server)
+        RestServer(settings.server, repository, Budget(1), tokens)
+        await GrpcServer(settings.server, repository, Budget(1), tokens).start()
 
     with pytest.raises(AddressError) as error:
         asyncio.run(start())

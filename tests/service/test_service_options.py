@@ -125,7 +125,8 @@ def test_settings_may_name_libraries_in_a_library_folder(
 @pytest.mark.parametrize(
     "options, words",
     [
-        (("--token-file", "nowhere"), "--token-file nowhere: cannot be read"),
+        (("--token-file", "/nowhere"), "the token's file /nowhere cannot be read: No such file"),
+        (("--token-file", "/dev/null"), "the token's file /dev/null is empty"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: tuple[str, ...], words: str, one_model: Path) -> None:
