@@ -77,7 +77,6 @@ class Record:
     shapes: str = ""
     input_shapes: str = ""
     limits: str = ""
-    scratch: str = "0"
     in_place: str = ""
     choices: str = ""
     gradient: str = ""
