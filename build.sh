@@ -23,7 +23,8 @@ Environment:
   TWINOP_PYTHON       the Python that .venv is made from (default: python3)
   TWINOP_TORCH_INDEX  an extra package index for torch; for torch's CPU build (much smaller):
                       https://download.pytorch.org/whl/cpu
-  TWINOP_CUDA_ARCHS   native (default), all, or a list such as 80,90
+  TWINOP_CUDA_ARCHS   native (default: for this machine's GPUs; for compute capability 9.0 where there is none),
+                      all, or a list such as 80,90: then the newest has PTX, which later GPUs can run, too
   ORT_ROOT            an ONNX Runtime release, unpacked or .tgz, to take the headers from; also TWINOP_CACHE and
                       TWINOP_ORT_URL: see cmake/OrtHeaders.cmake
 END
