@@ -4,7 +4,6 @@
 #include "kernels/elementwise.h"
 #include "kernels/elementwise/cpu_copy.h"
 #include "kernels/elementwise/strided.h"
-#include "kernels/primitives/cpu_convert.h"
 
 namespace twinop::elementwise {
 namespace {
@@ -12,9 +11,6 @@ namespace {
 // Elements below which a second thread costs more than it saves. Waking a pool takes 2 to 5 us, in
 // which one core moves about 64 KiB.
 constexpr std::int64_t kGrain = 1 << 15;
-
-// Up to so many elements, a loop without vectors is quicker than one block.
-constexpr std::int64_t kFew = 8;
 
 // Tensors that are not contiguous, or of fp16, are computed in pieces that stay in the first-level
 // cache.
@@ -37,8 +33,7 @@ class Contiguous {
 
   void operator()(void* const* out, const void* const* in, std::int64_t count) const {
     const std::int64_t rest = count % kBlock;
-    if (count <= kFew) return loop_.run_few(functor_, out, in, count);
-    if (rest == 0 || loop_.is_scalar) return loop_.run(functor_, out, in, count);
+    if (rest == 0 || count <= kFew || loop_.is_scalar) return loop_.run(functor_, out, in, count);
     alignas(64) char results[kMaxOperands][kBlockBytes];
     void* last[kMaxOperands];
     for (int k = 0; k < outputs_; ++k) last[k] = results[k];
@@ -49,7 +44,7 @@ class Contiguous {
       alignas(64) char padded[kMaxOperands][kBlockBytes];
       const void* block[kMaxOperands];
       for (int k = 0; k < inputs_; ++k) {
-        std::memset(padded[k], 0, kBlockBytes);
+        std::memset(padded[k] + bytes, 0, kBlock * size_ - bytes);
         block[k] = std::memcpy(padded[k], in[k], bytes);
       }
       loop_.run(functor_, last, block, kBlock);
@@ -93,21 +88,15 @@ struct Pieces {
   std::int64_t Grain() const { return kGrain / std::min(segment, piece) + 1; }
 };
 
-// Returns the conversion between a dtype and the elements of its loop; null where they are the
-// same.
-const Conversion* ConversionFor(DType dtype) {
-  return dtype == DType::kFloat16 ? ConversionOf(dtype) : nullptr;
-}
-
 // A call whose operands pass through buffers where they are not contiguous or of fp16.
 class BufferedCall {
  public:
   BufferedCall(const Call& call, int outputs, int inputs, const Loop& loop, const void* functor)
       : outputs_(outputs),
         operands_(outputs + inputs),
-        conversion_(ConversionFor(call.outputs[0].dtype)),
+        is_half_(call.outputs[0].dtype == DType::kFloat16),
         size_(Info(call.outputs[0].dtype).size),
-        compute_size_(conversion_ != nullptr ? sizeof(float) : size_),
+        compute_size_(is_half_ ? sizeof(float) : size_),
         run_(loop, functor, outputs, inputs, compute_size_),
         layout_(MakeLayout<kMaxOperands>(call, outputs, inputs)),
         pieces_(layout_.numel, layout_.sizes[0], std::max(compute_size_, sizeof(float))) {
@@ -154,7 +143,7 @@ class BufferedCall {
     void* values[kMaxOperands];  // of the piece, in the compute type
     for (int k = 0; k < operands_; ++k) {
       memory[k] = Run(k, first, position, count);
-      const bool direct = memory[k] != nullptr && conversion_ == nullptr;
+      const bool direct = memory[k] != nullptr && !is_half_;
       values[k] = direct && !scalar_[k] ? memory[k] : buffers[k];
       if (k >= outputs_ && values[k] == buffers[k] && !scalar_[k])
         Read(k, memory[k], position, count, buffers[k]);
@@ -174,27 +163,27 @@ class BufferedCall {
 
   void Read(int k, const char* memory, const Position& position, std::int64_t count,
             char* buffer) const {
-    alignas(64) Word16 gathered[kMaxPiece];
+    alignas(64) Half gathered[kMaxPiece];
     if (memory == nullptr) {
-      void* const target = conversion_ != nullptr ? static_cast<void*>(gathered) : buffer;
+      void* const target = is_half_ ? static_cast<void*>(gathered) : buffer;
       WithWord(size_, [&](auto tag) {
         Copy<typename decltype(tag)::Type, true>(data_[k], target, position, count, layout_.rank,
                                                  layout_.sizes, layout_.strides[k]);
       });
     }
-    if (conversion_ != nullptr)
-      conversion_->widen(memory != nullptr ? static_cast<const void*>(memory) : gathered,
-                         reinterpret_cast<float*>(buffer), count);
+    if (is_half_)
+      Widen(memory != nullptr ? reinterpret_cast<const Half*>(memory) : gathered,
+            reinterpret_cast<float*>(buffer), count);
   }
 
   void Write(int k, char* memory, const Position& position, std::int64_t count,
              char* buffer) const {
-    alignas(64) Word16 rounded[kMaxPiece];
-    if (conversion_ != nullptr)
-      conversion_->round(reinterpret_cast<const float*>(buffer),
-                         memory != nullptr ? static_cast<void*>(memory) : rounded, count);
+    alignas(64) Half rounded[kMaxPiece];
+    if (is_half_)
+      Round(reinterpret_cast<const float*>(buffer),
+            memory != nullptr ? reinterpret_cast<Half*>(memory) : rounded, count);
     if (memory != nullptr) return;
-    void* const source = conversion_ != nullptr ? static_cast<void*>(rounded) : buffer;
+    void* const source = is_half_ ? static_cast<void*>(rounded) : buffer;
     WithWord(size_, [&](auto tag) {
       Copy<typename decltype(tag)::Type, false>(data_[k], source, position, count, layout_.rank,
                                                 layout_.sizes, layout_.strides[k]);
@@ -204,8 +193,8 @@ class BufferedCall {
   void FillScalar(const char* value, char* buffer) const {
     const std::int64_t count = std::min(pieces_.piece, layout_.numel);
     float widened;
-    if (conversion_ != nullptr) {
-      conversion_->widen(value, &widened, 1);
+    if (is_half_) {
+      Widen(reinterpret_cast<const Half*>(value), &widened, 1);
       value = reinterpret_cast<const char*>(&widened);
     }
     WithWord(compute_size_,
@@ -213,7 +202,7 @@ class BufferedCall {
   }
 
   const int outputs_, operands_;
-  const Conversion* conversion_;
+  const bool is_half_;
   const std::size_t size_, compute_size_;  // of an element
   const Contiguous run_;
   const Layout<kMaxOperands> layout_;
@@ -224,18 +213,17 @@ class BufferedCall {
 };
 
 // Runs the loop over `count` contiguous fp16 elements of each operand, piece by piece.
-void RunConverted(const Conversion& conversion, const Contiguous& run, void* const* out,
-                  const void* const* in, int outputs, int inputs, std::int64_t count) {
+void RunConverted(const Contiguous& run, void* const* out, const void* const* in, int outputs,
+                  int inputs, std::int64_t count) {
   alignas(64) float buffers[kMaxOperands][kMaxPiece];
   void* values[kMaxOperands];
   for (int k = 0; k < outputs + inputs; ++k) values[k] = buffers[k];
   for (std::int64_t begin = 0; begin < count; begin += kMaxPiece) {
     const std::int64_t piece = std::min(kMaxPiece, count - begin);
     for (int k = 0; k < inputs; ++k)
-      conversion.widen(static_cast<const Word16*>(in[k]) + begin, buffers[outputs + k], piece);
+      Widen(static_cast<const Half*>(in[k]) + begin, buffers[outputs + k], piece);
     run(values, values + outputs, piece);
-    for (int k = 0; k < outputs; ++k)
-      conversion.round(buffers[k], static_cast<Word16*>(out[k]) + begin, piece);
+    for (int k = 0; k < outputs; ++k) Round(buffers[k], static_cast<Half*>(out[k]) + begin, piece);
   }
 }
 
@@ -247,18 +235,17 @@ Status RunLoop(const Call& call, int outputs, int inputs, const Loop& loop, cons
     BufferedCall(call, outputs, inputs, loop, functor).Run(*call.context);
     return {};
   }
-  const Conversion* const conversion = ConversionFor(dtype);
   const std::size_t size = Info(dtype).size;
-  const Contiguous contiguous(loop, functor, outputs, inputs,
-                              conversion != nullptr ? sizeof(float) : size);
+  const bool is_half = dtype == DType::kFloat16;
+  const Contiguous contiguous(loop, functor, outputs, inputs, is_half ? sizeof(float) : size);
   const auto run = [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t offset = begin * static_cast<std::int64_t>(size);
     void* out[kMaxOperands];
     const void* in[kMaxOperands];
     for (int k = 0; k < outputs; ++k) out[k] = call.outputs[k].as<char>() + offset;
     for (int k = 0; k < inputs; ++k) in[k] = call.inputs[k].as<const char>() + offset;
-    if (conversion != nullptr) {
-      RunConverted(*conversion, contiguous, out, in, outputs, inputs, end - begin);
+    if (is_half) {
+      RunConverted(contiguous, out, in, outputs, inputs, end - begin);
     } else {
       contiguous(out, in, end - begin);
     }

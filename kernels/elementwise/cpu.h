@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "kernels/elementwise.h"
+#include "kernels/elementwise/tuning.h"
 #include "kernels/primitives/cpu_features.h"
 
 namespace twinop::elementwise {
@@ -18,6 +19,9 @@ namespace twinop::elementwise {
 // Elements that one pass of the main loop takes, a whole number of registers for every type. (GCC
 // unrolls a loop of 16 before it reads `ivdep`.)
 inline constexpr std::int64_t kBlock = 64;
+
+// Up to so many elements, a loop without vectors is quicker than one block.
+inline constexpr std::int64_t kFew = 8;
 
 // The most outputs and inputs that an op may have together.
 inline constexpr int kMaxOperands = 8;
@@ -27,8 +31,8 @@ using LoopFunction = void(const void* functor, void* const* outputs, const void*
                           std::int64_t count);
 
 struct Loop {
-  const ByLevel<LoopFunction>& run;  // a whole number of blocks, or any number if is_scalar
-  LoopFunction* run_few;             // any number, one after another: quicker for a few
+  // A whole number of blocks, or up to kFew elements, or any number if is_scalar.
+  const ByLevel<LoopFunction>& run;
   bool is_scalar;
 };
 
@@ -47,24 +51,11 @@ TWINOP_INLINE Results<T, kCount> OneNan(Results<T, kCount> results) {
   return results;
 }
 
-// A functor that returns one of its operands declares `static constexpr bool kPicks = true;`. NaNs
-// then pass unchanged, at half the cost where the tensors lie in the caches.
-template <class F, class = void>
-inline constexpr bool kPicks = false;
-template <class F>
-inline constexpr bool kPicks<F, std::void_t<decltype(F::kPicks)>> = F::kPicks;
-
-// A functor that calls a function of the C library declares `static constexpr bool kScalar =
-// true;`: it is compiled once, because no instruction set makes it faster.
-template <class F, class = void>
-inline constexpr bool kScalar = false;
-template <class F>
-inline constexpr bool kScalar<F, std::void_t<decltype(F::kScalar)>> = F::kScalar;
-
 template <class S, class F, class... Values>
 TWINOP_INLINE auto Evaluate(const F& functor, Values... values) {
   auto results = functor(values...);
-  if constexpr (kPicks<F> || std::is_same_v<S, BFloat16>) {  // Round makes one NaN of bfloat16
+  if constexpr (kTuning<F>.picks ||
+                std::is_same_v<S, BFloat16>) {  // Round makes one NaN of bfloat16
     return results;
   } else if constexpr (std::is_same_v<std::tuple<Values...>, std::tuple<decltype(results)>>) {
     // One operand: test it instead of the result, which takes the test out of the dependency chain.
@@ -99,8 +90,15 @@ struct BlockLoop {
     for (int k = 0; k < kInputs; ++k) in.pointers[k] = static_cast<const S*>(inputs[k]);
     const F& f = *static_cast<const F*>(functor);
     constexpr auto kIndices = std::make_index_sequence<kInputs>{};
-    if constexpr (kScalar<F>) {
+    if constexpr (kTuning<F>.is_scalar) {
       Elements(f, out, in, count, kIndices);
+      return;
+    }
+    if (count <= kFew) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        Element(f, out, in, i, kIndices);
+        asm volatile("");  // not vectorised
+      }
       return;
     }
     for (std::int64_t i = 0; i < count; i += kBlock) {
@@ -114,18 +112,6 @@ struct BlockLoop {
       for (const S*& pointer : block.pointers) pointer += i;
       Elements(f, results, block, kBlock, kIndices);
       for (int k = 0; k < kOutputs; ++k) std::memcpy(out[k] + i, buffers[k], sizeof(buffers[k]));
-    }
-  }
-
-  static void RunFew(const void* functor, void* const* outputs, const void* const* inputs,
-                     std::int64_t count) {
-    Outputs<S, kOutputs> out;
-    for (int k = 0; k < kOutputs; ++k) out.pointers[k] = static_cast<S*>(outputs[k]);
-    Inputs<S, kInputs> in;
-    for (int k = 0; k < kInputs; ++k) in.pointers[k] = static_cast<const S*>(inputs[k]);
-    for (std::int64_t i = 0; i < count; ++i) {
-      Element(*static_cast<const F*>(functor), out, in, i, std::make_index_sequence<kInputs>{});
-      asm volatile("");  // not vectorised
     }
   }
 
@@ -147,7 +133,7 @@ struct BlockLoop {
 
 template <class F, class S, int kOutputs, int kInputs>
 inline constexpr Loop kLoop = {kByLevel<BlockLoop<F, S, kOutputs, kInputs>, LoopFunction>,
-                               BlockLoop<F, S, kOutputs, kInputs>::RunFew, kScalar<F>};
+                               kTuning<F>.is_scalar};
 
 // The CPU launcher of functor F.
 template <template <class> class F, class AnyCall>

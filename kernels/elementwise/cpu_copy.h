@@ -1,10 +1,14 @@
-// Copies between an operand of any strides and a contiguous buffer, on the CPU. Only the size of an
-// element matters.
+// Moves elements between an operand and a contiguous buffer, on the CPU: copies for any strides,
+// for which only the size of an element matters, and conversions between fp16 and fp32.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "kernels/math/numeric.h"
 #include "kernels/primitives/cpu_features.h"
@@ -95,6 +99,50 @@ void WithWord(std::size_t size, const Body& body) {
   if (size == sizeof(Word16)) return body(Tag<Word16>{});
   if (size == sizeof(Word32)) return body(Tag<Word32>{});
   return body(Tag<Word64>{});
+}
+
+// ---------------------------------------------------------------------------------- fp16
+
+#if defined(__x86_64__)
+
+// The processor's conversions give the bits of ToCompute and Round, except a rounded NaN.
+TWINOP_TARGET_AVX2 inline void WidenWithF16c(const Half* from, float* to, std::int64_t count) {
+  std::int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const auto* words = reinterpret_cast<const __m128i*>(from + i);
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(words)));
+  }
+  for (; i < count; ++i) to[i] = _cvtsh_ss(from[i].bits);
+}
+
+TWINOP_TARGET_AVX2 inline void RoundWithF16c(const float* from, Half* to, std::int64_t count) {
+  std::int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i words = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    const __m128i magnitude = _mm_and_si128(words, _mm_set1_epi16(0x7FFF));
+    const __m128i nan = _mm_cmpgt_epi16(magnitude, _mm_set1_epi16(0x7C00));
+    const __m128i payload = _mm_and_si128(nan, _mm_set1_epi16(0x01FF));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm_andnot_si128(payload, words));
+  }
+  for (; i < count; ++i) Round(from[i], to + i);
+}
+
+#endif
+
+// Converts fp16 to fp32, exactly.
+inline void Widen(const Half* __restrict from, float* __restrict to, std::int64_t count) {
+#if defined(__x86_64__)
+  if (CpuLevel() != Level::kBaseline) return WidenWithF16c(from, to, count);
+#endif
+  for (std::int64_t i = 0; i < count; ++i) to[i] = ToCompute(from[i]);
+}
+
+// Rounds fp32 to fp16: to nearest, ties to even. The payload of a NaN is not kept.
+inline void Round(const float* __restrict from, Half* __restrict to, std::int64_t count) {
+#if defined(__x86_64__)
+  if (CpuLevel() != Level::kBaseline) return RoundWithF16c(from, to, count);
+#endif
+  for (std::int64_t i = 0; i < count; ++i) Round(from[i], to + i);
 }
 
 }  // namespace twinop::elementwise

@@ -31,30 +31,23 @@ __device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&
   }
 }
 
-// A functor of one result that needs special cases for few values says `kHasPlain = true`. It has
-// `static bool IsPlain(values...)`, which is false for values that need them, and `static ...
-// TryPlain(values...)`, which returns the `value` without special cases and whether it is `plain`
-// after all. A warp whose vectors hold plain values only takes it. There is one branch for all
-// elements, because a branch for each would keep their arithmetic from being interleaved.
-template <class F, class = void>
-inline constexpr bool kHasPlain = false;
-template <class F>
-inline constexpr bool kHasPlain<F, std::void_t<decltype(F::kHasPlain)>> = F::kHasPlain;
-
+// A warp whose vectors hold plain values only takes the functor's plain case (tuning.h). There is
+// one branch for all elements, because a branch for each would keep their arithmetic from being
+// interleaved.
 template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
 __device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)[kOutputs],
                                       const Vector<T, kWidth> (&in)[kInputs],
                                       std::index_sequence<I...> indices) {
-  if constexpr (kHasPlain<F>) {
+  if constexpr (PlainCase<F>::kExists) {
     static_assert(kOutputs == 1);
     constexpr unsigned kAll = 0xFFFFFFFFu;
     bool plain = true;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) plain = plain & F::IsPlain(ComputeAt(in[I], i)...);
+    for (int i = 0; i < kWidth; ++i) plain = plain & PlainCase<F>::Holds(ComputeAt(in[I], i)...);
     if (__all_sync(kAll, plain)) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const auto result = F::TryPlain(ComputeAt(in[I], i)...);
+        const auto result = PlainCase<F>::Try(ComputeAt(in[I], i)...);
         plain = plain & result.plain;
         Round(result.value, &out[0].values[i]);
       }

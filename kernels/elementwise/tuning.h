@@ -1,11 +1,17 @@
-// How much each functor gets of what the elementwise kernels can vary. Functors that are not named
-// here have the defaults. docs/tuning.md has the measurements (sm_90).
+// How the elementwise loops and kernels treat single functors. Functors that are not named here
+// have the defaults. docs/tuning.md has the measurements (sm_90).
 #pragma once
 
 #include <type_traits>
 
+#include "kernels/math/math.h"
+
 namespace twinop {
 
+template <class T>
+struct Relu;
+template <class T>
+struct ReluBackward;
 template <class T>
 struct Gelu;
 template <class T>
@@ -29,17 +35,24 @@ struct FunctorTuning {
   // The register limit of a thread, with up to two vectors or in float64; 0: the compiler's choice.
   // With more, the compiler overlaps the arithmetic of several elements further than pays.
   int registers = 0;
+  // On the CPU: the functor returns one of its operands. NaNs then pass unchanged, at half the cost
+  // where the tensors lie in the caches.
+  bool picks = false;
+  // On the CPU: the functor calls a function of the C library. It is compiled once, because no
+  // instruction set makes it faster.
+  bool is_scalar = false;
 };
 
 template <class T>
 inline constexpr int kFloat64Registers = sizeof(T) == 8 ? 64 : 0;
 
-// A functor of its own tuning has `static constexpr elementwise::FunctorTuning kTuning`.
-template <class F, class = void>
-inline constexpr FunctorTuning kTuning{};
 template <class F>
-inline constexpr FunctorTuning kTuning<F, std::void_t<decltype(F::kTuning)>> = F::kTuning;
+inline constexpr FunctorTuning kTuning{};
 
+template <class T>
+inline constexpr FunctorTuning kTuning<Relu<T>>{1, 0, true};
+template <class T>
+inline constexpr FunctorTuning kTuning<ReluBackward<T>>{1, 0, true};
 template <class T>
 inline constexpr FunctorTuning kTuning<Gelu<T>>{sizeof(T) == 8 ? 4 : 2, kFloat64Registers<T>};
 template <class T>
@@ -51,8 +64,26 @@ inline constexpr FunctorTuning kTuning<SoftPlus<T>>{2, kFloat64Registers<T>};
 template <class T>
 inline constexpr FunctorTuning kTuning<Logarithm<T>>{2};
 template <class T>
-inline constexpr FunctorTuning kTuning<Power<T>>{2, sizeof(T) == 8                ? 64
-                                                    : std::is_floating_point_v<T> ? 32
-                                                                                  : 40};
+inline constexpr FunctorTuning kTuning<Power<T>>{2,
+                                                 sizeof(T) == 8                ? 64
+                                                 : std::is_floating_point_v<T> ? 32
+                                                                               : 40,
+                                                 false, sizeof(T) == 8};
+
+// On CUDA: a functor of one result that needs special cases for few values. `Holds` is false for
+// values that need them. `Try` returns the `value` without special cases and whether it is `plain`
+// after all.
+template <class F>
+struct PlainCase {
+  static constexpr bool kExists = false;
+};
+#if defined(__CUDACC__)
+template <class T>
+struct PlainCase<Power<T>> {
+  static constexpr bool kExists = true;
+  __device__ __forceinline__ static bool Holds(T a, T) { return IsPlainBase(a); }
+  __device__ __forceinline__ static auto Try(T a, T b) { return TryPlainPow(a, b); }
+};
+#endif
 
 }  // namespace twinop::elementwise

@@ -22,12 +22,7 @@ struct Mul {
 // if the exponent is not an integer.
 template <class T>
 struct Power {
-  static constexpr bool kHasPlain = true;          // on CUDA: elementwise/cuda.cuh
-  static constexpr bool kScalar = sizeof(T) == 8;  // on the CPU the C library's pow
-
   TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }
-  TWINOP_INLINE static bool IsPlain(T a, T) { return IsPlainBase(a); }
-  TWINOP_INLINE static auto TryPlain(T a, T b) { return TryPlainPow(a, b); }
 };
 
 // The derivatives are those of torch's derivatives.yaml, in torch's operators, so second

@@ -10,7 +10,6 @@ namespace twinop {
 // -0.
 template <class T>
 struct Relu {
-  static constexpr bool kPicks = true;
   TWINOP_INLINE T operator()(T x) const { return x < T(0) ? T(0) : x; }
 };
 
@@ -18,7 +17,6 @@ struct Relu {
 // threshold_backward.
 template <class T>
 struct ReluBackward {
-  static constexpr bool kPicks = true;
   TWINOP_INLINE T operator()(T grad_y, T y) const { return y <= T(0) ? T(0) : grad_y; }
 };
 
