@@ -101,42 +101,19 @@ TWINOP_INLINE void RunRows(const F& initial, const Arguments<F, S, W>& arguments
   RunUnits<RowBuffer::kNone>(initial, arguments, begin, end, sums);
 }
 
-// The same loops, compiled once for each instruction set.
+// The loops over rows, compiled once for each instruction set.
 template <class F, class S, class W>
-using RowsFunction = void (*)(const F& initial, const Arguments<F, S, W>& arguments,
-                              std::int64_t begin, std::int64_t end, Compute<S>* sums);
-
+struct RowLoops {
+  template <Level kLevel>
+  TWINOP_INLINE static void Run(const F& initial, const Arguments<F, S, W>& arguments,
+                                std::int64_t begin, std::int64_t end, Compute<S>* sums) {
+    RunRows(initial, arguments, begin, end, sums);
+  }
+};
 template <class F, class S, class W>
-void RowsBaseline(const F& initial, const Arguments<F, S, W>& arguments, std::int64_t begin,
-                  std::int64_t end, Compute<S>* sums) {
-  RunRows(initial, arguments, begin, end, sums);
-}
-#if defined(__x86_64__)
-template <class F, class S, class W>
-TWINOP_TARGET_AVX2 void RowsAvx2(const F& initial, const Arguments<F, S, W>& arguments,
-                                 std::int64_t begin, std::int64_t end, Compute<S>* sums) {
-  RunRows(initial, arguments, begin, end, sums);
-}
-template <class F, class S, class W>
-TWINOP_TARGET_AVX512 void RowsAvx512(const F& initial, const Arguments<F, S, W>& arguments,
-                                     std::int64_t begin, std::int64_t end, Compute<S>* sums) {
-  RunRows(initial, arguments, begin, end, sums);
-}
-#endif
-
-template <class F, class S, class W>
-RowsFunction<F, S, W> ChooseRowsFunction() {
-#if defined(__x86_64__)
-  if (CpuLevel() == Level::kAvx512) return RowsAvx512<F, S, W>;
-  if (CpuLevel() == Level::kAvx2) return RowsAvx2<F, S, W>;
-#endif
-  return RowsBaseline<F, S, W>;
-}
-
-// The loops for this processor. They are chosen when the library is loaded, so a call only reads
-// the pointer.
-template <class F, class S, class W>
-inline const RowsFunction<F, S, W> kRowsFunction = ChooseRowsFunction<F, S, W>();
+inline constexpr const auto& kRowLoops =
+    kByLevel<RowLoops<F, S, W>,
+             void(const F&, const Arguments<F, S, W>&, std::int64_t, std::int64_t, Compute<S>*)>;
 
 // ---------------------------------------------------------------------------------- a call
 
@@ -162,9 +139,9 @@ void SumColumns(const Call& call, const F& functor, const Arguments<F, S, W>& ar
                               [&](std::int64_t begin, std::int64_t end) {
                                 for (std::int64_t g = begin; g < end; ++g) {
                                   std::fill_n(partials + g * size, size, T(0));
-                                  kRowsFunction<F, S, W>(
-                                      functor, arguments, rows.count * g / groups,
-                                      rows.count * (g + 1) / groups, partials + g * size);
+                                  kRowLoops<F, S, W>(functor, arguments, rows.count * g / groups,
+                                                     rows.count * (g + 1) / groups,
+                                                     partials + g * size);
                                 }
                               });
   }
@@ -203,7 +180,7 @@ Status RunOnPool(const Call& call, const F& functor, const Arguments<F, S, W>& a
   const std::int64_t units = UnitCount(rows);
   call.context->ParallelFor(units, Grain(rows.columns * (rows.count / units)),
                             [&](std::int64_t begin, std::int64_t end) {
-                              kRowsFunction<F, S, W>(functor, arguments, begin, end, nullptr);
+                              kRowLoops<F, S, W>(functor, arguments, begin, end, nullptr);
                             });
   return {};
 }
