@@ -91,15 +91,10 @@ struct Tensor {
 };
 
 // Where a launch runs. `parallel_for` is the framework's own thread pool.
-struct Context {
+struct Context : twinop_context {
   using Range = twinop_range;
 
-  std::int32_t device_type = TWINOP_CPU;
-  std::int32_t device_index = 0;
-  void* stream = nullptr;  // cudaStream_t; null on the CPU
-  void (*parallel_for)(void* pool, std::int64_t count, std::int64_t grain, Range range,
-                       void* argument) = nullptr;
-  void* pool = nullptr;
+  constexpr Context() : twinop_context{} {}
 
   // Calls body(begin, end) over [0, count) in pieces of at least `grain`. One piece runs on this
   // thread.
@@ -166,11 +161,6 @@ TWINOP_SAME_FIELD(Attribute, twinop_attribute, ints);
 TWINOP_SAME_FIELD(Attribute, twinop_attribute, count);
 static_assert(offsetof(Text, size) ==
               offsetof(twinop_attribute, s_size) - offsetof(twinop_attribute, s));
-TWINOP_SAME_FIELD(Context, twinop_context, device_type);
-TWINOP_SAME_FIELD(Context, twinop_context, device_index);
-TWINOP_SAME_FIELD(Context, twinop_context, stream);
-TWINOP_SAME_FIELD(Context, twinop_context, parallel_for);
-TWINOP_SAME_FIELD(Context, twinop_context, pool);
 TWINOP_SAME_FIELD(Call, twinop_call, inputs);
 TWINOP_SAME_FIELD(Call, twinop_call, outputs);
 TWINOP_SAME_FIELD(Call, twinop_call, attributes);
