@@ -6,7 +6,6 @@
 
 #include "kernels/elementwise/tuning.h"
 #include "kernels/primitives/policy.h"
-#include "kernels/primitives/vector_bytes.h"
 
 namespace twinop::elementwise {
 

@@ -29,7 +29,7 @@ Status LaunchReluVariant(const Call& call, std::string_view variant) {
           call, Functor{}, out, in);
     }
     std::int64_t blocks = (call.outputs[0].numel + kThreads - 1) / kThreads;
-    return LaunchKernel(ScalarKernel<Functor, T>, blocks, kThreads, call, Functor{},
+    return LaunchKernel(ScalarKernel<Functor, T>, {blocks, dim3(kThreads)}, call, Functor{},
                         call.outputs[0].numel, out[0], in[0]);
   });
 }

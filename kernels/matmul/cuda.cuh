@@ -104,17 +104,6 @@ __global__ void __launch_bounds__(kSide<kTile>* kSide<kTile>)
 
 // ---------------------------------------------------------------------------------- launches
 
-// Shared memory that a block of the current device may have.
-inline Status SharedLimit(int* bytes) {
-  static std::atomic<int> known[64];
-  return DeviceFact(
-      known,
-      [](int device, int* value) {
-        return cudaDeviceGetAttribute(value, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-      },
-      bytes);
-}
-
 // The widest tile of which two blocks fit on a multiprocessor, but none wider than y.
 inline int ChooseTile(const Problem& problem, int limit) {
   int tile = 128;
@@ -152,9 +141,8 @@ Status Cuda(const CallOf<Op>& call) {
                         Grid{(count + kNaiveThreads - 1) / kNaiveThreads, dim3(kNaiveThreads)},
                         call, problem, matrices.a, matrices.b, matrices.y);
   }
-  int limit = 0;
-  Status status = SharedLimit(&limit);
-  if (!status.ok()) return status;
+  int limit = 0;  // shared memory that a block may have
+  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&limit));
   int tile = static_cast<int>(AttributeOf<std::int64_t>(call, "tile"_name));
   if (tile == 0) tile = ChooseTile(problem, limit);
   if (SharedBytes(tile) > limit) return TooLarge(tile, limit);

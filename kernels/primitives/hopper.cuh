@@ -31,11 +31,6 @@ __device__ __forceinline__ void FenceInit() {
   TWINOP_HOPPER_ASM("fence.mbarrier_init.release.cluster;" :: : "memory");
 }
 
-__device__ __forceinline__ void Arrive(Barrier* barrier) {
-  TWINOP_HOPPER_ASM(
-      "mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
-}
-
 // One arrival, and `bytes` more to come before the barrier opens.
 __device__ __forceinline__ void ArriveExpecting(Barrier* barrier, std::uint32_t bytes) {
   TWINOP_HOPPER_ASM(

@@ -28,37 +28,47 @@ inline Status CudaStatus(cudaError_t error, const char* what) {
   return Status::Error(std::move(text));
 }
 
+// Runs `launch(call)` with the call's device as the current one, and makes the previous one current
+// again. Frameworks mostly have set it already; ONNX Runtime's CUDA plugin does not.
+template <class Launch>
+Status OnDevice(const Call& call, const Launch& launch) {
+  int previous = 0;
+  cudaError_t error = cudaGetDevice(&previous);
+  const int wanted = call.context->device_index;
+  const bool other = error == cudaSuccess && previous != wanted;
+  if (other) error = cudaSetDevice(wanted);
+  if (error != cudaSuccess)
+    return CudaStatus(error, ("choosing CUDA device " + std::to_string(wanted)).c_str());
+  Status status = launch(call);
+  if (other) cudaSetDevice(previous);
+  return status;
+}
+
 // Gets a fact of the current device: query(device, &value) asks once for each device.
 template <class Query>
-Status DeviceFact(std::atomic<int> (&known)[64], const Query& query, int* value) {
+Status DeviceFact(const Query& query, int* value) {
+  static std::atomic<int> known[64];
   int device = 0;
-  Status status = CudaStatus(cudaGetDevice(&device), "asking for the device");
-  if (!status.ok()) return status;
+  TWINOP_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
   std::atomic<int>& fact = known[device % 64];
   *value = fact.load(std::memory_order_relaxed);
-  if (*value != 0) return status;
+  if (*value != 0) return {};
   const cudaError_t error = query(device, value);
   if (error == cudaSuccess && device < 64) fact.store(*value, std::memory_order_relaxed);
   return CudaStatus(error, "asking for a property of the device");
 }
 
-inline Status Multiprocessors(int* count) {
-  static std::atomic<int> known[64];
+template <cudaDeviceAttr kAttribute>
+Status DeviceAttribute(int* value) {
   return DeviceFact(
-      known,
-      [](int device, int* value) {
-        return cudaDeviceGetAttribute(value, cudaDevAttrMultiProcessorCount, device);
-      },
-      count);
+      [](int device, int* v) { return cudaDeviceGetAttribute(v, kAttribute, device); }, value);
 }
 
 // The architecture that the kernel in use here was compiled for, 90 for sm_90: code for an older
 // one, compiled by the driver on a newer device, has none of the newer one's instructions.
 template <auto kKernel>
 Status KernelArchitecture(int* architecture) {
-  static std::atomic<int> known[64];
   return DeviceFact(
-      known,
       [](int, int* value) {
         cudaFuncAttributes attributes{};
         cudaError_t error = cudaFuncGetAttributes(&attributes, kKernel);
@@ -105,18 +115,17 @@ inline Grid Dependent(Grid grid) {
 // another thread may be about to need it.
 inline Status AllowSharedBytes(const void* kernel, int bytes) {
   int device = 0;
-  Status found = CudaStatus(cudaGetDevice(&device), "asking for the device");
-  if (!found.ok()) return found;
+  TWINOP_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, int> allowed;
   const std::lock_guard<std::mutex> lock(mutex);
   int& most = allowed[{device, kernel}];
   if (bytes <= most) return {};
-  Status asked =
+  TWINOP_RETURN_IF_ERROR(
       CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                 "asking for shared memory");
-  if (asked.ok()) most = bytes;
-  return asked;
+                 "asking for shared memory"));
+  most = bytes;
+  return {};
 }
 
 // A grid as the runtime takes it.
@@ -168,8 +177,7 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
     TWINOP_RETURN_IF_ERROR(KernelArchitecture<ArchitectureKernel>(&architecture));
     if (architecture >= 90) launch.LaunchDependent();
   }
-  Status allowed = launch.Allow(kernel);
-  if (!allowed.ok()) return allowed;
+  TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
   cudaError_t error =
       cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...);
   cudaError_t last = cudaGetLastError();  // leaves no error for the next call
@@ -181,29 +189,18 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
 template <class Kernel>
 Status ResidentClusters(Kernel kernel, const Grid& grid, int* count) {
   const LaunchConfig launch(grid, nullptr);
-  Status allowed = launch.Allow(kernel);
-  if (!allowed.ok()) return allowed;
+  TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
   if (grid.cluster > 1)
     return CudaStatus(cudaOccupancyMaxActiveClusters(count, kernel, &launch.config),
                       "asking how many clusters the device holds");
   int blocks = 0, processors = 0;
-  Status status = CudaStatus(
+  TWINOP_RETURN_IF_ERROR(CudaStatus(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(
           &blocks, kernel, static_cast<int>(grid.threads.x), launch.config.dynamicSmemBytes),
-      "asking how many blocks the device holds");
-  if (!status.ok()) return status;
-  Status found = Multiprocessors(&processors);
+      "asking how many blocks the device holds"));
+  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
   *count = blocks * processors;
-  return found;
-}
-
-template <class... Parameters, class... Arguments>
-Status LaunchKernel(void (*kernel)(Parameters...), std::int64_t blocks, int threads,
-                    const Call& call, const Arguments&... arguments) {
-  if (blocks > INT32_MAX) return Status::Error("the tensor is too large for one kernel launch");
-  kernel<<<static_cast<unsigned>(blocks), threads, 0,
-           static_cast<cudaStream_t>(call.context->stream)>>>(arguments...);
-  return CudaStatus(cudaGetLastError(), "a kernel launch");
+  return {};
 }
 
 }  // namespace twinop

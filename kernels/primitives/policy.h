@@ -5,6 +5,8 @@
 
 namespace twinop {
 
+inline constexpr int kVectorBytes = 16;  // the widest access to global memory of sm_75 to sm_90
+
 struct DevicePolicy {
   int multiprocessors;              // that a persistent grid fills
   int cluster_multiprocessors;      // the same for clusters of more than two blocks

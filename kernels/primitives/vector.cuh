@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "kernels/math/numeric.h"
-#include "kernels/primitives/vector_bytes.h"
+#include "kernels/primitives/policy.h"
 
 namespace twinop {
 

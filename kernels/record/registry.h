@@ -13,7 +13,7 @@
 #include "kernels/record/record.h"
 #include "kernels/record/validate.h"
 #if defined(__CUDACC__)
-#include "kernels/primitives/device_guard.cuh"
+#include "kernels/primitives/launch.cuh"
 #endif
 
 // TWINOP_OP(id, record, launcher), in namespace twinop, registers an op:

@@ -174,10 +174,10 @@ struct Launch {
     }
     using Traits = ResidentTraits<F, S, W, kLanes, kVectors, kTotals, kTuning, kAccess>;
     const int bytes = kGroups * ResidentRows<Traits>::SharedBytesOf(kLanes > 0 ? kLanes : threads);
-    Status status =
-        LaunchKernel(ResidentKernel<Traits>, Dependent({blocks, dim3(threads), 1, bytes}), call,
-                     functor, arguments, AllReads(), Partials());
-    return status.ok() ? FinishSums(static_cast<int>(blocks)) : std::move(status);
+    TWINOP_RETURN_IF_ERROR(LaunchKernel(ResidentKernel<Traits>,
+                                        Dependent({blocks, dim3(threads), 1, bytes}), call, functor,
+                                        arguments, AllReads(), Partials()));
+    return FinishSums(static_cast<int>(blocks));
   }
 
   // Threads of a block that takes a row.
@@ -212,9 +212,8 @@ struct Launch {
 
   Status RunWide(bool aligned) const {
     int architecture = 0;
-    Status status =
-        KernelArchitecture<ClusterKernel<F, S, W, Source::kGlobal, false>>(&architecture);
-    if (!status.ok()) return status;
+    TWINOP_RETURN_IF_ERROR(
+        (KernelArchitecture<ClusterKernel<F, S, W, Source::kGlobal, false>>(&architecture)));
     const std::int64_t columns = arguments.rows.columns;
     ClusterSettings settings{1, 1, kClusterThreads, 0};
     if (architecture < 90 || !kHasClusters) return RunGlobal(settings, aligned);
@@ -268,33 +267,27 @@ struct Launch {
     Grid grid{settings.cluster, dim3(settings.groups * settings.threads), 1,
               static_cast<int>(bytes), settings.cluster};
     int clusters = SumClusters(settings.cluster);
-    if (!kSumOnTheWay) {
-      Status status = ResidentClusters(kernel, grid, &clusters);
-      if (!status.ok()) return status;
-    }
+    if (!kSumOnTheWay) TWINOP_RETURN_IF_ERROR(ResidentClusters(kernel, grid, &clusters));
     clusters = static_cast<int>(std::min<std::int64_t>(clusters, rows.count));
     grid.blocks = std::int64_t{clusters} * settings.cluster;
-    Status launched = LaunchKernel(kernel, Dependent(grid), call, functor, arguments, settings,
-                                   AllReads(), states, Partials());
-    if constexpr (kSumOnTheWay) {
-      if (launched.ok()) return FinishSums(clusters * settings.groups);
-    }
-    return launched;
+    TWINOP_RETURN_IF_ERROR(LaunchKernel(kernel, Dependent(grid), call, functor, arguments, settings,
+                                        AllReads(), states, Partials()));
+    if constexpr (kSumOnTheWay) return FinishSums(clusters * settings.groups);
+    return {};
   }
 
   // Takes the rows from global memory. A second pass then sums the columns, in the order in which a
   // pipeline of these settings adds them, if there is one.
   Status RunGlobal(const ClusterSettings& settings, bool aligned) const {
-    Status launched = RunCluster<Source::kGlobal, false>(settings);
+    TWINOP_RETURN_IF_ERROR((RunCluster<Source::kGlobal, false>(settings)));
     if constexpr (kSums) {
-      if (!launched.ok() || (arguments.sums[0] == nullptr && arguments.sums[1] == nullptr))
-        return launched;
+      if (arguments.sums[0] == nullptr && arguments.sums[1] == nullptr) return {};
       if constexpr (kHasClusters) {
         if (aligned) return SumColumns<true>(settings);
       }
       return SumColumns<false>(settings);
     }
-    return launched;
+    return {};
   }
 
   template <bool kVectorised>
@@ -313,11 +306,11 @@ struct Launch {
       down = 4 * kPartials / ((vectors + kSumThreads - 1) / kSumThreads);
       down = std::max<std::int64_t>(1, std::min({down, std::int64_t{kPartials}, count}));
     }
-    Status status =
+    TWINOP_RETURN_IF_ERROR(
         LaunchKernel(ColumnSumsKernel<F, S, W, kVectorised>,
                      Dependent({across, dim3(kSumThreads), static_cast<unsigned>(down)}), call,
-                     arguments, groups, static_cast<const F*>(call.scratch), Partials());
-    return status.ok() ? FinishSums(static_cast<int>(down)) : std::move(status);
+                     arguments, groups, static_cast<const F*>(call.scratch), Partials()));
+    return FinishSums(static_cast<int>(down));
   }
 
   Status FinishSums(int count) const {
@@ -334,14 +327,12 @@ struct Launch {
 };
 
 template <class F, class S, class W>
-Status Run(const Call& call, const F& functor, const Arguments<F, S, W>& arguments) {
-  return Launch<F, S, W>{call, functor, arguments}.Run();
-}
+Launch(const Call&, const F&, const Arguments<F, S, W>&) -> Launch<F, S, W>;
 
 template <template <class> class F, class Op>
 Status Cuda(const CallOf<Op>& call) {
   return DispatchRows<F>(call, [&](const auto& functor, const auto& arguments) {
-    return Run(call, functor, arguments);
+    return Launch{call, functor, arguments}.Run();
   });
 }
 

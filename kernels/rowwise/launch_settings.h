@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "kernels/primitives/policy.h"
-#include "kernels/primitives/vector_bytes.h"
 #include "kernels/rowwise.h"
 
 namespace twinop::rowwise {

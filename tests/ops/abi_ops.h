@@ -66,7 +66,7 @@ __global__ void ScaleKernel(const float* x, float* y, float factor, std::int64_t
 inline Status LaunchScaleBy(const Call& call) {
   constexpr int kThreads = 128;
   const std::int64_t count = call.outputs[0].numel;
-  return LaunchKernel(ScaleKernel, (count + kThreads - 1) / kThreads, kThreads, call,
+  return LaunchKernel(ScaleKernel, {(count + kThreads - 1) / kThreads, dim3(kThreads)}, call,
                       call.inputs[0].as<const float>(), call.outputs[0].as<float>(),
                       SumOf(call.inputs[1]), count);
 }

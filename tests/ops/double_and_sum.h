@@ -60,8 +60,8 @@ inline Status LaunchDoubleAndSum(const Call& call) {
   return WithDoubleAndSum(call, [&](auto functor) {
     constexpr int kThreads = 128;
     std::int64_t rows = call.outputs[1].numel;
-    return LaunchKernel(DoubleAndSumKernel<decltype(functor)>, (rows + kThreads - 1) / kThreads,
-                        kThreads, call, functor, rows);
+    return LaunchKernel(DoubleAndSumKernel<decltype(functor)>,
+                        {(rows + kThreads - 1) / kThreads, dim3(kThreads)}, call, functor, rows);
   });
 }
 #else

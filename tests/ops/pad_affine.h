@@ -83,8 +83,8 @@ Status LaunchPadAffine(const CallOf<Op>& call) {
   return WithPadAffine(call, [&](auto functor) {
     constexpr int kThreads = 256;
     std::int64_t count = call.outputs[0].numel;
-    return LaunchKernel(PadAffineKernel<decltype(functor)>, (count + kThreads - 1) / kThreads,
-                        kThreads, call, functor, count);
+    return LaunchKernel(PadAffineKernel<decltype(functor)>,
+                        {(count + kThreads - 1) / kThreads, dim3(kThreads)}, call, functor, count);
   });
 }
 #else

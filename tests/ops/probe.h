@@ -52,7 +52,7 @@ template <class Op>
 Status LaunchProbe(const CallOf<Op>& call) {
   constexpr int kThreads = 128;
   std::int64_t bytes = call.outputs[0].bytes();
-  return LaunchKernel(ProbeKernel, (bytes + kThreads - 1) / kThreads, kThreads, call,
+  return LaunchKernel(ProbeKernel, {(bytes + kThreads - 1) / kThreads, dim3(kThreads)}, call,
                       MakeProbe(call), bytes);
 }
 #else
