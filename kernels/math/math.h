@@ -215,5 +215,5 @@ TWINOP_INLINE float Rsqrt(float x) {
 }  // namespace twinop
 
 #if defined(__CUDACC__)
-#include "kernels/math/cuda_float.cuh"
+#include "kernels/math/cuda_formulas.cuh"
 #endif

@@ -140,10 +140,6 @@ using ElementCompute = Compute<T>;
 #endif
 
 template <class T>
-inline constexpr bool kIsReduced =
-    std::is_same_v<T, ElementCompute<BFloat16>> && !std::is_same_v<T, float>;
-
-template <class T>
 struct Tag {
   using Type = T;
 };
