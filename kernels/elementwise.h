@@ -99,10 +99,6 @@ Outputs<T, kOutputs> OutputPointers(const Call& call) {
   return outputs;
 }
 
-}  // namespace twinop::elementwise
-
-namespace twinop::elementwise {
-
 // The launchers of a functor on each device.
 template <template <class> class F, class AnyCall>
 Status Cpu(const AnyCall& call);
