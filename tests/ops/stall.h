@@ -27,7 +27,7 @@ __global__ void StallKernel(const float* x, float* y, std::int64_t count) {
 inline Status LaunchStall(const Call& call) {
   constexpr int kThreads = 128;
   std::int64_t count = call.outputs[0].numel;
-  return LaunchKernel(StallKernel, (count + kThreads - 1) / kThreads, kThreads, call,
+  return LaunchKernel(StallKernel, {(count + kThreads - 1) / kThreads, dim3(kThreads)}, call,
                       call.inputs[0].as<const float>(), call.outputs[0].as<float>(), count);
 }
 #else
