@@ -200,7 +200,7 @@ def _open(
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
     libraries = [library] if library is not None else []
     choice = choose_providers(_PROVIDERS[settings.provider], libraries, uses_torch=False)
-    if settings.provider_options and choice.device is not None:
+    if settings.provider_options.model_fields_set and choice.device is not None:
         choice = replace(choice, providers=with_options(choice.providers, settings.provider_options))
 
     def opened(number: int) -> Session:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -21,7 +20,7 @@ from pydantic import (
 from twinop.errors import TwinopError
 
 from .cores import quota
-from .runtime_options import check_providers, check_session
+from .runtime_options import ProviderOptions, SessionOptions
 
 FILE = "twinop.toml"
 
@@ -67,12 +66,12 @@ class ModelSettings(_Settings):
         None, description="use the library only if it has this SHA-256"
     )
     provider: Provider = Field(Provider.AUTO, description="auto, cpu or cuda")
-    session: Annotated[dict[str, Any], AfterValidator(check_session)] = Field(
-        default_factory=dict,
+    session: SessionOptions = Field(
+        SessionOptions(),
         description="options of ONNX Runtime's sessions, such as graph_optimization_level, under its names",
     )
-    provider_options: Annotated[dict[str, Any], AfterValidator(check_providers)] = Field(
-        default_factory=dict,
+    provider_options: ProviderOptions = Field(
+        ProviderOptions(),
         description="tables cuda and tensorrt with options of these providers, under ONNX Runtime's names",
     )
     allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
@@ -127,7 +126,7 @@ class ModelSettings(_Settings):
             raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never joined")
         if self.preferred_batch_sizes and max(self.preferred_batch_sizes) > self.max_batch_size:
             raise ValueError("preferred_batch_sizes go up to max_batch_size")
-        if self.provider_options and self.provider == Provider.CPU:
+        if self.provider_options.model_fields_set and self.provider == Provider.CPU:
             raise ValueError("provider_options need provider cuda or auto, not cpu")
         if self.run_on_event_loop and self.run_timeout_seconds is not None:
             raise ValueError(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .runtime_options import PROVIDERS, text
+from .runtime_options import ProviderOptions, SessionOptions, text
 
 _PARAMETERS = {
     "inter_op_num_threads": "inter_op_thread_count",
@@ -27,13 +27,13 @@ READ = {
 """The fields of config.pbtxt that `read` evaluates."""
 
 
-def write(config: Any, session: Mapping[str, Any], providers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write checked options into a ModelConfig.
+def write(config: Any, session: SessionOptions, options: ProviderOptions) -> None:
+    """Write the options into a ModelConfig.
 
     Raises:
         ValueError: Triton has no counterpart of an option.
     """
-    for name, value in session.items():
+    for name, value in session.given().items():
         if name == "graph_optimization_level" and value in _LEVELS:
             config.optimization.graph.level = _LEVELS[value]
         elif name == "execution_mode":
@@ -42,6 +42,7 @@ def write(config: Any, session: Mapping[str, Any], providers: Mapping[str, Mappi
             config.parameters[_PARAMETERS[name]].string_value = text(value)
         else:
             raise ValueError(f"{name} = {value!r}: Triton's ONNX Runtime backend has no counterpart of it")
+    providers = options.given()
     for provider in sorted(providers, reverse=True):  # the first has precedence
         accelerator = config.optimization.execution_accelerators.gpu_execution_accelerator.add(name=provider)
         precisions = [name for name in _PRECISIONS if providers[provider].get(name)]
@@ -75,8 +76,8 @@ def read(config: Any) -> dict[str, Any]:
         )
     providers = {}
     for each in config.optimization.execution_accelerators.gpu_execution_accelerator:
-        if each.name not in PROVIDERS:
-            raise ValueError(f"gpu_execution_accelerator {each.name!r}: there are {', '.join(PROVIDERS)}")
+        if each.name not in (known := ProviderOptions.model_fields):
+            raise ValueError(f"gpu_execution_accelerator {each.name!r}: there are {', '.join(known)}")
         names = {theirs: name for name, theirs in _TENSORRT.items()} if each.name == "tensorrt" else {}
         providers[each.name] = {
             names.get(key, key): value for key, value in each.parameters.items() if key != "precision_mode"

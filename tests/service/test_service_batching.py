@@ -1,68 +1,23 @@
 """The batcher with a runner of the test's own: which requests are joined, wait, fail or are dropped."""
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import uvloop
+from service_batches import Doubler, batcher, failure_of, request, run, until
 
-from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import (
     DEADLINE,
     INVALID,
     NOT_READY,
     OVERLOADED,
     RUN_FAILED,
-    Failure,
     ServiceError,
 )
 from twinop.deploy.service.request import Request, Result
-from twinop.deploy.service.settings import ModelSettings
-
-
-class Doubler:
-    """Doubles x. Holds each run until the gate opens. A negative number makes the whole run fail."""
-
-    def __init__(self, held: bool = False) -> None:
-        self.batches: list[list[int]] = []  # the rows of each member of each run
-        self.gate = threading.Event()
-        if not held:
-            self.gate.set()
-
-    def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        self.batches.append([part["x"].shape[0] for part in parts])
-        assert self.gate.wait(10)
-        x = np.concatenate([part["x"] for part in parts])
-        if (x < 0).any():
-            raise ServiceError(INVALID, "negative")
-        return dict.fromkeys(outputs, x * 2)
-
-
-def request(*rows: float, columns: int = 1, **more: Any) -> Request:
-    x = np.repeat(np.array(rows, np.float32)[:, None], columns, 1)
-    return Request("m", {"x": x}, arrived=time.monotonic(), **more)
-
-
-def batcher(runner: Any, instances: int = 1, **settings: Any) -> Batcher:
-    return Batcher("m", 1, [runner] * instances, ModelSettings(**settings))
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def failure_of(outcome: Result | BaseException) -> Failure:
-    assert isinstance(outcome, ServiceError), outcome
-    return outcome.failure
 
 
 def test_a_lone_request_runs_at_once() -> None:
@@ -276,35 +231,6 @@ def test_draining_ends_when_the_last_waiter_is_cancelled() -> None:
         tasks[1].cancel()
         runner.gate.set()
         await draining
-
-    run(test)
-
-
-def test_a_queue_delay_waits_for_the_preferred_size_and_no_longer() -> None:
-    async def test() -> None:
-        runner = Doubler()
-        queue = batcher(runner, max_batch_size=8, preferred_batch_sizes=(2, 4), max_queue_delay_us=5_000_000)
-        tasks = [asyncio.create_task(queue.submit(request(i), ("y",))) for i in range(4)]
-        await asyncio.gather(*tasks)
-        assert runner.batches == [[1, 1, 1, 1]]
-        queue = batcher(runner, max_batch_size=8, max_queue_delay_us=50_000)
-        started = time.monotonic()
-        await queue.submit(request(1), ("y",))
-        assert time.monotonic() - started >= 0.05
-
-    run(test)
-
-
-def test_requests_of_another_shape_do_not_wait_for_the_first_ones_company() -> None:
-    async def test() -> None:
-        runner = Doubler()
-        queue = batcher(runner, max_batch_size=2, max_queue_delay_us=60_000_000)
-        first = asyncio.create_task(queue.submit(request(1), ("y",)))
-        others = [queue.submit(request(i, columns=3), ("y",)) for i in (2, 3)]
-        await asyncio.gather(*others)
-        assert runner.batches == [[1, 1]] and not first.done()
-        await queue.submit(request(4), ("y",))
-        assert (await first).outputs["y"].item() == 2 and runner.batches == [[1, 1], [1, 1]]
 
     run(test)
 

@@ -14,7 +14,7 @@ from twinop.deploy.errors import ProviderError
 from twinop.deploy.pack.write_triton_config import write_config
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.read_triton_config import read_config
-from twinop.deploy.service.runtime_options import with_options
+from twinop.deploy.service.runtime_options import ProviderOptions, with_options
 from twinop.deploy.service.settings import ModelSettings, Settings, SettingsError
 
 SESSION = {
@@ -34,24 +34,23 @@ CUDA = {
 TENSORRT = {"trt_fp16_enable": True, "trt_max_workspace_size": 1 << 30, "trt_engine_cache_path": "cache"}
 NAMES = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
 
+SECTION = "[model.provider_options."
 WRONG = {
-    "[model.session]\nlevel = 1": "session: no such option: level. There are: graph_optimization_level, exec",
-    '[model.session]\nexecution_mode = "fast"': "execution_mode must be one of ORT_SEQUENTIAL, ORT_PARALLEL, "
-    "not 'fast'",
-    "[model.session]\nenable_mem_pattern = 3": "enable_mem_pattern must be true or false, not 3",
-    "[model.session]\ninter_op_num_threads = true": "inter_op_num_threads must be an integer, not True",
-    "[model.session]\nintra_op_num_threads = 2": "intra_op_num_threads: it is the setting intra_op_threads",
+    "[model.session]\nlevel = 1": "model.session: no such option: level. There are: graph_optimization_",
+    '[model.session]\nexecution_mode = "fast"': "execution_mode: Input should be 'ORT_SEQUENTIAL' or 'ORT_P",
+    "[model.session]\nenable_mem_pattern = 3": "enable_mem_pattern: Input should be a valid boolean",
+    "[model.session]\ninter_op_num_threads = -1": "inter_op_num_threads: Input should be greater than",
     '[model.session]\n"session.x" = [1]': "session.x must be a text, a number or true or false, not [1]",
     '[model.session]\n"session.model_external_initializers_file_folder_path" = "/"': "names files, which "
     "settings cannot",
-    "[model]\nsession = 3": "session: Input should be a valid dictionary",
-    "[model.provider_options.rocm]": "provider_options: no such provider: rocm. There are: cuda, tensorrt",
-    "[model.provider_options]\ncuda = 1": "cuda must be a table of options, not 1",
-    "[model.provider_options.cuda]\nmemory = 1": "no such option: memory. There are: gpu_mem_limit, ",
-    "[model.provider_options.cuda]\ngpu_mem_limit = 'all'": "gpu_mem_limit must be an integer, not 'all'",
-    "[model.provider_options.tensorrt]\ntrt_engine_cache_path = 1": "must be a text, not 1",
-    "[model]\nprovider = 'cpu'\n[model.provider_options.cuda]\nuse_tf32 = true": "provider_options need "
-    "provider cuda or auto, not cpu",
+    "[model]\nsession = 3": "model.session: Input should be a valid dictionary",
+    f"{SECTION}rocm]": "model.provider_options.rocm: no such setting. There are: cuda, tensorrt",
+    "[model.provider_options]\ncuda = 1": "model.provider_options.cuda: Input should be a valid dictionary",
+    f"{SECTION}cuda]\nmemory = 1": "provider_options.cuda.memory: no such setting. There are: gpu_mem_",
+    f"{SECTION}cuda]\ngpu_mem_limit = 'all'": "cuda.gpu_mem_limit: Input should be a valid integer",
+    f"{SECTION}tensorrt]\ntrt_engine_cache_path = 1": "trt_engine_cache_path: Input should be a valid string",
+    f"[model]\nprovider = 'cpu'\n{SECTION}cuda]\nuse_tf32 = true": "provider_options need provider cuda or "
+    "auto, not cpu",
 }
 
 
@@ -72,12 +71,10 @@ def test_options_for_all_models_and_for_one(tmp_path: Path, monkeypatch: pytest.
     )
     settings = repository_of(monkeypatch, tmp_path).settings
     own = settings.for_model("own", *scan(tmp_path)["own"].layers)
-    assert own.session == {"execution_mode": "ORT_PARALLEL"}
+    assert own.session.given() == {"execution_mode": "ORT_PARALLEL"}
     other = settings.for_model("other")
-    assert (other.session, other.provider_options) == (
-        {"inter_op_num_threads": 3},
-        {"cuda": {"use_tf32": False}},
-    )
+    assert other.session.given() == {"inter_op_num_threads": 3}
+    assert other.provider_options.given() == {"cuda": {"use_tf32": False}}
 
 
 def test_the_session_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,16 +103,18 @@ def test_providers_get_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
         "cudnn_conv_algo_search": "HEURISTIC",
         "use_tf32": "0",
     }
-    assert with_options(NAMES[1:], {"cuda": CUDA}) == [(NAMES[1], cuda), NAMES[2]]
+    options = ProviderOptions.model_validate({"cuda": CUDA})
+    assert with_options(NAMES[1:], options) == [(NAMES[1], cuda), (NAMES[2], {})]
     tensorrt = {
         "trt_fp16_enable": "1",
         "trt_max_workspace_size": str(1 << 30),
         "trt_engine_cache_path": "cache",
     }
-    assert with_options(NAMES[1:], {"tensorrt": TENSORRT}) == [(NAMES[0], tensorrt), *NAMES[1:]]
+    options = ProviderOptions.model_validate({"tensorrt": TENSORRT})
+    assert with_options(NAMES[1:], options) == [(NAMES[0], tensorrt), (NAMES[1], {}), (NAMES[2], {})]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: NAMES[1:])
     with pytest.raises(ProviderError, match="TensorrtExecutionProvider is not in this ONNX Runtime"):
-        with_options(NAMES[1:], {"tensorrt": TENSORRT})
+        with_options(NAMES[1:], options)
 
 
 def test_triton_gets_the_same(tmp_path: Path) -> None:
@@ -126,7 +125,8 @@ def test_triton_gets_the_same(tmp_path: Path) -> None:
         assert words in text
     (tmp_path / "config.pbtxt").write_text(text)
     found = Settings().for_model("relu", dict(read_config(tmp_path / "config.pbtxt", "relu").settings))
-    assert found.session == SESSION and found.provider_options == given["provider_options"]
+    assert found.session.given() == SESSION
+    assert found.provider_options.given() == given["provider_options"]
     (tmp_path / "config.pbtxt").write_text(text.replace("KIND_GPU", "KIND_CPU"))
     assert "provider_options" not in read_config(tmp_path / "config.pbtxt", "relu").settings
 

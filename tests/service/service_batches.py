@@ -1,0 +1,55 @@
+"""A runner of the tests' own for the batcher, and what the tests of it share."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from twinop.deploy.service.batching import Batcher
+from twinop.deploy.service.errors import INVALID, Failure, ServiceError
+from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.settings import ModelSettings
+
+
+class Doubler:
+    """Doubles x. Holds each run until the gate opens. A negative number makes the whole run fail."""
+
+    def __init__(self, held: bool = False) -> None:
+        self.batches: list[list[int]] = []  # the rows of each member of each run
+        self.gate = threading.Event()
+        if not held:
+            self.gate.set()
+
+    def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        self.batches.append([part["x"].shape[0] for part in parts])
+        assert self.gate.wait(10)
+        x = np.concatenate([part["x"] for part in parts])
+        if (x < 0).any():
+            raise ServiceError(INVALID, "negative")
+        return dict.fromkeys(outputs, x * 2)
+
+
+def request(*rows: float, columns: int = 1, **more: Any) -> Request:
+    x = np.repeat(np.array(rows, np.float32)[:, None], columns, 1)
+    return Request("m", {"x": x}, arrived=time.monotonic(), **more)
+
+
+def batcher(runner: Any, instances: int = 1, **settings: Any) -> Batcher:
+    return Batcher("m", 1, [runner] * instances, ModelSettings(**settings))
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def failure_of(outcome: Result | BaseException) -> Failure:
+    assert isinstance(outcome, ServiceError), outcome
+    return outcome.failure
