@@ -24,6 +24,7 @@ from twinop.deploy.service.request import Request
 from twinop.deploy.service.settings import ModelSettings
 from twinop.library import find_library
 
+TRUSTING = ("--libraries", "models")  # the library lies beside the model
 STALLS = 1000.0  # test.stall sleeps x milliseconds on the CPU and asserts on CUDA if x is larger
 
 
@@ -52,7 +53,7 @@ def said(served: Served, words: str) -> int:
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     place_stall(tmp_path, "run_timeout_seconds = 0.5\nmax_batch_size = 4")
-    with serve(tmp_path) as served:
+    with serve(tmp_path, *TRUSTING) as served:
         answer = served.infer("stall", stalling(STALLS + 500))
         assert answer.status == 504 and "took longer than this model's 0.5 s" in answer.error
         assert served.infer("stall", ROW).json["outputs"][0]["data"] == [0, 2, 0, 4]
@@ -64,7 +65,7 @@ def test_a_kernel_that_hangs_ends_the_server(tmp_path: Path) -> None:
     """The requests behind it are answered with an error, those of other models as always."""
     place_stall(tmp_path, "run_timeout_seconds = 0.5")
     models.place(tmp_path, "slow", models.slow())
-    with serve(tmp_path) as served, ExitStack() as stack:
+    with serve(tmp_path, *TRUSTING) as served, ExitStack() as stack:
         found: list[Any] = []
 
         def ask(given: dict[str, Any]) -> None:
@@ -187,7 +188,7 @@ def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.cuda
 def test_an_assertion_on_the_gpu_ends_the_server(tmp_path: Path) -> None:
     place_stall(tmp_path)
-    with serve(tmp_path, "--provider", "cuda") as served:
+    with serve(tmp_path, *TRUSTING, "--provider", "cuda") as served:
         assert served.infer("stall", ROW).status == 200
         answer = served.infer("stall", stalling(STALLS + 1))
         assert answer.status == 503 and "the GPU cannot be used any more" in answer.error

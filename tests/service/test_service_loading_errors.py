@@ -219,7 +219,7 @@ def test_a_feed_that_does_not_fit(tmp_path: Path) -> None:
 def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     instance = loaded(tmp_path, service_models.identity("FP32")).instances[0]
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **options: Any) -> Any:
         raise RuntimeError(text)
 
     monkeypatch.setattr(instance._session, "run", fails)
