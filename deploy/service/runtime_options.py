@@ -5,14 +5,16 @@ a provider only where the provider is installed. So names and types are checked 
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..create_session import Provider
 from ..errors import ProviderError
 
 _CUDA, _TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
+
+if TYPE_CHECKING:  # the supervisor of several processes checks the settings, and imports no NumPy
+    from ..create_session import Provider
 
 
 class _Options(BaseModel):
@@ -122,7 +124,7 @@ def apply(session: SessionOptions, options: Any) -> None:
             setattr(options, name, getattr(enums[name], value) if name in enums else value)
 
 
-def with_options(providers: Sequence[Provider], given: ProviderOptions) -> list[Provider]:
+def with_options(providers: "Sequence[Provider]", given: ProviderOptions) -> "list[Provider]":
     """Return the providers with their options. Options for TensorRT put it before CUDA.
 
     Raises:

@@ -89,6 +89,15 @@ def test_a_kernel_that_hangs_ends_the_server(tmp_path: Path) -> None:
         assert said(served, "the server stops, to be started anew: a run of model stall does not end") == 1
 
 
+def test_of_several_processes_only_the_one_with_the_kernel_that_hangs_ends(tmp_path: Path) -> None:
+    place_stall(tmp_path, "run_timeout_seconds = 0.5")
+    with serve(tmp_path, *TRUSTING, "--processes", "2") as served:
+        assert served.infer("stall", stalling(600_000)).status == 503
+        wait_until(lambda: said(served, "is started anew: it ended with exit code 70") == 1, 60)
+        wait_until(lambda: served.ask("GET", "/v2/health/ready").status == 200, 60)
+        assert served.infer("stall", ROW).status == 200
+
+
 STICKY = [
     "CUDA failure 700: an illegal memory access was encountered ; GPU=0 ; hostname=h ; file=f.cc ; line=1",
     "CUDA error 719",
