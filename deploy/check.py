@@ -9,7 +9,8 @@ from twinop.console import clear_errors, out
 from twinop.errors import TwinopError
 
 from .serve import settings_of
-from .service.settings import FILE, Provider
+from .service.model_settings import Provider
+from .service.settings import FILE
 
 
 def _option(help: str, *names: str) -> Any:

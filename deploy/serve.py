@@ -10,16 +10,8 @@ import typer
 
 from twinop.console import clear_errors
 
-from .service.settings import (
-    FILE,
-    Control,
-    ModelSettings,
-    Policy,
-    Provider,
-    ServerSettings,
-    Settings,
-    read_settings,
-)
+from .service.model_settings import ModelSettings, Provider
+from .service.settings import FILE, Control, Policy, ServerSettings, Settings, read_settings
 
 if TYPE_CHECKING:
     from .service.processes import Member

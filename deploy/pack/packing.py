@@ -16,7 +16,8 @@ import twinop
 from twinop.library import checksum
 
 from ..errors import PackError
-from ..service.settings import ModelSettings, Provider, checked
+from ..service.model_settings import ModelSettings, Provider
+from ..service.settings import checked
 from .contents import Contents, needed_version, read_contents, without_bodies
 from .write_triton_config import write_config
 

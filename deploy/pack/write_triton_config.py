@@ -12,8 +12,9 @@ from google.protobuf import text_format
 
 from ..service import triton_options
 from ..service.datatypes import datatype_of
+from ..service.model_settings import ModelSettings, Provider
 from ..service.read_triton_config import THREADS, protocol
-from ..service.settings import ModelSettings, Provider, SettingsError
+from ..service.settings import SettingsError
 from ..tensor_specs import Spec
 
 

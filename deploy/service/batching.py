@@ -18,9 +18,9 @@ from typing import Any
 
 from .batch import Batch, BatchRuns, Member, Outcome, Runner, size_of
 from .errors import BROKEN, NOT_READY, OVERLOADED, ServiceError
+from .model_settings import ModelSettings
 from .request import Request, Result
 from .run_limit import RunLimit
-from .settings import ModelSettings
 from .short_runs import ShortRuns
 
 _log = logging.getLogger(__name__)

@@ -288,7 +288,7 @@ class GrpcServer:
         """Keep the answers of grpc.health.v1 up to date, which need no token."""
         while True:
             status = health_pb2.HealthCheckResponse.SERVING
-            if not self._repository.ready:
+            if self._repository.why_not_ready() or self._repository.broken:
                 status = health_pb2.HealthCheckResponse.NOT_SERVING
             for name in ("", SERVICE):
                 await self._health.set(name, status)

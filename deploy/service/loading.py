@@ -24,8 +24,9 @@ from .datatypes import datatype_of
 from .folders import VersionFolder, config_of
 from .instance import Instance, without_paths
 from .model_library import library_for
+from .model_settings import ModelSettings, Provider
 from .runtime_options import apply, with_options
-from .settings import ModelSettings, Policy, Provider, ServerSettings, SettingsError
+from .settings import Policy, ServerSettings, SettingsError
 from .trial import compared, joined_differently, make_trial, missing_kernel, warm_up
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from ..choose_library import only_library
 from ..custom_nodes import Model
 from ..registration import SealedLibrary
 from .folders import VersionFolder
-from .settings import FILE, ModelSettings, Policy, ServerSettings
+from .model_settings import ModelSettings
+from .settings import FILE, Policy, ServerSettings
 
 
 def library_for(

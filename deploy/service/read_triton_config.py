@@ -17,7 +17,8 @@ from google.protobuf.message import Message
 from ..tensor_specs import Spec
 from . import triton_options
 from .datatypes import datatype_of
-from .settings import Provider, SettingsError
+from .model_settings import Provider
+from .settings import SettingsError
 
 FILE = "config.pbtxt"
 _log = logging.getLogger(__name__)

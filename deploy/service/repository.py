@@ -20,9 +20,10 @@ from .folders import ModelFolder, Stamps, VersionFolder, scan
 from .instance import breaks, without_paths
 from .loading import load
 from .metrics import ModelMetrics
+from .model_settings import ModelSettings
 from .request import Request, Result
 from .served import ServedModel, State, Version
-from .settings import Control, ModelSettings, Settings
+from .settings import Control, Settings
 
 _log = logging.getLogger(__name__)
 

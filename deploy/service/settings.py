@@ -6,35 +6,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    SecretStr,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
 
 from twinop.errors import TwinopError
 
 from .cores import quota
-from .runtime_options import ProviderOptions, SessionOptions
+from .model_settings import ModelSettings, Section
 
 FILE = "twinop.toml"
 
 
 class SettingsError(TwinopError):
     """A setting is unknown, out of range, or contradicts another one."""
-
-
-class Provider(StrEnum):
-    """What runs a model."""
-
-    AUTO = "auto"  # CUDA if it works, else the CPU; the log and the metadata say which and why
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 class Control(StrEnum):
@@ -45,98 +28,14 @@ class Control(StrEnum):
     EXPLICIT = "explicit"  # clients load and unload models
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-S = TypeVar("S", bound=_Settings)
+S = TypeVar("S", bound=Section)
 _PATHS = (
     "library", "library_folders", "tls_certificate", "tls_key", "tls_client_ca", "token_file",
     "control_token_file", "metrics_token_file", "profile",
 )  # fmt: skip
 
 
-class ModelSettings(_Settings):
-    """How to load and run one model."""
-
-    library: Path | None = Field(
-        None, description="the custom-op library; by default one beside the model, or an installed one"
-    )
-    library_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] | None = Field(
-        None, description="use the library only if it has this SHA-256"
-    )
-    provider: Provider = Field(Provider.AUTO, description="auto, cpu or cuda")
-    session: SessionOptions = Field(
-        SessionOptions(),
-        description="options of ONNX Runtime's sessions, such as graph_optimization_level, under its names",
-    )
-    provider_options: ProviderOptions = Field(
-        ProviderOptions(),
-        description="tables cuda and tensorrt with options of these providers, under ONNX Runtime's names",
-    )
-    allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
-    max_batch_size: int = Field(0, ge=0, description="most rows in one run; 0 never joins requests")
-    preferred_batch_sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field(
-        (), description="batch sizes that end the wait for more rows (with max_queue_delay_us)"
-    )
-    max_queue_delay_us: int = Field(0, ge=0, description="how long an idle instance waits for more rows")
-    max_queue: int = Field(256, gt=0, description="requests that may wait; further ones are refused with 429")
-    instances: int = Field(
-        1, ge=1, le=64, description="concurrent runs; on CUDA each has its own session and stream"
-    )
-    run_timeout_seconds: float | None = Field(
-        None,
-        gt=0,
-        description="end a run that takes longer; if it goes on for 5 s, end the server with code 70",
-    )
-    intra_op_threads: int = Field(
-        0,
-        ge=0,
-        description="ONNX Runtime's threads for a run on the CPU; 0: one per core of the quota",
-    )
-    intra_op_spinning: bool = Field(
-        False, description="let these threads spin while they wait for work, which keeps the cores busy"
-    )
-    run_on_event_loop: bool = Field(
-        False,
-        description="run custom ops, too, on the event loop's thread if that takes less than 50 us; one that "
-        "hangs stops the server",
-    )
-    versions: (
-        Annotated[str, StringConstraints(pattern=r"^(all|latest(:[1-9][0-9]*)?)$")]
-        | Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]
-    ) = Field("latest", description="the versions to serve: latest, latest:<count>, all, or a list")
-    warm_up: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(
-        default_factory=dict,
-        description="the shapes of the inputs for the first run; by default dynamic sizes are 1",
-    )
-    compare_rows: bool = Field(
-        True,
-        description="compare the rows of a batch with single runs at the load, and join no requests if they "
-        "differ",
-    )
-    compare_bodies: bool = Field(
-        True, description="compare the kernels with the model's function bodies before serving it"
-    )
-    allow_empty: bool = Field(False, description="accept inputs with a dimension of size 0")
-
-    @model_validator(mode="after")
-    def _fits(self) -> "ModelSettings":
-        if self.max_queue_delay_us and not self.max_batch_size:
-            raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never joined")
-        if self.preferred_batch_sizes and max(self.preferred_batch_sizes) > self.max_batch_size:
-            raise ValueError("preferred_batch_sizes go up to max_batch_size")
-        if self.provider_options.model_fields_set and self.provider == Provider.CPU:
-            raise ValueError("provider_options need provider cuda or auto, not cpu")
-        if self.run_on_event_loop and self.run_timeout_seconds is not None:
-            raise ValueError(
-                "run_on_event_loop and run_timeout_seconds exclude each other: a run on the event loop's "
-                "thread cannot be watched"
-            )
-        return self
-
-
-class ServerSettings(_Settings):
+class ServerSettings(Section):
     """Where the server listens, what it accepts, and what it reports."""
 
     host: str = "127.0.0.1"
@@ -219,7 +118,7 @@ class ServerSettings(_Settings):
         return max(total // self.processes, 1)
 
 
-class Policy(_Settings):
+class Policy(Section):
     """What the folders of models may bring and ask for. Settings in these folders cannot change it."""
 
     libraries: Literal["folders", "models"] = Field(
@@ -267,7 +166,7 @@ class Policy(_Settings):
             )
 
 
-class Settings(_Settings):
+class Settings(Section):
     """A twinop.toml: [server], [policy], [model] for all models, [models.<name>] for one model."""
 
     server: ServerSettings = ServerSettings()
@@ -380,7 +279,7 @@ def _place(problem: Any) -> str:
     return ".".join(map(str, problem["loc"])) or "together"
 
 
-def _said(problem: Any, kind: type[_Settings]) -> str:
+def _said(problem: Any, kind: type[Section]) -> str:
     if problem["type"] == "extra_forbidden":
         for section in problem["loc"][:-1]:
             kind = kind.model_fields[section].annotation  # type: ignore[assignment]  # the section's class

@@ -13,7 +13,8 @@ from ..errors import FeedError, ModelError, RunError
 from ..tensor_specs import Spec
 from .errors import ServiceError
 from .instance import Instance
-from .settings import ModelSettings, SettingsError
+from .model_settings import ModelSettings
+from .settings import SettingsError
 
 _log = logging.getLogger(__name__)
 _NO_KERNEL = re.compile(r"implementation for (?:\S+:)?(\w+)\(\d+\)")

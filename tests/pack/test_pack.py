@@ -23,8 +23,9 @@ from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.contents import data_files, needed_version, read_contents, require_old_enough
 from twinop.deploy.pack.packing import Options, pack
 from twinop.deploy.service.folders import scan
+from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.read_triton_config import read_config
-from twinop.deploy.service.settings import ModelSettings, read_settings
+from twinop.deploy.service.settings import read_settings
 from twinop.errors import LibraryError, TwinopError
 
 APP = typer.Typer()

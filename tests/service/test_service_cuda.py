@@ -14,7 +14,8 @@ from twinop.deploy.service.errors import OUT_OF_MEMORY, RUN_FAILED, ServiceError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.loading import LoadedModel, load
-from twinop.deploy.service.settings import ModelSettings, ServerSettings
+from twinop.deploy.service.model_settings import ModelSettings
+from twinop.deploy.service.settings import ServerSettings
 
 cuda = pytest.mark.cuda
 X = np.array([[-1, 2, -3, 4]], np.float32)

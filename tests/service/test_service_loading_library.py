@@ -15,7 +15,8 @@ from service_loads import CPU, MODELS, X, loaded, only_these, other_machine, whe
 from twinop.deploy.errors import ModelError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loading import load
-from twinop.deploy.service.settings import ModelSettings, ServerSettings, Settings, SettingsError
+from twinop.deploy.service.model_settings import ModelSettings
+from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError
 from twinop.errors import LibraryError, TwinopError
 from twinop.library import needed_libraries
 

@@ -13,9 +13,10 @@ from twinop.deploy.create_session import open_session
 from twinop.deploy.errors import ProviderError
 from twinop.deploy.pack.write_triton_config import write_config
 from twinop.deploy.service.folders import scan
+from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.read_triton_config import read_config
 from twinop.deploy.service.runtime_options import ProviderOptions, with_options
-from twinop.deploy.service.settings import ModelSettings, Settings, SettingsError
+from twinop.deploy.service.settings import Settings, SettingsError
 
 SESSION = {
     "graph_optimization_level": "ORT_ENABLE_EXTENDED",

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from twinop.deploy.service.settings import Control, Provider, Settings, SettingsError, read_settings
+from twinop.deploy.service.model_settings import Provider
+from twinop.deploy.service.settings import Control, Settings, SettingsError, read_settings
 
 SHA = "0123456789abcdef" * 4
 

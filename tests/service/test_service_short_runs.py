@@ -16,9 +16,9 @@ from twinop.deploy.service import short_runs
 from twinop.deploy.service.batching import Batcher
 from twinop.deploy.service.errors import DEADLINE, INVALID, ServiceError
 from twinop.deploy.service.instance import Instance
+from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.request import Request
 from twinop.deploy.service.served import Version
-from twinop.deploy.service.settings import ModelSettings
 
 
 class Noting:

@@ -12,8 +12,9 @@ import service_models
 
 from twinop.deploy import session
 from twinop.deploy.pack.write_triton_config import write_config
+from twinop.deploy.service.model_settings import Provider
 from twinop.deploy.service.read_triton_config import TritonConfig, read_config
-from twinop.deploy.service.settings import Provider, Settings, SettingsError
+from twinop.deploy.service.settings import Settings, SettingsError
 from twinop.deploy.service.trial import make_trial
 
 
