@@ -5,12 +5,11 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from twinop.errors import LibraryError, TwinopError
-from twinop.library import Library
 
 from ..create_session import Choice, choose_providers, open_session
 from ..cuda import CUDA, has_gpu
@@ -23,6 +22,7 @@ from .cores import quota
 from .datatypes import datatype_of
 from .folders import VersionFolder, config_of
 from .instance import Instance, without_paths
+from .loaded_model import LoadedModel
 from .model_library import library_for
 from .model_settings import ModelSettings, Provider
 from .runtime_options import apply, with_options
@@ -35,72 +35,6 @@ _CPU = "CPUExecutionProvider"
 _PROVIDERS = {Provider.AUTO: None, Provider.CPU: [_CPU], Provider.CUDA: [CUDA, _CPU]}
 _STRICT = Policy()
 _QUIET = 4  # severity "fatal" only: ONNX Runtime's errors arrive as exceptions
-
-
-@dataclass
-class LoadedModel:
-    """A version that is ready to run.
-
-    Attributes:
-        inputs, outputs: a Spec by name.
-        required: the inputs without a default in the model.
-        instances: each runs one batch at a time.
-        device: "cpu" or "cuda:0"; `reason` says why.
-        library: the custom-op library, or None.
-        fallback: why function bodies run instead of the library, or None.
-        custom_nodes: the ops that the library's kernels run, such as "CustomRelu x3".
-        body_nodes: the ops that function bodies run.
-        difference: how far kernels and function bodies differ in the first run; None if not compared.
-        steady: the run time depends on the shapes of the inputs alone, not on their values.
-        joins: requests may share a run: each row of the outputs depends on the same row of the inputs alone.
-    """
-
-    name: str
-    version: int
-    settings: ModelSettings
-    inputs: dict[str, Spec]
-    outputs: dict[str, Spec]
-    required: list[Spec]
-    instances: list[Instance]
-    device: str
-    reason: str
-    library: Library | None
-    fallback: str | None
-    custom_nodes: tuple[str, ...]
-    body_nodes: tuple[str, ...]
-    library_sha256: str | None = None
-    difference: str | None = None
-    load_seconds: float = 0.0
-    steady: bool = False
-    joins: bool = True
-
-    def describe(self) -> dict[str, Any]:
-        """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""
-        parameters: dict[str, str | int | float] = {
-            "device": self.device,
-            "device_reason": without_paths(self.reason),
-            "custom_nodes": ", ".join(self.custom_nodes),
-            "function_body_nodes": ", ".join(self.body_nodes),
-            "fallback": without_paths(self.fallback or ""),
-            "difference_from_function_bodies": self.difference or "",
-            "max_batch_size": self.settings.max_batch_size,
-            "instances": self.settings.instances,
-            "load_seconds": round(self.load_seconds, 3),
-        }
-        if self.library is not None:
-            parameters["library"] = self.library.path.name
-            parameters["library_version"] = self.library.version
-            parameters["library_sha256"] = self.library_sha256 or ""
-        return {
-            "inputs": [_described(spec) for spec in self.inputs.values()],
-            "outputs": [_described(spec) for spec in self.outputs.values()],
-            "parameters": parameters,
-        }
-
-    def close(self) -> None:
-        """Free the sessions. ONNX Runtime writes its profiles."""
-        for instance in self.instances:
-            instance.close()
 
 
 def load(
@@ -338,15 +272,6 @@ def _require_batchable(
 
 def _has_rows(spec: Spec) -> bool:
     return spec.shape is None or (len(spec.shape) > 0 and not isinstance(spec.shape[0], int))
-
-
-def _described(spec: Spec) -> dict[str, Any]:
-    shape = [size if isinstance(size, int) else -1 for size in spec.shape or (-1,)]
-    return {
-        "name": spec.name,
-        "datatype": datatype_of(spec.numpy_dtype),
-        "shape": shape if spec.shape != () else [],
-    }
 
 
 def _counted(ops: Iterable[str]) -> tuple[str, ...]:

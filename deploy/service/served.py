@@ -10,7 +10,7 @@ from ..tensor_specs import Spec
 from .batching import Batcher
 from .datatypes import datatype_of
 from .errors import NOT_FOUND, NOT_READY, ServiceError, failure_of, invalid
-from .loading import LoadedModel
+from .loaded_model import LoadedModel
 from .metrics import ModelMetrics
 from .request import MOST_TENSORS, Request, Result
 from .spans import record_run

@@ -15,7 +15,8 @@ from pack_fixtures import packed, saved
 from twinop.deploy.errors import PackError, RunError
 from twinop.deploy.pack import contents
 from twinop.deploy.service.folders import scan
-from twinop.deploy.service.loading import LoadedModel, load
+from twinop.deploy.service.loaded_model import LoadedModel
+from twinop.deploy.service.loading import load
 from twinop.deploy.service.read_triton_config import protocol
 from twinop.deploy.service.settings import Policy, ServerSettings, read_settings
 from twinop.library import checksum

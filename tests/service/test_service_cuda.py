@@ -13,7 +13,8 @@ from twinop.deploy import session
 from twinop.deploy.service.errors import OUT_OF_MEMORY, RUN_FAILED, ServiceError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import Instance
-from twinop.deploy.service.loading import LoadedModel, load
+from twinop.deploy.service.loaded_model import LoadedModel
+from twinop.deploy.service.loading import load
 from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.settings import ServerSettings
 

@@ -10,7 +10,7 @@ from service_models import place, relu
 
 from twinop.deploy.service import repository
 from twinop.deploy.service.errors import NOT_FOUND, ServiceError
-from twinop.deploy.service.loading import LoadedModel
+from twinop.deploy.service.loaded_model import LoadedModel
 from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import Control, ServerSettings, Settings
