@@ -5,7 +5,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -311,8 +311,7 @@ class Repository:
         if any(version not in known or known[version].reason != reason for version in folder.versions):
             _log.error("model %s: %s", folder.name, error)
         for version, stamp in folder.stamps.items():
-            last = known.get(version, _Known(stamp, State.UNAVAILABLE))
-            known[version] = _Known(last.stamp, last.state, reason)
+            known[version] = replace(known.get(version, _Known(stamp, State.UNAVAILABLE)), reason=reason)
 
     def _for_clients(self, error: TwinopError) -> str:
         return without_paths(str(error).replace(f"{self.root}/", ""))

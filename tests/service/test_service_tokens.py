@@ -83,7 +83,7 @@ def test_control_alone_has_a_token(tmp_path: Path) -> None:
         ("control_token = 'a'\ncontrol_token_file = 'b'", "control_token_file: give one of them"),
         ("metrics_token_file = 'none'", "none cannot be read"),
         ("tls_client_ca = 'ca.pem'", "tls_client_ca needs TLS: tls_certificate and tls_key"),
-        ("max_bytes_in_flight = 1000", "max_bytes_in_flight must be at least four times max_request_bytes"),
+        ("max_bytes_in_flight = 1000", "max_bytes_in_flight must be at least 4 times max_request_bytes"),
     ],
 )
 def test_contradictions(tmp_path: Path, settings: str, said: str) -> None:
