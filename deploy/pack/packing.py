@@ -18,8 +18,8 @@ from twinop.library import checksum
 from ..errors import PackError
 from ..service.model_settings import ModelSettings, Provider
 from ..service.settings import checked
+from ..service.write_triton_config import write_config
 from .contents import Contents, needed_version, read_contents, without_bodies
-from .write_triton_config import write_config
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 MANIFEST = "twinop-pack.json"

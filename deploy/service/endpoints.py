@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from twinop import __version__
 
-from . import bodies, codec_rest, ids, logs, metrics, spans
+from . import bodies, codec_rest, ids, logs, metrics, spans, triton_tools
 from .budget import Budget, Held
 from .datatypes import shown, version_number
 from .errors import BROKEN, CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, NOT_READY, ServiceError, invalid
@@ -163,6 +163,18 @@ class Endpoints:
         await self._repository.require_ready(model, version_number(model, version))
         return as_json({"name": model, "ready": True})
 
+    async def model_config(self, request: Request) -> Response:
+        """Return a model's configuration in Triton's form."""
+        return as_json(triton_tools.as_json(model_config(self._repository, *_named(request))))
+
+    async def statistics(self, request: Request) -> Response:
+        """Return the statistics of one or all models in Triton's form."""
+        model, version = (
+            request.path_params.get("model_name", ""),
+            request.path_params.get("model_version", ""),
+        )
+        return as_json({"model_stats": await model_statistics(self._repository, model, version)})
+
     async def index(self, request: Request) -> Response:
         """List models and versions with their states (repository extension)."""
         ready = (await self._object(request)).get("ready", False)
@@ -199,13 +211,14 @@ class Endpoints:
 
 
 def _named(request: Request) -> tuple[str, str]:
-    """Return the model and the version in the path; "" for no version."""
-    return request.path_params["model_name"], request.path_params.get("model_version", "")
+    """Return the model and the version in the path; "" for none."""
+    return request.path_params.get("model_name", ""), request.path_params.get("model_version", "")
 
 
 def server_metadata(repository: "Repository") -> dict[str, Any]:
     """Return the server's name and version, and the extensions that are on, under Triton's names."""
-    extensions = ["binary_tensor_data", *(["model_repository"] if repository.is_controlled else [])]
+    extensions = ["binary_tensor_data", "model_configuration", "statistics"]
+    extensions += ["model_repository"] if repository.is_controlled else []
     return {"name": "twinop", "version": __version__, "extensions": extensions}
 
 
@@ -222,6 +235,26 @@ def model_metadata(repository: "Repository", model: str, version: str) -> dict[s
         "platform": "onnxruntime_onnx",
         **{key: described[key] for key in ("inputs", "outputs", "parameters")},
     }
+
+
+def model_config(repository: "Repository", model: str, version: str) -> Any:
+    """Return Triton's ModelConfig of a model.
+
+    Raises:
+        ServiceError: there is no such model or version, it is not ready, or Triton has no counterpart of it.
+    """
+    return triton_tools.model_config(repository.find(model, version_number(model, version)).loaded)
+
+
+async def model_statistics(repository: "Repository", model: str, version: str) -> list[dict[str, Any]]:
+    """Return Triton's ModelStatistics of each version of a model; of all models for "".
+
+    Raises:
+        ServiceError: there is no such model or version, or it is not ready.
+    """
+    if model:
+        repository.find(model, version_number(model, version))
+    return triton_tools.statistics(await repository.metrics(), model, version)
 
 
 async def server_status(repository: "Repository") -> dict[str, Any]:

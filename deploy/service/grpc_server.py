@@ -17,7 +17,7 @@ from . import codec_grpc, ids, logs, metrics, spans
 from .addresses import address_error, grpc_credentials
 from .budget import Budget, Held
 from .datatypes import version_number
-from .endpoints import model_metadata, off_loop, server_metadata
+from .endpoints import model_config, model_metadata, model_statistics, off_loop, server_metadata
 from .errors import INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .protocol import SERVICE, pb
 from .settings import ServerSettings
@@ -95,6 +95,15 @@ class Calls:
         described = model_metadata(self._repository, request.name, request.version)
         del described["parameters"]  # the message has no such field
         return pb.ModelMetadataResponse(**described)
+
+    async def ModelConfig(self, request: Any, call: Call) -> pb.ModelConfigResponse:
+        """Return a model's configuration."""
+        return pb.ModelConfigResponse(config=model_config(self._repository, request.name, request.version))
+
+    async def ModelStatistics(self, request: Any, call: Call) -> pb.ModelStatisticsResponse:
+        """Return the statistics of one or all models."""
+        found = await model_statistics(self._repository, request.name, request.version)
+        return pb.ModelStatisticsResponse(model_stats=found)
 
     async def RepositoryModelLoad(self, request: Any, call: Call) -> Any:
         """Load a model."""

@@ -232,10 +232,15 @@ def _application(settings: ServerSettings, repository: "Repository", budget: Bud
         "/v2/health/live": to.live,
         "/v2/health/ready": to.ready,
         "/v2/models": to.models,
+        "/v2/models/stats": to.statistics,
         model: to.model_metadata,
         versioned: to.model_metadata,
         f"{model}/ready": to.model_ready,
         f"{versioned}/ready": to.model_ready,
+        f"{model}/config": to.model_config,
+        f"{versioned}/config": to.model_config,
+        f"{model}/stats": to.statistics,
+        f"{versioned}/stats": to.statistics,
     }
     routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]

@@ -8,12 +8,12 @@ import sysconfig
 import time
 import urllib.error
 import urllib.request
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from wheels import unpacked
 
 WHEEL = "nvidia-pytriton==0.7.0"  # tritonserver 2.51 with its Python backend
 
@@ -26,29 +26,15 @@ def installation() -> Path:
         return Path(given)
     if sys.version_info[:2] != (3, 11) or not sysconfig.get_config_var("Py_ENABLE_SHARED"):
         pytest.skip("Triton's Python backend needs libpython3.11.so; or set TWINOP_TRITON")
-    cache = Path(os.environ.get("TWINOP_CACHE") or Path.home() / ".cache/twinop").expanduser()
-    folder = cache / WHEEL.replace("==", "-")
-    if not folder.exists():
-        _unpack(folder)
-    return folder / "pytriton/tritonserver"
+    return unpacked(WHEEL, _install_stub) / "pytriton/tritonserver"
 
 
-def _unpack(folder: Path) -> None:
-    scratch = folder.with_name(f"{folder.name}-{os.getpid()}")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), WHEEL]
-    ran = subprocess.run(pip, capture_output=True, text=True)
-    if ran.returncode != 0:
-        pytest.skip(f"{WHEEL} cannot be downloaded: {ran.stderr.strip().splitlines()[-1]}")
-    (wheel,) = scratch.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(scratch)
-    wheel.unlink()
-    server = scratch / "pytriton/tritonserver"
+def _install_stub(folder: Path) -> None:
+    server = folder / "pytriton/tritonserver"
     stub = server / "python_backend_stubs/3.11/triton_python_backend_stub"
     shutil.copy(stub, server / "backends/python")
     for program in (server / "bin/tritonserver", server / "backends/python" / stub.name):
         program.chmod(0o755)
-    scratch.rename(folder)
 
 
 def _backends(root: Path, folder: Path) -> Path:

@@ -316,8 +316,16 @@ def test_the_repository_extension_is_off(served: Served, stub: Any) -> None:
     ):
         channel.unary_unary(f"/{SERVICE}/RepositoryIndex")(b"", timeout=30)
     assert (error.value.code(), error.value.details()) == (CODES.PERMISSION_DENIED, off)
-    assert served.ask("GET", "/v2").json["extensions"] == ["binary_tensor_data"]
-    assert stub.ServerMetadata(pb.ServerMetadataRequest()).extensions == ["binary_tensor_data"]
+    assert served.ask("GET", "/v2").json["extensions"] == [
+        "binary_tensor_data",
+        "model_configuration",
+        "statistics",
+    ]
+    assert stub.ServerMetadata(pb.ServerMetadataRequest()).extensions == [
+        "binary_tensor_data",
+        "model_configuration",
+        "statistics",
+    ]
 
 
 def test_failures_are_counted_by_reason(served: Served) -> None:

@@ -240,7 +240,7 @@ def test_a_model_s_life_over_http(served: Served) -> None:
 def test_a_model_s_life_over_grpc(served: Served) -> None:
     seen = service_triton.repository(served.grpc_port, "id_uint8")
     assert seen == {
-        "extensions": ["binary_tensor_data", "model_repository"],
+        "extensions": ["binary_tensor_data", "model_configuration", "statistics", "model_repository"],
         "live": True,
         "ready": True,
         "model ready": (True, True),

@@ -85,7 +85,12 @@ def test_metadata(served: Served) -> None:
     assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
     assert metadata["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 4]}]
     assert metadata["parameters"]["custom_nodes"] == "CustomRelu x1"
-    assert served.ask("GET", "/v2").json["extensions"] == ["binary_tensor_data", "model_repository"]
+    assert served.ask("GET", "/v2").json["extensions"] == [
+        "binary_tensor_data",
+        "model_configuration",
+        "statistics",
+        "model_repository",
+    ]
     assert "relu" in served.ask("GET", "/v2/models").json["models"]
 
 

@@ -11,12 +11,12 @@ from service_loads import loaded, refusal_of, repository_of
 from twinop.deploy import session
 from twinop.deploy.create_session import open_session
 from twinop.deploy.errors import ProviderError
-from twinop.deploy.pack.write_triton_config import write_config
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.read_triton_config import read_config
 from twinop.deploy.service.runtime_options import ProviderOptions, with_options
 from twinop.deploy.service.settings import Settings, SettingsError
+from twinop.deploy.service.write_triton_config import write_config
 
 SESSION = {
     "graph_optimization_level": "ORT_ENABLE_EXTENDED",

@@ -11,11 +11,11 @@ pytest.importorskip("tritonclient", reason="its protocol buffers judge what we w
 import service_models
 
 from twinop.deploy import session
-from twinop.deploy.pack.write_triton_config import write_config
 from twinop.deploy.service.model_settings import Provider
 from twinop.deploy.service.read_triton_config import TritonConfig, read_config
 from twinop.deploy.service.settings import Settings, SettingsError
 from twinop.deploy.service.trial import make_trial
+from twinop.deploy.service.write_triton_config import write_config
 
 
 def read(folder: Path, text: str) -> TritonConfig:

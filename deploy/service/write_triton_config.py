@@ -10,12 +10,12 @@ from typing import Any
 
 from google.protobuf import text_format
 
-from ..service import triton_options
-from ..service.datatypes import datatype_of
-from ..service.model_settings import ModelSettings, Provider
-from ..service.read_triton_config import THREADS, protocol
-from ..service.settings import SettingsError
 from ..tensor_specs import Spec
+from . import triton_options
+from .datatypes import datatype_of
+from .model_settings import ModelSettings, Provider
+from .read_triton_config import THREADS, protocol
+from .settings import SettingsError
 
 
 def write_config(
@@ -28,6 +28,23 @@ def write_config(
     optional: Sequence[str] = (),
 ) -> str:
     """Returns the config.pbtxt with which Triton's ONNX Runtime backend serves a model as this service does.
+
+    The arguments and errors are those of `make_config`.
+    """
+    config = make_config(name, settings, inputs, outputs, library=library, optional=optional)
+    return ("" if config.max_batch_size else "max_batch_size: 0\n") + text_format.MessageToString(config)
+
+
+def make_config(
+    name: str,
+    settings: ModelSettings,
+    inputs: Mapping[str, Spec],
+    outputs: Mapping[str, Spec],
+    *,
+    library: str | None = None,
+    optional: Sequence[str] = (),
+) -> Any:
+    """Returns Triton's ModelConfig for a model.
 
     Args:
         library: the absolute path of the custom-op library in Triton's container.
@@ -62,7 +79,7 @@ def write_config(
         raise SettingsError(str(error)) from error
     if settings.warm_up:
         _write_warmup(config, settings, inputs)
-    return ("" if batched else "max_batch_size: 0\n") + text_format.MessageToString(config)
+    return config
 
 
 def _write_tensor(tensor: Any, spec: Spec, batched: bool) -> None:
