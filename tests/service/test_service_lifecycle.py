@@ -49,7 +49,7 @@ def test_nothing_slow_is_imported(tmp_path: Path) -> None:
 
 
 def test_ready_means_that_the_models_are_loaded_and_the_server_is_not_stopping(tmp_path: Path) -> None:
-    place(tmp_path / "models", "slow", slow(rounds=300))
+    place(tmp_path / "models", "slow", slow(rounds=4000))
     gate = tmp_path / "gate"
     patched = (
         "import os, sys, time\n"

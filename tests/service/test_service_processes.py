@@ -160,7 +160,7 @@ def test_clients_load_and_unload_in_all_processes(tmp_path: Path) -> None:
 
 
 def test_sigterm_lets_all_answer(tmp_path: Path) -> None:
-    place(tmp_path, "slow", slow(150))
+    place(tmp_path, "slow", slow(1000))
     with serve(tmp_path, *TWO) as served:
         connections = [served.connect(60) for _ in range(MANY)]
         for connection in connections:
