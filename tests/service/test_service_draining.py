@@ -22,7 +22,7 @@ from twinop.bench.serving import soak
 
 def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:
     models.place(tmp_path, "relu", models.relu())
-    models.place(tmp_path, "slow", models.slow(1500))
+    models.place(tmp_path, "slow", models.slow(3000))
     with serve(tmp_path) as served, ExitStack() as stack:
         waiting, kept, late, idle = (stack.enter_context(served.connect(60)) for _ in range(4))
         for connection in (kept, late):
@@ -78,7 +78,7 @@ def test_every_accepted_request_is_answered_at_the_end(tmp_path: Path) -> None:
 
 def test_grpc_calls_are_answered_or_told_to_go_elsewhere_at_the_end(tmp_path: Path) -> None:
     models.place(tmp_path, "relu", models.relu())
-    models.place(tmp_path, "slow", models.slow(1500))
+    models.place(tmp_path, "slow", models.slow(3000))
     with serve(tmp_path) as served, served.stub() as stub:
         refusals: list[grpc.StatusCode] = []
         answered = [0]

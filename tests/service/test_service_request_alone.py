@@ -20,8 +20,8 @@ from service_rows import QUICK, ROW, call, in_flight
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
     place(folder, "gather", gather(), settings="max_batch_size = 32")
-    place(folder, "full", slow(rounds=1500), settings="max_queue = 1")
-    place(folder, "slow", slow(rounds=1500))
+    place(folder, "full", slow(rounds=3000), settings="max_queue = 1")
+    place(folder, "slow", slow(rounds=3000))
     with serve(folder, *QUICK) as found:
         yield found
 
