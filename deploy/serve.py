@@ -116,9 +116,10 @@ def _serve(models: Path, settings: Settings, member: "Member | None" = None) -> 
     gc.disable()  # imports leave no garbage; the server turns it on once the models are loaded
     from .service import logs, spans
     from .service.folders import scan
-    from .service.processes import use_gpu
 
     if settings.server.devices:
+        from .service.processes import use_gpu
+
         use_gpu(settings.server.devices[member.number if member is not None else 0])
     scan(models, may_be_empty=settings.server.control == Control.EXPLICIT)  # other servers need a model
     if member is None:

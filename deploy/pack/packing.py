@@ -18,7 +18,7 @@ from twinop.library import checksum
 from ..errors import PackError
 from ..service.model_settings import ModelSettings, Provider
 from ..service.settings import checked
-from ..service.write_triton_config import write_config
+from ..service.write_triton_config import make_config, write_config
 from .contents import Contents, needed_version, read_contents, without_bodies
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
@@ -215,11 +215,13 @@ def _config(options: Options, packed: Packed) -> str:
         "intra_op_threads": options.cpus,
     }
     text = write_config(
-        packed.name,
-        checked(ModelSettings, settings, "the options"),
-        {spec.name: spec for spec in contents.inputs},
-        {spec.name: spec for spec in contents.outputs},
-        library=packed.library,
+        make_config(
+            packed.name,
+            checked(ModelSettings, settings, "the options"),
+            {spec.name: spec for spec in contents.inputs},
+            {spec.name: spec for spec in contents.outputs},
+            library=packed.library,
+        )
     )
     return f"# Triton's model configuration, which twinop serve reads too.\n{text}"
 

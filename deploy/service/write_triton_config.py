@@ -18,20 +18,8 @@ from .read_triton_config import THREADS, protocol
 from .settings import SettingsError
 
 
-def write_config(
-    name: str,
-    settings: ModelSettings,
-    inputs: Mapping[str, Spec],
-    outputs: Mapping[str, Spec],
-    *,
-    library: str | None = None,
-    optional: Sequence[str] = (),
-) -> str:
-    """Returns the config.pbtxt with which Triton's ONNX Runtime backend serves a model as this service does.
-
-    The arguments and errors are those of `make_config`.
-    """
-    config = make_config(name, settings, inputs, outputs, library=library, optional=optional)
+def write_config(config: Any) -> str:
+    """Returns the text of a ModelConfig from `make_config`, as it stands in config.pbtxt."""
     return ("" if config.max_batch_size else "max_batch_size: 0\n") + text_format.MessageToString(config)
 
 
@@ -44,7 +32,7 @@ def make_config(
     library: str | None = None,
     optional: Sequence[str] = (),
 ) -> Any:
-    """Returns Triton's ModelConfig for a model.
+    """Returns the ModelConfig with which Triton's ONNX Runtime backend serves a model as this service does.
 
     Args:
         library: the absolute path of the custom-op library in Triton's container.

@@ -16,7 +16,7 @@ from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.read_triton_config import read_config
 from twinop.deploy.service.runtime_options import ProviderOptions, with_options
 from twinop.deploy.service.settings import Settings, SettingsError
-from twinop.deploy.service.write_triton_config import write_config
+from twinop.deploy.service.write_triton_config import make_config, write_config
 
 SESSION = {
     "graph_optimization_level": "ORT_ENABLE_EXTENDED",
@@ -121,7 +121,7 @@ def test_providers_get_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_gets_the_same(tmp_path: Path) -> None:
     opened = session(service_models.relu(), ["CPUExecutionProvider"])
     given = {"session": SESSION, "provider_options": {"cuda": CUDA, "tensorrt": TENSORRT}, "provider": "cuda"}
-    text = write_config("relu", ModelSettings(**given), opened.inputs, opened.outputs)
+    text = write_config(make_config("relu", ModelSettings(**given), opened.inputs, opened.outputs))
     for words in ('name: "tensorrt"', 'value: "FP16"', 'key: "max_workspace_size_bytes"', "level: 1"):
         assert words in text
     (tmp_path / "config.pbtxt").write_text(text)
@@ -146,7 +146,7 @@ def test_triton_gets_the_same(tmp_path: Path) -> None:
 def test_what_triton_cannot(given: dict[str, Any], words: str) -> None:
     opened = session(service_models.relu(), ["CPUExecutionProvider"])
     with pytest.raises(SettingsError, match=words):
-        write_config("relu", ModelSettings(**given), opened.inputs, opened.outputs)
+        write_config(make_config("relu", ModelSettings(**given), opened.inputs, opened.outputs))
 
 
 @pytest.mark.cuda

@@ -15,7 +15,7 @@ from twinop.deploy.service.model_settings import Provider
 from twinop.deploy.service.read_triton_config import TritonConfig, read_config
 from twinop.deploy.service.settings import Settings, SettingsError
 from twinop.deploy.service.trial import make_trial
-from twinop.deploy.service.write_triton_config import write_config
+from twinop.deploy.service.write_triton_config import make_config, write_config
 
 
 def read(folder: Path, text: str) -> TritonConfig:
@@ -179,7 +179,9 @@ def test_of_what_is_read_there_is_no_line(tmp_path: Path, caplog: pytest.LogCapt
         "warm_up": {"x": (8, 4)},
     }
     settings = Settings(model=everything).model
-    text = write_config("relu", settings, opened.inputs, opened.outputs, library="/a/lib.so", optional=("x",))
+    text = write_config(
+        make_config("relu", settings, opened.inputs, opened.outputs, library="/a/lib.so", optional=("x",))
+    )
     with caplog.at_level(logging.INFO):
         read(tmp_path, text)
     assert caplog.messages == []
@@ -221,7 +223,9 @@ def test_a_model_that_fits(tmp_path: Path, text: str) -> None:
 def test_what_is_written_reads_the_same(tmp_path: Path, given: dict[str, Any]) -> None:
     opened = session(service_models.relu(), ["CPUExecutionProvider"])
     settings = Settings(model=given).model
-    text = write_config("relu", settings, opened.inputs, opened.outputs, library="/models/relu/1/lib.so")
+    text = write_config(
+        make_config("relu", settings, opened.inputs, opened.outputs, library="/models/relu/1/lib.so")
+    )
     config = read(tmp_path, text)
     again = Settings().for_model("relu", dict(config.settings))
     wanted = settings.model_copy(update={"library": Path("lib.so")})
@@ -234,16 +238,16 @@ def test_what_is_written_reads_the_same(tmp_path: Path, given: dict[str, Any]) -
 def test_what_cannot_be_written() -> None:
     opened = session(service_models.relu(shape=None), ["CPUExecutionProvider"])
     with pytest.raises(SettingsError, match="config.pbtxt needs a known rank"):
-        write_config("relu", Settings().model, opened.inputs, opened.outputs)
+        write_config(make_config("relu", Settings().model, opened.inputs, opened.outputs))
     for inputs, outputs, lacking in (({}, opened.outputs, "inputs"), (opened.inputs, {}, "outputs")):
         if inputs:
             inputs = session(service_models.relu(), ["CPUExecutionProvider"]).inputs
         with pytest.raises(SettingsError, match=f"no {lacking}, without which Triton completes config.pbtxt"):
-            write_config("relu", Settings().model, inputs, outputs)
+            write_config(make_config("relu", Settings().model, inputs, outputs))
     scalar = session(service_models.identity("FP32", ()), ["CPUExecutionProvider"])
     batched = Settings(model={"max_batch_size": 4}).model
     with pytest.raises(SettingsError, match=r"x is float32\[\]: config.pbtxt needs .* rows if batched"):
-        write_config("relu", batched, scalar.inputs, scalar.outputs)
+        write_config(make_config("relu", batched, scalar.inputs, scalar.outputs))
 
 
 def test_triton_has_no_empty_dims(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
