@@ -56,7 +56,7 @@ function(twinop_add_library name)
   endforeach()
   set(source "${CMAKE_CURRENT_BINARY_DIR}/ops/library_${name}.cpp")
   file(CONFIGURE OUTPUT "${source}" @ONLY CONTENT
-       "#include \"kernels/library.h\"\n\nTWINOP_LIBRARY(\"${arg_DOMAIN}\", ${arg_DOMAIN_VERSION})\n")
+       "#include \"twinop/library.h\"\n\nTWINOP_LIBRARY(\"${arg_DOMAIN}\", ${arg_DOMAIN_VERSION})\n")
   add_library(${name} SHARED "${source}")
   target_link_libraries(${name} PRIVATE twinop_options ${arg_OPS} twinop_ort twinop_cuda_runtime)
   twinop_finish_library(${name} ort_customop/exports.map)

@@ -18,9 +18,9 @@
 
 #include <type_traits>
 
-#include "kernels/elementwise/strided.h"
-#include "kernels/math/numeric.h"
-#include "kernels/record/registry.h"
+#include "twinop/elementwise/strided.h"
+#include "twinop/math/numeric.h"
+#include "twinop/record/registry.h"
 
 namespace twinop::elementwise {
 
@@ -108,10 +108,10 @@ Status Cuda(const AnyCall& call);
 }  // namespace twinop::elementwise
 
 #if defined(__CUDACC__)
-#include "kernels/elementwise/cuda.cuh"
-#include "kernels/elementwise/strided_cuda.cuh"
+#include "twinop/elementwise/cuda.cuh"
+#include "twinop/elementwise/strided_cuda.cuh"
 #else
-#include "kernels/elementwise/cpu.h"
+#include "twinop/elementwise/cpu.h"
 #endif
 
 namespace twinop::elementwise {

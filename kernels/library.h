@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/abi.h"
+#include "twinop/abi.h"
 
 #define TWINOP_TEXT_OF(token) #token
 #define TWINOP_EXPANDED_TEXT_OF(token) TWINOP_TEXT_OF(token)

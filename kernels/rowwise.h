@@ -31,9 +31,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "kernels/math/math.h"
-#include "kernels/math/numeric.h"
-#include "kernels/record/registry.h"
+#include "twinop/math/math.h"
+#include "twinop/math/numeric.h"
+#include "twinop/record/registry.h"
 
 namespace twinop::rowwise {
 
@@ -259,14 +259,14 @@ Status Cuda(const CallOf<Op>& call);
 
 }  // namespace twinop::rowwise
 
-#include "kernels/rowwise/arguments.h"
+#include "twinop/rowwise/arguments.h"
 #if defined(__CUDACC__)
-#include "kernels/rowwise/cuda.cuh"
+#include "twinop/rowwise/cuda.cuh"
 #else
-#include "kernels/rowwise/cpu.h"
+#include "twinop/rowwise/cpu.h"
 #endif
 
-#include "kernels/rowwise/check_functor.h"
+#include "twinop/rowwise/check_functor.h"
 
 namespace twinop::rowwise {
 

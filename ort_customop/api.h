@@ -5,8 +5,8 @@
 #include <new>
 #include <string>
 
-#include "kernels/math/numeric.h"
 #include "ort_customop/op.h"
+#include "twinop/math/numeric.h"
 
 namespace twinop::ort {
 

@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/math/numeric.h"
 #include "ort_customop/scratch.h"
+#include "twinop/math/numeric.h"
 
 namespace twinop::ort {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "kernels/record/check.h"
+#include "twinop/record/check.h"
 
 namespace twinop::ort {
 

@@ -4,8 +4,8 @@
 #include <memory>
 #include <mutex>
 
-#include "kernels/record/table.h"
 #include "ort_customop/api.h"
+#include "twinop/record/table.h"
 
 namespace twinop::ort {
 namespace {

@@ -1,8 +1,8 @@
 // Infers output shapes at session creation from the record's shape expressions.
 #include <memory>
 
-#include "kernels/record/check.h"
 #include "ort_customop/api.h"
+#include "twinop/record/check.h"
 
 namespace twinop::ort {
 namespace {

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "kernels/record/check.h"
 #include "torch_op/layout.h"
 #include "torch_op/tensor.h"
+#include "twinop/record/check.h"
 
 // Only CUDA builds of torch have these. In a CPU build they are null, and no CUDA tensor exists.
 #pragma weak aoti_torch_get_current_cuda_stream

@@ -1,7 +1,7 @@
 // Tests of strides, and the strides of outputs.
 #pragma once
 
-#include "kernels/record/record.h"
+#include "twinop/record/record.h"
 
 namespace twinop::torch_op {
 

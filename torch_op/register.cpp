@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/record/table.h"
 #include "torch_op/call.h"
+#include "twinop/record/table.h"
 
 namespace twinop::torch_op {
 namespace {

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/record/record.h"
+#include "twinop/record/record.h"
 
 namespace twinop::torch_op {
 

@@ -1,9 +1,9 @@
 // Runs an elementwise op's loop over the tensors of a call (cpu.h).
 #include <algorithm>
 
-#include "kernels/elementwise.h"
-#include "kernels/elementwise/cpu_copy.h"
-#include "kernels/elementwise/strided.h"
+#include "twinop/elementwise.h"
+#include "twinop/elementwise/cpu_copy.h"
+#include "twinop/elementwise/strided.h"
 
 namespace twinop::elementwise {
 namespace {

@@ -10,9 +10,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "kernels/elementwise.h"
-#include "kernels/elementwise/tuning.h"
-#include "kernels/primitives/cpu_features.h"
+#include "twinop/elementwise.h"
+#include "twinop/elementwise/tuning.h"
+#include "twinop/primitives/cpu_features.h"
 
 namespace twinop::elementwise {
 

@@ -10,8 +10,8 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels/math/numeric.h"
-#include "kernels/primitives/cpu_features.h"
+#include "twinop/math/numeric.h"
+#include "twinop/primitives/cpu_features.h"
 
 namespace twinop::elementwise {
 

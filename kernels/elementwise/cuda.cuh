@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <utility>
 
-#include "kernels/elementwise.h"
-#include "kernels/elementwise/launch_settings.h"
-#include "kernels/primitives/l2_hints.cuh"
-#include "kernels/primitives/launch.cuh"
-#include "kernels/primitives/vector.cuh"
+#include "twinop/elementwise.h"
+#include "twinop/elementwise/launch_settings.h"
+#include "twinop/primitives/l2_hints.cuh"
+#include "twinop/primitives/launch.cuh"
+#include "twinop/primitives/vector.cuh"
 
 namespace twinop::elementwise {
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "kernels/elementwise/tuning.h"
-#include "kernels/primitives/policy.h"
+#include "twinop/elementwise/tuning.h"
+#include "twinop/primitives/policy.h"
 
 namespace twinop::elementwise {
 

@@ -3,7 +3,7 @@
 // bits; `twinop bench --ops relu` shows the difference.
 #pragma once
 
-#include "kernels/elementwise.h"
+#include "twinop/elementwise.h"
 
 namespace twinop {
 

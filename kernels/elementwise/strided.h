@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/record/record.h"
+#include "twinop/record/record.h"
 
 namespace twinop::elementwise {
 

@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <utility>
 
-#include "kernels/elementwise/cuda.cuh"
-#include "kernels/elementwise/launch_settings.h"
-#include "kernels/elementwise/strided.h"
-#include "kernels/primitives/launch.cuh"
-#include "kernels/primitives/vector.cuh"
+#include "twinop/elementwise/cuda.cuh"
+#include "twinop/elementwise/launch_settings.h"
+#include "twinop/elementwise/strided.h"
+#include "twinop/primitives/launch.cuh"
+#include "twinop/primitives/vector.cuh"
 
 namespace twinop::elementwise {
 

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "kernels/math/math.h"
+#include "twinop/math/math.h"
 
 namespace twinop {
 

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "kernels/math/polynomials.h"
+#include "twinop/math/polynomials.h"
 
 namespace twinop {
 

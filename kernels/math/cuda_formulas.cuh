@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/math/cuda.cuh"
+#include "twinop/math/cuda.cuh"
 
 namespace twinop {
 

@@ -8,12 +8,12 @@
 
 #include <cmath>
 
-#include "kernels/math/numeric.h"
+#include "twinop/math/numeric.h"
 
 #if defined(__CUDACC__)
-#include "kernels/math/cuda.cuh"
+#include "twinop/math/cuda.cuh"
 #else
-#include "kernels/math/cpu.h"
+#include "twinop/math/cpu.h"
 #endif
 
 namespace twinop {
@@ -215,5 +215,5 @@ TWINOP_INLINE float Rsqrt(float x) {
 }  // namespace twinop
 
 #if defined(__CUDACC__)
-#include "kernels/math/cuda_formulas.cuh"
+#include "twinop/math/cuda_formulas.cuh"
 #endif

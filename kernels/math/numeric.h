@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "kernels/record/record.h"
+#include "twinop/record/record.h"
 
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>

@@ -8,7 +8,7 @@
 #include <limits>
 #include <utility>
 
-#include "kernels/math/numeric.h"
+#include "twinop/math/numeric.h"
 
 namespace twinop {
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/matmul/matmul.h"
-#include "kernels/primitives/cpu_features.h"
+#include "twinop/matmul/matmul.h"
+#include "twinop/primitives/cpu_features.h"
 
 namespace twinop::matmul {
 

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <string>
 
-#include "kernels/matmul/matmul.h"
-#include "kernels/primitives/launch.cuh"
+#include "twinop/matmul/matmul.h"
+#include "twinop/primitives/launch.cuh"
 
 namespace twinop::matmul {
 

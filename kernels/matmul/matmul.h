@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "kernels/math/numeric.h"
-#include "kernels/record/arguments.h"
+#include "twinop/math/numeric.h"
+#include "twinop/record/arguments.h"
 
 namespace twinop::matmul {
 

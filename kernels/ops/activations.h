@@ -1,8 +1,8 @@
 // silu, sigmoid, tanh, softplus -> torch.ops.custom_domain.silu, CustomSilu ...
 #pragma once
 
-#include "kernels/elementwise.h"
-#include "kernels/math/math.h"
+#include "twinop/elementwise.h"
+#include "twinop/math/math.h"
 
 namespace twinop {
 

@@ -3,8 +3,8 @@
 // dtype).
 #pragma once
 
-#include "kernels/elementwise.h"
-#include "kernels/math/math.h"
+#include "twinop/elementwise.h"
+#include "twinop/math/math.h"
 
 namespace twinop {
 

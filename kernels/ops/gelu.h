@@ -1,8 +1,8 @@
 // gelu -> torch.ops.custom_domain.gelu, CustomGelu.
 #pragma once
 
-#include "kernels/elementwise.h"
-#include "kernels/math/math.h"
+#include "twinop/elementwise.h"
+#include "twinop/math/math.h"
 
 namespace twinop {
 

@@ -1,9 +1,9 @@
 // layer_norm -> torch.ops.custom_domain.layer_norm, CustomLayerNorm; add_layer_norm with it.
 #pragma once
 
-#include "kernels/math/math.h"
-#include "kernels/rowwise.h"
-#include "kernels/rowwise/norm.h"
+#include "twinop/math/math.h"
+#include "twinop/rowwise.h"
+#include "twinop/rowwise/norm.h"
 
 namespace twinop {
 

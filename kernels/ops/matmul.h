@@ -2,11 +2,11 @@
 #pragma once
 
 #if defined(__CUDACC__)
-#include "kernels/matmul/cuda.cuh"
+#include "twinop/matmul/cuda.cuh"
 #else
-#include "kernels/matmul/cpu.h"
+#include "twinop/matmul/cpu.h"
 #endif
-#include "kernels/record/registry.h"
+#include "twinop/record/registry.h"
 
 namespace twinop {
 

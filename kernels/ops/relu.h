@@ -1,8 +1,8 @@
 // relu -> torch.ops.custom_domain.relu, CustomRelu.
 #pragma once
 
-#include "kernels/elementwise.h"
-#include "kernels/elementwise/relu_variants.cuh"
+#include "twinop/elementwise.h"
+#include "twinop/elementwise/relu_variants.cuh"
 
 namespace twinop {
 

@@ -1,9 +1,9 @@
 // rms_norm -> torch.ops.custom_domain.rms_norm, CustomRmsNorm; add_rms_norm with it.
 #pragma once
 
-#include "kernels/math/math.h"
-#include "kernels/rowwise.h"
-#include "kernels/rowwise/norm.h"
+#include "twinop/math/math.h"
+#include "twinop/rowwise.h"
+#include "twinop/rowwise/norm.h"
 
 namespace twinop {
 

@@ -1,8 +1,8 @@
 // softmax -> torch.ops.custom_domain.softmax, CustomSoftmax.
 #pragma once
 
-#include "kernels/math/math.h"
-#include "kernels/rowwise.h"
+#include "twinop/math/math.h"
+#include "twinop/rowwise.h"
 
 namespace twinop {
 

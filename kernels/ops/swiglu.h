@@ -1,8 +1,8 @@
 // swiglu, swiglu_packed -> torch.ops.custom_domain.swiglu, CustomSwiglu ...
 #pragma once
 
-#include "kernels/elementwise.h"
-#include "kernels/math/math.h"
+#include "twinop/elementwise.h"
+#include "twinop/math/math.h"
 
 namespace twinop {
 

@@ -1,8 +1,8 @@
 // exp, log, square -> torch.ops.custom_domain.exp, CustomExp ...
 #pragma once
 
-#include "kernels/elementwise.h"
-#include "kernels/math/math.h"
+#include "twinop/elementwise.h"
+#include "twinop/math/math.h"
 
 namespace twinop {
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "kernels/record/record.h"
+#include "twinop/record/record.h"
 
 namespace twinop {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/primitives/vector.cuh"
+#include "twinop/primitives/vector.cuh"
 
 namespace twinop {
 

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/math/numeric.h"
-#include "kernels/primitives/policy.h"
+#include "twinop/math/numeric.h"
+#include "twinop/primitives/policy.h"
 
 namespace twinop {
 

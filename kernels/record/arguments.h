@@ -14,7 +14,7 @@
 #include <string_view>
 #include <type_traits>
 
-#include "kernels/record/record.h"
+#include "twinop/record/record.h"
 
 namespace twinop {
 

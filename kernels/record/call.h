@@ -9,9 +9,9 @@
 #include <string_view>
 #include <type_traits>
 
-#include "kernels/abi.h"
-#include "kernels/record/shape.h"
-#include "kernels/record/status.h"
+#include "twinop/abi.h"
+#include "twinop/record/shape.h"
+#include "twinop/record/status.h"
 
 namespace twinop {
 

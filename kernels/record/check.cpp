@@ -1,4 +1,4 @@
-#include "kernels/record/check.h"
+#include "twinop/record/check.h"
 
 #include <algorithm>
 #include <charconv>

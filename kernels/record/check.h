@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "kernels/record/record.h"
+#include "twinop/record/record.h"
 
 namespace twinop {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <charconv>
 
-#include "kernels/record/check.h"
+#include "twinop/record/check.h"
 
 namespace twinop {
 namespace {

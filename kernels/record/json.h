@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <string_view>
 
-#include "kernels/record/record.h"
+#include "twinop/record/record.h"
 
 namespace twinop {
 

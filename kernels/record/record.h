@@ -10,8 +10,8 @@
 #include <memory>
 #include <string_view>
 
-#include "kernels/record/call.h"
-#include "kernels/record/schema.h"
+#include "twinop/record/call.h"
+#include "twinop/record/schema.h"
 
 namespace twinop {
 

@@ -8,12 +8,12 @@
 #include <string_view>
 #include <type_traits>
 
-#include "kernels/record/arguments.h"
-#include "kernels/record/json.h"
-#include "kernels/record/record.h"
-#include "kernels/record/validate.h"
+#include "twinop/record/arguments.h"
+#include "twinop/record/json.h"
+#include "twinop/record/record.h"
+#include "twinop/record/validate.h"
 #if defined(__CUDACC__)
-#include "kernels/primitives/launch.cuh"
+#include "twinop/primitives/launch.cuh"
 #endif
 
 // TWINOP_OP(id, record, launcher), in namespace twinop, registers an op:

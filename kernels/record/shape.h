@@ -13,7 +13,7 @@
 // memory. Sizes that depend on unknown dimensions (during ORT's shape inference) are unknown.
 #pragma once
 
-#include "kernels/record/schema.h"
+#include "twinop/record/schema.h"
 
 namespace twinop {
 

@@ -1,4 +1,4 @@
-#include "kernels/record/table.h"
+#include "twinop/record/table.h"
 
 namespace twinop {
 

@@ -1,8 +1,8 @@
 // Reads a library's table (kernels/abi.h). Both adapters do so when a library is loaded.
 #pragma once
 
-#include "kernels/abi.h"
-#include "kernels/record/record.h"
+#include "twinop/abi.h"
+#include "twinop/record/record.h"
 
 namespace twinop {
 

@@ -1,7 +1,7 @@
 // Checks at compile time that a record is well formed, for TWINOP_OP (registry.h).
 #pragma once
 
-#include "kernels/record/record.h"
+#include "twinop/record/record.h"
 
 namespace twinop {
 

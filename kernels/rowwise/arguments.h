@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/rowwise.h"
+#include "twinop/rowwise.h"
 
 namespace twinop::rowwise {
 

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "kernels/rowwise.h"
+#include "twinop/rowwise.h"
 
 namespace twinop::rowwise {
 

@@ -6,9 +6,9 @@
 
 #include <type_traits>
 
-#include "kernels/primitives/launch.cuh"
-#include "kernels/rowwise/cluster_reread.cuh"
-#include "kernels/rowwise/cluster_resident.cuh"
+#include "twinop/primitives/launch.cuh"
+#include "twinop/rowwise/cluster_reread.cuh"
+#include "twinop/rowwise/cluster_resident.cuh"
 
 namespace twinop::rowwise {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/rowwise/cluster_pipeline.cuh"
+#include "twinop/rowwise/cluster_pipeline.cuh"
 
 namespace twinop::rowwise {
 

@@ -5,10 +5,10 @@
 
 #include <cstdint>
 
-#include "kernels/primitives/hopper.cuh"
-#include "kernels/primitives/l2_hints.cuh"
-#include "kernels/primitives/vector.cuh"
-#include "kernels/rowwise/reduce.cuh"
+#include "twinop/primitives/hopper.cuh"
+#include "twinop/primitives/l2_hints.cuh"
+#include "twinop/primitives/vector.cuh"
+#include "twinop/rowwise/reduce.cuh"
 
 namespace twinop::rowwise {
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kernels/rowwise/cluster_batches.cuh"
+#include "twinop/rowwise/cluster_batches.cuh"
 
 namespace twinop::rowwise {
 

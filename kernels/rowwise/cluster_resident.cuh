@@ -2,8 +2,8 @@
 // pipeline is read once, and filled again while the slice is reduced and written.
 #pragma once
 
-#include "kernels/primitives/realigner.cuh"
-#include "kernels/rowwise/cluster_pipeline.cuh"
+#include "twinop/primitives/realigner.cuh"
+#include "twinop/rowwise/cluster_pipeline.cuh"
 
 namespace twinop::rowwise {
 

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "kernels/primitives/launch.cuh"
-#include "kernels/primitives/vector.cuh"
-#include "kernels/rowwise/reduce.cuh"
+#include "twinop/primitives/launch.cuh"
+#include "twinop/primitives/vector.cuh"
+#include "twinop/rowwise/reduce.cuh"
 
 namespace twinop::rowwise {
 

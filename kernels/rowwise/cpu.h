@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/primitives/cpu_features.h"
-#include "kernels/rowwise/cpu_row.h"
+#include "twinop/primitives/cpu_features.h"
+#include "twinop/rowwise/cpu_row.h"
 
 namespace twinop::rowwise {
 

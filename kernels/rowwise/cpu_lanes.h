@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "kernels/rowwise.h"
+#include "twinop/rowwise.h"
 
 namespace twinop::rowwise {
 

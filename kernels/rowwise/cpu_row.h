@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/rowwise/cpu_lanes.h"
+#include "twinop/rowwise/cpu_lanes.h"
 
 namespace twinop::rowwise {
 

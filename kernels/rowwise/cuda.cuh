@@ -4,12 +4,12 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/primitives/l2_hints.cuh"
-#include "kernels/primitives/launch.cuh"
-#include "kernels/rowwise/cluster.cuh"
-#include "kernels/rowwise/column_sums.cuh"
-#include "kernels/rowwise/launch_settings.h"
-#include "kernels/rowwise/resident.cuh"
+#include "twinop/primitives/l2_hints.cuh"
+#include "twinop/primitives/launch.cuh"
+#include "twinop/rowwise/cluster.cuh"
+#include "twinop/rowwise/column_sums.cuh"
+#include "twinop/rowwise/launch_settings.h"
+#include "twinop/rowwise/resident.cuh"
 
 namespace twinop::rowwise {
 

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "kernels/primitives/policy.h"
-#include "kernels/rowwise.h"
+#include "twinop/primitives/policy.h"
+#include "twinop/rowwise.h"
 
 namespace twinop::rowwise {
 

@@ -3,7 +3,7 @@
 
 #include <string_view>
 
-#include "kernels/rowwise.h"
+#include "twinop/rowwise.h"
 
 namespace twinop {
 

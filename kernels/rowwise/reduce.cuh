@@ -1,9 +1,9 @@
 // Reductions over the threads that share a row, in an order that only their number decides.
 #pragma once
 
-#include "kernels/math/math.h"
-#include "kernels/primitives/hopper.cuh"
-#include "kernels/rowwise/launch_settings.h"
+#include "twinop/math/math.h"
+#include "twinop/primitives/hopper.cuh"
+#include "twinop/rowwise/launch_settings.h"
 
 namespace twinop::rowwise {
 

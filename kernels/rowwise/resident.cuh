@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "kernels/primitives/launch.cuh"
-#include "kernels/rowwise/resident_sums.cuh"
-#include "kernels/rowwise/resident_values.cuh"
+#include "twinop/primitives/launch.cuh"
+#include "twinop/rowwise/resident_sums.cuh"
+#include "twinop/rowwise/resident_values.cuh"
 
 namespace twinop::rowwise {
 

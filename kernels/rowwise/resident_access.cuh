@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/primitives/l2_hints.cuh"
-#include "kernels/primitives/realigner.cuh"
-#include "kernels/rowwise/reduce.cuh"
+#include "twinop/primitives/l2_hints.cuh"
+#include "twinop/primitives/realigner.cuh"
+#include "twinop/rowwise/reduce.cuh"
 
 namespace twinop::rowwise {
 

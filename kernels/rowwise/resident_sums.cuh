@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/rowwise/resident_access.cuh"
+#include "twinop/rowwise/resident_access.cuh"
 
 namespace twinop::rowwise {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <utility>
 
-#include "kernels/rowwise/reduce.cuh"
-#include "kernels/rowwise/resident_access.cuh"
+#include "twinop/rowwise/reduce.cuh"
+#include "twinop/rowwise/resident_access.cuh"
 
 namespace twinop::rowwise {
 

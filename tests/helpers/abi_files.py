@@ -70,7 +70,17 @@ def c_library(name: str, *definitions: str, link: str = "") -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix="twinop-c-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    strict = ["-x", "c", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
+    strict = [
+        "-x",
+        "c",
+        "-std=c99",
+        "-pedantic",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{ROOT}",
+        f"-I{ROOT}/twinop/include",
+    ]
     hidden = ["-fPIC", "-O2", "-fvisibility=hidden"]
     source, compiled = ROOT / "tests/ops/plain_c.c", folder / "plain_c.o"
     subprocess.run([c_compiler(), *strict, *hidden, *definitions, "-c", source, "-o", compiled], check=True)

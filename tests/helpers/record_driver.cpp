@@ -19,10 +19,10 @@
 #include <string>
 #include <vector>
 
-#include "kernels/primitives/cpu_features.h"
-#include "kernels/record/check.h"
-#include "kernels/record/json.h"
-#include "kernels/record/validate.h"
+#include "twinop/primitives/cpu_features.h"
+#include "twinop/record/check.h"
+#include "twinop/record/json.h"
+#include "twinop/record/validate.h"
 
 namespace twinop {
 namespace {

@@ -25,7 +25,7 @@ def _program() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     names = ("tests/helpers/record_driver.cpp", "kernels/record/check.cpp", "kernels/record/check_shapes.cpp")
     sources = [str(ROOT / name) for name in names]
-    flags = ["-std=c++17", f"-I{ROOT}", *os.environ.get("CXXFLAGS", "").split()]
+    flags = ["-std=c++17", f"-I{ROOT}", f"-I{ROOT}/twinop/include", *os.environ.get("CXXFLAGS", "").split()]
     subprocess.run([compiler(), *flags, *sources, "-o", str(folder / "driver")], check=True)
     return folder / "driver"
 

@@ -18,8 +18,18 @@ from twinop.errors import LibraryError
 
 def test_the_header_is_c99() -> None:
     for language, standard in (("c", "-std=c99"), ("c++", "-std=c++17")):
-        flags = ["-x", language, standard, "-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
-        source = '#include "kernels/abi.h"\n#include "kernels/abi.h"\n'
+        flags = [
+            "-x",
+            language,
+            standard,
+            "-pedantic",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            f"-I{ROOT}",
+            f"-I{ROOT}/twinop/include",
+        ]
+        source = '#include "twinop/abi.h"\n#include "twinop/abi.h"\n'
         command = [c_compiler(), *flags, "-fsyntax-only", "-"]
         done = subprocess.run(command, input=source, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
@@ -27,12 +37,12 @@ def test_the_header_is_c99() -> None:
 
 def test_headers_of_ops_need_no_runtime() -> None:
     """Nothing that an op's author compiles includes a header of torch or ONNX Runtime."""
-    for header in ("kernels/abi.h", "kernels/record/registry.h", "kernels/library.h", "tests/ops/abi_ops.h"):
-        command = [compiler(), "-std=c++17", f"-I{ROOT}", "-M", "-x", "c++", "-"]
+    for header in ("twinop/abi.h", "twinop/record/registry.h", "twinop/library.h", "tests/ops/abi_ops.h"):
+        command = [compiler(), "-std=c++17", f"-I{ROOT}", f"-I{ROOT}/twinop/include", "-M", "-x", "c++", "-"]
         command += ['-DTWINOP_VERSION="0"', '-DTWINOP_CUDA_ARCHS="none"', '-DTWINOP_CUDA_VERSION=""']
         done = subprocess.run(command, input=f'#include "{header}"\n', text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
-        assert "kernels/" in done.stdout
+        assert "include/twinop/" in done.stdout
         assert not any(word in done.stdout for word in ("onnxruntime", "ort_customop", "torch/", "torch_op"))
 
 

@@ -4,10 +4,10 @@
 //   order
 #pragma once
 
-#include "kernels/math/numeric.h"
-#include "kernels/record/registry.h"
+#include "twinop/math/numeric.h"
+#include "twinop/record/registry.h"
 #if defined(__CUDACC__)
-#include "kernels/primitives/launch.cuh"
+#include "twinop/primitives/launch.cuh"
 #endif
 
 namespace twinop {

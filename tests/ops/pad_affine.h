@@ -6,10 +6,10 @@
 // and zeros in the pads[0] columns before and the pads[1] columns behind.
 #pragma once
 
-#include "kernels/math/numeric.h"
-#include "kernels/record/registry.h"
+#include "twinop/math/numeric.h"
+#include "twinop/record/registry.h"
 #if defined(__CUDACC__)
-#include "kernels/primitives/launch.cuh"
+#include "twinop/primitives/launch.cuh"
 #endif
 
 namespace twinop {

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/abi.h"
+#include "twinop/abi.h"
 
 #ifndef TABLE_VERSION
 #define TABLE_VERSION TWINOP_ABI_VERSION

@@ -8,10 +8,10 @@
 // attributes are of the kinds that no other test op has.
 #pragma once
 
-#include "kernels/math/numeric.h"
-#include "kernels/record/registry.h"
+#include "twinop/math/numeric.h"
+#include "twinop/record/registry.h"
 #if defined(__CUDACC__)
-#include "kernels/primitives/launch.cuh"
+#include "twinop/primitives/launch.cuh"
 #endif
 
 namespace twinop {

@@ -5,9 +5,9 @@
 #include <chrono>
 #include <thread>
 
-#include "kernels/record/registry.h"
+#include "twinop/record/registry.h"
 #if defined(__CUDACC__)
-#include "kernels/primitives/launch.cuh"
+#include "twinop/primitives/launch.cuh"
 #endif
 
 #undef NDEBUG  // <cassert> takes it into account at each inclusion

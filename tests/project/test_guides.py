@@ -62,7 +62,16 @@ def test_a_page_writes_two_files(page: Path, tmp_path: Path) -> None:
         ["./build.sh", "test", "-k", op_of(page)],
     ]
     (tmp_path / "op.cpp").write_text(steps[header].replace("#pragma once\n", ""))
-    command = [compiler(), "-std=c++17", f"-I{ROOT}", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    command = [
+        compiler(),
+        "-std=c++17",
+        f"-I{ROOT}",
+        f"-I{ROOT}/twinop/include",
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
     done = subprocess.run([*command, str(tmp_path / "op.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:3000]
 

@@ -63,6 +63,7 @@ def test_files_that_are_named_exist() -> None:
     """
     files = tracked()
     ends = {"/".join(parts[i:]) for parts in (Path(file).parts for file in files) for i in range(len(parts))}
+    includes = ROOT / "twinop/include"
     wrong = []
     for file in files:
         path = ROOT / file
@@ -72,7 +73,7 @@ def test_files_that_are_named_exist() -> None:
         for number, line in prose(path):
             names = (name for name in NAME.findall(line) if name not in ends | OTHERS | new)
             for name in names:
-                if not any((folder / name).exists() for folder in (ROOT, path.parent)):
+                if not any((folder / name).exists() for folder in (ROOT, includes, path.parent)):
                     wrong.append(f"{file}:{number}: {name}")
     assert not wrong, "these files do not exist:\n" + "\n".join(wrong)
 

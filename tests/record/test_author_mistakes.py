@@ -6,7 +6,7 @@ import pytest
 from record_driver import ROOT, compiler
 
 ELEMENTWISE = """
-#include "kernels/elementwise.h"
+#include "twinop/elementwise.h"
 namespace twinop {
 template <class T>
 struct LeakyRelu {
@@ -19,7 +19,7 @@ TWINOP_ELEMENTWISE(leaky_relu, LeakyRelu, Record("leaky_relu(Tensor x, float slo
 }  // namespace twinop
 """
 ROWWISE = """
-#include "kernels/rowwise.h"
+#include "twinop/rowwise.h"
 namespace twinop {
 template <class T>
 struct Normalize : rowwise::Defaults {
@@ -66,7 +66,16 @@ MISTAKES = [
 
 
 def compile_errors(source: str) -> list[str]:
-    command = [compiler(), "-std=c++17", f"-I{ROOT}", "-fsyntax-only", "-x", "c++", "-"]
+    command = [
+        compiler(),
+        "-std=c++17",
+        f"-I{ROOT}",
+        f"-I{ROOT}/twinop/include",
+        "-fsyntax-only",
+        "-x",
+        "c++",
+        "-",
+    ]
     done = subprocess.run(command, input=source, text=True, capture_output=True, env={"LC_ALL": "C"})
     return [line for line in done.stderr.splitlines() if "error:" in line]
 

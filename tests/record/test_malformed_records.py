@@ -128,10 +128,19 @@ def test_well_formed_records(field: tuple[str, ...]) -> None:
 
 
 def compiled(record: str) -> subprocess.CompletedProcess[str]:
-    include = '#include "kernels/record/registry.h"\n'
+    include = '#include "twinop/record/registry.h"\n'
     launcher = "inline Status Launch(const Call&) { return {}; }"
     source = f"{include}namespace twinop {{ {launcher} TWINOP_OP(g, {record}, Launch) }}\n"
-    command = [compiler(), "-std=c++17", f"-I{ROOT}", "-fsyntax-only", "-x", "c++", "-"]
+    command = [
+        compiler(),
+        "-std=c++17",
+        f"-I{ROOT}",
+        f"-I{ROOT}/twinop/include",
+        "-fsyntax-only",
+        "-x",
+        "c++",
+        "-",
+    ]
     return subprocess.run(command, input=source, text=True, capture_output=True)
 
 
