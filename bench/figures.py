@@ -11,7 +11,7 @@ from typing import Any
 from twinop.console import out
 
 from .cells import COPY, DOUBLE, IN_ORT, IN_TORCH, Cell, Row, cells_of, providers_of
-from .serving.servers import FASTAPI, GRPC, INSTANCES, KSERVE, MODELS, OURS, REST, UNBATCHED
+from .serving.servers import FASTAPI, GRPC, INSTANCES, KSERVE, MODELS, OURS, PROCESSES, REST, UNBATCHED
 
 # Strong colours for twinop's two runtimes, pale ones for peers, dashes for the copy.
 _OPS_STYLES: Mapping[str, Mapping[str, Any]] = {
@@ -31,6 +31,7 @@ _SERVE_COLORS = {
     OURS: "#1f4e9e",
     UNBATCHED: "#0b8a5f",
     INSTANCES: "#8a3fa0",
+    PROCESSES: "#c2185b",
     "twinop, CUDA graphs": "#d6569a",  # in a recorded report
     KSERVE: "#c65d21",
     FASTAPI: "#6b6b6b",

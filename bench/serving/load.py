@@ -1,4 +1,4 @@
-"""The clients of the serving report: `python -m twinop.bench.serving.load JSON`, in a process of their own.
+"""The clients of the serving report: `python -m twinop.bench.serving.load JSON`, in processes of their own.
 
 Each client sends the same request again as soon as it has its answer. This module imports no torch.
 """
@@ -8,7 +8,8 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Load:
     Args:
         request: a file with the bytes of an HTTP request, or with a gRPC message.
         grpc_method: empty for HTTP.
+        processes: among how many processes the clients are divided.
     """
 
     port: int
@@ -32,6 +34,7 @@ class Load:
     clients: int
     seconds: float
     grpc_method: str = ""
+    processes: int = 1
 
 
 @dataclass
@@ -128,13 +131,26 @@ def percentiles(times: Sequence[float], seconds: float) -> dict[str, float]:
 
 def run(load: Load) -> dict[str, Any]:
     """Runs the clients. Returns `percentiles` of their answers, and the failures."""
+    shares = [load.clients // load.processes] * load.processes
+    shares[0] += load.clients % load.processes
+    loads = [replace(load, clients=share) for share in shares]
+    if len(loads) == 1:
+        parts = [_run(load)]
+    else:
+        with ProcessPoolExecutor(len(loads)) as pool:
+            parts = list(pool.map(_run, loads))
+    kept = [took for part in parts for took in part[0]]
+    return percentiles(kept, load.seconds) | {"failures": [text for part in parts for text in part[1]]}
+
+
+def _run(load: Load) -> tuple[list[float], list[str]]:
+    """Runs clients in this process. Returns the times of answers after the warm-up, and the failures."""
     import uvloop
 
     answers, request = Answers(), Path(load.request).read_bytes()
     first = time.perf_counter() + WARM_UP
     uvloop.run((_grpc if load.grpc_method else _http)(load, request, answers))
-    kept = [took for at, took in answers.times if first <= at <= first + load.seconds]
-    return percentiles(kept, load.seconds) | {"failures": answers.failures}
+    return [took for at, took in answers.times if first <= at <= first + load.seconds], answers.failures
 
 
 if __name__ == "__main__":

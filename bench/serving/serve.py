@@ -32,6 +32,7 @@ from .servers import (
     KSERVE,
     MODELS,
     OURS,
+    PROCESSES,
     REST,
     UNBATCHED,
     Model,
@@ -130,7 +131,8 @@ def measure_once(
         BenchError: the clients failed, or an answer was an error.
     """
     method = load.METHOD if protocol == GRPC else ""
-    options = load.Load(server.ports[protocol], str(request), clients, seconds, method)
+    processes = max(1, min(clients // 8, (os.cpu_count() or 1) // 4))  # one is slower than several servers
+    options = load.Load(server.ports[protocol], str(request), clients, seconds, method, processes)
     line = [sys.executable, "-m", "twinop.bench.serving.load", json.dumps(asdict(options))]
     done = subprocess.run(line, capture_output=True, text=True, timeout=seconds * 10 + 60, check=False)
     if done.returncode:
@@ -211,8 +213,11 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     found = []
     ready = [row["ready_seconds"] for row in rows if row["model"] == "small" and row["server"] == OURS]
-    found += [report.bar("small: seconds from the start to ready", ready[0], 3.0)] if ready else []
+    bound = 2.0 if rows[0]["device"] == "cuda" else 0.6
+    found += [report.bar("small: seconds from the start to ready", ready[0], bound)] if ready else []
     for model in dict.fromkeys(row["model"] for row in rows):
+        if any(row["server"] == PROCESSES for row in rows):
+            found += _of_processes(model, rows, value)
         for protocol in (REST, GRPC):
             pairs = (value(model, server, protocol, 1, "p50s_ms") for server in (OURS, KSERVE))
             ratios = [ours / peers for ours, peers in zip(*pairs, strict=True)]
@@ -225,6 +230,24 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     ratio = value(model, OURS, protocol, 64, key) / value(model, peer, protocol, 64, key)
                     what = f"{model}, {protocol}, 64 clients: {key} / {peer}"
                     found.append(report.bar(what, ratio, bound, least=least))
+    return found
+
+
+def _of_processes(
+    model: str, rows: Sequence[dict[str, Any]], value: Callable[..., Any]
+) -> list[dict[str, Any]]:
+    """Returns the verdicts about one process for each core, or for each GPU."""
+    cuda, cores = rows[0]["device"] == "cuda", os.cpu_count() or 1
+    clients, bound = (64, 1.8) if cuda else (64, 3.0) if cores >= 16 else (16, 1.7)
+    if model != ("encoder" if cuda else "small"):
+        return []
+    rates = [value(model, server, REST, clients, "per_second") for server in (PROCESSES, OURS)]
+    what = f"{model}, REST, {clients} clients: per_second / one process"
+    found = [report.bar(what, rates[0] / rates[1], bound, least=True)]
+    if not cuda:
+        peers = [value(model, server, REST, 64, "per_second") for server in (PROCESSES, FASTAPI)]
+        what = f"{model}, REST, 64 clients: per_second of processes / FastAPI"
+        found.append(report.bar(what, peers[0] / peers[1], 1.0, least=True))
     return found
 
 

@@ -8,6 +8,7 @@ As a program, this module is one of the plain servers, with one session and with
 import contextlib
 import http.client
 import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from .. import report
 
 OURS, UNBATCHED, KSERVE, FASTAPI = "twinop", "twinop, unbatched", "KServe", "FastAPI"
 INSTANCES = "twinop, 2 instances"  # on a GPU
+PROCESSES = "twinop, processes"  # one for each core, or for each GPU
 REST, GRPC = "REST", "gRPC"
 _START_SECONDS = 120
 
@@ -162,6 +164,13 @@ def _is_ready(port: int, path: str) -> bool:
     return False
 
 
+def gpus() -> int:
+    """Returns the number of GPUs."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def commands(model: Model, path: Path, provider: str) -> dict[str, list[str]]:
     """Returns the command of each server by its name."""
     alone = ["twinop", "serve", str(path), "--provider", provider, "--log-level", "warning"]
@@ -169,8 +178,15 @@ def commands(model: Model, path: Path, provider: str) -> dict[str, list[str]]:
     found = {OURS: ours, UNBATCHED: alone}
     for name in (KSERVE, FASTAPI):
         found[name] = ["twinop.bench.serving.servers", name.lower(), str(path), provider]
+    count = gpus() if provider == "cuda" else os.cpu_count() or 1
+    if count > 1:
+        found[PROCESSES] = [*ours, "--processes", str(count)]
     if provider == "cuda":
         found[INSTANCES] = [*ours, "--instances", "2"]
+        if count > 1:
+            config = path.with_name("devices.toml")
+            config.write_text(f"[server]\ndevices = {list(range(count))}\n")
+            found[PROCESSES] += ["--config", str(config)]
     return found
 
 

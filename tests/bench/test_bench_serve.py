@@ -15,7 +15,7 @@ from twinop.bench.serving.servers import FASTAPI, GRPC, KSERVE, MODELS, OURS, RE
 def rows(ours: list[float], peers: list[float]) -> list[dict[str, Any]]:
     """Returns rows of the encoder with one client, from the p50 of each round."""
     return [
-        {"model": "encoder", "server": server, "protocol": protocol, "clients": 1}
+        {"model": "encoder", "device": "cpu", "server": server, "protocol": protocol, "clients": 1}
         | {"ready_seconds": 1.0, "p50_ms": sorted(p50s)[len(p50s) // 2], "p50s_ms": p50s}
         for server, p50s in ((OURS, ours), (KSERVE, peers))
         for protocol in (REST, GRPC)
