@@ -33,7 +33,7 @@ class Limit:
 
 
 async def read(request: Request, limit: Limit, seconds: float, held: Held) -> bytes:
-    """Read and decompress the whole body, and count it in `held` as it arrives.
+    """Read and decompress the whole body, and count it twice in `held` as it arrives, because it is copied.
 
     Raises:
         ServiceError: the body is too large, damaged, of an unsupported content type or encoding, does not
@@ -57,7 +57,7 @@ async def read(request: Request, limit: Limit, seconds: float, held: Held) -> by
     most = min(limit.bytes, _MOST_RATIO * len(body))
     held.take(most)
     content = await asyncio.to_thread(decompressed, body, wbits, limit)
-    held.take(len(content) - most)
+    held.take(2 * len(content) - 2 * len(body) - most)
     return content
 
 
@@ -71,7 +71,7 @@ async def _received(request: Request, limit: Limit, held: Held) -> bytes:
         size += len(chunks[-1])
         if size > limit.bytes:
             raise limit.exceeded()
-        held.take(len(chunks[-1]))
+        held.take(2 * len(chunks[-1]))
         more = message["more_body"]
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 

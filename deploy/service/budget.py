@@ -1,9 +1,13 @@
 """The memory for requests: bytes are counted before they are kept, and given back once they are answered."""
 
+import ctypes
 from typing import Any
 
 from .errors import OVER_BUDGET, ServiceError
 from .request import LARGE
+
+# Returns freed memory to the system. glibc would keep it, and the process grow to several times the budget.
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class Budget:
@@ -12,6 +16,15 @@ class Budget:
     def __init__(self, most: int) -> None:
         self.most = most
         self.used = 0
+        self._moved = 0  # bytes since the last trim
+
+    def add(self, size: int) -> None:
+        """Count bytes; a negative number gives some back."""
+        self.used += size
+        self._moved += abs(size)
+        if self._moved > self.most // 32 and _trim is not None:
+            _trim(0)
+            self._moved = 0
 
     def request(self, announced: int = 0) -> "Held":
         """Return the account of one request, which announces this many bytes."""
@@ -54,12 +67,11 @@ class Held:
 
     def add(self, size: int) -> None:
         """Count bytes that are there already, such as an answer."""
-        self._budget.used += size
         self.bytes += size
+        self._budget.add(size)
 
     def __enter__(self) -> "Held":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._budget.used -= self.bytes
-        self.bytes = 0
+        self.add(-self.bytes)

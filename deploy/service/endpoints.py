@@ -105,6 +105,8 @@ class Endpoints:
         asked, form = await off_loop(
             len(body), codec_rest.decode, body, headers, model, version, most, self._json_limit
         )
+        held.take(-len(body))  # the inputs are copies, or lie in it
+        del body
         asked.id = ids.of(scope, asked.id)
         logs.bind(request_id=asked.id)
         with cancelled_with(request):

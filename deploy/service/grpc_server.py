@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 DRAIN_REFUSE_SECONDS = 0.5
 TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
 HEALTH_SECONDS = 0.2
-MOST_READING = 4
+MOST_READING = 32
 MOMENT_SECONDS = 0.1  # small messages have arrived by then, and few bytes of others
 _OPEN = ("ServerLive", "ServerReady")  # need no token
 
@@ -167,6 +167,7 @@ class _Front:
             number = ids.request_id(*given)
             logs.begin(**spans.ids(), request_id=number)
             spans.note(request_id=number)
+            refusal: tuple[Any, str, Any] | None = None
             with self._budget.request() as held:
                 try:
                     request = await self._request(context, headers, parse, held, token)
@@ -177,11 +178,13 @@ class _Front:
                 except ServiceError as error:
                     spans.note(failure=error.failure.reason)
                     extra = tuple((name.lower(), value) for name, value in error.headers.items())
-                    await context.abort(error.failure.code, str(error), ((ids.HEADER, number), *extra))
+                    refusal = error.failure.code, str(error), extra
                 except Exception:
                     _log.exception("internal error")
-                    said = f"internal error; request id {number}"
-                    await context.abort(INTERNAL.code, said, ((ids.HEADER, number),))
+                    refusal = INTERNAL.code, f"internal error; request id {number}", ()
+                request = None  # gRPC keeps the exception of `abort` in a cycle, and so what this frame holds
+            if refusal is not None:
+                await context.abort(*refusal[:2], ((ids.HEADER, number), *refusal[2]))
             if number in given:  # a trailer is slow: a generated id is sent with failures only
                 context.set_trailing_metadata(((ids.HEADER, number),))
             return answer if isinstance(answer, bytes) else answer.SerializeToString()

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from . import ids, logs, metrics, spans
 from .addresses import LoggedHandshake, bound, tls_error
@@ -81,6 +83,22 @@ class Front:
                 await refusal(scope, receive, answer)
         except Exception:  # answered and logged by `_bug` in endpoints.py
             pass
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's connection, which is also closed if nothing ever arrives, and answers noise in JSON."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            KEEP_ALIVE_SECONDS, self.timeout_keep_alive_handler
+        )
+
+    def send_400_response(self, msg: str) -> None:
+        content = orjson.dumps({"error": "this is no request of HTTP/1.1, or its head is malformed"})
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-length: {len(content)}\r\n".encode()
+        self.transport.write(head + b"content-type: application/json\r\nconnection: close\r\n\r\n" + content)
+        self.transport.close()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -189,7 +207,7 @@ class RestServer:
         settings = self.settings
         config = uvicorn.Config(
             spans.around(self._front),
-            http="httptools",
+            http=_Connection,
             ws="none",
             lifespan="off",
             interface="asgi3",

@@ -1,9 +1,7 @@
 """One budget for the bytes of all requests: many large ones at once, over HTTP and gRPC."""
 
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,14 +10,15 @@ import onnx
 import pytest
 import service_models as models
 from service_fixtures import Answer, Served, serve, tensor, wait_until
+from service_many import outcomes
 from service_raw import answers_well
+from service_rows import in_flight, message
 
 from twinop.deploy.service.budget import Budget
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
-from twinop.deploy.service.protocol import SERVICE, pb
+from twinop.deploy.service.protocol import pb
 
 MIB = 1 << 20
-Send = Callable[[Served, int], str]
 X = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
 
 
@@ -76,65 +75,37 @@ def over_http(served: Served, size: int) -> str:
     return answer.error
 
 
-def over_grpc(served: Served, size: int) -> str:
-    request = pb.ModelInferRequest(model_name="largest", raw_input_contents=[bytes(size)])
-    request.inputs.add(name="x", datatype="FP32", shape=[size // 4])
-    options = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}", options) as channel:
-        try:
-            call = channel.unary_unary(f"/{SERVICE}/ModelInfer", pb.ModelInferRequest.SerializeToString)
-            assert call(request, timeout=300)
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            return str(error.details())
-    return "ok"
-
-
-def flood(
-    folder: Path, send: Send, clients: int, size: int, budget: int, most: int | None, threads: int
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize(
+    ("clients", "size", "budget"),
+    [
+        pytest.param(100, 16 * MIB, 256 * MIB, id="100"),
+        pytest.param(
+            1000, 64 * MIB, 1024 * MIB, id="1000", marks=[pytest.mark.slow, pytest.mark.timeout(600)]
+        ),
+    ],
+)
+def test_memory_is_bounded_and_others_are_answered(
+    tmp_path: Path, protocol: str, clients: int, size: int, budget: int
 ) -> None:
-    """Send large requests of many clients at once. Small ones are answered meanwhile."""
-    models.place(folder, "largest", largest())
-    models.place(folder, "relu", models.relu())
-    (folder / "twinop.toml").write_text(
-        f"[server]\nmax_bytes_in_flight = {budget}\nmax_request_bytes = {2 * size}\n"
+    models.place(tmp_path, "largest", largest())
+    models.place(tmp_path, "relu", models.relu())
+    (tmp_path / "twinop.toml").write_text(
+        f"[server]\nmax_bytes_in_flight = {budget}\nmax_request_bytes = {size + MIB}\n"
     )
-    with serve(folder, "--provider", "cpu") as served:
+    with serve(tmp_path, "--provider", "cpu") as served, ThreadPoolExecutor() as pool:
         answers_well(served)
-        assert send(served, size) == "ok"  # what is allocated only once
-        before, peak, done = served.memory, 0, threading.Event()
-
-        def watch() -> None:
-            nonlocal peak
-            while not done.is_set():
-                peak = max(peak, served.memory)
-                time.sleep(0.01)
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            with ThreadPoolExecutor(threads) as pool:
-                outcomes = pool.map(lambda _: send(served, size), range(clients))
-                answers_well(served, 30)
-        finally:
-            done.set()
-            watcher.join()
-        said = list(outcomes)
+        before = served.memory
+        sending = pool.submit(outcomes, served, protocol, "largest", size, clients)
+        while not sending.done():
+            answers_well(served, 1)
+        said = sending.result()
         assert said.count("ok") > 0 and len(said) == clients
         assert all(each == "ok" or "(max_bytes_in_flight)" in each for each in said)
-        print(f"{said.count('ok')} of {clients} answered; {(peak - before) / MIB:.0f} MiB more memory")
-        assert most is None or peak - before < most
-        wait_until(lambda: send(served, size) == "ok")  # all bytes were given back
+        print(f"{said.count('ok')} of {clients} answered; {(served.peak - before) / MIB:.0f} MiB more memory")
+        assert served.peak < before + 1.3 * budget
+        assert outcomes(served, protocol, "largest", size, 1) == ["ok"]  # all bytes were given back
         assert [line for line in served.log if "traceback" in line] == []
-
-
-def test_many_large_requests_over_http(tmp_path: Path) -> None:
-    flood(tmp_path, over_http, clients=200, size=8 * MIB, budget=64 * MIB, most=128 * MIB, threads=40)
-
-
-def test_many_large_requests_over_grpc(tmp_path: Path) -> None:
-    """The process's memory is not compared: gRPC and the allocator keep several times the budget."""
-    flood(tmp_path, over_grpc, clients=200, size=8 * MIB, budget=64 * MIB, most=None, threads=40)
 
 
 # -------------------------------------------------------------------------------- slow ones
@@ -144,6 +115,7 @@ def test_many_large_requests_over_grpc(tmp_path: Path) -> None:
 def small(tmp_path: Path) -> Iterator[Served]:
     """A server with room for four messages of the largest size, which waits 2 s for each."""
     models.place(tmp_path, "largest", largest())
+    models.place(tmp_path, "slow", models.slow(400))
     models.place(tmp_path, "relu", models.relu())
     (tmp_path / "twinop.toml").write_text(
         f"[server]\nmax_bytes_in_flight = {8 * MIB}\nmax_request_bytes = {2 * MIB}\nbody_seconds = 2\n"
@@ -175,3 +147,26 @@ def test_more_connections_than_allowed(small: Served) -> None:
     for connection in connections:
         connection.close()
     wait_until(lambda: small.ask("GET", "/v2/health/live").status == 200)
+
+
+def test_slow_grpc_messages_give_their_bytes_back(small: Served) -> None:
+    """Only the first half of each arrives."""
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(outcomes, small, "grpc", "largest", MIB, 8, part=0.5)
+        wait_until(lambda: outcomes(small, "grpc", "largest", MIB, 1) != ["ok"], 2)
+        assert small.infer("relu", X).status == 200
+        wait_until(lambda: outcomes(small, "grpc", "largest", MIB, 1) == ["ok"])
+        said = sending.result()
+    late = [each for each in said if "did not arrive within 2 s (body_seconds)" in each]
+    assert 0 < len(late) < 8 and all(each in late or "(max_bytes_in_flight)" in each for each in said)
+
+
+def test_more_calls_than_allowed(small: Served) -> None:
+    with small.stub() as stub:
+        calls = [stub.ModelInfer.future(message("slow"), timeout=60) for _ in range(20)]
+        wait_until(lambda: in_flight(small, 20))
+        with pytest.raises(grpc.RpcError) as error:
+            stub.ServerLive(pb.ServerLiveRequest())
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert all(call.result().outputs for call in calls)
+        assert stub.ServerLive(pb.ServerLiveRequest()).live

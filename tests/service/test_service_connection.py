@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,6 +59,14 @@ def test_a_kept_connection_has_as_long_as_it_wants_between_requests(served: Serv
             assert receive(connection).status == 200
 
 
+def test_a_connection_that_never_sends_anything_is_closed(tmp_path: Path) -> None:
+    models.place(tmp_path, "relu", models.relu())
+    patched = "import twinop.deploy.service.rest as r\nfrom twinop.cli import app\n"
+    patched += "r.KEEP_ALIVE_SECONDS = 0.5\napp()"
+    with serve(tmp_path, "--provider", "cpu", program=("-c", patched)) as served:
+        assert served.exchange(b"", 10) == b""
+
+
 def test_a_long_run_is_not_taken_for_a_slow_client(served: Served) -> None:
     """Together the runs take longer than the limit."""
     with ExitStack() as stack:
@@ -90,7 +99,7 @@ MALFORMED = {
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
 def test_malformed(served: Served, data: bytes) -> None:
     answer = split(served.exchange(data))
-    assert answer.status == 400 and b"Invalid HTTP" in answer.content
+    assert answer.status == 400 and "no request of HTTP/1.1, or its head is malformed" in answer.error
     assert answer.headers["connection"] == "close"
 
 
