@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
 
     library = read_library(find_library("custom_relu"))
     facts: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or os.environ.get("TWINOP_COMMIT") or _git_commit(),
         "twinop": library.version,
         "device": device.type,

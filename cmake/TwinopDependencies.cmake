@@ -1,7 +1,7 @@
 # What the adapters compile against: ORT's headers (a custom-op library does not link ORT) and LibTorch's
 # stable ABI. Python is the interpreter whose torch is used.
 include(OrtHeaders)
-find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 
 # At every configure, because ORT_ROOT may have changed or the cache may be gone.
 set(TWINOP_ORT_INCLUDE "" CACHE PATH "Folder of onnxruntime_c_api.h; cmake/OrtHeaders.cmake finds it when empty")

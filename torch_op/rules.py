@@ -164,7 +164,8 @@ def _tensor_names(record: Record, arguments: dict[str, Any]) -> list[str]:
 
 def _with_rank(batch: torch.Tensor, rank: int) -> torch.Tensor:
     """Adds leading dimensions of size 1 to each example, as broadcasting does."""
-    return batch[(slice(None), *(None,) * (rank + 1 - batch.dim()))]
+    index = (slice(None), *(None,) * (rank + 1 - batch.dim()))
+    return batch[index]
 
 
 def autocast_rule(record: Record, op: Rule, device: str) -> Rule:

@@ -4,4 +4,4 @@ The parts are `twinop.torch_op`, `twinop.export`, `twinop.deploy` and `twinop.be
 none of them, so that serving a model needs neither torch nor the exporters.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -228,8 +228,11 @@ def _has_blank_page(path: Path, file: BinaryIO, sections: dict[str, _Section]) -
 
 def checksum(path: Path) -> str:
     """Returns a file's SHA-256 as hex digits."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def section_sizes(path: str | os.PathLike[str]) -> dict[str, int]:

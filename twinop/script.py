@@ -9,13 +9,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def require(*packages: str, command: str = "./build.sh") -> None:
-    """Restarts the program with the repository's .venv if this Python is too old or lacks a package.
+    """Restarts the program with the repository's .venv if this Python lacks a package.
 
     Without a .venv, or if it lacks them too, the program ends with a message that names `command`, which
     installs them.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if not missing and sys.version_info >= (3, 11):
+    if not missing:
         return
     venv = ROOT / ".venv"
     python = venv / "bin" / "python"
@@ -23,5 +23,7 @@ def require(*packages: str, command: str = "./build.sh") -> None:
         # orig_argv, which has Python's own options, exists since 3.10.
         arguments = getattr(sys, "orig_argv", [sys.executable, *sys.argv])
         os.execv(python, [str(python), *arguments[1:]])
-    lack = f"lacks {', '.join(missing)}" if missing else "is older than 3.11"
-    sys.exit(f"error: {sys.executable} {lack}. Run {command} in {ROOT}: it sets up .venv, which is then used")
+    sys.exit(
+        f"error: {sys.executable} lacks {', '.join(missing)}. Run {command} in {ROOT}: it sets up .venv, "
+        "which is then used"
+    )

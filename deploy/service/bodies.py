@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from .budget import Held
 from .datatypes import shown
 from .errors import TOO_LARGE, TOO_SLOW, WRONG_MEDIA, ServiceError, invalid
+from .newer_python import timeout
 
 _MEDIA = {"", "application/json", "application/octet-stream", "application/x-www-form-urlencoded"}
 """curl -d sends the last one by default."""
@@ -47,7 +48,7 @@ async def read(request: Request, limit: Limit, seconds: float, held: Held) -> by
     if int(request.headers.get("content-length", 0)) > limit.bytes:
         raise limit.exceeded()
     try:
-        async with asyncio.timeout(seconds):
+        async with timeout(seconds):
             body = await _received(request, limit, held)
     except TimeoutError:
         said = f"the body did not arrive within {seconds:g} s (body_seconds)"

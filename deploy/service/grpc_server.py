@@ -19,6 +19,7 @@ from .budget import Budget, Held
 from .datatypes import version_number
 from .endpoints import model_config, model_metadata, model_statistics, off_loop, server_metadata
 from .errors import INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
+from .newer_python import timeout
 from .protocol import SERVICE, pb
 from .settings import ServerSettings
 from .tokens import Token, Tokens
@@ -237,7 +238,7 @@ class _Front:
         await self._reading.acquire()
         holding = asyncio.get_running_loop().call_later(MOMENT_SECONDS, hold)
         try:
-            async with asyncio.timeout(seconds) as limit:
+            async with timeout(seconds) as limit:
                 data: Any = await context.read()
         except TimeoutError:
             if not fits:

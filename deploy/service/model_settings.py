@@ -1,11 +1,11 @@
 """The settings of a model: how it is loaded and run."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from .newer_python import StrEnum
 from .runtime_options import ProviderOptions, SessionOptions
 
 

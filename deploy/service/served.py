@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Collection
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from .datatypes import datatype_of
 from .errors import NOT_FOUND, NOT_READY, ServiceError, failure_of, invalid
 from .loaded_model import LoadedModel
 from .metrics import ModelMetrics
+from .newer_python import StrEnum
 from .request import MOST_TENSORS, Request, Result
 from .spans import record_run
 

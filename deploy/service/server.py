@@ -13,6 +13,7 @@ import uvloop
 from . import spans
 from .budget import Budget
 from .grpc_server import GrpcServer
+from .newer_python import Runner, timeout
 from .repository import Repository
 from .rest import RestServer
 from .settings import Control
@@ -40,7 +41,7 @@ class Server:
             TwinopError: a port is in use, or a model cannot be loaded.
         """
         _raise_file_limit()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
             # Python would wait for threads that still load a model or decode an abandoned request.
             logging.shutdown()
@@ -88,7 +89,7 @@ class Server:
         self._repository.draining = True
         _log.info("stopping: finishing what was accepted, for up to %g s", grace)
         try:
-            async with asyncio.timeout(grace + 1):
+            async with timeout(grace + 1):
                 self._cut_off = not all(await asyncio.gather(*(front.drain(grace) for front in fronts)))
                 if not self._repository.broken:  # then the sessions cannot be freed
                     await self._repository.close()

@@ -1,8 +1,6 @@
 """The settings of the server and of each model: pydantic models, read from twinop.toml."""
 
 import os
-import tomllib
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,6 +10,7 @@ from twinop.errors import TwinopError
 
 from .cores import quota
 from .model_settings import ModelSettings, Section
+from .newer_python import StrEnum, tomllib
 
 FILE = "twinop.toml"
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from twinop.deploy.pack.contents import data_files, needed_version, read_content
 from twinop.deploy.pack.packing import Options, pack
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.model_settings import ModelSettings
+from twinop.deploy.service.newer_python import tomllib
 from twinop.deploy.service.read_triton_config import read_config
 from twinop.deploy.service.settings import read_settings
 from twinop.errors import LibraryError, TwinopError

@@ -20,7 +20,7 @@ def issued(name: str, by: Pair | None, days: int = 2) -> Pair:
     """Return a certificate and its key, signed by an authority; one of negative `days` has expired."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.datetime.now(datetime.timezone.utc)
     issuer, signer = (by[0].subject, by[1]) if by is not None else (subject, key)
     builder = (
         x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
