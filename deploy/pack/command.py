@@ -10,22 +10,23 @@ from rich.table import Table
 from twinop.console import clear_errors, err, out
 
 
-def _option(help: str, panel: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)
+def _option(help: str, panel: str, *names: str, **checks: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **checks)
 
 
 def main(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="The .onnx file.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", show_default=False)],
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that was packed before.")] = False,
     name: Annotated[str | None, _option("The model's name. Default: the file's stem.", "Model")] = None,
-    version: Annotated[int, _option("The model's version. Default: 1.", "Model", "--version")] = 1,
+    version: Annotated[int, _option("The model's version. Default: 1.", "Model", "--version", min=1)] = 1,
     library: Annotated[
         Path | None, _option("The custom-op library. Default: beside the model, then the built one.", "Model")
     ] = None,
     max_batch_size: Annotated[
         int,
-        _option("Join requests into runs of at most so many rows. Default: 0, never.", "Model"),
+        _option("Join requests into runs of at most so many rows. Default: 0, never.", "Model", min=0),
     ] = 0,
     triton: Annotated[
         bool, _option("Write a model repository for Triton, and nothing else.", "Triton", "--triton")
@@ -49,8 +50,8 @@ def main(
         Path | None,
         _option("A twinop wheel for the image. Default: the Python sources of this installation.", "Image"),
     ] = None,
-    cpus: Annotated[int, _option("CPUs of a replica. Default: 2.", "Scaling")] = 2,
-    min_replicas: Annotated[int, _option("Default: 1.", "Scaling")] = 1,
+    cpus: Annotated[int, _option("CPUs of a replica. Default: 2.", "Scaling", min=1)] = 2,
+    min_replicas: Annotated[int, _option("Default: 1.", "Scaling", min=1)] = 1,
     max_replicas: Annotated[int, _option("Default: 4.", "Scaling")] = 4,
     prometheus: Annotated[
         str,
@@ -81,27 +82,7 @@ def main(
         # Imported late, because --help needs neither ONNX Runtime nor jinja2.
         from .packing import Options, pack
 
-        packed = pack(
-            Options(
-                model=model,
-                output=output,
-                name=name,
-                version=version,
-                library=library,
-                max_batch_size=max_batch_size,
-                triton=triton,
-                bodies=bodies,
-                gpu=gpu,
-                image=image,
-                cpus=cpus,
-                min_replicas=min_replicas,
-                max_replicas=max_replicas,
-                prometheus=prometheus,
-                storage_uri=storage_uri,
-                wheel=wheel,
-                force=force,
-            )
-        )
+        packed = pack(Options(**context.params))
     contents = packed.contents
     table = Table(title=f"{output}", title_justify="left", show_header=False, box=ROUNDED)
     table.add_column()

@@ -1,7 +1,6 @@
 """Reads and checks what is packed: the model, its data files and its library."""
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,9 @@ from ..check_nodes import require_fit
 from ..choose_library import only_library
 from ..create_session import session
 from ..custom_nodes import Model, load_model, tensors
-from ..errors import PackError, RunError
-from ..service.datatypes import DATATYPES, datatype_of
+from ..errors import RunError
+from ..service.datatypes import datatype_of
+from ..service.interface import require_servable
 from ..tensor_specs import Spec
 
 # The older version of each in the two base images: Debian 13 (the service) and Ubuntu 24.04 (Triton).
@@ -52,17 +52,17 @@ class Contents:
         return checksum(self.library.path) if self.library is not None else None
 
 
-def read_contents(path: Path, library: Path | None, gpu: bool | None, max_batch_size: int) -> Contents:
+def read_contents(path: Path, library: Path | None, gpu: bool | None, batched: bool) -> Contents:
     """Reads and checks a model and its library.
 
     Args:
         gpu: whether the model runs on a GPU. None: if the library has code for one.
 
     Raises:
-        ModelError: the model or its data is missing, damaged or elsewhere, or no library fits it.
+        ModelError: the model or its data is missing, damaged or elsewhere, no library fits it, the protocol
+            cannot carry an input or output, or it lacks the batch axis.
         LibraryError: the library is not twinop's, was built without CUDA, or is too new for the base images.
         RunError: ONNX Runtime refuses the model.
-        PackError: the protocol or config.pbtxt cannot describe an input or output, or it has no batch axis.
     """
     model = load_model(path, confined=True)
     data = data_files(model)
@@ -73,9 +73,9 @@ def read_contents(path: Path, library: Path | None, gpu: bool | None, max_batch_
     if found is not None:
         require_old_enough(found.path)
     inputs, outputs = _specs(path, model, found, gpu, notes)
-    _check_inputs(path, inputs)
+    require_servable(str(path), inputs, outputs, batched)
     for spec in (*inputs, *outputs):
-        _check(spec, max_batch_size, notes)
+        _note(spec, batched, notes)
     sizes = [path.stat().st_size, *((path.parent / each).stat().st_size for each in data)]
     custom = sorted({node.op_type for node in model.nodes})
     return Contents(path, data, found, gpu, inputs, outputs, sum(sizes), tuple(custom), notes)
@@ -162,36 +162,11 @@ def _specs_of_graph(proto: onnx.ModelProto) -> tuple[tuple[Spec, ...], tuple[Spe
     return inputs, tuple(Spec.of_value(each) for each in graph.output)
 
 
-def _check_inputs(path: Path, inputs: Sequence[Spec]) -> None:
-    if not inputs:
-        raise PackError(
-            f"{path}: the model has no input that must be given, and Triton would complete config.pbtxt by "
-            "itself. Export it with an input that has no default"
-        )
-    for spec in inputs:
-        if spec.shape is None:
-            raise PackError(
-                f"input {spec.name} has no declared rank, which config.pbtxt must say (Triton would read one "
-                "element of it). Export the model with a shape for it; its sizes may be dynamic"
-            )
-
-
-def _check(spec: Spec, max_batch_size: int, notes: list[str]) -> None:
-    datatype = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
-    if datatype is None:
-        raise PackError(
-            f"{spec.name} is {spec.type}, which the Open Inference Protocol cannot carry: it has "
-            f"{', '.join(DATATYPES)}. Convert it inside the model, with a Cast"
-        )
-    if datatype == "BF16":
+def _note(spec: Spec, batched: bool, notes: list[str]) -> None:
+    if datatype_of(spec.numpy_dtype) == "BF16":
         notes.append(f"{spec.name} is bfloat16, which Triton's ONNX Runtime backend takes from 26.03 on")
-    if max_batch_size and (not spec.shape or isinstance(spec.shape[0], int)):
-        raise PackError(
-            f"--max-batch-size {max_batch_size}: {spec.name} is {spec}, and batching needs a dynamic first "
-            "dimension on every input and output. Export it with --dynamic, or leave the option out"
-        )
-    if spec.shape is not None and len(spec.shape) == bool(max_batch_size):
-        ours, theirs = ("[N]", "[N, 1]") if max_batch_size else ("[]", "[1]")
+    if spec.shape is not None and len(spec.shape) == batched:
+        ours, theirs = ("[N]", "[N, 1]") if batched else ("[]", "[1]")
         notes.append(
             f"{spec.name} has shape {ours} in twinop serve and {theirs} in Triton, whose config.pbtxt has no "
             "empty shapes"

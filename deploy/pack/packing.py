@@ -86,16 +86,16 @@ def pack(options: Options) -> Packed:
     name = _model_name(options)
     kube_name = kubernetes_name(name)
     image = _image(options, kube_name)
-    _check_numbers(options)
+    _check_options(options)
     _check_output(options)
-    contents = read_contents(options.model, options.library, options.gpu, options.max_batch_size)
+    contents = read_contents(options.model, options.library, options.gpu, options.max_batch_size > 0)
     library = None
     if contents.library is not None:
         library = f"{MODELS_IN_CONTAINER}/{name}/{options.version}/{contents.library.path.name}"
     packed = Packed(contents, name, kube_name, image, library)
-    values = _values(options, packed)
+    config = _config(options, packed)
     try:
-        _write_whole(options, packed, values)
+        _write_whole(options, packed, config)
     except OSError as error:
         raise PackError(
             f"{options.output}: cannot be written: {error.strerror} ({error.filename})"
@@ -133,19 +133,12 @@ def _image(options: Options, kube_name: str) -> str:
     return image if found["tag"] else f"{image}:{options.version}"
 
 
-def _check_numbers(options: Options) -> None:
-    if not 1 <= options.min_replicas <= options.max_replicas:
+def _check_options(options: Options) -> None:
+    if options.min_replicas > options.max_replicas:
         raise PackError(
-            f"--min-replicas {options.min_replicas} --max-replicas {options.max_replicas}: expected at least "
-            "one, and no more than the second. (Down to zero needs KServe's Knative mode)"
+            f"--min-replicas {options.min_replicas} --max-replicas {options.max_replicas}: expected no more "
+            "than the second"
         )
-    for option, value, least in (
-        ("--version", options.version, 1),
-        ("--cpus", options.cpus, 1),
-        ("--max-batch-size", options.max_batch_size, 0),
-    ):
-        if value < least:
-            raise PackError(f"{option} {value}: expected {least} or more")
     if options.bodies and not options.triton:
         raise PackError(
             "--bodies without --triton: what is packed for twinop serve always has the function bodies, with "
@@ -175,34 +168,25 @@ def _check_output(options: Options) -> None:
 
 
 def _values(options: Options, packed: Packed) -> dict[str, Any]:
-    """Returns the values for the templates."""
+    """Returns the values for the templates: the options, the contents, and what follows from them."""
     contents = packed.contents
-    library = contents.library
     memory = _memory(contents)
     device = "gpu" if contents.gpu else "cpu"
     registry = packed.image[: packed.image.rfind("/") + 1]
-    return {
+    return vars(options) | vars(contents) | {
         "name": packed.name, "kube_name": packed.kube_name, "image": packed.image,
         "image_title": packed.image.rpartition(":")[0].rpartition("/")[2],
-        "version": options.version, "gpu": contents.gpu, "cpus": options.cpus,
-        "min_replicas": options.min_replicas, "max_replicas": options.max_replicas,
         "memory": memory, "memory_limit": 2 * memory,
         # What may wait at a replica before another one starts: one more run.
-        "queue_target": max(4, options.max_batch_size), "prometheus": options.prometheus,
+        "queue_target": max(4, options.max_batch_size),
         "storage_uri": options.storage_uri or f"pvc://models/{packed.kube_name}",
         "runtime_name": f"twinop-{device}",
         "service_image": f"{registry}twinop:{twinop.__version__}-{device}",
-        "library": library, "library_path": packed.library,
-        "library_name": library.path.name if library else None,
-        "library_sha256": contents.library_sha256,
+        "library_path": packed.library, "library_sha256": contents.library_sha256,
         "needs_glibc": _needed(contents, "GLIBC"), "needs_glibcxx": _needed(contents, "GLIBCXX"),
-        "cuda_archs": library.cuda_archs if library else None,
-        "custom_nodes": contents.custom_nodes, "data": contents.data, "notes": contents.notes,
-        "bodies": options.bodies,
         "models_in_container": MODELS_IN_CONTAINER, "platform": _PLATFORMS[os.uname().machine],
         "python_image": PYTHON_IMAGE, "triton_image": TRITON_IMAGE, "prometheus_image": PROMETHEUS_IMAGE,
         "runtime_version": _runtime_version(contents.gpu), "twinop_version": twinop.__version__,
-        "wheel": options.wheel.name if options.wheel else None,
     }  # fmt: skip
 
 
@@ -251,13 +235,13 @@ def _runtime_version(gpu: bool) -> str:
 # -------------------------------------------------------------------------------- writing
 
 
-def _write_whole(options: Options, packed: Packed, values: dict[str, Any]) -> None:
+def _write_whole(options: Options, packed: Packed, config: str) -> None:
     """Writes beside the folder and renames, so that a failure leaves the old folder."""
     output = options.output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
         new = Path(scratch) / "new"
-        _write(new, options, packed, values)
+        _write(new, options, packed, config)
         if output.exists():
             output.rename(Path(scratch) / "old")
         for folder, _, _ in os.walk(new):  # another user reads it in the container
@@ -265,8 +249,8 @@ def _write_whole(options: Options, packed: Packed, values: dict[str, Any]) -> No
         new.rename(output)
 
 
-def _write(root: Path, options: Options, packed: Packed, values: dict[str, Any]) -> None:
-    contents = packed.contents
+def _write(root: Path, options: Options, packed: Packed, config: str) -> None:
+    contents, values = packed.contents, _values(options, packed)
     version = root / "models" / packed.name / str(options.version)
     _copy(contents.model, version / "model.onnx")
     if options.triton and not options.bodies:
@@ -282,7 +266,7 @@ def _write(root: Path, options: Options, packed: Packed, values: dict[str, Any])
     environment.filters["quoted"] = _quoted
     for template, path in (_TRITON_FILES if options.triton else _FILES).items():
         _text(root / path.format(name=packed.name), environment.get_template(template).render(values))
-    _text(root / "models" / packed.name / "config.pbtxt", _config(options, packed))
+    _text(root / "models" / packed.name / "config.pbtxt", config)
     manifest = _manifest(options, packed) | {"model_sha256": checksum(version / "model.onnx")}
     _text(root / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     if options.triton:

@@ -22,6 +22,7 @@ from .cores import quota
 from .datatypes import datatype_of
 from .folders import VersionFolder, config_of
 from .instance import Instance, without_paths
+from .interface import has_rows, require_servable
 from .loaded_model import LoadedModel
 from .model_library import library_for
 from .model_settings import ModelSettings, Provider
@@ -72,9 +73,8 @@ def _load(
         library = None
         choice, sessions = _open(model, None, where, settings, server)
     first = sessions[0]
-    inputs, required = _inputs(model, first, settings)
-    _require_carried(model, "output", first.outputs.values())
-    _require_batchable(model, inputs.values(), first.outputs.values(), settings)
+    inputs = _inputs(first, settings)
+    require_servable(model.name, inputs.values(), first.outputs.values(), settings.max_batch_size > 0)
     if (config := config_of(where.model_folder)) is not None:
         config.require_fit(first.inputs, first.outputs)
 
@@ -86,7 +86,7 @@ def _load(
         settings,
         inputs,
         dict(first.outputs),
-        required,
+        list(first.required),
         [Instance(session) for session in shared],
         first.device,
         first.reason,
@@ -228,50 +228,17 @@ def _log_provider(loaded: LoadedModel) -> None:
 # ------------------------------------------------------------------------------------------------ interface
 
 
-def _inputs(model: Model, session: Session, settings: ModelSettings) -> tuple[dict[str, Spec], list[Spec]]:
-    """Return the inputs that clients may send, and those that they must send.
+def _inputs(session: Session, settings: ModelSettings) -> dict[str, Spec]:
+    """Return the inputs that clients may send.
 
-    An input with a default is left out if the model is batched and the input has no rows.
+    An input with a default is left out if the protocol cannot carry it, or if the model is batched and the
+    input has no rows.
     """
-    _require_carried(model, "input", session.required)
-    inputs = {spec.name: spec for spec in session.required}
-    for spec in session.inputs.values():
-        if (
-            spec.name not in inputs
-            and datatype_of(spec.numpy_dtype)
-            and (not settings.max_batch_size or _has_rows(spec))
-        ):
-            inputs[spec.name] = spec
-    return inputs, list(session.required)
-
-
-def _require_carried(model: Model, kind: str, specs: Iterable[Spec]) -> None:
-    for spec in specs:
-        if datatype_of(spec.numpy_dtype) is None:
-            raise ModelError(
-                f"{model.name}: {kind} {spec.name} is {spec.type}, which the Open Inference Protocol cannot "
-                "carry: it has tensors of booleans, integers, FP16, BF16, FP32, FP64 and strings. Put a Cast "
-                "or an operator that makes one tensor of it into the model"
-            )
-
-
-def _require_batchable(
-    model: Model, inputs: Iterable[Spec], outputs: Iterable[Spec], settings: ModelSettings
-) -> None:
-    if not settings.max_batch_size:
-        return
-    for kind, specs in (("input", inputs), ("output", outputs)):
-        for spec in specs:
-            if not _has_rows(spec):
-                raise ModelError(
-                    f"{model.name}: {kind} {spec.name} is {spec}, and max_batch_size "
-                    f"({settings.max_batch_size}) needs a dynamic first dimension: set it to 0, or export "
-                    "the model with a dynamic batch"
-                )
-
-
-def _has_rows(spec: Spec) -> bool:
-    return spec.shape is None or (len(spec.shape) > 0 and not isinstance(spec.shape[0], int))
+    return {spec.name: spec for spec in session.required} | {
+        name: spec
+        for name, spec in session.inputs.items()
+        if datatype_of(spec.numpy_dtype) and (not settings.max_batch_size or has_rows(spec))
+    }
 
 
 def _counted(ops: Iterable[str]) -> tuple[str, ...]:

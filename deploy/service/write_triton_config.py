@@ -47,11 +47,15 @@ def make_config(
     for kind, specs, added in (("input", inputs, config.input.add), ("output", outputs, config.output.add)):
         if not specs:
             raise SettingsError(
-                f"the model has no {kind}s, without which Triton completes config.pbtxt itself"
+                f"the model has no {kind}s, without which Triton completes config.pbtxt itself: "
+                "export it with one that has no default"
             )
         for spec in specs.values():
             if spec.shape is None and kind == "input":
-                raise SettingsError(f"{spec.name} is {spec}: config.pbtxt needs a known rank")
+                raise SettingsError(
+                    f"{spec.name} is {spec}, and config.pbtxt needs a known rank: export the model with "
+                    "a shape for it, whose sizes may be dynamic"
+                )
             _write_tensor(added(), spec, batched)
     for each in config.input:
         if each.name in optional:

@@ -211,11 +211,7 @@ def nothing_written(folder: Path) -> bool:
         ({"name": ""}, "cannot be a model's name"),
         ({"image": "Team/Model:1"}, "expected a name such as"),
         ({"image": "model:"}, "expected a name such as"),
-        ({"min_replicas": 0}, "at least one"),
         ({"min_replicas": 3, "max_replicas": 2}, "no more than the second"),
-        ({"version": 0}, "--version 0: expected 1 or more"),
-        ({"cpus": 0}, "--cpus 0: expected 1 or more"),
-        ({"max_batch_size": -1}, "--max-batch-size -1: expected 0 or more"),
         ({"wheel": Path("other.whl")}, "pip wheel"),
         ({"bodies": True}, "--bodies without --triton"),
         ({"library": Path("missing.so")}, "no such file"),
@@ -227,9 +223,20 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path
     assert nothing_written(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "least"),
+    [("--version", "0", 1), ("--cpus", "0", 1), ("--min-replicas", "0", 1), ("--max-batch-size", "-1", 0)],
+)
+def test_numbers_that_are_too_small(option: str, value: str, least: int, tmp_path: Path) -> None:
+    result = run(str(saved(tmp_path)), "-o", str(tmp_path / "repo"), option, value)
+    assert result.exit_code == 2
+    assert f"'{option}': Input should be greater than or equal to {least}" in result.output
+    assert nothing_written(tmp_path)
+
+
 @pytest.mark.parametrize(("model", "name"), [(fixed(2, 3), "x"), (total(), "y")])
 def test_models_without_a_batch_axis(model: onnx.ModelProto, name: str, tmp_path: Path) -> None:
-    with pytest.raises(PackError, match=rf"{name} is float32.*needs a dynamic first dimension"):
+    with pytest.raises(ModelError, match=rf"{name} is float32.*needs a dynamic first dimension"):
         packed(tmp_path, model, max_batch_size=8)
     assert nothing_written(tmp_path)
 

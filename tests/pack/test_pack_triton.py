@@ -12,13 +12,14 @@ import service_models as models
 from models import node
 from pack_fixtures import packed, saved
 
-from twinop.deploy.errors import PackError, RunError
+from twinop.deploy.errors import ModelError, RunError
 from twinop.deploy.pack import contents
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loaded_model import LoadedModel
 from twinop.deploy.service.loading import load
 from twinop.deploy.service.read_triton_config import protocol
 from twinop.deploy.service.settings import Policy, ServerSettings, read_settings
+from twinop.errors import TwinopError
 from twinop.library import checksum
 
 Tensor = tuple[str, str, list[int]]
@@ -161,13 +162,13 @@ def test_bfloat16_needs_a_triton_that_takes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (plain("BF16", None, "Identity"), "input x has no declared rank, which config.pbtxt must say"),
+        (plain("BF16", None, "Identity"), "x is bfloat16 of any shape, and config.pbtxt needs a known rank"),
         (models.make(
             [node("Identity", ["w"], domain="")],
             [models.info("w", "FP32", ("N",))],
             [models.info("y", "FP32", ("N",))],
             weights={"w": np.ones(2, np.float32)},
-        ), "no input that must be given, and Triton would complete config.pbtxt by itself"),
+        ), "the model has no inputs, without which Triton completes config.pbtxt itself"),
     ],
     ids=["unknown rank", "no input"],
 )  # fmt: skip
@@ -176,7 +177,7 @@ def test_models_that_config_pbtxt_cannot_describe(
 ) -> None:
     if gpu:
         no_session(monkeypatch)
-    with pytest.raises(PackError, match=message):
+    with pytest.raises(TwinopError, match=message):
         packed(tmp_path, model, gpu=gpu)
     assert not (tmp_path / "repo").exists()
 
@@ -188,7 +189,9 @@ def test_what_no_graph_can_say(tmp_path: Path) -> None:
         [models.info("x", "BF16", (2,))],
         [onnx.helper.make_tensor_sequence_value_info("y", onnx.TensorProto.BFLOAT16, None)],
     )
-    with pytest.raises(PackError, match="y is sequence_type, which the Open Inference Protocol cannot carry"):
+    with pytest.raises(
+        ModelError, match="y is sequence_type, which the Open Inference Protocol cannot carry"
+    ):
         packed(tmp_path, model, gpu=True)
 
 

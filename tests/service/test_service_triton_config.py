@@ -237,7 +237,7 @@ def test_what_is_written_reads_the_same(tmp_path: Path, given: dict[str, Any]) -
 
 def test_what_cannot_be_written() -> None:
     opened = session(service_models.relu(shape=None), ["CPUExecutionProvider"])
-    with pytest.raises(SettingsError, match="config.pbtxt needs a known rank"):
+    with pytest.raises(SettingsError, match="and config.pbtxt needs a known rank"):
         write_config(make_config("relu", Settings().model, opened.inputs, opened.outputs))
     for inputs, outputs, lacking in (({}, opened.outputs, "inputs"), (opened.inputs, {}, "outputs")):
         if inputs:

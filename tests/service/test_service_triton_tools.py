@@ -109,6 +109,6 @@ def test_a_model_without_a_counterpart_in_triton(served: Served) -> None:
     said = served.ask("GET", "/v2/models/any_rank/config")
     assert said.status == 400
     assert "model any_rank has no configuration in Triton's form: x is" in said.error
-    assert "config.pbtxt needs a known rank" in said.error
-    with served.stub() as stub, pytest.raises(Exception, match="config.pbtxt needs a known rank"):
+    assert "and config.pbtxt needs a known rank" in said.error
+    with served.stub() as stub, pytest.raises(Exception, match="and config.pbtxt needs a known rank"):
         stub.ModelConfig(pb.ModelConfigRequest(name="any_rank"))
