@@ -252,10 +252,10 @@ def _model_file(folder: Path, model_folder: Path, notes: list[str]) -> Path | No
         config = config_of(model_folder)
     except TwinopError:  # reported when the settings are read
         config = None
-    if config is not None and config.filename:
-        if config.filename not in there:
-            notes.append(f"{_shown(folder, model_folder)}: no {config.filename}, which config.pbtxt names")
-        return there.get(config.filename)
+    if config is not None and (name := config.message.default_model_filename):
+        if name not in there:
+            notes.append(f"{_shown(folder, model_folder)}: no {name}, which config.pbtxt names")
+        return there.get(name)
     if _MODEL in there or len(there) == 1:
         return there.get(_MODEL) or next(iter(there.values()))
     if there:

@@ -12,10 +12,11 @@ from google.protobuf import text_format
 
 from ..tensor_specs import Spec
 from . import triton_options
-from .datatypes import datatype_of
-from .model_settings import ModelSettings, Provider
-from .read_triton_config import THREADS, protocol
+from .model_settings import ModelSettings
+from .protocol import model_config_pb2
+from .read_triton_config import KINDS, THREADS
 from .settings import SettingsError
+from .triton_tensors import describe
 
 
 def write_config(config: Any) -> str:
@@ -41,7 +42,9 @@ def make_config(
     Raises:
         SettingsError: Triton has no counterpart of the model or of a setting.
     """
-    config = protocol().ModelConfig(name=name, backend="onnxruntime", max_batch_size=settings.max_batch_size)
+    config = model_config_pb2.ModelConfig(
+        name=name, backend="onnxruntime", max_batch_size=settings.max_batch_size
+    )
     config.default_model_filename = "model.onnx"
     batched = settings.max_batch_size > 0
     for kind, specs, added in (("input", inputs, config.input.add), ("output", outputs, config.output.add)):
@@ -56,7 +59,7 @@ def make_config(
                     f"{spec.name} is {spec}, and config.pbtxt needs a known rank: export the model with "
                     "a shape for it, whose sizes may be dynamic"
                 )
-            _write_tensor(added(), spec, batched)
+            describe(added(), spec, batched)
     for each in config.input:
         if each.name in optional:
             each.optional = True
@@ -74,24 +77,6 @@ def make_config(
     return config
 
 
-def _write_tensor(tensor: Any, spec: Spec, batched: bool) -> None:
-    """Describes an input or output. `dims` must not be empty: scalars and batched vectors have [1].
-
-    The backend takes an output of unknown rank for a scalar, and answers with the shape that it gets.
-    """
-    datatype = datatype_of(spec.numpy_dtype) if spec.numpy_dtype is not None else None
-    if datatype is None or (batched and not spec.shape):
-        raise SettingsError(
-            f"{spec.name} is {spec}: config.pbtxt needs a data type of the protocol, and rows if batched"
-        )
-    tensor.name = spec.name
-    tensor.data_type = protocol().DataType.Value("TYPE_" + ("STRING" if datatype == "BYTES" else datatype))
-    sizes = [size if isinstance(size, int) else -1 for size in spec.shape or ()]
-    tensor.dims.extend(sizes[batched:] or [1])
-    if batched and len(sizes) == 1:
-        tensor.reshape.SetInParent()
-
-
 def _write_scheduling(config: Any, settings: ModelSettings) -> None:
     if settings.max_batch_size:
         batching = config.dynamic_batching
@@ -99,11 +84,7 @@ def _write_scheduling(config: Any, settings: ModelSettings) -> None:
         batching.preferred_batch_size.extend(settings.preferred_batch_sizes)
         batching.max_queue_delay_microseconds = settings.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = settings.max_queue
-    kind = {Provider.CPU: "KIND_CPU", Provider.CUDA: "KIND_GPU", Provider.AUTO: "KIND_AUTO"}[
-        settings.provider
-    ]
-    group = config.instance_group.add(count=settings.instances)
-    group.kind = group.Kind.Value(kind)
+    config.instance_group.add(count=settings.instances, kind=KINDS[settings.provider])
     policy = config.version_policy
     if settings.versions == "all":
         policy.all.SetInParent()

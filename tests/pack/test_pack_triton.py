@@ -17,7 +17,7 @@ from twinop.deploy.pack import contents
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loaded_model import LoadedModel
 from twinop.deploy.service.loading import load
-from twinop.deploy.service.read_triton_config import protocol
+from twinop.deploy.service.protocol import model_config_pb2
 from twinop.deploy.service.settings import Policy, ServerSettings, read_settings
 from twinop.errors import TwinopError
 from twinop.library import checksum
@@ -52,11 +52,11 @@ def config_of(repo: Path) -> Any:
     from google.protobuf import text_format
 
     text = (repo / "models/custom_relu/config.pbtxt").read_text()
-    return text_format.Parse(text, protocol().ModelConfig())
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
 
 
 def told(tensors: Any) -> list[Tensor]:
-    kinds = protocol().DataType
+    kinds = model_config_pb2.DataType
     return [
         (each.name, kinds.Name(each.data_type).removeprefix("TYPE_"), list(each.dims)) for each in tensors
     ]
@@ -208,10 +208,10 @@ def test_the_graph_and_the_session_say_the_same(tmp_path: Path, monkeypatch: pyt
     made += [models.identity(datatype) for datatype in models.ELEMENTS]
     for model in made:
         path = saved(tmp_path, model)
-        opened = contents.read_contents(path, None, True, 0)
+        opened = contents.read_contents(path, None, True, False)
         with monkeypatch.context() as patched:
             no_session(patched)
-            read = contents.read_contents(path, None, True, 0)
+            read = contents.read_contents(path, None, True, False)
         assert (opened.inputs, opened.outputs) == (read.inputs, read.outputs)
         assert len(read.notes) == len(opened.notes) + 1
 
