@@ -8,32 +8,19 @@ import typer
 from twinop.console import clear_errors, out
 from twinop.errors import TwinopError
 
-from .serve import settings_of
-from .service.model_settings import Provider
+from .service.options import settings_of, takes_settings
 from .service.settings import FILE
 
 
-def _option(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, show_default=False)
-
-
+@takes_settings(
+    Models=("library", "library_sha256", "library_folders", "libraries", "provider", "max_batch_size")
+)
 def main(
-    context: typer.Context,
     models: Annotated[Path, typer.Argument(help="An .onnx file, or a folder of models.", show_default=False)],
-    config: Annotated[Path | None, _option(f"Default: {FILE} in the folder.")] = None,
-    library: Annotated[
-        Path | None,
-        _option("The custom-op library. Default: one of those installed or in the folders below."),
+    config: Annotated[
+        Path | None, typer.Option(help=f"Default: {FILE} in the folder.", show_default=False)
     ] = None,
-    library_sha256: Annotated[str | None, _option("Use the library only if it has this SHA-256.")] = None,
-    library_folders: Annotated[
-        list[Path] | None, _option("A further folder to load libraries from.", "--library-folder")
-    ] = None,
-    libraries: Annotated[
-        str | None, _option("folders (default), or models: also from the models' own folders.")
-    ] = None,
-    provider: Annotated[Provider | None, _option("auto (CUDA if it works), cpu or cuda.")] = None,
-    max_batch_size: Annotated[int | None, _option("Also run this many rows. Default: one.")] = None,
+    **given: Any,
 ) -> None:
     """Check models as twinop serve does before it serves them.
 
@@ -51,7 +38,7 @@ def main(
         twinop check models/ --libraries models --provider cpu
     """
     with clear_errors():
-        settings = settings_of(context, models, config)
+        settings = settings_of(models, config, given)
         from .service.folders import scan
         from .service.loading import load
 

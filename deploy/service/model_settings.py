@@ -29,10 +29,10 @@ class ModelSettings(Section):
     library: Path | None = Field(
         None, description="the custom-op library; by default one beside the model, or an installed one"
     )
-    library_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] | None = Field(
-        None, description="use the library only if it has this SHA-256"
+    library_sha256: str | None = Field(
+        None, pattern=r"^[0-9a-fA-F]{64}$", description="use the library only if it has this SHA-256"
     )
-    provider: Provider = Field(Provider.AUTO, description="auto, cpu or cuda")
+    provider: Provider = Field(Provider.AUTO, description="auto takes CUDA if it works")
     session: SessionOptions = Field(
         SessionOptions(),
         description="options of ONNX Runtime's sessions, such as graph_optimization_level, under its names",

@@ -37,14 +37,16 @@ _PATHS = (
 class ServerSettings(Section):
     """Where the server listens, what it accepts, and what it reports."""
 
-    host: str = "127.0.0.1"
-    http_port: int = Field(8080, ge=0, le=65535)
-    grpc_port: int | None = Field(8081, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="where to listen; 0.0.0.0 is all interfaces")
+    http_port: int = Field(8080, ge=0, le=65535, description="0: one that is free")
+    grpc_port: int | None = Field(8081, ge=0, le=65535, description="0: one that is free")
     processes: int = Field(1, ge=1, le=256, description="processes that serve behind the same ports")
     devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="the GPU of each process; by default the first that there is"
     )
-    control: Control = Control.NONE
+    control: Control = Field(
+        Control.NONE, description="what loads models later: none, poll (the folder) or explicit (clients)"
+    )
     poll_seconds: float = Field(1.0, gt=0)
     library_folders: tuple[Path, ...] = Field(
         (), description="folders to load libraries from, besides those of twinop's installation"
@@ -58,15 +60,17 @@ class ServerSettings(Section):
     metrics_token: SecretStr | None = Field(
         None, min_length=1, description="the token for /metrics and /status; by default token"
     )
-    token_file: Path | None = Field(None, description="holds the token; it is read anew when it changes")
+    token_file: Path | None = Field(
+        None, description="holds the token that clients must send; by default that in TWINOP_TOKEN"
+    )
     control_token_file: Path | None = None
     metrics_token_file: Path | None = None
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
+    tls_certificate: Path | None = Field(None, description="a PEM file; needs tls_key")
+    tls_key: Path | None = Field(None, description="a PEM file")
     tls_client_ca: Path | None = Field(
         None, description="clients need a certificate of these authorities; read at the start"
     )
-    max_request_bytes: int = Field(64 << 20, gt=0)
+    max_request_bytes: int = Field(64 << 20, gt=0, description="limit for a request's body or message")
     max_json_bytes: int = Field(
         2 << 20,
         gt=0,
@@ -85,7 +89,7 @@ class ServerSettings(Section):
         None, gt=0, description="most gRPC calls; further ones get RESOURCE_EXHAUSTED"
     )
     grace_seconds: float = Field(30.0, ge=0, description="time after SIGTERM to answer accepted requests")
-    access_log: bool = False
+    access_log: bool = Field(False, description="log a line for each HTTP request")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     otlp_endpoint: str | None = Field(None, description="the OTLP/HTTP endpoint for OpenTelemetry spans")
     profile: Path | None = Field(None, description="the folder for ONNX Runtime's profiles")

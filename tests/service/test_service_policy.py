@@ -160,9 +160,8 @@ def test_folders_cannot_change_the_policy(tmp_path: Path) -> None:
 
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     service_models.place(tmp_path, "m", service_models.relu())
-    assert "policy.libraries: Input should be 'folders' or 'models'" in refusal_of(
-        tmp_path, "--libraries", "all"
-    )
+    (tmp_path / "twinop.toml").write_text('[policy]\nlibraries = "all"')
+    assert "policy.libraries: Input should be 'folders' or 'models'" in refusal_of(tmp_path)
 
 
 def test_the_folder_is_followed_only_if_asked(tmp_path: Path) -> None:
