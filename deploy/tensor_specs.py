@@ -21,6 +21,7 @@ class Spec:
         element: ONNX's number of the element type, or None if this is not a tensor (sequences, maps).
         shape: sizes, names of dynamic dimensions, and None; or None for an unknown rank.
         fixed: axis and size of the dimensions that are not dynamic.
+        label: the element type in messages, if it is not called as in numpy.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Spec:
     shape: tuple[int | str | None, ...] | None
     fixed: tuple[tuple[int, int], ...] = ()
     numpy_dtype: np.dtype | None = None
+    label: str = ""
 
     @classmethod
     def of(cls, argument: Any, is_scalar: bool) -> "Spec":
@@ -60,6 +62,11 @@ class Spec:
         """numpy's and torch's name of the element type; ONNX Runtime's name where there is none."""
         return dtype_name(self.element) if self.element is not None else self.type
 
+    @property
+    def type_name(self) -> str:
+        """The element type in messages."""
+        return self.label or self.dtype
+
     def accepts(self, shape: Sequence[int]) -> bool:
         """Returns whether a tensor of this shape fits."""
         if self.shape is None:
@@ -73,14 +80,14 @@ class Spec:
 
     def __str__(self) -> str:
         if self.shape is None:
-            return f"{self.dtype} of any shape"
-        return f"{self.dtype}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
+            return f"{self.type_name} of any shape"
+        return f"{self.type_name}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
 
-    def mismatch(self, dtype: str, shape: Sequence[int]) -> FeedError:
-        """Returns the error for a tensor of another dtype or shape."""
-        given = f"{dtype}[{', '.join(map(str, shape))}]"
-        if dtype != self.dtype:
-            what = f"convert it to {self.dtype}"
+    def mismatch(self, type_name: str, shape: Sequence[int]) -> FeedError:
+        """Returns the error for a tensor of another type or shape."""
+        given = f"{type_name}[{', '.join(map(str, shape))}]"
+        if type_name != self.type_name:
+            what = f"convert it to {self.type_name}"
         elif self.shape is not None and len(shape) != len(self.shape):
             what = f"it must have {len(self.shape)} dimensions, not {len(shape)}"
         else:

@@ -86,7 +86,7 @@ def _load(
         settings,
         inputs,
         dict(first.outputs),
-        list(first.required),
+        [inputs[spec.name] for spec in first.required],
         [Instance(session) for session in shared],
         first.device,
         first.reason,
@@ -234,10 +234,12 @@ def _inputs(session: Session, settings: ModelSettings) -> dict[str, Spec]:
     An input with a default is left out if the protocol cannot carry it, or if the model is batched and the
     input has no rows.
     """
-    return {spec.name: spec for spec in session.required} | {
-        name: spec
-        for name, spec in session.inputs.items()
-        if datatype_of(spec.numpy_dtype) and (not settings.max_batch_size or has_rows(spec))
+    required = {spec.name: spec for spec in session.required}
+    return {
+        name: replace(spec, label=datatype_of(spec.numpy_dtype) or "")
+        for name, spec in (required | session.inputs).items()
+        if name in required
+        or (datatype_of(spec.numpy_dtype) and (not settings.max_batch_size or has_rows(spec)))
     }
 
 

@@ -1,13 +1,12 @@
 """One served model: its versions, and the checks of requests against them."""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 from ..tensor_specs import Spec
 from .batching import Batcher
-from .datatypes import datatype_of
+from .datatypes import OF_DTYPE
 from .errors import NOT_FOUND, NOT_READY, ServiceError, failure_of, invalid
 from .loaded_model import LoadedModel
 from .metrics import ModelMetrics
@@ -95,10 +94,10 @@ class Version:
             spec = loaded.inputs.get(name)
             if spec is None:
                 raise invalid(
-                    f"model {self._name} has no input {name!r}; its inputs: {_listed(loaded.inputs)}"
+                    f"model {self._name} has no input {name!r}; its inputs: {_listed(loaded.inputs.values())}"
                 )
             if array.dtype != spec.numpy_dtype or not spec.accepts(array.shape):
-                raise self._mismatch(spec, array)
+                raise invalid(str(spec.mismatch(OF_DTYPE[array.dtype].name, array.shape)))
             if array.size == 0 and not loaded.settings.allow_empty:
                 raise invalid(
                     f"input {name} is empty: its shape is {list(array.shape)}. Send at least one element, or "
@@ -106,8 +105,7 @@ class Version:
                 )
         missing = [spec for spec in loaded.required if spec.name not in inputs]
         if missing:
-            lacking = _listed({spec.name: spec for spec in missing})
-            raise invalid(f"input missing: {lacking}; given: {', '.join(inputs) or 'none'}")
+            raise invalid(f"input missing: {_listed(missing)}; given: {', '.join(inputs) or 'none'}")
         self._check_equal_sizes(request)
         if loaded.settings.max_batch_size and inputs:
             self._check_batch(request)
@@ -144,18 +142,6 @@ class Version:
         if (rows := next(iter(sizes.values()))) > limit:
             raise invalid(f"{rows} rows in one request; model {self._name} takes up to {limit}: split it")
 
-    def _mismatch(self, spec: Spec, array: Any) -> ServiceError:
-        shape = list(array.shape)
-        given = f"{datatype_of(array.dtype)}{shape}"
-        if array.dtype != spec.numpy_dtype:
-            what = f"send it as {_datatype(spec)}"
-        elif spec.shape is not None and len(shape) != len(spec.shape):
-            what = f"it must have {len(spec.shape)} dimensions, not {len(shape)}"
-        else:
-            wrong = [(axis, size) for axis, size in spec.fixed if shape[axis] != size]
-            what = "; ".join(f"dimension {axis} must be {size}, not {shape[axis]}" for axis, size in wrong)
-        return invalid(f"input {spec.name} is {given}, model {self._name} takes {_said(spec)}: {what}")
-
 
 class ServedModel:
     """All versions of one model. A request without a version goes to the latest that is ready."""
@@ -187,15 +173,5 @@ class ServedModel:
         return found
 
 
-def _datatype(spec: Spec) -> str:
-    return datatype_of(spec.numpy_dtype) or spec.type
-
-
-def _said(spec: Spec) -> str:
-    if spec.shape is None:
-        return f"{_datatype(spec)} of any shape"
-    return f"{_datatype(spec)}[{', '.join('?' if size is None else str(size) for size in spec.shape)}]"
-
-
-def _listed(specs: dict[str, Spec]) -> str:
-    return ", ".join(f"{name} ({_said(spec)})" for name, spec in specs.items())
+def _listed(specs: Iterable[Spec]) -> str:
+    return ", ".join(f"{spec.name} ({spec})" for spec in specs)

@@ -51,7 +51,7 @@ def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: M
         if spec.shape == () and shape == (1,):  # config.pbtxt's notation for a scalar
             shapes[name] = shape = ()
         if not spec.accepts(shape):
-            raise SettingsError(f"warm_up: {spec.mismatch(spec.dtype, shape)}")
+            raise SettingsError(f"warm_up: {spec.mismatch(spec.type_name, shape)}")
         sizes |= {
             each: size for each, size in zip(spec.shape or (), shape, strict=False) if isinstance(each, str)
         }

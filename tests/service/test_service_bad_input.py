@@ -82,17 +82,18 @@ NOT_FITTING = {
     "no input": Misfit("input missing: a (FP32[N, 4]), b (FP32[N, 4]); given: none", [], "add"),
     "input twice": Misfit("input x is given twice", [GOOD, GOOD]),
     "dtype": Misfit(
-        "input x is FP64[1, 4], model relu takes FP32[N, 4]: send it as FP32", of_shape(1, 4, datatype="FP64")
+        "input x is FP64[1, 4], the model takes FP32[N, 4]: convert it to FP32",
+        of_shape(1, 4, datatype="FP64"),
     ),
     "text for numbers": Misfit(
-        "input x is BYTES[1, 4], model relu takes FP32[N, 4]: send it as FP32",
+        "input x is BYTES[1, 4], the model takes FP32[N, 4]: convert it to FP32",
         of_shape(1, 4, data=["1", "2", "3", "4"], datatype="BYTES"),
     ),
     "rank": Misfit(
-        "input x is FP32[4], model relu takes FP32[N, 4]: it must have 2 dimensions, not 1", of_shape(4)
+        "input x is FP32[4], the model takes FP32[N, 4]: it must have 2 dimensions, not 1", of_shape(4)
     ),
     "fixed dimension": Misfit(
-        "input x is FP32[1, 3], model relu takes FP32[N, 4]: dimension 1 must be 4, not 3",
+        "input x is FP32[1, 3], the model takes FP32[N, 4]: dimension 1 must be 4, not 3",
         of_shape(1, 3, data=[1, 2, 3]),
     ),
     "empty batch": Misfit("input x is empty: its shape is [0, 4]", of_shape(0, 4, data=[])),

@@ -103,7 +103,7 @@ def test_warm_up_at_the_shapes_given(
 def test_warm_up_that_does_not_fit(tmp_path: Path, libraries: dict[str, Path]) -> None:
     with pytest.raises(SettingsError, match="warm_up names 'z'; the model's inputs: x"):
         loaded(tmp_path, service_models.relu(), warm_up={"z": (1,)})
-    with pytest.raises(SettingsError, match=r"warm_up: input x is float32\[1, 5\].* must be 4, not 5"):
+    with pytest.raises(SettingsError, match=r"warm_up: input x is FP32\[1, 5\].* must be 4, not 5"):
         loaded(tmp_path, service_models.relu(), warm_up={"x": (1, 5)})
 
 
