@@ -1,11 +1,11 @@
-"""The protocol's HTTP routes, and the answers to their failures."""
+"""The handlers of the protocol's HTTP routes, and the answers to their failures."""
 
 import asyncio
 import contextlib
 import functools
+import inspect
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -14,13 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from twinop import __version__
-
-from . import bodies, codec_rest, ids, logs, metrics, spans, triton_tools
+from . import bodies, codec_rest, ids, logs, metrics, spans
 from .budget import Budget, Held
-from .datatypes import shown, version_number
-from .errors import BROKEN, CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, NOT_READY, ServiceError, invalid
-from .instance import without_paths
+from .datatypes import shown
+from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, ServiceError, invalid
 from .request import LARGE
 from .settings import ServerSettings
 
@@ -86,7 +83,7 @@ class Endpoints:
 
     async def infer(self, request: Request) -> Response:
         """Run a model: POST /v2/models/<model>[/versions/<version>]/infer."""
-        model, version = _named(request)
+        model, version = request.path_params["model"], request.path_params.get("version", "")
         meant = functools.partial(self._repository.metrics_of, model, version)
         with self._held(request) as held, metrics.counting(meant) as counting:
             return await self._infer(request, model, version, held, counting)
@@ -121,61 +118,11 @@ class Endpoints:
     def _held(self, request: Request) -> Held:
         return self._budget.request(int(request.headers.get("content-length", self._limit.bytes)))
 
-    async def alive(self, request: Request) -> Response:
-        """Answer GET /, as KServe does."""
-        return as_json({"status": "alive"})
-
-    async def live(self, request: Request) -> Response:
-        """Answer GET /v2/health/live."""
-        if self._repository.broken:
-            raise ServiceError(BROKEN, without_paths(self._repository.broken))
-        return as_json({"live": True})
-
-    async def ready(self, request: Request) -> Response:
-        """Answer GET /v2/health/ready."""
-        if why := self._repository.why_not_ready():
-            raise ServiceError(NOT_READY, f"the server is not ready: {why}")
-        return as_json({"ready": True})
-
     async def metrics(self, request: Request) -> Response:
         """Return Prometheus's metrics."""
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
         found = encode(await self._repository.metrics())
         return Response(found, headers={"content-type": content_type})
-
-    async def status(self, request: Request) -> Response:
-        """Describe the server and each version: GET /status."""
-        return as_json(await server_status(self._repository))
-
-    async def metadata(self, request: Request) -> Response:
-        """Describe the server: GET /v2."""
-        return as_json(server_metadata(self._repository))
-
-    async def models(self, request: Request) -> Response:
-        """List the names of the models: GET /v2/models."""
-        return as_json({"models": list(self._repository.models)})
-
-    async def model_metadata(self, request: Request) -> Response:
-        """Describe a model: GET /v2/models/<model>[/versions/<version>]."""
-        return as_json(model_metadata(self._repository, *_named(request)))
-
-    async def model_ready(self, request: Request) -> Response:
-        """Answer whether a model is ready."""
-        model, version = _named(request)
-        await self._repository.require_ready(model, version_number(model, version))
-        return as_json({"name": model, "ready": True})
-
-    async def model_config(self, request: Request) -> Response:
-        """Return a model's configuration in Triton's form."""
-        return as_json(triton_tools.as_json(model_config(self._repository, *_named(request))))
-
-    async def statistics(self, request: Request) -> Response:
-        """Return the statistics of one or all models in Triton's form."""
-        model, version = (
-            request.path_params.get("model_name", ""),
-            request.path_params.get("model_version", ""),
-        )
-        return as_json({"model_stats": await model_statistics(self._repository, model, version)})
 
     async def index(self, request: Request) -> Response:
         """List models and versions with their states (repository extension)."""
@@ -190,13 +137,13 @@ class Endpoints:
         parameters = (await self._object(request)).get("parameters") or {}
         if parameters:
             raise invalid("a model is loaded from its folder as it is: parameters are not taken")
-        model = request.path_params["model_name"]
+        model = request.path_params["model"]
         await self._repository.load_by_request(model)
         return as_json({"name": model, "load": True})
 
     async def unload(self, request: Request) -> Response:
         """Unload a model (repository extension)."""
-        model = request.path_params["model_name"]
+        model = request.path_params["model"]
         await self._repository.unload_by_request(model)
         return as_json({"name": model, "unload": True})
 
@@ -212,74 +159,14 @@ class Endpoints:
         return content
 
 
-def _named(request: Request) -> tuple[str, str]:
-    """Return the model and the version in the path; "" for none."""
-    return request.path_params.get("model_name", ""), request.path_params.get("model_version", "")
+def telling(query: Callable[..., Any]) -> Callable[[Request], Awaitable[Response]]:
+    """Return a route's handler that answers with the result of a query for what its path names."""
 
+    async def answer(request: Request) -> Response:
+        found = query(**request.path_params)
+        return as_json(await found if inspect.isawaitable(found) else found)
 
-def server_metadata(repository: "Repository") -> dict[str, Any]:
-    """Return the server's name and version, and the extensions that are on, under Triton's names."""
-    extensions = ["binary_tensor_data", "model_configuration", "statistics"]
-    extensions += ["model_repository"] if repository.is_controlled else []
-    return {"name": "twinop", "version": __version__, "extensions": extensions}
-
-
-def model_metadata(repository: "Repository", model: str, version: str) -> dict[str, Any]:
-    """Return a model's interface and how it runs.
-
-    Raises:
-        ServiceError: there is no such model or version, or it is not ready.
-    """
-    described = repository.find(model, version_number(model, version)).loaded.describe()
-    return {
-        "name": model,
-        "versions": [str(each) for each in sorted(repository.models[model].versions)],
-        "platform": "onnxruntime_onnx",
-        **{key: described[key] for key in ("inputs", "outputs", "parameters")},
-    }
-
-
-def model_config(repository: "Repository", model: str, version: str) -> Any:
-    """Return Triton's ModelConfig of a model.
-
-    Raises:
-        ServiceError: there is no such model or version, it is not ready, or Triton has no counterpart of it.
-    """
-    return triton_tools.model_config(repository.find(model, version_number(model, version)).loaded)
-
-
-async def model_statistics(repository: "Repository", model: str, version: str) -> list[dict[str, Any]]:
-    """Return Triton's ModelStatistics of each version of a model; of all models for "".
-
-    Raises:
-        ServiceError: there is no such model or version, or it is not ready.
-    """
-    if model:
-        repository.find(model, version_number(model, version))
-    return triton_tools.statistics(await repository.metrics(), model, version)
-
-
-async def server_status(repository: "Repository") -> dict[str, Any]:
-    """Return the server's state, and every version with its state and how it runs."""
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for family in (await repository.metrics()).collect():
-        for name, labels, value, *_ in family.samples if family.type == "gauge" else ():
-            counts[name, labels.get("model", ""), labels.get("version", "")] += int(value)
-    versions: list[dict[str, Any]] = []
-    for each in await repository.index():
-        versions.append({**each, "state": each["state"].lower()})
-        model = repository.models.get(each["name"])
-        if model is not None and (served := model.versions.get(int(each["version"]))) is not None:
-            versions[-1] |= served.loaded.describe()["parameters"]
-            for count in ("queued", "in_flight"):  # of all processes
-                versions[-1][count] = counts[f"twinop_{count}", each["name"], each["version"]]
-    return {
-        "version": __version__,
-        "state": "draining" if repository.draining else "loading" if repository.why_not_ready() else "ready",
-        "started": repository.started,
-        "control": repository.settings.server.control,
-        "models": versions,
-    }
+    return answer
 
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

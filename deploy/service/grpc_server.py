@@ -16,11 +16,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from . import codec_grpc, ids, logs, metrics, spans
 from .addresses import address_error, grpc_credentials
 from .budget import Budget, Held
-from .datatypes import version_number
-from .endpoints import model_config, model_metadata, model_statistics, off_loop, server_metadata
+from .endpoints import off_loop
 from .errors import INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .newer_python import timeout
 from .protocol import SERVICE, pb
+from .queries import Queries
 from .settings import ServerSettings
 from .tokens import Token, Tokens
 
@@ -50,10 +50,11 @@ Method = Callable[[Any, Call], Awaitable[Any]]
 
 
 class Calls:
-    """The protocol's calls. They raise ServiceError for `_Front` to answer."""
+    """The protocol's calls. `_Front` answers their ServiceErrors."""
 
     def __init__(self, repository: "Repository") -> None:
         self._repository = repository
+        self._about = Queries(repository)
 
     async def ModelInfer(self, request: pb.ModelInferRequest, call: Call) -> bytes:
         """Run a model; the answer is serialized."""
@@ -70,21 +71,17 @@ class Calls:
             return await off_loop(size, codec_grpc.encode, counting.result, form)
 
     async def ServerLive(self, request: Any, call: Call) -> pb.ServerLiveResponse:
-        """Answer whether the server can run models, or must be started anew."""
         return pb.ServerLiveResponse(live=not self._repository.broken)
 
     async def ServerReady(self, request: Any, call: Call) -> pb.ServerReadyResponse:
-        """Answer whether all models are loaded."""
         return pb.ServerReadyResponse(ready=not self._repository.why_not_ready())
 
     async def ServerMetadata(self, request: Any, call: Call) -> pb.ServerMetadataResponse:
-        """Describe the server."""
-        return pb.ServerMetadataResponse(**server_metadata(self._repository))
+        return pb.ServerMetadataResponse(**self._about.server())
 
     async def ModelReady(self, request: Any, call: Call) -> pb.ModelReadyResponse:
-        """Answer whether a model is ready."""
         try:
-            await self._repository.require_ready(request.name, version_number(request.name, request.version))
+            await self._about.model_ready(request.name, request.version)
         except ServiceError as error:
             if error.failure is not NOT_READY:
                 raise
@@ -92,22 +89,17 @@ class Calls:
         return pb.ModelReadyResponse(ready=True)
 
     async def ModelMetadata(self, request: Any, call: Call) -> pb.ModelMetadataResponse:
-        """Describe a model's inputs and outputs."""
-        described = model_metadata(self._repository, request.name, request.version)
+        described = self._about.model(request.name, request.version)
         del described["parameters"]  # the message has no such field
         return pb.ModelMetadataResponse(**described)
 
     async def ModelConfig(self, request: Any, call: Call) -> pb.ModelConfigResponse:
-        """Return a model's configuration."""
-        return pb.ModelConfigResponse(config=model_config(self._repository, request.name, request.version))
+        return pb.ModelConfigResponse(config=self._about.config(request.name, request.version))
 
     async def ModelStatistics(self, request: Any, call: Call) -> pb.ModelStatisticsResponse:
-        """Return the statistics of one or all models."""
-        found = await model_statistics(self._repository, request.name, request.version)
-        return pb.ModelStatisticsResponse(model_stats=found)
+        return pb.ModelStatisticsResponse(**await self._about.statistics(request.name, request.version))
 
     async def RepositoryModelLoad(self, request: Any, call: Call) -> Any:
-        """Load a model."""
         model = _model_name(request)
         if request.parameters:
             raise invalid("a model is loaded from its folder as it is: parameters are not taken")
@@ -115,13 +107,11 @@ class Calls:
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(self, request: Any, call: Call) -> Any:
-        """Unload a model."""
         model = _model_name(request)
         await self._repository.unload_by_request(model)
         return pb.RepositoryModelUnloadResponse()
 
     async def RepositoryIndex(self, request: Any, call: Call) -> Any:
-        """List models and versions with their states."""
         self._repository.require_explicit()
         return pb.RepositoryIndexResponse(models=await self._repository.index(request.ready))
 

@@ -20,8 +20,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from . import ids, logs, metrics, spans
 from .addresses import LoggedHandshake, bound, tls_error
 from .budget import Budget
-from .endpoints import FAILURES, Endpoints, as_json
+from .endpoints import FAILURES, Endpoints, as_json, telling
 from .errors import NOT_READY, UNAUTHENTICATED
+from .queries import Queries
 from .settings import ServerSettings
 from .tokens import Tokens
 from .watched import SECONDS, Watched
@@ -232,34 +233,29 @@ class RestServer:
 
 
 def _application(settings: ServerSettings, repository: "Repository", budget: Budget) -> Starlette:
-    to = Endpoints(settings, repository, budget)
-    model, control = "/v2/models/{model_name}", "/v2/repository/models/{model_name}"
-    versioned = model + "/versions/{model_version}"
+    to, about = Endpoints(settings, repository, budget), Queries(repository)
+    model, control = "/v2/models/{model}", "/v2/repository/models/{model}"
     posts = {
-        f"{model}/infer": to.infer,
-        f"{versioned}/infer": to.infer,
         "/v2/repository/index": to.index,
         f"{control}/load": to.load,
         f"{control}/unload": to.unload,
     }
-    gets: dict[str, Any] = {
-        "/": to.alive,
+    gets = {
         "/metrics": to.metrics,
-        "/status": to.status,
-        "/v2": to.metadata,
-        "/v2/health/live": to.live,
-        "/v2/health/ready": to.ready,
-        "/v2/models": to.models,
-        "/v2/models/stats": to.statistics,
-        model: to.model_metadata,
-        versioned: to.model_metadata,
-        f"{model}/ready": to.model_ready,
-        f"{versioned}/ready": to.model_ready,
-        f"{model}/config": to.model_config,
-        f"{versioned}/config": to.model_config,
-        f"{model}/stats": to.statistics,
-        f"{versioned}/stats": to.statistics,
+        "/": telling(lambda: {"status": "alive"}),  # as KServe does
+        "/status": telling(about.status),
+        "/v2": telling(about.server),
+        "/v2/health/live": telling(about.live),
+        "/v2/health/ready": telling(about.ready),
+        "/v2/models": telling(about.models),
+        "/v2/models/stats": telling(about.statistics),
     }
+    for path in (model, model + "/versions/{version}"):
+        posts[f"{path}/infer"] = to.infer
+        gets[path] = telling(about.model)
+        gets[f"{path}/ready"] = telling(about.model_ready)
+        gets[f"{path}/config"] = telling(about.config_as_json)
+        gets[f"{path}/stats"] = telling(about.statistics)
     routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
     app = Starlette(routes=routes, exception_handlers=FAILURES)
