@@ -172,9 +172,7 @@ def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> 
         raise FeedError(f"input {spec.name} is {spec.type}: there are random inputs for numbers only")
     if not spec.accepts(shape):
         raise spec.mismatch(spec.dtype, shape)
-    if spec.numpy_dtype.kind in "biu":
-        return random.integers(0, 2, shape).astype(spec.numpy_dtype)  # may be indices
-    return random.standard_normal(shape).astype(spec.numpy_dtype)
+    return spec.random(shape, random)
 
 
 def _node_table(proto: onnx.ModelProto, ran: list[NodeRun]) -> Table:

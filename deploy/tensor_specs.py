@@ -78,6 +78,15 @@ class Spec:
                 return False
         return True
 
+    def random(self, shape: Sequence[int], generator: np.random.Generator) -> np.ndarray:
+        """Returns normally distributed floats, integers 0 and 1, which are valid indices, or strings."""
+        assert self.numpy_dtype is not None
+        if self.numpy_dtype.kind == "O":
+            return np.full(shape, "a", object)
+        if self.numpy_dtype.kind in "biu":
+            return generator.integers(0, 2, shape).astype(self.numpy_dtype)
+        return generator.standard_normal(shape).astype(self.numpy_dtype)
+
     def __str__(self) -> str:
         if self.shape is None:
             return f"{self.type_name} of any shape"

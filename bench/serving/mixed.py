@@ -126,7 +126,7 @@ _NO_VERSION = f"/v2/models/{NAME}/versions/999999/infer"
 _NO_INPUTS = b'{"inputs": []}'
 REST_BAD = (
     _json_bad("wrong name", "has no input", name="z"),
-    _json_bad("wrong dtype", "send it as FP32", datatype="INT32", data=[1] * 8),
+    _json_bad("wrong dtype", "convert it to FP32", datatype="INT32", data=[1] * 8),
     _json_bad("wrong rank", "dimensions", shape=[8]),
     _json_bad("wrong size", "dimension 1 must be 8", shape=[1, 7], data=[1.0] * 7),
     _json_bad("wrong length", "x", data=[1.0]),
@@ -186,7 +186,7 @@ def _grpc_bad(kind: str, code: str, words: str, method: str = METHOD, **fields: 
 _LOAD = pb.RepositoryModelLoadRequest(model_name=NAME).SerializeToString()
 GRPC_BAD = (
     _grpc_bad("wrong name", _INVALID, "has no input", name="z"),
-    _grpc_bad("wrong dtype", _INVALID, "send it as FP32", datatype="INT32"),
+    _grpc_bad("wrong dtype", _INVALID, "convert it to FP32", datatype="INT32"),
     _grpc_bad("wrong rank", _INVALID, "dimensions", shape=[8]),
     _grpc_bad("wrong size", _INVALID, "dimension 1 must be 8", shape=[1, 7], raw=[bytes(28)]),
     _grpc_bad("wrong length", _INVALID, "5 bytes of data", raw=[bytes(5)]),

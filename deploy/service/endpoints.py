@@ -60,9 +60,7 @@ def cancelled_with(request: Request) -> Iterator[None]:
     except asyncio.CancelledError:
         if not watching or not watching[0].done():
             raise
-        gone = ClientDisconnect()
-        gone.counted = True  # type: ignore[attr-defined]  # as the cancellation that it stands for
-        raise gone from None
+        raise ClientDisconnect from None
     finally:
         timer.cancel()
         if watching:
@@ -106,6 +104,7 @@ class Endpoints:
         del body
         asked.id = ids.of(scope, asked.id)
         logs.bind(request_id=asked.id)
+        counting.request = asked
         with cancelled_with(request):
             counting.result = await self._repository.answer(asked)
         size = sum(array.nbytes for array in counting.result.outputs.values())

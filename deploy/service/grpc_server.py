@@ -65,6 +65,7 @@ class Calls:
             size = request.ByteSize()
             asked, form = await off_loop(size, codec_grpc.decode, request, call.seconds, most)
             asked.id = call.id
+            counting.request = asked
             counting.result = await self._repository.answer(asked)
             size = sum(array.nbytes for array in counting.result.outputs.values())
             call.held.add(3 * size)  # the arrays, the message, and its serialization

@@ -74,7 +74,8 @@ def _load(
         choice, sessions = _open(model, None, where, settings, server)
     first = sessions[0]
     inputs = _inputs(first, settings)
-    require_servable(model.name, inputs.values(), first.outputs.values(), settings.max_batch_size > 0)
+    outputs = {name: _labelled(spec) for name, spec in first.outputs.items()}
+    require_servable(model.name, inputs.values(), outputs.values(), settings.max_batch_size > 0)
     if (config := config_of(where.model_folder)) is not None:
         config.require_fit(first.inputs, first.outputs)
 
@@ -85,7 +86,7 @@ def _load(
         where.version,
         settings,
         inputs,
-        dict(first.outputs),
+        outputs,
         [inputs[spec.name] for spec in first.required],
         [Instance(session) for session in shared],
         first.device,
@@ -236,11 +237,16 @@ def _inputs(session: Session, settings: ModelSettings) -> dict[str, Spec]:
     """
     required = {spec.name: spec for spec in session.required}
     return {
-        name: replace(spec, label=datatype_of(spec.numpy_dtype) or "")
+        name: _labelled(spec)
         for name, spec in (required | session.inputs).items()
         if name in required
         or (datatype_of(spec.numpy_dtype) and (not settings.max_batch_size or has_rows(spec)))
     }
+
+
+def _labelled(spec: Spec) -> Spec:
+    """Return the spec with the protocol's name of the type, for messages to clients."""
+    return replace(spec, label=datatype_of(spec.numpy_dtype) or "")
 
 
 def _counted(ops: Iterable[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from .errors import Failure, failure_of
-from .request import Result
+from .request import Request, Result
 
 _LABELS = ("model", "version")
 _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -97,24 +97,24 @@ class counting:
     def __init__(self, meant: Callable[[], "ModelMetrics | None"]) -> None:
         """`meant` returns the addressed version's metrics. It is called only if the request fails."""
         self._meant = meant
+        self.request: Request | None = None  # set once it is decoded
         self.result: Result | None = None  # set after a successful run; encoding the answer may still fail
 
     def __enter__(self) -> "counting":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        result = self.result
-        if result is not None and result.metrics is not None:
-            if error is None:
-                result.metrics.answered(result, time.monotonic() - result.arrived)
+        request, result = self.request, self.result
+        model = request.metrics if request is not None else None
+        if error is not None:
+            if model is None and (model := self._meant()) is not None:
+                model.started()
+            if model is not None:
+                model.failed(failure_of(error))
             else:
-                result.metrics.failed(failure_of(error))
-        elif error is not None and not getattr(error, "counted", False):
-            if (meant := self._meant()) is None:
                 failed_without_model(failure_of(error))
-            else:
-                meant.started()
-                meant.failed(failure_of(error))
+        elif model is not None and request is not None and result is not None:
+            model.answered(result, time.monotonic() - request.arrived)
 
 
 class Queue(Protocol):

@@ -1,7 +1,7 @@
 """A request and its result, independent of the protocol: names and arrays."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +26,7 @@ class Request:
         id: the client's id, or a generated one, for logs and the answer.
         deadline: when the request expires, in seconds of time.monotonic(); None for never.
         arrived: when the request had been read, in seconds of time.monotonic().
+        metrics: those of the version that took it.
     """
 
     model: str
@@ -35,6 +36,7 @@ class Request:
     id: str = ""
     deadline: float | None = None
     arrived: float = 0.0
+    metrics: "ModelMetrics | None" = None
 
 
 @dataclass(slots=True)
@@ -47,9 +49,7 @@ class Result:
     id: str = ""
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
-    batch_size: int = field(default=1)
-    arrived: float = 0.0  # copied from the request
-    metrics: "ModelMetrics | None" = None  # counts the request once its answer is encoded
+    batch_size: int = 1
 
 
 def check_count(what: str, count: int, most: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..tensor_specs import Spec
 from .batching import Batcher
 from .datatypes import OF_DTYPE
-from .errors import NOT_FOUND, NOT_READY, ServiceError, failure_of, invalid
+from .errors import NOT_FOUND, NOT_READY, ServiceError, invalid
 from .loaded_model import LoadedModel
 from .metrics import ModelMetrics
 from .newer_python import StrEnum
@@ -49,20 +49,14 @@ class Version:
         self._outputs = tuple(loaded.outputs)
 
     async def answer(self, request: Request) -> Result:
-        """Check and run a request. Failures are counted here, results by the caller's `metrics.counting`.
+        """Check and run a request, which the caller's `metrics.counting` counts.
 
         Raises:
             ServiceError: the request does not fit the model, or could not be run.
         """
         self.metrics.started()
-        try:
-            outputs = self._checked(request)
-            result = await self.batcher.submit(request, outputs)
-        except BaseException as error:
-            self.metrics.failed(failure_of(error))
-            error.counted = True  # type: ignore[attr-defined]
-            raise
-        result.arrived, result.metrics = request.arrived, self.metrics
+        request.metrics = self.metrics
+        result = await self.batcher.submit(request, self._checked(request))
         record_run(request, result)
         return result
 

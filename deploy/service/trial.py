@@ -59,25 +59,14 @@ def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: M
     feeds, guessed = {}, False
     for spec in inputs.values():
         if spec.name in shapes:
-            feeds[spec.name] = _random(spec, shapes[spec.name], random)
+            feeds[spec.name] = spec.random(shapes[spec.name], random)
         elif spec in required:
             if spec.shape is None:
                 return None
             guessed |= any(not isinstance(size, int) and size not in sizes for size in spec.shape)
             shape = tuple(size if isinstance(size, int) else sizes.get(size or "", 1) for size in spec.shape)
-            feeds[spec.name] = _random(spec, shape, random)
+            feeds[spec.name] = spec.random(shape, random)
     return Trial(feeds, guessed)
-
-
-def _random(spec: Spec, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    """Return normally distributed floats, or integers 0 and 1, which are valid indices."""
-    dtype = spec.numpy_dtype
-    assert dtype is not None
-    if dtype.kind == "O":
-        return np.full(shape, "a", object)
-    if dtype.kind in "biu":
-        return random.integers(0, 2, shape).astype(dtype)
-    return random.standard_normal(shape).astype(dtype)
 
 
 def warm_up(

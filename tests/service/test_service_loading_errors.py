@@ -152,10 +152,10 @@ def test_what_the_protocol_cannot_carry(tmp_path: Path) -> None:
 def test_batches_need_a_dynamic_first_dimension(tmp_path: Path, libraries: dict[str, Path]) -> None:
     with pytest.raises(ModelError, match=r"input x is FP32\[2, 3\], and max_batch_size needs"):
         loaded(tmp_path, service_models.fixed(2, 3), max_batch_size=4)
-    with pytest.raises(ModelError, match=r"output y is float32\[4\], and max_batch_size"):
+    with pytest.raises(ModelError, match=r"output y is FP32\[4\], and max_batch_size"):
         loaded(tmp_path, service_models.total(), max_batch_size=4)
     scalar = service_models.identity("FP32", ())
-    with pytest.raises(ModelError, match=r"input x is float32\[\], and max_batch_size"):
+    with pytest.raises(ModelError, match=r"input x is FP32\[\], and max_batch_size"):
         loaded(tmp_path, scalar, max_batch_size=4)
     assert loaded(tmp_path, scalar).describe()["inputs"][0]["shape"] == []
 

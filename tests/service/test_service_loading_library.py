@@ -80,7 +80,7 @@ def test_a_library_of_the_triton_config(libraries: dict[str, Path], tmp_path: Pa
     assert model.library is not None and model.library.path == libraries["custom_ops"]
     assert model.settings.max_batch_size == 4
     service_models.place(tmp_path, "m", service_models.relu("FP64"))
-    with pytest.raises(SettingsError, match="the model is another one:\n  - data_type of input x: FP32"):
+    with pytest.raises(SettingsError, match="the model is another one:\n  - data_type of input x: TYPE_FP32"):
         load(folder.versions[1], Settings().for_model("m", CPU, *folder.layers), ServerSettings())
 
 
