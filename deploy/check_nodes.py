@@ -40,6 +40,17 @@ def check_model(model: ModelSource, library: Libraries = None) -> list[Library]:
     return found
 
 
+def libraries_for(model: ModelSource, library: Libraries = None) -> list[str]:
+    """Returns the absolute paths of the libraries that a model needs, for plain ONNX Runtime:
+
+        for path in twinop.libraries_for("model.onnx"):
+            options.register_custom_ops_library(path)
+
+    The arguments and the errors are those of `check_model`.
+    """
+    return [str(found.path.absolute()) for found in check_model(model, library)]
+
+
 def require_fit(model: Model, libraries: Sequence[Library]) -> None:
     """Checks a model's custom nodes against libraries.
 

@@ -1,7 +1,6 @@
 """Reads a model to check it: finds its custom nodes, with the element types that are known there."""
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +9,11 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import external_data_helper
 
+from twinop.names import BUILT_IN
 from twinop.record import DOMAIN
 
 from .errors import ModelError
 
-# The domains of ONNX and ONNX Runtime, and their subdomains.
-_BUILT_IN = re.compile(r"(ai\.onnx|com\.microsoft|com\.ms|org\.pytorch)(\..*)?")
 _LARGE = 1024  # bytes. Type inference needs the values of small initializers only (shapes, axes).
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -193,7 +191,7 @@ def is_custom(node: onnx.NodeProto) -> bool:
     """Returns whether a node needs a custom-op library: `Custom...` of a domain that is not ONNX's own."""
     if node.domain == DOMAIN:
         return True
-    return node.op_type.startswith("Custom") and bool(node.domain) and not _BUILT_IN.fullmatch(node.domain)
+    return node.op_type.startswith("Custom") and bool(node.domain) and not BUILT_IN.fullmatch(node.domain)
 
 
 def custom_nodes(

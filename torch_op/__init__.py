@@ -12,6 +12,8 @@ autograd, a fake for torch.compile and export, a vmap rule and clear errors, all
     mish = torch_op.load("build/libmish.so")
     y = mish.mish(x)                 # = torch.ops.mish.mish(x); the library's domain is the namespace
 
+`load_domain("mish")` finds the library (`twinop.find`) and loads it.
+
 A package that AOTInductor compiled names ops as `torch.ops` does, without their libraries. The process that
 loads the package first loads these libraries: with `from twinop import torch_op`, and with
 `torch_op.load(path)` for other domains.
@@ -35,6 +37,7 @@ if __name__ != "twinop.torch_op":
 from collections.abc import Callable
 from typing import Any
 
+from twinop.find import find_library_of
 from twinop.library import find_library
 
 from .modules import (
@@ -68,11 +71,21 @@ __all__ = [
     "Ops",
     "Replacement",
     "load",
+    "load_domain",
     "records",
     "replace_modules",
 ]
 
 load(find_library("custom_ops"))
+
+
+def load_domain(domain: str) -> Ops:
+    """Finds the library of a domain in `build/`, in installed packages or in twinop's folders, and loads it.
+
+    Raises:
+        LibraryError: there is none, several packages have the domain, or `load` refuses the library.
+    """
+    return load(find_library_of(domain))
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

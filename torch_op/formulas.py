@@ -6,7 +6,7 @@ A record's formula is Python over the op's inputs, outputs and attributes, the i
 `x, weight = f(grad)`, is evaluated once. The formulas after it may use them: `residual = grad_x`. An input
 without a formula has derivative zero.
 
-Backward ops are ordinary ops, so their formulas are second derivatives. Those of twinop's own ops follow from
+Backward ops are ordinary ops, so their formulas are second derivatives. Those without formulas follow from
 second_derivatives.py.
 """
 
@@ -15,6 +15,7 @@ import builtins
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,13 +49,32 @@ class Formulas:
     """
 
     def __init__(self, record: Record, functions: Functions) -> None:
-        self.record = record
-        self._formulas = _formulas_of(record, functions)
-        used = set().union(*(formula.used for formula in self._formulas))
-        values = set().union(*(formula.values for formula in self._formulas))
-        self.inputs = [entry.name for entry in record.inputs if entry.name in values]
-        self.shapes = [entry.name for entry in record.inputs if entry.name in used - values]
-        self.outputs = [name for name in record.outputs if name in used]
+        self.record, self._functions = record, functions
+
+    @cached_property
+    def _formulas(self) -> list[_Formula]:
+        # Made when the op is first differentiated: second derivatives may be registered after the library.
+        return _formulas_of(self.record, self._functions)
+
+    @property
+    def _used(self) -> set[str]:
+        return set().union(*(formula.used for formula in self._formulas))
+
+    @property
+    def _values(self) -> set[str]:
+        return set().union(*(formula.values for formula in self._formulas))
+
+    @cached_property
+    def inputs(self) -> list[str]:
+        return [entry.name for entry in self.record.inputs if entry.name in self._values]
+
+    @cached_property
+    def shapes(self) -> list[str]:
+        return [entry.name for entry in self.record.inputs if entry.name in self._used - self._values]
+
+    @cached_property
+    def outputs(self) -> list[str]:
+        return [name for name in self.record.outputs if name in self._used]
 
     def evaluate(self, scope: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
         """Returns the gradients of the inputs wanted, by name.
@@ -103,9 +123,19 @@ def _formulas_of(record: Record, functions: Functions) -> list[_Formula]:
 
 
 def _differentiated(record: Record, function: Callable[..., Any]) -> _Formula:
-    """Differentiates a backward op that is written in torch's operators, in fp32 where it is narrower."""
+    """Differentiates a backward op that is written in torch's operators, in fp32 where it is narrower.
+
+    Raises:
+        RecordError: the function takes what is no input or attribute of the op.
+    """
     used = list(inspect.signature(function).parameters)
     inputs = [entry.name for entry in record.inputs if entry.name in used]
+    known = [entry.name for entry in record.inputs] + [entry.name for entry in record.attributes]
+    if unknown := [name for name in used if name not in known]:
+        raise RecordError(
+            f"second derivative {record.qualified_name}: the function takes {', '.join(unknown)}, expected "
+            f"some of the inputs and attributes of {record.schema}: {', '.join(known)}"
+        )
 
     def compute(scope: dict[str, Any]) -> tuple[Any, ...]:
         fixed = {name: scope[name] for name in used if scope[name] is None or name not in inputs}

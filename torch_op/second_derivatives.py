@@ -4,8 +4,8 @@ A function has the name of a backward op. Its parameters are what it needs of th
 by name. It returns the op's output, or a dict of outputs by name where there are several. It runs only when
 the backward op itself is differentiated.
 
-First derivatives are in the records (kernels/ops). A library that is not twinop's declares the derivatives of
-its backward ops there as well.
+First derivatives are in the records (kernels/ops). Other libraries declare the derivatives of their backward
+ops there as well, or with `twinop.second_derivative`.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twinop.record import DOMAIN, Record
+from twinop.own_op import SECOND_DERIVATIVES
+from twinop.record import Record
 
 aten = torch.ops.aten
 
-_backward_ops: dict[str, Callable[..., Any]] = {}
-
 
 def in_torch(record: Record) -> Callable[..., Any] | None:
-    """Returns the function of a backward op; None for other ops and those of other libraries."""
-    return _backward_ops.get(record.name) if record.domain == DOMAIN else None
+    """Returns the function of a backward op; None for other ops, and for those without one."""
+    return SECOND_DERIVATIVES.get(record.key)
 
 
 def _differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
-    _backward_ops[function.__name__] = function
+    SECOND_DERIVATIVES[function.__name__] = function
     return function
 
 

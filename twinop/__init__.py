@@ -1,7 +1,47 @@
 """twinop: one kernel, two runtimes. Write an op once; run it in PyTorch and in ONNX Runtime.
 
 The parts are `twinop.torch_op`, `twinop.export`, `twinop.deploy` and `twinop.bench`. This module imports
-none of them, so that serving a model needs neither torch nor the exporters.
+none of them, so that serving a model needs neither torch nor the exporters. Each name below is imported
+when it is first used.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .bodies import DefaultInput as DefaultInput
+    from .deploy.check_nodes import libraries_for as libraries_for
+    from .library import get_cmake_dir as get_cmake_dir
+    from .library import get_include as get_include
+    from .library import get_library_path as get_library_path
+    from .own_op import Op as Op
+    from .own_op import library_beside as library_beside
+    from .own_op import op as op
+    from .own_op import second_derivative as second_derivative
+
 __version__ = "0.2.0"
+
+_MODULES = {
+    "DefaultInput": "bodies",
+    "Op": "own_op",
+    "get_cmake_dir": "library",
+    "get_include": "library",
+    "get_library_path": "library",
+    "libraries_for": "deploy.check_nodes",
+    "library_beside": "own_op",
+    "op": "own_op",
+    "second_derivative": "own_op",
+}
+_PACKAGES = ("bench", "deploy", "export", "torch_op")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_MODULES, *_PACKAGES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f".{name}", __name__)
+    if name not in _MODULES:
+        raise AttributeError(f"twinop has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

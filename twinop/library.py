@@ -298,3 +298,24 @@ def find_library(stem: str) -> Path:
         f"lib{stem}.so not found; searched {searched}. "
         "./build.sh builds it; TWINOP_LIBRARY_DIR names another folder"
     )
+
+
+def get_library_path() -> str:
+    """Returns the path of the library with all of twinop's ops, `libcustom_ops.so`.
+
+    Raises:
+        LibraryError: no folder has it.
+    """
+    return str(find_library("custom_ops"))
+
+
+def get_include() -> str:
+    """Returns the folder for the compiler's option -I, under which ops include `"twinop/elementwise.h"`."""
+    return str(Path(__file__).resolve().parent / "include")
+
+
+def get_cmake_dir() -> str:
+    """Returns the folder of twinop's CMake package, for `twinop_DIR`."""
+    package = Path(__file__).resolve().parent
+    installed = package / "cmake"
+    return str(installed if installed.is_dir() else package.parent / "cmake")

@@ -110,7 +110,7 @@ class Record:
     @property
     def key(self) -> str:
         """The op's name among all domains: with its domain, unless that is twinop's own."""
-        return self.name if self.domain == DOMAIN else self.qualified_name
+        return key_of(self.domain, self.name)
 
     @property
     def namespace(self) -> str:
@@ -203,6 +203,11 @@ class Record:
     def attribute(self, name: str) -> Attribute | None:
         """Returns the attribute of that name, or None."""
         return next((entry for entry in self.attributes if entry.name == name), None)
+
+
+def key_of(domain: str, name: str) -> str:
+    """Returns an op's `Record.key`."""
+    return name if domain == DOMAIN else f"{domain}::{name}"
 
 
 def entries(text: str) -> dict[str, str]:

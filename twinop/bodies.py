@@ -1,0 +1,112 @@
+"""The registry of function bodies: what each op means in standard ONNX operators.
+
+`twinop/export/bodies.py` says how a body is written. The registry needs neither onnx nor torch.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ExportError
+from .record import DOMAIN, Record, key_of
+
+Builder = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class DefaultInput:
+    """Describes the tensor that an omitted optional input stands for.
+
+    A model holds one body per op, so this tensor is inserted where only some nodes of a model omit the input.
+
+    Attributes:
+        value: the value of every element, or a function that computes it from the node's attributes.
+        start: the tensor has the shape of the first input's dimensions from `start` on. A string names an
+            attribute that holds this dimension.
+    """
+
+    value: float | Callable[[Mapping[str, Any]], float]
+    start: int | str = -1
+
+
+@dataclass(frozen=True)
+class Body:
+    """A registered body: the function that builds it, and the defaults of its optional inputs by name."""
+
+    build: Builder
+    defaults: Mapping[str, DefaultInput] = field(default_factory=dict)
+
+    def check(self, record: Record) -> None:
+        """Checks that the body's arguments are the record's.
+
+        Raises:
+            ExportError: they differ.
+        """
+        if record.has_repeated_input:
+            raise ExportError(
+                f"body {record.name}: {record.schema} takes a list of tensors, and an ONNX function has a "
+                "fixed number of inputs: the op can have no body"
+            )
+        _, *parameters = inspect.signature(self.build).parameters.values()  # without `op`
+        keyword_only = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        positional = [p.name for p in parameters if p.name not in keyword_only]
+        inputs = [entry.name for entry in record.inputs]
+        optional = [entry.name for entry in record.inputs if entry.optional]
+        attributes = [entry.name for entry in record.attributes]
+        wanted = ", ".join(["op", *inputs, *(["*", *attributes] if attributes else [])])
+        if positional != inputs or sorted(keyword_only) != sorted(attributes):
+            raise ExportError(
+                f"body {record.name}{inspect.signature(self.build)} does not fit the op {record.schema}; "
+                f"expected def {record.name}({wanted})"
+            )
+        if unknown := sorted(set(self.defaults) - set(optional)):
+            raise ExportError(
+                f"body {record.name}: defaults names {', '.join(unknown)}; the optional inputs of "
+                f"{record.schema} are: {', '.join(optional) or 'none'}"
+            )
+
+
+BODIES: dict[str, Body] = {}
+"""The registered bodies by `Record.key`."""
+
+
+def body(
+    function: Builder | None = None,
+    *,
+    defaults: Mapping[str, DefaultInput] | None = None,
+    domain: str = DOMAIN,
+) -> Any:
+    """Registers the function body of the op of the same name (`twinop/export/bodies.py` explains bodies).
+
+    Args:
+        defaults: what each omitted optional input stands for, by name. Without a default, a model in which
+            only some nodes have that input is refused.
+        domain: the domain of the op's library.
+
+    Raises:
+        ExportError: the op already has a body, from another function.
+    """
+
+    def register(function: Builder) -> Builder:
+        name = key_of(domain, function.__name__)
+        if name in BODIES and not _same(BODIES[name].build, function):
+            raise ExportError(
+                f"op {name} has a body already, from {_origin(BODIES[name].build)}; the second is from "
+                f"{_origin(function)}. A model holds one body per op: remove one of them"
+            )
+        BODIES[name] = Body(function, dict(defaults or {}))
+        return function
+
+    return register if function is None else register(function)
+
+
+def _origin(function: Builder) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _same(one: Builder, other: Builder) -> bool:
+    """Whether these are one function: defined again, or in a file that was imported under two names."""
+    files = [getattr(getattr(each, "__code__", None), "co_filename", None) for each in (one, other)]
+    in_one_file = files[0] == files[1] is not None and one.__qualname__ == other.__qualname__
+    return in_one_file or _origin(one) == _origin(other)

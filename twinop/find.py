@@ -1,0 +1,117 @@
+"""Finds the library of a domain: in the current project, in installed packages, in twinop's own folders.
+
+A package of ops has an entry point of the group `twinop.libraries`. Its name is the domain, its value a
+module whose `library_path()` returns the library's path. The module is imported only when a model or the user
+names the domain; its import registers function bodies and second derivatives.
+"""
+
+import importlib
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from .errors import LibraryError
+from .library import library_folders, read_library
+from .record import DOMAIN
+
+GROUP = "twinop.libraries"
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package with the ops of a domain. `name` and `version` are the distribution's."""
+
+    domain: str
+    name: str
+    version: str
+    module: str
+
+    @property
+    def requirement(self) -> str:
+        """The package as pip takes it: `mish==0.1.0`."""
+        return f"{self.name}=={self.version}"
+
+    def library_path(self) -> Path:
+        """Imports the package's module and returns the path of its library.
+
+        Raises:
+            LibraryError: the import fails, the module has no `library_path()`, or the file is missing.
+        """
+        what = f"package {self.name} {self.version}, which has the ops of the domain {self.domain}"
+        again = f"pip install --force-reinstall {self.requirement}"
+        try:
+            module = importlib.import_module(self.module)
+        except Exception as error:
+            raise LibraryError(
+                f"{what}: importing its module {self.module} failed: {type(error).__name__}: {error}. Mend "
+                f"or reinstall it ({again}), or name the library to use"
+            ) from error
+        function = getattr(module, "library_path", None)
+        if not callable(function):
+            raise LibraryError(
+                f"{what}: its module {self.module} has no function library_path(). Expected, in that module: "
+                "library_path = twinop.library_beside(__file__)"
+            )
+        path = Path(function())
+        if not path.is_file():
+            raise LibraryError(f"{what}: its library {path} is missing. Install it again: {again}")
+        return path
+
+
+def package_of(domain: str) -> Package | None:
+    """Returns the installed package with the ops of a domain, which is not imported.
+
+    Raises:
+        LibraryError: several packages have the domain.
+    """
+    packages = {_package(domain, entry) for entry in entry_points(group=GROUP, name=domain)}
+    if len(packages) > 1:
+        names = " and ".join(sorted(f"{each.name} {each.version}" for each in packages))
+        raise LibraryError(
+            f"the installed packages {names} both have ops of the domain {domain}, and one process holds one "
+            "library of a domain. Uninstall one of them, or name the library to use"
+        )
+    return next(iter(packages), None)
+
+
+def _package(domain: str, entry: EntryPoint) -> Package:
+    name, version = (entry.dist.name, entry.dist.version) if entry.dist is not None else (entry.module, "?")
+    return Package(domain, name, version, entry.module)
+
+
+def places_of(domain: str) -> list[Path]:
+    """Returns where a library of a domain is looked for: folders, and the file of an installed package.
+
+    These are `build/` of the current folder, the package, and twinop's own folders. twinop's own domain has
+    the last ones only.
+
+    Raises:
+        LibraryError: several packages have the domain, or one is broken.
+    """
+    if domain == DOMAIN:
+        return library_folders()
+    package = package_of(domain)
+    packaged = [package.library_path()] if package is not None else []
+    return [Path.cwd() / "build", *packaged, *library_folders()]
+
+
+def find_library_of(domain: str) -> str:
+    """Returns the path of the library of a domain.
+
+    Raises:
+        LibraryError: there is none, several packages have the domain, or one is broken.
+    """
+    places = places_of(domain)
+    skipped = []
+    for place in dict.fromkeys(places):
+        for path in [place] if place.is_file() else sorted(place.glob("lib*.so")):
+            try:
+                if read_library(path).domain == domain:
+                    return str(path)
+            except LibraryError as error:
+                skipped.append(str(error))
+    passed = f" Passed over: {'; '.join(skipped)}." if skipped else ""
+    raise LibraryError(
+        f"no library of the domain {domain} found; searched {', '.join(map(str, places))}.{passed} Build "
+        "it (twinop build), or install the package that has it"
+    )

@@ -1,0 +1,48 @@
+"""Checks the names of domains, ops and libraries."""
+
+import keyword
+import re
+
+from .errors import TwinopError
+from .record import DOMAIN
+
+BUILT_IN = re.compile(r"(ai\.onnx|com\.microsoft|com\.ms|org\.pytorch)(\..*)?")
+"""The domains of ONNX and ONNX Runtime, and their subdomains."""
+
+_TORCH = {"aten": "torch's own operators", "prim": "torch's primitive operators"}
+
+
+def check_domain(name: str) -> None:
+    """Checks the domain of a library: identifiers joined by dots, not a reserved one.
+
+    Raises:
+        TwinopError: it cannot be one.
+    """
+    if not all(map(_is_identifier, name.split("."))):
+        raise TwinopError(
+            f"domain {name!r}: expected a name of letters, digits and _, such as my_ops, or several joined "
+            "by dots, such as my.ops"
+        )
+    owner = _TORCH.get(name)
+    if name == DOMAIN:
+        owner = "twinop's own ops"
+    elif BUILT_IN.fullmatch(name):
+        owner = "ONNX's operators" if name.startswith("ai.") else "ONNX Runtime's operators"
+    if owner is not None:
+        raise TwinopError(f"domain {name}: reserved for {owner}. Choose another name, such as my_ops")
+
+
+def check_op_name(name: str) -> None:
+    """Checks the name of an op: an identifier that formulas can use.
+
+    Raises:
+        TwinopError: it cannot be one.
+    """
+    if not _is_identifier(name):
+        raise TwinopError(f"op name {name!r}: expected letters, digits and _, such as my_op")
+    if name == "torch":
+        raise TwinopError("op name torch: reserved, because formulas use torch. Choose another name")
+
+
+def _is_identifier(name: str) -> bool:
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)

@@ -1,0 +1,174 @@
+"""Declares ops of one's own in Python, beside their C++ source: bodies, second derivatives, the library.
+
+    import twinop
+
+    library_path = twinop.library_beside(__file__)
+
+    @twinop.op
+    def mish(op, x):
+        return op.Mul(x, op.Tanh(op.Softplus(x)))
+
+A module that does this, such as mish.py, imports neither torch nor onnx.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .bodies import DefaultInput, body
+from .errors import LibraryError, TwinopError
+from .names import check_domain, check_op_name
+from .record import key_of
+
+SECOND_DERIVATIVES: dict[str, Callable[..., Any]] = {}
+"""Backward ops in torch's operators by `Record.key`; `torch_op/second_derivatives.py` explains them."""
+
+
+class Op:
+    """An op of one's own: called with tensors, it runs in torch.
+
+    The first call loads torch and the library: the `library_path()` of the defining module, or else the one
+    that is found for the domain (`twinop.find`).
+
+    Attributes:
+        name, domain: the op is `torch.ops.<domain>.<name>`, with "_" for "." in the domain.
+        body: the function that builds its function body, for use in other bodies.
+    """
+
+    def __init__(self, build: Callable[..., Any], domain: str) -> None:
+        self.name, self.domain, self.body = build.__name__, domain, build
+        self.__name__, self.__qualname__, self.__doc__ = build.__name__, build.__qualname__, build.__doc__
+        self.__module__ = build.__module__
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._function is None:
+            key = f"{self.domain}::{self.name}"
+            _load(self.__module__, self.domain, self.name, key)
+            self._function = _torch_functions[key]
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<op {self.domain}::{self.name}>"
+
+
+def op(
+    function: Callable[..., Any] | None = None,
+    *,
+    domain: str | None = None,
+    defaults: Mapping[str, DefaultInput] | None = None,
+) -> Any:
+    """Makes a function the function body of the op of its name, and returns the op.
+
+    `twinop/export/bodies.py` says how a body is written.
+
+    Args:
+        domain: the domain of the op's library. Default: the top-level name of the function's module.
+        defaults: what each omitted optional input stands for, by name (`twinop.DefaultInput`).
+
+    Returns:
+        An `Op`.
+
+    Raises:
+        TwinopError: the op or the domain has a name that it cannot have.
+        ExportError: the op already has a body, from another function.
+    """
+
+    def declare(function: Callable[..., Any]) -> Op:
+        place = _place(function, domain)
+        body(function, defaults=defaults, domain=place)
+        return Op(function, place)
+
+    return declare if function is None else declare(function)
+
+
+def second_derivative(function: Callable[..., Any] | None = None, *, domain: str | None = None) -> Any:
+    """Registers a backward op in torch's operators, from which torch derives the second derivative.
+
+    The function has the name of the backward op. Its parameters are those of the op's inputs and attributes
+    that it needs, by name. It returns the op's output, or a dict of outputs by name where there are several:
+
+        @twinop.second_derivative
+        def square_backward(grad_y, x):
+            return 2 * grad_y * x
+
+    Args:
+        domain: as in `op`.
+
+    Raises:
+        TwinopError: the op or the domain has a name that it cannot have.
+    """
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        SECOND_DERIVATIVES[key_of(_place(function, domain), function.__name__)] = function
+        return function
+
+    return declare if function is None else declare(function)
+
+
+def library_beside(file: str | os.PathLike[str]) -> Callable[[], str]:
+    """Returns a function for a module with ops: `library_path = twinop.library_beside(__file__)`.
+
+    The function returns the path of `lib<module>.so`, which lies beside the file (in an installed package) or
+    in `build/` (in a project). It raises LibraryError if neither has it.
+    """
+    path = Path(file).resolve()
+    is_package = path.stem == "__init__"
+    name = f"lib{path.parent.name if is_package else path.stem}.so"
+    places = [path.parent, path.parent / "build", *([path.parent.parent / "build"] if is_package else [])]
+
+    def library_path() -> str:
+        for place in places:
+            if (place / name).is_file():
+                return str(place / name)
+        raise LibraryError(
+            f"{name} not found; searched {', '.join(map(str, places))}. `twinop build` in "
+            f"{places[-1].parent} builds it"
+        )
+
+    return library_path
+
+
+def _place(function: Callable[..., Any], domain: str | None) -> str:
+    """Checks the names of an op and returns its domain."""
+    check_op_name(function.__name__)
+    if domain is None:
+        domain = function.__module__.partition(".")[0]
+        if domain == "__main__":  # the file is run as a script
+            file = getattr(sys.modules["__main__"], "__file__", None)
+            if file is None:
+                raise TwinopError(
+                    f"op {function.__name__}: its domain is its module's name, and here is none. Name it: "
+                    '@twinop.op(domain="my_ops")'
+                )
+            domain = Path(file).stem
+    check_domain(domain)
+    return domain
+
+
+_torch_functions: dict[str, Callable[..., Any]] = {}
+
+
+def _load(module: str, domain: str, name: str, key: str) -> None:
+    library_path = getattr(sys.modules.get(module), "library_path", None)
+    torch_op = importlib.import_module("twinop.torch_op")
+    ops = torch_op.load_domain(domain) if library_path is None else torch_op.load(library_path())
+    library = ops.library
+    if library.domain != domain:
+        raise LibraryError(
+            f"{library.path} has the domain {library.domain}, and {module} declares {domain}::{name}. Build "
+            f'the library for {domain}, or declare the op with @twinop.op(domain="{library.domain}")'
+        )
+    if name not in ops.functions:
+        raise LibraryError(
+            f"{library.path} has no op {name}, which {module} declares; it has: {', '.join(ops.functions)}. "
+            "Build it again, or rename one of the two"
+        )
+    _torch_functions[key] = ops.functions[name]
+
+
+# torch.compile calls it while it traces, instead of tracing it.
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
