@@ -5,6 +5,7 @@
 # themselves; `-real` leaves it out.
 include(CheckLanguage)
 
+set(TWINOP_ALL_ARCHS 75 80 86 89 90 100 120)  # what `all` is, as far as nvcc knows them
 set(TWINOP_CUDA_ARCHS "native" CACHE STRING "CUDA architectures: native, all, or a list such as 80,90")
 if(DEFINED ENV{TWINOP_CUDA_ARCHS})
   set(TWINOP_CUDA_ARCHS "$ENV{TWINOP_CUDA_ARCHS}" CACHE STRING "" FORCE)
@@ -49,7 +50,7 @@ if(wanted STREQUAL "native")
   list(TRANSFORM wanted APPEND "-real")
 elseif(wanted STREQUAL "all")
   set(wanted "")
-  foreach(arch 75 80 86 89 90 100 120)
+  foreach(arch IN LISTS TWINOP_ALL_ARCHS)
     if(arch IN_LIST known)
       list(APPEND wanted ${arch})
     endif()

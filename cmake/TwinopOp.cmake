@@ -60,17 +60,12 @@ function(twinop_add_library name)
   add_library(${name} SHARED "${source}")
   target_link_libraries(${name} PRIVATE twinop_options ${arg_OPS} twinop_ort twinop_cuda_runtime)
   twinop_finish_library(${name} ort_customop/exports.map)
-  # Nothing else refers to the archive of the adapter. Each library calls its own twinop_library.
-  target_link_options(${name} PRIVATE "LINKER:--undefined=RegisterCustomOps" "LINKER:-Bsymbolic")
 endfunction()
 
 function(twinop_finish_library name exports)
   set(map "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../${exports}")
-  # nodelete: a runtime may unload the library with its last session and load it again for the next one. Each time,
-  # the ops and the CUDA runtime, which live as long as the process, would be lost.
-  target_link_options(${name} PRIVATE "LINKER:--version-script=${map}" "LINKER:--no-undefined"
-                                      "LINKER:-z,nostart-stop-gc" "LINKER:-z,nodelete"
-                                      $<$<NOT:$<CONFIG:Debug>>:LINKER:--strip-all>)
+  target_link_options(${name} PRIVATE "-Wl,--version-script=${map}")
+  target_link_libraries(${name} PRIVATE twinop_link_options)
   set_target_properties(${name} PROPERTIES LINK_DEPENDS "${map}" LINKER_LANGUAGE CXX
                                            LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}")
 endfunction()
