@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 
 #include "twinop/record/record.h"
 
@@ -13,9 +14,10 @@ namespace twinop::torch_op {
 
 // An op of a library that is loaded.
 struct LoadedOp {
-  explicit LoadedOp(const Record& record) : record(record) {}
+  LoadedOp(const Record& record, std::string_view space) : record(record), space(space) {}
 
   const Record record;
+  const std::string_view space;         // the namespace in torch
   std::mutex mutex;                     // of `states`
   std::map<std::string, void*> states;  // by attributes and device
 };

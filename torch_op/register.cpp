@@ -1,10 +1,10 @@
 // Registers the ops of a library with torch. Python calls a function for it and gets errors as
 // text. A static initializer would end the process on a second TORCH_LIBRARY of one namespace or an
 // op that is defined twice.
-#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -35,18 +35,12 @@ BoxedFunction BoxedAt(std::size_t index, std::index_sequence<kIndices...>) {
   return kTable[index];
 }
 
-// The domain as a namespace of torch, which has no dots.
-std::string NamespaceOf(const char* domain) {
-  std::string name(domain);
-  std::replace(name.begin(), name.end(), '.', '_');
-  return name;
-}
-
 // Whether an op is loaded. Throws if its name is, with another schema.
-bool IsLoaded(const Record& record) {
+bool IsLoaded(const Record& record, std::string_view space) {
   for (std::size_t i = 0; i < loaded_count; ++i) {
     const Record& other = loaded_ops[i]->record;
-    if (other.domain != record.domain || other.schema.name.view() != record.schema.name.view())
+    if (other.domain != record.domain || other.schema.name.view() != record.schema.name.view() ||
+        loaded_ops[i]->space != space)
       continue;
     if (other.schema.text == record.schema.text) return true;
     throw std::runtime_error("op " + std::string(record.domain) + "::" + record.schema.name.text +
@@ -55,11 +49,11 @@ bool IsLoaded(const Record& record) {
   return false;
 }
 
-void RegisterAll(const twinop_table& table) {
+void RegisterAll(const twinop_table& table, const char* space) {
   std::vector<Record> records;
   for (std::size_t i = 0; i < table.op_count; ++i) {
     Record record = ReadRecord(table, *table.ops[i]);
-    if (!IsLoaded(record)) records.push_back(record);
+    if (!IsLoaded(record, space)) records.push_back(record);
   }
   if (records.empty()) return;
   if (loaded_count + records.size() > kMaxOps)
@@ -67,7 +61,7 @@ void RegisterAll(const twinop_table& table) {
                              " ops of twinop's libraries");
   // Never deleted, because their destructors would take the registrations back. torch keeps no copy
   // of the namespace.
-  const auto* name = new std::string(NamespaceOf(table.domain));
+  const auto* name = new std::string(space);
   const auto make = [name](StableLibrary::Kind kind, const char* key) {
     return new StableLibrary(kind, name->c_str(), key, __FILE__, __LINE__);
   };
@@ -78,7 +72,7 @@ void RegisterAll(const twinop_table& table) {
   for (const Record& record : records) {
     const Schema& schema = record.schema;
     const std::size_t index = loaded_count;
-    loaded_ops[index] = std::make_unique<LoadedOp>(record);
+    loaded_ops[index] = std::make_unique<LoadedOp>(record, *name);
     definitions->def(std::string(schema.text).c_str());
     cpu->impl(schema.name.text, BoxedAt<false>(index, kIndices));
     cuda->impl(schema.name.text, BoxedAt<true>(index, kIndices));
@@ -89,10 +83,10 @@ void RegisterAll(const twinop_table& table) {
 }  // namespace
 }  // namespace twinop::torch_op
 
-// Registers the ops of a library, given its function twinop_library. Returns null, or an error that
-// is valid until the next call.
+// Registers the ops of a library, given its function twinop_library, in a namespace of torch.
+// Returns null, or an error that is valid until the next call.
 extern "C" __attribute__((visibility("default"))) const char* twinop_torch_register(
-    twinop_library_function library) {
+    twinop_library_function library, const char* space) {
   static std::mutex mutex;
   static std::string error;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -100,7 +94,7 @@ extern "C" __attribute__((visibility("default"))) const char* twinop_torch_regis
     const twinop_table* table = library(TWINOP_ABI_VERSION);
     const twinop::Status status = twinop::CheckTable(table, "libtwinop_torch.so");
     if (!status.ok()) throw std::runtime_error(status.message());
-    twinop::torch_op::RegisterAll(*table);
+    twinop::torch_op::RegisterAll(*table, space);
     return nullptr;
   } catch (const std::exception& exception) {
     error = exception.what();

@@ -4,7 +4,7 @@ import ctypes
 import os
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from .rules import autocast_rule, fake_rule, refuse, refuse_empty_list, vmap_rul
 
 Function = Callable[..., Any]
 
-_functions: dict[str, dict[str, Function]] = defaultdict(dict)  # by domain and op name
+_functions: dict[str, dict[str, Function]] = defaultdict(dict)  # by namespace in torch and op name
 functions: dict[str, Function] = _functions[DOMAIN]
 """The ops of twinop's own domain as Python functions, by name. Unlike `torch.ops.custom_domain.*`, they work
 under torch.func."""
@@ -46,7 +46,7 @@ class Ops:
         )
 
 
-_loaded: dict[Path, Ops] = {}
+_loaded: dict[tuple[Path, str], Ops] = {}  # by file and namespace
 _owners: dict[str, tuple[Record, Path]] = {}  # by the op's name in torch's dispatcher
 
 # Tensors that no kernel reads. Without these entries, torch's error is a dump of its dispatch table.
@@ -62,14 +62,22 @@ _FOREIGN_KEYS = {
 
 
 def records() -> dict[str, Record]:
-    """Returns the records of all loaded ops by `Record.key`: `relu`, `mish::mish`."""
+    """Returns the records of all loaded ops by `Record.key`: `relu`, `mish::mish`.
+
+    Of an op in several namespaces, it is the record that was loaded last.
+    """
     return {record.key: record for record, _ in _owners.values()}
 
 
-def load(path: str | os.PathLike[str]) -> Ops:
+def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
     """Registers the ops of a library with torch, as `torch.ops.<domain>.<op>` ("_" for "." in a domain).
 
     An op that is already registered, from this file or from another one with the same op, stays unchanged.
+
+    Args:
+        namespace: another name in `torch.ops`, so that one process can hold several versions of an op. ONNX
+            models have the domain all the same, and `torch.ops.<domain>` is an alias of the namespace that was
+            loaded last, unless a library is loaded without one.
 
     Returns:
         The library's ops.
@@ -79,11 +87,20 @@ def load(path: str | os.PathLike[str]) -> Ops:
             its ops has a wrong derivative, or is already registered with another schema.
     """
     path = Path(path).resolve()
-    if path in _loaded:
-        return _loaded[path]
+    key = path, namespace or ""
+    if key in _loaded:
+        for record in _loaded[key].records.values():
+            _owners[record.torch_name] = _owners.pop(record.torch_name)  # the last one of its key
+        _set_alias(_loaded[key].library, namespace)
+        return _loaded[key]
     library = read_library(path)
+    if namespace is not None:
+        named = {name: replace(entry, torch_namespace=namespace) for name, entry in library.records.items()}
+        library = replace(library, records=named)
+    _set_alias(library, namespace)
+    space = namespace or library.domain.replace(".", "_")
     fresh = [record for record in library.records.values() if not _is_registered(record, path)]
-    known = _functions[library.domain].keys() | functions.keys() | library.records.keys()
+    known = _functions[space].keys() | functions.keys() | library.records.keys()
     for record in fresh:
         try:
             check_formulas(record, known)
@@ -97,15 +114,25 @@ def load(path: str | os.PathLike[str]) -> Ops:
         ) from None
     except OSError as error:
         raise LibraryError(f"{path}: cannot be loaded: {error}") from error
-    message = _adapter().twinop_torch_register(ctypes.cast(function, ctypes.c_void_p))
+    message = _adapter().twinop_torch_register(ctypes.cast(function, ctypes.c_void_p), space.encode())
     if message is not None:
         raise LibraryError(f"{path}: {message.decode()}")
     for record in fresh:
         _derive(record)
         _owners[record.torch_name] = record, path
-    here = _functions[library.domain]
-    _loaded[path] = Ops(library, {name: here[name] for name in library.records})
-    return _loaded[path]
+    here = _functions[space]
+    _loaded[key] = Ops(library, {name: here[name] for name in library.records})
+    return _loaded[key]
+
+
+def _set_alias(library: Library, namespace: str | None) -> None:
+    """Makes `torch.ops.<domain>` mean another namespace, or itself again."""
+    usual = library.domain.replace(".", "_")
+    if namespace is None:
+        if getattr(torch.ops, usual).name != usual:
+            delattr(torch.ops, usual)
+    elif not any(record.namespace == usual for record, _ in _owners.values()):
+        setattr(torch.ops, usual, getattr(torch.ops, namespace))
 
 
 @cache
@@ -147,9 +174,9 @@ def _torch_library(namespace: str) -> torch.library.Library:
 def _derive(record: Record) -> None:
     name, library = record.torch_name, _torch_library(record.namespace)
     op = getattr(getattr(torch.ops, record.namespace), record.name).default
-    formulas_see = ChainMap(_functions[record.domain], functions)
+    formulas_see = ChainMap(_functions[record.namespace], functions)
     function, autograd_kernel = make_function(record, op, formulas_see)
-    _functions[record.domain][record.name] = function
+    _functions[record.namespace][record.name] = function
     torch.library.register_fake(name, fake_rule(record), lib=library)
     torch.library.register_vmap(name, vmap_rule(record, op), lib=library)
     library.impl(record.name, autograd_kernel, "Autograd")

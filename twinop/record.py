@@ -87,6 +87,7 @@ class Record:
     devices: tuple[str, ...] = ()
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
+    torch_namespace: str = ""  # where it is not the domain's
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Record":
@@ -114,8 +115,8 @@ class Record:
 
     @property
     def namespace(self) -> str:
-        """The domain as a namespace of `torch.ops`, without dots."""
-        return self.domain.replace(".", "_")
+        """The op's namespace in `torch.ops`: mostly the domain, without dots."""
+        return self.torch_namespace or self.domain.replace(".", "_")
 
     @property
     def torch_name(self) -> str:
