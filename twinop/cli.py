@@ -20,6 +20,8 @@ class Commands(LazyGroup):
         "serve": "twinop.deploy.serve:main",
         "pack": "twinop.deploy.pack.command:main",
         "bench": "twinop.bench.__main__:bench",
+        "new": "twinop.build.new:new",
+        "build": "twinop.build.command:build",
     }
 
 
@@ -47,19 +49,7 @@ def ops(
     ] = None,
 ) -> None:
     """List the ops that a library holds, without loading it."""
-    from rich.table import Table  # here, because no other command needs it at its start
-
-    from .console import out
+    from .library_table import show_library  # here, because no other command needs it at its start
 
     with clear_errors():
-        found = read_library(library or find_library("custom_ops"))
-    domain = f"domain {found.domain} {found.domain_version}"
-    title = f"{found.path} ({domain}, twinop {found.version}, CUDA: {found.cuda_archs})"
-    table = Table(title=title, title_justify="left")
-    for column in ("op", "ONNX", "schema", "dtypes", "devices"):
-        table.add_column(column, overflow="fold")
-    for record in found.records.values():
-        onnx_name = "torch only" if record.is_backward else record.onnx_name
-        dtypes = "\n".join(part.strip() for part in record.dtypes.split(";"))
-        table.add_row(record.name, onnx_name, record.schema, dtypes, ", ".join(record.devices))
-    out.print(table)
+        show_library(read_library(library or find_library("custom_ops")))

@@ -19,3 +19,7 @@ class ForeignLibraryError(LibraryError):
 
 class ExportError(TwinopError):
     """A model cannot be exported to ONNX, or the exported model does not fulfil the request."""
+
+
+class BuildError(TwinopError):
+    """An op's sources cannot be built into a library."""

@@ -1,0 +1,162 @@
+"""`twinop build`: what it makes, what it compiles again, and several processes at once."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from abi_files import FLOAT, X, model
+from build_files import program, tiny, twinop
+from onnx import helper
+
+from twinop.build.builder import Built, build
+from twinop.build.flags import CommandLines, Options, find_installation
+from twinop.build.project import find_project
+from twinop.build.toolchain import find_compiler
+from twinop.library import find_library, read_library
+
+CPU = Options(cpu=True)
+
+
+def test_the_library_runs_in_onnx_runtime(times: Built) -> None:
+    assert times.library.domain == "times" and times.library.cuda_archs == "none"
+    assert list(times.library.records) == ["times"]
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(times.library.path))
+    graph = model(
+        [helper.make_node("CustomTimes", ["x"], ["y"], domain="times")], {"x": FLOAT}, {"y": FLOAT}, times=1
+    )
+    session = ort.InferenceSession(graph.SerializeToString(), options, ["CPUExecutionProvider"])
+    np.testing.assert_array_equal(session.run(None, {"x": X})[0], 2 * X)
+
+
+def test_only_what_changed_is_compiled(times: Built, tmp_path: Path) -> None:
+    folder = tmp_path / "ein Ordner ü"  # a space and a letter that is not ASCII
+    folder.mkdir()
+    (folder / "factor.h").write_text("#define THREE 3\n")
+    header = folder / "times.h"
+    header.write_text('#include "factor.h"\n' + tiny(factor="THREE").replace("THREE * grad", "3 * grad"))
+    project = find_project([header])
+    steps = ["compiling times.h", "linking libtimes.so"]
+    assert build(project, options=CPU).compiled == steps  # the table is that of the fixture `times`
+    assert build(project, options=CPU).compiled == []
+    (folder / "factor.h").write_text("#define THREE 3.0f\n")
+    assert build(project, options=CPU).compiled == steps
+    header.write_text(header.read_text() + "// a comment\n")
+    assert build(project, options=CPU).compiled[0] == steps[0]
+    (folder / "factor.h").write_text("#define THREE 3\n")
+    output = folder / "out.so"
+    assert build(project, output, CPU).library.path == output
+    assert read_library(output).records.keys() == {"times"}
+
+
+def test_a_damaged_cache_is_built_again(times: Built, cache: Path, tmp_path: Path) -> None:
+    header = tmp_path / "times.h"
+    header.write_text(tiny(factor="4"))
+    build(find_project([header]), options=CPU)
+    for index in (cache / "build" / "index").iterdir():
+        index.write_text("another version's, or cut short")
+    assert "compiling times.h" in build(find_project([header]), options=CPU).compiled
+
+
+def test_the_command_in_a_pipe(times: Built, tmp_path: Path) -> None:
+    """The table and one line, without escape sequences and progress; nothing in the folder but build/."""
+    shutil.copy(times.library.path.parents[1] / "times.h", tmp_path)
+    done = twinop("build", "times.h", "--cpu", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "│ times │ CustomTimes │ times(Tensor x) -> Tensor │ float32 │ cpu     │" in done.stdout
+    assert "build/libtimes.so (domain times 1," in done.stdout and "\x1b" not in done.stdout
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["build", "libtimes.so", "times.h"]
+    again = twinop("build", "--cpu", "--name", "times", "-o", "lib.so", cwd=tmp_path)
+    assert "lib.so: " in again.stdout and (tmp_path / "lib.so").is_file(), again.stderr
+
+
+def test_the_flags_are_those_of_cmake() -> None:
+    """An op that CMake compiles and one that `twinop build` compiles have the same flags."""
+    commands = find_library("custom_relu").parent / "compile_commands.json"
+    if not commands.is_file():
+        pytest.skip("the libraries were not built here")
+    files = {Path(entry["file"]).name: entry["command"] for entry in json.loads(commands.read_text())}
+    lines = CommandLines(find_installation(), CPU, find_compiler(), None)
+    shared = ("-f", "-O", "-W", "-DNDEBUG")
+    said = [flag for flag in shlex.split(files["relu.cpp"]) if flag.startswith(shared) and flag != "-Werror"]
+    assert set(said) == {flag for flag in lines.compile(is_cuda=False) if flag.startswith(shared)}
+    assert len(said) >= 12
+
+
+def test_debug_and_sanitizers(tmp_path: Path) -> None:
+    header = tmp_path / "times.h"
+    header.write_text(tiny())
+    options = Options(cpu=True, debug=True, sanitize="undefined")
+    library = build(find_project([header]), options=options).library.path
+    symbols = subprocess.run(["nm", "-C", str(library)], capture_output=True, text=True, check=True).stdout
+    assert "twinop::LaunchtTimes" not in symbols and "LaunchCpu" not in symbols
+    assert "__ubsan_handle" in symbols and "Launchtimes" in symbols  # not stripped
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from twinop.build.builder import build
+from twinop.build.flags import Options
+from twinop.build.project import find_project
+built = build(find_project([Path(sys.argv[1])]), Path(sys.argv[2]), Options(cpu=True))
+print(len(built.library.records))
+"""
+
+
+def test_two_processes_at_once(times: Built, tmp_path: Path) -> None:
+    header = tmp_path / "times.h"
+    header.write_text(tiny(factor="5"))
+    command = [sys.executable, "-c", BUILD, str(header), str(tmp_path / "libtimes.so")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0] for process in processes] == ["1\n", "1\n"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_build_leaves_no_library(times: Built, cache: Path, tmp_path: Path, how: int) -> None:
+    """A compiler that writes half an object file and waits; the build is interrupted meanwhile."""
+    (tmp_path / "times.h").write_text(tiny(factor="6"))
+    started = tmp_path / "started"
+    compiler = program(
+        tmp_path / "bin" / "c++",
+        'case "$*" in *-dM*) exec c++ "$@" ;; esac',
+        f'for last; do :; done; echo half > "$last"; touch "{started}"; exec sleep 20',
+    )
+    output = tmp_path / "libtimes.so"
+    command = [sys.executable, "-c", BUILD, str(tmp_path / "times.h"), str(output)]
+    objects = set((cache / "build").rglob("*.o"))
+    process = subprocess.Popen(command, env=os.environ | {"CXX": str(compiler)}, stderr=subprocess.DEVNULL)
+    while not started.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(how)
+    assert process.wait(30) != 0
+    assert not output.exists() and set((cache / "build" / "objects").rglob("*.o")) <= objects
+    assert how != signal.SIGINT or not list((cache / "build").glob("work-*"))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_cuda(tmp_path: Path) -> None:
+    """A kernel of one's own, beside a CUDA file without ops, for two architectures."""
+    made = twinop("new", "scaled", "--kind", "kernel", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    folder = tmp_path / "scaled"
+    (folder / "helper.cu").write_text(
+        "namespace { __global__ void Nothing() {} }\nvoid Run() { Nothing<<<1, 1>>>(); }\n"
+    )
+    text = (folder / "pyproject.toml").read_text()
+    (folder / "pyproject.toml").write_text(text.replace('["scaled.h"]', '["scaled.h", "helper.cu"]'))
+    done = twinop("build", "scaled", "--archs", "80,90", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    library = read_library(tmp_path / "build" / "libscaled.so")
+    assert library.cuda_archs == "80-real,90" and library.records["scaled"].devices == ("cpu", "cuda")
+    assert library.records["scaled"].outputs == ("y", "total")

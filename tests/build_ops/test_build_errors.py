@@ -1,0 +1,252 @@
+"""`twinop build`: each mistake and each fault of a machine is one message."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from build_files import tiny, twinop
+
+from twinop.build import flags
+from twinop.build.builder import Built, build
+from twinop.build.diagnostics import build_error
+from twinop.build.flags import Options, find_installation
+from twinop.build.project import find_project
+from twinop.errors import BuildError, TwinopError
+
+CPU = Options(cpu=True)
+
+
+@pytest.fixture
+def header(tmp_path: Path) -> Path:
+    (tmp_path / "times.h").write_text(tiny())
+    return tmp_path / "times.h"
+
+
+# ---------------------------------------------------------------------------- what to build
+
+
+@pytest.mark.parametrize(
+    ("sources", "name", "domain", "message"),
+    [
+        (
+            ["nothere.h"],
+            None,
+            None,
+            "nothere.h: no such file or folder. Expected a project's folder, or a header",
+        ),
+        (
+            ["times.h", "plain.h"],
+            None,
+            None,
+            "which name shall their library have? --name mish makes it libmish",
+        ),
+        (["times.h", "."], None, None, "expected one folder, or source files"),
+        (["plain.h"], None, None, "plain.h: registers no op. Expected a header with TWINOP_UNARY"),
+        (["empty"], None, None, "empty: no .h, .hpp, .cuh, .cu, .cpp, .cc file: registers no op"),
+        (["notes.txt"], None, None, "notes.txt: not a source of ops. Expected a file that ends in .h"),
+        (["latin.h"], None, None, "latin.h: cannot be read: 'utf-8' codec"),
+        (["times.h"], "a b", None, "--name a b: expected letters, digits and _, as in mish"),
+        (["times.h"], None, "9lives", "domain '9lives': expected a name of letters, digits and _"),
+        (["times.h"], None, "aten", "domain aten: reserved"),
+        (["times.h"], None, "com.microsoft", "domain com.microsoft: reserved"),
+        (["times.h"], None, "custom_domain", "domain custom_domain: reserved"),
+    ],
+)
+def test_what_cannot_be_built(
+    header: Path, sources: list[str], name: str | None, domain: str | None, message: str
+) -> None:
+    folder = header.parent
+    (folder / "plain.h").write_text("// nothing\n")
+    (folder / "notes.txt").write_text("TWINOP_OP(x, y)\n")
+    (folder / "latin.h").write_bytes("// é".encode("latin-1"))
+    (folder / "empty").mkdir()
+    with pytest.raises(TwinopError, match=re.escape(message)):
+        find_project([folder / source for source in sources], name, domain)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tool.twinop", "pyproject.toml: does not parse:"),
+        (
+            '[tool.twinop]\nsource = ["times.h"]',
+            "[tool.twinop] has source = ['times.h']; expected some of name",
+        ),
+        (
+            '[tool.twinop]\nsources = "times.h"',
+            "[tool.twinop] has sources = 'times.h'; expected some of name",
+        ),
+        ('[tool.twinop]\nsources = ["a.h"]', "names the source"),
+    ],
+)
+def test_a_broken_pyproject(header: Path, text: str, message: str) -> None:
+    (header.parent / "pyproject.toml").write_text(text)
+    with pytest.raises(BuildError, match=re.escape(message)):
+        find_project([header.parent])
+
+
+def test_what_a_project_says(header: Path) -> None:
+    settings = '[tool.twinop]\nsources = ["times.h"]\ndomain = "my.ops"\ndomain_version = 3\n'
+    (header.parent / "pyproject.toml").write_text(f'[project]\nname = "my-ops"\n{settings}')
+    found = find_project([header.parent])
+    assert (found.name, found.domain, found.domain_version) == ("my_ops", "my.ops", 3)
+    assert find_project([header.parent], "other", "other.ops").domain == "other.ops"
+    assert find_project([header, header], "two").domain == "two"
+    (header.parent / "pyproject.toml").unlink()
+    (header.parent / "helper.h").write_text("#pragma once\n")
+    folder = find_project([header.parent])
+    assert [source.path.name for source in folder.sources] == ["times.h"]
+    assert folder.name == re.sub(r"\W", "_", header.parent.name)
+
+
+# ---------------------------------------------------------------------------- compilers
+
+
+def test_a_sanitizer_that_there_is_not(header: Path) -> None:
+    with pytest.raises(BuildError, match="--sanitize thread: expected address or undefined, or both"):
+        build(find_project([header]), options=Options(cpu=True, sanitize="thread"))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            "/usr/include/crt/host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions "
+            "later than 13 are not supported! The nvcc flag",
+            "compiling mish.h: nvcc does not support this gcc; it supports gcc up to 13. Install g++-13, and "
+            "build with CXX=g++-13",
+        ),
+        (
+            "nvcc fatal   : Unsupported gpu architecture 'compute_75'",
+            "does not know the architecture compute_75",
+        ),
+        (
+            "/tmp/x.s: fatal error: error writing to /tmp/x.o: No space left on device",
+            "the disk is full. Free",
+        ),
+        (
+            "cannot open output file: Read-only file system",
+            "a folder is read-only. Set TWINOP_CACHE and TMPDIR",
+        ),
+        ("clang: error: unsupported clang version!", "nvcc does not support this clang. Build with CXX=g++"),
+        ("Killed", "compiling mish.h failed"),
+    ],
+)
+def test_what_compilers_say(said: str, message: str) -> None:
+    first, *rest = str(build_error("compiling mish.h", said, [])).splitlines()
+    assert message in first and rest[-1] == said
+
+
+# ---------------------------------------------------------------------------- the user's source
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("return {};", "return wrong;", "times.h:10: ‘wrong’ was not declared in this scope"),
+        ("twinop/record/registry.h", "nothing.h", "times.h:3: nothing.h: No such file or directory"),
+        (
+            "times(Tensor x)",
+            "times(Tenso x)",
+            "times.h:13: the record does not parse: a schema's argument is not",
+        ),
+        (
+            'Record("times',
+            'Record("other',
+            "times.h:13: static assertion failed: the schema has another name",
+        ),
+    ],
+)
+def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) -> None:
+    """The first line has the user's file and line; the compiler's text follows."""
+    header.write_text(header.read_text().replace(old, new))
+    done = twinop("build", "times.h", "--cpu", cwd=header.parent, LC_ALL="C.UTF-8")
+    first, blank, *rest = done.stderr.splitlines()
+    assert done.returncode == 1 and first.startswith(f"error: {message}") and blank == ""
+    assert "error: " in "\n".join(rest) and "work-" not in done.stderr
+    assert not (header.parent / "build").exists()
+
+
+def test_warnings_are_notes(header: Path) -> None:
+    header.write_text(header.read_text().replace("return {};", "int unused; return {};"))
+    built = build(find_project([header]), options=CPU)
+    assert any("unused variable" in note for note in built.notes)
+
+
+def test_an_op_name_that_formulas_cannot_use(tmp_path: Path) -> None:
+    (tmp_path / "torch.h").write_text(tiny("torch"))
+    with pytest.raises(TwinopError, match="op name torch: reserved"):
+        build(find_project([tmp_path / "torch.h"], domain="mine"), options=CPU)
+
+
+# ---------------------------------------------------------------------------- the machine
+
+
+def test_a_folder_that_cannot_be_written(
+    times: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    project = find_project([times.library.path.parents[1] / "times.h"])
+    with pytest.raises(BuildError, match="libtimes.so: cannot be written: File exists.*another file with -o"):
+        build(project, tmp_path / "file" / "libtimes.so", CPU)
+    monkeypatch.setenv("TWINOP_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        BuildError, match="cannot be written: Not a directory.*or set TWINOP_CACHE to a folder on"
+    ):
+        build(project, options=CPU)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(errno.ENOSPC, "the disk is full. Free some space"), (errno.EROFS, "Read-only file system")],
+)
+def test_a_disk_that_is_full(
+    times: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, message: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fdopen", fail)
+    with pytest.raises(BuildError, match=f"libtimes.so: .*{message}"):
+        build(find_project([times.library.path.parents[1] / "times.h"]), tmp_path / "libtimes.so", CPU)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_installation_that_cannot_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed = find_installation().folder
+    monkeypatch.setattr(flags, "library_folders", lambda: [tmp_path])
+    for name in ("compile_flags.json", "exports.map"):
+        shutil.copy(installed / name, tmp_path)
+    message = rf"what an op is built with; searched {tmp_path} \(without libtwinop_ort.a\). ./build.sh"
+    with pytest.raises(BuildError, match=message):
+        find_installation()
+    (tmp_path / "libtwinop_ort.a").write_bytes(b"")
+    content = json.loads((tmp_path / "compile_flags.json").read_text())
+    (tmp_path / "compile_flags.json").write_text(json.dumps(content | {"version": "9.9"}))
+    with pytest.raises(
+        BuildError, match="was built by twinop 9.9; this is twinop .*Build it again with ./build.sh"
+    ):
+        find_installation()
+
+
+def test_no_nvcc_is_a_note(times: Built, tmp_path: Path) -> None:
+    """Without nvcc, an op with a CUDA kernel is built for the CPU, and the note says so."""
+    source = tiny("both").replace("TWINOP_CPU_OP", "TWINOP_OP")
+    (tmp_path / "both.h").write_text(source)
+    (tmp_path / "bin").mkdir()
+    for name in ("c++", "as", "ld"):
+        found = shutil.which(name)
+        assert found is not None
+        (tmp_path / "bin" / name).symlink_to(found)
+    path = {"PATH": str(tmp_path / "bin"), "CUDA_HOME": "/nowhere"}
+    if Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("nvcc is where it is found without PATH")
+    done = twinop("build", "both.h", cwd=tmp_path, **path)
+    assert (
+        done.returncode == 0
+        and "note: no nvcc found (CUDACXX, PATH, CUDA_HOME, /usr/local/cuda)" in done.stderr
+    )

@@ -1,0 +1,237 @@
+"""Builds a project into a library: compile what changed, link, read the result."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+import twinop
+from twinop.errors import BuildError
+from twinop.library import Library, checksum, read_library
+from twinop.names import check_op_name
+
+from .cache import cache_folder, digest, file_hash, keep, work_folder, write
+from .diagnostics import build_error
+from .flags import CommandLines, Options, find_installation
+from .project import Project
+from .toolchain import Nvcc, find_compiler, find_nvcc, identity
+
+Progress = Callable[[str, bool], None]
+"""Gets what begins, with True, and what is done, with False."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One object file: the text of its source, which mostly includes a file of the user's."""
+
+    label: str
+    file: str
+    text: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.file.endswith(".cu")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A library that was built.
+
+    Attributes:
+        library: what it holds; `library.path` is the file.
+        compiled: the steps that were not in the cache.
+        notes: what a user may want to know: warnings of the compilers, why there is no CUDA code.
+    """
+
+    library: Library
+    compiled: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+def build(
+    project: Project,
+    output: Path | None = None,
+    options: Options | None = None,
+    progress: Progress = lambda label, begins: None,
+) -> Built:
+    """Builds a project's library.
+
+    Args:
+        output: the file to write, or a folder for it. Default: the library stays in the cache.
+
+    Raises:
+        BuildError: a compiler is missing or too old, the sources do not compile, or a file cannot be written.
+        LibraryError: the result is no library.
+        TwinopError: an op has a name that it cannot have.
+    """
+    options = options or Options()
+    installation = find_installation()
+    notes: list[str] = []
+    nvcc = None if options.cpu else _nvcc_for(project, bool(installation.flags["cuda"]), notes)
+    lines = CommandLines(installation, options, find_compiler(), nvcc)
+    steps = _Steps(lines, project, progress)
+    with work_folder() as work:
+        objects = steps.compile_all(_units(project, nvcc is not None), work)
+        library = steps.link(objects, work)
+    found = read_library(library)
+    for record in found.records.values():
+        check_op_name(record.name)
+    if output is not None:
+        if output.is_dir():
+            output = output / library.name
+        write(output, library.read_bytes())
+        found = read_library(output)
+    return Built(found, steps.done, notes + steps.notes)
+
+
+def _nvcc_for(project: Project, built_with_cuda: bool, notes: list[str]) -> Nvcc | None:
+    if not any(source.has_cuda for source in project.sources):
+        return None
+    nvcc = find_nvcc() if built_with_cuda else None
+    if nvcc is None:
+        why = (
+            "no nvcc found (CUDACXX, PATH, CUDA_HOME, /usr/local/cuda)"
+            if built_with_cuda
+            else f"twinop {twinop.__version__} was built without CUDA here"
+        )
+        notes.append(f"{why}: the library runs on the CPU only (--cpu says so without this note)")
+    return nvcc
+
+
+def _units(project: Project, cuda: bool) -> list[Unit]:
+    """Returns the object files of a library, those that take longest first."""
+    units = []
+    for number, source in enumerate(project.sources):
+        include = f'#include "{source.path}"\n'
+        name, stem = source.path.name, f"{source.path.stem}_{number}"
+        if cuda and source.has_cuda:
+            if source.has_backward_ops:
+                for part, said in ((1, "backward"), (0, "forward")):
+                    text = f"#define TWINOP_BACKWARD_PART {part}\n{include}"
+                    units.append(Unit(f"{name} (CUDA, {said})", f"{stem}.{part}.cu", text))
+            else:
+                units.append(Unit(f"{name} (CUDA)", f"{stem}.cu", include))
+        if source.ops or source.path.suffix != ".cu":
+            units.append(Unit(name, f"{stem}.cpp", include))
+    table = f'#include "twinop/library.h"\n\nTWINOP_LIBRARY("{project.domain}", {project.domain_version})\n'
+    units.append(Unit(f"lib{project.name}.so's table", f"library_{project.name}.cpp", table))
+    return units
+
+
+class _Steps:
+    """The steps of one build."""
+
+    def __init__(self, lines: CommandLines, project: Project, progress: Progress) -> None:
+        self.lines, self.project, self.progress = lines, project, progress
+        self.sources = [source.path for source in project.sources]
+        self.done: list[str] = []
+        self.notes: list[str] = []
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+        self._lock = Lock()
+
+    def compile_all(self, units: list[Unit], work: Path) -> list[Path]:
+        """Returns the object files of the units; compiles in parallel what the cache does not have."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool, self._stop_at_error():
+            futures = [pool.submit(self._object, unit, work) for unit in units]
+            for future in as_completed(futures):
+                future.result()
+        return [future.result() for future in futures]
+
+    @contextmanager
+    def _stop_at_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # also Ctrl-C
+            with self._lock:
+                self._stopped = True
+                for process in self._running:  # with the programs that a compiler starts
+                    os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+    def _object(self, unit: Unit, work: Path) -> Path:
+        """Returns a unit's object file.
+
+        The cache's index has, by the command and the text, the files that the last compilation read. The
+        object's name is a hash of these files' contents.
+        """
+        command = self.lines.compile(unit.is_cuda)
+        index = (
+            cache_folder()
+            / "index"
+            / f"{digest(unit.text, command, identity(self.lines.programs(unit.is_cuda)))}.json"
+        )
+        try:
+            read = json.loads(index.read_text())
+            kept = _object_path(index.stem, read)
+            if kept.is_file():
+                return kept
+        except (OSError, ValueError, TypeError):
+            pass  # not compiled yet, or damaged
+        source, made, dependencies = (work / f"{unit.file}{suffix}" for suffix in ("", ".o", ".d"))
+        source.write_text(unit.text)
+        self._run(
+            f"compiling {unit.label}", [*command, str(source), "-MF", str(dependencies), "-o", str(made)]
+        )
+        read = sorted({path for path in _prerequisites(dependencies) if path != str(source)})
+        kept = _object_path(index.stem, read)
+        keep(made, kept)
+        write(index, json.dumps(read).encode())
+        return kept
+
+    def link(self, objects: list[Path], work: Path) -> Path:
+        """Returns the library of these objects, in the cache."""
+        command = self.lines.link(self.project.name)
+        installation = self.lines.installation
+        parts = [checksum(file) for file in (installation.archive, installation.exports)]
+        key = digest([path.name for path in objects], command, identity(self.lines.programs()), parts)
+        library = cache_folder() / "libraries" / key / f"lib{self.project.name}.so"
+        if not library.is_file():
+            made = work / library.name
+            first, *rest = command
+            self._run(f"linking {library.name}", [first, "-o", str(made), *map(str, objects), *rest])
+            keep(made, library)
+        return library
+
+    def _run(self, label: str, command: list[str]) -> None:
+        with self._lock:
+            if self._stopped:
+                raise BuildError(f"{label}: not done, because another step failed")
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._running.add(process)
+        self.progress(label, True)
+        output, _ = process.communicate()
+        with self._lock:
+            self._running.remove(process)
+        self.progress(label, False)
+        if process.returncode:
+            raise build_error(label, output, self.sources)
+        self.done.append(label)
+        if output.strip():
+            self.notes.append(output.strip())
+
+
+def _object_path(key: str, read: list[str]) -> Path:
+    name = digest(key, [(path, file_hash(Path(path))) for path in read])
+    return cache_folder() / "objects" / name[:2] / f"{name}.o"
+
+
+def _prerequisites(file: Path) -> list[str]:
+    """Returns the files that a makefile rule of a compiler's -MMD names."""
+    text = file.read_text().replace("\\\n", " ").partition(":")[2].splitlines()[0]
+    words = text.replace("\\ ", "\0").split()
+    return [word.replace("\0", " ").replace("\\#", "#").replace("$$", "$") for word in words]

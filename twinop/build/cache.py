@@ -1,0 +1,101 @@
+"""The cache of builds: files named after a hash of all that they depend on."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import twinop
+from twinop.errors import BuildError
+
+
+def cache_folder() -> Path:
+    """Returns $TWINOP_CACHE, $XDG_CACHE_HOME/twinop or ~/.cache/twinop, and in it the folder of builds."""
+    named = os.environ.get("TWINOP_CACHE")
+    if not named:
+        named = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/twinop"
+    return Path(named).expanduser().absolute() / "build"
+
+
+def digest(*parts: Any) -> str:
+    """Returns a hash of values that JSON can write, and of this version of twinop."""
+    text = json.dumps([twinop.__version__, *parts], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@contextmanager
+def writing(what: Path) -> Iterator[None]:
+    """Turns a failure to write into one message.
+
+    Raises:
+        BuildError: the disk is full, or the folder is read-only.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(what, error) from error
+
+
+def cannot_write(what: Path, error: OSError) -> BuildError:
+    """Returns the message for a file that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return BuildError(f"{what}: the disk is full. Free some space, or {_elsewhere(what)}")
+    return BuildError(
+        f"{what}: cannot be written: {error.strerror}. Mend its permissions, or {_elsewhere(what)}"
+    )
+
+
+def _elsewhere(what: Path) -> str:
+    if cache_folder() in (what, *what.parents):
+        return "set TWINOP_CACHE to a folder on another disk"
+    return "name another file with -o"
+
+
+@contextmanager
+def work_folder() -> Iterator[Path]:
+    """Makes a folder for one build, on the disk of the cache, and removes it."""
+    with writing(cache_folder()):
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="work-", dir=cache_folder()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep(made: Path, file: Path) -> None:
+    """Moves a file of a work folder to its place in the cache at once: nobody sees half of it."""
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made.replace(file)
+
+
+def write(file: Path, content: bytes) -> None:
+    """Writes a file at once, as `keep` does. A file that has this content stays as it is."""
+    with writing(file):
+        if file.is_file() and file.read_bytes() == content:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        try:
+            with os.fdopen(handle, "wb") as temporary:
+                temporary.write(content)
+            Path(name).chmod(0o755 if file.suffix == ".so" else 0o644)
+            Path(name).replace(file)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def file_hash(path: Path) -> str | None:
+    """Returns a hash of a file's content; None if there is no such file."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,116 @@
+"""`twinop build`."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..console import clear_errors, err, out, run_alone
+from ..library_table import show_library
+from .builder import Progress
+from .builder import build as build_project
+from .flags import Options
+from .project import find_project
+
+
+@contextmanager
+def _shown() -> Iterator[Progress]:
+    """On a terminal, shows the steps that run and for how long."""
+    from rich.progress import Progress as Bars
+    from rich.progress import SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+    tasks: dict[str, TaskID] = {}
+    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Bars(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
+
+        def progress(label: str, begins: bool) -> None:
+            if begins:
+                tasks[label] = bars.add_task(label, total=1)
+            else:
+                bars.update(tasks[label], completed=1)
+
+        yield progress
+
+
+def build(
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="A folder, with a pyproject.toml or without, or source files: headers with ops, .cu files. "
+            "Default: the current folder.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The library to write. Default: build/lib<name>.so.", show_default=False
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="The library's name. Default: the project's, the folder's or the only file's.",
+            show_default=False,
+        ),
+    ] = None,
+    domain: Annotated[
+        str | None,
+        typer.Option(
+            help="The domain of the ops in ONNX and, with _ for dots, in torch.ops. Default: the name.",
+            show_default=False,
+        ),
+    ] = None,
+    archs: Annotated[
+        str,
+        typer.Option(
+            envvar="TWINOP_CUDA_ARCHS",
+            help="CUDA architectures: native (this machine's GPUs; 90 without one), all, or a list such "
+            "as 80,90.",
+        ),
+    ] = "native",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Leave the CUDA kernels out.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="No optimization on the host, symbols, assertions.")
+    ] = False,
+    sanitize: Annotated[
+        str, typer.Option(help="Sanitizers of the host's code: address, undefined, or address,undefined.")
+    ] = "",
+) -> None:
+    """Build ops into one library for PyTorch and ONNX Runtime.
+
+    Needs a C++ compiler (CXX, c++) and, for CUDA kernels, nvcc (CUDACXX, PATH, CUDA_HOME). What was compiled
+    before, from the same files with the same flags, comes from ~/.cache/twinop, or $TWINOP_CACHE.
+
+    Examples:
+
+        twinop build
+
+        twinop build mish.h --archs 80,90
+
+        twinop build mish.h swish.h --name activations --domain my.ops -o libactivations.so
+    """
+    begin = time.monotonic()
+    with clear_errors():
+        project = find_project(sources or (), name, domain)
+        options = Options(archs, cpu, debug, sanitize)
+        with _shown() as progress:
+            target = output or Path("build") / f"lib{project.name}.so"
+            built = build_project(project, target, options, progress)
+    for note in built.notes:
+        err.print("note:", style="bold yellow", end=" ")
+        err.print(note, markup=False, highlight=False, soft_wrap=True)
+    show_library(built.library)
+    done = f"{len(built.compiled)} steps" if built.compiled else "nothing to do"
+    out.print(
+        f"{built.library.path}: {done}, {time.monotonic() - begin:.1f} s", highlight=False, soft_wrap=True
+    )
+    if "address" in sanitize:
+        out.print("run it with LD_PRELOAD=$(c++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0")
+
+
+if __name__ == "__main__":
+    run_alone(build)

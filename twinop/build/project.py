@@ -1,0 +1,154 @@
+"""What is to be built: the sources of one library, its name and its domain."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinop.errors import BuildError
+from twinop.names import check_domain
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_OPS = re.compile(r"\bTWINOP_(OP|CPU_OP|ELEMENTWISE|ROWWISE|UNARY)\s*\(\s*(\w+)")
+_SUFFIXES = (".h", ".hpp", ".cuh", ".cu", ".cpp", ".cc")
+_SETTINGS = {"name": str, "sources": list, "domain": str, "domain_version": int}  # of [tool.twinop]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source file.
+
+    Attributes:
+        ops: the macro and the name of each op that it registers. Both compilers compile a file with ops.
+            Without any, one of them does, by its suffix.
+    """
+
+    path: Path
+    ops: tuple[tuple[str, str], ...]
+
+    @property
+    def has_cuda(self) -> bool:
+        return any(macro != "CPU_OP" for macro, _ in self.ops) or (not self.ops and self.path.suffix == ".cu")
+
+    @property
+    def has_backward_ops(self) -> bool:
+        return any(macro == "UNARY" or name.endswith("_backward") for macro, name in self.ops)
+
+
+@dataclass(frozen=True)
+class Project:
+    """The sources of one library."""
+
+    name: str
+    domain: str
+    sources: tuple[Source, ...]
+    domain_version: int = 1
+
+
+def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: str | None = None) -> Project:
+    """Returns the project of a folder (by default the current one), or of source files.
+
+    Args:
+        paths: a folder, with or without a pyproject.toml, or source files.
+        name: the library's name. Default: the project's name, the folder's, or the stem of the only file.
+        domain: the domain of its ops. Default: the name.
+
+    Raises:
+        BuildError: no such file, no op in it, no name for several files, or a broken pyproject.toml.
+        TwinopError: the domain cannot be one.
+    """
+    paths = [Path(path) for path in paths] or [Path()]
+    for path in paths:
+        if not path.exists():
+            raise BuildError(
+                f"{path}: no such file or folder. Expected a project's folder, or a header with ops"
+            )
+    settings: dict[str, Any] = {}
+    if any(path.is_dir() for path in paths):
+        if len(paths) > 1:
+            raise BuildError(f"{', '.join(map(str, paths))}: expected one folder, or source files")
+        settings = _settings(paths[0])
+        files = _files(paths[0], settings)
+    else:
+        files = paths
+    if name is None:
+        if len(paths) > 1:
+            raise BuildError(
+                f"{', '.join(map(str, paths))}: which name shall their library have? --name mish makes it "
+                "libmish.so"
+            )
+        found = paths[0].resolve()
+        name = settings.get("name") or _identifier(found.name if found.is_dir() else found.stem)
+    if not re.fullmatch(r"\w+", name, re.ASCII):
+        raise BuildError(
+            f"--name {name}: expected letters, digits and _, as in mish: the library is lib<name>.so"
+        )
+    domain = domain or settings.get("domain") or name
+    check_domain(domain)
+    sources = tuple(map(_source, files))
+    if not any(source.ops for source in sources):
+        said = ", ".join(str(file) for file in files) or f"{paths[0]}: no {', '.join(_SUFFIXES)} file"
+        raise BuildError(
+            f"{said}: registers no op. Expected a header with TWINOP_UNARY, TWINOP_ELEMENTWISE, "
+            "TWINOP_ROWWISE or TWINOP_OP; `twinop new mish` makes one"
+        )
+    return Project(name, domain, sources, settings.get("domain_version", 1))
+
+
+def _source(path: Path) -> Source:
+    if path.suffix not in _SUFFIXES:
+        raise BuildError(f"{path}: not a source of ops. Expected a file that ends in {', '.join(_SUFFIXES)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BuildError(f"{path}: cannot be read: {error}") from error
+    return Source(path.resolve(), tuple(_OPS.findall(text)))
+
+
+def op_names(text: str) -> list[str]:
+    """Returns the names of the ops that a source text registers, without backward ops."""
+    return [name for _, name in _OPS.findall(text) if not name.endswith("_backward")]
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Returns [tool.twinop] of the folder's pyproject.toml, with the project's name."""
+    file = folder / "pyproject.toml"
+    if not file.is_file():
+        return {}
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
+        raise BuildError(f"{file}: does not parse: {error}") from error
+    settings = content.get("tool", {}).get("twinop", {})
+    for key, value in settings.items():
+        if type(value) is not _SETTINGS.get(key):
+            raise BuildError(
+                f"{file}: [tool.twinop] has {key} = {value!r}; expected some of name, domain (texts), "
+                "sources (a list of files) and domain_version (a number)"
+            )
+    name = content.get("project", {}).get("name")
+    return ({"name": _identifier(name)} if isinstance(name, str) else {}) | settings
+
+
+def _identifier(text: str) -> str:
+    return re.sub(r"\W", "_", text, flags=re.ASCII)
+
+
+def _files(folder: Path, settings: dict[str, Any]) -> list[Path]:
+    """Returns the sources that the settings name, or those in the folder that have ops or are CUDA files."""
+    if "sources" in settings:
+        files = [folder / str(source) for source in settings["sources"]]
+        for file in files:
+            if not file.is_file():
+                raise BuildError(
+                    f"{folder / 'pyproject.toml'}: [tool.twinop] names the source {file}: no such file"
+                )
+        return files
+    candidates = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+    return [file for file in candidates if file.suffix in (".cu", ".cpp", ".cc") or _source(file).ops]
