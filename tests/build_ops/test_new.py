@@ -1,0 +1,145 @@
+"""`twinop new`: projects that work as they are made, and become wheels."""
+
+import difflib
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from build_files import twinop
+
+from twinop.build.new import create_project
+from twinop.errors import BuildError, TwinopError
+
+MISH = {
+    "mish.h": [
+        ("// y = x^2.", "// y = x tanh(softplus(x))."),
+        ("return x * x;", "return x * Tanh(Softplus(x));"),
+        (
+            "// dL/dx = dL/dy 2 x.",
+            "// With t = tanh(softplus(x)): dL/dx = dL/dy (t + x (1 - t^2) sigmoid(x)).",
+        ),
+        (
+            "  TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y * (T(2) * x); }\n",
+            "  TWINOP_INLINE T operator()(T grad_y, T x) const {\n"
+            "    const T t = Tanh(Softplus(x));\n"
+            "    return grad_y * Fma(x * Sigmoid(x), (T(1) - t) * (T(1) + t), t);\n"
+            "  }\n",
+        ),
+    ],
+    "mish.py": [
+        ("x * x, element by element", "x * tanh(softplus(x))"),
+        ("op.Mul(x, x)", "op.Mul(x, op.Tanh(op.Softplus(x)))"),
+    ],
+    "test_mish.py": [("x * x)", "torch.nn.functional.mish(x))")],
+}
+
+
+def run_pytest(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
+
+
+def build(folder: Path) -> None:
+    done = twinop("build", "--cpu", cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+def test_fifteen_lines_make_mish_of_it(tmp_path: Path) -> None:
+    made = twinop("new", "mish", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    folder = tmp_path / "mish"
+    names = ["mish.h", "mish.py", "pyproject.toml", "test_mish.py"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert made.stdout.splitlines() == [f"mish/{name}" for name in names] + [
+        "next: cd mish && twinop build && python -m pytest"
+    ]
+    changed = 0
+    for name, changes in MISH.items():
+        before = text = (folder / name).read_text()
+        for old, new in changes:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        lines = difflib.unified_diff(before.splitlines(), text.splitlines(), n=0)
+        changed += sum(line.startswith("+") and not line.startswith("+++") for line in lines)
+        (folder / name).write_text(text)
+    assert 5 <= changed <= 15
+    build(folder)
+    run_pytest(folder)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("elementwise", marks=pytest.mark.slow),
+        pytest.param("rowwise", marks=pytest.mark.slow),
+        "kernel",
+    ],
+)
+def test_it_is_complete_and_green(kind: str, tmp_path: Path) -> None:
+    made = twinop("new", "my_first", "--kind", kind, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    folder = tmp_path / "my_first"
+    texts = [path.read_text() for path in folder.iterdir()]
+    assert len(texts) == 4 and not any(re.search(r"my_op|MyOp", text) for text in texts)
+    build(folder)
+    run_pytest(folder)
+
+
+def test_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not entry_points(group="hatch", name="twinop"):
+        pytest.skip("twinop was installed here before it had a build hook")
+    folder = create_project("packed", "kernel", tmp_path)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    text = (folder / "packed.h").read_text().replace("TWINOP_OP(", "TWINOP_CPU_OP(")
+    (folder / "packed.h").write_text(text)
+    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
+    done = subprocess.run([*pip, "-w", tmp_path], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(tmp_path / "packed-0.1.0-py3-none-linux_x86_64.whl") as wheel:
+        names = wheel.namelist()
+        assert wheel.read("packed/__init__.py") == (folder / "packed.py").read_bytes()
+        assert wheel.read("packed-0.1.0.dist-info/entry_points.txt").split() == [
+            *(b"[twinop.libraries]", b"packed", b"=", b"packed")
+        ]
+    assert [name for name in names if "dist-info" not in name] == [
+        "packed/__init__.py",
+        "packed/libpacked.so",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my-op", "op name 'my-op': expected letters, digits and _"),
+        ("9lives", "op name '9lives': expected letters"),
+        ("class", "op name 'class': expected letters"),
+        ("../up", "op name '../up': expected letters"),
+        ("torch", "op name torch: reserved"),
+        ("aten", "domain aten: reserved"),
+        ("custom_domain", "domain custom_domain: reserved"),
+    ],
+)
+def test_names_that_no_project_can_have(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TwinopError, match=re.escape(message)):
+        create_project(name, parent=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "mish").mkdir()
+    done = twinop("new", "mish", cwd=tmp_path)
+    assert done.returncode == 1
+    assert (
+        done.stderr == "error: mish is there already. Choose another name, or another folder to start from\n"
+    )
+    assert list((tmp_path / "mish").iterdir()) == []
+
+
+def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match=r"file/mish: cannot be written: Not a directory"):
+        create_project("mish", parent=tmp_path / "file")

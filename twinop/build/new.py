@@ -1,0 +1,66 @@
+"""`twinop new`: a project of one op, which works."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from twinop.errors import BuildError
+from twinop.names import check_domain, check_op_name
+
+from ..console import clear_errors, out, run_alone
+from .cache import writing
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+Kind = Literal["elementwise", "rowwise", "kernel"]
+"""What kind of op a project starts with: a folder of templates."""
+
+
+def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = None) -> Path:
+    """Writes a project: NAME.h, NAME.py, test_NAME.py and pyproject.toml in the folder NAME.
+
+    Raises:
+        BuildError: the folder is there already, or cannot be written.
+        TwinopError: the name cannot be that of an op and its domain.
+    """
+    check_op_name(name)
+    check_domain(name)
+    folder = (parent or Path()) / name
+    if folder.exists():
+        raise BuildError(f"{folder} is there already. Choose another name, or another folder to start from")
+    words = {"my_op": name, "MyOp": "".join(word[:1].upper() + word[1:] for word in name.split("_"))}
+    with writing(folder):
+        folder.mkdir(parents=True)
+        for template in (_TEMPLATES / "pyproject.toml", *sorted((_TEMPLATES / kind).glob("*my_op*.*"))):
+            text = template.read_text(encoding="utf-8")
+            for word, meant in words.items():
+                text = text.replace(word, meant)
+            (folder / template.name.replace("my_op", name)).write_text(text, encoding="utf-8")
+    return folder
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="The op's name, which is also the project's: mish.")],
+    kind: Annotated[
+        Kind,
+        typer.Option(
+            help="elementwise: a functor of one element; rowwise: sums over rows; kernel: a launcher and "
+            "CUDA kernels of your own."
+        ),
+    ] = "elementwise",
+) -> None:
+    """Start a project of one op: a header, a Python file, a test and a pyproject.toml.
+
+    Example: twinop new mish && cd mish && twinop build && python -m pytest
+    """
+    with clear_errors():
+        folder = create_project(name, kind)
+    for file in sorted(folder.iterdir()):
+        out.print(file, highlight=False, soft_wrap=True)
+    out.print(f"next: cd {folder} && twinop build && python -m pytest", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_alone(new)
