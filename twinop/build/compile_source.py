@@ -1,0 +1,128 @@
+"""`twinop.compile`: an op from C++ text, for notebooks."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twinop.errors import BuildError
+
+from .builder import build
+from .cache import cache_folder, digest, write
+from .flags import Options
+from .project import find_project, op_names
+
+if TYPE_CHECKING:
+    from twinop.torch_op import Ops
+
+
+@dataclass(frozen=True)
+class CompiledOp:
+    """An op that `compile` built: called with tensors, it runs in torch.
+
+    Attributes:
+        name: the op's name.
+        ops: all ops of the source as attributes, and their records.
+        library_path: the library, for ONNX Runtime and for `library=` of `twinop.deploy` and `twinop.export`.
+    """
+
+    name: str
+    ops: "Ops"
+    library_path: Path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ops.functions[self.name](*args, **kwargs)
+
+
+def compile(
+    source: str,
+    *,
+    name: str | None = None,
+    domain: str | None = None,
+    body: Callable[..., Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    archs: str | None = None,
+    cpu: bool = False,
+    debug: bool = False,
+) -> CompiledOp:
+    """Builds an op from C++ text, loads it into torch and returns it.
+
+        mish = twinop.compile(source, body=lambda op, x: op.Mul(x, op.Tanh(op.Softplus(x))))
+        y = mish(x)                                 # = torch.ops.mish.mish(x)
+        twinop.export.export(net, (x,), "net.onnx", library=mish.library_path)
+
+    The library is kept in the cache (`~/.cache/twinop`, or $TWINOP_CACHE) by its content, so that the same
+    text is built once. Edited text gives a new op, which takes the name: torch.ops.<domain> and the exporters
+    mean the op that was compiled last. torch's dispatcher cannot redefine an op that compiled graphs or
+    autograd graphs may hold. Therefore each text has a namespace of its own in the dispatcher,
+    `<domain>_<hash>`, and torch.ops.<domain> is an alias of the newest. Older ops keep working, and caches
+    of torch.compile do not mix them up. The domain in ONNX models has no hash.
+
+    If a library that `torch_op.load` loaded has the domain, torch.ops.<domain> stays the op of that library.
+
+    Args:
+        source: the text of a header with ops, as in the file that `twinop new` makes.
+        name: the op that is returned, if the text has several. Default: its first.
+        domain: the domain of the ops. Default: `name`.
+        body: the op's function body, as `twinop.op` takes it.
+        defaults: what each omitted optional input of the body stands for.
+        archs: CUDA architectures. Default: this machine's GPUs.
+        cpu: leaves the CUDA kernels out.
+        debug: no optimization, symbols, assertions.
+
+    Raises:
+        BuildError: the text has no op, or not the one named, or does not compile; or no compiler is found.
+    """
+    names = op_names(source)
+    if name is None and names:
+        name = names[0]
+    if name not in names:
+        raise BuildError(
+            f"the source has no op {name!r}; it has {', '.join(names)}"
+            if names
+            else "the source registers no op. Expected C++ text with TWINOP_UNARY, TWINOP_ELEMENTWISE, "
+            "TWINOP_ROWWISE or TWINOP_OP, as in a header that `twinop new mish` makes"
+        )
+    domain = domain or name
+    options = Options(archs or os.environ.get("TWINOP_CUDA_ARCHS", "native"), cpu, debug)
+    library = _library(source, name, domain, options)
+    ops = _load(library, domain)
+    _set_body(name, domain, body, defaults)
+    return CompiledOp(name, ops, library)
+
+
+@cache
+def _library(source: str, name: str, domain: str, options: Options) -> Path:
+    file = cache_folder() / "sources" / digest(source) / f"{name}.h"
+    write(file, source.encode())
+    return build(find_project([file], name, domain), options=options).library.path
+
+
+def _load(library: Path, domain: str) -> "Ops":
+    from twinop import torch_op
+
+    return torch_op.load(library, f"{domain.replace('.', '_')}_{library.parent.name[:12]}")
+
+
+_BODIES: set[str] = set()
+"""The ops whose bodies came from here, by `Record.key`."""
+
+
+def _set_body(
+    name: str, domain: str, body: Callable[..., Any] | None, defaults: Mapping[str, Any] | None
+) -> None:
+    """Registers the body for the exporters. Without one, takes back that of an earlier text."""
+    if body is None and not _BODIES:
+        return
+    from twinop.export.bodies import BODIES, Body
+    from twinop.record import DOMAIN
+
+    key = name if domain == DOMAIN else f"{domain}::{name}"
+    if body is not None:
+        BODIES[key] = Body(body, dict(defaults or {}))
+        _BODIES.add(key)
+    elif key in _BODIES:
+        _BODIES.discard(key)
+        BODIES.pop(key, None)
