@@ -5,7 +5,7 @@
 # themselves; `-real` leaves it out.
 include(CheckLanguage)
 
-set(TWINOP_ALL_ARCHS 75 80 86 89 90 100 120)  # what `all` is, as far as nvcc knows them
+set(TWINOP_ALL_ARCHS 80 86 89 90 100 120)  # what `all` is, as far as nvcc knows them
 set(TWINOP_CUDA_ARCHS "native" CACHE STRING "CUDA architectures: native, all, or a list such as 80,90")
 if(DEFINED ENV{TWINOP_CUDA_ARCHS})
   set(TWINOP_CUDA_ARCHS "$ENV{TWINOP_CUDA_ARCHS}" CACHE STRING "" FORCE)
@@ -79,6 +79,7 @@ if(count GREATER 1)
   list(APPEND wanted ${newest})
 endif()
 set(CMAKE_CUDA_ARCHITECTURES ${wanted})
+set(TWINOP_CUDA_ARCHITECTURES ${wanted} CACHE INTERNAL "")
 string(REPLACE ";" "," TWINOP_CUDA_ARCH_LIST "${wanted}")
 enable_language(CUDA)
 # The optimization of the host code, which launches kernels: with -O3 it is a third larger.

@@ -25,21 +25,27 @@ function(twinop_add_op name header)
   endif()
   add_library(twinop_op_${name} OBJECT ${sources})
   target_link_libraries(twinop_op_${name} PUBLIC twinop_kernels_api)
+  set_target_properties(twinop_op_${name} PROPERTIES CUDA_ARCHITECTURES "${TWINOP_CUDA_ARCHITECTURES}")
 endfunction()
 
 # twinop_add_library(mish DOMAIN mish [DOMAIN_VERSION 1] [OPS twinop_op_mish ...] [mish.h ...])
 #
 # lib<name>.so: the ops as one file for ONNX Runtime and PyTorch. The domain is the one that ONNX models name
 # and, with "_" for ".", the namespace in torch.ops. Ops are headers, or targets of twinop_add_op.
-set(TWINOP_RESERVED_DOMAINS ai.onnx aten prim com.microsoft)
+macro(twinop_add_library)
+  if(TWINOP_CUDA)
+    enable_language(CUDA)  # in the caller's directory too: a macro, because a function cannot enable a language
+  endif()
+  _twinop_add_library(${ARGV})
+endmacro()
 
-function(twinop_add_library name)
+function(_twinop_add_library name)
   cmake_parse_arguments(arg "" "DOMAIN;DOMAIN_VERSION" "OPS" ${ARGN})
   if(NOT "${arg_DOMAIN}" MATCHES "^[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z0-9_]+)*$")
     message(FATAL_ERROR "twinop_add_library(${name} DOMAIN \"${arg_DOMAIN}\"): expected a domain such as mish or "
                         "my.ops: letters, digits and _, with dots between")
   endif()
-  foreach(reserved IN LISTS TWINOP_RESERVED_DOMAINS)
+  foreach(reserved ai.onnx aten prim com.microsoft)
     if(arg_DOMAIN STREQUAL reserved OR arg_DOMAIN MATCHES "^${reserved}[.]")
       message(FATAL_ERROR "twinop_add_library(${name} DOMAIN ${arg_DOMAIN}): this domain belongs to ONNX, ONNX "
                           "Runtime or PyTorch; choose another one")
@@ -58,14 +64,10 @@ function(twinop_add_library name)
   file(CONFIGURE OUTPUT "${source}" @ONLY CONTENT
        "#include \"twinop/library.h\"\n\nTWINOP_LIBRARY(\"${arg_DOMAIN}\", ${arg_DOMAIN_VERSION})\n")
   add_library(${name} SHARED "${source}")
-  target_link_libraries(${name} PRIVATE twinop_options ${arg_OPS} twinop_ort twinop_cuda_runtime)
-  twinop_finish_library(${name} ort_customop/exports.map)
+  target_link_libraries(${name} PRIVATE twinop_options twinop_link_options ${arg_OPS} twinop_ort twinop_cuda_runtime)
+  twinop_place_library(${name})
 endfunction()
 
-function(twinop_finish_library name exports)
-  set(map "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../${exports}")
-  target_link_options(${name} PRIVATE "-Wl,--version-script=${map}")
-  target_link_libraries(${name} PRIVATE twinop_link_options)
-  set_target_properties(${name} PROPERTIES LINK_DEPENDS "${map}" LINKER_LANGUAGE CXX
-                                           LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}")
+function(twinop_place_library name)
+  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}")
 endfunction()
