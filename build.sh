@@ -13,7 +13,10 @@ usage: ./build.sh [command] [arguments]
   bench     build, run a performance report: ./build.sh bench --ops gelu --quick; bench --help lists the others
   check     check the sources without changing them (ruff, clang-format, mypy)
   format    format and fix the sources (ruff, clang-format)
-  setup     set up .venv with the packages of all commands, or of those named (base serve bench test lint)
+  setup     set up .venv with the packages of all commands, or of those named (base serve bench test lint wheel
+            docs)
+  wheel     build, write the wheel and the source archive to dist/, check them
+  docs      build the pages of docs/ into build/site/, with every link checked
   clean     remove build/, build-*/, .venv/ and the tools' caches
 
 Each command installs the packages that it needs (requirements/) where they are missing.
@@ -44,7 +47,7 @@ python=$(command -v "${TWINOP_PYTHON:-python3}" || true) # before .venv's own co
 export PATH="$venv/bin:$PATH" # cmake and ninja come from there
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-everything=(base serve bench test lint)
+everything=(base serve bench test lint wheel docs)
 
 device() {
   local device=${TWINOP_DEVICE:-}
@@ -122,6 +125,20 @@ build() {
   echo "$want" >"$stamp"
 }
 
+# The wheel and the source archive, as an index takes them: for every Linux with glibc 2.34, checked.
+wheel() {
+  local unchecked=build/wheel
+  rm -rf dist "$unchecked"
+  python -m build --no-isolation --wheel --outdir "$unchecked"
+  python -m build --no-isolation --sdist --outdir dist
+  # libtwinop_torch.so takes libtorch from the torch of the process that loads it.
+  auditwheel repair --plat "manylinux_2_34_$(uname -m)" --exclude libtorch.so --exclude libtorch_cpu.so \
+    --wheel-dir dist "$unchecked"/*.whl
+  check-wheel-contents dist/*.whl
+  twine check --strict dist/*
+  say "done: $(du -h dist/* | tr '\t\n' '  ')"
+}
+
 clang_format() {
   find kernels ort_customop torch_op tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
     -exec clang-format "$@" {} +
@@ -196,6 +213,8 @@ case $command in
     build default
     python -m twinop.bench "$@"
     ;;
+  wheel) setup base wheel; wheel ;;
+  docs) setup base serve docs; mkdocs build --strict ;;
   check) setup "${everything[@]}"; check ;; # mypy reads the packages
   format) setup base lint; format ;;
   setup) if [[ $# -gt 0 ]]; then setup "$@"; else setup "${everything[@]}"; fi ;;

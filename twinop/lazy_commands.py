@@ -13,10 +13,19 @@ from typer.core import TyperCommand, TyperGroup
 from .console import clear_errors, help_of
 from .errors import TwinopError
 
-# The extra of twinop that a command needs.
-_EXTRAS = {"serve": "serve", "pack": "serve", "soak": "serve"}
-_BENCH = {"matplotlib", "aiohttp"}  # requirements/bench.txt
-_OTHERS = {"torch", "onnxruntime", *_BENCH}  # packages that are in no extra
+# The extra of twinop that a command needs, and that has a package.
+_EXTRAS = {"serve": "serve", "check": "serve", "pack": "serve", "soak": "serve"}
+_EXTRA_OF = {
+    "matplotlib": "bench",
+    "aiohttp": "bench",
+    "kserve": "bench",
+    "triton": "triton",
+    "pytest": "test",
+}
+_OTHERS = {
+    "torch",
+    "onnxruntime",
+}  # packages that are in no extra: which build of them fits depends on the machine
 
 
 class LazyGroup(TyperGroup):
@@ -60,9 +69,11 @@ def _packages(ctx: Any) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "twinop"):
             raise
-        extra = _EXTRAS.get(ctx.meta.get(__name__, "")) if package not in _OTHERS else None
+        extra = _EXTRA_OF.get(package) or _EXTRAS.get(ctx.meta.get(__name__, ""))
+        if package in _OTHERS:
+            extra = None
         install = f"'twinop[{extra}]'" if extra else package
-        command = "./build.sh serve" if extra else "./build.sh bench" if package in _BENCH else "./build.sh"
+        command = {"serve": "./build.sh serve", "bench": "./build.sh bench"}.get(extra or "", "./build.sh")
         raise TwinopError(
             f"this command needs the package {package}, which is not installed here: pip install {install}. "
             f"In a checkout {command} installs it; requirements/ lists all packages"

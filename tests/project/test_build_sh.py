@@ -243,7 +243,11 @@ def test_help(build):
     ("arguments", "env", "message"),
     [
         (["frob"], {}, "unknown command: frob"),
-        (["setup", "tests"], {}, "no requirements/tests.txt: expected some of base serve bench test lint"),
+        (
+            ["setup", "tests"],
+            {},
+            "no requirements/tests.txt: expected some of base serve bench test lint wheel docs",
+        ),
         ([], {"TWINOP_DEVICE": "tpu"}, "TWINOP_DEVICE=tpu: expected cpu or cuda"),
         (
             [],
