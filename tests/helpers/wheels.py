@@ -1,5 +1,6 @@
-"""Wheels from PyPI that a slow test needs but nobody else: unpacked once, outside of the tree."""
+"""Packages from PyPI that a slow test needs but nobody else: installed once, outside of the tree."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -15,8 +16,7 @@ def unpacked(requirement: str, prepare: Callable[[Path], None] = lambda folder: 
 
     `prepare` is called with the folder once, after unpacking.
     """
-    cache = Path(os.environ.get("TWINOP_CACHE") or Path.home() / ".cache/twinop").expanduser()
-    folder = cache / requirement.replace("==", "-")
+    folder = _cache() / requirement.replace("==", "-")
     if folder.exists():
         return folder
     scratch = folder.with_name(f"{folder.name}-{os.getpid()}")
@@ -31,3 +31,22 @@ def unpacked(requirement: str, prepare: Callable[[Path], None] = lambda folder: 
     prepare(scratch)
     scratch.rename(folder)
     return folder
+
+
+def installed(requirements: Path) -> Path:
+    """Return a folder with the packages of a requirements file. Skip the test if they cannot be installed."""
+    root = requirements.parent
+    text = b"".join(path.read_bytes() for path in (requirements, root / "constraints.txt", root / "base.txt"))
+    folder = _cache() / f"{requirements.stem}-{hashlib.sha256(text).hexdigest()[:16]}"
+    if not folder.exists():
+        scratch = folder.with_name(f"{folder.name}-{os.getpid()}")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(scratch)]
+        ran = subprocess.run([*pip, "-r", str(requirements)], capture_output=True, text=True)
+        if ran.returncode != 0:
+            pytest.skip(f"{requirements.name} cannot be installed: {ran.stderr.strip().splitlines()[-1]}")
+        scratch.rename(folder)
+    return folder
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("TWINOP_CACHE") or Path.home() / ".cache/twinop").expanduser()
