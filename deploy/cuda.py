@@ -15,17 +15,6 @@ from twinop.library import Library, needed_libraries
 
 CUDA = "CUDAExecutionProvider"
 
-# The pip package of each library, from CUDA 13 on. Before, the names end in "-cu12".
-_PACKAGES = {
-    "libcublas": "nvidia-cublas",
-    "libcublasLt": "nvidia-cublas",
-    "libcudart": "nvidia-cuda-runtime",
-    "libcurand": "nvidia-curand",
-    "libcufft": "nvidia-cufft",
-    "libnvrtc": "nvidia-cuda-nvrtc",
-    "libnvJitLink": "nvidia-nvjitlink",
-    "libcudnn": "nvidia-cudnn",
-}
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
@@ -143,7 +132,13 @@ def obstacles(device: int, libraries: Sequence[Library]) -> list[str]:
         found.append(_wheel_obstacle())
     elif not found:
         preload()
-        found += [_missing_library(name) for name in missing_libraries()]
+        if missing := missing_libraries():
+            import onnxruntime
+
+            found.append(
+                f"ONNX Runtime's CUDA provider lacks {', '.join(missing)}. "
+                f"pip install 'onnxruntime-gpu[cuda,cudnn]=={onnxruntime.__version__}'"
+            )
     usable = device if not found else None
     for library in libraries:
         if library.by_onnx_name:
@@ -186,18 +181,6 @@ def _wheel_obstacle() -> str:
         "the installed wheel is onnxruntime, which has no CUDA provider, not onnxruntime-gpu. "
         "pip uninstall onnxruntime, then pip install onnxruntime-gpu"
     )
-
-
-def _missing_library(name: str) -> str:
-    cuda = runtime_cuda_version().split(".")[0] or "13"
-    package = _PACKAGES.get(name.split(".so")[0])
-    if package is None:
-        return f"the shared library {name} is missing, which ONNX Runtime's CUDA provider needs"
-    if package == "nvidia-cudnn" or int(cuda) < 13:
-        package += f"-cu{cuda}"
-    elif package in ("nvidia-cublas", "nvidia-cuda-runtime", "nvidia-cuda-nvrtc", "nvidia-nvjitlink"):
-        package = f"'{package}=={cuda}.*'"  # the others count their versions differently
-    return f"the CUDA library {name} is missing. pip install {package}"
 
 
 def _library_obstacles(library: Library, device: int | None) -> list[str]:

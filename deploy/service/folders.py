@@ -110,12 +110,12 @@ def config_of(folder: Path | None) -> TritonConfig | None:
     Raises:
         SettingsError: the file cannot be read, or asks for an unsupported feature.
     """
-    path = folder / read_triton_config.FILE if folder is not None else None
-    if path is None or not path.is_file():
+    if folder is None:
         return None
+    path = folder / read_triton_config.FILE
     try:
         status = path.stat()
-    except FileNotFoundError:  # deleted after is_file()
+    except OSError:
         return None
     return _config(path, status.st_mtime_ns, status.st_size)
 

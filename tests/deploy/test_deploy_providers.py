@@ -86,17 +86,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["this onnxruntime-gpu has no CUDA provider. pip install --force-reinstall"],
     ),
     "missing libraries": (
-        {"missing": ("libcublasLt.so.13", "libcurand.so.10", "libcudnn.so.9", "libodd.so.1")},
+        {"missing": ("libcublasLt.so.13", "libcurand.so.10")},
         [
-            "the CUDA library libcublasLt.so.13 is missing. pip install 'nvidia-cublas==13.*'",
-            "the CUDA library libcurand.so.10 is missing. pip install nvidia-curand",
-            "the CUDA library libcudnn.so.9 is missing. pip install nvidia-cudnn-cu13",
-            "the shared library libodd.so.1 is missing, which ONNX Runtime's CUDA provider needs",
+            "ONNX Runtime's CUDA provider lacks libcublasLt.so.13, libcurand.so.10. pip install "
+            f"'onnxruntime-gpu[cuda,cudnn]=={onnxruntime.__version__}'"
         ],
-    ),
-    "missing library, CUDA 12": (
-        {"missing": ("libcublasLt.so.12",), "built_for": "12.8"},
-        ["the CUDA library libcublasLt.so.12 is missing. pip install nvidia-cublas-cu12"],
     ),
     "library without CUDA": (
         {"archs": "none"},
