@@ -22,7 +22,7 @@ class Budget:
         """Count bytes; a negative number gives some back."""
         self.used += size
         self._moved += abs(size)
-        if self._moved > self.most // 32 and _trim is not None:
+        if self._moved > self.most // 16 and _trim is not None:
             _trim(0)
             self._moved = 0
 

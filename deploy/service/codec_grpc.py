@@ -3,12 +3,12 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .codec_rest import deadline, refuse_extensions
+from .codec_rest import deadline, refuse_classification
 from .datatypes import (
     BYTES,
     OF_DTYPE,
@@ -23,6 +23,7 @@ from .datatypes import (
 from .errors import TOO_LARGE, ServiceError, invalid
 from .protocol import pb
 from .request import MOST_TENSORS, Request, Result, check_count
+from .shared_memory import Shared, place_of
 
 MOST_TYPED_BYTES = 1 << 20  # of a message without its raw tensors: protobuf reads the rest number by number
 MOST_BYTES = (2 << 30) - (1 << 20)  # a message has less than 2 GiB; the margin is for names and shapes
@@ -35,6 +36,7 @@ class Form:
 
     id: str
     raw: bool
+    shared: Shared = field(default_factory=Shared)
 
 
 def parse(data: bytes) -> pb.ModelInferRequest:
@@ -88,26 +90,32 @@ def decode(
     arrived = time.monotonic()
     check_count("inputs", len(message.inputs), most)
     check_count("outputs", len(message.outputs), most)
-    raw = message.raw_input_contents
-    if raw and len(raw) != len(message.inputs):
+    raw, shared = message.raw_input_contents, Shared()
+    given = {each.name: _parameters(each.parameters) for each in message.inputs if each.parameters}
+    places = {name: place_of(f"input {name}", parameters) for name, parameters in given.items()}
+    own = sum(places.get(each.name) is None for each in message.inputs)
+    if raw and len(raw) != own:
         raise invalid(
-            f"{len(message.inputs)} inputs, but {len(raw)} raw_input_contents: "
-            "every input needs one, in the same order"
+            f"{own} inputs, but {len(raw)} raw_input_contents: every input needs one, in the same order"
         )
+    rest = iter(raw)
     inputs: dict[str, np.ndarray] = {}
-    for index, tensor in enumerate(message.inputs):
+    for tensor in message.inputs:
         name = tensor.name
-        if name in inputs:
+        if name in inputs or name in shared.inputs:
             raise invalid(f"input {name} is given twice")
         kind, shape = named(name, tensor.datatype), list(tensor.shape)
-        if not raw:
-            refuse_extensions(f"input {name}", _parameters(tensor.parameters))
-            field, values = _contents(tensor.contents, kind)
-            inputs[name] = _typed(name, kind, shape, field, values)
+        if (place := places.get(name)) is not None:
+            if tensor.HasField("contents"):
+                raise invalid(f"input {name} has contents besides shared_memory_region: send one of them")
+            shared.inputs[name] = place, kind, shape
+        elif not raw:
+            key, values = _contents(tensor.contents, kind)
+            inputs[name] = _typed(name, kind, shape, key, values)
         elif tensor.HasField("contents"):
             raise invalid(f"input {name} has contents besides raw_input_contents: send one of them")
         else:
-            inputs[name] = from_bytes(name, kind, shape, raw[index])
+            inputs[name] = from_bytes(name, kind, shape, next(rest))
     parameters = _parameters(message.parameters) if message.parameters else {}
     until = deadline(parameters.get("timeout"), arrived)
     if seconds is not None:
@@ -115,12 +123,12 @@ def decode(
     return Request(
         model=message.model_name,
         inputs=inputs,
-        outputs=_outputs(message),
+        outputs=_outputs(message, shared),
         version=version_number(message.model_name, message.model_version),
         id=message.id,
         deadline=until,
         arrived=arrived,
-    ), Form(message.id, bool(raw))
+    ), Form(message.id, bool(raw or shared.inputs or shared.outputs), shared)
 
 
 def encode(result: Result, form: Form) -> bytes:
@@ -149,7 +157,9 @@ def encode(result: Result, form: Form) -> bytes:
         )
     for (name, array), kind in zip(result.outputs.items(), kinds, strict=True):
         tensor = answer.outputs.add(name=name, datatype=kind.name, shape=array.shape)
-        if is_raw:
+        if name in form.shared.outputs:
+            answer.raw_output_contents.append(b"")  # the client knows where it is
+        elif is_raw:
             answer.raw_output_contents.append(memoryview(to_bytes(array)).tobytes())
         else:
             values = array.ravel().tolist()
@@ -166,13 +176,16 @@ def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     return {key: getattr(value, kind) if kind else None for key, (kind, value) in found.items()}
 
 
-def _outputs(message: pb.ModelInferRequest) -> tuple[str, ...] | None:
+def _outputs(message: pb.ModelInferRequest, shared: Shared) -> tuple[str, ...] | None:
     names: dict[str, None] = {}
     for output in message.outputs:
         if output.name in names:
             raise invalid(f"output {output.name} is asked for twice")
         if output.parameters:
-            refuse_extensions(f"output {output.name}", _parameters(output.parameters))
+            where, parameters = f"output {output.name}", _parameters(output.parameters)
+            refuse_classification(where, parameters)
+            if (place := place_of(where, parameters)) is not None:
+                shared.outputs[output.name] = place
         names[output.name] = None
     return tuple(names) or None
 

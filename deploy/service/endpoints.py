@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from prometheus_client import exposition
@@ -18,23 +18,16 @@ from . import bodies, codec_rest, ids, logs, metrics, spans
 from .budget import Budget, Held
 from .datatypes import shown
 from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, ServiceError, invalid
-from .request import LARGE
-from .settings import ServerSettings
+from .request import off_loop
+from .shared_memory import Regions
 
 if TYPE_CHECKING:
     from .repository import Repository
 
 _log = logging.getLogger(__name__)
 
-Made = TypeVar("Made")
-
 WATCH_SECONDS = 0.02  # requests that take longer notice that their client disconnects
 _JSON_GROWTH = 4  # "0," becomes a number of up to 8 bytes
-
-
-async def off_loop(size: int, work: Callable[..., Made], *arguments: Any) -> Made:
-    """Do the work for a small size at once, otherwise in a thread: it may take seconds."""
-    return work(*arguments) if size <= LARGE else await asyncio.to_thread(work, *arguments)
 
 
 @contextlib.contextmanager
@@ -70,7 +63,8 @@ def cancelled_with(request: Request) -> Iterator[None]:
 class Endpoints:
     """The handlers of the routes. They raise ServiceError, which `FAILURES` turns into an answer."""
 
-    def __init__(self, settings: ServerSettings, repository: "Repository", budget: Budget) -> None:
+    def __init__(self, repository: "Repository", budget: Budget, regions: Regions) -> None:
+        settings = repository.settings.server
         self._limit = self._json_limit = bodies.Limit(settings.max_request_bytes)
         if settings.max_json_bytes < settings.max_request_bytes:
             advice = ": send large tensors as binary data, with Inference-Header-Content-Length"
@@ -78,6 +72,7 @@ class Endpoints:
         self._seconds = settings.body_seconds
         self._repository = repository
         self._budget = budget
+        self._regions = regions
 
     async def infer(self, request: Request) -> Response:
         """Run a model: POST /v2/models/<model>[/versions/<version>]/infer."""
@@ -102,6 +97,7 @@ class Endpoints:
         )
         held.take(-len(body))  # the inputs are copies, or lie in it
         del body
+        await self._regions.read(asked, form.shared, held)
         asked.id = ids.of(scope, asked.id)
         logs.bind(request_id=asked.id)
         counting.request = asked
@@ -109,6 +105,7 @@ class Endpoints:
             counting.result = await self._repository.answer(asked)
         size = sum(array.nbytes for array in counting.result.outputs.values())
         held.add(2 * size)  # the arrays, and the body made of them
+        await self._regions.write(counting.result, form.shared)
         content, answer_headers = await off_loop(
             size, codec_rest.encode, counting.result, form, self._json_limit
         )
@@ -125,7 +122,7 @@ class Endpoints:
 
     async def index(self, request: Request) -> Response:
         """List models and versions with their states (repository extension)."""
-        ready = (await self._object(request)).get("ready", False)
+        ready = (await self.read_object(request)).get("ready", False)
         if not isinstance(ready, bool):
             raise invalid(f'"ready" must be true or false, not {shown(ready)}')
         self._repository.require_explicit()
@@ -133,7 +130,7 @@ class Endpoints:
 
     async def load(self, request: Request) -> Response:
         """Load a model (repository extension)."""
-        parameters = (await self._object(request)).get("parameters") or {}
+        parameters = (await self.read_object(request)).get("parameters") or {}
         if parameters:
             raise invalid("a model is loaded from its folder as it is: parameters are not taken")
         model = request.path_params["model"]
@@ -146,7 +143,8 @@ class Endpoints:
         await self._repository.unload_by_request(model)
         return as_json({"name": model, "unload": True})
 
-    async def _object(self, request: Request) -> dict[str, Any]:
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """Read a request's body, a JSON object; {} if it is empty."""
         try:
             with self._held(request) as held:
                 body = await bodies.read(request, self._json_limit, self._seconds, held) or b"{}"

@@ -16,12 +16,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from . import codec_grpc, ids, logs, metrics, spans
 from .addresses import address_error, grpc_credentials
 from .budget import Budget, Held
-from .endpoints import off_loop
 from .errors import INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
 from .newer_python import timeout
 from .protocol import SERVICE, pb
 from .queries import Queries
+from .request import off_loop
 from .settings import ServerSettings
+from .shared_memory import Regions
+from .shared_memory_calls import SharedMemoryCalls
 from .tokens import Token, Tokens
 
 if TYPE_CHECKING:
@@ -39,20 +41,22 @@ _OPEN = ("ServerLive", "ServerReady")  # need no token
 
 @dataclass(slots=True)
 class Call:
-    """What a call has besides its message: its id, the seconds to its deadline, what it holds in memory."""
+    """What a call has besides its message: its id, the seconds to its deadline, memory and connection."""
 
     id: str
     seconds: float | None
     held: Held
+    peer: Callable[[], str]
 
 
 Method = Callable[[Any, Call], Awaitable[Any]]
 
 
-class Calls:
+class Calls(SharedMemoryCalls):
     """The protocol's calls. `_Front` answers their ServiceErrors."""
 
-    def __init__(self, repository: "Repository") -> None:
+    def __init__(self, repository: "Repository", regions: Regions) -> None:
+        super().__init__(regions)
         self._repository = repository
         self._about = Queries(repository)
 
@@ -64,9 +68,11 @@ class Calls:
             logs.bind(model=request.model_name)
             size = request.ByteSize()
             asked, form = await off_loop(size, codec_grpc.decode, request, call.seconds, most)
+            await self.regions.read(asked, form.shared, call.held)
             asked.id = call.id
             counting.request = asked
             counting.result = await self._repository.answer(asked)
+            await self.regions.write(counting.result, form.shared)
             size = sum(array.nbytes for array in counting.result.outputs.values())
             call.held.add(3 * size)  # the arrays, the message, and its serialization
             return await off_loop(size, codec_grpc.encode, counting.result, form)
@@ -101,15 +107,13 @@ class Calls:
         return pb.ModelStatisticsResponse(**await self._about.statistics(request.name, request.version))
 
     async def RepositoryModelLoad(self, request: Any, call: Call) -> Any:
-        model = _model_name(request)
         if request.parameters:
             raise invalid("a model is loaded from its folder as it is: parameters are not taken")
-        await self._repository.load_by_request(model)
+        await self._repository.load_by_request(_model_name(request))
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(self, request: Any, call: Call) -> Any:
-        model = _model_name(request)
-        await self._repository.unload_by_request(model)
+        await self._repository.unload_by_request(_model_name(request))
         return pb.RepositoryModelUnloadResponse()
 
     async def RepositoryIndex(self, request: Any, call: Call) -> Any:
@@ -166,7 +170,7 @@ class _Front:
                     given.append(getattr(request, "id", ""))
                     number = ids.request_id(*given, number)
                     logs.bind(request_id=number)
-                    answer = await method(request, Call(number, context.time_remaining(), held))
+                    answer = await method(request, Call(number, context.time_remaining(), held, context.peer))
                 except ServiceError as error:
                     spans.note(failure=error.failure.reason)
                     extra = tuple((name.lower(), value) for name, value in error.headers.items())
@@ -249,12 +253,11 @@ class _Front:
 class GrpcServer:
     """gRPC on one port, from `start` to `drain`."""
 
-    def __init__(
-        self, settings: ServerSettings, repository: "Repository", budget: Budget, tokens: Tokens
-    ) -> None:
-        self.settings = settings
+    def __init__(self, repository: "Repository", budget: Budget, tokens: Tokens, regions: Regions) -> None:
+        self.settings = settings = repository.settings.server
         self.port: int = settings.grpc_port or 0
         self._repository = repository
+        self._calls = Calls(repository, regions)
         self._front = _Front(settings, budget, tokens)
         self._server: Any = None
         self._health = health.aio.HealthServicer()
@@ -282,7 +285,7 @@ class GrpcServer:
                 ("grpc.so_reuseport", int(settings.processes > 1)),  # or two servers share one unnoticed
             ),
         )
-        self._server.add_generic_rpc_handlers((self._front.handler(Calls(self._repository)),))
+        self._server.add_generic_rpc_handlers((self._front.handler(self._calls),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.port = self._bind()
         await self._server.start()

@@ -37,6 +37,7 @@ class Queries:
         """Return the server's name and version, and the extensions that are on, under Triton's names."""
         extensions = ["binary_tensor_data", "model_configuration", "statistics"]
         extensions += ["model_repository"] if self._repository.is_controlled else []
+        extensions += ["system_shared_memory"] if self._repository.settings.policy.shared_memory else []
         return {"name": "twinop", "version": __version__, "extensions": extensions}
 
     def models(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """A request and its result, independent of the protocol: names and arrays."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from .metrics import ModelMetrics
 
 LARGE = 256 << 10  # requests and answers of more bytes are converted in a thread
+Made = TypeVar("Made")
+
 MOST_TENSORS = 64  # inputs, and outputs, of a request, unless the model has more
 
 
@@ -50,6 +53,11 @@ class Result:
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
     batch_size: int = 1
+
+
+async def off_loop(size: int, work: Callable[..., Made], *arguments: Any) -> Made:
+    """Do the work for a small size at once, otherwise in a thread: it may take seconds."""
+    return work(*arguments) if size <= LARGE else await asyncio.to_thread(work, *arguments)
 
 
 def check_count(what: str, count: int, most: int) -> None:

@@ -17,13 +17,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from . import ids, logs, metrics, spans
+from . import ids, logs, metrics, shared_memory_calls, spans
 from .addresses import LoggedHandshake, bound, tls_error
 from .budget import Budget
 from .endpoints import FAILURES, Endpoints, as_json, telling
 from .errors import NOT_READY, UNAUTHENTICATED
 from .queries import Queries
-from .settings import ServerSettings
+from .shared_memory import Regions
 from .tokens import Tokens
 from .watched import SECONDS, Watched
 
@@ -147,16 +147,14 @@ class _Uvicorn(uvicorn.Server):
 class RestServer:
     """HTTP on one port, from `start` to `drain`."""
 
-    def __init__(
-        self, settings: ServerSettings, repository: "Repository", budget: Budget, tokens: Tokens
-    ) -> None:
+    def __init__(self, repository: "Repository", budget: Budget, tokens: Tokens, regions: Regions) -> None:
         """Bind the port.
 
         Raises:
             AddressError: the port is in use, the host is not this machine's, or TLS cannot be set up.
         """
-        self.settings = settings
-        self._front = Front(_application(settings, repository, budget), tokens)
+        self.settings = settings = repository.settings.server
+        self._front = Front(_application(repository, budget, regions), tokens)
         self.config = self._config()
         self._socket = bound(settings.host, settings.http_port, "--http-port", shared=settings.processes > 1)
         self.port: int = self._socket.getsockname()[1]
@@ -232,8 +230,8 @@ class RestServer:
         return config
 
 
-def _application(settings: ServerSettings, repository: "Repository", budget: Budget) -> Starlette:
-    to, about = Endpoints(settings, repository, budget), Queries(repository)
+def _application(repository: "Repository", budget: Budget, regions: Regions) -> Starlette:
+    to, about = Endpoints(repository, budget, regions), Queries(repository)
     model, control = "/v2/models/{model}", "/v2/repository/models/{model}"
     posts = {
         "/v2/repository/index": to.index,
@@ -258,6 +256,7 @@ def _application(settings: ServerSettings, repository: "Repository", budget: Bud
         gets[f"{path}/stats"] = telling(about.statistics)
     routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
+    routes += shared_memory_calls.routes(regions, to.read_object)
     app = Starlette(routes=routes, exception_handlers=FAILURES)
     app.router.redirect_slashes = False
     return app

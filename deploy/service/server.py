@@ -17,6 +17,7 @@ from .newer_python import Runner, timeout
 from .repository import Repository
 from .rest import RestServer
 from .settings import Control
+from .shared_memory import Regions
 from .tokens import Tokens
 
 _log = logging.getLogger(__name__)
@@ -55,9 +56,10 @@ class Server:
         repository.on_broken = stop.set
         settings = self._settings
         budget, tokens = Budget(settings.share(settings.max_bytes_in_flight)), Tokens(settings)
-        fronts: list[Any] = [RestServer(settings, repository, budget, tokens)]
+        regions = Regions(repository.settings)
+        fronts: list[Any] = [RestServer(repository, budget, tokens, regions)]
         if settings.grpc_port is not None:
-            fronts.append(GrpcServer(settings, repository, budget, tokens))
+            fronts.append(GrpcServer(repository, budget, tokens, regions))
         background: list[asyncio.Task[None]] = []
         try:
             for front in fronts:

@@ -133,6 +133,9 @@ class Policy(Section):
         description="models: settings in a model's own folder may allow_fallback, turn compare_bodies off, "
         "and replace the server's library_sha256",
     )
+    shared_memory: bool = Field(
+        False, description="clients of this machine may send and receive tensors through /dev/shm"
+    )
     max_instances: int = Field(
         8, ge=1, description="the most instances that a model's own folder may ask for"
     )
@@ -179,6 +182,15 @@ class Settings(Section):
     _options: dict[str, Any] = PrivateAttr(
         default_factory=dict
     )  # from the command line, which overrides everything
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Settings":
+        if self.policy.shared_memory and self.server.processes > 1:
+            raise ValueError(
+                f"shared_memory needs processes = 1, not {self.server.processes}: only the process that "
+                "registered a region could use it"
+            )
+        return self
 
     def for_model(self, name: str, *layers: dict[str, Any]) -> ModelSettings:
         """Return the settings of one model. `layers` are of its folder: between [model] and [models.<name>].

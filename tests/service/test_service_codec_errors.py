@@ -86,7 +86,7 @@ BAD_TENSORS = {
     "parameters is a list": (X | {"parameters": [1]}, "parameters must be a JSON object"),
     "shared memory": (
         {"datatype": "FP32", "shape": [2], "parameters": {"shared_memory_region": "r"}},
-        "the extension for shared memory is not served here",
+        "input x: parameter shared_memory_byte_size must be a number of bytes, not None",
     ),
 }
 

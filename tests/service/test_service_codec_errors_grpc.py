@@ -67,7 +67,7 @@ BAD_MESSAGES = {
     ),
     "shared memory": (
         message_with(parameters={"shared_memory_region": pb.InferParameter(string_param="r")}),
-        "the extension for shared memory is not served here",
+        "input x: parameter shared_memory_byte_size must be a number of bytes, not None",
     ),
     "timeout is text": (
         pb.ModelInferRequest(parameters={"timeout": pb.InferParameter(string_param="1")}),
