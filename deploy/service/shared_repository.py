@@ -1,17 +1,20 @@
 """The repository of one process of several. What a client asks of one process, all of them do."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.registry import Collector
+
+from twinop.errors import TwinopError
 
 from . import metrics
 from .errors import NOT_FOUND, NOT_READY, ServiceError
 from .processes import Member, State
 from .repository import Repository
 from .repository import State as VersionState
-from .settings import Settings
+from .settings import Control, Settings
 from .siblings import Answer, Siblings
 
 _WORDS = {State.ENDED: "has ended and is started anew", State.STARTING: "is starting"}
@@ -83,20 +86,40 @@ class SharedRepository(Repository):
     # -------------------------------------------------------------------------------- loading
 
     async def load_all(self) -> None:
-        """Load all models; after a new start what the other processes have, if clients decide that."""
+        """Load all models; after a new start what the other processes have, unless all follow the folder.
+
+        Raises:
+            TwinopError: models cannot be loaded, or the folder has no longer what the other processes have.
+        """
         await self._siblings.listen()
         board = self.member.board
         others = {}
-        if self.is_controlled and any(board.state(number) == State.READY for number in range(board.count)):
+        follows = self.settings.server.control == Control.POLL
+        if not follows and any(board.state(number) == State.READY for number in range(board.count)):
             others = await self._siblings.ask("index", True)
         if others:
-            folders = await self._scanned()
-            for name in {each["name"] for index in others.values() for each in index} & folders.keys():
-                await self._follow(folders[name])
+            await self._load_those(
+                {(each["name"], int(each["version"])) for index in others.values() for each in index}
+            )
             self._loaded = True
         else:
             await super().load_all()
         self._began.set()
+
+    async def _load_those(self, wanted: set[tuple[str, int]]) -> None:
+        """Load these versions of models, whatever else the folder has by now."""
+        folders = await self._scanned()
+        for name, version in sorted(wanted):
+            if name not in folders or version not in folders[name].versions:
+                raise TwinopError(f"model {name} version {version} is served, but gone from {self.root}")
+        for name in sorted({name for name, _ in wanted}):
+            versions = {
+                number: folder
+                for number, folder in folders[name].versions.items()
+                if (name, number) in wanted
+            }
+            if problems := await self._follow(replace(folders[name], versions=versions)):
+                raise TwinopError("\n".join(problems))
 
     def announce(self, **ports: int | None) -> None:
         """Tell the supervisor, which says when all processes are ready."""

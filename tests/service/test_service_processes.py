@@ -159,6 +159,23 @@ def test_clients_load_and_unload_in_all_processes(tmp_path: Path) -> None:
         assert asked("broken/load") == 503 and index()["broken", "1"] == "UNAVAILABLE"
 
 
+def test_one_started_anew_loads_what_the_others_have(tmp_path: Path) -> None:
+    place(tmp_path, "m", scaled(1))
+    with serve(tmp_path, *TWO) as served:
+        place(tmp_path, "m", scaled(2), version=2)
+        place(tmp_path, "later", scaled(1))
+        kill_one(served)
+        wait_until(lambda: readiness(served) == 200, 60)
+        assert all(y_of(served, "m") == [-1, 2, -3, 4] for _ in range(MANY))
+        assert statuses(served, "later") == {404}
+        (tmp_path / "m" / "1" / "model.onnx").rename(tmp_path / "model.onnx")
+        kill_one(served)
+        said = "is started anew: model m version 1 is served, but gone from"
+        wait_until(lambda: any(said in line["message"] for line in served.log))
+        (tmp_path / "model.onnx").rename(tmp_path / "m" / "1" / "model.onnx")
+        wait_until(lambda: readiness(served) == 200, 60)
+
+
 def test_sigterm_lets_all_answer(tmp_path: Path) -> None:
     place(tmp_path, "slow", slow(1000))
     with serve(tmp_path, *TWO) as served:
