@@ -228,10 +228,11 @@ class _Front:
             if fits := held.fits(most):
                 held.add(most)
             else:
-                limit.reschedule(0)
+                limit.reschedule(loop.time() + MOMENT_SECONDS)  # it may be here, and the loop was busy
 
+        loop = asyncio.get_running_loop()
         await self._reading.acquire()
-        holding = asyncio.get_running_loop().call_later(MOMENT_SECONDS, hold)
+        holding = loop.call_later(MOMENT_SECONDS, hold)
         try:
             async with timeout(seconds) as limit:
                 data: Any = await context.read()
