@@ -61,7 +61,7 @@ def _line(loaded: Any) -> str:
     parts = [f"runs on {loaded.device} ({loaded.reason})"]
     if loaded.library is not None:
         parts.append(f"{', '.join(loaded.custom_nodes)} from {loaded.library.path}")
-        parts.append(f"SHA-256 {loaded.library_sha256}")
+        parts.append(f"SHA-256 {loaded.library.copy.sha256}")
         parts.append(f"difference from the function bodies: {loaded.difference or 'not compared'}")
     if loaded.body_nodes:
         parts.append(f"on function bodies: {', '.join(loaded.body_nodes)}")

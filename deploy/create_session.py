@@ -133,7 +133,6 @@ def open_session(
         inner,
         model,
         libraries=libraries,
-        checksums=[library.copy.sha256 for library in libraries],
         device=device,
         reason=reason,
         stream=stream,

@@ -121,7 +121,6 @@ def preload() -> None:
 
 
 def has_gpu() -> bool:
-    """Returns whether this process sees a GPU."""
     return device_count()[0] > 0
 
 

@@ -33,12 +33,10 @@ class CustomNode:
 
     @property
     def op_type(self) -> str:
-        """The type of the node, such as "CustomRelu"."""
         return self.proto.op_type
 
     @property
     def domain(self) -> str:
-        """The domain of the node's op."""
         return self.proto.domain
 
     @property
@@ -73,7 +71,6 @@ class Model:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The model's own metadata."""
         return {entry.key: entry.value for entry in self.proto.metadata_props}
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from twinop.dtypes import dtype_name, element_type, is_foreign_to_numpy
-from twinop.library import Library
 
 from .custom_nodes import Model
 from .errors import FeedError, RunError
 from .node_providers import NodeRun, Profile
+from .registration import SealedLibrary
 from .tensor_specs import Spec, kind_of, require_all, unknown_name, wrong_arguments
 
 
@@ -38,8 +38,7 @@ class Session:
         inner: Any,
         model: Model,
         *,
-        libraries: Sequence[Library],
-        checksums: Sequence[str],
+        libraries: Sequence[SealedLibrary],
         device: int | None,
         reason: str,
         stream: Any = None,
@@ -51,7 +50,7 @@ class Session:
         self.ort = inner
         self.libraries = list(libraries)
         self.library = self.libraries[0] if self.libraries else None
-        self.checksums = list(checksums)
+        self.checksums = [library.copy.sha256 for library in libraries]
         self.device = "cpu" if device is None else f"cuda:{device}"
         self.reason = reason
         self.stream = stream

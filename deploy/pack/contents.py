@@ -48,7 +48,6 @@ class Contents:
 
     @property
     def library_sha256(self) -> str | None:
-        """The SHA-256 of the library's file."""
         return checksum(self.library.path) if self.library is not None else None
 
 

@@ -58,7 +58,6 @@ class Member:
         return True
 
     def expire(self) -> None:
-        """Answer that the request's time is over."""
         self.fail(ServiceError(DEADLINE, "the request's time was over before it was answered"))
 
     def fail(self, error: ServiceError) -> None:

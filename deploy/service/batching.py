@@ -62,12 +62,10 @@ class Batcher:
 
     @property
     def queued(self) -> int:
-        """The number of waiting requests."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """The number of busy instances."""
         return self._instances - len(self._idle)
 
     async def submit(self, request: Request, outputs: tuple[str, ...]) -> Result:

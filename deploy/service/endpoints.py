@@ -115,7 +115,6 @@ class Endpoints:
         return self._budget.request(int(request.headers.get("content-length", self._limit.bytes)))
 
     async def metrics(self, request: Request) -> Response:
-        """Return Prometheus's metrics."""
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
         found = encode(await self._repository.metrics())
         return Response(found, headers={"content-type": content_type})
@@ -129,7 +128,6 @@ class Endpoints:
         return as_json(await self._repository.index(ready))
 
     async def load(self, request: Request) -> Response:
-        """Load a model (repository extension)."""
         parameters = (await self.read_object(request)).get("parameters") or {}
         if parameters:
             raise invalid("a model is loaded from its folder as it is: parameters are not taken")
@@ -138,7 +136,6 @@ class Endpoints:
         return as_json({"name": model, "load": True})
 
     async def unload(self, request: Request) -> Response:
-        """Unload a model (repository extension)."""
         model = request.path_params["model"]
         await self._repository.unload_by_request(model)
         return as_json({"name": model, "unload": True})

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from twinop.library import Library
-
+from ..registration import SealedLibrary
 from ..tensor_specs import Spec
 from .datatypes import datatype_of
 from .instance import Instance, without_paths
@@ -38,11 +37,10 @@ class LoadedModel:
     instances: list[Instance]
     device: str
     reason: str
-    library: Library | None
+    library: SealedLibrary | None
     fallback: str | None
     custom_nodes: tuple[str, ...]
     body_nodes: tuple[str, ...]
-    library_sha256: str | None = None
     difference: str | None = None
     load_seconds: float = 0.0
     steady: bool = False
@@ -64,7 +62,7 @@ class LoadedModel:
         if self.library is not None:
             parameters["library"] = self.library.path.name
             parameters["library_version"] = self.library.version
-            parameters["library_sha256"] = self.library_sha256 or ""
+            parameters["library_sha256"] = self.library.copy.sha256
         return {
             "inputs": [_described(spec) for spec in self.inputs.values()],
             "outputs": [_described(spec) for spec in self.outputs.values()],

@@ -97,7 +97,6 @@ def _load(
         _counted(node.op_type for node in model.nodes if node.op_type not in records),
     )
     loaded.steady = _is_steady(model, inputs)
-    loaded.library_sha256 = first.checksums[0] if first.checksums else None
     _log_provider(loaded)
     _try(model, loaded, choice, len(sessions))
     return loaded

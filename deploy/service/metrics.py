@@ -52,7 +52,6 @@ _owners: Tally[tuple[str, str]] = Tally()  # two while a version is being reload
 
 
 def loaded(ok: bool) -> None:
-    """Count a load, or a failed one."""
     LOADS.labels("ok" if ok else "failed").inc()
 
 
@@ -158,7 +157,6 @@ class ModelMetrics:
         FALLBACK.labels(*self._labels).set(fallback)
 
     def started(self) -> None:
-        """Count a request that was accepted."""
         self.in_flight += 1
 
     def answered(self, result: Result, seconds: float) -> None:
@@ -169,7 +167,6 @@ class ModelMetrics:
         self._queue_seconds.observe(result.queue_seconds)
 
     def failed(self, failure: Failure) -> None:
-        """Count a failed request."""
         self.in_flight -= 1
         self._requests.inc()
         if failure.reason not in self._failures:

@@ -49,7 +49,6 @@ class Board:
         self._memory = mmap.mmap(-1, count * _BYTES)
 
     def state(self, number: int) -> State:
-        """Return the state of a process."""
         return State(self._memory[number * _BYTES])
 
     def reason(self, number: int) -> str:
@@ -58,7 +57,6 @@ class Board:
         return said.rstrip(b"\0").decode(errors="replace")
 
     def set(self, number: int, state: State, reason: str = "") -> None:
-        """Set the state of a process."""
         said = bytes([state]) + reason.encode()[: _BYTES - 1]
         self._memory[number * _BYTES : (number + 1) * _BYTES] = said.ljust(_BYTES, b"\0")
 

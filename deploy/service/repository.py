@@ -97,7 +97,6 @@ class Repository:
         return await self.find(request.model, request.version).answer(request)
 
     async def metrics(self) -> Collector:
-        """Return what Prometheus is told."""
         return REGISTRY
 
     def metrics_of(self, name: str, version: str) -> ModelMetrics | None:

@@ -25,11 +25,9 @@ class RunLimit:
         self.begin()
 
     def begin(self) -> None:
-        """Note that a run begins now."""
         self._began = time.monotonic()
 
     def stop(self) -> None:
-        """Watch no longer."""
         self._timer.cancel()
 
     def _check(self) -> None:

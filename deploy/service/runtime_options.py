@@ -21,7 +21,6 @@ class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def given(self) -> dict[str, Any]:
-        """Return the options that are set."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -98,8 +97,6 @@ class TensorrtOptions(_Options):
 
 
 class ProviderOptions(_Options):
-    """The providers that have options."""
-
     cuda: CudaOptions = CudaOptions()
     tensorrt: TensorrtOptions = TensorrtOptions()
 

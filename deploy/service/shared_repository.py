@@ -131,7 +131,6 @@ class SharedRepository(Repository):
         await self._siblings.ask("load", name)
 
     async def unload_by_request(self, name: str) -> None:
-        """Unload a model for a client in all processes."""
         self.require_explicit()
         was_here = await self._unload_here(name)
         elsewhere = await self._siblings.ask("unload", name)

@@ -27,7 +27,6 @@ class Siblings:
         self._answers = answers
 
     async def listen(self) -> None:
-        """Begin to answer."""
         address = self._member.address(self._member.number)
         self._server = await asyncio.start_unix_server(self._answer, address)
 
