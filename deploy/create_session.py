@@ -23,6 +23,7 @@ from .registration import SealedLibrary, register
 
 _OLDEST = (1, 18)  # the C API that the libraries are compiled for
 _CPU = "CPUExecutionProvider"
+PROVIDERS: dict[str, "list[Provider] | None"] = {"auto": None, "cpu": [_CPU], "cuda": [cuda.CUDA, _CPU]}
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 Provider = str | tuple[str, dict[str, Any]]
 

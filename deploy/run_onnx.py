@@ -5,7 +5,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 if __name__ == "__main__":  # as a script: import from the root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -21,8 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from twinop.console import clear_errors, out, run_alone
-from twinop.deploy.create_session import session
-from twinop.deploy.cuda import CUDA
+from twinop.deploy.create_session import PROVIDERS, Provider, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError
 from twinop.deploy.inference_session import Session
@@ -31,7 +30,6 @@ from twinop.deploy.node_providers import NodeRun
 from twinop.deploy.tensor_specs import Spec
 from twinop.dtypes import to_tensor
 
-_PROVIDERS = {"auto": None, "cpu": ["CPUExecutionProvider"], "cuda": [CUDA, "CPUExecutionProvider"]}
 _MANY = 40  # in larger models built-in nodes are counted instead of listed
 _DYNAMIC_SIZE = 4
 
@@ -39,7 +37,8 @@ _DYNAMIC_SIZE = 4
 def main(
     model: Annotated[Path, typer.Argument(help="The .onnx file.", show_default=False)],
     provider: Annotated[
-        str, typer.Option(help="auto (CUDA where it works), cpu, or cuda (CUDA or an error).")
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="auto: CUDA where it works. cuda: CUDA or an error."),
     ] = "auto",
     library: Annotated[
         list[Path] | None,
@@ -77,9 +76,7 @@ def main(
 
 
 def _run(path: Path, provider: str, library: list[Path] | None, shapes: list[str], seed: int) -> bool:
-    if provider not in _PROVIDERS:
-        raise FeedError(f"--provider {provider}: expected {', '.join(_PROVIDERS)}")
-    opened = session(path, _PROVIDERS[provider], library, profile=True)
+    opened = session(path, PROVIDERS[provider], library, profile=True)
     out.print(f"{path}: {_library_text(opened)}", markup=False, highlight=False)
     out.print(f"runs on {opened.device} ({opened.reason})", markup=False, highlight=False)
     feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)
@@ -92,7 +89,7 @@ def _run(path: Path, provider: str, library: list[Path] | None, shapes: list[str
     if importlib.util.find_spec("torch") is None:
         out.print("torch is not installed: nothing to compare with")
         return True
-    comparisons = _compare_with_torch(opened, observed, feeds, _PROVIDERS[provider], path.parent)
+    comparisons = _compare_with_torch(opened, observed, feeds, PROVIDERS[provider], path.parent)
     out.print(_parity_table(comparisons, ran))
     return all(each.equal is not False for each in comparisons)
 
@@ -101,7 +98,7 @@ def _compare_with_torch(
     opened: Session,
     observed: onnx.ModelProto,
     feeds: dict[str, np.ndarray],
-    providers: list[str] | None,
+    providers: list[Provider] | None,
     folder: Path,
 ) -> list[Comparison]:
     from twinop import torch_op

@@ -11,8 +11,8 @@ from typing import Any
 
 from twinop.errors import LibraryError, TwinopError
 
-from ..create_session import Choice, choose_providers, open_session
-from ..cuda import CUDA, has_gpu
+from ..create_session import PROVIDERS, Choice, choose_providers, open_session
+from ..cuda import has_gpu
 from ..custom_nodes import Model, custom_nodes, load_model
 from ..errors import ModelError, RunError
 from ..inference_session import Session
@@ -32,8 +32,6 @@ from .trial import compared, joined_differently, make_trial, missing_kernel, war
 
 _log = logging.getLogger(__name__)
 
-_CPU = "CPUExecutionProvider"
-_PROVIDERS = {Provider.AUTO: None, Provider.CPU: [_CPU], Provider.CUDA: [CUDA, _CPU]}
 _STRICT = Policy()
 _QUIET = 4  # severity "fatal" only: ONNX Runtime's errors arrive as exceptions
 
@@ -134,7 +132,7 @@ def _open(
 ) -> tuple[Choice, list[Session]]:
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
     libraries = [library] if library is not None else []
-    choice = choose_providers(_PROVIDERS[settings.provider], libraries, uses_torch=False)
+    choice = choose_providers(PROVIDERS[settings.provider], libraries, uses_torch=False)
     if settings.provider_options.model_fields_set and choice.device is not None:
         choice = replace(choice, providers=with_options(choice.providers, settings.provider_options))
 

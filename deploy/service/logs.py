@@ -6,10 +6,10 @@ The C++ messages of ONNX Runtime and gRPC do not pass through here: they stay pl
 import json
 import logging
 import logging.config
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import datetime, timezone
 from types import MappingProxyType
 from typing import Any
 
@@ -82,8 +82,9 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line for a record."""
+        made = datetime.fromtimestamp(record.created, timezone.utc)
         line: dict[str, Any] = {
-            "time": _timestamp(record.created),
+            "time": made.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -101,8 +102,3 @@ class JsonFormatter(logging.Formatter):
         if record.stack_info:
             line["stack"] = record.stack_info
         return json.dumps(line, default=str)  # ASCII only: no character can end the line early
-
-
-def _timestamp(seconds: float) -> str:
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"

@@ -137,10 +137,14 @@ def test_inputs_of_all_kinds(tmp_path: Path) -> None:
     assert "a_: int64[2, 5]" in result.output and "b_: bool[2, 4]" in result.output, "N has one size"
 
 
+def test_a_provider_that_is_none(tmp_path: Path) -> None:
+    result = run_command(make_model("CustomRelu"), tmp_path, "--provider", "gpu")
+    assert result.exit_code == 2 and "'gpu' is not one of 'auto', 'cpu', 'cuda'" in result.output
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--provider", "gpu"], "--provider gpu: expected auto, cpu, cuda"),
         (["--shape", "x=a"], "--shape x=a: expected NAME=SIZE,SIZE such as x=2,3"),
         (["--shape", "z=1"], "--shape z=1: the model has no input 'z'; it has: x"),
         (["--shape", "x=-1,4"], "--shape x=-1,4: a size is negative"),
