@@ -106,6 +106,11 @@ struct Grid {
   bool is_dependent = false;  // PDL: the kernel begins with WaitForPreviousKernel()
 };
 
+// Blocks of `threads` threads, one thread for each of `count` elements.
+inline Grid GridOver(std::int64_t count, int threads) {
+  return {(count + threads - 1) / threads, dim3(static_cast<unsigned>(threads))};
+}
+
 inline Grid Dependent(Grid grid) {
   grid.is_dependent = true;
   return grid;
@@ -169,6 +174,8 @@ class LaunchConfig {
 template <class... Parameters, class... Arguments>
 Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call& call,
                     const Arguments&... arguments) {
+  static_assert(sizeof...(Parameters) == sizeof...(Arguments),
+                "the kernel has another number of parameters than LaunchKernel got arguments");
   if (grid.blocks > INT32_MAX)
     return Status::Error("the tensor is too large for one kernel launch");
   LaunchConfig launch(grid, static_cast<cudaStream_t>(call.context->stream));

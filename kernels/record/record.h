@@ -160,14 +160,18 @@ struct Record {
   constexpr Record elementwise() const { return With(&Record::is_elementwise, true); }
   constexpr Record cpu(twinop_launch launch) const { return With(&Record::cpu_launch, launch); }
   constexpr Record cuda(twinop_launch launch) const { return With(&Record::cuda_launch, launch); }
-  // The launcher needs kBytes(call) bytes of scratch memory. The number depends on the shapes of
-  // the inputs and on the attributes only. kBytes takes the call as a launcher does.
+  // The launcher needs kBytes bytes of scratch memory, or kBytes(call), a number that depends on
+  // the shapes of the inputs and on the attributes only. The function takes the call as a launcher
+  // does.
   template <auto kBytes>
   constexpr Record scratch() const {
     Record copy = *this;
     copy.scratch_size = [](const twinop_call* call, std::int64_t* bytes, twinop_error* error) {
       return AtBoundary(error, [=] {
-        *bytes = Invoke(kBytes, FromC(call));
+        if constexpr (std::is_integral_v<decltype(kBytes)>)
+          *bytes = static_cast<std::int64_t>(kBytes);
+        else
+          *bytes = Invoke(kBytes, FromC(call));
         return Status();
       });
     };

@@ -24,8 +24,9 @@
 //             Both compilers compile it. Code that differs between the devices stands in
 //             `#if defined(__CUDACC__)`.
 //
-// TWINOP_CPU_OP registers an op without a CUDA kernel. The macros of kernels/elementwise.h and
-// kernels/rowwise.h derive the launcher from a functor.
+// TWINOP_CPU_OP registers an op without a CUDA kernel, TWINOP_CUDA_OP one without a CPU kernel,
+// whose launcher only nvcc compiles. The macros of kernels/elementwise.h and kernels/rowwise.h
+// derive the launcher from a functor; kernels/kernel.h has what other launchers need.
 #define TWINOP_RECORD(id, record)                                                                \
   namespace id##_op {                                                                            \
     struct Op;                                                                                   \
@@ -52,6 +53,7 @@
     }                                                                               \
     template Status LaunchOnCuda<InThisPart(#id)>(const twinop_call* call);         \
   }
+#define TWINOP_CUDA_OP TWINOP_OP
 #define TWINOP_CPU_OP(id, record, ...)
 #else
 #if defined(TWINOP_WITH_CUDA)
@@ -59,27 +61,43 @@
 #else
 #define TWINOP_CUDA_LAUNCHER nullptr
 #endif
-#define TWINOP_OP(id, record, ...)                \
-  TWINOP_RECORD(id, record)                       \
+#define TWINOP_OP(id, record, ...)      \
+  TWINOP_RECORD(id, record)             \
+  TWINOP_LAUNCH_ON_CUDA(id)             \
+  TWINOP_LAUNCH_ON_CPU(id, __VA_ARGS__) \
+  TWINOP_ENTRY(id, LaunchOnCpu, TWINOP_CUDA_LAUNCHER)
+#define TWINOP_CPU_OP(id, record, ...)  \
+  TWINOP_RECORD(id, record)             \
+  TWINOP_LAUNCH_ON_CPU(id, __VA_ARGS__) \
+  TWINOP_ENTRY(id, LaunchOnCpu, nullptr)
+#define TWINOP_CUDA_OP(id, record, ...) \
+  TWINOP_RECORD(id, record)             \
+  TWINOP_LAUNCH_ON_CUDA(id)             \
+  TWINOP_ENTRY(id, nullptr, TWINOP_CUDA_LAUNCHER)
+#define TWINOP_LAUNCH_ON_CUDA(id)                 \
   namespace id##_op {                             \
     template <bool kHere>                         \
     Status LaunchOnCuda(const twinop_call* call); \
-  }                                               \
-  TWINOP_ENTRY(id, TWINOP_CUDA_LAUNCHER, __VA_ARGS__)
-#define TWINOP_CPU_OP(id, record, ...) \
-  TWINOP_RECORD(id, record)            \
-  TWINOP_ENTRY(id, nullptr, __VA_ARGS__)
-#define TWINOP_ENTRY(id, cuda_launcher, ...)                                                      \
-  namespace id##_op {                                                                             \
-    inline Status LaunchOnCpu(const twinop_call* call) {                                          \
-      return __VA_ARGS__(NamedCall<Op>(FromC(call)));                                             \
-    }                                                                                             \
-    constexpr Record kEntry = kRecord.cpu(CLaunch<LaunchOnCpu>()).cuda(CLaunch<cuda_launcher>()); \
-    static_assert(Validate(kEntry));                                                              \
-    constexpr JsonWriter kJson = WriteJson(kEntry);                                               \
-    [[gnu::section(".twinop"), gnu::used]] constexpr auto kText = CutJson<kJson.size()>(kJson);   \
-    constexpr twinop_op kOp = OpOf(kEntry);                                                       \
-    [[gnu::section("twinop_ops"), gnu::used]] const twinop_op* const kPlace = &kOp;               \
+  }
+#define TWINOP_LAUNCH_ON_CPU(id, ...)                                                \
+  namespace id##_op {                                                                \
+    constexpr auto kLauncher = [](const auto& call) -> decltype(__VA_ARGS__(call)) { \
+      return __VA_ARGS__(call);                                                      \
+    };                                                                               \
+    inline Status LaunchOnCpu(const twinop_call* call) {                             \
+      return CallLauncher(kLauncher, NamedCall<Op>(FromC(call)));                    \
+    }                                                                                \
+  }
+#define TWINOP_ENTRY(id, cpu_launcher, cuda_launcher)                                              \
+  namespace id##_op {                                                                              \
+    constexpr Record kEntry = kRecord.cpu(CLaunch<cpu_launcher>()).cuda(CLaunch<cuda_launcher>()); \
+    static_assert(kEntry.cpu_launch != nullptr || kEntry.cuda_launch != nullptr,                   \
+                  "a TWINOP_CUDA_OP has no kernel in a build without CUDA: nvcc is missing");      \
+    static_assert(Validate(kEntry));                                                               \
+    constexpr JsonWriter kJson = WriteJson(kEntry);                                                \
+    [[gnu::section(".twinop"), gnu::used]] constexpr auto kText = CutJson<kJson.size()>(kJson);    \
+    constexpr twinop_op kOp = OpOf(kEntry);                                                        \
+    [[gnu::section("twinop_ops"), gnu::used]] const twinop_op* const kPlace = &kOp;                \
   }
 #endif
 
@@ -97,6 +115,19 @@ constexpr bool InThisPart([[maybe_unused]] std::string_view op) {
 #else
   return true;
 #endif
+}
+
+template <class Function, class Op>
+Status CallLauncher(const Function& launcher, const CallOf<Op>& call) {
+  constexpr bool kFits = std::is_invocable_r_v<Status, const Function&, const CallOf<Op>&>;
+  static_assert(kFits,
+                "a launcher is `template <class Op> Status Launch(const CallOf<Op>& call)`, or a "
+                "function of `const Call&`");
+  if constexpr (kFits) {
+    return launcher(call);
+  } else {
+    return {};
+  }
 }
 
 // A launcher as a C function, or null.

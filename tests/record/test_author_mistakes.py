@@ -35,6 +35,25 @@ struct Normalize : rowwise::Defaults {
 TWINOP_ROWWISE(normalize, Normalize, Record("normalize(Tensor x) -> Tensor").rows("-1"))
 }  // namespace twinop
 """
+KERNEL = """
+#include "twinop/kernel.h"
+namespace twinop {
+template <class Op>
+Status LaunchNonzero(const CallOf<Op>& call) {
+  auto* count = OutputData<std::int64_t>(call, "count"_name);
+  auto* partial = Scratch<std::int64_t>(call);
+  return Dispatch<float, Half>(InputOf(call, "x"_name).dtype, [&](auto tag) {
+    const auto* x = InputData<typename decltype(tag)::Type>(call, "x"_name);
+    *count = *partial = x != nullptr;
+    return Status();
+  });
+}
+TWINOP_OP(nonzero,
+          Record("nonzero(Tensor x) -> Tensor count")
+              .dtypes("float32 count=int64; float16 count=int64").shapes("count = []").scratch<8>(),
+          LaunchNonzero)
+}  // namespace twinop
+"""
 TWO_SUMS = (
     ("One Term(rowwise::Phase<0>, One& x, const None&) const { return x; }",
      "rowwise::Values<T, 2> Term(rowwise::Phase<0>, One& x, const None&) const { return {x[0], x[0]}; }"),
@@ -61,6 +80,20 @@ MISTAKES = [
         [(" Result(", " Results(")],
         "Result(const Values<T, rows>&, const Values<T, columns>&) const`",
     ),
+    (
+        KERNEL,
+        [('Data<std::int64_t>(call, "count"', 'Data<std::int32_t>(call, "count"')],
+        "dtypes do not have",
+    ),
+    (KERNEL, [("Dispatch<float, Half>", "Dispatch<float, double>")], "do not have this type for the input"),
+    (KERNEL, [("Dispatch<float, Half>", "Dispatch<float, char*>")], "Dispatch lists element types: float"),
+    (KERNEL, [('(call, "count"_name)', '(call, "y"_name)')], "the op's schema has no output of this name"),
+    (KERNEL, [(".scratch<8>()", "")], "the op's record says no scratch<...>(), so the call has no scratch"),
+    (
+        KERNEL,
+        [("LaunchNonzero)\n}", "Tag<int>)\n}")],
+        "a launcher is `template <class Op> Status Launch(const CallOf<Op>& call)`",
+    ),
     (ROWWISE, TWO_SUMS, "a functor without column inputs sums one term in each phase"),
 ]
 
@@ -80,7 +113,7 @@ def compile_errors(source: str) -> list[str]:
     return [line for line in done.stderr.splitlines() if "error:" in line]
 
 
-@pytest.mark.parametrize("source", [ELEMENTWISE, ROWWISE], ids=["elementwise", "row-wise"])
+@pytest.mark.parametrize("source", [ELEMENTWISE, ROWWISE, KERNEL], ids=["elementwise", "row-wise", "kernel"])
 def test_the_right_op_compiles(source: str) -> None:
     assert compile_errors(source) == []
 
