@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from twinop.dtypes import dtype_name
 from twinop.errors import ExportError
 from twinop.op_schema import default_of
 from twinop.record import Record
@@ -60,7 +61,8 @@ def evaluate_body(
     body.check(record)
     first = inputs[0]
     assert first is not None
-    compute = torch.float32 if first.dtype.itemsize == 2 else first.dtype
+    floating = [tensor.dtype for tensor in inputs if tensor is not None and tensor.is_floating_point()]
+    compute = reduce(torch.promote_types, floating, torch.float32 if floating else first.dtype)
     given = {entry.name: default_of(entry) for entry in record.attributes} | dict(attributes or {})
     named = {}
     for entry in record.attributes:
@@ -69,11 +71,14 @@ def evaluate_body(
             value = torch.tensor(value, dtype=torch.float32).item()
         named[entry.name] = AttributeValue(tuple(value) if entry.kind == "int[]" else value)
     op = (ops or TorchOps)(record, compute, stored or first.dtype)
-    wide = [None if tensor is None else op.input(tensor.to(compute)) for tensor in inputs]
+    wide = [
+        None if tensor is None else op.input(tensor.to(compute) if tensor.is_floating_point() else tensor)
+        for tensor in inputs
+    ]
     results = body.build(op, *wide, **named)
     results = results if isinstance(results, tuple) else (results,)
-    if compute != first.dtype:
-        return tuple(result.to(first.dtype) for result in results)
+    if compute != first.dtype and first.is_floating_point():
+        return tuple(result.to(first.dtype) if result.is_floating_point() else result for result in results)
     return results
 
 
@@ -180,12 +185,18 @@ def _variadic(function):
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
+    "Cast": lambda x, *, to: x.to(getattr(torch, dtype_name(to))),
     "CastLike": lambda x, like: x.to(like.dtype),
     "Clip": lambda x, low=None, high=None: x if low is high is None else x.clamp(low, high),
     "Concat": lambda *tensors, axis: torch.cat(tensors, axis),
     "Div": lambda a, b: torch.div(a, b, rounding_mode=None if a.is_floating_point() else "trunc"),
     "Equal": lambda a, b: torch.tensor(a == b) if isinstance(a, str) else torch.eq(a, b),
     "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, _ints(shape))),
+    "Gather": lambda x, indices, *, axis=0: (
+        x.index_select(axis, indices.reshape(-1)).unflatten(axis, indices.shape)
+        if indices.ndim
+        else x.select(axis, int(indices))
+    ),
     "GreaterOrEqual": torch.ge,
     "Identity": lambda x: x,
     "LeakyRelu": lambda x, *, alpha=0.01: F.leaky_relu(x, alpha),

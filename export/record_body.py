@@ -168,9 +168,12 @@ def trace(body: Body, calls: Sequence[Call], opset: int) -> ir.Function:
         arguments: list[ir.Value | None] = []
         for value in inputs:
             found = dtypes[str(value.name)]
+            floats = {ONNX_TYPES[dtype] for dtype in found.intersection(FLOATING)}
             if value.name not in calls[0].inputs:
                 arguments.append(None)
-            elif found.intersection(FLOATING) and {ONNX_TYPES[dtype] for dtype in found} != {compute}:
+            elif floats and floats != {compute}:
+                if found.difference(FLOATING):  # a cast could change an integer
+                    raise _mixed_error(record, str(value.name), found)
                 arguments.append(ops.computed(value))
             else:
                 arguments.append(value)
@@ -220,9 +223,13 @@ def _as_output(
     for like in inputs:
         if all(like.name in call.inputs and call.dtypes[like.name] == call.dtypes[name] for call in calls):
             return builder.CastLike(value, like)
-    raise ExportError(
-        f"the calls of {calls[0].record.onnx_name} want {name} as {', '.join(sorted(dtypes))}, and no input "
-        "has always the same dtype: one body cannot serve them. Use one dtype in the model"
+    raise _mixed_error(calls[0].record, name, dtypes)
+
+
+def _mixed_error(record: Record, name: str, dtypes: set[str]) -> ExportError:
+    return ExportError(
+        f"the calls of {record.onnx_name} want {name} as {', '.join(sorted(dtypes))}: one body cannot serve "
+        "them. Use one dtype in the model, or export without bodies (bodies=False, --no-bodies)"
     )
 
 

@@ -103,6 +103,9 @@ def _torchscript(source: Source) -> ir.Model:
         verbose=False,
     )
     model = ir.load(path)
+    for record in source.records.values():
+        if record.domain in model.graph.opset_imports:  # torch writes version 1 of every domain
+            model.graph.opset_imports[record.domain] = record.domain_version
     _remove_wrapper_name(model)
     if source.opset > _TORCHSCRIPT_OPSET:
         version_converter.convert_version(model, source.opset)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from twinop import torch_op
-from twinop.errors import ExportError
 from twinop.op_schema import Dims, infer_outputs
 from twinop.record import Record
 from twinop.shapes import Unknown
@@ -39,13 +38,10 @@ def _symbolic(record: Record) -> Callable[..., Any]:
     signature = signature_of(record)
 
     def symbolic(g: Any, *values: Any) -> Any:
-        if record.has_repeated_input:
-            raise ExportError(
-                f"{record.qualified_name} takes a list of tensors, which only the dynamo exporter exports: "
-                'pass exporter="dynamo"'
-            )
         arguments = signature.bind(*values).arguments  # the tracer passes all of them, in schema order
         tensors = [arguments[name] for name in inputs]
+        if record.has_repeated_input:
+            tensors[-1:] = torch.onnx.symbolic_helper._unpack_list(tensors[-1])
         tensors = [None if value is None or value.node().mustBeNone() else value for value in tensors]
         attributes = {entry.name: onnx_value(entry, arguments[entry.name]) for entry in record.attributes}
         written = {
@@ -58,7 +54,7 @@ def _symbolic(record: Record) -> Callable[..., Any]:
             **written,
             outputs=len(record.outputs),
         )
-        _set_types(record, dict(zip(inputs, tensors, strict=True)), attributes, outputs)
+        _set_types(record, dict(zip(inputs, tensors, strict=False)), attributes, outputs)
         return outputs
 
     # `parse_args` goes by the signature: it converts as many values as there are names.

@@ -45,6 +45,12 @@ def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
     return tensors
 
 
+def empty_list_error(record: Record) -> RecordError:
+    """Makes the error for an empty `Tensor[]`, by which torch's dispatcher cannot choose a kernel."""
+    last = record.inputs[-1].name
+    return RecordError(f"{record.qualified_name}: {last} is an empty list; it must have at least one tensor")
+
+
 def numbers_as_tensors(
     record: Record, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from twinop.errors import RecordError
 from twinop.record import DOMAIN, Record
 
-from .arguments import bind, numbers_as_tensors, signature_of, tensors_of
+from .arguments import bind, empty_list_error, numbers_as_tensors, signature_of, tensors_of
 from .formulas import Formulas
 
 
@@ -95,6 +95,8 @@ def make_function(
     def function(*args: Any, **kwargs: Any) -> Any:
         if record.broadcasts:
             return call(*numbers_as_tensors(record, signature, args, kwargs))
+        if record.has_repeated_input and not bind(signature, args, kwargs)[record.inputs[-1].name]:
+            raise empty_list_error(record)
         return call(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from twinop.record import DOMAIN, Record
 
 from .autograd import make_function
 from .formulas import check_formulas
-from .rules import autocast_rule, fake_rule, refuse, refuse_empty_list, vmap_rule
+from .rules import autocast_rule, fake_rule, refuse, vmap_rule
 
 Function = Callable[..., Any]
 
@@ -183,7 +183,5 @@ def _derive(record: Record) -> None:
     if record.autocast == "widest":
         for device in ("CPU", "CUDA"):
             library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")
-    if record.has_repeated_input:
-        library.impl(record.name, refuse_empty_list(record), "Undefined")
     for key, kind in _FOREIGN_KEYS.items():
         library.impl(record.name, refuse(record, kind), key)

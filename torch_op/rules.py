@@ -10,7 +10,7 @@ from twinop.call_checks import check_attributes, check_shapes, describe, infer_s
 from twinop.errors import RecordError
 from twinop.record import Record
 
-from .arguments import bind, signature_of
+from .arguments import bind, empty_list_error, signature_of
 
 Rule = Callable[..., Any]
 
@@ -72,21 +72,9 @@ def _take_repeated(record: Record, tensors: dict[str, Any]) -> list[torch.Tensor
         return []
     last = record.inputs[-1].name
     if not tensors[last]:
-        refuse_empty_list(record)()
+        raise empty_list_error(record)
     tensors[last], *more = tensors[last]
     return more
-
-
-def refuse_empty_list(record: Record) -> Rule:
-    """Returns the rule for an empty `Tensor[]`, by which torch's dispatcher cannot choose a kernel."""
-
-    def rule(*args: Any, **kwargs: Any) -> Any:
-        last = record.inputs[-1].name
-        raise RecordError(
-            f"{record.qualified_name}: {last} is an empty list; it must have at least one tensor"
-        )
-
-    return rule
 
 
 def _elementwise_output(

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from abi_files import CPU, FLOAT, INT8, INT32, INT64, X, in_torch, model
-from onnx import helper
+from onnx import TensorProto, helper
 
 from twinop import deploy
 from twinop.library import find_library
@@ -19,13 +19,18 @@ def abi() -> Path:
     return find_library("test_abi")
 
 
+CUDA = pytest.param(["CUDAExecutionProvider"], marks=pytest.mark.cuda)
+on_each_device = pytest.mark.parametrize("providers", [CPU, CUDA], ids=["cpu", "cuda"])
+
+
+@on_each_device
 @pytest.mark.parametrize("constant", [True, False])
-def test_state_sees_constant_inputs(constant: bool, abi: Path) -> None:
+def test_state_sees_constant_inputs(constant: bool, providers: list[str], abi: Path) -> None:
     weight = np.array([1, 2, 3], np.float32)
     node = helper.make_node("CustomPacked", ["x", "w"], ["y", "p"], "packed", domain="test.abi", n=2)
     inputs = {"x": FLOAT} | ({} if constant else {"w": FLOAT})
     graph = model([node], inputs, {"y": FLOAT, "p": INT64}, {"w": weight} if constant else {}, test__abi=2)
-    opened = deploy.session(graph, CPU, abi)
+    opened = deploy.session(graph, providers, abi)
     for _ in range(2):
         found = opened.run({"x": X} if constant else {"x": X, "w": weight})
         np.testing.assert_array_equal(found["y"], 2 * weight * X)
@@ -41,22 +46,58 @@ def test_a_state_that_cannot_be_made(abi: Path) -> None:
         deploy.session(graph, CPU, abi)
 
 
+@on_each_device
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_a_repeated_input(count: int, abi: Path) -> None:
+def test_a_repeated_input(count: int, providers: list[str], abi: Path) -> None:
     names = [f"x{k}" for k in range(count)]
     node = helper.make_node("CustomTotal", names, ["y"], domain="test.abi")
     graph = model([node], dict.fromkeys(names, INT32), {"y": INT32}, test__abi=2)
     feeds = {name: np.array([k, 1], np.int32) for k, name in enumerate(names)}
-    found = deploy.session(graph, CPU, abi).run(feeds)
+    found = deploy.session(graph, providers, abi).run(feeds)
     assert found["y"].tolist() == [count * (count - 1) // 2, count]
 
 
-def test_eight_outputs_and_int8(abi: Path) -> None:
+@on_each_device
+def test_eight_outputs_and_int8(providers: list[str], abi: Path) -> None:
     names = list("abcdefgh")
     node = helper.make_node("CustomSpread", ["x"], names, domain="test.abi")
     graph = model([node], {"x": INT8}, dict.fromkeys(names, INT8), test__abi=2)
-    found = deploy.session(graph, CPU, abi).run({"x": np.array([-1, 5], np.int8)})
+    found = deploy.session(graph, providers, abi).run({"x": np.array([-1, 5], np.int8)})
     assert [found[name].tolist() for name in names] == [[k - 1, k + 5] for k in range(8)]
+
+
+@on_each_device
+@pytest.mark.parametrize("index_type", [INT64, INT32])
+@pytest.mark.parametrize("x_type", [FLOAT, TensorProto.FLOAT16, INT8, INT32, INT64, TensorProto.BOOL])
+def test_integers_and_bools(x_type: int, index_type: int, providers: list[str], abi: Path) -> None:
+    node = helper.make_node("CustomTake", ["x", "index", "keep"], ["y", "valid"], domain="test.abi")
+    inputs = {"x": x_type, "index": index_type, "keep": TensorProto.BOOL}
+    graph = model([node], inputs, {"y": x_type, "valid": TensorProto.BOOL}, test__abi=2)
+    x = np.array([3, 0, 1]).astype(helper.tensor_dtype_to_np_dtype(x_type))
+    index = np.array([2, 0, 1, 5, -1]).astype(helper.tensor_dtype_to_np_dtype(index_type))
+    keep = np.array([True, True, False, True, True])
+    found = deploy.session(graph, providers, abi).run({"x": x, "index": index, "keep": keep})
+    assert found["valid"].tolist() == [True, True, False, False, False]
+    np.testing.assert_array_equal(found["y"], np.array([x[2], x[0], 0, 0, 0], x.dtype))
+    assert found["y"].dtype == x.dtype
+
+
+@pytest.mark.cuda
+def test_in_torch_on_cuda(abi: Path) -> None:
+    code = (
+        "abi = torch_op.load(sys.argv[1])\n"
+        "x, weight = torch.tensor([[1.0, -2.0]], device='cuda'), torch.tensor([1.0, 3.0], device='cuda')\n"
+        "ints = [torch.tensor([k, 1], dtype=torch.int32, device='cuda') for k in range(20)]\n"
+        "index, keep = torch.tensor([1, 7], device='cuda'), torch.tensor([True, True], device='cuda')\n"
+        "print([t.tolist() for t in abi.packed(x, weight, 2)], abi.total(ints).tolist())\n"
+        "print([t.tolist() for t in abi.spread(torch.tensor([1], dtype=torch.int8, device='cuda'))])\n"
+        "print([t.tolist() for t in abi.take(weight, index, keep)])\n"
+    )
+    assert in_torch(code, abi).splitlines() == [
+        "[[[2.0, -12.0]], [0]] [190, 20]",
+        str([[k + 1] for k in range(8)]),
+        "[[3.0, 0.0], [True, False]]",
+    ]
 
 
 def scale_model() -> onnx.ModelProto:
