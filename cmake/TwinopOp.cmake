@@ -57,8 +57,8 @@ function(_twinop_add_library name)
   foreach(header IN LISTS arg_UNPARSED_ARGUMENTS)
     cmake_path(GET header STEM op)
     cmake_path(ABSOLUTE_PATH header BASE_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}")
-    twinop_add_op(${op} "${header}")
-    list(APPEND arg_OPS twinop_op_${op})
+    twinop_add_op(${name}_${op} "${header}")  # another library may have an op of this name
+    list(APPEND arg_OPS twinop_op_${name}_${op})
   endforeach()
   set(source "${CMAKE_CURRENT_BINARY_DIR}/ops/library_${name}.cpp")
   file(CONFIGURE OUTPUT "${source}" @ONLY CONTENT

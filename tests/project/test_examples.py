@@ -1,0 +1,61 @@
+"""The projects in examples/ are built as a user builds them, outside this tree, and their own tests pass."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from record_driver import ROOT
+
+from twinop.library import read_library
+
+EXAMPLES = sorted(
+    path.parent for path in (ROOT / "examples").glob("*/CMakeLists.txt") if path.parent.name != "cpp"
+)
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+
+
+def build(example: Path, folder: Path, *options: str) -> Path:
+    """Builds a copy of the project. Returns the library."""
+    shutil.copytree(example, folder, ignore=shutil.ignore_patterns("build", "__pycache__"))
+    configure = ["cmake", "-S", str(folder), "-B", str(folder / "build"), "-G", "Ninja", *options]
+    configure += [f"-Dtwinop_DIR={ROOT}/cmake"]
+    for command in (configure, ["cmake", "--build", str(folder / "build")]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (library,) = (folder / "build").glob("lib*.so")
+    return library
+
+
+def run_tests(folder: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
+    done = subprocess.run(
+        command, cwd=folder, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-5000:] + done.stderr[-3000:]
+
+
+@each_example
+@pytest.mark.timeout(600)
+def test_an_example_on_the_cpu(example: Path, tmp_path: Path) -> None:
+    folder = tmp_path / example.name
+    library = read_library(build(example, folder, "-DTWINOP_WITH_CUDA=OFF"))
+    assert f"lib{library.domain}.so" == library.path.name
+    assert all(record.devices == ("cpu",) for record in library.records.values())
+    run_tests(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+@each_example
+@pytest.mark.timeout(900)
+def test_an_example_with_cuda(example: Path, tmp_path: Path) -> None:
+    """A project that names no language, flag or architecture of CUDA gets the kernels of both devices."""
+    folder = tmp_path / example.name
+    library = read_library(build(example, folder, "-DTWINOP_CUDA_ARCHS=90"))
+    assert all(record.devices == ("cpu", "cuda") for record in library.records.values())
+    assert library.cuda_archs == "90"
+    run_tests(folder)
