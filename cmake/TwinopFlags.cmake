@@ -18,7 +18,7 @@ set(TWINOP_KERNEL_GNU_OPTIONS -fschedule-insns -fsched-pressure)
 # nodelete: a runtime may unload the library with its last session and load it again for the next one. Each time,
 # the ops and the CUDA runtime, which live as long as the process, would be lost.
 set(TWINOP_LINK_OPTIONS -Wl,--no-undefined -Wl,-z,nostart-stop-gc -Wl,-z,nodelete)
-# Of libraries with the archive. Nothing else refers to the archive of the adapter. Each library calls its own twinop_library.
+# Of libraries with the archive: nothing else refers to it. Each library calls its own twinop_library.
 set(TWINOP_ARCHIVE_LINK_OPTIONS -Wl,--undefined=RegisterCustomOps -Wl,-Bsymbolic)
 
 # twinop_write_flags(): compile_flags.json and exports.map, in build/ beside the libraries and the archive.

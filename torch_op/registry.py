@@ -76,8 +76,8 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
 
     Args:
         namespace: another name in `torch.ops`, so that one process can hold several versions of an op. ONNX
-            models have the domain all the same, and `torch.ops.<domain>` is an alias of the namespace that was
-            loaded last, unless a library is loaded without one.
+            models have the domain all the same, and `torch.ops.<domain>` is an alias of the namespace that
+            was loaded last, unless a library is loaded without one.
 
     Returns:
         The library's ops.

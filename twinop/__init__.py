@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .bodies import DefaultInput as DefaultInput
+    from .build.compile_source import compile as compile
     from .deploy.check_nodes import libraries_for as libraries_for
     from .library import get_cmake_dir as get_cmake_dir
     from .library import get_include as get_include
@@ -24,6 +25,7 @@ __version__ = "0.2.0"
 _MODULES = {
     "DefaultInput": "bodies",
     "Op": "own_op",
+    "compile": "build.compile_source",
     "get_cmake_dir": "library",
     "get_include": "library",
     "get_library_path": "library",

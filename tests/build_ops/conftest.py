@@ -30,7 +30,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def times(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The library of a tiny op, built from times.h in its own folder."""
+    """The library of a tiny op, built from a header in a folder of its own."""
     folder = tmp_path_factory.mktemp("times")
     (folder / "times.h").write_text(tiny())
     return build(find_project([folder / "times.h"]), folder / "build" / "libtimes.so", Options(cpu=True))

@@ -100,8 +100,8 @@ def test_an_architecture_that_nvcc_does_not_know(wanted: str) -> None:
 def test_architectures_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from twinop.build import toolchain
 
-    toolchain._gpus.cache_clear()
+    toolchain.gpus.cache_clear()
     program(tmp_path / "nvidia-smi", "printf '9.0\\n8.0\\n9.0\\n'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert architectures("native", NVCC, []) == ["80-real", "90-real"]
-    toolchain._gpus.cache_clear()
+    toolchain.gpus.cache_clear()

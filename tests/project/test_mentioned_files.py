@@ -20,6 +20,7 @@ OTHERS = {  # of users and of other projects
     "my_models.py",
     "mish.h",
     "setup.py",
+    "mish.py",
     "kernels/ops/mish.h",  # of the guides' test
     "kernels/ops/l2_normalize.h",
     "kernels/ops/soft_clip.h",

@@ -135,6 +135,8 @@ FOLDERS = ("kernels", "torch_op", "ort_customop", "export", "deploy", "twinop", 
 def sources() -> Iterator[Path]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):  # does not follow the links in twinop/
+            if "templates" in path.parts:  # files of other projects
+                continue
             if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh", ".cmake"} and path.is_file():
                 yield path
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from threading import Lock
 
 import twinop
-from twinop.errors import BuildError
-from twinop.library import Library, checksum, read_library
-from twinop.names import check_op_name
 
+from ..errors import BuildError
+from ..library import Library, checksum, read_library
+from ..names import check_op_name
 from .cache import cache_folder, digest, file_hash, keep, work_folder, write
 from .diagnostics import build_error
 from .flags import CommandLines, Options, find_installation
@@ -210,6 +210,7 @@ class _Steps:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
+                env=os.environ | {"LANGUAGE": "en"},  # diagnostics.py reads what compilers say
                 start_new_session=True,
             )
             self._running.add(process)

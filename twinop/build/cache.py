@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import twinop
-from twinop.errors import BuildError
+
+from ..errors import BuildError
 
 
 def cache_folder() -> Path:

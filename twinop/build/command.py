@@ -91,7 +91,7 @@ def build(
 
         twinop build mish.h --archs 80,90
 
-        twinop build mish.h swish.h --name activations --domain my.ops -o libactivations.so
+        twinop build mish.h gelu.h --name activations --domain my.ops -o libactivations.so
     """
     begin = time.monotonic()
     with clear_errors():

@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinop.errors import BuildError
-
+from ..bodies import BODIES, Body, DefaultInput
+from ..errors import BuildError
+from ..record import key_of
 from .builder import build
 from .cache import cache_folder, digest, write
 from .flags import Options
@@ -42,7 +43,7 @@ def compile(
     name: str | None = None,
     domain: str | None = None,
     body: Callable[..., Any] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, DefaultInput] | None = None,
     archs: str | None = None,
     cpu: bool = False,
     debug: bool = False,
@@ -106,23 +107,18 @@ def _load(library: Path, domain: str) -> "Ops":
     return torch_op.load(library, f"{domain.replace('.', '_')}_{library.parent.name[:12]}")
 
 
-_BODIES: set[str] = set()
+_FROM_HERE: set[str] = set()
 """The ops whose bodies came from here, by `Record.key`."""
 
 
 def _set_body(
-    name: str, domain: str, body: Callable[..., Any] | None, defaults: Mapping[str, Any] | None
+    name: str, domain: str, body: Callable[..., Any] | None, defaults: Mapping[str, DefaultInput] | None
 ) -> None:
     """Registers the body for the exporters. Without one, takes back that of an earlier text."""
-    if body is None and not _BODIES:
-        return
-    from twinop.export.bodies import BODIES, Body
-    from twinop.record import DOMAIN
-
-    key = name if domain == DOMAIN else f"{domain}::{name}"
+    key = key_of(domain, name)
     if body is not None:
         BODIES[key] = Body(body, dict(defaults or {}))
-        _BODIES.add(key)
-    elif key in _BODIES:
-        _BODIES.discard(key)
+        _FROM_HERE.add(key)
+    elif key in _FROM_HERE:
+        _FROM_HERE.discard(key)
         BODIES.pop(key, None)

@@ -5,8 +5,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from twinop.errors import BuildError
-
+from ..errors import BuildError
 from .cache import cache_folder
 
 # "mish.h:12:5: error: ..." (GCC, Clang) and "mish.h(12): error: ..." (nvcc).

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import twinop
-from twinop.errors import BuildError
-from twinop.library import library_folders
 
+from ..errors import BuildError
+from ..library import get_include, library_folders
 from .toolchain import Compiler, Nvcc, architectures
 
 _SANITIZERS = {
@@ -89,11 +89,10 @@ class CommandLines:
         self.installation, self.options = installation, options
         self.compiler, self.nvcc = compiler, nvcc
         flags = installation.flags
-        include = Path(__file__).parent.parent / "include"
         archs = architectures(options.archs, nvcc, flags["archs"]) if nvcc else []
         shared = [
             "-MMD",
-            f"-I{include}",
+            f"-I{get_include()}",
             f'-DTWINOP_VERSION="{twinop.__version__}"',
             f'-DTWINOP_CUDA_ARCHS="{",".join(archs) or "none"}"',
             f'-DTWINOP_CUDA_VERSION="{nvcc.version if nvcc else ""}"',

@@ -3,7 +3,7 @@
     [tool.hatch.build.targets.wheel.hooks.twinop]
     archs = "all"     # optional: the CUDA architectures, as `twinop build --archs`
 
-The wheel of the project mish has mish/__init__.py, which is mish.py, and mish/libmish.so.
+The wheel of a project has a package of its name: the project's Python file and, beside it, the library.
 """
 
 import os

@@ -5,10 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from twinop.errors import BuildError
-from twinop.names import check_domain, check_op_name
-
 from ..console import clear_errors, out, run_alone
+from ..errors import BuildError
+from ..names import check_domain, check_op_name
 from .cache import writing
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -19,7 +18,7 @@ Kind = Literal["elementwise", "rowwise", "kernel"]
 
 
 def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = None) -> Path:
-    """Writes a project: NAME.h, NAME.py, test_NAME.py and pyproject.toml in the folder NAME.
+    """Writes a project into a folder of its name: a header, a Python file, a test and pyproject.toml.
 
     Raises:
         BuildError: the folder is there already, or cannot be written.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinop.errors import BuildError
-from twinop.names import check_domain
+from ..errors import BuildError
+from ..names import check_domain
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,8 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from twinop.errors import BuildError
-
+from ..errors import BuildError
 from .cache import cache_folder, digest, write
 
 _OLDEST = {"GCC": 11, "Clang": 14}
@@ -123,7 +122,7 @@ def architectures(wanted: str, nvcc: Nvcc, all_of_them: Sequence[str]) -> list[s
         BuildError: nvcc does not know one of them.
     """
     if wanted == "native":
-        return [f"{arch}-real" for arch in _gpus() or [_GPU_WITHOUT_ONE]]
+        return [f"{arch}-real" for arch in gpus() or [_GPU_WITHOUT_ONE]]
     if wanted == "all":
         known = [arch for arch in all_of_them if arch in nvcc.known]
         return [*(f"{arch}-real" for arch in known), f"{known[-1]}-virtual"]
@@ -144,7 +143,7 @@ def architectures(wanted: str, nvcc: Nvcc, all_of_them: Sequence[str]) -> list[s
 
 
 @cache
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
     """Returns the architectures of this machine's GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
