@@ -11,7 +11,7 @@ usage: ./build.sh [command] [arguments]
   serve     build, add the packages of the service; arguments go to twinop serve
   test      build, run the tests; arguments go to pytest, --all adds the slow tests
   bench     build, run a performance report: ./build.sh bench --ops gelu --quick; bench --help lists the others
-  check     check the sources without changing them (ruff, clang-format, mypy)
+  check     check the sources without changing them (ruff, clang-format, mypy), and the links of docs/
   format    format and fix the sources (ruff, clang-format)
   setup     set up .venv with the packages of all commands, or of those named (base serve bench test lint wheel
             docs)
@@ -149,7 +149,10 @@ check() {
   ruff format --check
   clang_format --dry-run --Werror
   mypy
+  site
 }
+
+site() { NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet; }
 
 format() {
   ruff format
@@ -214,8 +217,8 @@ case $command in
     python -m twinop.bench "$@"
     ;;
   wheel) setup base wheel; wheel ;;
-  docs) setup base serve docs; mkdocs build --strict ;;
-  check) setup "${everything[@]}"; check ;; # mypy reads the packages
+  docs) setup base docs; site ;;
+  check) setup base serve bench test lint docs; check ;; # mypy reads the packages
   format) setup base lint; format ;;
   setup) if [[ $# -gt 0 ]]; then setup "$@"; else setup "${everything[@]}"; fi ;;
   clean) rm -rf build build-* .venv dist .mypy_cache .pytest_cache .ruff_cache .hypothesis ;;

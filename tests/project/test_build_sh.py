@@ -119,16 +119,17 @@ def test_a_command_installs_what_it_needs(tmp_path, build):
     build("format")
     assert installed(tmp_path) == [["lint"]]
     build("check")
+    assert installed(tmp_path) == [["docs"]]
     change(tmp_path / "a tree/requirements/serve.txt")
     build("demo")
     assert installed(tmp_path) == []
     build("setup", "base", "bench")
     assert installed(tmp_path) == []
     build("setup")
-    assert installed(tmp_path) == [["serve"]]
+    assert installed(tmp_path) == [["serve", "wheel"]]
     change(tmp_path / "a tree/requirements/constraints.txt")
     build("setup")
-    assert installed(tmp_path) == [["base", "cpu", "serve", "bench", "test", "lint"]]
+    assert installed(tmp_path) == [["base", "cpu", "serve", "bench", "test", "lint", "wheel", "docs"]]
 
 
 def test_only_the_tests_get_the_ops_of_the_tests(tmp_path, build):

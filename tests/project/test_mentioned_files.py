@@ -21,6 +21,9 @@ OTHERS = {  # of users and of other projects
     "mish.h",
     "setup.py",
     "mish.py",
+    "test_mish.py",
+    "model.py",
+    "mish/__init__.py",
     "kernels/ops/mish.h",  # of the guides' test
     "kernels/ops/l2_normalize.h",
     "kernels/ops/soft_clip.h",

@@ -170,11 +170,10 @@ def test_a_cmake_project_of_its_own(route: str, small_wheel: Path, tmp_path: Pat
 
 
 def interpreter(version: str) -> Path:
-    candidates = [
-        shutil.which(f"python{version}"),
-        *Path.home().glob(f".pyenv/versions/{version}.*/bin/python"),
-    ]
-    for candidate in filter(None, candidates):
+    candidates = list(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    if on_path := shutil.which(f"python{version}"):
+        candidates.insert(0, Path(on_path))
+    for candidate in candidates:
         said = subprocess.run([candidate, "-V"], capture_output=True, text=True).stdout
         if said.startswith(f"Python {version}."):
             return Path(candidate)
@@ -197,7 +196,14 @@ def test_without_torch(version: str, small_wheel: Path, model: Path, tmp_path: P
     folder.mkdir()
     run(interpreter(version), "-m", "venv", folder / "venv")
     binaries = folder / "venv/bin"
-    pip = [binaries / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip: list[str | Path] = [
+        binaries / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     run(*pip, small_wheel, "onnxruntime")
     shutil.copy(model, folder)
 

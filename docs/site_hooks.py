@@ -1,0 +1,76 @@
+"""For mkdocs: takes the errors of troubleshooting from the sources, and files of the tree that pages link."""
+
+import ast
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+AREAS = {
+    "Your library": ("twinop/*.py", "twinop/build/*.py"),
+    "Ops in PyTorch": ("torch_op/*.py",),
+    "Exporting": ("export/*.py",),
+    "Sessions and checks": ("deploy/*.py",),
+    "The service": ("deploy/service/*.py",),
+    "Files for a cluster": ("deploy/pack/*.py",),
+}
+
+
+def messages(path: Path) -> list[str]:
+    """Returns the texts of the errors that a module raises, with its expressions in angle brackets."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
+            continue
+        if not ast.unparse(node.exc.func).endswith("Error"):
+            continue
+        text = _text(node.exc.args[0])
+        if len(text.split()) >= 6:
+            found.append(text)
+    return found
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.FormattedValue):
+        words = re.findall(r"[a-z]\w+", ast.unparse(node.value))
+        return f"‹{words[-1] if words else '...'}›"
+    return ""
+
+
+def list_of_messages() -> str:
+    parts = []
+    for area, patterns in AREAS.items():
+        texts = sorted(
+            {text for pattern in patterns for path in ROOT.glob(pattern) for text in messages(path)}
+        )
+        parts.append(f"## {area}\n\n" + "\n".join(f"* {_escaped(text)}" for text in texts))
+    return "\n\n".join(parts)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+
+def on_page_markdown(markdown: str, page: Any, files: Files, config: Any) -> str:
+    """Fills in the messages. Files of the tree that a page links come into the site, below tree/."""
+
+    def link(match: re.Match[str]) -> str:
+        path = (ROOT / "docs" / page.file.src_uri).parent.joinpath(match["target"]).resolve()
+        if path.is_relative_to(ROOT / "docs") or not path.is_relative_to(ROOT):
+            return match[0]
+        if not path.is_file():  # a folder
+            return match["text"]
+        name = f"tree/{path.relative_to(ROOT)}"
+        if files.get_file_from_path(name) is None:
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+        return f"{match['image']}[{match['text']}]({'../' * page.file.src_uri.count('/')}{name})"
+
+    markdown = markdown.replace("<!-- messages -->", list_of_messages())
+    return re.sub(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>\.\./[\w./-]+)\)", link, markdown)
