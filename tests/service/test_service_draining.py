@@ -182,12 +182,12 @@ def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> No
     models.place(tmp_path, "m", models.relu())
     patched = (
         "import sys, time\n"
-        "from twinop.deploy.service import endpoints, codec_grpc, codec_rest\n"
+        "from twinop.deploy.service import codec_grpc, codec_rest, request\n"
         "from twinop.cli import app\n"
         "def decode(*arguments):\n"
         '    print(\'{"message": "decoding"}\', flush=True)\n'
         "    time.sleep(100)\n"
-        "endpoints.LARGE = 0\n"
+        "request.LARGE = 0\n"
         "codec_grpc.decode = codec_rest.decode = decode\n"
         "app(sys.argv[1:])\n"
     )
