@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "twinop/record/registry.h"
+#include "twinop/kernel.h"
 
 namespace twinop {
 
