@@ -59,9 +59,10 @@ def main(
 def _line(loaded: Any) -> str:
     """Return what was checked of a version and how it runs."""
     parts = [f"runs on {loaded.device} ({loaded.reason})"]
-    if loaded.library is not None:
-        parts.append(f"{', '.join(loaded.custom_nodes)} from {loaded.library.path}")
-        parts.append(f"SHA-256 {loaded.library.copy.sha256}")
+    if loaded.libraries:
+        paths = ", ".join(str(library.path) for library in loaded.libraries)
+        parts.append(f"{', '.join(loaded.custom_nodes)} from {paths}")
+        parts.append(f"SHA-256 {', '.join(library.copy.sha256 for library in loaded.libraries)}")
         parts.append(f"difference from the function bodies: {loaded.difference or 'not compared'}")
     if loaded.body_nodes:
         parts.append(f"on function bodies: {', '.join(loaded.body_nodes)}")

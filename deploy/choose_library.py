@@ -1,11 +1,12 @@
 """Chooses the custom-op libraries that a model needs: one for each domain of its nodes."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from twinop.errors import ForeignLibraryError, LibraryError
+from twinop.find import package_key, places_of
 from twinop.library import Library, library_folders, read_library
 from twinop.record import DOMAIN
 
@@ -24,12 +25,18 @@ def library_paths(library: Libraries) -> list[Path]:
     return [Path(library)] if isinstance(library, str | os.PathLike) else [Path(path) for path in library]
 
 
-def choose_libraries(model: Model, explicit: Sequence[Path] = (), **search: Any) -> list[SealedLibrary]:
+def choose_libraries(
+    model: Model,
+    explicit: Sequence[Path] = (),
+    others: Callable[[str], Sequence[Path]] | None = None,
+    **search: Any,
+) -> list[SealedLibrary]:
     """Chooses the libraries to register for a model, one a domain, and copies them.
 
     Args:
         model: the model, whose custom nodes say what is needed.
         explicit: libraries to use. Libraries of the other domains are looked for.
+        others: returns, for a domain, the argument of `choose_library`.
         search: where to look, as in `choose_library`.
 
     Returns:
@@ -51,25 +58,12 @@ def choose_libraries(model: Model, explicit: Sequence[Path] = (), **search: Any)
             )
         libraries[library.domain] = library
     for domain in dict.fromkeys(node.domain for node in model.nodes):
-        if domain not in libraries and (found := choose_library(model, domain=domain, **search)) is not None:
+        if domain in libraries:
+            continue
+        places = others(domain) if others is not None else None
+        if (found := choose_library(model, others=places, domain=domain, **search)) is not None:
             libraries[domain] = found
     return [sealed(library.path) for library in libraries.values()]
-
-
-def only_library(model: Model, explicit: Path | None = None, **search: Any) -> SealedLibrary | None:
-    """Chooses as `choose_libraries` does, for a served or packed model, which has one library at most.
-
-    Raises:
-        LibraryError, ModelError: as `choose_libraries` does; or the model needs several libraries.
-    """
-    libraries = choose_libraries(model, [explicit] if explicit is not None else [], **search)
-    if len(libraries) > 1:
-        needed = ", ".join(f"{library.domain} ({library.path.name})" for library in libraries)
-        raise LibraryError(
-            f"{model.name} needs libraries of several domains: {needed}. A served model has one library: "
-            "open it with twinop.deploy.session instead"
-        )
-    return libraries[0] if libraries else None
 
 
 def choose_library(
@@ -90,8 +84,8 @@ def choose_library(
         model: the model, whose custom nodes say what is needed.
         own: the model's own folders, searched first. Default: the folder of the model. A file `lib*.so` there
             that cannot be read is an error, unless it is a library that twinop did not build.
-        others: the folders searched next. Default: `twinop.library.library_folders`. Files there that cannot
-            be read are skipped.
+        others: the folders and files searched next. Default: `twinop.find.places_of` the domain. Files there
+            that cannot be read are skipped.
         confined: whether a symbolic link may not lead out of its folder.
         bodies: whether a function body may replace an op that no library has.
         domain: the domain of the nodes and of the library.
@@ -100,7 +94,8 @@ def choose_library(
         None if the model has no such nodes, or if no library has any of them and function bodies cover all.
 
     Raises:
-        LibraryError: a library of the model's own cannot be used, or several libraries share the ops.
+        LibraryError: a library of the model's own cannot be used, several libraries share the ops, or several
+            installed packages have the domain.
         ModelError: no library has an op of the model, and no function body may replace it.
     """
     needed = {node.op_type for node in model.nodes if node.domain == domain}
@@ -108,7 +103,7 @@ def choose_library(
         return None
     if own is None:
         own = [model.path.parent] if model.path is not None else []
-    places = [*own, *(library_folders() if others is None else others)]
+    places = [*own, *(places_of(domain, library_folders()) if others is None else others)]
     libraries, skipped = _candidates(places, len(own), confined)
     libraries = [library for library in libraries if library.domain == domain]
     owners = {op: [library for library in libraries if op in library.by_onnx_name] for op in sorted(needed)}
@@ -147,7 +142,7 @@ def _candidates(places: Sequence[Path], own: int, confined: bool) -> tuple[list[
     folders = [folder.resolve() for folder in places]
     for folder in dict.fromkeys(folders):
         here = []
-        for path in sorted(folder.glob("lib*.so")):
+        for path in [folder] if folder.is_file() else sorted(folder.glob("lib*.so")):
             try:
                 if confined and not path.resolve().is_relative_to(folder):
                     raise LibraryError(f"{path}: a symbolic link to {path.resolve()}, out of the folder")
@@ -185,7 +180,18 @@ def _no_library(
     text += f". Found: {'; '.join(found) or 'no library'}. Searched: {', '.join(map(str, places))}."
     if skipped:
         text += f" Passed over: {'; '.join(skipped)}."
-    return text + " Build it with ./build.sh, put it beside the model, or pass library=<path>"
+    if domain == DOMAIN:
+        return text + " Build it with ./build.sh, put it beside the model, or pass library=<path>"
+    return (
+        f"{text}{_package(model, domain)} Build it (twinop build), install the package that has it, put it "
+        "beside the model, or pass library=<path>"
+    )
+
+
+def _package(model: Model, domain: str) -> str:
+    """Says which package had the library when the model was exported, if it was one."""
+    package = model.metadata.get(package_key(domain))
+    return f" The model was exported with the package {package}: pip install {package}." if package else ""
 
 
 def _several(model: Model, domain: str, owners: dict[str, Library]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twinop.errors import LibraryError
+from twinop.find import package_key
 from twinop.library import Library
 from twinop.record import DOMAIN
 
@@ -64,8 +65,9 @@ def session(
             provider named here is used, or an error is raised. None chooses CUDA where it works and the CPU
             otherwise; `Session.reason` says why.
         library: the path of a library, or several paths, one for each domain. The libraries of other domains
-            are looked for beside the model, then among the built or installed ones. False registers none: the
-            model's function bodies run, or ops that are registered on `session_options`.
+            are looked for beside the model, in `build/` of the current folder, in the installed package of
+            the domain (`twinop.find`), and among twinop's own. False registers none: the model's function
+            bodies run, or ops that are registered on `session_options`.
         session_options: an `onnxruntime.SessionOptions` to start from. The library is registered on it, so
             that it can be used for one call only.
         enable_cuda_graph: whether to capture the run once per combination of input shapes and to replay it.
@@ -151,9 +153,11 @@ def _libraries(model: Model, library: Libraries | bool) -> list[SealedLibrary]:
     domains = {node.domain for node in model.nodes} - {each.domain for each in found}
     if domains:
         of = "" if domains == {DOMAIN} else f" for {', '.join(sorted(domains))}"
+        packages = [model.metadata.get(package_key(domain), "") for domain in sorted(domains)]
+        install = f"pip install {' '.join(filter(None, packages))}, or pass" if any(packages) else "Pass"
         warnings.warn(
             f"{model.name}: no custom-op library found{of}, so its function bodies run instead, which is "
-            "slower. Pass library=False if that is intended",
+            f"slower. {install} library=False if that is intended",
             RuntimeWarning,
             stacklevel=3,
         )

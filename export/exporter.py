@@ -7,8 +7,8 @@ An exporter of torch's makes one model in memory (`routes.py`). A list of passes
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferenceP
 
 import twinop
 from twinop import deploy, torch_op
+from twinop.deploy.choose_library import library_paths
 from twinop.dtypes import FLOATING
-from twinop.errors import ExportError
-from twinop.record import Record
+from twinop.errors import ExportError, LibraryError
+from twinop.find import package_key, package_of
+from twinop.library import read_library
+from twinop.record import DOMAIN, Record
 
 from . import comparison
 from .attach import attach_to_calls
@@ -58,7 +61,8 @@ def export(
 
     The model is exported in eval mode and left as it was, each submodule in its own mode. The file has a
     function body for each of twinop's ops. Its metadata holds twinop's version (`twinop.version`) and the
-    hash of each op's schema (`twinop.schema.CustomRelu`). It must pass `onnx.checker` with full_check, and
+    hash of each op's schema (`twinop.schema.CustomRelu`), and the packages of other libraries
+    (`twinop.package.<domain>`). It must pass `onnx.checker` with full_check, and
     its results in ONNX Runtime's CPU provider must be torch's, also for other data with one more entry on
     every dynamic axis. The report says whether it runs without the library. ONNX Runtime runs in a process of
     its own, so that a crash there is reported as well.
@@ -78,8 +82,8 @@ def export(
             `twinop.export.standard_nodes`), also where `torch_op.replace_modules` finds no module.
         fuse: make one node of a sum and a norm of twinop's that follows it; the results keep every bit.
         verify: compare with torch in ONNX Runtime.
-        library: the libraries for the comparison, one or several. For each other domain of the model, the
-            smallest library that is found with its ops is used.
+        library: the libraries for the comparison, one or several. For each other domain of the model it is
+            the one that torch has loaded, and for twinop's own the smallest one that is found with the ops.
         progress: called with the name of each step.
 
     Raises:
@@ -115,7 +119,8 @@ def export(
                     report.resized = True
                 except ExportError as error:
                     report.notes.append(f"not compared at other sizes: {error}")
-            comparison.verify(report, files[-1], exported, library, calls, cases)
+            libraries = _libraries(library, calls)
+            comparison.verify(report, files[-1], exported, libraries, calls, cases)
         _publish(files, target.parent)
     report.data_path = target.parent / files[0].name if len(files) > 1 else None
     return report
@@ -136,8 +141,32 @@ def _run_passes(
     ShapeInferencePass(check_type=True, strict_mode=False)(model)
     model.metadata_props["twinop.version"] = twinop.__version__
     model.metadata_props.update({record.metadata_key: record.schema_hash for record in calls})
+    model.metadata_props.update(_packages(calls))
     _describe(model, report)
     return calls
+
+
+def _packages(records: Iterable[Record]) -> dict[str, str]:
+    """Returns the metadata that names the installed packages whose libraries torch has loaded."""
+    found = {}
+    for record in records:
+        with suppress(LibraryError):  # several packages, or a broken one: another library was loaded
+            package = package_of(record.domain)
+            if package is not None and package.library_path().resolve() == torch_op.library_of(record):
+                found[package_key(record.domain)] = package.requirement
+    return found
+
+
+def _libraries(given: deploy.Libraries, records: Iterable[Record]) -> list[Path]:
+    """Returns the given libraries, and for other domains than twinop's those that torch has loaded."""
+    libraries = library_paths(given)
+    domains = {DOMAIN, *(read_library(path).domain for path in libraries)}
+    for record in records:
+        path = torch_op.library_of(record)
+        if record.domain not in domains and path is not None:
+            domains.add(record.domain)
+            libraries.append(path)
+    return libraries
 
 
 def _mixed_dtypes(record: Record, calls: Sequence[Call]) -> Iterator[str]:

@@ -4,7 +4,6 @@ Heavy imports wait until the options have been read.
 """
 
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,17 +40,26 @@ def _option(text: str) -> Any:
 
 
 def main(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path(
-        "custom_relu.onnx"
-    ),
-    model: Annotated[
+    source: Annotated[
         str | None,
-        _option(
-            "Your own model, as [bold]package.module:factory[/]: a function without arguments that returns "
-            "(module, example inputs), the inputs as a tensor, a tuple, or a dict by name. The current "
-            "folder is searched too. Without it: one CustomReLU."
+        typer.Argument(
+            metavar="MODEL",
+            help="Your own model, as [bold]file.py:name[/] or [bold]package.module:name[/]: a function "
+            "without arguments that returns (module, example inputs), the inputs as a tensor, a tuple, or a "
+            "dict by name; or a Module class with a method example_inputs(). Without it: one CustomReLU.",
+            show_default=False,
         ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file to write. Default: the name in MODEL in lower case, else custom_relu.onnx.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[str | None, _option("The same as MODEL, as an option.")] = None,
     exporter: Annotated[
         str, typer.Option(help="[bold]dynamo[/] (torch.export) or [bold]torchscript[/] (tracing).")
     ] = "dynamo",
@@ -60,23 +68,26 @@ def main(
         _option(
             "Axes whose size stays open: [bold]x:0[/], [bold]x:0,2[/], or with names [bold]x:0=batch[/]; "
             "repeat it for further inputs; [bold]none[/] fixes all. Default: x:0=batch for CustomReLU, none "
-            "for --model."
+            "for a MODEL."
         ),
     ] = None,
     dtype: Annotated[
         str | None,
         _option(
             "float32, float16, bfloat16 or float64: the model and its floating inputs are converted. "
-            "Default: float32 for CustomReLU, no conversion for --model."
+            "Default: float32 for CustomReLU, no conversion for a MODEL."
         ),
     ] = None,
     opset: Annotated[int, typer.Option(help="Version of the standard operators, 20 to 23.")] = 20,
     variant: Annotated[
-        str | None, _option("CustomReLU's CUDA kernel: auto, scalar or vec4. Not with --model.")
+        str | None, _option("CustomReLU's CUDA kernel: auto, scalar or vec4. Not with a MODEL.")
     ] = None,
     library: Annotated[
-        Path | None,
-        _option("The ONNX Runtime library for the comparison. Default: the smallest one found with the ops."),
+        list[Path] | None,
+        _option(
+            "A custom-op library, once for each domain: loaded into torch, and used for the comparison. "
+            "Default: those that the model loads, and the smallest one found with twinop's ops."
+        ),
     ] = None,
     bodies: Annotated[
         bool, typer.Option(help="Attach function bodies, for runtimes without the library.")
@@ -101,11 +112,19 @@ def main(
 
       twinop export --dtype float16 --dynamic x:0,1 -o relu16.onnx
 
-      twinop export --model my_models:make --dynamic input:0 -o model.onnx
+      twinop export model.py:Net
+
+      twinop export my_models:make --dynamic input:0 -o model.onnx
     """
     with clear_errors(), err.status("loading torch") as status:
+        if source is not None and model is not None:
+            raise ExportError(f"MODEL {source} and --model {model}: give one of them")
+        output = output or Path(f"{source.rpartition(':')[2].lower()}.onnx" if source else "custom_relu.onnx")
+        what, model = (f"--model {model}", model) if source is None else (f"MODEL {source}", source)
+        from twinop import torch_op
         from twinop.export import export
         from twinop.export.inputs import check_opset, floating_dtype, parse_dynamic
+        from twinop.export.model_source import load_model
 
         check_opset(opset)
         converted = floating_dtype(dtype) if dtype is not None else None
@@ -114,11 +133,13 @@ def main(
             module, args = _example(variant or "auto")
         elif variant is not None:
             raise ExportError(
-                "--variant belongs to the built-in CustomReLU; with --model, set it in your factory"
+                "--variant belongs to the built-in CustomReLU; with a MODEL, set it in your factory"
             )
         else:
             status.update(f"loading {model}")
-            module, args = load_factory(model)
+            for path in library or ():
+                torch_op.load(path)
+            module, args = load_model(model, what)
         if converted is not None:
             module, args = _convert(module, args, converted)
         report = export(
@@ -146,58 +167,6 @@ def _example(variant: str) -> "tuple[torch.nn.Module, Any]":
 
     torch.manual_seed(0)
     return torch_op.CustomReLU(variant), (torch.randn(_EXAMPLE_SHAPE),)
-
-
-def load_factory(spec: str) -> "tuple[torch.nn.Module, Any]":
-    """Calls the factory that `package.module:factory` names.
-
-    Raises:
-        ExportError: it is not there, fails, or does not return (module, example inputs).
-    """
-    import importlib
-
-    import torch
-
-    name, _, function = spec.partition(":")
-    if not name or not function:
-        raise ExportError(
-            f"--model {spec}: expected package.module:factory, such as my_package.models:resnet"
-        )
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise ExportError(
-                f"--model {spec}: no module {error.name}; searched the current folder, PYTHONPATH and the "
-                f"environment of {sys.executable}"
-            ) from error
-        raise ExportError(f"--model {spec}: importing {name} failed: {_described(error)}") from error
-    factory = getattr(module, function, None)
-    if not callable(factory):
-        available = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == name]
-        raise ExportError(
-            f"--model {spec}: {name} has no function {function}; it has: {', '.join(available) or 'none'}"
-        )
-    try:
-        result = factory()
-    except Exception as error:
-        raise ExportError(f"--model {spec}: {function}() failed: {_described(error)}") from error
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)):
-        names = ", ".join(type(each).__name__ for each in result) if isinstance(result, tuple) else ""
-        raise ExportError(
-            f"--model {spec}: {function}() returned {f'({names})' if names else type(result).__name__}; "
-            "expected (torch.nn.Module, example inputs), such as return model, (torch.randn(4, 8),)"
-        )
-    return result
-
-
-def _described(error: Exception) -> str:
-    """Returns the error and the line that raised it, in place of a traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
 
 
 def _convert(module: "torch.nn.Module", args: Any, dtype: "torch.dtype") -> "tuple[torch.nn.Module, Any]":

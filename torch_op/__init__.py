@@ -53,7 +53,7 @@ from .modules import (
     CustomSwiGLU,
     CustomTanh,
 )
-from .registry import Ops, functions, load, records
+from .registry import Ops, functions, library_of, load, records
 from .replacement import Replacement, replace_modules
 
 __all__ = [
@@ -70,6 +70,7 @@ __all__ = [
     "CustomTanh",
     "Ops",
     "Replacement",
+    "library_of",
     "load",
     "load_domain",
     "records",

@@ -69,6 +69,12 @@ def records() -> dict[str, Record]:
     return {record.key: record for record, _ in _owners.values()}
 
 
+def library_of(record: Record) -> Path | None:
+    """Returns the library from which torch has an op."""
+    _, path = _owners.get(record.torch_name, (None, None))
+    return path
+
+
 def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
     """Registers the ops of a library with torch, as `torch.ops.<domain>.<op>` ("_" for "." in a domain).
 

@@ -6,6 +6,7 @@ names the domain; its import registers function bodies and second derivatives.
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -58,6 +59,11 @@ class Package:
         return path
 
 
+def package_key(domain: str) -> str:
+    """Returns the key of a model's metadata that names the package of a domain, as `Package.requirement`."""
+    return f"twinop.package.{domain}"
+
+
 def package_of(domain: str) -> Package | None:
     """Returns the installed package with the ops of a domain, which is not imported.
 
@@ -79,20 +85,24 @@ def _package(domain: str, entry: EntryPoint) -> Package:
     return Package(domain, name, version, entry.module)
 
 
-def places_of(domain: str) -> list[Path]:
+def places_of(domain: str, folders: Sequence[Path] | None = None) -> list[Path]:
     """Returns where a library of a domain is looked for: folders, and the file of an installed package.
 
-    These are `build/` of the current folder, the package, and twinop's own folders. twinop's own domain has
-    the last ones only.
+    These are `build/` of the current folder, the package, and `folders`. twinop's own domain has the last
+    ones only.
+
+    Args:
+        folders: by default those of twinop's installation.
 
     Raises:
         LibraryError: several packages have the domain, or one is broken.
     """
-    if domain == DOMAIN:
-        return library_folders()
+    folders = library_folders() if folders is None else folders
+    if domain == DOMAIN:  # or the library of another project would be taken
+        return [*folders]
     package = package_of(domain)
     packaged = [package.library_path()] if package is not None else []
-    return [Path.cwd() / "build", *packaged, *library_folders()]
+    return [Path.cwd() / "build", *packaged, *folders]
 
 
 def find_library_of(domain: str) -> str:

@@ -22,7 +22,8 @@ def main(
     name: Annotated[str | None, _option("The model's name. Default: the file's stem.", "Model")] = None,
     version: Annotated[int, _option("The model's version. Default: 1.", "Model", "--version", min=1)] = 1,
     library: Annotated[
-        Path | None, _option("The custom-op library. Default: beside the model, then the built one.", "Model")
+        list[Path] | None,
+        _option("A custom-op library, once for each domain. Default: as twinop run.", "Model"),
     ] = None,
     max_batch_size: Annotated[
         int,
@@ -89,9 +90,11 @@ def main(
     table.add_column(overflow="fold")
     table.add_row("model", f"{packed.name}, version {version}")
     table.add_row("custom nodes", ", ".join(contents.custom_nodes) or "none, so no library is needed")
-    if contents.library is not None:
-        table.add_row("library", f"{contents.library.path}\nin the container {packed.library}")
-        table.add_row("SHA-256", contents.library_sha256 or "")
+    for each, place, digest in zip(
+        contents.libraries, packed.libraries, contents.library_sha256, strict=True
+    ):
+        table.add_row("library", f"{each.path}\nin the container {place}")
+        table.add_row("SHA-256", digest)
     table.add_row("runs on", _place(contents))
     if not triton:
         table.add_row("image", packed.image)
@@ -109,5 +112,5 @@ def main(
 def _place(contents: Any) -> str:
     if not contents.gpu:
         return "the CPU"
-    archs = contents.library.cuda_archs if contents.library is not None else ""
+    archs = contents.cuda_archs
     return f"a GPU (code for compute capability {archs})" if archs else "a GPU"

@@ -1,6 +1,8 @@
-"""Reads and checks what is packed: the model, its data files and its library."""
+"""Reads and checks what is packed: the model, its data files and its libraries."""
 
+import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +14,7 @@ from twinop.errors import LibraryError
 from twinop.library import Library, checksum
 
 from ..check_nodes import require_fit
-from ..choose_library import only_library
+from ..choose_library import choose_libraries
 from ..create_session import session
 from ..custom_nodes import Model, load_model, tensors
 from ..errors import RunError
@@ -38,7 +40,7 @@ class Contents:
 
     model: Path
     data: tuple[Path, ...]
-    library: Library | None
+    libraries: tuple[Library, ...]
     gpu: bool
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
@@ -47,37 +49,44 @@ class Contents:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def library_sha256(self) -> str | None:
-        return checksum(self.library.path) if self.library is not None else None
+    def library_sha256(self) -> list[str]:
+        return [checksum(library.path) for library in self.libraries]
+
+    @property
+    def cuda_archs(self) -> str:
+        """The GPU architectures of the kernels, or "" without a library."""
+        return ", ".join(dict.fromkeys(library.cuda_archs for library in self.libraries))
 
 
-def read_contents(path: Path, library: Path | None, gpu: bool | None, batched: bool) -> Contents:
-    """Reads and checks a model and its library.
+def read_contents(path: Path, library: Sequence[Path], gpu: bool | None, batched: bool) -> Contents:
+    """Reads and checks a model and its libraries.
 
     Args:
-        gpu: whether the model runs on a GPU. None: if the library has code for one.
+        gpu: whether the model runs on a GPU. None: if all libraries have code for one.
 
     Raises:
         ModelError: the model or its data is missing, damaged or elsewhere, no library fits it, the protocol
             cannot carry an input or output, or it lacks the batch axis.
-        LibraryError: the library is not twinop's, was built without CUDA, or is too new for the base images.
+        LibraryError: a library is not twinop's, was built without CUDA, is too new for the base images, or
+            has the file name of another one.
         RunError: ONNX Runtime refuses the model.
     """
     model = load_model(path, confined=True)
     data = data_files(model)
-    found = only_library(model, library, bodies=False)
-    require_fit(model, [found] if found is not None else [])
+    found = choose_libraries(model, library, bodies=False)
+    require_fit(model, found)
     gpu = _wants_gpu(gpu, found)
     notes: list[str] = []
-    if found is not None:
-        require_old_enough(found.path)
+    for each in found:
+        require_old_enough(each.path)
+    _require_names_differ(found)
     inputs, outputs = _specs(path, model, found, gpu, notes)
     require_servable(str(path), inputs, outputs, batched)
     for spec in (*inputs, *outputs):
         _note(spec, batched, notes)
     sizes = [path.stat().st_size, *((path.parent / each).stat().st_size for each in data)]
     custom = sorted({node.op_type for node in model.nodes})
-    return Contents(path, data, found, gpu, inputs, outputs, sum(sizes), tuple(custom), notes)
+    return Contents(path, data, tuple(found), gpu, inputs, outputs, sum(sizes), tuple(custom), notes)
 
 
 def data_files(model: Model) -> tuple[Path, ...]:
@@ -88,21 +97,26 @@ def data_files(model: Model) -> tuple[Path, ...]:
 
 
 def without_bodies(contents: Contents) -> onnx.ModelProto:
-    """Returns the model without the function bodies of the library's ops, and without its external data.
+    """Returns the model without the function bodies of the libraries' ops, and without its external data.
 
-    A runtime that lacks the library or one of its ops refuses this model; with the bodies, it would run them.
+    A runtime that lacks a library or one of its ops refuses this model; with the bodies, it would run them.
     """
     proto = onnx.load(contents.model, load_external_data=False)
-    library = contents.library
-    if library is not None:
-        kept = [
-            each
-            for each in proto.functions
-            if each.domain != library.domain or each.name not in library.by_onnx_name
-        ]
-        del proto.functions[:]
-        proto.functions.extend(kept)
+    records = [record for library in contents.libraries for record in library.by_onnx_name.values()]
+    in_libraries = {record.node_type for record in records}
+    kept = [each for each in proto.functions if (each.domain, each.name) not in in_libraries]
+    del proto.functions[:]
+    proto.functions.extend(kept)
     return proto
+
+
+def _require_names_differ(libraries: Sequence[Library]) -> None:
+    names = [library.path.name for library in libraries]
+    if len(set(names)) < len(names):
+        paths = " and ".join(str(library.path) for library in libraries)
+        raise LibraryError(
+            f"{paths}: packed libraries lie in one folder, so their file names must differ. Rename one"
+        )
 
 
 def require_old_enough(path: Path) -> None:
@@ -126,22 +140,23 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _wants_gpu(asked: bool | None, library: Library | None) -> bool:
-    has_code = library is not None and library.cuda_archs not in ("", "none")
-    if asked and library is not None and not has_code:
+def _wants_gpu(asked: bool | None, libraries: Sequence[Library]) -> bool:
+    without = [library.path for library in libraries if library.cuda_archs in ("", "none")]
+    if asked and without:
         raise LibraryError(
-            f"{library.path} was built without CUDA: on a GPU its nodes would run on the CPU. Build it with "
+            f"{without[0]} was built without CUDA: on a GPU its nodes would run on the CPU. Build it with "
             "./build.sh where nvcc is on PATH, or pass --cpu"
         )
-    return has_code if asked is None else asked
+    return bool(libraries) and not without if asked is None else asked
 
 
 def _specs(
-    path: Path, model: Model, library: Library | None, gpu: bool, notes: list[str]
+    path: Path, model: Model, libraries: Sequence[Library], gpu: bool, notes: list[str]
 ) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
     """Opens a session on the CPU, which checks the model as Triton's backend does."""
     try:
-        opened = session(path, ["CPUExecutionProvider"], library.path if library is not None else False)
+        paths: list[str | os.PathLike[str]] = [library.path for library in libraries]
+        opened = session(path, ["CPUExecutionProvider"], paths or False)
     except RunError as error:
         if not gpu:  # some types have kernels for GPUs only
             raise

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class Options:
     output: Path
     name: str | None = None
     version: int = 1
-    library: Path | None = None
+    library: Sequence[Path] | None = None
     max_batch_size: int = 0
     triton: bool = False
     bodies: bool = False
@@ -68,13 +69,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Packed:
-    """What was written. `library` is the path of the library in the container."""
+    """What was written. `libraries` are the paths of the libraries in the container."""
 
     contents: Contents
     name: str
     kube_name: str
     image: str
-    library: str | None
+    libraries: list[str]
 
 
 def pack(options: Options) -> Packed:
@@ -88,11 +89,10 @@ def pack(options: Options) -> Packed:
     image = _image(options, kube_name)
     _check_options(options)
     _check_output(options)
-    contents = read_contents(options.model, options.library, options.gpu, options.max_batch_size > 0)
-    library = None
-    if contents.library is not None:
-        library = f"{MODELS_IN_CONTAINER}/{name}/{options.version}/{contents.library.path.name}"
-    packed = Packed(contents, name, kube_name, image, library)
+    contents = read_contents(options.model, options.library or (), options.gpu, options.max_batch_size > 0)
+    folder = f"{MODELS_IN_CONTAINER}/{name}/{options.version}"
+    libraries = [f"{folder}/{library.path.name}" for library in contents.libraries]
+    packed = Packed(contents, name, kube_name, image, libraries)
     config = _config(options, packed)
     try:
         _write_whole(options, packed, config)
@@ -159,7 +159,7 @@ def _check_output(options: Options) -> None:
     if not options.force:
         raise PackError(f"{output} is there already. --force writes it anew")
     inside = output.resolve()
-    for path in (options.model, options.library, options.wheel):
+    for path in (options.model, *(options.library or ()), options.wheel):
         if path is not None and path.resolve().is_relative_to(inside):
             raise PackError(f"{path} lies in {output}, which --force would replace. Choose another folder")
 
@@ -182,7 +182,8 @@ def _values(options: Options, packed: Packed) -> dict[str, Any]:
         "storage_uri": options.storage_uri or f"pvc://models/{packed.kube_name}",
         "runtime_name": f"twinop-{device}",
         "service_image": f"{registry}twinop:{twinop.__version__}-{device}",
-        "library_path": packed.library, "library_sha256": contents.library_sha256,
+        "library_paths": packed.libraries, "library_sha256": contents.library_sha256,
+        "cuda_archs": contents.cuda_archs,
         "needs_glibc": _needed(contents, "GLIBC"), "needs_glibcxx": _needed(contents, "GLIBCXX"),
         "models_in_container": MODELS_IN_CONTAINER, "platform": _PLATFORMS[os.uname().machine],
         "python_image": PYTHON_IMAGE, "triton_image": TRITON_IMAGE, "prometheus_image": PROMETHEUS_IMAGE,
@@ -204,7 +205,7 @@ def _config(options: Options, packed: Packed) -> str:
             checked(ModelSettings, settings, "the options"),
             {spec.name: spec for spec in contents.inputs},
             {spec.name: spec for spec in contents.outputs},
-            library=packed.library,
+            libraries=packed.libraries,
         )
     )
     return f"# Triton's model configuration, which twinop serve reads too.\n{text}"
@@ -217,9 +218,8 @@ def _memory(contents: Contents) -> int:
 
 
 def _needed(contents: Contents, name: str) -> str:
-    if contents.library is None:
-        return ""
-    return ".".join(map(str, needed_version(contents.library.path, name)))
+    versions = [needed_version(library.path, name) for library in contents.libraries]
+    return ".".join(map(str, max(versions, default=())))
 
 
 def _requirements(gpu: bool) -> Path:
@@ -257,8 +257,8 @@ def _write(root: Path, options: Options, packed: Packed, config: str) -> None:
         onnx.save(without_bodies(contents), version / "model.onnx")
     for each in contents.data:
         _copy(contents.model.parent / each, version / each)
-    if contents.library is not None:
-        _copy(contents.library.path, version / contents.library.path.name)
+    for library in contents.libraries:
+        _copy(library.path, version / library.path.name)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
@@ -296,7 +296,7 @@ def _manifest(options: Options, packed: Packed) -> dict[str, Any]:
         "model": packed.name,
         "version": options.version,
         "data_sha256": {str(each): checksum(contents.model.parent / each) for each in contents.data},
-        "library": packed.library,
+        "libraries": packed.libraries,
         "library_sha256": contents.library_sha256,
         "custom_nodes": list(contents.custom_nodes),
         "gpu": contents.gpu,

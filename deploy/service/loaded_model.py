@@ -1,5 +1,6 @@
 """A version of a model that is ready to run, and how clients see it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,9 @@ class LoadedModel:
         required: the inputs without a default in the model.
         instances: each runs one batch at a time.
         device: "cpu" or "cuda:0"; `reason` says why.
-        library: the custom-op library, or None.
-        fallback: why function bodies run instead of the library, or None.
-        custom_nodes: the ops that the library's kernels run, such as "CustomRelu x3".
+        libraries: the custom-op libraries, one for each domain.
+        fallback: why function bodies run instead of the libraries, or None.
+        custom_nodes: the ops that the libraries' kernels run, such as "CustomRelu x3".
         body_nodes: the ops that function bodies run.
         difference: how far kernels and function bodies differ in the first run; None if not compared.
         steady: the run time depends on the shapes of the inputs alone, not on their values.
@@ -37,7 +38,7 @@ class LoadedModel:
     instances: list[Instance]
     device: str
     reason: str
-    library: SealedLibrary | None
+    libraries: Sequence[SealedLibrary]
     fallback: str | None
     custom_nodes: tuple[str, ...]
     body_nodes: tuple[str, ...]
@@ -45,6 +46,11 @@ class LoadedModel:
     load_seconds: float = 0.0
     steady: bool = False
     joins: bool = True
+
+    @property
+    def library(self) -> SealedLibrary | None:
+        """The first library, or None."""
+        return self.libraries[0] if self.libraries else None
 
     def describe(self) -> dict[str, Any]:
         """Return the inputs and outputs as the protocol lists them, and `parameters`: how the model runs."""
@@ -59,10 +65,10 @@ class LoadedModel:
             "instances": self.settings.instances,
             "load_seconds": round(self.load_seconds, 3),
         }
-        if self.library is not None:
-            parameters["library"] = self.library.path.name
-            parameters["library_version"] = self.library.version
-            parameters["library_sha256"] = self.library.copy.sha256
+        if self.libraries:
+            parameters["library"] = ", ".join(library.path.name for library in self.libraries)
+            parameters["library_version"] = ", ".join(library.version for library in self.libraries)
+            parameters["library_sha256"] = ", ".join(library.copy.sha256 for library in self.libraries)
         return {
             "inputs": [_described(spec) for spec in self.inputs.values()],
             "outputs": [_described(spec) for spec in self.outputs.values()],

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from .folders import VersionFolder, config_of
 from .instance import Instance, without_paths
 from .interface import has_rows, require_servable
 from .loaded_model import LoadedModel
-from .model_library import library_for
+from .model_library import libraries_for
 from .model_settings import ModelSettings, Provider
 from .runtime_options import apply, with_options
 from .settings import Policy, ServerSettings, SettingsError
@@ -64,12 +64,12 @@ def _load(
     model = load_model(where.path, confined=True)
     fallback = None
     try:
-        library = library_for(model, where, settings, server, policy)
-        choice, sessions = _open(model, library, where, settings, server)
+        libraries = libraries_for(model, where, settings, server, policy)
+        choice, sessions = _open(model, libraries, where, settings, server)
     except (LibraryError, ModelError) as error:
         fallback = _fallback(model, settings, error)
-        library = None
-        choice, sessions = _open(model, None, where, settings, server)
+        libraries = []
+        choice, sessions = _open(model, libraries, where, settings, server)
     first = sessions[0]
     inputs = _inputs(first, settings)
     outputs = {name: _labelled(spec) for name, spec in first.outputs.items()}
@@ -77,7 +77,7 @@ def _load(
     if (config := config_of(where.model_folder)) is not None:
         config.require_fit(first.inputs, first.outputs)
 
-    records = library.by_onnx_name if library is not None else {}
+    records = {record.node_type for library in libraries for record in library.by_onnx_name.values()}
     shared = sessions if len(sessions) > 1 else sessions * settings.instances
     loaded = LoadedModel(
         where.model,
@@ -89,10 +89,10 @@ def _load(
         [Instance(session) for session in shared],
         first.device,
         first.reason,
-        library,
+        libraries,
         fallback,
-        _counted(node.op_type for node in model.nodes if node.op_type in records),
-        _counted(node.op_type for node in model.nodes if node.op_type not in records),
+        _counted(node.op_type for node in model.nodes if node.node_type in records),
+        _counted(node.op_type for node in model.nodes if node.node_type not in records),
     )
     loaded.steady = _is_steady(model, inputs)
     _log_provider(loaded)
@@ -125,13 +125,12 @@ def _fallback(model: Model, settings: ModelSettings, error: TwinopError) -> str:
 
 def _open(
     model: Model,
-    library: SealedLibrary | None,
+    libraries: Sequence[SealedLibrary],
     where: VersionFolder,
     settings: ModelSettings,
     server: ServerSettings,
 ) -> tuple[Choice, list[Session]]:
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
-    libraries = [library] if library is not None else []
     choice = choose_providers(PROVIDERS[settings.provider], libraries, uses_torch=False)
     if settings.provider_options.model_fields_set and choice.device is not None:
         choice = replace(choice, providers=with_options(choice.providers, settings.provider_options))
@@ -193,7 +192,7 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
                 model.name, why,
             )  # fmt: skip
     comparable = bool(model.nodes) and {node.node_type for node in model.nodes} <= model.bodies
-    if found is None or loaded.library is None or not comparable or not loaded.settings.compare_bodies:
+    if found is None or not loaded.libraries or not comparable or not loaded.settings.compare_bodies:
         return
     try:
         bodies = Instance(open_session(model, [], choice, options=_options(loaded.settings)))
@@ -219,7 +218,7 @@ def _log_provider(loaded: LoadedModel) -> None:
         loaded.reason,
         ", ".join(loaded.custom_nodes) or "none",
         ", ".join(loaded.body_nodes) or "none",
-        loaded.library.path if loaded.library is not None else "none",
+        ", ".join(str(library.path) for library in loaded.libraries) or "none",
     )
 
 

@@ -1,13 +1,15 @@
-"""Find and check the custom-op library of a served model."""
+"""Find and check the custom-op libraries of a served model."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from twinop.errors import ForeignLibraryError, LibraryError
+from twinop.find import places_of
 from twinop.library import library_folders, read_library
+from twinop.record import DOMAIN
 
 from ..check_nodes import require_fit
-from ..choose_library import only_library
+from ..choose_library import choose_libraries
 from ..custom_nodes import Model
 from ..registration import SealedLibrary
 from .folders import VersionFolder
@@ -15,40 +17,56 @@ from .model_settings import ModelSettings
 from .settings import FILE, Policy, ServerSettings
 
 
-def library_for(
+def libraries_for(
     model: Model, where: VersionFolder, settings: ModelSettings, server: ServerSettings, policy: Policy
-) -> SealedLibrary | None:
-    """Return the checked library that the model needs, or None if it needs none.
+) -> list[SealedLibrary]:
+    """Return the checked libraries that the model needs, one for each domain of its custom nodes.
 
     Raises:
         LibraryError, ModelError: no library is both allowed and usable.
     """
     if not model.nodes:
-        return None
+        return []
     own = [where.folder, *([where.model_folder] if where.model_folder is not None else [])]
-    others = [*server.library_folders, *library_folders()]
+    others = [*server.library_folders, *_project(model, where), *library_folders()]
+
+    def places(domain: str) -> list[Path]:
+        build = Path.cwd() / "build"
+        found = places_of(domain, library_folders())
+        return [*server.library_folders, *(place for place in found if place != build or build in others)]
+
     permitted = [*own, *others] if policy.libraries == "models" else others
     trusted = {folder.resolve() for folder in permitted}
-    named = None
-    if settings.library is not None:
-        named = _named(settings.library, [*own, *others])
-        _require_trusted(named, trusted)
-    else:
+    named = [_named(path, [*own, *others]) for path in settings.library]
+    for path in named:
+        _require_trusted(path, trusted)
+    if not named:
         _require_no_other([folder for folder in own if folder.resolve() not in trusted], trusted)
     own = [folder for folder in own if folder.resolve() in trusted]
-    library = only_library(model, named, own=own, others=others, confined=True, bodies=False)
-    if library is None:
-        return None
-    lacking = {node.node_type for node in model.nodes if node.op_type not in library.by_onnx_name}
-    if bodies := sorted(op_type for _, op_type in lacking & model.bodies):
-        raise LibraryError(
-            f"{library.path} has no {', '.join(bodies)}, which would run on function bodies; it has: "
-            f"{', '.join(library.by_onnx_name)}. Use the library that the model was exported for"
-        )
-    if settings.library_sha256 is not None:
-        _require_checksum(library, settings.library_sha256)
-    require_fit(model, [library])
-    return library
+    libraries = choose_libraries(model, named, places, own=own, confined=True, bodies=False)
+    for library in libraries:
+        needed = {node.op_type for node in model.nodes if node.domain == library.domain}
+        lacking = needed - library.by_onnx_name.keys()
+        if bodies := sorted(op for op in lacking if (library.domain, op) in model.bodies):
+            raise LibraryError(
+                f"{library.path} has no {', '.join(bodies)}, which would run on function bodies; it has: "
+                f"{', '.join(library.by_onnx_name)}. Use the library that the model was exported for"
+            )
+        if settings.library_sha256:
+            _require_checksum(library, settings.library_sha256)
+    require_fit(model, libraries)
+    return libraries
+
+
+def _project(model: Model, where: VersionFolder) -> list[Path]:
+    """Return `build/` of the current folder, which has ops of other domains than twinop's.
+
+    It is left out if it lies among the models: whoever can add models could put a library there.
+    """
+    build = Path.cwd() / "build"
+    models = where.model_folder.resolve().parent if where.model_folder is not None else None
+    among_models = models is not None and build.is_relative_to(models)
+    return [] if among_models or {node.domain for node in model.nodes} == {DOMAIN} else [build]
 
 
 def _require_no_other(folders: Sequence[Path], trusted: Collection[Path]) -> None:
@@ -93,10 +111,10 @@ def _named(path: Path, folders: Sequence[Path]) -> Path:
     return found
 
 
-def _require_checksum(library: SealedLibrary, expected: str) -> None:
-    found = library.copy.sha256
-    if found != expected.lower():
+def _require_checksum(library: SealedLibrary, expected: Collection[str]) -> None:
+    found, allowed = library.copy.sha256, [each.lower() for each in expected]
+    if found not in allowed:
         raise LibraryError(
-            f"{library.path}: its SHA-256 is {found}, library_sha256 says {expected.lower()}: it is not the "
-            "library that was meant. Put the right one there, or correct the setting"
+            f"{library.path}: its SHA-256 is {found}, library_sha256 says {', '.join(allowed)}: it is not "
+            "the library that was meant. Put the right one there, or correct the setting"
         )

@@ -1,9 +1,9 @@
 """The settings of a model: how it is loaded and run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from .newer_python import StrEnum
 from .runtime_options import ProviderOptions, SessionOptions
@@ -23,14 +23,22 @@ class Provider(StrEnum):
     CUDA = "cuda"
 
 
+def _as_several(value: Any) -> Any:
+    return (value,) if isinstance(value, str | Path) else value
+
+
+_Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
+
+
 class ModelSettings(Section):
     """How to load and run one model."""
 
-    library: Path | None = Field(
-        None, description="the custom-op library; by default one beside the model, or an installed one"
+    library: Annotated[tuple[Path, ...], BeforeValidator(_as_several)] = Field(
+        (),
+        description="a custom-op library, one for each domain; by default beside the model, or installed",
     )
-    library_sha256: str | None = Field(
-        None, pattern=r"^[0-9a-fA-F]{64}$", description="use the library only if it has this SHA-256"
+    library_sha256: Annotated[tuple[_Sha256, ...], BeforeValidator(_as_several)] = Field(
+        (), description="use libraries only if they have this SHA-256, or one of these"
     )
     provider: Provider = Field(Provider.AUTO, description="auto takes CUDA if it works")
     session: SessionOptions = Field(

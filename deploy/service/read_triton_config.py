@@ -153,7 +153,7 @@ def _settings(config: Any, problems: list[str]) -> dict[str, Any]:
     if config.HasField("version_policy"):
         settings["versions"] = _versions(config.version_policy)
     settings |= _instances(config.instance_group, problems)
-    settings |= _library(config.model_operations.op_library_filename, problems)
+    settings |= _library(config.model_operations.op_library_filename)
     try:
         options = triton_options.read(config)
     except ValueError as error:
@@ -196,17 +196,11 @@ def _instances(groups: Any, problems: list[str]) -> dict[str, Any]:
     return found
 
 
-def _library(names: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """Return the library's path. A path that is missing here is the container's: search for its file name."""
-    if len(names) > 1:
-        problems.append(
-            f"op_library_filename: {', '.join(names)}; ONNX Runtime takes one library per domain and "
-            "session, so link their ops into one (twinop_add_library in CMake)"
-        )
-    if not names:
-        return {}
-    path = Path(names[0])
-    return {"library": path if path.is_absolute() and path.is_file() else Path(path.name)}
+def _library(names: Sequence[str]) -> dict[str, Any]:
+    """Return the libraries' paths. One that is missing here is the container's: search for its file name."""
+    paths = map(Path, names)
+    libraries = [path if path.is_absolute() and path.is_file() else Path(path.name) for path in paths]
+    return {"library": tuple(libraries)} if libraries else {}
 
 
 def _fixed_shapes(config: Any, batched: bool) -> dict[str, tuple[int, ...]]:

@@ -61,11 +61,11 @@ class Version:
         return result
 
     def may_use(self, libraries: Collection[Path]) -> bool:
-        """Return whether its library is one of these; any may help where function bodies run instead."""
-        library = self.loaded.library
-        if library is None:
-            return self.loaded.fallback is not None
-        return library.path.parent.resolve() / library.path.name in libraries
+        """Return whether it has one of these libraries; any may help where function bodies run instead."""
+        paths = [library.path for library in self.loaded.libraries]
+        return self.loaded.fallback is not None or any(
+            path.parent.resolve() / path.name in libraries for path in paths
+        )
 
     async def close(self) -> None:
         """Answer all accepted requests, then release the sessions."""

@@ -1,5 +1,6 @@
 """The settings of the server and of each model: pydantic models, read from twinop.toml."""
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -154,7 +155,7 @@ class Policy(Section):
         weaker = {
             "allow_fallback = true": asked.allow_fallback and not server.allow_fallback,
             "compare_bodies = false": server.compare_bodies and not asked.compare_bodies,
-            f'library_sha256 = "{asked.library_sha256}"': server.library_sha256 is not None
+            f"library_sha256 = {json.dumps(asked.library_sha256)}": bool(server.library_sha256)
             and asked.library_sha256 != server.library_sha256,
         }
         found = [text for text, is_weaker in weaker.items() if is_weaker and text.split()[0] in by_folder]
@@ -236,7 +237,8 @@ def read_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Se
     settings = checked(Settings, sections, str(path or "the options"))
     for name, values in settings.models.items():
         _check_names(values, f"{path}: [models.{name}]")
-    named = [section.get("library") for section in _model_sections(sections) if isinstance(section, dict)]
+    asked = [section.get("library") for section in _model_sections(sections) if isinstance(section, dict)]
+    named = [path for paths in asked for path in (paths if isinstance(paths, tuple) else (paths,))]
     folders = (*settings.server.library_folders, *(each.parent for each in named if isinstance(each, Path)))
     server = settings.server.model_copy(update={"library_folders": tuple(dict.fromkeys(folders))})
     settings = settings.model_copy(update={"server": server})

@@ -30,10 +30,15 @@ def model_config(loaded: LoadedModel) -> Any:
     """
     required = {spec.name for spec in loaded.required}
     optional = [name for name in loaded.inputs if name not in required]
-    library = loaded.library.path.name if loaded.library is not None else None
+    names = [library.path.name for library in loaded.libraries]
     try:
         return make_config(
-            loaded.name, loaded.settings, loaded.inputs, loaded.outputs, library=library, optional=optional
+            loaded.name,
+            loaded.settings,
+            loaded.inputs,
+            loaded.outputs,
+            libraries=names,
+            optional=optional,
         )
     except SettingsError as error:
         raise invalid(f"model {loaded.name} has no configuration in Triton's form: {error}") from error

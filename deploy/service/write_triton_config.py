@@ -30,13 +30,13 @@ def make_config(
     inputs: Mapping[str, Spec],
     outputs: Mapping[str, Spec],
     *,
-    library: str | None = None,
+    libraries: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> Any:
     """Returns the ModelConfig with which Triton's ONNX Runtime backend serves a model as this service does.
 
     Args:
-        library: the absolute path of the custom-op library in Triton's container.
+        libraries: the absolute paths of the custom-op libraries in Triton's container.
         optional: the inputs that have a default in the model.
 
     Raises:
@@ -64,8 +64,8 @@ def make_config(
         if each.name in optional:
             each.optional = True
     _write_scheduling(config, settings)
-    if library is not None:
-        config.model_operations.op_library_filename.append(library)
+    if libraries:
+        config.model_operations.op_library_filename.extend(libraries)
     if settings.intra_op_threads:
         config.parameters[THREADS].string_value = str(settings.intra_op_threads)
     try:

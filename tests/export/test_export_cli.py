@@ -64,6 +64,14 @@ def swapped():
 def broken():
     raise RuntimeError("no weights here")
 
+class Bad(Two):
+    def example_inputs(self):
+        raise ValueError("no examples")
+
+class Needs(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+
 not_callable = 3
 """
 
@@ -171,6 +179,54 @@ def test_what_needs_saying_is_in_the_table(folder: Path) -> None:
     assert "none: the model needs no library" in succeed("--model", "plain:f", "-o", "plain.onnx", *QUICK)
 
 
+NET = """
+import torch
+from twinop import torch_op
+import weights
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return torch_op.relu(x) * weights.FACTOR
+
+    def example_inputs(self):
+        return {"x": torch.randn(2, 3)}
+
+class Twice(Net):
+    @staticmethod
+    def example_inputs():
+        return torch.randn(4)
+
+plain = Twice()
+"""
+
+
+def test_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules beside the file can be imported, and its name may be that of another module."""
+    (elsewhere := folder / "some where").mkdir()
+    (elsewhere / "weights.py").write_text("FACTOR = 2")
+    for name in ("my-net.py", "typing.py"):
+        (elsewhere / name).write_text(NET)
+    assert "some where" not in succeed("some where/my-net.py:Net", *QUICK)
+    assert node_types("net.onnx") == ["CustomRelu", "Constant", "Mul"]
+    succeed("some where/typing.py:Twice", "-o", "twice.onnx", *QUICK)
+    succeed("some where/typing.py:plain", *QUICK)
+    assert sys.modules["typing"].__file__ != str(elsewhere / "typing.py")
+    for name in ("my_net", "typing_of_twinop_export", "weights"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_libraries_are_loaded_into_torch(folder: Path) -> None:
+    (folder / "cubes.py").write_text(
+        "import torch\n\nclass Cubes(torch.nn.Module):\n"
+        "    def forward(self, x):\n        return torch.ops.test_cube.cube(x)\n"
+        "    def example_inputs(self):\n        return torch.randn(3)\n"
+    )
+    paths = [str(find_library(name)) for name in ("test_cube", "custom_relu")]
+    done = python("-m", "twinop", "export", "cubes.py:Cubes", "--library", paths[0], "--library", paths[1])
+    assert done.returncode == 0, done.stderr
+    assert "libtest_cube.so" in done.stdout and "no function body: CustomCube" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -186,17 +242,25 @@ def test_what_needs_saying_is_in_the_table(folder: Path) -> None:
         (["--dynamic", ":0"], "dynamic ':0': expected INPUT:AXIS,AXIS"),
         (["--variant", "vec5"], "fails on its example inputs, in torch:"),
         (["--library", "none.so", *QUICK], "none.so: no such file"),
-        (["--model", "my_factories"], "--model my_factories: expected package.module:factory"),
+        (["--model", "my_factories"], "--model my_factories: expected file.py:name or package.module:name"),
         (["--model", "my_factories.none:f"], "no module my_factories.none; searched the current folder"),
         (["--model", "none_at_all:f"], "no module none_at_all; searched the current folder"),
         (["--model", "my_factories.wrong_import:f"], "No module named 'package_that_is_not_there' ("),
         (["--model", "my_factories.wrong_code:f"], "importing my_factories.wrong_code failed: Zero"),
-        (["--model", "my_factories.models:f"], "has no function f; it has: mlp, Two, by_name"),
-        (["--model", "my_factories.models:not_callable"], "has no function not_callable"),
+        (["--model", "my_factories.models:f"], "my_factories.models has no f; it has: mlp, Two, by_name"),
+        (["--model", "my_factories.models:not_callable"], "not_callable is int; expected a function that"),
         (["--model", "my_factories.models:broken"], "broken() failed: RuntimeError: no weights here ("),
         (["--model", "my_factories.models:only_module"], "returned CustomReLU; expected (torch.nn.Module"),
         (["--model", "my_factories.models:swapped"], "swapped() returned (tuple, CustomReLU); expected"),
         (["--model", "my_factories.models:integers"], "fails on its example inputs, in torch:"),
+        (["--model", "my_factories.models:Two"], "Module class Two has no method example_inputs(). Expected"),
+        (["my_factories.models:Bad"], "Bad.example_inputs() failed: ValueError: no examples ("),
+        (["my_factories.models:Needs"], "MODEL my_factories.models:Needs: Needs() failed: TypeError:"),
+        (["my_factories/none.py:f"], "MODEL my_factories/none.py:f: no such file: "),
+        (["my_factories/models.py:"], "MODEL my_factories/models.py:: expected file.py:name or"),
+        (["helper_of_mine.py:f"], "helper_of_mine.py has no f; it has: none"),
+        (["my_factories/wrong_code.py:f"], "importing wrong_code.py failed: ZeroDivisionError:"),
+        (["a.py:f", "--model", "b:f"], "MODEL a.py:f and --model b:f: give one of them"),
         (["--model", "my_factories.models:mlp", "--variant", "vec4"], "--variant belongs to the built-in"),
     ],
 )  # fmt: skip
@@ -224,7 +288,7 @@ def test_the_command_line_starts_light() -> None:
 def test_help_and_list_of_ops() -> None:
     done = python("-m", "twinop", "export", "--help")
     assert done.returncode == 0
-    for text in ("package.module:factory", "x:0=batch", "torchscript", "twinop export --dtype float16"):
+    for text in ("package.module:name", "x:0=batch", "torchscript", "twinop export --dtype float16"):
         assert text in done.stdout
     result = CliRunner().invoke(app, ["ops"], env={"COLUMNS": "200"})
     assert result.exit_code == 0

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from abi_files import ROOT
+import onnx
+from abi_files import FLOAT, ROOT, c_library
+from onnx import helper
 
 from twinop.library import find_library
 
@@ -29,7 +31,7 @@ def cube_backward(grad_y, x):
 
 
 def cube_project(folder: Path) -> Path:
-    """Makes a project as `twinop build` leaves it: test_cube.py and build/libtest_cube.so."""
+    """Makes a project as `twinop build` leaves it: a module test_cube, and build/libtest_cube.so."""
     (folder / "build").mkdir(parents=True)
     shutil.copy(find_library("test_cube"), folder / "build")
     (folder / "test_cube.py").write_text(CUBE)
@@ -70,3 +72,41 @@ def output_of(code: str, folder: Path, *path: Path) -> str:
     done = run_python(code, folder, *path)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+NEGATE = """
+import pathlib
+
+import twinop
+
+
+def library_path():
+    return pathlib.Path(__file__).with_name("libother_ops.so")
+
+
+@twinop.op(domain="other.ops")
+def negate(op, x, *, times):
+    return op.Neg(op.Mul(x, times))
+"""
+
+
+def negate_package(site: Path) -> Path:
+    """Makes the installed package other-ops 0.3, whose domain is not its name."""
+    site.mkdir(exist_ok=True)
+    (site / "other_ops.py").write_text(NEGATE)
+    shutil.copy(c_library("other_ops", '-DDOMAIN="other.ops"'), site / "libother_ops.so")
+    return describe_package(site, "other-ops", "0.3", "other.ops", "other_ops")
+
+
+def three_nodes() -> onnx.ModelProto:
+    """y = relu(-x * x * x), with nodes of two packages and of twinop."""
+    nodes = [
+        helper.make_node("CustomCube", ["x"], ["c"], "cube", domain="test_cube"),
+        helper.make_node("CustomNegate", ["c"], ["n"], "negate", domain="other.ops"),
+        helper.make_node("CustomRelu", ["n"], ["y"], "relu", domain="custom_domain"),
+    ]
+    values = [helper.make_tensor_value_info(name, FLOAT, ["rows", 4]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:])
+    domains = {"": 20, "test_cube": 1, "other.ops": 1, "custom_domain": 1}
+    opsets = [helper.make_opsetid(domain, version) for domain, version in domains.items()]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)

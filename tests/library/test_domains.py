@@ -12,8 +12,6 @@ from abi_files import CPU, FLOAT, INT64, ROOT, X, c_library, in_torch, model, ne
 from onnx import helper
 
 from twinop import deploy
-from twinop.deploy.choose_library import only_library
-from twinop.deploy.custom_nodes import load_model
 from twinop.errors import LibraryError
 from twinop.library import find_library
 
@@ -72,17 +70,6 @@ def test_a_missing_library_is_named() -> None:
 def test_two_libraries_of_one_domain(libraries: dict[str, Path]) -> None:
     with pytest.raises(LibraryError, match=r"both have ops of the domain custom_domain.*one library per"):
         deploy.session(three_domains(), CPU, [libraries["custom_relu"], libraries["custom_ops"]])
-
-
-def test_what_takes_one_library_refuses_several(tmp_path: Path) -> None:
-    """The service and packing refuse several libraries."""
-    loaded = load_model(three_domains())
-    with pytest.raises(
-        LibraryError, match=r"needs libraries of several domains: test_c \(libplain_c.so\), cust"
-    ):
-        only_library(loaded, c_library("plain_c"))
-    library = only_library(load_model(negate_model()), c_library("plain_c"))
-    assert library is not None and library.domain == "test_c"
 
 
 def test_a_wrong_domain_version() -> None:

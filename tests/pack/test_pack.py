@@ -49,7 +49,7 @@ def settings_of(repo: Path) -> ModelSettings:
 
 
 def test_folder(tmp_path: Path, libraries: dict[str, Path]) -> None:
-    repo, said = packed(tmp_path, library=libraries["custom_relu"], gpu=False)
+    repo, said = packed(tmp_path, library=[libraries["custom_relu"]], gpu=False)
     assert {path for path in files(repo) if not path.startswith("service/twinop/")} == {
         "README.md", "twinop-pack.json",
         "Dockerfile", ".dockerignore", "docker-compose.yml", "prometheus.yml",
@@ -64,10 +64,10 @@ def test_folder(tmp_path: Path, libraries: dict[str, Path]) -> None:
     checksum = hashlib.sha256(libraries["custom_relu"].read_bytes()).hexdigest()
     assert hashlib.sha256((version / "libcustom_relu.so").read_bytes()).hexdigest() == checksum
     settings = tomllib.loads((repo / "models/custom_relu/twinop.toml").read_text())
-    assert settings["library_sha256"] == checksum
-    assert said.library == "/mnt/models/custom_relu/1/libcustom_relu.so"
+    assert settings["library_sha256"] == [checksum]
+    assert said.libraries == ["/mnt/models/custom_relu/1/libcustom_relu.so"]
     manifest = json.loads((repo / "twinop-pack.json").read_text())
-    assert manifest["library_sha256"] == checksum
+    assert manifest["library_sha256"] == [checksum]
     assert manifest["twinop"] == __version__
 
 
@@ -90,17 +90,17 @@ def test_no_text_holds_this_machine(tmp_path: Path) -> None:
 
 def test_model_without_custom_nodes(tmp_path: Path) -> None:
     repo, said = packed(tmp_path, identity("FP32"))
-    assert said.library is None and not said.contents.gpu
+    assert not said.libraries and not said.contents.gpu
     assert not [path for path in files(repo / "models") if path.endswith(".so")]
     assert "model_operations" not in (repo / "models/custom_relu/config.pbtxt").read_text()
-    assert settings_of(repo).library_sha256 is None
+    assert not settings_of(repo).library_sha256
 
 
 def test_twinop_reads_what_it_wrote(tmp_path: Path) -> None:
     repo, _ = packed(tmp_path, max_batch_size=16, cpus=3, gpu=True)
     settings = settings_of(repo)
     assert (settings.max_batch_size, settings.intra_op_threads, settings.provider) == (16, 3, "cuda")
-    assert settings.library_sha256 is not None and settings.run_timeout_seconds == 60
+    assert settings.library_sha256 and settings.run_timeout_seconds == 60
 
 
 def test_input_with_a_default_is_no_input_of_triton(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def nothing_written(folder: Path) -> bool:
         ({"min_replicas": 3, "max_replicas": 2}, "no more than the second"),
         ({"wheel": Path("other.whl")}, "pip wheel"),
         ({"bodies": True}, "--bodies without --triton"),
-        ({"library": Path("missing.so")}, "no such file"),
+        ({"library": [Path("missing.so")]}, "no such file"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -266,13 +266,13 @@ def test_gpu_without_gpu_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from twinop.deploy.pack import contents
     from twinop.library import Library
 
-    def built_without(*_: Any, **__: Any) -> Library:
-        return Library(Path("libx.so"), "0.1.0", "none", "", {}, True)
+    def built_without(*_: Any, **__: Any) -> list[Library]:
+        return [Library(Path("libx.so"), "0.1.0", "none", "", {}, True)]
 
-    monkeypatch.setattr(contents, "only_library", built_without)
+    monkeypatch.setattr(contents, "choose_libraries", built_without)
     monkeypatch.setattr(contents, "require_fit", lambda *_: None)
     with pytest.raises(LibraryError, match="built without CUDA"):
-        read_contents(saved(tmp_path, relu()), None, True, False)
+        read_contents(saved(tmp_path, relu()), [], True, False)
 
 
 def test_library_newer_than_the_images(tmp_path: Path, libraries: dict[str, Path]) -> None:

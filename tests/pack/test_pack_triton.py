@@ -208,10 +208,10 @@ def test_the_graph_and_the_session_say_the_same(tmp_path: Path, monkeypatch: pyt
     made += [models.identity(datatype) for datatype in models.ELEMENTS]
     for model in made:
         path = saved(tmp_path, model)
-        opened = contents.read_contents(path, None, True, False)
+        opened = contents.read_contents(path, [], True, False)
         with monkeypatch.context() as patched:
             no_session(patched)
-            read = contents.read_contents(path, None, True, False)
+            read = contents.read_contents(path, [], True, False)
         assert (opened.inputs, opened.outputs) == (read.inputs, read.outputs)
         assert len(read.notes) == len(opened.notes) + 1
 
@@ -232,7 +232,7 @@ def test_triton_gets_a_repository_without_bodies(tmp_path: Path) -> None:
     assert not (repo / "models/custom_relu/twinop.toml").exists()
     manifest = json.loads((repo / "twinop-pack.json").read_text())
     assert manifest["model_sha256"] == checksum(repo / "models/custom_relu/1/model.onnx")
-    assert said.library is not None and said.library in (repo / "models/custom_relu/config.pbtxt").read_text()
+    assert said.libraries[0] in (repo / "models/custom_relu/config.pbtxt").read_text()
 
 
 def test_triton_gets_the_bodies_if_asked(tmp_path: Path) -> None:

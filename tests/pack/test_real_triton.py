@@ -43,8 +43,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, libraries: dict[str, Pa
             config = folder / name / "config.pbtxt"
             config.write_text(config.read_text().replace("/mnt/models/", f"{folder}/"))
         if name == "foreign":
-            assert said.library is not None
-            shutil.copy(libraries["test_ops"], folder / name / "1" / Path(said.library).name)
+            shutil.copy(libraries["test_ops"], folder / name / "1" / Path(said.libraries[0]).name)
     return folder
 
 

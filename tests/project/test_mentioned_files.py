@@ -17,13 +17,14 @@ NAME = re.compile(
 OTHERS = {  # of users and of other projects
     "twinop.toml",
     "models/twinop.toml",
-    "my_models.py",
+    "file.py",
     "mish.h",
-    "setup.py",
     "mish.py",
     "test_mish.py",
     "model.py",
     "mish/__init__.py",
+    "my_models.py",
+    "setup.py",
     "kernels/ops/mish.h",  # of the guides' test
     "kernels/ops/l2_normalize.h",
     "kernels/ops/soft_clip.h",

@@ -99,7 +99,7 @@ def test_a_library_that_the_server_names_is_permitted_wherever_it_lies(
         (
             f'library_sha256 = "{"a" * 64}"',
             f'library_sha256 = "{"b" * 64}"',
-            f'library_sha256 = "{"b" * 64}"',
+            f'library_sha256 = ["{"b" * 64}"]',
         ),
         (
             "",

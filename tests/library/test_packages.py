@@ -1,0 +1,159 @@
+"""Libraries are found by the domains that a model names: in a project and in installed packages."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from abi_files import CPU, X, c_library, negate_model
+from own_ops import cube_package, cube_project, describe_package, negate_package, three_nodes
+
+import twinop
+from twinop import deploy
+from twinop.deploy.errors import ModelError
+from twinop.errors import LibraryError
+from twinop.find import find_library_of, package_key, package_of
+from twinop.library import find_library
+
+ROW = np.array([[-1, 2, -3, 0.5]], np.float32)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages; the current folder is another one, and empty."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for name in ("test_cube", "other_ops", "broken_ops"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path / "site"
+
+
+def test_two_packages_and_twinops_ops(site: Path) -> None:
+    cube_package(site)
+    negate_package(site)
+    opened = deploy.session(three_nodes(), CPU)
+    paths = [library.path for library in opened.libraries]
+    assert paths[:2] == [site / "test_cube/libtest_cube.so", site / "libother_ops.so"]
+    np.testing.assert_array_equal(opened.run({"x": ROW})["y"], np.maximum(-(ROW**3), 0))
+
+    onnx.save(three_nodes(), "net.onnx")
+    found = twinop.libraries_for("net.onnx")
+    assert found == [str(path.absolute()) for path in paths]
+    options = onnxruntime.SessionOptions()
+    for path in found:
+        options.register_custom_ops_library(path)
+    session = onnxruntime.InferenceSession("net.onnx", options, providers=CPU)
+    np.testing.assert_array_equal(session.run(None, {"x": ROW})[0], np.maximum(-(ROW**3), 0))
+
+
+def test_a_package_is_imported_only_for_its_domain(site: Path) -> None:
+    (site / "broken_ops.py").write_text("raise RuntimeError('this import fails')")
+    describe_package(site, "broken-ops", "2.0", "broken", "broken_ops")
+    cube_package(site)
+    assert find_library_of("test_cube") == str(site / "test_cube/libtest_cube.so")
+    package = package_of("broken")
+    assert (
+        package is not None and package.requirement == "broken-ops==2.0" and "broken_ops" not in sys.modules
+    )
+    with pytest.raises(LibraryError) as caught:
+        find_library_of("broken")
+    assert str(caught.value).startswith(
+        "package broken-ops 2.0, which has the ops of the domain broken: importing its module broken_ops "
+        "failed: RuntimeError: this import fails. Mend or reinstall it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "its module broken_ops has no function library_path(). Expected, in that module"),
+        (
+            "def library_path():\n    return '/none/libx.so'",
+            "its library /none/libx.so is missing. Install it ag",
+        ),
+    ],
+)
+def test_a_broken_package(site: Path, text: str, said: str) -> None:
+    (site / "broken_ops.py").write_text(text)
+    describe_package(site, "broken-ops", "2.0", "broken", "broken_ops")
+    with pytest.raises(LibraryError) as caught:
+        find_library_of("broken")
+    assert said in str(caught.value)
+
+
+def test_two_packages_with_one_domain(site: Path) -> None:
+    negate_package(site)
+    describe_package(site, "more-ops", "1.0", "other.ops", "more_ops")
+    said = r"packages more-ops 1.0 and other-ops 0.3 both have ops of the domain other.ops.*Uninstall one"
+    with pytest.raises(LibraryError, match=said):
+        deploy.session(negate_model("other.ops"), CPU)
+    with pytest.raises(LibraryError, match=said):
+        find_library_of("other.ops")
+    opened = deploy.session(negate_model("other.ops"), CPU, site / "libother_ops.so")
+    np.testing.assert_array_equal(opened.run({"x": X})["y"], -X)
+
+
+def test_the_project_comes_before_the_package(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cube_package(site)
+    project = cube_project(site.parent / "project")
+    monkeypatch.chdir(project)
+    assert find_library_of("test_cube") == str(project / "build/libtest_cube.so")
+    model = three_nodes()
+    del model.graph.node[1:]
+    model.graph.node[0].output[0] = "y"
+    assert deploy.check_model(model)[0].path == project / "build/libtest_cube.so"
+
+
+def test_twinops_own_domain_is_not_looked_for_in_a_project(site: Path) -> None:
+    Path("build").mkdir()
+    shutil.copy(find_library("custom_relu"), "build")
+    assert Path(find_library_of("custom_domain")).parent != Path.cwd() / "build"
+
+
+def test_no_library_of_a_domain(site: Path) -> None:
+    with pytest.raises(LibraryError) as caught:
+        find_library_of("none.such")
+    said = str(caught.value)
+    assert said.startswith(f"no library of the domain none.such found; searched {Path.cwd() / 'build'}, ")
+    assert said.endswith("Build it (twinop build), or install the package that has it")
+    with pytest.raises(ModelError) as refused:
+        deploy.session(negate_model("none.such"), CPU)
+    assert "no library has none.such::CustomNegate" in str(refused.value)
+    assert str(refused.value).endswith(
+        "install the package that has it, put it beside the model, or pass library=<path>"
+    )
+
+
+def test_the_model_names_the_missing_package(site: Path) -> None:
+    model = negate_model("none.such")
+    model.metadata_props.add(key=package_key("none.such"), value="other-ops==0.3")
+    with pytest.raises(
+        ModelError, match="with the package other-ops==0.3: pip install other-ops==0.3. Build"
+    ):
+        deploy.session(model, CPU)
+    body = onnx.helper.make_node("Neg", ["x"], ["y"])
+    opsets = [onnx.helper.make_opsetid("", 20)]
+    model.functions.append(
+        onnx.helper.make_function("none.such", "CustomNegate", ["x"], ["y"], [body], opsets)
+    )
+    del model.graph.node[0].attribute[:]
+    with pytest.warns(RuntimeWarning, match="slower. pip install other-ops==0.3, or pass library=False if"):
+        deploy.session(model, CPU)
+
+
+def test_a_library_of_another_abi_keeps_its_message(site: Path) -> None:
+    """It is in the project, and no other one has the domain."""
+    Path("build").mkdir()
+    path = Path("build/libnewer.so").absolute()
+    data = c_library("newer", '-DDOMAIN="newer"').read_bytes()
+    path.write_bytes(data.replace(b'"abi":1', b'"abi":9'))
+    said = "Passed over: .*libnewer.so: was built by twinop .*, with version 9 of the binary interface"
+    with pytest.raises(LibraryError, match=said):
+        find_library_of("newer")
+    with pytest.raises(ModelError, match=said):
+        deploy.session(negate_model("newer"), CPU)

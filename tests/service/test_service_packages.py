@@ -1,0 +1,161 @@
+"""Models with ops of several libraries: exported, run, checked, served and packed."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import pytest
+from abi_files import ROOT, c_library
+from own_ops import cube_package, cube_project, describe_package, negate_package, three_nodes
+from service_fixtures import serve, tensor
+from service_loads import loaded
+from service_models import place
+
+from twinop.deploy.errors import ModelError
+from twinop.deploy.pack.packing import Options, pack
+from twinop.deploy.service.newer_python import tomllib
+from twinop.deploy.service.settings import Policy, ServerSettings
+from twinop.errors import LibraryError
+from twinop.library import find_library
+
+NET = """
+import other_ops, test_cube, torch
+from twinop import torch_op
+
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return torch_op.relu(other_ops.negate(test_cube.cube(x)))
+
+    def example_inputs(self):
+        return torch.randn(2, 4)
+"""
+ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 0.5])
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two installed packages; the current folder is another one, and empty."""
+    site = negate_package(cube_package(tmp_path / "site"))
+    (site / "my_net.py").write_text(NET)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.syspath_prepend(site)
+    for name in ("test_cube", "other_ops"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{ROOT}")
+    return site
+
+
+def twinop(*arguments: str) -> str:
+    command = [sys.executable, "-m", "twinop", *arguments]
+    environment = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_no_path_is_named(site: Path) -> None:
+    """Two packages and twinop's own ops in one model, from an empty folder."""
+    assert (
+        "bit for bit" in (said := twinop("export", "my_net:Net", "--dynamic", "x:0"))
+        and "libtest_cube.so" in said
+    )
+    metadata = {entry.key: entry.value for entry in onnx.load("net.onnx").metadata_props}
+    assert metadata["twinop.package.test_cube"] == "test-cube==1.2"
+    assert metadata["twinop.package.other.ops"] == "other-ops==0.3"
+    assert twinop("run", "net.onnx", "--provider", "cpu").count(" yes ") == 3
+    said = twinop("check", "net.onnx", "--provider", "cpu")
+    assert f"from {site}/test_cube/libtest_cube.so, {site}/libother_ops.so, " in said
+    with serve(Path("net.onnx"), "--provider", "cpu") as served:
+        answer = served.infer("net", ROW)
+        assert answer.json["outputs"][0]["data"] == [1.0, 0.0, 27.0, 0.0]
+        parameters = served.ask("GET", "/v2/models/net").json["parameters"]
+        assert parameters["library"].startswith("libtest_cube.so, libother_ops.so, libcustom_")
+        assert parameters["custom_nodes"] == "CustomCube x1, CustomNegate x1, CustomRelu x1"
+        assert parameters["library_sha256"].split(", ")[0] == sha256(site / "test_cube/libtest_cube.so")
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_named_libraries(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    folder = tmp_path / "libraries"
+    folder.mkdir()
+    cube = shutil.copy(find_library("test_cube"), folder)
+    other = shutil.copy(c_library("other_ops", '-DDOMAIN="other.ops"'), folder)
+    server = ServerSettings(library_folders=(folder,))
+    named = ["libother_ops.so", "libtest_cube.so"]
+    model = loaded(tmp_path, three_nodes(), server, library=named)
+    assert [library.path for library in model.libraries[:2]] == [Path(other), Path(cube)]
+    right = [sha256(library.path) for library in model.libraries]
+    assert loaded(tmp_path, three_nodes(), server, library=named, library_sha256=right).libraries
+    with pytest.raises(
+        LibraryError, match=f"libtest_cube.so: its SHA-256 is .*, library_sha256 says {right[0]}"
+    ):
+        loaded(tmp_path, three_nodes(), server, library=named, library_sha256=right[:1])
+    shutil.copy(cube, folder / "libagain.so")
+    with pytest.raises(LibraryError, match="both have ops of the domain test_cube"):
+        loaded(tmp_path, three_nodes(), server, library=[*named, "libagain.so"])
+
+
+def test_build_among_the_models_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can add models could put a library there."""
+    cube_project(tmp_path)
+    shutil.copy(c_library("other_ops", '-DDOMAIN="other.ops"'), tmp_path / "build")
+    models = tmp_path / "models"
+    place(models, "m", three_nodes())
+    monkeypatch.chdir(tmp_path)
+    model = loaded(models, three_nodes(), policy=Policy())
+    assert {library.path.parent for library in model.libraries[:2]} == {tmp_path / "build"}
+    shutil.move(tmp_path / "build", models / "build")
+    monkeypatch.chdir(models)
+    with pytest.raises(ModelError, match="no library has other.ops"):
+        loaded(models, three_nodes(), policy=Policy())
+
+
+def test_named_libraries_settle_which_of_two_packages(site: Path, tmp_path: Path) -> None:
+    describe_package(site, "more-ops", "1.0", "other.ops", "more_ops")
+    with pytest.raises(LibraryError, match="packages more-ops 1.0 and other-ops 0.3 both have ops"):
+        loaded(tmp_path, three_nodes())
+    server = ServerSettings(library_folders=(site,))
+    model = loaded(tmp_path, three_nodes(), server, library="libother_ops.so")
+    assert model.libraries[0].path == site / "libother_ops.so"
+
+
+@pytest.fixture
+def packed(site: Path) -> Iterator[Path]:
+    onnx.save(three_nodes(), "net.onnx")
+    said = pack(Options(Path("net.onnx"), Path("repo"), gpu=False))
+    folder = "/mnt/models/net/1"
+    assert said.libraries[:2] == [f"{folder}/libtest_cube.so", f"{folder}/libother_ops.so"]
+    yield Path("repo").absolute()
+
+
+def test_a_packed_model_with_several_libraries(packed: Path, tmp_path: Path) -> None:
+    version = packed / "models/net/1"
+    libraries = sorted(version.glob("*.so"))
+    assert len(libraries) == 3
+    settings = tomllib.loads((packed / "models/net/twinop.toml").read_text())
+    assert sorted(settings["library_sha256"]) == sorted(map(sha256, libraries))
+    config = (packed / "models/net/config.pbtxt").read_text()
+    assert config.count("op_library_filename") == 3
+    assert all(path.name in (packed / "README.md").read_text() for path in libraries)
+    shutil.rmtree(tmp_path / "site")
+    said = twinop("check", f"{packed}/models", "--libraries", "models")
+    assert str(version / "libother_ops.so") in said
+
+
+def test_packed_libraries_of_one_name(site: Path) -> None:
+    onnx.save(three_nodes(), "net.onnx")
+    Path("a").mkdir()
+    shutil.copy(find_library("test_cube"), "a/libx.so")
+    shutil.copy(site / "libother_ops.so", "libx.so")
+    with pytest.raises(LibraryError, match="a/libx.so and libx.so.*: packed libraries lie in one folder"):
+        pack(Options(Path("net.onnx"), Path("repo"), library=[Path("a/libx.so"), Path("libx.so")]))
