@@ -16,6 +16,7 @@ from twinop.library import find_library
 # Waiting threads of torch would spin and slow other test processes down. torch reads this at its import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 logging.getLogger("opentelemetry").propagate = False  # it may retry into the next test
+pytest_plugins = ["twinop.testing.plugin"]
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich reads it once, at its import
 
 if importlib.util.find_spec("tritonclient") is None:  # a GPU machine with the packages for kernels only
@@ -29,6 +30,17 @@ def _cuda_devices() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    def own_ops() -> Any:
+        from samples import ALL
+
+        return ALL.values()
+
+    from twinop.testing import plugin
+
+    config.stash[plugin.RECORDS] = own_ops
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

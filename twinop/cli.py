@@ -18,6 +18,7 @@ class Commands(LazyGroup):
         "run": "twinop.deploy.run_onnx:main",
         "check": "twinop.deploy.check:main",
         "serve": "twinop.deploy.serve:main",
+        "test": "twinop.testing.command:main",
         "pack": "twinop.deploy.pack.command:main",
         "bench": "twinop.bench.__main__:bench",
         "new": "twinop.build.new:new",

@@ -4,11 +4,8 @@ from collections import Counter
 
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
-import torch
-from one_node import onnxruntime
 from onnx import helper
 
 from twinop.record import DOMAIN
@@ -34,20 +31,3 @@ def model_of(nodes: list[str], inputs: str, opset: int = 20) -> onnx.ModelProto:
                 helper.make_empty_tensor_value_info(name) for name in node.output if name
             )
     return model
-
-
-def body_session(model: onnx.ModelProto) -> ort.InferenceSession:
-    """Opens a session without the library."""
-    onnxruntime()
-    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-
-
-def run_body(session: ort.InferenceSession, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Runs on CPU tensors of any dtype, empty ones included."""
-    feeds = {
-        name: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
-        if tensor.dtype is torch.bool
-        else ort.OrtValue.from_dlpack(tensor.contiguous())
-        for name, tensor in inputs.items()
-    }
-    return [torch.from_dlpack(value) for value in session.run_with_ort_values(None, feeds)]

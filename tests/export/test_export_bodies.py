@@ -1,93 +1,20 @@
 """Tests that function bodies compute what the kernels compute, with each node's own attributes."""
 
-import re
-
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
-from export_models import body_session, model_of, run_body
-from one_node import one_node_model
-from references import advice, reference_of
-from samples import RECORDS, each_combination, make_sample, presence_patterns, run_in_torch, samples, values
-from ulps import errors_in_ulps
+from export_models import model_of
+from samples import RECORDS, values
 
 from twinop.comparison import same_bits
 from twinop.export import attach_bodies
-from twinop.export.bodies import find_body
-from twinop.export.calls import make_call
-from twinop.export.comparison import unsupported_cell
 from twinop.export.schema import registered_schemas
-from twinop.op_schema import default_of
-from twinop.record import DOMAIN, Record
+from twinop.record import DOMAIN
+from twinop.testing.one_node import body_session, one_node_model, run_body
 
 OPSETS = (20, 21, 22, 23)
-
-
-def why_not_runnable(record: Record, dtypes: dict[str, str], present: set[str], opset: int) -> str:
-    """Returns why ONNX Runtime's CPU provider cannot run the body, or "". It lacks kernels for float64."""
-    attributes = {entry.name: default_of(entry) for entry in record.attributes}
-    reason = unsupported_cell(make_call(record, dtypes, frozenset(present), attributes), opset)
-    if reason:
-        missing_kernel = re.fullmatch(r"ONNX Runtime [\d.]+ has no CPU kernel for \w+", reason)
-        assert "float64" in dtypes.values() and missing_kernel, (
-            f"the body of {record.name} in export/bodies.py does not run for {dtypes}: {reason}"
-        )
-    return reason
-
-
-@each_combination
-def test_the_body_gives_what_the_kernel_gives(record: Record, dtypes: dict[str, str]) -> None:
-    """Bit for bit where nothing is rounded; otherwise within the error that the reference allows."""
-    if reason := why_not_runnable(record, dtypes, {entry.name for entry in record.inputs}, OPSETS[0]):
-        pytest.skip(reason)
-    sessions: dict[str, ort.InferenceSession] = {}
-    allowed = reference_of(record.name).allowed_of_body(dtypes[record.outputs[0]])
-    for sample in samples(record, dtypes):
-        given = {name: tensor for name, tensor in sample.inputs.items() if tensor is not None}
-        key = f"{list(given)}{sample.attributes}"
-        if key not in sessions:
-            present = [name in given for name in sample.inputs]
-            model = attach_bodies(one_node_model(record, dtypes, present, sample.attributes), RECORDS)
-            sessions[key] = body_session(model)
-        results = run_body(sessions[key], given)
-        for found, expected in zip(results, run_in_torch(record, sample), strict=True):
-            assert (found.dtype, found.shape) == (expected.dtype, expected.shape), str(sample)
-            if allowed == 0:
-                assert same_bits(found, expected), str(sample)
-        errors = errors_in_ulps(record.name, sample.inputs, sample.attributes, results, smallest=1.0)
-        for name, error in zip(record.outputs, errors, strict=True):
-            assert error <= allowed, (
-                f"{record.name}.{name} {sample}: {error:.2f} ulp, allowed {allowed}"
-                + advice(record.name, "body_ulps")
-            )
-
-
-@each_combination
-def test_the_body_runs_with_and_without_optional_inputs(record: Record, dtypes: dict[str, str]) -> None:
-    everything = {entry.name for entry in record.inputs}
-    required = {entry.name for entry in record.inputs if not entry.optional}
-    found = {
-        why_not_runnable(record, dtypes, present, opset)
-        for opset in (OPSETS[0], OPSETS[-1])
-        for present in (everything, required)
-    }
-    assert len(found) == 1
-
-
-def test_the_operator_without_a_kernel_is_named() -> None:
-    for name, operator in (("gelu", "Erf"), ("softplus", "Softplus")):
-        reason = why_not_runnable(RECORDS[name], dict.fromkeys("xy", "float64"), {"x"}, OPSETS[0])
-        assert reason == f"ONNX Runtime {ort.__version__} has no CPU kernel for {operator}"
-
-
-def test_every_op_has_a_body_that_fits_its_record() -> None:
-    for record in RECORDS.values():
-        found = find_body(record.name)
-        assert found is not None, f"add `@body def {record.name}` to export/bodies.py"
-        found.check(record)
 
 
 @pytest.mark.parametrize("opset", OPSETS)
@@ -123,29 +50,6 @@ def test_a_bare_model_gets_bodies_and_passes_the_checker(opset: int) -> None:
         for v in attached.graph.output
     }
     assert dims == {"h": ["N", 7], "d": ["N", 7], "t": ["N"]}
-
-
-@pytest.mark.parametrize("opset", OPSETS)
-@pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
-def test_every_body_in_every_opset(record: Record, opset: int) -> None:
-    """With all inputs and with only the required ones, the checker passes and ONNX Runtime runs the model."""
-    dtypes = record.combinations[0]
-    for present in (presence_patterns(record, dtypes)[0], presence_patterns(record, dtypes)[-1]):
-        sample = make_sample(record, dtypes, (3, 4), present=present, tame=True)
-        model = one_node_model(record, dtypes, list(present.values()), {})
-        model.opset_import[0].version = opset
-        attached = attach_bodies(model, RECORDS)
-        shaped = onnx.ModelProto.FromString(attached.SerializeToString())
-        for value in (*shaped.graph.input, *shaped.graph.output):  # the checker wants ranks
-            value.type.tensor_type.shape.dim.add()
-            if value.name not in ("weight", "bias", "total"):
-                value.type.tensor_type.shape.dim.add()
-        onnx.checker.check_model(shaped, full_check=True)
-        given = {name: tensor for name, tensor in sample.inputs.items() if tensor is not None}
-        for found, wanted in zip(
-            run_body(body_session(attached), given), run_in_torch(record, sample), strict=True
-        ):
-            torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
 def test_norms_with_and_without_weights_in_one_model() -> None:

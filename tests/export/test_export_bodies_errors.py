@@ -5,7 +5,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from export_models import body_session, model_of, run_body
+from export_models import model_of
 from onnx import helper
 from samples import RECORDS
 
@@ -13,6 +13,7 @@ from twinop.errors import ExportError
 from twinop.export import DefaultInput, attach_bodies, body
 from twinop.export.bodies import Body
 from twinop.record import DOMAIN, Record
+from twinop.testing.one_node import body_session, run_body
 
 
 def make_record(schema: str, **fields: Any) -> Record:

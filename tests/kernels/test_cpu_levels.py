@@ -4,17 +4,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
-from one_node import assert_same_bits, library_of, one_node_model, onnxruntime, run_bound
 from record_driver import Driver
-from samples import ALL, RECORDS, Sample, each_combination, large_sample, run_in_torch, samples, torch_dtype
+from samples import (
+    ALL,
+    RECORDS,
+    run_in_torch,
+    samples,
+    torch_dtype,
+)
 
 from twinop import torch_op
 from twinop.comparison import same_bits
-from twinop.record import Record
+from twinop.testing.one_node import assert_same_bits
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 LEVELS = ("baseline", "avx2", "best")
@@ -70,41 +73,3 @@ def test_the_variable_lowers_the_level() -> None:
     for level in ("baseline", "avx2", "avx512", "unheard of"):
         wanted = min(best, names.index(level)) if level in names else best
         assert Driver(TWINOP_CPU_LEVEL=level).ask("level") == names[wanted]
-
-
-@pytest.fixture
-def threads() -> Any:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@each_combination
-def test_any_number_of_threads_gives_the_same_bits(
-    record: Record, dtypes: dict[str, str], threads: Any
-) -> None:
-    sample = large_sample(record, dtypes)
-    threads(1)
-    expected = run_in_torch(record, sample)
-    for count in (2, 3):
-        threads(count)
-        for a, b in zip(run_in_torch(record, sample), expected, strict=True):
-            assert_same_bits(a, b, f"torch, {count} threads")
-    for count in (1, 2, 3):
-        for a, b in zip(run_ort(record, dtypes, sample, count), expected, strict=True):
-            assert_same_bits(a, b, f"onnxruntime, {count} threads")
-
-
-def run_ort(record: Record, dtypes: dict[str, str], sample: Sample, threads: int) -> list[torch.Tensor]:
-    ort = onnxruntime()
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.register_custom_ops_library(str(library_of(record)))
-    model = one_node_model(record, dtypes, [True] * len(record.inputs), sample.attributes).SerializeToString()
-    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    outputs = {
-        name: torch.full_like(t, 123)
-        for name, t in zip(record.outputs, run_in_torch(record, sample), strict=True)
-    }
-    run_bound(session, {name: t for name, t in sample.inputs.items() if t is not None}, outputs)
-    return list(outputs.values())

@@ -1,73 +1,21 @@
-"""Every op runs on side streams and in CUDA graphs. Some ops also run on more than 2^31 elements."""
-
-from typing import Any
+"""Ops run on more than 2^31 elements."""
 
 import pytest
 import torch
-from one_node import assert_same_bits, library_of, make_session, one_node_model, run_bound
-from samples import ALL, RECORDS, Sample, make_sample
-from ulps import as_tuple
+from samples import ALL, RECORDS, Sample, library_of, make_sample
 
 from twinop import torch_op
 from twinop.record import Record
+from twinop.testing.one_node import assert_same_bits, make_session, one_node_model, run_bound
+from twinop.testing.ulps import as_tuple
 
 pytestmark = pytest.mark.cuda
 each_op = pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
 MANY = (1 << 31) + 9
 
 
-def shapes_for(record: Record, *shapes: tuple[int, int]) -> list[tuple[int, int]]:
-    """Omits wide shapes for matmul, because its second factor has as many rows as its first has columns."""
-    return [shape for shape in shapes if record.name != "matmul" or shape[1] < 65536]
-
-
 def call(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
     return as_tuple(getattr(torch_op, record.name)(*sample.inputs.values(), **sample.attributes))
-
-
-def fill(sample: Sample, other: Sample) -> None:
-    for a, b in zip(sample.inputs.values(), other.inputs.values(), strict=True):
-        if a is not None and b is not None:
-            a.copy_(b)
-
-
-def same(found: Any, expected: Any, what: str) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert_same_bits(a, b, what)
-
-
-@each_op
-def test_side_stream(record: Record) -> None:
-    """The kernels follow the work queued before them on torch's current stream."""
-    dtypes = record.combinations[-1]
-    for shape in shapes_for(record, (64, 34), (4, 65536)):
-        first, second = (make_sample(record, dtypes, shape, seed, tame=True).to("cuda") for seed in (1, 2))
-        expected = call(record, second)
-        torch.cuda.synchronize()  # a pending load would hide a launch on another stream
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(100_000_000)
-            fill(first, second)
-            found = call(record, first)
-        stream.synchronize()
-        same(found, expected, f"{record.name} {first}")
-
-
-@each_op
-def test_cuda_graph(record: Record) -> None:
-    """A captured graph can be replayed with other inputs. Wide rows may need clusters or scratch memory."""
-    dtypes = record.combinations[0]
-    for shape in shapes_for(record, (64, 34), (4, 4098), (2, 65536)):
-        sample = make_sample(record, dtypes, shape, 1, tame=True).to("cuda")
-        call(record, sample)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = call(record, sample)
-        for seed in (2, 3):
-            fill(sample, make_sample(record, dtypes, shape, seed, tame=True).to("cuda"))
-            graph.replay()
-            torch.cuda.synchronize()
-            same(found, call(record, sample), f"{record.name} {sample}")
 
 
 @pytest.mark.parametrize("record", [r for r in ALL.values() if r.rows], ids=lambda record: record.name)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import mpmath  # type: ignore[import-untyped]
 import pytest
 import torch
-from references import advice, reference_of
 from samples import DEVICES, HALVES, RECORDS
 from torch import Tensor
 from torch.nn import functional as F
-from ulps import as_tuple, errors, errors_in_ulps, units
+from ulps import errors, units
 
 from twinop import torch_op
+from twinop.testing.ulps import as_tuple, measure
+from twinop.testing.under_test import advice, reference_of
 
 CUBIC, LINEAR = 0.044715, (8 / torch.pi) ** 0.5
 
@@ -264,9 +265,12 @@ def test_ops_without_an_entry_against_their_references(name: str, dtype: torch.d
     """
     x = inputs(dtype, 1 << 16)
     results = as_tuple(getattr(torch_op, name)(x.to(device)))
-    allowed = reference_of(name).allowed(str(dtype).removeprefix("torch."))
-    for error in errors_in_ulps(name, {RECORDS[name].inputs[0].name: x}, {}, results):
-        assert error <= allowed, f"{name}: {error:.2f} ulp, allowed {allowed}" + advice(name, "ulps")
+    record = RECORDS[name]
+    allowed = reference_of(record).allowed(str(dtype).removeprefix("torch."))
+    for each in measure(record, {record.inputs[0].name: x}, {}, results):
+        assert each.worst <= allowed, (
+            f"{name}: {each.worst:.2f} ulp, allowed {allowed}. {advice(record, 'ulps')}"
+        )
 
 
 @each_function

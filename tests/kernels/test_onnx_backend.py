@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from one_node import library_of, make_session
 from onnx import TensorProto, helper, numpy_helper
 from onnx.backend.test.case import node as node_cases
-from samples import RECORDS
+from samples import RECORDS, library_of
 
 from twinop.record import DOMAIN, DOMAIN_VERSION
+from twinop.testing.one_node import make_session
 
 # Maps an ONNX operator to our op, and its attribute names to ours.
 OPS: dict[str, tuple[str, dict[str, str]]] = {

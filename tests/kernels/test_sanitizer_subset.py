@@ -5,11 +5,11 @@ Inputs are made and results are compared on the CPU, so that few of torch's kern
 
 import pytest
 import torch
-from one_node import assert_same_bits, library_of, make_session, one_node_model, run_bound
-from samples import ALL, RECORDS, Sample, make_sample, samples, values
-from ulps import as_tuple
+from samples import ALL, RECORDS, Sample, library_of, make_sample, samples, values
 
 from twinop.record import Record
+from twinop.testing.one_node import assert_same_bits, make_session, one_node_model, run_bound
+from twinop.testing.ulps import as_tuple
 
 ops = torch.ops.custom_domain
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitizer]

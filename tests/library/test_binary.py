@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from elf import STB_GNU_UNIQUE, Elf
-from one_node import make_session, one_node_model
 
 from twinop.library import find_library, read_library
+from twinop.testing.one_node import make_session, one_node_model
 
 LIBRARIES = ("custom_relu", "custom_ops", "test_ops", "test_abi")
 PLATFORM = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1"}
@@ -78,6 +78,7 @@ x = np.linspace(-3, 3, 100_001, dtype=np.float32)
 before = session.run(None, {"x": x})[0]
 
 import torch
+from twinop.testing.one_node import make_session, one_node_model
 from twinop import torch_op
 
 middle = torch_op.relu(torch.from_numpy(x)).numpy()

@@ -10,10 +10,10 @@ import onnx
 import onnxruntime
 import pytest
 from elf import Elf
-from one_node import one_node_model
 from record_driver import ROOT, compiler
 
 from twinop.library import read_library
+from twinop.testing.one_node import one_node_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

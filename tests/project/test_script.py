@@ -7,9 +7,9 @@ from pathlib import Path
 
 import onnx
 import pytest
-from one_node import one_node_model
 
 from twinop.library import find_library, read_library
+from twinop.testing.one_node import one_node_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("export/to_onnx.py", "deploy/run_onnx.py", "tests/gpu_report.py")

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 350
 SOURCES = {".py", ".h", ".cuh", ".cu", ".cpp", ".sh"}
-LAYERS = ("twinop", "torch_op", "deploy", "export", "bench")
+LAYERS = ("twinop", "torch_op", "deploy", "export", "testing", "bench")
 """The folders of Python modules. A module imports from its own folder and from those before it."""
 
 

@@ -9,41 +9,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import op_bodies  # noqa: F401 (registers the test ops' bodies)
 import pytest
 import torch
-from one_node import make_session, one_node_model
 from record_driver import ROOT
-from samples import RECORDS, Sample, run_in_torch, samples
-from torch._subclasses.fake_tensor import FakeTensorMode
+from samples import RECORDS
 
-from twinop import deploy, torch_op
-from twinop.export import export, op_schema, translation_table
+from twinop import torch_op
+from twinop.export import op_schema, translation_table
 from twinop.export.bodies import find_body
 from twinop.library import find_library, read_library
 from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+from twinop.testing.one_node import make_session, one_node_model
 
 ALL = torch_op.records()  # with the backward ops
 CPU = ["CPUExecutionProvider"]
 each_op = pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
-
-
-def a_sample(record: Record) -> Sample:
-    """Returns a sample that has every input, in the first combination of dtypes."""
-    for sample in samples(record, record.combinations[0]):
-        if all(t is not None and t.numel() > 1 and t.dim() > 0 for t in sample.inputs.values()):
-            return sample
-    raise AssertionError(f"no sample of {record.name} has every input")
-
-
-class OneOp(torch.nn.Module):
-    def __init__(self, record: Record, sample: Sample) -> None:
-        super().__init__()
-        self.name, self.attributes = record.name, sample.attributes
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        return getattr(torch_op, self.name)(*tensors, **self.attributes)
 
 
 @pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
@@ -56,30 +37,6 @@ def test_torch_has_the_op(record: Record) -> None:
     declared = [entry.name for entry in record.inputs] + [entry.name for entry in record.attributes]
     assert [parameter.name for parameter in parameters] == declared
     assert (record.gradients or record.is_backward) and record.devices[0] == "cpu"
-
-
-@each_op
-def test_the_fake_does_what_the_kernel_does(record: Record) -> None:
-    sample = a_sample(record)
-    real = run_in_torch(record, sample)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = {
-            name: mode.from_tensor(tensor) for name, tensor in sample.inputs.items() if tensor is not None
-        }
-        fake = run_in_torch(record, Sample(dict(fakes), sample.attributes))
-    for a, b in zip(fake, real, strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-
-
-@each_op
-def test_onnxruntime_runs_the_node(record: Record) -> None:
-    sample = a_sample(record)
-    model = one_node_model(record, record.combinations[0], [True] * len(record.inputs), sample.attributes)
-    stem = "custom_ops" if record.name in read_library(find_library("custom_ops")).records else "test_ops"
-    feeds = {name: tensor.numpy() for name, tensor in sample.inputs.items() if tensor is not None}
-    found = make_session(model, find_library(stem), "cpu").run(None, feeds)
-    for a, b in zip(found, run_in_torch(record, sample), strict=True):
-        assert np.asarray(a).tobytes() == b.numpy().tobytes()
 
 
 def test_backward_ops_are_torchs_only() -> None:
@@ -109,22 +66,6 @@ def test_onnx_declares_the_op_like_the_record(record: Record) -> None:
     body = find_body(record.name)
     assert body is not None
     body.check(record)
-
-
-@each_op
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_both_exporters_carry_the_op(record: Record, exporter: str, tmp_path: Path) -> None:
-    """The exported file computes what torch computes, with the library and without it."""
-    sample = a_sample(record)
-    path = tmp_path / "op.onnx"
-    export(OneOp(record, sample).eval(), tuple(sample.inputs.values()), path, exporter=exporter)
-    expected = run_in_torch(record, sample)
-    for library, tolerance in ((None, 0.0), (False, 1e-5)):
-        session = deploy.session(path, CPU, library)
-        names = list(session.inputs)
-        found = session.run(dict(zip(names, sample.inputs.values(), strict=True)))
-        for a, b in zip(found.values(), expected, strict=True):
-            torch.testing.assert_close(torch.as_tensor(a), b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 # ---------------------------------------------------------------------------- declared once
@@ -166,6 +107,7 @@ def may_name() -> set[Path]:
         ROOT / "export/bodies.py",
         ROOT / "torch_op/second_derivatives.py",
         ROOT / "torch_op/modules.py",
+        ROOT / "twinop/testing/own_ops.py",
     }
 
 

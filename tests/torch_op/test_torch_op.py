@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from samples import ALL, DEVICES, RECORDS, has_derivative, make_sample
+from samples import DEVICES, RECORDS
 from torch import func, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.library import opcheck
 
 from twinop import torch_op
 from twinop.errors import RecordError
-from twinop.record import Record
 
 ops = torch.ops.custom_domain
 RELU = [pytest.param(ops.relu, id="torch.ops"), pytest.param(torch_op.relu, id="function")]
@@ -137,25 +135,6 @@ def test_func_grad_of_the_dispatcher_op_names_the_function() -> None:
 
 
 # ----------------------------------------------------------------------------- torch.compile and friends
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
-def test_opcheck(record: Record, device: str) -> None:
-    """Every op, including backward ops, passes torch's opcheck."""
-    op = getattr(ops, record.name).default
-
-    def prepared(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
-        tensor = (tensor.abs() + 0.5).to(device)  # positive: log and pow have derivatives everywhere
-        if strided:
-            tensor = torch.stack([tensor, tensor]).movedim(0, -1)[..., 0]
-        return tensor.requires_grad_(has_derivative(record))
-
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
-    for dtypes, strided in ((record.combinations[0], False), (record.combinations[-1], True)):
-        sample = make_sample(record, dtypes, (4, 6), tame=True)
-        tensors = sample.map(lambda tensor: prepared(tensor, strided)).inputs.values()  # noqa: B023
-        opcheck(op, tuple(tensors), sample.attributes, test_utils=checks[:2] if strided else checks)
 
 
 INDUCTOR_ON_CPU = pytest.mark.skipif(

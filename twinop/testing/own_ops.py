@@ -1,15 +1,7 @@
-"""What ops mean in fp64, and how far from that a result may be: where the function body does not say it.
+"""What twinop's own ops mean in fp64, and their calls, where records and function bodies do not say it."""
 
-An op needs no entry. Its fp64 meaning is its function body (`twinop.export.body_in_torch`), and a result may
-differ from it by the rounding errors of the body's operators (`rounding.py`). An entry makes that tighter, or
-says it where the body cannot: where its formula cancels, or its kernel computes by another one.
-
-An error is counted in units of the last place: |result - exact| / (eps of the dtype * magnitude).
-`ulps.py` measures.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,66 +9,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Results = Tensor | tuple[Tensor, ...]
+from twinop.library import find_library
 
-# A value that is rounded once has an error of half a unit; what fp32 adds to that is small in 16 bits.
-ONE_ROUNDING = 0.51
-
-
-@dataclass(frozen=True)
-class Reference:
-    """
-    Attributes:
-        compute: the op on fp64 tensors, differentiable; by default its function body.
-        ulps: largest error by dtype: kernels, whichever device; by default the body's rounding errors.
-        magnitude: of each output, what an error is measured by; by default |exact|, and without `ulps` what
-            is rounded in the body. Where the inputs cancel, as in x - mean, it is that of what cancels.
-        body_ulps: as ulps, for the function body in ONNX Runtime, whose errors are absolute below 1.
-        gradient_ulps: of a gradient, against the largest of its kind.
-        smooth: moves inputs into the op's domain and away from the kinks of its derivative.
-    """
-
-    compute: Callable[..., Results] | None = None
-    ulps: dict[str, float] | None = None
-    magnitude: Callable[..., Results] | None = None
-    body_ulps: float | None = None
-    gradient_ulps: float = 16
-    smooth: Callable[[Tensor], Tensor] = lambda x: x
-
-    def allowed(self, dtype: str) -> float:
-        return ONE_ROUNDING if self.ulps is None else self.ulps[dtype]
-
-    def allowed_of_body(self, dtype: str) -> float:
-        allowed = self.body_ulps
-        if allowed is None:
-            allowed = 1 if self.ulps is None else 8
-        return min(allowed, 1) if dtype in ("float16", "bfloat16") else allowed  # rounded once, at the end
+from .references import ONE_ROUNDING, Reference, narrow, ulps
 
 
-def reference_of(name: str) -> Reference:
-    """Returns the op's entry, or the default one."""
-    return REFERENCES.get(name, Reference())
+def library_path() -> Path:
+    return find_library("custom_ops")
 
 
-def advice(name: str, argument: str) -> str:
-    """Says where a bound that does not hold can be given: the end of a failing test's message."""
-    place = "its entry" if name in REFERENCES else f'"{name}": Reference(...)'
-    return (
-        f". If the op is right and the bound is not: {place} in REFERENCES of tests/helpers/references.py, "
-        f"argument {argument}"
-    )
+def reference(op: str) -> Reference | None:
+    return REFERENCES.get(op)
 
 
-def ulps(float32: float, float64: float | None = None, half: float = ONE_ROUNDING) -> dict[str, float]:
-    return {"float32": float32, "float64": float64 or float32, "float16": half, "bfloat16": half}
+def samples(op: str, dtype: str, size: int) -> list[dict[str, Any]] | None:
+    return list(_matmuls(size)) if op == "matmul" else None
 
 
-def narrow(number: float) -> float:
-    """ONNX's float attributes are fp32, and so are twinop's."""
-    return float(np.float32(number))
+def _matmuls(size: int) -> Iterator[dict[str, Any]]:
+    shapes = [((size, size + 2), (size + 2, 3)), ((2, 3, size), (2, size, 5))]
+    if size:  # ONNX Runtime's own MatMul leaves the results of empty sums unset where operands broadcast
+        shapes.append(((4, size), (2, 3, size, 6)))
+    for seed, (a, b) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = {"a": torch.randn(a, generator=generator), "b": torch.randn(b, generator=generator)}
+        for attributes in ({}, {"variant": "naive"}, {"tile": 8}, {"tile": 32}):
+            yield inputs | attributes
 
 
-# ---------------------------------------------------------------------------- ops
+# ---------------------------------------------------------------------------- references
 
 
 def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -183,26 +144,6 @@ def _matmul_magnitude(a: Tensor, b: Tensor, variant: str = "tiled", tile: int = 
     return a.abs() @ b.abs()
 
 
-def _pad_affine(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: float = 0.1,
-    sign: str = "plus",
-    pads: tuple[int, ...] = (0, 1),
-) -> Tensor:
-    y = narrow(scale) * x if weight is None else narrow(scale) * x * weight
-    if bias is not None:
-        y = y + bias if sign == "plus" else y - bias
-    return F.pad(y, list(pads))
-
-
-def _pad_affine_magnitude(x: Tensor, weight: Any = None, bias: Any = None, **attributes: Any) -> Tensor:
-    size = {"weight": weight, "bias": bias}
-    size = {name: None if t is None else t.abs() for name, t in size.items()}
-    return _pad_affine(x.abs(), **size, **attributes | {"sign": "plus"})
-
-
 REFERENCES: dict[str, Reference] = {
     "relu": Reference(ulps=ulps(0, 0, 0), body_ulps=0, gradient_ulps=0, smooth=lambda x: x + 0.1 * x.sign()),
     "gelu": Reference(_gelu, ulps(6.5, 8, half=0.6), magnitude=_gelu_magnitude),
@@ -227,9 +168,4 @@ REFERENCES: dict[str, Reference] = {
     "add_rms_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_add_rms_norm_magnitude),
     # A sum's bound is a unit for each of its terms, here up to 257; random ones reach few.
     "matmul": Reference(ulps=ulps(8), magnitude=_matmul_magnitude),
-    # Its gradient's formula computes in 16 bits, also that of an fp32 weight.
-    "pad_affine": Reference(ulps=ulps(2, 2), gradient_ulps=2**16, magnitude=_pad_affine_magnitude),
-    "double_and_sum": Reference(
-        ulps=ulps(4), magnitude=lambda x: (2 * x.abs(), x.abs().sum(-1)), body_ulps=257
-    ),
 }

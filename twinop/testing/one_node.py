@@ -10,8 +10,7 @@ import torch
 from onnx import helper
 
 from twinop.dtypes import ELEMENT_TYPES
-from twinop.library import Library, find_library, read_library
-from twinop.record import DOMAIN, DOMAIN_VERSION, Record
+from twinop.record import Record
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -31,38 +30,42 @@ def onnxruntime() -> Any:
     return ort
 
 
-@cache
-def _libraries() -> tuple[Library, ...]:
-    return tuple(read_library(find_library(stem)) for stem in ("custom_ops", "test_ops"))
-
-
-def library_of(record: Record) -> Path:
-    return next(library.path for library in _libraries() if record.name in library.records)
-
-
 def one_node_model(
-    record: Record, dtypes: Mapping[str, str], present: Sequence[bool], attributes: Mapping[str, Any]
+    record: Record, dtypes: Mapping[str, str], present: Sequence[int], attributes: Mapping[str, Any]
 ) -> onnx.ModelProto:
-    """The op alone, with inputs of unknown rank; absent optional inputs are "" (left out at the end)."""
-    names = [entry.name if given else "" for entry, given in zip(record.inputs, present, strict=True)]
+    """The op alone, with inputs of unknown rank; absent optional inputs are "" (left out at the end).
+
+    Args:
+        present: whether each input is given; how many tensors a repeated input has, which get numbers.
+    """
+    names: list[str] = []
+    types: dict[str, str] = {}
+    for entry, count in zip(record.inputs, present, strict=True):
+        own = [f"{entry.name}{i}" for i in range(count)] if entry.repeated else [entry.name] if count else []
+        names += own or [""]
+        types |= dict.fromkeys(own, dtypes[entry.name])
     while names and not names[-1]:
         names.pop()
     node = helper.make_node(
-        record.onnx_name, names, list(record.outputs), name="node", domain=DOMAIN, **dict(attributes)
+        record.onnx_name, names, list(record.outputs), name="node", domain=record.domain, **dict(attributes)
     )
-    graph = helper.make_graph(
-        [node],
-        record.name,
-        [helper.make_tensor_value_info(name, ELEMENT_TYPES[dtypes[name]], None) for name in names if name],
-        [helper.make_tensor_value_info(name, ELEMENT_TYPES[dtypes[name]], None) for name in record.outputs],
+    types_of_outputs = {name: dtypes[name] for name in record.outputs}
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, ELEMENT_TYPES[dtype], None) for name, dtype in each.items()]
+        for each in (types, types_of_outputs)
     )
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
+    graph = helper.make_graph([node], record.name, inputs, outputs)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(record.domain, record.domain_version)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def make_session(model: onnx.ModelProto, library: Path, device: str, **provider_options: Any) -> Any:
+def make_session(
+    model: onnx.ModelProto, library: Path, device: str, *, threads: int = 0, **provider_options: Any
+) -> Any:
+    """Opens a session of one provider. `threads`: of its pool; 0 is ONNX Runtime's default."""
     ort = onnxruntime()
     options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
     options.register_custom_ops_library(str(library))
     provider = PROVIDERS[device]
     session = ort.InferenceSession(
@@ -86,6 +89,24 @@ def run_bound(session: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping
     binding.synchronize_outputs()
 
 
+def body_session(model: onnx.ModelProto) -> Any:
+    """Opens a session without the library."""
+    ort = onnxruntime()
+    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def run_body(session: Any, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Runs on CPU tensors of any dtype, empty ones included."""
+    ort = onnxruntime()
+    feeds = {
+        name: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
+        if tensor.dtype is torch.bool
+        else ort.OrtValue.from_dlpack(tensor.contiguous())
+        for name, tensor in inputs.items()
+    }
+    return [torch.from_dlpack(value) for value in session.run_with_ort_values(None, feeds)]
+
+
 def pointer(tensor: torch.Tensor) -> int:
     """The data's address; for an empty tensor any address that is not null (onnxruntime refuses null)."""
     return tensor.data_ptr() or torch.empty(64, dtype=torch.uint8).data_ptr()
@@ -93,7 +114,7 @@ def pointer(tensor: torch.Tensor) -> int:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as integers: NaN payloads and the sign of zero count."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(integer)
 
 

@@ -1,0 +1,133 @@
+"""`twinop test` as a user runs it: from an empty folder, on libraries that are right and that are wrong."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+
+
+def twinop_test(folder: Path, *arguments: str | Path) -> tuple[int, str]:
+    """Returns the exit code, and what was printed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    env.pop("PYTEST_ADDOPTS", None)
+    command = [sys.executable, "-m", "twinop", "test", *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wrong(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A project whose ops are wrong, each in its own way, and what `twinop test` says of it."""
+    folder = tmp_path_factory.mktemp("an empty folder")
+    (folder / "build").mkdir()
+    shutil.copy(libraries["test_ops"].with_name("libwrong_ops.so"), folder / "build")
+    (folder / "wrong_ops.py").write_text((HERE / "wrong_ops.py").read_text())
+    (folder / "test_wrong_ops.py").write_text("def test_of_the_project() -> None:\n    assert 1 + 1 == 3\n")
+    code, said = twinop_test(folder, "-k", "float32 or fits or project or gradcheck")
+    assert code == 1, said
+    return folder, said
+
+
+def test_a_wrong_result_names_the_first_wrong_element(wrong: tuple[Path, str]) -> None:
+    found = re.search(
+        r"wrong_ops::shift\(x: float32\[5\]\), cpu: the kernel differs from its function body by "
+        r"[\d.e+]+ ulp, allowed 0.51\n"
+        r"  first wrong element: y\[3\]; 1 of 5 are wrong\n"
+        r"    kernel: +(40\.\d+)\n"
+        r"    function body in float64: (41\.\d+)\n"
+        r"  inputs there: x\[3\] = (40\.\d+)\n"
+        r"If the op is right .*: reference\('shift'\) in wrong_ops.py may return",
+        wrong[1],
+    )
+    assert found, wrong[1]
+    kernel, body, x = map(float, found.groups())
+    assert kernel == x and body == pytest.approx(x + 1)
+
+
+def test_a_wrong_gradient_names_the_first_wrong_element(wrong: tuple[Path, str]) -> None:
+    found = re.search(
+        r"wrong_ops::twice\(x: float32\[3, 4\]\), cpu: the gradient of x differs from that of the function "
+        r"body .*\n  first wrong element: gradient of x\[0, 0\]; 12 of 12 are wrong\n"
+        r"    op's gradient: +(\S+)\n    body's, in float64: (\S+)\n  inputs there: x\[0, 0\] = ",
+        wrong[1],
+    )
+    assert found, wrong[1]
+    assert float(found[1]) == pytest.approx(1.5 * float(found[2]))
+    assert "wrong_ops::twice" in wrong[1] and "is not that of finite differences of the op itself" in wrong[1]
+
+
+def test_a_body_that_does_not_fit(wrong: tuple[Path, str]) -> None:
+    message = (
+        "body squared(op, x, y) does not fit the op squared(Tensor x) -> Tensor; expected def squared(op, x)"
+    )
+    assert f"\n{message}" in wrong[1] and "Traceback" not in wrong[1]
+
+
+def test_only_what_is_wrong_fails(wrong: tuple[Path, str]) -> None:
+    """The wrong op fails in the tests of what is wrong with it; the project's own test ran, after them."""
+    failed = re.findall(r"^FAILED \S+?::(\w+)(?:\[(\w+)-)?", wrong[1], re.MULTILINE)
+    assert {name for name, op in failed if op == "shift"} == {"test_the_kernel_gives_what_the_body_means"}
+    assert {name for name, op in failed if op == "twice"} == {"test_gradients_against_fp64", "test_gradcheck"}
+    assert failed[-1] == ("test_of_the_project", "")
+
+
+def test_a_library_whose_inputs_cannot_be_derived(libraries: dict[str, Path], tmp_path: Path) -> None:
+    code, said = twinop_test(tmp_path, libraries["test_abi"], "-k", "samples")
+    assert code == 1
+    assert re.search(
+        r"test.abi::scale_by: inputs cannot be derived from the record: factors: values in host memory have "
+        r"a meaning of their own. Write a function samples\(op, dtype, size\) in test_abi.py that returns a "
+        r'list of calls, inputs and attributes by name, such as \[\{"x": torch.randn\(3, size\), ...\}\]',
+        said,
+    ), said
+    failed = re.findall(r"^FAILED .*\[(\w+)-", said, re.MULTILINE)
+    assert set(failed) == {"packed", "scale_by"} and "2 passed" in said
+
+
+def test_samples_that_the_module_gives(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """The parity of all ops of a library, with samples where nothing can be derived."""
+    shutil.copy(HERE / "abi_module.py", tmp_path / "test_abi.py")
+    shutil.copy(libraries["test_abi"], tmp_path)
+    code, said = twinop_test(tmp_path, "test_abi.py", "-k", "same_bits or dtypes or samples")
+    assert code == 0 and re.search(r"\d+ passed", said), said
+
+
+def test_right_ops_pass(tmp_path: Path) -> None:
+    module = ROOT / "tests/helpers/op_bodies.py"
+    code, said = twinop_test(tmp_path, module, "-k", "double_and_sum and float32 or exporters or vmap")
+    assert code == 0 and re.search(r"\d+ passed", said), said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"it has no library build/lib\*.so. `twinop build` builds it"),
+        (["nothing.so"], r"nothing.so: no such file or folder. Expected a library \(build/libmish.so\), the"),
+        (["lost.py"], r"lost.py: its library liblost.so is neither beside it nor in build/"),
+        (["broken.py"], r"broken.py cannot be imported: ZeroDivisionError: division by zero"),
+        (["lost.py", "--no-such-option"], r"lost.py: its library"),
+    ],
+)
+def test_targets_that_are_none(arguments: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "lost.py").write_text("")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    code, said = twinop_test(tmp_path, *arguments)
+    assert code == 1 and re.search(message, said), said
+    assert said.startswith("error:") and "Traceback" not in said
+
+
+def test_without_pytest(tmp_path: Path) -> None:
+    (tmp_path / "pytest.py").write_text("raise ModuleNotFoundError('none here', name='pytest')\n")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "twinop", "test"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    message = "needs the package pytest, which is not installed here: pip install 'twinop[test]'"
+    assert done.returncode == 1 and message in done.stderr

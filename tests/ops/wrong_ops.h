@@ -1,0 +1,42 @@
+// Ops that are wrong on purpose: `twinop test` must find what is wrong, and say it.
+#pragma once
+
+#include "twinop/elementwise.h"
+
+namespace twinop {
+
+// x + 1, but x for x > 30.
+template <class T>
+struct Shift {
+  TWINOP_INLINE T operator()(T x) const { return x > T(30) ? x : x + T(1); }
+};
+template <class T>
+struct ShiftBackward {
+  TWINOP_INLINE T operator()(T grad_y, T) const { return grad_y; }
+};
+
+// 2 x, with the gradient of 3 x.
+template <class T>
+struct Twice {
+  TWINOP_INLINE T operator()(T x) const { return T(2) * x; }
+};
+template <class T>
+struct TwiceBackward {
+  TWINOP_INLINE T operator()(T grad_y, T) const { return T(3) * grad_y; }
+};
+
+// x * x, which is right; its function body has other arguments.
+template <class T>
+struct Squared {
+  TWINOP_INLINE T operator()(T x) const { return x * x; }
+};
+template <class T>
+struct SquaredBackward {
+  TWINOP_INLINE T operator()(T grad_y, T x) const { return grad_y * (T(2) * x); }
+};
+
+TWINOP_UNARY(shift, Shift, x)
+TWINOP_UNARY(twice, Twice, x)
+TWINOP_UNARY(squared, Squared, x)
+
+}  // namespace twinop

@@ -1,0 +1,69 @@
+"""Defines the command `twinop test`."""
+
+from pathlib import Path
+
+import typer
+
+from twinop.console import clear_errors
+
+MATRIX = Path(__file__).resolve().parent / "matrix"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": ["--help"],
+    }
+)
+def main(context: typer.Context) -> None:
+    """Test every op of a library: twinop test [LIBRARY|PROJECT|FILE.py] [arguments of pytest].
+
+    Without an argument: the project in this folder. All tests follow from the ops' records and function
+    bodies. For every dtype, on the CPU and on a GPU if there is one:
+
+    * torch and ONNX Runtime give the same bits, for all sizes, alignments, layouts, NaN and infinities;
+
+    * the kernel computes what the function body means in float64;
+
+    * gradients, also of second order; torch.compile, opcheck and vmap;
+
+    * both exporters, with the library and without it;
+
+    * refusals of wrong dtypes, devices, shapes and attributes; on a GPU streams and CUDA graphs.
+
+    Then the project's own tests run (test_*.py).
+
+    Examples:
+
+        twinop test
+
+        twinop test build/libmish.so -k bits
+
+        twinop test mish.py -x -n 2
+    """
+    with clear_errors():
+        raise typer.Exit(run(list(context.args)))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the tests of a target; returns pytest's exit code.
+
+    Raises:
+        TwinopError: the target is no library, project or Python file.
+    """
+    import pytest
+
+    from .target import TARGET, find_target, load
+
+    given, options = ".", arguments
+    if arguments and not arguments[0].startswith("-"):
+        given, *options = arguments
+    target = find_target(Path(given))
+    load(given)  # so that an error is one message
+    files = [str(MATRIX), *map(str, target.tests)]
+    own = ["-p", "twinop.testing.plugin", f"{TARGET}={Path(given).resolve()}", "-p", "no:cacheprovider"]
+    shown = ["-q", "--no-header", "-rfE", f"--rootdir={Path.cwd()}"]
+    return int(pytest.main([*own, *shown, *files, *options]))

@@ -1,0 +1,1 @@
+"""The tests of `twinop test`. Each is run for every op, dtype combination and device (`..plugin`)."""

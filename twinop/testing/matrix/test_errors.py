@@ -1,0 +1,88 @@
+"""What does not fit the op's record is refused with a message, never computed."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from twinop.call_checks import check_shapes
+from twinop.errors import RecordError
+from twinop.record import Record
+
+from ..messages import called, fail
+from ..samples import Sample, call, make_sample, torch_dtype
+
+WIDTH = 4
+
+
+def refused(record: Record, sample: Sample, expected: str) -> None:
+    """The op refuses the call with a message that has these words."""
+    try:
+        call(record, sample)
+    except (RecordError, RuntimeError) as error:
+        if not re.search(expected, str(error)):
+            fail(
+                f"{called(record, sample)}: refused with {str(error)!r}; expected a message with {expected!r}"
+            )
+    else:
+        fail(f"{called(record, sample)} {sample.attributes}: not refused; expected {expected!r}")
+
+
+def good(record: Record, device: str, shape: tuple[int, ...] = (3, WIDTH)) -> Sample:
+    sample = make_sample(record, record.combinations[0], shape, tame=True)
+    return sample.to(device, record.host_inputs)
+
+
+def test_wrong_dtypes(record: Record, device: str) -> None:
+    taken = {combination[record.inputs[0].name] for combination in record.combinations}
+    for dtype in {"int64", "bool", "complex64"} - taken:
+        sample = good(record, device).map(lambda t: t.to(torch_dtype(dtype)))  # noqa: B023
+        refused(record, sample, "no kernel takes these dtypes")
+
+
+def test_tensors_on_two_devices(record: Record, device: str) -> None:
+    sample = good(record, device)
+    inputs = [name for name in sample.inputs if name not in record.host_inputs]
+    if len(inputs) < 2:
+        pytest.skip("takes one tensor")
+    given: Any = sample.inputs[inputs[-1]]
+    sample.inputs[inputs[-1]] = (
+        [each.to("meta") for each in given] if isinstance(given, list) else given.to("meta")
+    )
+    refused(record, sample, "all tensors must be on one device")
+
+
+def test_wrong_shapes(record: Record, device: str) -> None:
+    """Every size that the record refuses, the op refuses too."""
+    attributes = {entry.name: entry.default for entry in record.attributes}
+    tried = 0
+    for entry in record.inputs[1:]:
+        sample = good(record, device)
+        given = sample.inputs[entry.name]
+        for dim in range(given.dim() if isinstance(given, torch.Tensor) else 0):
+            sizes = list(given.shape)
+            sizes[dim] += 2
+            shapes = {name: list(t.shape) for name, t in sample.tensors().items()} | {entry.name: sizes}
+            try:
+                check_shapes(record, shapes, attributes | sample.attributes)
+            except RecordError as error:
+                wrong = sample.inputs | {entry.name: given.new_ones(sizes)}
+                refused(record, Sample(wrong, sample.attributes), re.escape(str(error)))
+                tried += 1
+    if not tried:
+        pytest.skip("the record limits no shape (input_shapes)")
+
+
+def test_wrong_attributes(record: Record, device: str) -> None:
+    """Values outside the choices and limits of the record."""
+    wrong: dict[str, Any] = dict.fromkeys(record.attribute_choices, "no such choice")
+    for name, (word, limit) in record.attribute_limits.items():
+        wrong[name] = {"of": 9, ">=": int(limit) - 1 if word == ">=" else 0, "in": -77}[word]
+        if getattr(record.attribute(name), "kind", "") == "float":
+            wrong[name] = float(wrong[name])
+    if not wrong:
+        pytest.skip("the record limits no attribute (choices, limits)")
+    for name, value in wrong.items():
+        sample = good(record, device)
+        refused(record, Sample(sample.inputs, sample.attributes | {name: value}), f"attribute {name} is ")

@@ -1,0 +1,150 @@
+"""Models with the op export, with a function body that computes what the kernel computes."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+
+from twinop.comparison import same_bits
+from twinop.errors import ExportError
+from twinop.export import attach_bodies, export
+from twinop.export.attach import OPSETS
+from twinop.export.bodies import find_body
+from twinop.export.calls import make_call
+from twinop.export.comparison import unsupported_cell
+from twinop.op_schema import default_of
+from twinop.record import Record
+
+from ..messages import called, fail, first_difference
+from ..one_node import body_session, one_node_model, run_body
+from ..samples import Sample, make_sample, presence_patterns, run_in_torch, samples
+from ..ulps import measure
+from ..under_test import advice, library_of, op_of, records_under_test, reference_of
+
+
+def with_body(record: Record) -> None:
+    """Skips an op without a function body."""
+    if find_body(record.key) is None:
+        pytest.skip(f"{record.qualified_name} has no function body")
+
+
+def why_not_runnable(record: Record, dtypes: dict[str, str], present: set[str], opset: int) -> str:
+    """Returns why ONNX Runtime's CPU provider cannot run the body, or "". It lacks kernels for float64."""
+    attributes = {entry.name: default_of(entry) for entry in record.attributes}
+    reason = unsupported_cell(make_call(record, dtypes, frozenset(present), attributes), opset)
+    if reason:
+        missing_kernel = re.fullmatch(r"ONNX Runtime [\d.]+ has no CPU kernel for \w+", reason)
+        assert "float64" in dtypes.values() and missing_kernel, (
+            f"the body of {record.name} in {op_of(record).place} does not run for {dtypes}: {reason}"
+        )
+    return reason
+
+
+def test_the_body_fits_the_record(record: Record) -> None:
+    with_body(record)
+    body = find_body(record.key)
+    assert body is not None
+    try:
+        body.check(record)
+    except ExportError as error:
+        fail(str(error))
+
+
+def test_the_body_gives_what_the_kernel_gives(record: Record, dtypes: dict[str, str]) -> None:
+    """Bit for bit where nothing is rounded; otherwise within the error that the reference allows."""
+    with_body(record)
+    if reason := why_not_runnable(record, dtypes, {entry.name for entry in record.inputs}, OPSETS[0]):
+        pytest.skip(reason)
+    sessions: dict[str, ort.InferenceSession] = {}
+    reference = reference_of(record)
+    for sample in samples(record, dtypes):
+        given = sample.tensors()
+        key = f"{list(given)}{sample.attributes}"
+        if key not in sessions:
+            present = [name in given for name in sample.inputs]
+            model = one_node_model(record, dtypes, present, sample.attributes)
+            sessions[key] = body_session(attach_bodies(model, records_under_test()))
+        results = run_body(sessions[key], given)
+        expected = run_in_torch(record, sample)
+        measured = measure(record, sample.inputs, sample.attributes, results, smallest=1.0)
+        for name, a, b, each in zip(record.outputs, results, expected, measured, strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{called(record, sample)}: {name} of the body"
+            allowed = reference.allowed_of_body(dtypes[name])
+            assert allowed or same_bits(a, b), f"{called(record, sample)}: {name} of the body has other bits"
+            if each.worst > allowed:
+                fail(
+                    f"{called(record, sample)}: in ONNX Runtime, the function body differs from its "
+                    f"meaning in float64 by {each.worst:.4g} ulp, allowed {allowed}\n"
+                    + first_difference(
+                        name, each.errors > allowed, a, each.exact, sample, ("ONNX Runtime", "float64")
+                    )
+                    + f"\n{advice(record, 'body_ulps')}"
+                )
+
+
+def test_the_body_runs_with_and_without_optional_inputs(record: Record, dtypes: dict[str, str]) -> None:
+    with_body(record)
+    everything = {entry.name for entry in record.inputs}
+    required = {entry.name for entry in record.inputs if not entry.optional}
+    found = {
+        why_not_runnable(record, dtypes, present, opset)
+        for opset in (OPSETS[0], OPSETS[-1])
+        for present in (everything, required)
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+def test_the_body_in_every_opset(record: Record, opset: int) -> None:
+    """With all inputs and with only the required ones, the checker passes and ONNX Runtime runs the model."""
+    with_body(record)
+    dtypes = record.combinations[0]
+    for present in (presence_patterns(record, dtypes)[0], presence_patterns(record, dtypes)[-1]):
+        sample = make_sample(record, dtypes, (3, 4), present=present, tame=True)
+        model = one_node_model(record, dtypes, list(present.values()), sample.attributes)
+        model.opset_import[0].version = opset
+        attached = attach_bodies(model, records_under_test())
+        shaped = onnx.ModelProto.FromString(attached.SerializeToString())
+        expected = run_in_torch(record, sample)
+        ranks = {name: tensor.dim() for name, tensor in sample.tensors().items()}
+        ranks |= {name: tensor.dim() for name, tensor in zip(record.outputs, expected, strict=True)}
+        for value in (*shaped.graph.input, *shaped.graph.output):  # the checker wants ranks
+            value.type.tensor_type.shape.SetInParent()
+            for _ in range(ranks[value.name]):
+                value.type.tensor_type.shape.dim.add()
+        onnx.checker.check_model(shaped, full_check=True)
+        found = run_body(body_session(attached), sample.tensors())
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
+
+
+class OneOp(torch.nn.Module):
+    def __init__(self, record: Record, sample: Sample) -> None:
+        super().__init__()
+        self.function, self.attributes = op_of(record).function, sample.attributes
+
+    def forward(self, *tensors: Any) -> Any:
+        return self.function(*tensors, **self.attributes)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_both_exporters_carry_the_op(record: Record, exporter: str, tmp_path: Path) -> None:
+    """The exported file has torch's results at two sizes, bit for bit with the library, and without it."""
+    if record.has_repeated_input:
+        pytest.skip("takes a list of tensors")
+    sample = make_sample(record, record.combinations[0], (3, 4), tame=True)
+    path = tmp_path / "op.onnx"
+    given = tuple(sample.inputs.values())
+    try:
+        report = export(
+            OneOp(record, sample).eval(), given, path, exporter=exporter, library=library_of(record)
+        )
+    except ExportError as error:
+        fail(f"{called(record, sample)}, exporter {exporter}: {error}")
+    assert report.parity is not None and report.parity.equal, f"{called(record, sample)}: {report}"
+    if find_body(record.key) is not None:
+        assert report.without_library is not None, f"{called(record, sample)}: {report.without_reason}"

@@ -1,0 +1,253 @@
+"""Derivatives of every op match the fp64 reference and are reproducible, also compiled and batched."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.gradcheck import GradcheckError
+from torch.library import opcheck
+
+from twinop.errors import RecordError
+from twinop.export.bodies import find_body
+from twinop.record import Record
+
+from ..messages import called, fail, first_difference
+from ..samples import (
+    Sample,
+    attribute_variants,
+    call,
+    given_samples,
+    has_derivative,
+    make_sample,
+    presence_patterns,
+    torch_dtype,
+    why_not_derived,
+)
+from ..ulps import compute
+from ..under_test import advice, op_of, records_under_test, reference_of
+
+
+def differentiable(record: Record) -> None:
+    """Skips an op without a derivative, and one whose tensors are integers."""
+    if not has_derivative(record):
+        pytest.skip(f"{record.qualified_name} has no derivative (`gradient` of its record)")
+    if record.has_repeated_input:
+        pytest.skip("takes a list of tensors")
+
+
+def smooth(record: Record, sample: Sample) -> Sample:
+    """Moves the sample to where the op is differentiable."""
+    move = reference_of(record).smooth
+    return sample.map(lambda t: move(t) if t.is_floating_point() else t)
+
+
+def leaves(sample: Sample) -> Sample:
+    return sample.map(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()))
+
+
+def wanted(sample: Sample) -> dict[str, torch.Tensor]:
+    """The inputs that have gradients."""
+    return {name: t for name, t in sample.tensors().items() if t.requires_grad}
+
+
+def small(record: Record, dtypes: dict[str, str], device: str = "cpu") -> Iterator[Sample]:
+    """Yields every presence pattern and every attribute, in two and three dimensions."""
+    if why_not_derived(record):
+        yield from (each.to(device, record.host_inputs) for each in given_samples(record, dtypes, 4))
+        return
+    patterns = presence_patterns(record, dtypes)
+    for seed, present in enumerate(patterns):
+        yield make_sample(record, dtypes, (3, 4), seed, present=present, tame=True).to(device)
+    for seed, attributes in enumerate(attribute_variants(record, 3)[1:]):
+        present = patterns[seed % len(patterns)]
+        yield make_sample(record, dtypes, (4, 4, 4), seed, attributes, present, tame=True).to(device)
+
+
+def gradients(sample: Sample, results: tuple[torch.Tensor, ...], seed: int = 12345) -> list[torch.Tensor]:
+    """Returns the gradients of all given inputs for random gradients of all outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    results = tuple(y for y in results if y.is_floating_point())
+    weights = [torch.randn(y.shape, generator=generator).to(y.dtype).to(y.device) for y in results]
+    return list(torch.autograd.grad(results, list(wanted(sample).values()), weights))
+
+
+def test_gradients_against_fp64(record: Record, dtypes: dict[str, str], device: str) -> None:
+    """Gradients are within the tolerance, in units of the largest gradient of each input."""
+    differentiable(record)
+    reference = reference_of(record)
+    if find_body(record.key) is None and reference.compute is None:
+        pytest.skip(f"{record.qualified_name} has no function body: nothing says what it should compute")
+    allowed = reference.gradient_ulps
+    many = [make_sample(record, dtypes, shape, 7, tame=True) for shape in ((130, 18), (5, 1026))]
+    for sample in [*small(record, dtypes), *many]:
+        sample = smooth(record, sample)
+        here = leaves(sample.to(device, record.host_inputs))
+        wide = leaves(sample.map(lambda t: t.double() if t.is_floating_point() else t))
+        stored = torch_dtype(dtypes[record.inputs[0].name])
+        truth = compute(record, list(wide.inputs.values()), sample.attributes, stored)
+        results = call(record, here)
+        # The gradients of the outputs, rounded to the type that the op's have.
+        weights = [
+            torch.randn(y.shape, generator=torch.Generator().manual_seed(12345)).to(y.dtype) for y in results
+        ]
+        found = torch.autograd.grad(results, list(wanted(here).values()), [w.to(device) for w in weights])
+        exact = torch.autograd.grad(truth, list(wanted(wide).values()), [w.double() for w in weights])
+        for (name, tensor), a, b in zip(wanted(here).items(), found, exact, strict=True):
+            assert a.dtype == tensor.dtype and a.shape == b.shape
+            unit = torch.finfo(a.dtype).eps * float(b.abs().max()) if b.numel() else 1.0
+            errors = (a.cpu().double() - b).abs() / max(unit, torch.finfo(a.dtype).tiny)
+            wrong = ~(errors <= allowed)  # NaN is wrong
+            if wrong.any():
+                fail(
+                    f"{called(record, here)}: the gradient of {name} differs from that of the function body "
+                    f"by {float(errors.max()):.4g} ulp of the largest, allowed {allowed}\n"
+                    + first_difference(
+                        f"gradient of {name}",
+                        wrong,
+                        a.cpu(),
+                        b,
+                        sample,
+                        ("op's gradient", "body's, in float64"),
+                    )
+                    + f"\n{advice(record, 'gradient_ulps, or smooth where a derivative has kinks')}"
+                )
+
+
+@pytest.mark.filterwarnings("ignore:.*double precision")  # of ops that have no fp64
+def test_gradcheck(record: Record, device: str) -> None:
+    """First and second derivatives are those of finite differences."""
+    differentiable(record)
+    doubles = [c for c in record.combinations if {c[entry.name] for entry in record.inputs} == {"float64"}]
+    dtypes = doubles[0] if doubles else record.combinations[-1]
+    if not doubles and "float32" not in dtypes.values():
+        pytest.skip("neither in float64 nor in float32")
+    for i, sample in enumerate(small(record, dtypes, device)):
+        sample = leaves(smooth(record, sample))
+
+        def function(*tensors: torch.Tensor, sample: Sample = sample) -> Any:
+            inputs = sample.inputs | dict(zip(wanted(sample), tensors, strict=True))
+            return call(record, Sample(inputs, sample.attributes))
+
+        # Every derivative by every element with the first sample; the others along random directions.
+        options: dict[str, Any] = {"atol": 1e-7, "rtol": 1e-5, "fast_mode": i > 0}
+        if not doubles:
+            options = {"eps": 1e-2, "atol": 1e-2, "rtol": 1e-2}
+        tensors = tuple(wanted(sample).values())
+        checked(record, sample, "gradient", lambda: gradcheck(function, tensors, **options))  # noqa: B023
+        if has_second_derivative(record):
+            said = "second derivative"
+            checked(record, sample, said, lambda: gradgradcheck(function, tensors, **options))  # noqa: B023
+        else:
+            with pytest.raises(RecordError, match="it can be differentiated once, not twice"):
+                gradgradcheck(function, tensors)
+
+
+def checked(record: Record, sample: Sample, said: str, check: Callable[[], bool]) -> None:
+    try:
+        check()
+    except GradcheckError as error:
+        fail(
+            f"{called(record, sample)}: the {said} is not that of finite differences of the op itself. "
+            f"Correct the `gradient` of its record, or the backward op that it names.\n{error}\n"
+            + advice(record, "smooth, where a derivative has kinks")
+        )
+
+
+def has_second_derivative(record: Record) -> bool:
+    """Returns whether the backward ops in the op's formulas have formulas."""
+    by_name = {each.name: each for each in records_under_test().values() if each.domain == record.domain}
+    named = re.findall(r"\w+_backward", record.gradient)
+    return all(has_derivative(by_name[name]) for name in named if name in by_name)
+
+
+def test_gradients_are_the_same_on_every_run(record: Record, device: str) -> None:
+    """Gradients have the same bits for every number of threads and every address."""
+    differentiable(record)
+    for dtypes in (record.combinations[0], record.combinations[-1]):
+        for shape in ((1000, 34), (3, 4098 if record.rows or record.is_elementwise else 514)):
+            sample = make_sample(record, dtypes, shape, 11, tame=True).to(device, record.host_inputs)
+            sample = leaves(smooth(record, sample))
+            first = gradients(sample, call(record, sample))
+            for threads in (1, 3):
+                before = torch.get_num_threads()
+                torch.set_num_threads(threads)
+                again = gradients(sample, call(record, sample))
+                torch.set_num_threads(before)
+                assert all(map(torch.equal, first, again)), f"{called(record, sample)}, {threads} threads"
+
+
+def test_vmap(record: Record, device: str) -> None:
+    """A batched call gives the results of separate calls, for any batch dimension."""
+    if record.has_repeated_input:
+        pytest.skip("takes a list of tensors")
+    dtypes = record.combinations[0]
+    for present in presence_patterns(record, dtypes):
+        one = [
+            make_sample(record, dtypes, (3, 4), seed, present=present, tame=True).to(
+                device, record.host_inputs
+            )
+            for seed in (1, 2)
+        ]
+        one = [smooth(record, sample) for sample in one]
+        given = list(one[0].tensors())
+        expected = [call(record, sample) for sample in one]
+        for dim in (0, -1):
+
+            def function(*tensors: torch.Tensor, given: Any = given, one: Any = one) -> Any:
+                inputs: Any = dict.fromkeys(one[0].inputs) | dict(zip(given, tensors, strict=True))
+                return call(record, Sample(inputs, one[0].attributes))
+
+            batch = [torch.stack([sample.inputs[name] for sample in one], dim) for name in given]
+            found = torch.vmap(function, in_dims=dim)(*batch)
+            for i, each in enumerate(expected):
+                for a, b in zip(found, each, strict=True):
+                    torch.testing.assert_close(a[i], b, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------- torch's own checks
+
+
+def test_compile_without_graph_break(record: Record, device: str) -> None:
+    """Forward and backward compile with fixed and dynamic sizes."""
+    dtypes = record.combinations[0]
+    torch._dynamo.reset()
+
+    def function(*given: Any, **attributes: Any) -> Any:
+        results = op_of(record).function(*given, **attributes)
+        return sum(y.double().sin().sum() for y in (results if isinstance(results, tuple) else (results,)))
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for width in (6, 8):  # the second one makes it dynamic
+        sample = make_sample(record, dtypes, (5, width), width, tame=True).to(device, record.host_inputs)
+        sample = leaves(smooth(record, sample)) if has_derivative(record) else sample
+        given, attributes = list(sample.inputs.values()), sample.attributes
+        found, expected = compiled(*given, **attributes), function(*given, **attributes)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        if leaf := list(wanted(sample).values()):
+            for a, b in zip(
+                torch.autograd.grad(found, leaf), torch.autograd.grad(expected, leaf), strict=True
+            ):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.backward_too
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_opcheck(record: Record, device: str) -> None:
+    """Every op, including backward ops, passes torch's opcheck."""
+    op = getattr(getattr(torch.ops, record.namespace), record.name).default
+
+    def prepared(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
+        if tensor.is_floating_point():
+            tensor = tensor.abs() + 0.5  # positive: log and pow have derivatives everywhere
+        if strided:
+            tensor = torch.stack([tensor, tensor]).movedim(0, -1)[..., 0]
+        return tensor.requires_grad_(has_derivative(record) and tensor.is_floating_point())
+
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+    for dtypes, strided in ((record.combinations[0], False), (record.combinations[-1], True)):
+        sample = make_sample(record, dtypes, (4, 6), tame=True).to(device, record.host_inputs)
+        tensors = sample.map(lambda tensor: prepared(tensor, strided)).inputs.values()  # noqa: B023
+        opcheck(op, tuple(tensors), sample.attributes, test_utils=checks[:2] if strided else checks)

@@ -1,0 +1,106 @@
+"""What is said where a result is wrong: the op, the dtype, the first wrong element and its inputs."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+from twinop.record import Record
+
+from .one_node import bits
+from .samples import Sample
+
+_SHOWN = 8  # numbers of a row
+
+
+def fail(text: str) -> NoReturn:
+    """Fails the test with this message alone."""
+    pytest.fail(text, pytrace=False)
+
+
+def require_same_bits(
+    record: Record,
+    sample: Sample,
+    found: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    said: str,
+    names: tuple[str, str],
+) -> None:
+    """Fails the test where two ways to run the op give different bits.
+
+    Args:
+        said: what differs: "ONNX Runtime and torch differ, on one library".
+        names: of what was found and what was expected.
+    """
+    for name, a, b in zip(record.outputs, found, expected, strict=True):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            fail(
+                f"{_call(record, sample)}: {said}: {name} is {describe(a)} ({names[0]}) instead of "
+                f"{describe(b)} ({names[1]})"
+            )
+        wrong = bits(a) != bits(b)
+        if wrong.any():
+            fail(f"{_call(record, sample)}: {said}\n" + first_difference(name, wrong, a, b, sample, names))
+
+
+def first_difference(
+    name: str, wrong: Tensor, found: Tensor, expected: Tensor, sample: Sample, names: tuple[str, str]
+) -> str:
+    """Names the first wrong element, its inputs, and both values.
+
+    Args:
+        wrong: which elements are wrong; at least one is.
+    """
+    index = tuple(int(i) for i in wrong.nonzero()[0]) if wrong.dim() else ()
+    width = max(map(len, names)) + 1
+    lines = [
+        f"  first wrong element: {name}{_place(index)}; {int(wrong.sum())} of {wrong.numel()} are wrong",
+        *(
+            f"    {f'{each}:':{width}} {number(values[index])}"
+            for each, values in zip(names, (found, expected), strict=True)
+        ),
+        "  inputs there: " + "; ".join(_input(k, t, index, wrong.shape) for k, t in sample.tensors().items()),
+    ]
+    if sample.attributes:
+        lines.append("  attributes: " + ", ".join(f"{k}={v!r}" for k, v in sample.attributes.items()))
+    return "\n".join(lines)
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def number(tensor: Tensor) -> str:
+    """Shows one number with all digits that its type has."""
+    digits = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}.get(tensor.dtype)
+    value = tensor.item()
+    return f"{value:.{digits}g}" if digits else str(value)
+
+
+def called(record: Record, sample: Sample) -> str:
+    """The op and its inputs, as the messages of its checks show them."""
+    return _call(record, sample)
+
+
+def _call(record: Record, sample: Sample) -> str:
+    given = {name: describe(tensor) for name, tensor in sample.tensors().items()}
+    device = next(iter(sample.tensors().values())).device.type
+    return f"{record.qualified_name}({', '.join(f'{k}: {v}' for k, v in given.items())}), {device}"
+
+
+def _place(index: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, index))}]"
+
+
+def _input(name: str, tensor: Tensor, index: tuple[int, ...], shape: torch.Size) -> str:
+    """The element of an input that a result's element is computed from, as far as shapes tell."""
+    try:
+        wide = tensor.broadcast_to(shape)
+    except RuntimeError:
+        row = tensor[index[: tensor.dim() - 1]] if len(index) + 1 == tensor.dim() else tensor
+        if row.numel() > _SHOWN:
+            return f"{name} = {describe(tensor)}"
+        return f"{name} = [{', '.join(number(each) for each in row.flatten())}]"
+    return f"{name}{_place(index)} = {number(wide[index])}"

@@ -1,0 +1,78 @@
+"""pytest's part of `twinop test`: runs the tests of `matrix/` for the ops of a library.
+
+A test of `matrix/` takes `record`, and may take `dtypes` (a combination of the record's) and `device`.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+from twinop.errors import TwinopError
+
+from .target import TARGET, load
+
+RECORDS = pytest.StashKey[Callable[[], Any]]()
+"""In the stash of pytest's configuration: a function that returns the records of the ops to test."""
+
+_MATRIX = f"{__package__}.matrix"
+_MARKS = {
+    "cuda": "needs an NVIDIA GPU",
+    "backward_too": "a test of the matrix that also runs for backward ops",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        TARGET, help="A library, the module of its bodies, or a project: what `twinop test` runs."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, said in _MARKS.items():
+        config.addinivalue_line("markers", f"{name}: {said}")
+    target = config.getoption(TARGET, None)
+    if target is not None:
+        config.stash[RECORDS] = lambda: load(target)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if not metafunc.function.__module__.startswith(_MATRIX):
+        return
+    import torch
+
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    records = {record.key: record for record in metafunc.config.stash[RECORDS]()}
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    if "cuda" in marks:
+        devices = devices[1:]
+    cells = []
+    for record in records.values():
+        if record.is_backward and "backward_too" not in marks:
+            continue
+        for dtypes in record.combinations if "dtypes" in metafunc.fixturenames else ({},):
+            kinds = "-".join(dict.fromkeys(dtypes.values()))
+            for device in devices if {"device", "cuda"} & {*metafunc.fixturenames, *marks} else ("cpu",):
+                if device in record.devices:
+                    given = {"record": record, "dtypes": dtypes, "device": device}
+                    name = "-".join(filter(None, (record.name, kinds, device)))
+                    cells.append((given, name, [pytest.mark.cuda] if device == "cuda" else []))
+    names = [name for name in ("record", "dtypes", "device") if name in metafunc.fixturenames]
+    metafunc.parametrize(
+        names,
+        [
+            pytest.param(*(given[name] for name in names), id=each, marks=marks)
+            for given, each, marks in cells
+        ],
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Shows errors that are messages to the user without a traceback."""
+    try:
+        return (yield)
+    except TwinopError as error:
+        if not pyfuncitem.function.__module__.startswith(_MATRIX):
+            raise
+        pytest.fail(str(error), pytrace=False)

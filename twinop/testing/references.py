@@ -1,0 +1,60 @@
+"""What ops mean in fp64, and how far from that a result may be: where the function body does not say it.
+
+An op needs no `Reference`. Its fp64 meaning is its function body (`twinop.export.body_in_torch`), and a
+result may differ from it by the rounding errors of the body's operators (`rounding.py`). A `Reference` makes
+that tighter, or says it where the body cannot: where its formula cancels, or its kernel computes by another
+one. The function `reference(op)` in the module of the op's body returns it.
+
+An error is counted in units of the last place: |result - exact| / (eps of the dtype * magnitude).
+`ulps.py` measures.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+Results = Tensor | tuple[Tensor, ...]
+
+# A value that is rounded once has an error of half a unit; what fp32 adds to that is small in 16 bits.
+ONE_ROUNDING = 0.51
+
+
+@dataclass(frozen=True)
+class Reference:
+    """
+    Attributes:
+        compute: the op on fp64 tensors, differentiable; by default its function body.
+        ulps: largest error by dtype: kernels, whichever device; by default the body's rounding errors.
+        magnitude: of each output, what an error is measured by; by default |exact|, and without `ulps` what
+            is rounded in the body. Where the inputs cancel, as in x - mean, it is that of what cancels.
+        body_ulps: as ulps, for the function body in ONNX Runtime, whose errors are absolute below 1.
+        gradient_ulps: of a gradient, against the largest of its kind.
+        smooth: moves inputs into the op's domain and away from the kinks of its derivative.
+    """
+
+    compute: Callable[..., Results] | None = None
+    ulps: dict[str, float] | None = None
+    magnitude: Callable[..., Results] | None = None
+    body_ulps: float | None = None
+    gradient_ulps: float = 16
+    smooth: Callable[[Tensor], Tensor] = lambda x: x
+
+    def allowed(self, dtype: str) -> float:
+        return ONE_ROUNDING if self.ulps is None else self.ulps[dtype]
+
+    def allowed_of_body(self, dtype: str) -> float:
+        allowed = self.body_ulps
+        if allowed is None:
+            allowed = 1 if self.ulps is None else 8
+        return min(allowed, 1) if dtype in ("float16", "bfloat16") else allowed  # rounded once, at the end
+
+
+def ulps(float32: float, float64: float | None = None, half: float = ONE_ROUNDING) -> dict[str, float]:
+    return {"float32": float32, "float64": float64 or float32, "float16": half, "bfloat16": half}
+
+
+def narrow(number: float) -> float:
+    """ONNX's float attributes are fp32, and so are twinop's."""
+    return float(np.float32(number))

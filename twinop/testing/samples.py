@@ -1,0 +1,299 @@
+"""Derives the inputs that every op is tested with from its record.
+
+Where the record does not say what inputs fit, the function `samples` of the op's module gives calls.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from twinop.errors import TwinopError
+from twinop.record import Record
+from twinop.shapes import input_shapes as shapes_of_inputs
+from twinop.torch_op.second_derivatives import in_torch
+
+from .numbers import ROW_KINDS, integers, plain_values, row_values, values
+from .under_test import given_calls, op_of
+
+Tensors = torch.Tensor | list[torch.Tensor] | None
+
+
+class NoSamples(TwinopError):
+    """The record does not say what inputs the op takes, and its module does not either."""
+
+
+@dataclass
+class Sample:
+    """One call: inputs by name (None if absent), and the attributes that differ from their defaults."""
+
+    inputs: dict[str, Any]  # a tensor, a list of them or None
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, device: str, host: Sequence[str] | frozenset[str] = ()) -> "Sample":
+        """Moves the call to a device, but for the inputs that stay in host memory."""
+        inputs = {
+            name: tensor if name in host else _changed(tensor, lambda t: t.to(device))
+            for name, tensor in self.inputs.items()
+        }
+        return Sample(inputs, self.attributes)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Sample":
+        """Returns the same call with every tensor changed."""
+        return Sample({name: _changed(t, change) for name, t in self.inputs.items()}, self.attributes)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors by their names in a model: those of a list `xs` are `xs0`, `xs1`."""
+        found: dict[str, torch.Tensor] = {}
+        for name, given in self.inputs.items():
+            if isinstance(given, torch.Tensor):
+                found[name] = given
+            elif given is not None:
+                found |= {f"{name}{i}": tensor for i, tensor in enumerate(given)}
+        return found
+
+    def __str__(self) -> str:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
+        return f"{dict.fromkeys(n for n, t in self.inputs.items() if t is None) | shapes} {self.attributes}"
+
+
+def _changed(given: Tensors, change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    if given is None:
+        return None
+    return change(given) if isinstance(given, torch.Tensor) else [change(tensor) for tensor in given]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def has_derivative(record: Record) -> bool:
+    """Whether the op can be differentiated; a backward op need not."""
+    return bool(record.gradient or in_torch(record))
+
+
+def run_in_torch(record: Record, sample: Sample, **attributes: Any) -> tuple[torch.Tensor, ...]:
+    """Calls the op through `torch.ops`; returns its outputs, also a single one, as a tuple."""
+    op = getattr(getattr(torch.ops, record.namespace), record.name)
+    results = op(*sample.inputs.values(), **sample.attributes, **attributes)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def call(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
+    """Calls the op's Python function; returns its outputs as a tuple."""
+    results = op_of(record).function(*sample.inputs.values(), **sample.attributes)
+    return results if isinstance(results, tuple) else (results,)
+
+
+# ---------------------------------------------------------------------------- what the record says
+
+
+def why_not_derived(record: Record) -> str:
+    """Returns what the record does not say of the inputs, or "" if inputs follow from it."""
+    if record.host_inputs:
+        return f"{', '.join(sorted(record.host_inputs))}: values in host memory have a meaning of their own"
+    for dtypes in record.combinations:
+        floating = {entry.name: torch_dtype(dtypes[entry.name]).is_floating_point for entry in record.inputs}
+        if len(set(floating.values())) > 1:
+            named = ", ".join(name for name, is_float in floating.items() if not is_float)
+            return f"{named}: integers beside numbers have a meaning of their own"
+    if record.is_elementwise or record.rows or record.input_shapes or len(record.inputs) == 1:
+        return ""
+    return "the record says nothing of its inputs' shapes (input_shapes)"
+
+
+def limits(record: Record) -> dict[str, str]:
+    """Returns the limit of each attribute that has one: "of x", ">= 0", "in 0 | 1"."""
+    parts = [part.strip().partition(" ") for part in record.limits.split(";") if part.strip()]
+    return {name: limit for name, _, limit in parts}
+
+
+def input_shapes(
+    record: Record, shape: Sequence[int], attributes: Mapping[str, Any] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Returns a shape for every input, given about that of the first (an odd width may become even)."""
+    given = {entry.name: entry.default for entry in record.attributes} | dict(attributes or {})
+    return shapes_of_inputs(record, shape, given)
+
+
+def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
+    """Returns sets of attributes: each one away from its default, and axes at every dimension."""
+    found: list[dict[str, Any]] = [{}]
+    for name, choices in record.attribute_choices.items():
+        default = record.attribute(name)
+        found += [{name: choice} for choice in choices if default is None or choice != default.default]
+    for name, limit in limits(record).items():
+        word, _, rest = limit.partition(" ")
+        if word == "of":
+            found += [{name: axis} for axis in (*range(-rank, -1), *range(rank))]
+        elif word == "in":
+            found += [{name: int(choice)} for choice in rest.split("|")]
+        else:
+            kind = getattr(record.attribute(name), "kind", "float")
+            found += [{name: int(rest) + 1 if kind == "int" else float(rest) + 0.25}]
+    if len(found) > 2:  # and two at once
+        found.append(found[1] | found[-1])
+    return found
+
+
+def presence_patterns(record: Record, dtypes: Mapping[str, str]) -> list[dict[str, bool]]:
+    """Returns which inputs may be present for a dtype combination, all of them first.
+
+    It leaves out patterns whose dtypes would select another combination.
+    """
+    optional = [entry.name for entry in record.inputs if entry.optional]
+    found = []
+    for given in itertools.product((True, False), repeat=len(optional)):
+        present = {entry.name: True for entry in record.inputs} | dict(zip(optional, given, strict=True))
+        if _selects(record, dtypes, [name for name, is_given in present.items() if is_given]):
+            found.append(present)
+    return found
+
+
+def _selects(record: Record, dtypes: Mapping[str, str], given: Sequence[str]) -> bool:
+    return record.combination_of({name: dtypes[name] for name in given}) == dtypes
+
+
+def make_sample(
+    record: Record,
+    dtypes: Mapping[str, str],
+    shape: Sequence[int],
+    seed: int = 0,
+    attributes: Mapping[str, Any] | None = None,
+    present: Mapping[str, bool] | None = None,
+    tame: bool = False,
+) -> Sample:
+    """Returns a call whose first input has about this shape; at least this width if the op's module gives it.
+
+    Args:
+        tame: finite numbers of everyday size instead of special values.
+
+    Raises:
+        NoSamples: the record does not say what inputs fit, nor does the op's module.
+    """
+    if why_not_derived(record):
+        sample = next(given_samples(record, dtypes, shape[-1] if shape else 1))
+        inputs = {name: None if present and not present[name] else t for name, t in sample.inputs.items()}
+        factor = 1 + seed % 8 / 8
+        moved = Sample(inputs, sample.attributes | dict(attributes or {}))
+        return moved.map(lambda t: t * factor if t.is_floating_point() else t)
+    found: dict[str, Tensors] = {}
+    shapes = input_shapes(record, shape, attributes)
+    first = shapes[record.inputs[0].name]
+    for i, entry in enumerate(record.inputs):
+        wanted, dtype = shapes[entry.name], torch_dtype(dtypes[entry.name])
+
+        def draw(seed: int, wanted: Any = wanted, dtype: Any = dtype, other: bool = wanted != first) -> Any:
+            if not dtype.is_floating_point:
+                return integers(wanted, dtype, seed)
+            if tame or (not record.is_elementwise and other):
+                return plain_values(wanted, dtype, seed)
+            if record.is_elementwise:
+                return values(wanted, dtype, seed, (1, 8, 60)[seed % 50 % 3])
+            return row_values(wanted, dtype, seed)
+
+        if present and not present[entry.name]:
+            found[entry.name] = None
+        elif entry.repeated:
+            found[entry.name] = [draw(seed + 50 * i + 200 * k) for k in range(3)]
+        else:
+            found[entry.name] = draw(seed + 50 * i)
+    return Sample(found, dict(attributes or {}))
+
+
+def given_samples(record: Record, dtypes: Mapping[str, str], size: int) -> Iterator[Sample]:
+    """Yields the calls that the op's module gives, in the dtypes of a combination.
+
+    Raises:
+        NoSamples: the module gives none.
+    """
+    calls = given_calls(record, dtypes[record.inputs[0].name], size)
+    if calls is None:
+        raise NoSamples(
+            f"{record.qualified_name}: inputs cannot be derived from the record: {why_not_derived(record)}. "
+            f"Write a function samples(op, dtype, size) in {op_of(record).place} that returns a list of "
+            "calls, inputs and attributes by name, such as "
+            f'[{{"{record.inputs[0].name}": torch.randn(3, size), ...}}]'
+        )
+    for given in calls:
+        inputs = {}
+        for entry in record.inputs:
+            dtype = torch_dtype(dtypes[entry.name])
+            inputs[entry.name] = _changed(given.pop(entry.name, None), lambda t, dtype=dtype: t.to(dtype))  # type: ignore[misc]
+        if _selects(record, dtypes, [name for name, tensor in inputs.items() if tensor is not None]):
+            yield Sample(inputs, given)
+
+
+# ---------------------------------------------------------------------------- cases
+
+SIZES = (0, 1, 2, 3, 4, 5, 7, 31, 33, 63, 64, 65, 127, 1023, 1025, 10007, 65537)
+SHAPES = ((), (1,), (0, 3), (3, 0), (5, 7), (2, 3, 4), (1, 2, 1, 3, 1, 2, 1, 5))
+PAIRS = (((3, 1), (1, 4)), ((5, 7), (7,)), ((), (6,)), ((33, 65), (33, 1)), ((2, 0), (1,)), ((1,), (3, 0, 2)))
+WIDTHS = (1, 2, 3, 8, 31, 32, 33, 64, 127, 128, 129, 255, 257, 1023, 1024, 1025)
+WIDE = (4095, 4096, 4097, 11008, 16383, 16384, 16385, 20000, 65537, 131080)
+ROW_SHAPES = ((7,), (1, 5), (0, 4), (3, 0), (2, 0, 3), (2, 3, 65), (130, 17))
+GIVEN_SIZES = (0, 1, 2, 7, 33, 65, 128, 257)
+
+
+def samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+    """Yields about forty small cases of an op for one dtype combination, on the CPU and contiguous.
+
+    Raises:
+        NoSamples: the record does not say what inputs fit, nor does the op's module.
+    """
+    if is_given(record):
+        for size in GIVEN_SIZES:
+            yield from given_samples(record, dtypes, size)
+    elif record.is_elementwise:
+        yield from _elementwise(record, dtypes)
+    else:
+        yield from _rowwise(record, dtypes)
+
+
+def is_given(record: Record) -> bool:
+    """Whether the op's module gives the calls."""
+    return given_calls(record, record.combinations[0][record.inputs[0].name], 4) is not None or bool(
+        why_not_derived(record)
+    )
+
+
+def wide_samples(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+    """Yields cases with rows of up to 131,080 columns, for row-wise ops."""
+    if record.rows:
+        for seed, width in enumerate(WIDE):
+            yield make_sample(record, dtypes, (4 if width < 5000 else 2, width), seed)
+
+
+def large_sample(record: Record, dtypes: dict[str, str]) -> Sample:
+    """Returns a case for several threads, with a size that no number of threads divides."""
+    return make_sample(record, dtypes, (300_017,) if record.is_elementwise else (1009, 114), 5)
+
+
+def _elementwise(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+    for seed, shape in enumerate([(size,) for size in SIZES] + list(SHAPES)):
+        yield make_sample(record, dtypes, shape, seed)
+    for seed, attributes in enumerate(attribute_variants(record, 1)[1:]):
+        for size in (1, 5, 127, 1025):
+            yield make_sample(record, dtypes, (size,), seed, attributes)
+    if record.broadcasts and len(record.inputs) == 2:
+        for seed, pair in enumerate(PAIRS):
+            inputs = {
+                entry.name: values(shape, torch_dtype(dtypes[entry.name]), seed)
+                for entry, shape in zip(record.inputs, pair, strict=True)
+            }
+            yield Sample(inputs)
+
+
+def _rowwise(record: Record, dtypes: dict[str, str]) -> Iterator[Sample]:
+    patterns = presence_patterns(record, dtypes)
+    for seed, width in enumerate(WIDTHS):
+        yield make_sample(record, dtypes, (len(ROW_KINDS), width), seed, present=patterns[0])
+    for seed, shape in enumerate(ROW_SHAPES):
+        yield make_sample(record, dtypes, shape, seed, present=patterns[0])
+    for seed, present in enumerate(patterns[1:]):
+        for shape in ((len(ROW_KINDS), 33), (1, 1024), (3, 0)):
+            yield make_sample(record, dtypes, shape, seed, present=present)
+    for seed, attributes in enumerate(attribute_variants(record, 3)[1:]):
+        yield make_sample(record, dtypes, (4, 5, 6), seed, attributes, patterns[seed % len(patterns)])

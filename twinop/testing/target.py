@@ -1,0 +1,123 @@
+"""Finds the libraries, the modules of function bodies and the tests that `twinop test` and `bench` mean."""
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from twinop.errors import TwinopError
+from twinop.library import read_library
+from twinop.record import DOMAIN
+
+TARGET = "--twinop-target"
+"""pytest's option for what to test."""
+
+
+@dataclass
+class Target:
+    """What a user means by LIBRARY, PROJECT or FILE.py.
+
+    Attributes:
+        libraries: each with the file of its ops' bodies, if there is one.
+        tests: the project's own test files.
+    """
+
+    libraries: dict[Path, Path | None] = field(default_factory=dict)
+    tests: list[Path] = field(default_factory=list)
+
+
+def find_target(given: Path) -> Target:
+    """Finds what a path means: a library, a project's folder, or the Python file of an op.
+
+    Raises:
+        TwinopError: no such file, or a project without a library.
+    """
+    if not given.exists():
+        raise TwinopError(
+            f"{given}: no such file or folder. Expected a library (build/libmish.so), the Python file of an "
+            "op (mish.py), or the folder of a project"
+        )
+    given = given.resolve()
+    if given.is_dir():
+        return _project(given)
+    if given.suffix == ".py":
+        library = _library_of(given)
+        return Target({library: given}, _tests_of(given))
+    module = _module_of(given)
+    return Target({given: module}, _tests_of(module) if module else [])
+
+
+def _project(folder: Path) -> Target:
+    libraries = sorted(folder.glob("build/lib*.so")) or sorted(folder.glob("lib*.so"))
+    if not libraries:
+        raise TwinopError(f"{folder}: it has no library build/lib*.so. `twinop build` builds it")
+    found = {library: _module_of(library) for library in libraries}
+    return Target(found, sorted(folder.glob("test_*.py")))
+
+
+def _library_of(module: Path) -> Path:
+    """The library beside the Python file of an op, or in its build/, or the one that the file names."""
+    name = module.parent.name if module.name == "__init__.py" else module.stem
+    for folder in (module.parent, module.parent / "build", Path.cwd() / "build"):
+        if (path := folder / f"lib{name}.so").is_file():
+            return path
+    found = getattr(load_module(module), "library_path", None)
+    if found is None:
+        raise TwinopError(
+            f"{module}: its library lib{name}.so is neither beside it nor in build/. `twinop build` builds "
+            "it; library_path in the file names another place"
+        )
+    return Path(found() if callable(found) else found)
+
+
+def _module_of(library: Path) -> Path | None:
+    """The Python file of a library's ops: beside it, or beside its build/; for twinop's own ops, none."""
+    name = library.stem.removeprefix("lib")
+    for path in (
+        library.parent / f"{name}.py",
+        library.parent.parent / f"{name}.py",
+        library.parent / "__init__.py",
+    ):
+        if path.is_file():
+            return path
+    return None
+
+
+def _tests_of(module: Path) -> list[Path]:
+    path = module.parent / f"test_{module.stem}.py"
+    return [path] if path.is_file() else []
+
+
+def load_module(path: Path) -> ModuleType:
+    """Imports the Python file of an op, under its own name.
+
+    Raises:
+        TwinopError: it cannot be imported.
+    """
+    name = path.parent.name if path.name == "__init__.py" else path.stem
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = str(path.parent.parent if path.name == "__init__.py" else path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    except TwinopError:
+        raise
+    except Exception as error:
+        raise TwinopError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def load(given: str) -> list[Any]:
+    """Loads the libraries and modules of a target into torch, and returns the records of its ops."""
+    from . import own_ops
+    from .under_test import add_library
+
+    records = []
+    for library, path in find_target(Path(given)).libraries.items():
+        own = read_library(library).domain == DOMAIN and path is None
+        records += add_library(library, own_ops if own else path and load_module(path))
+    return records

@@ -1,0 +1,136 @@
+"""How far results are from the references, in units of the last place."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinop.export.body_in_torch import evaluate_body
+from twinop.record import Record
+
+from .references import ONE_ROUNDING, Results
+from .rounding import RoundingOps
+from .under_test import reference_of
+
+Inputs = Mapping[str, Tensor | None]
+
+BODY_ROUNDINGS = 8
+"""How many times the rounding errors of its body an op without a `Reference` may be wrong by."""
+
+
+def as_tuple(results: Results) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def compute(
+    record: Record, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], stored: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Computes what the op means in the dtype of the inputs; differentiable.
+
+    Args:
+        stored: the dtype of the op's own call, in which it rounds intermediate results that it stores.
+    """
+    reference = reference_of(record)
+    if reference.compute is not None:
+        return as_tuple(reference.compute(*inputs, **attributes))
+    return evaluate_body(record, inputs, attributes, stored)
+
+
+def _widened(inputs: Inputs, dtype: torch.dtype) -> tuple[list[Tensor | None], torch.dtype]:
+    """The inputs on the CPU, floating-point ones in another dtype, and the dtype that the first one had."""
+    first = next(t for t in inputs.values() if t is not None)
+    wide = [t if t is None or not t.is_floating_point() else t.to(dtype) for t in inputs.values()]
+    return [None if t is None else t.cpu() for t in wide], first.dtype
+
+
+def exact(
+    record: Record, inputs: Inputs, attributes: Mapping[str, Any], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
+    """Computes the op's results in fp64 (or another type)."""
+    wide, stored = _widened(inputs, dtype)
+    return compute(record, wide, attributes, stored)
+
+
+def magnitudes(record: Record, inputs: Inputs, attributes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Computes what the errors of the results are measured by."""
+    reference = reference_of(record)
+    wide, stored = _widened(inputs, torch.float64)
+    if reference.magnitude is not None:
+        return as_tuple(reference.magnitude(*wide, **attributes))
+    results = [result.abs() for result in compute(record, wide, attributes, stored)]
+    if reference.ulps is not None or not stored.is_floating_point:
+        return tuple(results)
+    bounds = evaluate_body(record, wide, attributes, stored, RoundingOps)
+    computed = torch.float64 if stored == torch.float64 else torch.float32
+    share = BODY_ROUNDINGS / ONE_ROUNDING * torch.finfo(computed).eps / torch.finfo(stored).eps
+    return tuple(
+        result.nan_to_num(0) + (share * bound.error).nan_to_num(0)
+        for result, bound in zip(results, bounds, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A result's exact values, and the errors of its elements in units of the last place.
+
+    An error is infinite where one of the two is NaN or infinite and the other is not.
+    """
+
+    exact: Tensor
+    errors: Tensor
+
+    @property
+    def worst(self) -> float:
+        return float(self.errors.max()) if self.errors.numel() else 0.0
+
+
+def measure(
+    record: Record,
+    inputs: Inputs,
+    attributes: Mapping[str, Any],
+    results: Sequence[Tensor],
+    smallest: float = 0.0,
+) -> list[Measured]:
+    """Compares the results of a call with the reference.
+
+    Where fp32 arithmetic, in which most kernels compute, overflows on the way, what it gives is right too.
+
+    Args:
+        smallest: magnitudes below it count as this.
+
+    Raises:
+        AssertionError: a result has another shape than the reference.
+    """
+    narrow_type = torch.float64 if results[0].dtype == torch.float64 else torch.float32
+    truths = zip(
+        exact(record, inputs, attributes),
+        exact(record, inputs, attributes, narrow_type),
+        magnitudes(record, inputs, attributes),
+        strict=True,
+    )
+    found = []
+    for name, result, (truth, narrow_truth, magnitude) in zip(record.outputs, results, truths, strict=True):
+        assert result.shape == truth.shape, (
+            f"{record.qualified_name}: output {name} has shape {list(result.shape)}, "
+            f"the function body gives {list(truth.shape)}"
+        )
+        found.append(
+            Measured(truth, _errors(result.cpu(), truth, narrow_truth, magnitude.clamp(min=smallest)))
+        )
+    return found
+
+
+def _errors(result: Tensor, truth: Tensor, narrow_truth: Tensor, magnitude: Tensor) -> Tensor:
+    if not result.is_floating_point():
+        return torch.zeros(result.shape).masked_fill(result != truth, torch.inf)
+    info = torch.finfo(result.dtype)
+    allowed = result.isnan() & narrow_truth.isnan()
+    for value in (truth.to(result.dtype), narrow_truth.to(result.dtype)):
+        allowed |= (result == value) | (result.isnan() & value.isnan())
+    # At the edge of overflow the next number may be infinity.
+    edge = info.max * (1 - 8 * info.eps)
+    allowed |= (truth.abs() >= edge) & (result.abs() >= edge) & (result.sign() == truth.sign())
+    error = (result.double() - truth).abs() / (info.eps * magnitude.clamp(min=info.tiny))
+    return error.nan_to_num(torch.inf, torch.inf).masked_fill(allowed, 0)

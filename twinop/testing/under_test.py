@@ -1,0 +1,111 @@
+"""The ops under test: their records, their libraries, and the modules that describe them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from twinop import torch_op
+from twinop.errors import TwinopError
+from twinop.record import Record
+
+from .references import Reference
+
+
+@dataclass(frozen=True)
+class OpUnderTest:
+    """An op under test.
+
+    Attributes:
+        function: the op as a Python function.
+        module: has the op's function body, and perhaps the functions `samples` and `reference`.
+    """
+
+    record: Record
+    library: Path
+    function: Callable[..., Any]
+    module: ModuleType | None = None
+
+    @property
+    def place(self) -> str:
+        """The file in which a user describes the op."""
+        found = self.module and self.module.__file__
+        return Path(found).name if found else f"{self.library.stem.removeprefix('lib')}.py"
+
+
+_ops: dict[str, OpUnderTest] = {}  # by Record.key
+
+
+def add_library(path: Path, module: ModuleType | None = None) -> list[Record]:
+    """Loads a library into torch, and returns the records of its ops.
+
+    Args:
+        module: what describes its ops.
+
+    Raises:
+        LibraryError: as `torch_op.load`.
+    """
+    ops = torch_op.load(path)
+    records = list(ops.records.values())
+    for record in records:
+        _ops[record.key] = OpUnderTest(record, ops.library.path, ops.functions[record.name], module)
+    return records
+
+
+def op_of(record: Record) -> OpUnderTest:
+    """Returns what is known of an op under test."""
+    return _ops[record.key]
+
+
+def library_of(record: Record) -> Path:
+    """Returns the library of an op under test."""
+    return op_of(record).library
+
+
+def records_under_test() -> dict[str, Record]:
+    """Returns the records of all ops under test by `Record.key`."""
+    return {key: each.record for key, each in _ops.items()}
+
+
+def reference_of(record: Record) -> Reference:
+    """Returns the reference of the op's module, or the default one."""
+    describe = getattr(op_of(record).module, "reference", None)
+    return (describe and describe(record.name)) or Reference()
+
+
+def given_calls(record: Record, dtype: str, size: int) -> list[dict[str, Any]] | None:
+    """Returns the calls, inputs and attributes by name, of the module's `samples`; None if it has none.
+
+    Raises:
+        TwinopError: a call does not fit the record.
+    """
+    describe = getattr(op_of(record).module, "samples", None)
+    found: Sequence[Mapping[str, Any]] | None = describe and describe(record.name, dtype, size)
+    if found is None:
+        return None
+    calls = [dict(call) for call in found]
+    for call in calls:
+        _check(record, call)
+    return calls
+
+
+def _check(record: Record, call: dict[str, Any]) -> None:
+    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor | list | tuple)}
+    names = {entry.name for entry in record.inputs} | {entry.name for entry in record.attributes}
+    needed = {entry.name for entry in record.inputs if not entry.optional}
+    if not call.keys() <= names or not needed <= tensors.keys():
+        raise TwinopError(
+            f"samples({record.name!r}, ...) in {op_of(record).place} gave a call of "
+            f"{', '.join(call) or 'nothing'}; expected inputs and attributes by name, of {record.schema}"
+        )
+
+
+def advice(record: Record, argument: str) -> str:
+    """Says where a bound that does not hold can be given: the end of a failing test's message."""
+    return (
+        f"If the op is right and the bound is not: reference({record.name!r}) in {op_of(record).place} may "
+        f"return a twinop.testing.references.Reference with another {argument}"
+    )
