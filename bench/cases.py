@@ -3,19 +3,26 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twinop import torch_op
-from twinop.record import Record
+from twinop.console import err
+from twinop.errors import TwinopError
+from twinop.export.bodies import find_body
+from twinop.record import DOMAIN, Record
 from twinop.shapes import input_shapes as shapes_of_inputs
 from twinop.shapes import output_shapes
+from twinop.testing.samples import make_sample, why_not_derived
+from twinop.testing.target import load
+from twinop.testing.under_test import library_of
 
 from .cells import DOUBLE
 from .peers import ENTRIES, Entry, entry_of
-from .report import chosen, size_name
+from .report import BenchError, chosen, size_name
 from .timing import Run
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -101,13 +108,16 @@ def family_of(record: Record, entry: Entry) -> str:
     return UNARY if len(entry.input_names) == 1 else BINARY
 
 
-def choose(names: str | None) -> dict[str, Entry]:
+def choose(names: str | None, library: Path | None = None) -> dict[str, Entry]:
     """Returns the entries with these comma-separated names, or all entries of the built ops.
+
+    Args:
+        library: instead of twinop's ops, those of this library, Python file of an op, or project.
 
     Raises:
         BenchError: a name is unknown, or its op is not in the built libraries.
     """
-    built = built_entries()
+    built = built_entries() if library is None else entries_of(library)
     return built if names is None else {name: built[name] for name in chosen("--ops", names, list(built))}
 
 
@@ -120,8 +130,35 @@ def built_entries() -> dict[str, Entry]:
     found = {name: entry for name, entry in ENTRIES.items() if entry.op in records}
     known = {entry.op for entry in ENTRIES.values()}
     for name, record in records.items():
-        if name not in known and not record.is_backward and (record.is_elementwise or record.rows):
+        own = record.domain == DOMAIN and not record.is_backward
+        if own and name not in known and (record.is_elementwise or record.rows):
             found[name] = entry_of(record)
+    return found
+
+
+def entries_of(target: Path) -> dict[str, Entry]:
+    """Returns the entries of the ops of a library, the Python file of an op, or a project.
+
+    An op without a function body, or whose inputs cannot be derived, is told and left out.
+
+    Raises:
+        BenchError: no op is left.
+    """
+    found: dict[str, Entry] = {}
+    for record in load(str(target)):
+        if record.is_backward:
+            continue
+        try:
+            if find_body(record.key) is None:
+                raise BenchError(f"{record.qualified_name} has no function body: nothing to compare it with")
+            sample = make_sample(record, record.combinations[0], (4, 4), tame=True)
+        except TwinopError as reason:
+            err.print(f"not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
+            continue
+        names = " ".join(sample.tensors())
+        found[record.name] = entry_of(record, library_of(record), sample.attributes, names)
+    if not found:
+        raise BenchError(f"{target}: it has no op that can be measured")
     return found
 
 
@@ -129,8 +166,12 @@ def cases_of(
     name: str, entry: Entry, device: str, *, quick: bool = False, kinds: Sequence[str] = (BANDWIDTH, LATENCY)
 ) -> list[Case]:
     """Returns the cells of an op of these kinds, the most important first. A CPU has no latencies."""
-    family = family_of(torch_op.records()[entry.op], entry)
+    record = torch_op.records()[entry.op]
+    family = family_of(record, entry)
     cases = _bandwidths(name, family, entry, device, quick) if BANDWIDTH in kinds else []
+    if entry.library is not None:
+        taken = {c[record.inputs[0].name] for c in record.combinations}
+        cases = [case for case in cases if case.dtype in taken]
     if LATENCY in kinds and device == "cuda":
         counts = LATENCY_ROWS[-1:] if quick else LATENCY_ROWS
         shapes = [(count, LATENCY_COLUMNS) for count in reversed(counts)]
@@ -142,7 +183,11 @@ def _bandwidths(name: str, family: str, entry: Entry, device: str, quick: bool) 
     rows = family == ROWS
     if device == "cpu":
         shapes: Sequence[tuple[int, ...]] = CPU_SHAPES if rows else [(size,) for size in CPU_SIZES]
-        return [Case(name, family, "float32", shape) for shape in (shapes[1:2] if quick else shapes)]
+        shapes = shapes[1:2] if quick else shapes
+        cases = [Case(name, family, "float32", shape) for shape in shapes]
+        if entry.library is not None and entry.backward:
+            cases += [Case(name, family, "float32", shape, BACKWARD) for shape in shapes]
+        return cases
     sizes = QUICK_SIZES if quick else SIZES
     shapes = (QUICK_SHAPES if quick else SHAPES) if rows else [(size,) for size in sizes]
     dtypes = DTYPES[:1] if quick else DTYPES
@@ -161,10 +206,21 @@ def _bandwidths(name: str, family: str, entry: Entry, device: str, quick: bool) 
 
 def input_shapes(case: Case, entry: Entry) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the entry's inputs by name."""
+    if given := _given(case, entry):
+        return {name: tuple(tensor.shape) for name, tensor in given.items()}
     record = torch_op.records()[entry.op]
     first = (*case.shape[:-1], 2 * case.columns) if entry.op == "swiglu_packed" else case.shape
     shapes = shapes_of_inputs(record, first, _attributes(record, entry))
     return {name: shapes[name] for name in entry.input_names}
+
+
+def _given(case: Case, entry: Entry) -> dict[str, Tensor]:
+    """The inputs that an op's module gives, where they cannot be derived."""
+    record = torch_op.records()[entry.op]
+    if entry.library is None or not why_not_derived(record):
+        return {}
+    dtypes = next(c for c in record.combinations if c[record.inputs[0].name] == case.dtype)
+    return make_sample(record, dtypes, case.shape).tensors()
 
 
 def _attributes(record: Record, entry: Entry) -> dict[str, Any]:
@@ -173,6 +229,8 @@ def _attributes(record: Record, entry: Entry) -> dict[str, Any]:
 
 def make_inputs(case: Case, entry: Entry, device: torch.device) -> dict[str, Tensor]:
     """Draws inputs by name from the normal distribution; weights lie around one, as trained ones do."""
+    if given := _given(case, entry):
+        return {name: tensor.to(device) for name, tensor in given.items()}
     inputs = {}
     for name, shape in input_shapes(case, entry).items():
         tensor = torch.randn(shape, dtype=case.torch_dtype, device=device)

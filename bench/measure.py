@@ -135,6 +135,7 @@ class Machine:
         session = runtime.open_session(
             model,
             self.device,
+            library=sample.entry.library or "custom_ops",
             cpu_threads=self.providers.threads,
             stream=self.providers.stream,
             cuda_graph=True,

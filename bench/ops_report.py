@@ -37,6 +37,14 @@ def main(
         ),
     ] = None,
     kinds: Annotated[str, typer.Option(help="What to measure: bandwidth,latency,numerics.")] = KINDS,
+    library: Annotated[
+        Path | None,
+        typer.Option(
+            help="Ops of your own: a library, the Python file of an op, or a project. Default: the project "
+            "in this folder; elsewhere twinop's ops.",
+            show_default=False,
+        ),
+    ] = None,
     device: Device = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="A quick look: bfloat16, few shapes, few runs.")
@@ -87,10 +95,13 @@ def main(
         twinop bench --ops gelu,softmax --quick --output /tmp/report
 
         twinop bench --ops rms_norm --providers twinop,liger --kinds bandwidth
+
+        twinop bench --library build/libmish.so
     """
     with clear_errors():
         where = report.choose_device(device)
-        entries = choose(ops)
+        library = library or project_here()
+        entries = choose(ops, library)
         wanted = [part.strip() for part in providers.split(",")] if providers else None
         chosen = report.chosen("--kinds", kinds, KINDS.split(","))
         old = read_ops(compare) if compare else None
@@ -127,7 +138,7 @@ def main(
         count = workers if workers is not None else (_half_the_cores() if where.type == "cuda" else 0)
         if count:
             with machine.spending("compiling in advance"):
-                compile_in_advance(count, (ops, wanted, chosen, where, quick))
+                compile_in_advance(count, (ops, library, wanted, chosen, where, quick))
         if "numerics" in chosen:
             with machine.spending("numerics"):
                 exact += numerics.measure(precise, entries)
@@ -138,6 +149,13 @@ def main(
             draw_ops(whole["rows"], report.machine_title(recording.facts), recording.path.with_suffix(""))
         if old is not None and not compare_with(old, new):
             raise typer.Exit(1)
+
+
+def project_here() -> Path | None:
+    """Returns the current folder if it is the project of an op (`twinop new`)."""
+    path = Path("pyproject.toml")
+    is_project = path.is_file() and "twinop.libraries" in path.read_text(encoding="utf-8")
+    return Path.cwd() if is_project else None
 
 
 def _half_the_cores() -> int:
@@ -178,6 +196,7 @@ def compile_part(
     index: int,
     count: int,
     ops: str | None,
+    library: Path | None,
     wanted: list[str] | None,
     kinds: list[str],
     device: torch.device,
@@ -191,7 +210,7 @@ def compile_part(
     who.budget.next_op()
     cases = [
         (case, entry)
-        for name, entry in choose(ops).items()
+        for name, entry in choose(ops, library).items()
         for case in cases_of(name, entry, device.type, quick=quick, kinds=kinds)
     ]
     with torch.no_grad(), Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):

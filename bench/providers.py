@@ -15,7 +15,7 @@ from onnx import NodeProto, helper
 from torch import Tensor
 
 from twinop import comparison, torch_op
-from twinop.record import DOMAIN
+from twinop.testing.under_test import function_of
 from twinop.torch_op.registry import functions
 
 from . import peers, runtime
@@ -114,7 +114,8 @@ class Providers:
         case, entry = sample.case, sample.entry
         makers: dict[str, Callable[[], Subject]] = {}
         for suffix, attributes in entry.all_variants():
-            ours = partial(functions[entry.op], **attributes)
+            function = functions[entry.op] if entry.library is None else function_of(entry.op)
+            ours = partial(function, **attributes)
             makers[IN_TORCH + suffix] = partial(_in_torch, ours, sample)
             if case.direction == FORWARD:
                 makers[IN_ORT + suffix] = partial(self._in_ort, IN_ORT + suffix, sample)
@@ -126,7 +127,7 @@ class Providers:
                 makers[provider] = partial(_peer, peer, sample)
         torch._dynamo.reset()  # it compiles one function for at most 8 shapes
         for provider in _MODES:
-            if self._compiles(provider, case):
+            if self._compiles(provider, case, entry):
                 makers[provider] = partial(self._compiled, provider, sample)
         if case.dtype == DOUBLE:
             makers = {name: make for name, make in makers.items() if name in (IN_TORCH, IN_ORT, EAGER)}
@@ -178,9 +179,9 @@ class Providers:
         if isinstance(failure, ImportError):
             self._broken[provider] = reason
 
-    def _compiles(self, provider: str, case: Case) -> bool:
+    def _compiles(self, provider: str, case: Case, entry: Entry) -> bool:
         """Whether the budget allows a compilation, and the case an autotuned one."""
-        if self.device.type == "cpu" and self.wanted is None:
+        if self.device.type == "cpu" and self.wanted is None and entry.library is None:
             return False
         if provider == AUTOTUNE and (case.dtype != "bfloat16" or case.shape not in AUTOTUNED):
             return False
@@ -206,6 +207,7 @@ class Providers:
             self._sessions[key] = runtime.open_session(
                 runtime.one_op(nodes, sample.inputs, sample.bound, opset),
                 self.device,
+                library=sample.entry.library or "custom_ops",
                 cpu_threads=self.threads,
                 stream=self.stream,
                 optimize=not provider.startswith(IN_ORT),
@@ -242,7 +244,9 @@ def onnx_nodes(entry: Entry, provider: str) -> tuple[list[NodeProto], int]:
         last = max(i for i, each in enumerate(record.inputs) if each.name in entry.input_names)
         given = [each.name if each.name in entry.input_names else "" for each in record.inputs[: last + 1]]
         outputs = list(record.outputs)
-        return [helper.make_node(record.onnx_name, given, outputs, "node0", domain=DOMAIN, **attributes)], 20
+        return [
+            helper.make_node(record.onnx_name, given, outputs, "node0", domain=record.domain, **attributes)
+        ], 20
     nodes = [onnx.parser.parse_node(text) for text in entry.ort[provider].split(";")]
     for number, node in enumerate(nodes):
         node.name = f"node{number}"

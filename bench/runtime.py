@@ -99,7 +99,7 @@ def open_session(
     model: onnx.ModelProto,
     device: torch.device,
     *,
-    library: str = "custom_ops",
+    library: str | Path = "custom_ops",
     cpu_threads: int,
     stream: torch.cuda.Stream | None = None,
     cuda_graph: bool = False,
@@ -122,7 +122,8 @@ def open_session(
     options.use_per_session_threads = not share_pool
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    options.register_custom_ops_library(str(find_library(library)))
+    path = find_library(library) if isinstance(library, str) else library
+    options.register_custom_ops_library(str(path))
     provider = _PROVIDERS[device.type]
     provider_options = {}
     if device.type == "cuda":

@@ -9,6 +9,7 @@ report says so and measures the others.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Entry:
         backward: measure the gradient too.
         positive: the inputs that must be positive.
         reference: the exact result, if it is not `eager` of the inputs in float64.
+        library: the file of an op that is not twinop's.
     """
 
     op: str
@@ -49,6 +51,7 @@ class Entry:
     backward: bool = False
     positive: tuple[str, ...] = ()
     reference: Callable[..., Any] | None = None
+    library: Path | None = None
 
     @property
     def input_names(self) -> list[str]:
@@ -236,15 +239,23 @@ ENTRIES: dict[str, Entry] = {
 """By name in the report. gelu has two entries, one for each formula."""
 
 
-def entry_of(record: Record) -> Entry:
-    """Returns the entry of an op that the table does not name: torch's own function is its function body."""
+def entry_of(
+    record: Record, library: Path | None = None, attributes: Mapping[str, Any] | None = None, names: str = ""
+) -> Entry:
+    """Returns the entry of an op that the table does not name: torch's own function is its function body.
+
+    Args:
+        names: the inputs to pass; by default all.
+    """
+    names = names or " ".join(entry.name for entry in record.inputs)
+    given = dict(attributes or {})
 
     def eager(*inputs: Tensor) -> Any:
-        results = evaluate_body(record, inputs)
+        by_name = dict(zip(names.split(), inputs, strict=True))
+        results = evaluate_body(record, [by_name.get(entry.name) for entry in record.inputs], given)
         return results if len(results) > 1 else results[0]
 
-    names = " ".join(entry.name for entry in record.inputs)
-    return Entry(record.name, names, eager, backward=bool(record.gradient))
+    return Entry(record.key, names, eager, attributes=given, backward=bool(record.gradient), library=library)
 
 
 def resolve(peer: str) -> Callable[..., Any]:

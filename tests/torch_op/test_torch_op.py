@@ -142,7 +142,7 @@ INDUCTOR_ON_CPU = pytest.mark.skipif(
 )
 
 
-# Inductor takes half a minute on a CPU. Every op is compiled by test_gradients.py, without inductor.
+# Inductor takes half a minute on a CPU. `twinop test` compiles every op, without inductor.
 @INDUCTOR_ON_CPU
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), DEVICES[1]])
 def test_compile_without_graph_break(device: str) -> None:

@@ -1,6 +1,6 @@
 """Derivative formulas are evaluated once, and only if needed. They keep only the tensors that they need.
 
-test_gradients.py checks their values.
+twinop/testing/matrix/test_gradients.py checks their values.
 """
 
 import inspect

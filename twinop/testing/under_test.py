@@ -65,6 +65,11 @@ def library_of(record: Record) -> Path:
     return op_of(record).library
 
 
+def function_of(key: str) -> Callable[..., Any]:
+    """Returns the Python function of an op under test, by its `Record.key`."""
+    return _ops[key].function
+
+
 def records_under_test() -> dict[str, Record]:
     """Returns the records of all ops under test by `Record.key`."""
     return {key: each.record for key, each in _ops.items()}

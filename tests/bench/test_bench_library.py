@@ -1,0 +1,66 @@
+"""`twinop bench --library` measures the ops of any library."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from twinop.bench.cases import BACKWARD, FORWARD, Sample, cases_of, choose
+from twinop.bench.ops_report import project_here
+from twinop.bench.report import BenchError
+from twinop.testing.under_test import function_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def project(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "build").mkdir()
+    shutil.copy(libraries["test_ops"].with_name("libwrong_ops.so"), folder / "build")
+    shutil.copy(ROOT / "tests/matrix/wrong_ops.py", folder)
+    (folder / "pyproject.toml").write_text('[project.entry-points."twinop.libraries"]\nwrong_ops = "wrong_ops"\n')
+    return folder
+
+
+def test_cases_follow_from_the_record(project: Path) -> None:
+    """Forward and backward, beside the function body in torch, whose float64 result is the exact one."""
+    entries = choose(None, project)
+    assert list(entries) == ["shift", "squared", "twice"]
+    entry = choose("twice", project)["twice"]
+    cases = cases_of("twice", entry, "cpu")
+    assert {case.direction for case in cases} == {FORWARD, BACKWARD}
+    assert {case.dtype for case in cases} == {"float32"}
+    sample = Sample.drawn(cases[0], entry, torch.device("cpu"))
+    (x,) = sample.inputs.values()
+    assert torch.equal(function_of(entry.op)(x), 2 * x) and torch.equal(entry.eager(x), 2 * x)
+    assert torch.equal(sample.exact()[0], 2 * x.double())
+
+
+def test_an_op_without_a_body(libraries: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BenchError, match=r"libtest_abi.so: it has no op that can be measured"):
+        choose(None, libraries["test_abi"])
+    assert "test.abi::spread has no function body: nothing to compare it with" in capsys.readouterr().err
+
+
+def test_the_project_in_this_folder(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert project_here() is None
+    monkeypatch.chdir(project)
+    assert project_here() == project
+
+
+def test_a_report(project: Path) -> None:
+    command = [sys.executable, "-m", "twinop", "bench", "--ops", "twice", "--quick", "--kinds", "bandwidth"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command += ["--providers", "twinop,eager"]
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "twice, float32" in done.stdout and "twice backward, float32" in done.stdout
+    assert "twinop in torch: twice (1): wrong result" in done.stdout + done.stderr  # its gradient is
+    written = {path.suffix for path in (project / "bench-results").iterdir()}
+    assert written == {".json", ".png"}
