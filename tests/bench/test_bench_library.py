@@ -11,6 +11,7 @@ import torch
 
 from twinop.bench.cases import BACKWARD, FORWARD, Sample, cases_of, choose
 from twinop.bench.ops_report import project_here
+from twinop.bench.recording import read_ops
 from twinop.bench.report import BenchError
 from twinop.testing.under_test import function_of
 
@@ -23,7 +24,9 @@ def project(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     (folder / "build").mkdir()
     shutil.copy(libraries["test_ops"].with_name("libwrong_ops.so"), folder / "build")
     shutil.copy(ROOT / "tests/matrix/wrong_ops.py", folder)
-    (folder / "pyproject.toml").write_text('[project.entry-points."twinop.libraries"]\nwrong_ops = "wrong_ops"\n')
+    (folder / "pyproject.toml").write_text(
+        '[project.entry-points."twinop.libraries"]\nwrong_ops = "wrong_ops"\n'
+    )
     return folder
 
 
@@ -60,7 +63,12 @@ def test_a_report(project: Path) -> None:
     command += ["--providers", "twinop,eager"]
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "twice, float32" in done.stdout and "twice backward, float32" in done.stdout
-    assert "twinop in torch: twice (1): wrong result" in done.stdout + done.stderr  # its gradient is
-    written = {path.suffix for path in (project / "bench-results").iterdir()}
-    assert written == {".json", ".png"}
+    (path,) = (project / "bench-results").glob("*.json")
+    found = read_ops(path)
+    measured = {(row["direction"], row["provider"]) for row in found["rows"]}
+    assert {(way, "torch eager") for way in (FORWARD, BACKWARD)} <= measured
+    assert (FORWARD, "twinop in ORT") in measured and (FORWARD, "torch copy_") in measured
+    (wrong,) = found["not_measured"]  # its gradient is
+    assert (wrong["direction"], wrong["provider"]) == (BACKWARD, "twinop in torch")
+    assert wrong["reason"].startswith("wrong result: relative error")
+    assert list((project / "bench-results").glob("*.png"))

@@ -19,10 +19,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
     }
 )
 def main(context: typer.Context) -> None:
-    """Test every op of a library: twinop test [LIBRARY|PROJECT|FILE.py] [arguments of pytest].
+    """Test every op of a library.
 
-    Without an argument: the project in this folder. All tests follow from the ops' records and function
-    bodies. For every dtype, on the CPU and on a GPU if there is one:
+    The first argument is the library, the Python file of its ops, or the folder of a project; without one,
+    the project in this folder. Other arguments go to pytest. All tests follow from the ops' records and
+    function bodies. For every dtype, on the CPU and on a GPU if there is one:
 
     * torch and ONNX Runtime give the same bits, for all sizes, alignments, layouts, NaN and infinities;
 
@@ -42,7 +43,7 @@ def main(context: typer.Context) -> None:
 
         twinop test build/libmish.so -k bits
 
-        twinop test mish.py -x -n 2
+        twinop test path/to/project -x
     """
     with clear_errors():
         raise typer.Exit(run(list(context.args)))

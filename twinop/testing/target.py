@@ -18,7 +18,7 @@ TARGET = "--twinop-target"
 
 @dataclass
 class Target:
-    """What a user means by LIBRARY, PROJECT or FILE.py.
+    """What a user means by a library, a project or the Python file of an op.
 
     Attributes:
         libraries: each with the file of its ops' bodies, if there is one.
