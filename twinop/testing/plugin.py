@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
     records = {record.key: record for record in metafunc.config.stash[RECORDS]()}
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if "cuda" in marks:
         devices = devices[1:]
     cells = []
@@ -52,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             continue
         for dtypes in record.combinations if "dtypes" in metafunc.fixturenames else ({},):
             kinds = "-".join(dict.fromkeys(dtypes.values()))
-            for device in devices if {"device", "cuda"} & {*metafunc.fixturenames, *marks} else ("cpu",):
+            for device in devices if {"device", "cuda"} & {*metafunc.fixturenames, *marks} else ["cpu"]:
                 if device in record.devices:
                     given = {"record": record, "dtypes": dtypes, "device": device}
                     name = "-".join(filter(None, (record.name, kinds, device)))

@@ -119,5 +119,5 @@ def load(given: str) -> list[Any]:
     records = []
     for library, path in find_target(Path(given)).libraries.items():
         own = read_library(library).domain == DOMAIN and path is None
-        records += add_library(library, own_ops if own else path and load_module(path))
+        records += add_library(library, own_ops if own else load_module(path) if path else None)
     return records
