@@ -99,7 +99,7 @@ def test_rows_at_one_distance_are_not_copied(
     sample = make_sample(record, record.combinations[0], (4, 6, 8), attributes=attributes, tame=True)
     op = getattr(ops, record.name)
     first, *others = sample.inputs
-    tensors = dict(sample.inputs) | {first: view(sample.inputs[first])}  # type: ignore[arg-type]
+    tensors = dict(sample.inputs) | {first: view(sample.inputs[first])}
     assert copies(lambda: op(*tensors.values(), **attributes)) == copied
     exact = {key: None if tensor is None else tensor.contiguous() for key, tensor in tensors.items()}
     expected = op(*exact.values(), **attributes)
