@@ -67,7 +67,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, config: Any) -> str
             return match[0]
         if not path.is_file():  # a folder
             return match["text"]
-        name = f"tree/{path.relative_to(ROOT)}"
+        name = f"tree/{path.relative_to(ROOT)}" + (".txt" if path.suffix == ".md" else "")  # not a page
         if files.get_file_from_path(name) is None:
             files.append(File.generated(config, name, abs_src_path=str(path)))
         return f"{match['image']}[{match['text']}]({'../' * page.file.src_uri.count('/')}{name})"

@@ -21,6 +21,7 @@ OTHERS = {  # of users and of other projects
     "mish.h",
     "mish.py",
     "test_mish.py",
+    "test_cube.py",
     "model.py",
     "mish/__init__.py",
     "my_models.py",
