@@ -10,7 +10,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 AREAS = {
-    "Your library": ("twinop/*.py", "twinop/build/*.py"),
+    "Your library": ("twinop/*.py", "twinop/building/*.py"),
     "Ops in PyTorch": ("torch_op/*.py",),
     "Exporting": ("export/*.py",),
     "Sessions and checks": ("deploy/*.py",),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .bodies import DefaultInput as DefaultInput
-    from .build.compile_source import compile as compile
+    from .building.compile_source import compile as compile
     from .deploy.check_nodes import libraries_for as libraries_for
     from .library import get_cmake_dir as get_cmake_dir
     from .library import get_include as get_include

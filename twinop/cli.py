@@ -14,15 +14,15 @@ class Commands(LazyGroup):
     """The commands of `twinop`, each imported when it is used."""
 
     modules: ClassVar = {
+        "new": "twinop.building.new:new",
+        "build": "twinop.building.command:build",
+        "test": "twinop.testing.command:main",
+        "bench": "twinop.bench.__main__:bench",
         "export": "twinop.export.to_onnx:main",
         "run": "twinop.deploy.run_onnx:main",
         "check": "twinop.deploy.check:main",
         "serve": "twinop.deploy.serve:main",
-        "test": "twinop.testing.command:main",
         "pack": "twinop.deploy.pack.command:main",
-        "bench": "twinop.bench.__main__:bench",
-        "new": "twinop.build.new:new",
-        "build": "twinop.build.command:build",
     }
 
 

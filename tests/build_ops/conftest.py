@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from build_files import tiny
 
-from twinop.build.builder import Built, build
-from twinop.build.flags import Options
-from twinop.build.project import find_project
+from twinop.building.builder import Built, build
+from twinop.building.flags import Options
+from twinop.building.project import find_project
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,10 +17,10 @@ from abi_files import FLOAT, X, model
 from build_files import program, tiny, twinop
 from onnx import helper
 
-from twinop.build.builder import Built, build
-from twinop.build.flags import CommandLines, Options, find_installation
-from twinop.build.project import find_project
-from twinop.build.toolchain import find_compiler
+from twinop.building.builder import Built, build
+from twinop.building.flags import CommandLines, Options, find_installation
+from twinop.building.project import find_project
+from twinop.building.toolchain import find_compiler
 from twinop.library import find_library, read_library
 
 CPU = Options(cpu=True)
@@ -105,9 +105,9 @@ def test_debug_and_sanitizers(tmp_path: Path) -> None:
 BUILD = """
 import sys
 from pathlib import Path
-from twinop.build.builder import build
-from twinop.build.flags import Options
-from twinop.build.project import find_project
+from twinop.building.builder import build
+from twinop.building.flags import Options
+from twinop.building.project import find_project
 built = build(find_project([Path(sys.argv[1])]), Path(sys.argv[2]), Options(cpu=True))
 print(len(built.library.records))
 """

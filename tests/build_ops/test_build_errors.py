@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from build_files import tiny, twinop
 
-from twinop.build import flags
-from twinop.build.builder import Built, build
-from twinop.build.diagnostics import build_error
-from twinop.build.flags import Options, find_installation
-from twinop.build.project import find_project
+from twinop.building import flags
+from twinop.building.builder import Built, build
+from twinop.building.diagnostics import build_error
+from twinop.building.flags import Options, find_installation
+from twinop.building.project import find_project
 from twinop.errors import BuildError, TwinopError
 
 CPU = Options(cpu=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from build_files import program
 
-from twinop.build.toolchain import Nvcc, architectures, find_compiler, find_nvcc
+from twinop.building.toolchain import Nvcc, architectures, find_compiler, find_nvcc
 from twinop.errors import BuildError
 
 
@@ -98,7 +98,7 @@ def test_an_architecture_that_nvcc_does_not_know(wanted: str) -> None:
 
 
 def test_architectures_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from twinop.build import toolchain
+    from twinop.building import toolchain
 
     toolchain.gpus.cache_clear()
     program(tmp_path / "nvidia-smi", "printf '9.0\\n8.0\\n9.0\\n'")

@@ -14,7 +14,7 @@ IN_TORCH = """
 import pathlib
 import twinop
 from twinop import deploy, export
-from twinop.build import builder
+from twinop.building import builder
 
 source = pathlib.Path(sys.argv[1]).read_text()
 edited = source.replace("2 *", "3 *")

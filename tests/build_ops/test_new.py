@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from build_files import twinop
 
-from twinop.build.new import create_project
+from twinop.building.new import create_project
 from twinop.errors import BuildError, TwinopError
 
 MISH = {
