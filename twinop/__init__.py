@@ -25,7 +25,7 @@ __version__ = "0.2.0"
 _MODULES = {
     "DefaultInput": "bodies",
     "Op": "own_op",
-    "compile": "build.compile_source",
+    "compile": "building.compile_source",
     "get_cmake_dir": "library",
     "get_include": "library",
     "get_library_path": "library",
