@@ -34,6 +34,7 @@ from .servers import (
     OURS,
     PROCESSES,
     REST,
+    SERVERS,
     UNBATCHED,
     Model,
     Server,
@@ -151,8 +152,9 @@ def measure(
     rounds: int,
     folder: Path,
     step: Callable[[str], object],
+    servers: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Measures all servers of one model.
+    """Measures servers of one model: all of them, unless some are named.
 
     Returns:
         A row for each server, protocol and number of clients, with medians over the rounds. A round takes the
@@ -172,6 +174,7 @@ def measure(
         found = [
             stack.enter_context(started(name, command, model.name, folder / f"{model.name}-{name}.log"))[0]
             for name, command in commands(model, path, provider).items()
+            if not servers or name in servers
         ]
         cases = [
             (server, protocol, files[protocol, FASTAPI if server.name == FASTAPI else OURS], clients)
@@ -211,13 +214,16 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         [row] = [r for r in rows if (r["model"], r["server"], r["protocol"], r["clients"]) == wanted]
         return row[key]
 
+    measured = {row["server"] for row in rows}
     found = []
     ready = [row["ready_seconds"] for row in rows if row["model"] == "small" and row["server"] == OURS]
     bound = 2.0 if rows[0]["device"] == "cuda" else 0.6
     found += [report.bar("small: seconds from the start to ready", ready[0], bound)] if ready else []
     for model in dict.fromkeys(row["model"] for row in rows):
-        if any(row["server"] == PROCESSES for row in rows):
+        if {PROCESSES, OURS, FASTAPI} <= measured:
             found += _of_processes(model, rows, value)
+        if KSERVE not in measured or OURS not in measured:
+            continue
         for protocol in (REST, GRPC):
             pairs = (value(model, server, protocol, 1, "p50s_ms") for server in (OURS, KSERVE))
             ratios = [ours / peers for ours, peers in zip(*pairs, strict=True)]
@@ -226,7 +232,7 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if model != "wide":
                 continue
             for key, least, bound in (("per_second", True, 1.5), ("p99_ms", False, 1.0)):
-                for peer in (KSERVE, UNBATCHED):
+                for peer in {KSERVE, UNBATCHED} & measured:
                     ratio = value(model, OURS, protocol, 64, key) / value(model, peer, protocol, 64, key)
                     what = f"{model}, {protocol}, 64 clients: {key} / {peer}"
                     found.append(report.bar(what, ratio, bound, least=least))
@@ -255,6 +261,9 @@ def main(
     models: Annotated[
         str, typer.Option(help="Models to measure: small,wide,encoder.")
     ] = "small,wide,encoder",
+    servers: Annotated[
+        str, typer.Option(help='Servers to measure, such as "twinop,FastAPI". Default: all.')
+    ] = "",
     device: Device = "auto",
     seconds: Annotated[float, typer.Option(help="Seconds of load per server and number of clients.")] = 2.0,
     rounds: Annotated[
@@ -279,11 +288,13 @@ def main(
         chosen = [model for model in MODELS if model.name in names]
         recording = Recording("serve", where, output, commit)
         rows: list[dict[str, Any]] = []
-        servers = [name for model in chosen for name in commands(model, Path(), where.type)]
-        steps = len(sum(map(protocols, servers), ())) * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
+        known = list(SERVERS)
+        some = report.chosen("--servers", servers, known) if servers else known
+        running = [name for model in chosen for name in commands(model, Path(), where.type) if name in some]
+        steps = len(sum(map(protocols, running), ())) * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
         with report.progress("serve", steps) as step, tempfile.TemporaryDirectory() as work:
             for model in chosen:
-                rows += measure(model, where.type, seconds, rounds, Path(work), step)
+                rows += measure(model, where.type, seconds, rounds, Path(work), step, some)
         columns = ["model", "server", "protocol", "clients", "p50_ms", "p99_ms", "per_second"]
         report.show_rows("The inference service beside plain servers", rows, [*columns, "ready_seconds"])
         verdicts = bars(rows)

@@ -27,9 +27,10 @@ from twinop.record import DOMAIN, DOMAIN_VERSION
 
 from .. import report
 
-OURS, UNBATCHED, KSERVE, FASTAPI = "twinop", "twinop, unbatched", "KServe", "FastAPI"
-INSTANCES = "twinop, 2 instances"  # on a GPU
-PROCESSES = "twinop, processes"  # one for each core, or for each GPU
+OURS, UNBATCHED, KSERVE, FASTAPI = "twinop", "twinop unbatched", "KServe", "FastAPI"
+INSTANCES = "twinop 2 instances"  # on a GPU
+PROCESSES = "twinop processes"  # one for each core, or for each GPU
+SERVERS = (OURS, UNBATCHED, INSTANCES, PROCESSES, KSERVE, FASTAPI)
 REST, GRPC = "REST", "gRPC"
 _START_SECONDS = 120
 

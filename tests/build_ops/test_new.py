@@ -55,7 +55,7 @@ def test_fifteen_lines_make_mish_of_it(tmp_path: Path) -> None:
     names = ["mish.h", "mish.py", "pyproject.toml", "test_mish.py"]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert made.stdout.splitlines() == [f"mish/{name}" for name in names] + [
-        "next: cd mish && twinop build && python -m pytest"
+        "next: cd mish && twinop build && twinop test"
     ]
     changed = 0
     for name, changes in MISH.items():

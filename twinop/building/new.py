@@ -52,13 +52,13 @@ def new(
 ) -> None:
     """Start a project of one op: a header, a Python file, a test and a pyproject.toml.
 
-    Example: twinop new mish && cd mish && twinop build && python -m pytest
+    Example: twinop new mish && cd mish && twinop build && twinop test
     """
     with clear_errors():
         folder = create_project(name, kind)
     for file in sorted(folder.iterdir()):
         out.print(file, highlight=False, soft_wrap=True)
-    out.print(f"next: cd {folder} && twinop build && python -m pytest", highlight=False, soft_wrap=True)
+    out.print(f"next: cd {folder} && twinop build && twinop test", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
