@@ -57,12 +57,17 @@ def require_fit(model: Model, libraries: Sequence[Library]) -> None:
     Raises:
         ModelError: nodes do not fit. The message lists every problem.
     """
-    problems = list(_problems(model, libraries)) if model.nodes else []
+    problems = misfits(model, libraries)
     if problems:
         names = ", ".join(library.path.name for library in libraries)
         raise ModelError(
             f"{model.name} does not fit {names}:" + "".join(f"\n  - {text}" for text in problems)
         )
+
+
+def misfits(model: Model, libraries: Sequence[Library]) -> list[str]:
+    """Returns a text for each way in which a model's custom nodes do not fit libraries."""
+    return list(_problems(model, libraries)) if model.nodes else []
 
 
 def _problems(model: Model, libraries: Sequence[Library]) -> Iterator[str]:

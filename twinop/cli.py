@@ -21,6 +21,7 @@ class Commands(LazyGroup):
         "export": "twinop.export.to_onnx:main",
         "run": "twinop.deploy.run_onnx:main",
         "check": "twinop.deploy.check:main",
+        "doctor": "twinop.deploy.doctor.command:main",
         "serve": "twinop.deploy.serve:main",
         "pack": "twinop.deploy.pack.command:main",
     }

@@ -64,6 +64,12 @@ def package_key(domain: str) -> str:
     return f"twinop.package.{domain}"
 
 
+def installed_packages() -> list[Package]:
+    """Returns the installed packages of ops, which are not imported."""
+    packages = {_package(entry.name, entry) for entry in entry_points(group=GROUP)}
+    return sorted(packages, key=lambda package: (package.domain, package.name))
+
+
 def package_of(domain: str) -> Package | None:
     """Returns the installed package with the ops of a domain, which is not imported.
 

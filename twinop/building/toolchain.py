@@ -69,8 +69,11 @@ class Nvcc:
         )
 
 
-def find_compiler() -> Compiler:
+def find_compiler(keep: bool = True) -> Compiler:
     """Returns the C++ compiler: $CXX, or the first of c++, g++ and clang++.
+
+    Args:
+        keep: whether the cache of builds keeps what the compiler says.
 
     Raises:
         BuildError: there is none, or it is too old.
@@ -82,7 +85,7 @@ def find_compiler() -> Compiler:
             f"no C++ compiler found ({', '.join(names)}). Install one (Debian, Ubuntu: apt install g++), "
             "or set CXX to one"
         )
-    kind, version = _facts(command, _ask_compiler)
+    kind, version = _facts(command, _ask_compiler, keep)
     oldest = _OLDEST[kind]
     if int(version.split(".")[0]) < oldest:
         raise BuildError(
@@ -92,8 +95,11 @@ def find_compiler() -> Compiler:
     return Compiler(tuple(command), kind, version)
 
 
-def find_nvcc() -> Nvcc | None:
+def find_nvcc(keep: bool = True) -> Nvcc | None:
     """Returns nvcc from $CUDACXX, PATH, $CUDA_HOME, $CUDA_PATH or /usr/local/cuda; None if there is none.
+
+    Args:
+        keep: whether the cache of builds keeps what nvcc says.
 
     Raises:
         BuildError: CUDACXX names a program that is not there, or what was found is not nvcc.
@@ -106,7 +112,7 @@ def find_nvcc() -> Nvcc | None:
     path = next((found for place in places if place and (found := shutil.which(place))), None)
     if path is None:
         return None
-    version, known = _facts([path], _ask_nvcc)
+    version, known = _facts([path], _ask_nvcc, keep)
     return Nvcc(path, version, tuple(known))
 
 
@@ -195,12 +201,13 @@ def identity(command: Sequence[str]) -> list[Any]:
     return [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
 
 
-def _facts(command: Sequence[str], ask: Callable[[Sequence[str]], Any]) -> Any:
+def _facts(command: Sequence[str], ask: Callable[[Sequence[str]], Any], keep: bool) -> Any:
     """Returns what `ask` finds out; asks each version of a program once."""
     file = cache_folder() / "compilers" / f"{digest(ask.__name__, identity(command))}.json"
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):
         facts = ask(command)
-        write(file, json.dumps(facts).encode())
+        if keep:
+            write(file, json.dumps(facts).encode())
         return facts

@@ -1,0 +1,1 @@
+"""`twinop doctor`: `facts` looks at the machine, `checks` judges what it found, `command` shows that."""

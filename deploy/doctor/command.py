@@ -1,0 +1,65 @@
+"""`twinop doctor`: say what is wrong with a machine, a library or a model, and the cure."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twinop.console import out
+
+from .checks import check
+from .facts import collect
+from .finding import Finding
+
+_STYLES = {"OK": "green", "warning": "yellow", "error": "bold red"}
+
+
+def main(
+    model: Annotated[Path | None, typer.Argument(help="An .onnx file.", show_default=False)] = None,
+    library: Annotated[
+        Path | None, typer.Argument(help="The .so file to check the model with.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say what is wrong with this machine, a library or a model, and the cure.
+
+    Looks at the NVIDIA driver, the compilers, torch, ONNX Runtime and its
+    providers, the custom-op libraries and the installed packages of ops. A
+    model is compared with them: its opsets, and its custom nodes. Changes
+    nothing, and needs neither torch nor ONNX Runtime. The exit code is 1 if
+    there is an error.
+
+    Examples:
+
+        twinop doctor
+
+        twinop doctor net.onnx build/libmish.so
+
+        twinop doctor net.onnx --json
+    """
+    if library is None and model is not None and model.suffix == ".so":
+        model, library = None, model
+    findings = check(collect(model, library))
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    elif out.is_terminal:
+        _show(findings)
+    else:
+        for finding in findings:
+            cure = f" | {finding.cure}" if finding.cure else ""
+            typer.echo(f"{finding.level}: {finding.subject}: {finding.cause}{cure}")
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "what", "found", "cure", show_lines=True)
+    for finding in findings:
+        level = Text(finding.level, style=_STYLES[finding.level])
+        table.add_row(level, *map(Text, (finding.subject, finding.cause, finding.cure)))
+    out.print(table)

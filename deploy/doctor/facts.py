@@ -1,0 +1,246 @@
+"""Looks at this machine: GPUs, compilers, torch, ONNX Runtime, libraries and a model, and changes nothing."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from onnx import TensorProto, helper
+
+from twinop.building.toolchain import Compiler, Nvcc, find_compiler, find_nvcc
+from twinop.errors import ForeignLibraryError, TwinopError
+from twinop.find import Package, installed_packages, package_of
+from twinop.library import Library, library_folders, read_library
+
+from .. import cuda
+from ..custom_nodes import Model, load_model
+
+T = TypeVar("T")
+_SECONDS = 120  # for one question to another process
+_ELSEWHERE = {"AzureExecutionProvider"}  # runs models of another machine
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU. `capability`: 90 for 9.0."""
+
+    name: str
+    capability: int
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The ONNX Runtime that Python imports.
+
+    Attributes:
+        problem: why it cannot be imported.
+        cuda: the CUDA version that it was built with, or "".
+        providers: by name, why the provider does not run a node, or "".
+        missing: the shared libraries that its CUDA provider needs and the loader does not find.
+        model_problem: why it does not run a model with the format and the opsets of the given one.
+    """
+
+    version: str = ""
+    problem: str = ""
+    cuda: str = ""
+    providers: dict[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    model_problem: str = ""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The installed torch. `cuda`: the CUDA version that it was built with, or ""."""
+
+    version: str
+    cuda: str
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the checks look at. A `..._problem` is the message of the error that was found instead of a fact.
+
+    Attributes:
+        driver_cuda: the newest CUDA that the driver serves (13000 is 13.0), or None without a driver.
+        smi_problem: why nvidia-smi does not list the GPUs.
+        visible_devices: the variable CUDA_VISIBLE_DEVICES.
+        newest_gcc: the newest major version of GCC that nvcc accepts.
+        wheels: the installed packages that hold an ONNX Runtime, with their versions.
+        libraries: the custom-op libraries in the order in which they are chosen.
+        named: the library that the user named.
+        broken: the messages about libraries that cannot be read or found.
+    """
+
+    driver_cuda: int | None = None
+    gpus: tuple[Gpu, ...] = ()
+    smi_problem: str = ""
+    visible_devices: str | None = None
+    compiler: Compiler | None = None
+    compiler_problem: str = ""
+    nvcc: Nvcc | None = None
+    nvcc_problem: str = ""
+    newest_gcc: int | None = None
+    torch: Torch | None = None
+    wheels: dict[str, str] = field(default_factory=dict)
+    runtime: Runtime | None = None
+    packages: tuple[Package, ...] = ()
+    libraries: tuple[Library, ...] = ()
+    named: Path | None = None
+    broken: tuple[str, ...] = ()
+    model: Model | None = None
+    model_problem: str = ""
+
+
+def collect(model: Path | None = None, library: Path | None = None) -> Environment:
+    """Returns the facts about this machine, and about a model and a library if they are named."""
+    loaded, model_problem = _tried(load_model, model) if model is not None else (None, "")
+    compiler, compiler_problem = _tried(find_compiler, False)
+    nvcc, nvcc_problem = _tried(find_nvcc, False)
+    newest_gcc, toolkit_problem = _tried(_newest_gcc, nvcc) if nvcc is not None else (None, "")
+    gpus, smi_problem = _gpus()
+    libraries, broken = _libraries(loaded, library)
+    return Environment(
+        driver_cuda=cuda.driver_version(),
+        gpus=gpus,
+        smi_problem=smi_problem,
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        compiler=compiler,
+        compiler_problem=compiler_problem,
+        nvcc=nvcc,
+        nvcc_problem=nvcc_problem or toolkit_problem,
+        newest_gcc=newest_gcc,
+        torch=_torch(),
+        wheels={name: importlib.metadata.version(name) for name in cuda.installed_wheels()},
+        runtime=_runtime(loaded),
+        packages=tuple(installed_packages()),
+        libraries=libraries,
+        named=library,
+        broken=broken,
+        model=loaded,
+        model_problem=model_problem,
+    )
+
+
+def _tried(function: Callable[..., T], *arguments: Any) -> tuple[T | None, str]:
+    """Returns the result, or the message of the error."""
+    try:
+        return function(*arguments), ""
+    except TwinopError as error:
+        return None, str(error)
+
+
+def _newest_gcc(nvcc: Nvcc) -> int | None:
+    header = nvcc.library_folder.parent / "include/crt/host_config.h"
+    text = header.read_text(errors="replace") if header.is_file() else ""
+    newest = re.search(r"gcc versions later than (\d+) are not supported", text)
+    return int(newest[1]) if newest else None
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str]:
+    command = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except OSError:  # not installed
+        return (), ""
+    except subprocess.TimeoutExpired:
+        return (), f"no answer within {_SECONDS} s"
+    found = re.findall(r"^(.*), (\d+)\.(\d+)\s*$", done.stdout, re.MULTILINE)
+    problem = (done.stdout + done.stderr).strip() if done.returncode else ""
+    return tuple(Gpu(name, int(major + minor)) for name, major, minor in found), problem
+
+
+def _torch() -> Torch | None:
+    """Reads the module of torch that holds its version: an import of torch takes seconds, and may fail."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).with_name("version.py")
+    text = file.read_text() if file.is_file() else ""
+    said = dict(re.findall(r"^(__version__|cuda)\b.*= '(.*)'", text, re.MULTILINE))
+    return Torch(said.get("__version__", "unknown"), said.get("cuda", ""))
+
+
+def _runtime(model: Model | None) -> Runtime | None:
+    if importlib.util.find_spec("onnxruntime") is None:
+        return None
+    answer, problem = _ask()
+    if problem:
+        return Runtime(problem=problem)
+    facts = json.loads(answer.splitlines()[-1])
+    providers = [name for name in facts["providers"] if name not in _ELSEWHERE]
+    return Runtime(
+        version=facts["version"],
+        cuda=facts["cuda"],
+        providers={name: _ask(name, model=_tiny({"": 14}, 8))[1] for name in providers},
+        missing=tuple(facts["missing"]),
+        model_problem="" if model is None else _ask("CPUExecutionProvider", model=_like(model))[1],
+    )
+
+
+def _like(model: Model) -> bytes:
+    """Returns a model of one node with a model's format and standard opsets."""
+    opsets = {
+        entry.domain.removeprefix("ai.onnx") and entry.domain: entry.version
+        for entry in model.proto.opset_import
+        if not entry.domain or entry.domain.startswith("ai.onnx")
+    }
+    return _tiny({"": 14} | opsets, model.proto.ir_version)
+
+
+def _tiny(opsets: dict[str, int], ir_version: int) -> bytes:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "probe", [x], [y])
+    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    return helper.make_model(graph, opset_imports=imports, ir_version=ir_version).SerializeToString()
+
+
+def _ask(*arguments: str, model: bytes = b"") -> tuple[str, str]:
+    """Runs `probe`. Returns its answer, and what went wrong."""
+    command = [sys.executable, "-m", "twinop.deploy.doctor.probe", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(
+            command, input=model, capture_output=True, timeout=_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {_SECONDS} s"
+    if done.returncode < 0:
+        return "", f"the process ended with signal {-done.returncode}"
+    lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it ended without a message"]
+    logged = next((line.partition("] ")[2] for line in lines if "[E:onnxruntime" in line), "")
+    return done.stdout.decode(), (logged or lines[-1]) if done.returncode else ""
+
+
+def _libraries(model: Model | None, named: Path | None) -> tuple[tuple[Library, ...], tuple[str, ...]]:
+    libraries, broken = [], []
+    folders = [model.path.parent] if model is not None and model.path is not None else []
+    folders += [Path.cwd() / "build", *library_folders()]
+    paths = [named] if named is not None else []
+    for domain in dict.fromkeys(node.domain for node in model.nodes) if model is not None else ():
+        try:
+            if package := package_of(domain):
+                paths.append(package.library_path())
+        except TwinopError as error:
+            broken.append(str(error))
+    for path in _once([*paths, *(file for folder in folders for file in sorted(folder.glob("lib*.so")))]):
+        try:
+            libraries.append(read_library(path))
+        except ForeignLibraryError as error:
+            broken += [str(error)] if path == named else []
+        except TwinopError as error:
+            broken.append(str(error))
+    return tuple(libraries), tuple(broken)
+
+
+def _once(paths: Iterable[Path]) -> list[Path]:
+    found: dict[Path, Path] = {}
+    for path in paths:
+        found.setdefault(path.resolve(), path)
+    return list(found.values())

@@ -1,0 +1,137 @@
+"""Judges packages of ops, libraries and a model. Each check is a function from facts to findings."""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from twinop.find import package_key
+from twinop.library import Library
+
+from ..check_nodes import misfits
+from ..cuda import has_code_for
+from .facts import Environment, Gpu
+from .finding import Finding, Level, error, from_message, ok, old_driver, one_line, warning
+
+_BUILD = "build the library again"
+
+
+def check_packages(facts: Environment) -> Iterator[Finding]:
+    for domain, group in groupby(facts.packages, lambda package: package.domain):
+        packages = list(group)
+        names = " and ".join(f"{package.name} {package.version}" for package in packages)
+        if len(packages) > 1:
+            yield error(
+                "packages",
+                f"{names} both have ops of the domain {domain}",
+                f"pip uninstall {packages[-1].name}, or name the library to use with --library",
+            )
+        else:
+            yield ok("packages", f"{names} has ops of the domain {domain}")
+
+
+def check_libraries(facts: Environment) -> Iterator[Finding]:
+    for message in facts.broken:
+        level: Level = "error" if facts.named and message.startswith(str(facts.named)) else "warning"
+        yield from_message(level, "library", message, "copy or build it again, or remove it")
+    wanted = [library for library in facts.libraries if library.path == facts.named] + _chosen(facts)
+    for library in facts.libraries:
+        level = "error" if library in wanted else "warning"
+        dtypes = {
+            dtype
+            for record in library.records.values()
+            for each in record.combinations
+            for dtype in each.values()
+        }
+        yield ok(
+            "library",
+            f"{library.path}: domain {library.domain} {library.domain_version}, twinop {library.version}, "
+            f"{len(library.by_onnx_name)} ops for {', '.join(sorted(dtypes))}, GPU code for "
+            f"{library.cuda_archs or 'none'}",
+        )
+        if not library.exports_ort:
+            yield Finding(
+                level,
+                "library",
+                f"{library.path} does not export RegisterCustomOps: ONNX Runtime cannot load it",
+                "link libtwinop_ort.a into it: twinop build does so",
+            )
+        for gpu in dict.fromkeys(facts.gpus):
+            yield from _library_and_gpu(level, library, gpu)
+        if library.cuda_archs not in ("", "none"):
+            yield from old_driver(facts, library.path.name, library.cuda_version, f"{_BUILD} with CUDA {{}}")
+
+
+def _library_and_gpu(level: Level, library: Library, gpu: Gpu) -> Iterator[Finding]:
+    cure = f"{_BUILD} with twinop build --archs {gpu.capability}"
+    if library.cuda_archs in ("", "none"):
+        yield warning("library", f"{library.path} was built without CUDA: its ops run on the CPU", cure)
+    elif not has_code_for(library.cuda_archs, gpu.capability):
+        yield Finding(
+            level,
+            "library",
+            f"{library.path} has GPU code for {library.cuda_archs}, and {gpu.name} is "
+            f"compute_{gpu.capability}: no kernel image is available for execution on the device",
+            cure,
+        )
+
+
+def check_model(facts: Environment) -> Iterator[Finding]:
+    if facts.model_problem:
+        yield from_message("error", "model", facts.model_problem, "export it again")
+    if facts.model is not None:
+        opsets = ", ".join(
+            f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in facts.model.proto.opset_import
+        )
+        nodes = sorted({f"{node.domain}::{node.op_type}" for node in facts.model.nodes})
+        yield ok("model", f"{facts.model.name}: {opsets}; custom nodes: {', '.join(nodes) or 'none'}")
+
+
+def check_opsets(facts: Environment) -> Iterator[Finding]:
+    if facts.model is None or facts.runtime is None or not facts.runtime.model_problem:
+        return
+    yield error(
+        "model",
+        f"onnxruntime {facts.runtime.version} does not run its opsets (format "
+        f"{facts.model.proto.ir_version}): "
+        f"{one_line(facts.runtime.model_problem)}",
+        "export it again with --opset 20, or pip install -U a newer onnxruntime",
+    )
+
+
+def check_nodes(facts: Environment) -> Iterator[Finding]:
+    if facts.model is None:
+        return
+    chosen = _chosen(facts)
+    for domain in _domains(facts) - {library.domain for library in chosen}:
+        ops = {node.node_type for node in facts.model.nodes if node.domain == domain}
+        names = ", ".join(sorted(name for _, name in ops))
+        package = facts.model.metadata.get(package_key(domain))
+        install = f"pip install {package}" if package else "install the package that has it"
+        cure = f"{install}, build it (twinop build), or name its library"
+        if ops <= facts.model.bodies:
+            text = f"no library of the domain {domain}: {names} runs on function bodies, which is slower"
+            yield warning("model", text, cure)
+        else:
+            yield error("model", f"no library of the domain {domain}, which has {names}", cure)
+    problems = misfits(facts.model, chosen)
+    for problem in problems:
+        yield from_message("error", "model", problem, "export the model again, or use a library that has it")
+    for library in chosen:
+        if not problems:
+            yield ok("model", f"its nodes of {library.domain} fit {library.path}")
+
+
+def _domains(facts: Environment) -> set[str]:
+    return {node.domain for node in facts.model.nodes} if facts.model is not None else set()
+
+
+def _chosen(facts: Environment) -> list[Library]:
+    """Returns for each domain of the model the named library, or the first that has most of the ops."""
+    found = []
+    for domain in sorted(_domains(facts)):
+        assert facts.model is not None
+        ops = {node.op_type for node in facts.model.nodes if node.domain == domain}
+        usable = [each for each in facts.libraries if each.domain == domain and each.exports_ort]
+        named = [each for each in usable if each.path == facts.named]
+        if usable:
+            found.append(max(named or usable, key=lambda each: len(ops & each.by_onnx_name.keys())))
+    return found

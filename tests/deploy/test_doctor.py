@@ -1,0 +1,339 @@
+"""What twinop doctor says of broken set-ups, which are data here."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from models import model, node, value
+
+from twinop.building.toolchain import Compiler, Nvcc
+from twinop.deploy.custom_nodes import Model, load_model
+from twinop.deploy.doctor.checks import check
+from twinop.deploy.doctor.facts import Environment, Gpu, Runtime, Torch
+from twinop.find import Package
+from twinop.library import Library
+from twinop.record import Attribute, Input, Record
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+MISH = Record(
+    name="mish",
+    onnx_name="CustomMish",
+    schema="mish(Tensor x, *, float beta=1.0) -> Tensor",
+    inputs=(Input("x"),),
+    attributes=(Attribute("beta", "float", "1.0"),),
+    outputs=("y",),
+    dtypes="float32; float16",
+    domain="mish",
+)
+LIBRARY = Library(
+    Path("build/libmish.so"), "0.2.0", "90", "13.0", {"mish": MISH}, exports_ort=True, domain="mish"
+)
+RUNTIME = Runtime("1.31.1", cuda="13.0", providers={CUDA: "", CPU: ""})
+KNOWN = ("75", "80", "86", "89", "90", "100", "120")
+NVCC = Nvcc("/usr/local/cuda/bin/nvcc", "13.0.88", KNOWN)
+
+
+def one_node(op_type: str = "CustomMish", dtype: str = "float32", **attributes: Any) -> Model:
+    """A model of one node of the domain mish."""
+    only = node(op_type, domain="mish", **attributes)
+    proto = model([only], [value("x", dtype)], [value("y", dtype)], domains=["mish"])
+    return load_model(proto.SerializeToString())
+
+
+def of_package() -> Model:
+    """A model that was exported with an installed package of ops."""
+    proto = one_node().proto
+    proto.metadata_props.add(key="twinop.package.mish", value="mish==0.1.0")
+    return load_model(proto.SerializeToString())
+
+
+def with_body() -> Model:
+    proto = one_node().proto
+    opsets = [onnx.helper.make_opsetid("", 20)]
+    body = [onnx.helper.make_node("Relu", ["x"], ["y"])]
+    proto.functions.append(onnx.helper.make_function("mish", "CustomMish", ["x"], ["y"], body, opsets))
+    return load_model(proto.SerializeToString())
+
+
+HEALTHY = Environment(
+    driver_cuda=13010,
+    gpus=(Gpu("NVIDIA H200", 90),),
+    compiler=Compiler(("c++",), "GCC", "13.2"),
+    nvcc=NVCC,
+    newest_gcc=15,
+    torch=Torch("2.11.0+cu130", "13.0"),
+    wheels={"onnxruntime-gpu": "1.31.1"},
+    runtime=RUNTIME,
+    packages=(Package("mish", "mish", "0.1.0", "mish"),),
+    libraries=(LIBRARY,),
+    model=one_node(),
+)
+RTX = (Gpu("NVIDIA GeForce RTX 5090", 120),)
+NO_GPU: dict[str, Any] = {"gpus": (), "driver_cuda": None}
+
+# set-up: (what differs from HEALTHY, level, words of the cause, words of the cure)
+BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "the driver does not answer": (
+        {"gpus": (), "smi_problem": "NVIDIA-SMI has failed because\nit couldn't communicate"},
+        "error",
+        "nvidia-smi fails: NVIDIA-SMI has failed because it couldn't communicate",
+        "in a container, start it with --gpus all",
+    ),
+    "libcuda is not found": (
+        {"driver_cuda": None},
+        "error",
+        "libcuda.so.1 cannot be loaded",
+        "LD_LIBRARY_PATH",
+    ),
+    "all GPUs are hidden": (
+        {"visible_devices": ""},
+        "warning",
+        "CUDA_VISIBLE_DEVICES is ''",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
+    "no compiler": (
+        {"compiler": None, "compiler_problem": "no C++ compiler found (c++). Install one (apt install g++)"},
+        "warning",
+        "no C++ compiler found (c++)",
+        "Install one (apt install g++)",
+    ),
+    "no nvcc": ({"nvcc": None}, "warning", "no nvcc found", "install the CUDA toolkit"),
+    "CUDACXX is wrong": (
+        {"nvcc": None, "nvcc_problem": "CUDACXX=/x: no such program. Set it to the path of nvcc"},
+        "error",
+        "CUDACXX=/x: no such program",
+        "Set it to the path of nvcc",
+    ),
+    "nvcc is too old for the GPU": (
+        {"gpus": RTX, "nvcc": Nvcc("nvcc", "12.4.131", ("80", "86", "90"))},
+        "error",
+        "does not compile for NVIDIA GeForce RTX 5090: unsupported gpu architecture 'compute_120'",
+        "install CUDA 12.8 or later and set CUDACXX to its nvcc; or twinop build --archs 90",
+    ),
+    "nvcc has dropped the GPU": (
+        {"gpus": (Gpu("Tesla V100", 70),)},
+        "error",
+        "unsupported gpu architecture 'compute_70'",
+        "install CUDA 12.9, the last that does",
+    ),
+    "nvcc is newer than the driver": (
+        {"driver_cuda": 12040},
+        "error",
+        "too old: it serves CUDA 12.4, and nvcc is built with CUDA 13.0.88",
+        "update the driver, or set CUDACXX to the nvcc of CUDA 12",
+    ),
+    "gcc is newer than nvcc accepts": (
+        {"compiler": Compiler(("c++",), "GCC", "15.1"), "newest_gcc": 13},
+        "error",
+        "unsupported GNU version! gcc versions later than 13",
+        "set CXX=g++-13",
+    ),
+    "torch is too old": (
+        {"torch": Torch("2.9.1+cu128", "12.8")},
+        "error",
+        "torch 2.9.1+cu128 is too old",
+        "pip install -U 'torch>=2.10'",
+    ),
+    "torch without CUDA beside a GPU": (
+        {"torch": Torch("2.13.0+cpu", "")},
+        "warning",
+        "torch 2.13.0+cpu is a build for the CPU",
+        "pip uninstall -y torch && pip install torch",
+    ),
+    "the driver is too old for torch": (
+        {"driver_cuda": 12080},
+        "error",
+        "and torch is built with CUDA 13.0",
+        "install a torch built for CUDA 12",
+    ),
+    "both wheels of ONNX Runtime": (
+        {"wheels": {"onnxruntime": "1.31.0", "onnxruntime-gpu": "1.31.1"}},
+        "error",
+        "onnxruntime 1.31.0 and onnxruntime-gpu 1.31.1 are both installed",
+        "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu",
+    ),
+    "both wheels, no GPU": (
+        {**NO_GPU, "wheels": {"onnxruntime": "1.31.0", "onnxruntime-gpu": "1.31.1"}},
+        "error",
+        "overwrites files of the other",
+        "onnxruntime-gpu && pip install onnxruntime",
+    ),
+    "no ONNX Runtime for a model": (
+        {"runtime": None, "wheels": {}},
+        "error",
+        "not installed: models cannot be run",
+        "pip install onnxruntime-gpu",
+    ),
+    "no ONNX Runtime, no model": (
+        {**NO_GPU, "runtime": None, "model": None},
+        "warning",
+        "not installed: models cannot be run",
+        "pip install onnxruntime",
+    ),
+    "ONNX Runtime is damaged": (
+        {"runtime": Runtime(problem="ImportError: libonnxruntime.so: cannot open")},
+        "error",
+        "cannot be imported: ImportError: libonnxruntime.so",
+        "&& pip install onnxruntime-gpu",
+    ),
+    "ONNX Runtime is too old": (
+        {"runtime": replace(RUNTIME, version="1.17.3")},
+        "error",
+        "onnxruntime 1.17.3 is too old: custom ops need 1.18",
+        "pip install -U 'onnxruntime-gpu>=1.18'",
+    ),
+    "ONNX Runtime without CUDA beside a GPU": (
+        {"wheels": {"onnxruntime": "1.31.1"}, "runtime": Runtime("1.31.1", providers={CPU: ""})},
+        "warning",
+        "has no CUDA provider",
+        "&& pip install onnxruntime-gpu",
+    ),
+    "the driver is too old for ONNX Runtime": (
+        {"driver_cuda": 12080},
+        "error",
+        "it serves CUDA 12.8, and CUDAExecutionProvider is built with CUDA 13.0",
+        "install an onnxruntime-gpu built for CUDA 12",
+    ),
+    "CUDA libraries are missing": (
+        {
+            "runtime": replace(
+                RUNTIME, missing=("libcudnn.so.9", "libcublas.so.13"), providers={CUDA: "x", CPU: ""}
+            )
+        },
+        "error",
+        "lacks libcudnn.so.9, libcublas.so.13",
+        "pip install 'onnxruntime-gpu[cuda,cudnn]==1.31.1'",
+    ),
+    "the CUDA provider crashes": (
+        {"runtime": replace(RUNTIME, providers={CUDA: "the process ended with signal 11", CPU: ""})},
+        "error",
+        "does not run a node: the process ended with signal 11",
+        "these work: CPUExecutionProvider",
+    ),
+    "TensorRT is not installed": (
+        {"runtime": replace(RUNTIME, providers={"TensorrtExecutionProvider": "libnvinfer.so.10", CPU: ""})},
+        "warning",
+        "does not run a node: libnvinfer.so.10",
+        "install what it needs",
+    ),
+    "two packages with one domain": (
+        {"packages": (Package("mish", "mish", "1", "mish"), Package("mish", "swish", "2", "swish"))},
+        "error",
+        "mish 1 and swish 2 both have ops of the domain mish",
+        "pip uninstall swish",
+    ),
+    "a library of another ABI, named": (
+        {
+            "named": Path("libold.so"),
+            "broken": ("libold.so: was built by twinop 0.1.0, before. Build the library again with this",),
+        },
+        "error",
+        "libold.so: was built by twinop 0.1.0",
+        "Build the library again",
+    ),
+    "a damaged library in a folder": (
+        {"broken": ("build/libx.so: the file is damaged or cut short. Copy or build it again",)},
+        "warning",
+        "build/libx.so: the file is damaged",
+        "Copy or build it again",
+    ),
+    "a library for other GPUs": (
+        {"libraries": (replace(LIBRARY, cuda_archs="80-real"),)},
+        "error",
+        "GPU code for 80-real, and NVIDIA H200 is compute_90: no kernel image is available",
+        "twinop build --archs 90",
+    ),
+    "a library for other GPUs, not needed": (
+        {"libraries": (replace(LIBRARY, cuda_archs="80-real"),), "model": None},
+        "warning",
+        "no kernel image is available",
+        "twinop build --archs 90",
+    ),
+    "a library without CUDA": (
+        {"libraries": (replace(LIBRARY, cuda_archs="none"),)},
+        "warning",
+        "was built without CUDA",
+        "twinop build --archs 90",
+    ),
+    "the driver is too old for a library": (
+        {"driver_cuda": 12080},
+        "error",
+        "and libmish.so is built with CUDA 13.0",
+        "build the library again with CUDA 12",
+    ),
+    "a library for torch only": (
+        {"libraries": (replace(LIBRARY, exports_ort=False),)},
+        "warning",
+        "does not export RegisterCustomOps",
+        "twinop build",
+    ),
+    "the model is damaged": (
+        {"model": None, "model_problem": "x.onnx: not a complete ONNX model (x). Copy or export it again"},
+        "error",
+        "x.onnx: not a complete ONNX model",
+        "Copy or export it again",
+    ),
+    "no library of a domain": (
+        {"libraries": ()},
+        "error",
+        "no library of the domain mish, which has CustomMish",
+        "twinop build",
+    ),
+    "no library of a domain, whose package is known": (
+        {"libraries": (), "packages": (), "model": of_package()},
+        "error",
+        "no library of the domain mish",
+        "pip install mish==0.1.0, build it",
+    ),
+    "no library, but a function body": (
+        {"libraries": (), "model": with_body()},
+        "warning",
+        "CustomMish runs on function bodies",
+        "twinop build",
+    ),
+    "an op that the library lacks": (
+        {"model": one_node("CustomMisch")},
+        "error",
+        "the library has no such op; did you mean CustomMish?",
+        "export the model again",
+    ),
+    "a dtype that the op lacks": (
+        {"model": one_node(dtype="int64")},
+        "error",
+        "no kernel for these dtypes: x is int64",
+        "Export in one of these, or put a Cast before the node",
+    ),
+    "an unknown attribute": (
+        {"model": one_node(betta=1.0)},
+        "error",
+        "unknown attribute betta",
+        "export the model",
+    ),
+    "an opset that ONNX Runtime does not run": (
+        {"runtime": replace(RUNTIME, model_problem="Opset 99 is under development")},
+        "error",
+        "does not run its opsets (format 10): Opset 99 is under development",
+        "--opset 20, or pip install -U",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_set_up(case: str) -> None:
+    changes, level, cause, cure = BROKEN[case]
+    found = check(replace(HEALTHY, **changes))
+    assert any(each.level == level and cause in each.cause and cure in each.cure for each in found), found
+
+
+@pytest.mark.parametrize("changes", [{}, NO_GPU, {"torch": None}, {"model": None}, {"nvcc": None, **NO_GPU}])
+def test_healthy_set_up(changes: dict[str, Any]) -> None:
+    assert [each for each in check(replace(HEALTHY, **changes)) if each.level != "OK"] == []
+
+
+def test_every_problem_has_a_cure_on_one_line() -> None:
+    for changes, *_ in BROKEN.values():
+        for each in check(replace(HEALTHY, **changes)):
+            assert each.level == "OK" or (each.cause and each.cure), each
+            assert "\n" not in each.cause + each.cure
