@@ -3,9 +3,9 @@
 
     python3 tests/first_op_report.py --wheel dist/twinop-0.2.0-*.whl --output bench/results
 
-It makes a virtual environment in an empty folder, whose path has a space and a letter outside ASCII, and types
-what the page says there; then `twinop bench`, and `twinop serve` until the model is ready. With --here it uses
-this Python and what is installed for it. This script itself needs the standard library only.
+It makes a virtual environment in an empty folder, whose path has a space and a letter beyond ASCII, and types
+there what the page says. Then come `twinop bench`, and `twinop serve` until the model is ready. With --here
+it uses this Python and what is installed for it. This script needs the standard library only.
 """
 
 import argparse
@@ -54,44 +54,52 @@ def serve(env: dict[str, str], folder: Path) -> None:
         running.wait()
 
 
-def follow(folder: Path, env: dict[str, str], bench: list[str]) -> tuple[dict[str, float], dict[str, int]]:
-    """Types the page. Returns the seconds of each command, and the lines of each file that the reader writes."""
-    seconds: dict[str, float] = {}
-    lines: dict[str, int] = {}
+class Steps:
+    """Runs commands, and keeps the seconds of each."""
 
-    def timed(name: str, run: object) -> None:
+    def __init__(self, env: dict[str, str]) -> None:
+        self.env = env
+        self.seconds: dict[str, float] = {}
+
+    def add(self, name: str, start: float) -> None:
+        self.seconds[name] = round(self.seconds.get(name, 0) + time.perf_counter() - start, 2)
+        print(f"{self.seconds[name]:8.2f} s  {name}", flush=True)
+
+    def run(self, name: str, command: list[str], folder: Path) -> None:
+        """Runs a command. Ends the program with the command's output if it fails."""
         start = time.perf_counter()
-        run()  # type: ignore[operator]
-        seconds[name] = round(seconds.get(name, 0) + time.perf_counter() - start, 2)
-        print(f"{seconds[name]:8.2f} s  {name}", flush=True)
+        done = subprocess.run(
+            command, cwd=folder, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stdout[-6000:]}")
+        self.add(name, start)
 
+
+def follow(folder: Path, steps: Steps, bench: str) -> dict[str, int]:
+    """Types the page. Returns the lines of each file that the reader writes."""
+    lines: dict[str, int] = {}
     for part in PART.finditer(PAGE.read_text()):
         text = part["text"]
         if part["file"]:
             (folder / part["file"]).write_text(text)
             lines[part["file"]] = sum(1 for line in text.splitlines() if line.strip())
         elif part["language"] == "python":
-            command = [sys.executable if env.get("HERE") else "python", "-c", text]
-            timed("the same in plain ONNX Runtime", lambda: check(command, folder / "mish", env))
+            steps.run("the same in plain ONNX Runtime", ["python", "-c", text], folder / "mish")
         else:
             where = folder
             for line in text.splitlines():
                 if line.startswith("cd "):
                     where = where / line[3:]
                 else:
-                    timed(line, lambda: check(["bash", "-c", line], where, env))
-    timed(" ".join(bench), lambda: check(bench, folder / "mish", env))
-    timed("twinop build, a second time", lambda: check(["twinop", "build"], folder / "mish", env))
-    timed("twinop serve net.onnx, until ready", lambda: serve(env, folder / "mish"))
-    return seconds, lines
-
-
-def check(command: list[str], folder: Path, env: dict[str, str]) -> None:
-    done = subprocess.run(
-        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stdout[-6000:]}")
+                    steps.run(line, ["bash", "-c", line], where)
+    project = folder / "mish"
+    steps.run(bench, bench.split(), project)
+    steps.run("twinop build, a second time", ["twinop", "build"], project)
+    start = time.perf_counter()
+    serve(steps.env, project)
+    steps.add("twinop serve net.onnx, until ready", start)
+    return lines
 
 
 def main() -> None:
@@ -110,14 +118,14 @@ def main() -> None:
         folder.mkdir()
         env = {**os.environ, "HOME": work, "LANG": "C.UTF-8", "COLUMNS": "100"}
         start = time.perf_counter()
-        seconds = {}
+        steps = Steps(env)
         if not options.here:
             subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
             pip = [str(folder / "venv/bin/pip"), "install", "--quiet", *INSTALL]
             subprocess.run([*pip, f"{options.wheel.resolve()}[serve,test,bench]", "hatchling"], check=True)
             env["PATH"] = f"{folder}/venv/bin:{env['PATH']}"
-            seconds["pip install"] = round(time.perf_counter() - start, 2)
-        steps, lines = follow(folder, env, options.bench.split())
+            steps.add("pip install", start)
+        lines = follow(folder, steps, options.bench)
         results = folder / "mish/bench-results"
         options.output.mkdir(parents=True, exist_ok=True)
         for path in results.glob("*.json") if results.is_dir() else ():
@@ -128,7 +136,7 @@ def main() -> None:
             "commit": options.commit,
             "python": platform.python_version(),
             "cpu_cores": os.cpu_count(),
-            "seconds": seconds | steps,
+            "seconds": steps.seconds,
             "seconds_in_all": round(time.perf_counter() - start, 2),
             "lines": lines,
         }

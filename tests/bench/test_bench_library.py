@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from twinop.bench.cases import BACKWARD, FORWARD, Sample, cases_of, choose
 from twinop.bench.ops_report import project_here
 from twinop.bench.recording import read_ops
 from twinop.bench.report import BenchError
+from twinop.bodies import BODIES
 from twinop.testing.under_test import function_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def project(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("project")
     (folder / "build").mkdir()
     shutil.copy(libraries["test_ops"].with_name("libwrong_ops.so"), folder / "build")
@@ -27,7 +29,8 @@ def project(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     (folder / "pyproject.toml").write_text(
         '[project.entry-points."twinop.libraries"]\nwrong_ops = "wrong_ops"\n'
     )
-    return folder
+    yield folder
+    BODIES.pop("wrong_ops::squared", None)  # which does not fit: an export in this process would refuse it
 
 
 def test_cases_follow_from_the_record(project: Path) -> None:

@@ -41,7 +41,8 @@ def double_and_sum(op, x):
 
 def samples(op: str, dtype: str, size: int) -> list[dict[str, Any]] | None:
     if op == "double_and_sum":
-        return [{"x": torch.randn(3, size)}, {"x": torch.randn(2, 3, size)}]
+        generator = torch.Generator().manual_seed(size)
+        return [{"x": torch.randn(*shape, size, generator=generator)} for shape in ((3,), (2, 3))]
     return list(_pad_affines(size))
 
 

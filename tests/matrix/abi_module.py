@@ -11,4 +11,7 @@ def samples(op: str, dtype: str, size: int) -> list[dict[str, Any]] | None:
         return [{"x": x, "weight": torch.randn(max(size, 1)), "n": n} for n in (1, 2)]
     if op == "scale_by":
         return [{"x": x, "factors": torch.tensor([2, 3])}]
+    if op == "take":
+        index = torch.randint(0, max(size, 1), (size,))
+        return [{"x": torch.randint(0, 2, (max(size, 1),)), "index": index, "keep": index % 2 == 0}]
     return None

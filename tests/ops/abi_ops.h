@@ -3,6 +3,7 @@
 // own.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -98,12 +99,12 @@ struct MultiplyPacked {
   const float *x, *weight, *packed;
   float* y;
   std::int64_t* was_packed;
-  std::int64_t columns;
+  std::int64_t columns, count;
   float n;
 
   TWINOP_INLINE void operator()(std::int64_t i) const {
     const std::int64_t j = i % columns;
-    y[i] = x[i] * (packed != nullptr ? packed[j] : n * weight[j]);
+    if (i < count) y[i] = x[i] * (packed != nullptr ? packed[j] : n * weight[j]);
     if (i == 0) *was_packed = packed != nullptr ? 1 : 0;
   }
 };
@@ -115,9 +116,10 @@ Status LaunchPacked(const CallOf<Op>& call) {
                                 static_cast<const PackedWeight<Op>*>(call.state)->values(),
                                 OutputData<float>(call, "y"_name),
                                 OutputData<std::int64_t>(call, "was_packed"_name),
-                                InputOf(call, "weight"_name).numel,
+                                std::max<std::int64_t>(InputOf(call, "weight"_name).numel, 1),
+                                OutputOf(call, "y"_name).numel,
                                 static_cast<float>(AttributeOf<std::int64_t>(call, "n"_name))};
-  return ForEach(call, OutputOf(call, "y"_name).numel, multiply);
+  return ForEach(call, std::max<std::int64_t>(multiply.count, 1), multiply);
 }
 
 // ------------------------------------------------------------------------------ host memory

@@ -150,7 +150,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("native", None),
         ("90,80", "80-real,90"),
         ("90-real", "90-real"),
-        ("all", "75-real,"),
+        ("all", "80-real,"),
     ],
 )
 def test_architectures_with_the_nvcc_at_hand(wanted: str, archs: str | None, project: Path) -> None:

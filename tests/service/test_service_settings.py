@@ -79,7 +79,7 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ("[policy]\nmax_instances = 0", "policy.max_instances: .*greater than or equal to 1"),
         (
             "[policy]\nlibrary = 1",
-            "policy.library: no such setting. There are: libraries, checks, max_instances",
+            "policy.library: no such setting. There are: libraries, checks, shared_memory, max_instances",
         ),
         ("policy = 3", "policy: "),
         ("server = 3", "server: "),

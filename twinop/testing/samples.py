@@ -129,7 +129,8 @@ def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
         if word == "of":
             found += [{name: axis} for axis in (*range(-rank, -1), *range(rank))]
         elif word == "in":
-            found += [{name: int(choice)} for choice in rest.split("|")]
+            # The first ones: a device may not have what the largest tile or block needs.
+            found += [{name: int(choice)} for choice in rest.split("|")[:3]]
         else:
             kind = getattr(record.attribute(name), "kind", "float")
             found += [{name: int(rest) + 1 if kind == "int" else float(rest) + 0.25}]
