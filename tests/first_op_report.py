@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Follows docs/guide/first-op.md with an installed wheel, and writes how long each step took as JSON.
 
-    python3 tests/first_op_report.py --wheel dist/twinop-0.2.0-*.whl --output bench/results
+    python3 tests/first_op_report.py --wheel dist/twinop-0.2.0-*.whl --output tests/results
 
 It makes a virtual environment in an empty folder, whose path has a space and a letter beyond ASCII, and types
 there what the page says. Then come `twinop bench`, and `twinop serve` until the model is ready. With --here
@@ -132,10 +132,12 @@ def main() -> None:
             shutil.copy(path, options.output / f"first-op-bench-{options.name}.json")
         facts = {
             "benchmark": "first-op",
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "commit": options.commit,
-            "python": platform.python_version(),
-            "cpu_cores": os.cpu_count(),
+            "environment": {
+                "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
+                "commit": options.commit,
+                "python": platform.python_version(),
+                "cpu_cores": os.cpu_count(),
+            },
             "seconds": steps.seconds,
             "seconds_in_all": round(time.perf_counter() - start, 2),
             "lines": lines,
