@@ -140,7 +140,7 @@ wheel() {
 }
 
 clang_format() {
-  find kernels ort_customop torch_op tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
+  find kernels ort_customop torch_op tests examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
     -exec clang-format "$@" {} +
 }
 

@@ -1,0 +1,57 @@
+// Runs a model with custom ops in ONNX Runtime, from C++. Every input is filled with -1, and open
+// dimensions are 2.
+//
+//   run_model net.onnx libmish.so [another library ...]
+#include <onnxruntime_cxx_api.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <string>
+#include <vector>
+
+namespace {
+
+std::vector<float> Run(const char* model, const std::vector<std::string>& libraries) {
+  Ort::Env env(ORT_LOGGING_LEVEL_WARNING, "run_model");
+  Ort::SessionOptions options;
+  for (const std::string& path : libraries) options.RegisterCustomOpsLibrary(path.c_str());
+  Ort::Session session(env, model, options);
+
+  Ort::AllocatorWithDefaultOptions allocator;
+  std::vector<std::string> names;
+  std::vector<Ort::Value> inputs;
+  for (std::size_t i = 0; i < session.GetInputCount(); ++i) {
+    names.emplace_back(session.GetInputNameAllocated(i, allocator).get());
+    std::vector<std::int64_t> shape =
+        session.GetInputTypeInfo(i).GetTensorTypeAndShapeInfo().GetShape();
+    std::replace_if(shape.begin(), shape.end(), [](std::int64_t size) { return size < 0; }, 2);
+    inputs.push_back(Ort::Value::CreateTensor<float>(allocator, shape.data(), shape.size()));
+    const std::size_t count = inputs.back().GetTensorTypeAndShapeInfo().GetElementCount();
+    std::fill_n(inputs.back().GetTensorMutableData<float>(), count, -1.0f);
+  }
+  std::vector<const char*> input_names;
+  for (const std::string& name : names) input_names.push_back(name.c_str());
+  const std::string output = session.GetOutputNameAllocated(0, allocator).get();
+  const char* output_name = output.c_str();
+
+  const std::vector<Ort::Value> outputs = session.Run(
+      Ort::RunOptions(), input_names.data(), inputs.data(), inputs.size(), &output_name, 1);
+  const float* values = outputs[0].GetTensorData<float>();
+  return {values, values + outputs[0].GetTensorTypeAndShapeInfo().GetElementCount()};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 3) {
+    std::fprintf(stderr, "usage: run_model MODEL.onnx LIBRARY.so [LIBRARY.so ...]\n");
+    return 2;
+  }
+  try {
+    for (float value : Run(argv[1], {argv + 2, argv + argc})) std::printf("%g\n", value);
+  } catch (const std::exception& error) {  // ONNX Runtime says what is wrong
+    std::fprintf(stderr, "run_model: %s\n", error.what());
+    return 1;
+  }
+}
