@@ -38,6 +38,8 @@ class Commands(LazyGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Inserts `report` if no command is given, and says at once how long the command takes."""
+        if ctx.resilient_parsing:  # a shell asks for completions
+            return super().parse_args(ctx, args)
         if not args or (args[0].startswith("-") and args[0] != "--help"):
             args = ["report", *args]
         if args[0] in self.takes and "--help" not in args:  # before the import of torch, which takes seconds

@@ -29,7 +29,7 @@ class Commands(LazyGroup):
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

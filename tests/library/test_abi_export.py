@@ -121,8 +121,17 @@ exported(two, torch.tensor([1.5, 2.5, 3.5]).half(), big, bodies=False)
 CASES = {"host": HOST, "constant": CONSTANT, "list": LIST, "eight": EIGHT, "dtypes": DTYPES, "mixed": MIXED}
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("case", CASES)
+QUICK = {("list", "dynamo"), ("mixed", "dynamo"), *((case, "torchscript") for case in CASES)}
+
+
+@pytest.mark.parametrize(
+    ("case", "exporter"),
+    [
+        pytest.param(case, exporter, marks=() if (case, exporter) in QUICK else pytest.mark.slow)
+        for case in CASES
+        for exporter in ("dynamo", "torchscript")
+    ],
+)
 def test_export(case: str, exporter: str, tmp_path: Path) -> None:
     code = BODIES + CASES[case] + "print('done')\n"
     assert in_torch(code, find_library("test_abi"), tmp_path, Path(exporter)) == "done\n"

@@ -99,6 +99,7 @@ def test_samples_that_the_module_gives(libraries: dict[str, Path], tmp_path: Pat
     assert code == 0 and re.search(r"\d+ passed", said), said
 
 
+@pytest.mark.slow
 def test_right_ops_pass(tmp_path: Path) -> None:
     module = ROOT / "tests/helpers/op_bodies.py"
     code, said = twinop_test(tmp_path, module, "-k", "double_and_sum and float32 or exporters or vmap")

@@ -98,3 +98,19 @@ def test_nothing_was_built() -> None:
 def test_a_command_that_there_is_not(arguments: list[str], meant: str) -> None:
     done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 2 and f"No such command '{arguments[-1]}'. Did you mean '{meant}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "completions"),
+    [("twinop se", ["serve"]), ("twinop bench re", ["report"]), ("twinop export --li", ["--library"])],
+)
+def test_a_shell_completes(typed: str, completions: list[str]) -> None:
+    words = typed.split()
+    request = {"_TWINOP_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", "from twinop.cli import app; app(prog_name='twinop')"],
+        env=os.environ | request,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == completions and not done.stderr

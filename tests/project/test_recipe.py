@@ -38,6 +38,7 @@ def build_and_run(folder: Path, **variables: str) -> Path:
     return folder / "build" / "libmy_relu.so"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_recipe_on_the_cpu(tmp_path: Path) -> None:
     records = read_library(build_and_run(tmp_path, CUDACXX="/nowhere/nvcc")).records

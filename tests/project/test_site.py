@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from twinop.cli import Commands
-
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_OP = ROOT / "docs/guide/first-op.md"
 PART = re.compile(
@@ -41,11 +39,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "site/tree/bench/results/ops-nvidia-h200-overview.png").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_first_op(tmp_path: Path) -> None:
     """The page is followed from top to bottom, with a C++ compiler only, in an empty folder."""
-    if "test" not in Commands.modules:
-        pytest.skip("this twinop has no command `twinop test` yet")
     folder = tmp_path / "an empty folder ä"
     folder.mkdir()
     binaries = Path(sys.executable).parent
