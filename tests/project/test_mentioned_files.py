@@ -30,6 +30,7 @@ OTHERS = {  # of users and of other projects
     "kernels/ops/l2_normalize.h",
     "kernels/ops/soft_clip.h",
     "onnxruntime_c_api.h",
+    "onnxruntime_cxx_api.h",
     "element_wise_ops.h",
 }
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
