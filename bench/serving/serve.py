@@ -40,6 +40,7 @@ from .servers import (
     Server,
     commands,
     protocols,
+    server_names,
     session,
     started,
 )
@@ -290,8 +291,10 @@ def main(
         rows: list[dict[str, Any]] = []
         known = list(SERVERS)
         some = report.chosen("--servers", servers, known) if servers else known
-        running = [name for model in chosen for name in commands(model, Path(), where.type) if name in some]
-        steps = len(sum(map(protocols, running), ())) * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
+        running = [name for name in server_names(where.type) if name in some]
+        steps = (
+            len(chosen) * len(sum(map(protocols, running), ())) * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
+        )
         with report.progress("serve", steps) as step, tempfile.TemporaryDirectory() as work:
             for model in chosen:
                 rows += measure(model, where.type, seconds, rounds, Path(work), step, some)

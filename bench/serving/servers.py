@@ -172,23 +172,40 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
+def server_names(provider: str) -> list[str]:
+    """Returns the servers that are measured with a provider."""
+    names = [OURS, UNBATCHED, KSERVE, FASTAPI]
+    if _processes(provider) > 1:
+        names.append(PROCESSES)
+    if provider == "cuda":
+        names.append(INSTANCES)
+    return names
+
+
+def _processes(provider: str) -> int:
+    return gpus() if provider == "cuda" else os.cpu_count() or 1
+
+
 def commands(model: Model, path: Path, provider: str) -> dict[str, list[str]]:
-    """Returns the command of each server by its name."""
+    """Returns the command of each server by its name. A file for one of them is written beside the model."""
     alone = ["twinop", "serve", str(path), "--provider", provider, "--log-level", "warning"]
     ours = [*alone, "--max-batch-size", str(model.rows)]
-    found = {OURS: ours, UNBATCHED: alone}
-    for name in (KSERVE, FASTAPI):
-        found[name] = ["twinop.bench.serving.servers", name.lower(), str(path), provider]
-    count = gpus() if provider == "cuda" else os.cpu_count() or 1
-    if count > 1:
-        found[PROCESSES] = [*ours, "--processes", str(count)]
-    if provider == "cuda":
-        found[INSTANCES] = [*ours, "--instances", "2"]
-        if count > 1:
-            config = path.with_name("devices.toml")
-            config.write_text(f"[server]\ndevices = {list(range(count))}\n")
-            found[PROCESSES] += ["--config", str(config)]
-    return found
+    count = _processes(provider)
+    several = [*ours, "--processes", str(count)]
+    if provider == "cuda" and count > 1:
+        config = path.with_name("devices.toml")
+        config.write_text(f"[server]\ndevices = {list(range(count))}\n")
+        several += ["--config", str(config)]
+    plain = ["twinop.bench.serving.servers"]
+    found = {
+        OURS: ours,
+        UNBATCHED: alone,
+        KSERVE: [*plain, KSERVE.lower(), str(path), provider],
+        FASTAPI: [*plain, FASTAPI.lower(), str(path), provider],
+        PROCESSES: several,
+        INSTANCES: [*ours, "--instances", "2"],
+    }
+    return {name: found[name] for name in server_names(provider)}
 
 
 def protocols(server: str) -> tuple[str, ...]:

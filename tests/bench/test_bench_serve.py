@@ -9,7 +9,19 @@ import pytest
 
 from twinop.bench.report import BenchError
 from twinop.bench.serving.serve import CLIENTS, bars, check, measure, measure_once, requests
-from twinop.bench.serving.servers import FASTAPI, GRPC, KSERVE, MODELS, OURS, REST, commands, started
+from twinop.bench.serving.servers import (
+    FASTAPI,
+    GRPC,
+    KSERVE,
+    MODELS,
+    OURS,
+    PROCESSES,
+    REST,
+    commands,
+    server_names,
+    started,
+)
+from twinop.deploy.service.newer_python import tomllib
 
 
 def rows(ours: list[float], peers: list[float]) -> list[dict[str, Any]]:
@@ -72,6 +84,19 @@ def test_a_wrong_answer_or_a_failure_ends_the_report(tmp_path: Path) -> None:
             check(server, files[REST, FASTAPI], np.ones((1, 16), np.float32))
         with pytest.raises(BenchError, match=r"FastAPI, REST: \d+ failures: status 404"):
             measure_once(server, REST, files[REST, OURS], 1, 0.05)
+
+
+@pytest.mark.parametrize(("gpus", "several"), [(1, False), (2, True)])
+def test_processes_are_spread_over_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, several: bool
+) -> None:
+    monkeypatch.setattr("twinop.bench.serving.servers.gpus", lambda: gpus)
+    found = commands(SMALL, tmp_path / "small.onnx", "cuda")
+    assert list(found) == server_names("cuda") and (PROCESSES in found) == several
+    if several:
+        *_, processes, option, config = found[PROCESSES]
+        assert (processes, option) == (str(gpus), "--config")
+        assert tomllib.loads(Path(config).read_text()) == {"server": {"devices": [0, 1]}}
 
 
 def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
