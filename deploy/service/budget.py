@@ -6,8 +6,16 @@ from typing import Any
 from .errors import OVER_BUDGET, ServiceError
 from .request import LARGE
 
-# Returns freed memory to the system. glibc would keep it, and the process grow to several times the budget.
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+# glibc would keep freed memory, and the process grow to several times the budget.
+_libc = ctypes.CDLL(None)
+_trim = getattr(_libc, "malloc_trim", None)
+_M_ARENA_MAX = -8
+
+
+def use_one_heap() -> None:
+    """Have later threads allocate from the main heap: `malloc_trim` does not shrink the ends of others."""
+    if (mallopt := getattr(_libc, "mallopt", None)) is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 class Budget:
@@ -21,7 +29,11 @@ class Budget:
     def add(self, size: int) -> None:
         """Count bytes; a negative number gives some back."""
         self.used += size
-        self._moved += abs(size)
+        self.moved(abs(size))
+
+    def moved(self, size: int) -> None:
+        """Note that bytes were taken or freed; free memory returns to the system after some of them."""
+        self._moved += size
         if self._moved > self.most // 16 and _trim is not None:
             _trim(0)
             self._moved = 0

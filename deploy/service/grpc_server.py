@@ -16,8 +16,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from . import codec_grpc, ids, logs, metrics, spans
 from .addresses import address_error, grpc_credentials
 from .budget import Budget, Held
-from .errors import INTERNAL, INVALID, NOT_READY, TOO_SLOW, UNAUTHENTICATED, ServiceError, invalid
-from .newer_python import timeout
+from .errors import INTERNAL, INVALID, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
+from .messages import Messages
 from .protocol import SERVICE, pb
 from .queries import Queries
 from .request import off_loop
@@ -34,8 +34,6 @@ _log = logging.getLogger(__name__)
 DRAIN_REFUSE_SECONDS = 0.5
 TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
 HEALTH_SECONDS = 0.2
-MOST_READING = 32
-MOMENT_SECONDS = 0.1  # small messages have arrived by then, and few bytes of others
 _OPEN = ("ServerLive", "ServerReady")  # need no token
 
 
@@ -138,7 +136,7 @@ class _Front:
         self._settings = settings
         self._budget = budget
         self._tokens = tokens
-        self._reading = asyncio.Semaphore(MOST_READING)
+        self._messages = Messages(settings, budget)
         self.draining = False
         self.was_called = False
 
@@ -203,7 +201,7 @@ class _Front:
             _log.debug("accepted")  # `bench soak` compares these lines with the answers
             if self.draining and token is not None:
                 raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
-            data = await self._message(context, held)
+            data = await self._messages.read(context, held)
             return await off_loop(len(data), parse, data)
         except DecodeError:  # gRPC itself would answer UNKNOWN and log an error
             metrics.failed_without_model(INVALID)
@@ -211,44 +209,6 @@ class _Front:
         except ServiceError as error:
             metrics.failed_without_model(error.failure)
             raise
-
-    async def _message(self, context: Any, held: Held) -> bytes:
-        """Read the call's message.
-
-        gRPC does not tell the size of a message before it is complete. So only a few are read at once. One
-        that is still arriving after a moment takes as many bytes from the budget as a message can have.
-        """
-        most, seconds = self._settings.max_request_bytes, self._settings.body_seconds
-        is_quick = fits = True
-
-        def hold() -> None:
-            nonlocal is_quick, fits
-            is_quick = False
-            self._reading.release()
-            if fits := held.fits(most):
-                held.add(most)
-            else:
-                limit.reschedule(loop.time() + MOMENT_SECONDS)  # it may be here, and the loop was busy
-
-        loop = asyncio.get_running_loop()
-        await self._reading.acquire()
-        holding = loop.call_later(MOMENT_SECONDS, hold)
-        try:
-            async with timeout(seconds) as limit:
-                data: Any = await context.read()
-        except TimeoutError:
-            if not fits:
-                raise held.refusal() from None
-            said = f"the message did not arrive within {seconds:g} s (body_seconds)"
-            raise ServiceError(TOO_SLOW, said) from None
-        finally:
-            holding.cancel()
-            if is_quick:
-                self._reading.release()
-        if not isinstance(data, bytes):
-            raise invalid("the call has no message")
-        held.take(2 * len(data) - held.bytes)  # protobuf copies it
-        return data
 
 
 class GrpcServer:

@@ -11,7 +11,7 @@ from typing import Any
 import uvloop
 
 from . import spans
-from .budget import Budget
+from .budget import Budget, use_one_heap
 from .grpc_server import GrpcServer
 from .newer_python import Runner, timeout
 from .repository import Repository
@@ -42,6 +42,7 @@ class Server:
             TwinopError: a port is in use, or a model cannot be loaded.
         """
         _raise_file_limit()
+        use_one_heap()
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
             # Python would wait for threads that still load a model or decode an abandoned request.
