@@ -7,6 +7,7 @@ from typing import Any
 
 from twinop.errors import ForeignLibraryError, LibraryError
 from twinop.find import package_key, places_of
+from twinop.installation import how_to_build
 from twinop.library import Library, library_folders, read_library
 from twinop.record import DOMAIN
 
@@ -181,7 +182,7 @@ def _no_library(
     if skipped:
         text += f" Passed over: {'; '.join(skipped)}."
     if domain == DOMAIN:
-        return text + " Build it with ./build.sh, put it beside the model, or pass library=<path>"
+        return f"{text} {how_to_build()}, put it beside the model, or pass library=<path>"
     return (
         f"{text}{_package(model, domain)} Build it (twinop build), install the package that has it, put it "
         "beside the model, or pass library=<path>"

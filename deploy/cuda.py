@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from twinop.installation import how_to_build
 from twinop.library import Library, needed_libraries
 
 CUDA = "CUDAExecutionProvider"
@@ -186,8 +187,8 @@ def _library_obstacles(library: Library, device: int | None) -> list[str]:
     archs = library.cuda_archs
     if archs in ("", "none"):
         return [
-            f"{library.path} was built without CUDA: its nodes would run on the CPU. Build it with "
-            "./build.sh where nvcc is on PATH"
+            f"{library.path} was built without CUDA: its nodes would run on the CPU. "
+            f"{how_to_build(library.domain, needs_cuda=True)}"
         ]
     if device is None:
         return []
@@ -196,7 +197,7 @@ def _library_obstacles(library: Library, device: int | None) -> list[str]:
         return []
     return [
         f"{library.path} has GPU code for {archs}, and device {device} has compute capability {capability}. "
-        f"Build it with TWINOP_CUDA_ARCHS={capability} ./build.sh"
+        f"{how_to_build(library.domain, str(capability))}"
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from twinop.errors import LibraryError, RecordError
+from twinop.installation import how_to_build
 from twinop.library import Library, find_library, read_library
 from twinop.record import DOMAIN, Record
 
@@ -150,7 +151,7 @@ def _adapter() -> ctypes.CDLL:
         adapter.twinop_torch_register.restype = ctypes.c_char_p
     except (AttributeError, OSError) as error:
         raise LibraryError(
-            f"{path}: cannot be loaded into torch {torch.__version__}: {error}. ./build.sh builds it again"
+            f"{path}: cannot be loaded into torch {torch.__version__}: {error}. {how_to_build()}"
         ) from error
     return adapter
 

@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .console import clear_errors, help_of
 from .errors import TwinopError
+from .installation import is_source_tree
 
 # The extra of twinop that a command needs, and that has a package.
 _EXTRAS = {"serve": "serve", "check": "serve", "pack": "serve", "soak": "serve"}
@@ -75,8 +76,8 @@ def _packages(ctx: Any) -> Iterator[None]:
         install = f"'twinop[{extra}]'" if extra else package
         command = {"serve": "./build.sh serve", "bench": "./build.sh bench"}.get(extra or "", "./build.sh")
         raise TwinopError(
-            f"this command needs the package {package}, which is not installed here: pip install {install}. "
-            f"In a checkout {command} installs it; requirements/ lists all packages"
+            f"this command needs the package {package}, which is not installed here: pip install {install}"
+            + (f". In a checkout {command} installs it" if is_source_tree() else "")
         ) from error
 
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import twinop
 
 from .errors import ForeignLibraryError, LibraryError
+from .installation import how_to_build
 from .record import DOMAIN, DOMAIN_VERSION, Record
 
 ABI_VERSION = 1
@@ -76,7 +77,11 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
     """
     path = Path(path)
     if not path.is_file():
-        raise LibraryError(f"{path}: no such file. ./build.sh builds the libraries into build/")
+        raise LibraryError(
+            f"{path}: no such file. twinop build makes the library of a project, "
+            "build/lib<name>.so; "
+            "twinop.get_library_path() is the one of twinop's own ops"
+        )
     try:
         with Path(copy or path).open("rb") as file:
             sections = _sections(path, file)
@@ -153,7 +158,8 @@ def _sections(path: Path, file: BinaryIO) -> dict[str, _Section]:
         built_for = _MACHINES.get(number, f"machine {number}")
         if head[4:6] != b"\x02\x01" or built_for != machine:
             raise LibraryError(
-                f"{path}: built for {built_for}, this machine is {machine}. Build it here with ./build.sh"
+                f"{path}: built for {built_for}, this machine is {machine}. Build it on this machine, or "
+                "install the wheel for this machine"
             )
         (table,) = struct.unpack_from("<Q", head, 40)
         entry_size, count, names_index = struct.unpack_from("<HHH", head, 58)
@@ -295,8 +301,8 @@ def find_library(stem: str) -> Path:
             return path
     searched = ", ".join(str(folder) for folder in folders)
     raise LibraryError(
-        f"lib{stem}.so not found; searched {searched}. "
-        "./build.sh builds it; TWINOP_LIBRARY_DIR names another folder"
+        f"lib{stem}.so not found; searched {searched}. {how_to_build()}. "
+        "TWINOP_LIBRARY_DIR names another folder"
     )
 
 

@@ -11,6 +11,7 @@ import onnx
 from onnx import external_data_helper
 
 from twinop.errors import LibraryError
+from twinop.installation import how_to_build
 from twinop.library import Library, checksum
 
 from ..check_nodes import require_fit
@@ -141,11 +142,11 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _wants_gpu(asked: bool | None, libraries: Sequence[Library]) -> bool:
-    without = [library.path for library in libraries if library.cuda_archs in ("", "none")]
+    without = [library for library in libraries if library.cuda_archs in ("", "none")]
     if asked and without:
         raise LibraryError(
-            f"{without[0]} was built without CUDA: on a GPU its nodes would run on the CPU. Build it with "
-            "./build.sh where nvcc is on PATH, or pass --cpu"
+            f"{without[0].path} was built without CUDA: on a GPU its nodes would run on the CPU. "
+            f"{how_to_build(without[0].domain, needs_cuda=True)}, or pass --cpu"
         )
     return bool(libraries) and not without if asked is None else asked
 

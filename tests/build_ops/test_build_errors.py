@@ -221,14 +221,14 @@ def test_an_installation_that_cannot_build(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(flags, "library_folders", lambda: [tmp_path])
     for name in ("compile_flags.json", "exports.map"):
         shutil.copy(installed / name, tmp_path)
-    message = rf"what an op is built with; searched {tmp_path} \(without libtwinop_ort.a\). ./build.sh"
+    message = rf"searched {tmp_path} \(without libtwinop_ort.a\). Build it with ./build.sh"
     with pytest.raises(BuildError, match=message):
         find_installation()
     (tmp_path / "libtwinop_ort.a").write_bytes(b"")
     content = json.loads((tmp_path / "compile_flags.json").read_text())
     (tmp_path / "compile_flags.json").write_text(json.dumps(content | {"version": "9.9"}))
     with pytest.raises(
-        BuildError, match="was built by twinop 9.9; this is twinop .*Build it again with ./build.sh"
+        BuildError, match="was built by twinop 9.9; this is twinop .*Build it with ./build.sh"
     ):
         find_installation()
 

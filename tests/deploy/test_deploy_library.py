@@ -156,9 +156,9 @@ def bad_library(kind: str, good: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     "kind, message",
     [
-        ("missing", "no such file. ./build.sh builds the libraries"),
+        ("missing", "no such file. twinop build makes the library of a project"),
         ("not ELF", "not a shared library (ELF file)"),
-        ("another architecture", "Build it here with ./build.sh"),
+        ("another architecture", "Build it on this machine"),
         ("truncated", "the file is damaged or cut short. Copy or build it again"),
         ("no records", "a shared library, but without twinop records"),
     ],

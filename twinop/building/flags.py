@@ -8,6 +8,7 @@ from pathlib import Path
 import twinop
 
 from ..errors import BuildError
+from ..installation import how_to_build
 from ..library import get_include, library_folders
 from .toolchain import Compiler, Nvcc, architectures
 
@@ -63,15 +64,12 @@ def find_installation() -> Installation:
     folder = next((folder for folder in folders if not lacking[folder]), None)
     if folder is None:
         searched = ", ".join(f"{folder} (without {', '.join(names)})" for folder, names in lacking.items())
-        raise BuildError(
-            f"no folder has what an op is built with; searched {searched}. ./build.sh makes these files in "
-            "build/; a wheel has them in twinop/lib"
-        )
+        raise BuildError(f"no folder has what an op is built with; searched {searched}. {how_to_build()}")
     flags = json.loads((folder / "compile_flags.json").read_text())
     if flags["version"] != twinop.__version__:
         raise BuildError(
-            f"{folder} was built by twinop {flags['version']}; this is twinop {twinop.__version__}. Build "
-            "it again with ./build.sh, or install one version's wheel"
+            f"{folder} was built by twinop {flags['version']}; this is twinop {twinop.__version__}. "
+            f"{how_to_build()}"
         )
     return Installation(folder, flags)
 

@@ -1,0 +1,30 @@
+"""How twinop is installed, and so what a user can do about a library of it: build it, or install a wheel."""
+
+from pathlib import Path
+
+from .record import DOMAIN
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def is_source_tree() -> bool:
+    """Returns whether twinop runs from its source tree, which `./build.sh` builds."""
+    return (ROOT / "build.sh").is_file()
+
+
+def how_to_build(domain: str = DOMAIN, archs: str = "", needs_cuda: bool = False) -> str:
+    """Returns a sentence without its full stop that says how to get a library anew.
+
+    Args:
+        domain: the domain of its ops.
+        archs: the GPU architectures that it must have code for.
+        needs_cuda: whether it must have code for any GPU.
+    """
+    where = " where nvcc is on PATH" if needs_cuda else ""
+    if domain != DOMAIN:
+        return "Build it with twinop build" + (f" --archs {archs}" if archs else "") + where
+    if is_source_tree():
+        return f"Build it with {f'TWINOP_CUDA_ARCHS={archs} ' if archs else ''}./build.sh{where}"
+    if archs or needs_cuda:
+        return f"Install a wheel of twinop that was built for {archs or 'CUDA'}"
+    return "Install twinop's wheel again: pip install --force-reinstall <path of the wheel>"
