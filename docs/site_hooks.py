@@ -11,7 +11,9 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 AREAS = {
     "Your library": ("twinop/*.py", "twinop/building/*.py"),
-    "Ops in PyTorch": ("torch_op/*.py",),
+    "Records of ops": ("kernels/record/*.h", "kernels/record/*.cpp"),
+    "Ops in PyTorch": ("torch_op/*.py", "torch_op/*.cpp", "torch_op/*.h"),
+    "Ops in ONNX Runtime": ("ort_customop/*.cpp", "ort_customop/*.h"),
     "Exporting": ("export/*.py",),
     "Sessions and checks": ("deploy/*.py",),
     "The service": ("deploy/service/*.py",),
@@ -19,8 +21,48 @@ AREAS = {
 }
 
 
+# What throws or returns an error in C++; and what some functions put before the message.
+_CPP_ERROR = re.compile(r"\bthrow(?= \")|\b(?:Status::Error|runtime_error|Failure|WrongAttribute)\(")
+_CPP_STARTS = {"WrongAttribute(": "attribute ‹name› "}
+_CPP_TOKEN = re.compile(r"//[^\n]*|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])+'|\s+|\w+|.", re.DOTALL)
+_CPP_TYPES = {"std", "string", "to_string", "view"}
+
+
 def messages(path: Path) -> list[str]:
-    """Returns the texts of the errors that a module raises, with its expressions in angle brackets."""
+    """Returns the texts of a file's errors, with expressions as words in angle brackets."""
+    return _python_messages(path) if path.suffix == ".py" else _cpp_messages(path)
+
+
+def _cpp_messages(path: Path) -> list[str]:
+    """Returns the last argument of each error: literals and expressions that are joined by `+`."""
+    source, found = path.read_text(), []
+    for match in _CPP_ERROR.finditer(source):
+        pieces: list[list[str]] = [[]]
+        depth = 0
+        for token in _CPP_TOKEN.findall(source, match.end()):
+            depth += (token in "([{") - (token in ")]}")
+            if depth < 0 or (depth == 0 and token == ";"):
+                break
+            if depth == 0 and token == ",":
+                pieces = [[]]
+            elif depth == 0 and token == "+":
+                pieces.append([])
+            elif token.strip() and not token.startswith("//"):
+                pieces[-1].append(token)
+        text = _CPP_STARTS.get(match[0], "") + "".join(map(_cpp_piece, pieces))
+        if len(text.split()) >= 4:
+            found.append(text)
+    return found
+
+
+def _cpp_piece(tokens: list[str]) -> str:
+    words = [token for token in tokens if re.fullmatch(r"[A-Za-z]\w+", token) and token not in _CPP_TYPES]
+    if words:
+        return f"‹{words[-1]}›"
+    return "".join(ast.literal_eval(token) for token in tokens if token.startswith('"'))
+
+
+def _python_messages(path: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
@@ -41,6 +83,10 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.FormattedValue):
         words = re.findall(r"[a-z]\w+", ast.unparse(node.value))
         return f"‹{words[-1] if words else '...'}›"
+    if isinstance(node, ast.BinOp):
+        return _text(node.left) + _text(node.right)
+    if isinstance(node, ast.IfExp):
+        return _text(node.body)
     return ""
 
 
