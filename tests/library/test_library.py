@@ -61,7 +61,7 @@ def test_the_version_of_the_interface(damaged: Callable[[bytes], Path]) -> None:
 
 def test_missing(tmp_path: Path) -> None:
     for path in (tmp_path / "libcustom_relu.so", tmp_path):
-        with pytest.raises(LibraryError, match=r"no such file\. \./build\.sh builds the libraries"):
+        with pytest.raises(LibraryError, match=r"no such file\. twinop build makes the library"):
             read_library(path)
 
 
