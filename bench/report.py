@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -151,9 +150,8 @@ def print_environment(facts: Mapping[str, Any]) -> None:
 
 
 def show(content: Table) -> None:
-    """Prints a table, at full width if the output is not a terminal."""
-    console = out if out.is_terminal else Console(file=out.file, width=160)
-    console.print(content)
+    """Prints a table."""
+    out.print(content)
 
 
 def table(title: str, columns: Sequence[str], caption: str | None = None) -> Table:

@@ -157,6 +157,7 @@ def main(
             library=library,
             progress=status.update,
         )
+    out.print(str(report.path), style="bold", markup=False, highlight=False, soft_wrap=True)
     out.print(_table(report))
 
 
@@ -177,7 +178,7 @@ def _convert(module: "torch.nn.Module", args: Any, dtype: "torch.dtype") -> "tup
 
 
 def _table(report: "ExportReport") -> Table:
-    table = Table(title=str(report.path), title_style="bold", show_header=False, box=ROUNDED)
+    table = Table(show_header=False, box=ROUNDED)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
 

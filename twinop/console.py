@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 out: "Console"
 err: "Console"
 
+_PIPE_WIDTH = 10_000
+"""Columns where the output is no terminal: tables and lines keep their words and paths whole."""
+
 
 def __getattr__(name: str) -> Any:
     """Makes a console when it is first used: the service starts without importing rich."""
@@ -28,6 +31,8 @@ def __getattr__(name: str) -> Any:
     from rich.console import Console
 
     globals()[name] = console = Console(stderr=name == "err")
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
     return console
 
 

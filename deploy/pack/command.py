@@ -85,7 +85,8 @@ def main(
 
         packed = pack(Options(**context.params))
     contents = packed.contents
-    table = Table(title=f"{output}", title_justify="left", show_header=False, box=ROUNDED)
+    out.print(f"{output}", style="italic", markup=False, highlight=False, soft_wrap=True)
+    table = Table(show_header=False, box=ROUNDED)
     table.add_column()
     table.add_column(overflow="fold")
     table.add_row("model", f"{packed.name}, version {version}")
