@@ -1,5 +1,6 @@
 """Infers the element types at custom nodes: ONNX's own inference, with schemas of the ops."""
 
+import atexit
 import threading
 from collections.abc import Mapping
 
@@ -46,5 +47,7 @@ def _registered(record: Record) -> str:
     with _lock:
         if name not in _known:
             onnx.defs.register_schema(make_schema(record, name, _DOMAIN, 1, strict=False))
+            # Up to onnx 1.22, a process with a schema left at its end hangs or crashes.
+            atexit.register(onnx.defs.deregister_schema, name, 1, _DOMAIN)
             _known.add(name)
     return name

@@ -16,8 +16,8 @@ from .calls import Call, find_calls, graphs_of, records_or_loaded
 from .record_body import trace
 from .schema import ONNX_TYPES
 
-OPSETS = range(20, 24)
-"""Standard opsets that models may have: string comparison needs 20, torch's exporter ends at 23."""
+OPSETS = range(20, 26)
+"""Standard opsets that models may have: string comparison needs 20, onnxscript converts models up to 25."""
 
 AnyModel = TypeVar("AnyModel", ir.Model, onnx.ModelProto)
 

@@ -76,7 +76,7 @@ def export(
         exporter: "dynamo" (torch.export) or "torchscript" (tracing).
         dynamic: axes whose size stays open, by input: `{"x": [0]}`, or with names of one's own
             `{"x": {0: "batch"}}`. The rank is fixed.
-        opset: the version of the standard operators, 20 to 23.
+        opset: the version of the standard operators, 20 to 25.
         bodies: attach the function bodies.
         replace: ops that replace standard operators, such as "add" and "softmax" (see
             `twinop.export.standard_nodes`), also where `torch_op.replace_modules` finds no module.

@@ -161,7 +161,7 @@ def check_opset(opset: int) -> None:
     if opset not in OPSETS:
         raise ExportError(
             f"opset {opset} is not supported; expected {OPSETS[0]} to {OPSETS[-1]}. Bodies compare strings, "
-            f"which needs {OPSETS[0]}; torch's exporter ends at {OPSETS[-1]}"
+            f"which needs {OPSETS[0]}; torch's exporters end at {OPSETS[-1]}"
         )
 
 

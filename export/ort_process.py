@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,9 +135,14 @@ def serve() -> None:
             return
         child = os.fork()
         if child == 0:
-            answers.write(pickle.dumps(_answer(request)))
-            answers.flush()
-            os._exit(0)
+            try:
+                answers.write(pickle.dumps(_answer(request)))
+                answers.flush()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)  # never an ordinary exit: there ONNX Runtime waits for threads that a fork lacks
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status != 0:
             name = signal.Signals(-status).name if status < 0 else f"exit code {status}"

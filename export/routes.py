@@ -68,13 +68,13 @@ def _dynamo(source: Source) -> ir.Model:
     assert program is not None
     model = program.model
     # From torch's name (s77) to the user's. Axes that the model makes equal share the first name.
-    names: dict[str | ir.SymbolicDim, str] = {}
+    names: dict[str, str] = {}
     for value in model.graph.inputs:
         for axis, name in dynamic.get(str(value.name), {}).items():
             size = value.shape[axis] if value.shape is not None else None
             if isinstance(size, ir.SymbolicDim) and size.value is not None:
                 names.setdefault(size.value, name)
-    program.rename_axes(names)
+    _rename_sizes(model, names)
     nodes = list(model.graph.all_nodes())
     if any(node.op_type in ("GRU", "LSTM", "RNN") for node in nodes):
         # torch declares a dynamic time axis after these nodes with the example's size.
@@ -117,6 +117,22 @@ def _torchscript(source: Source) -> ir.Model:
     _remove_unknown_sizes(model)
     _infer_shapes(model, source.records)
     return model
+
+
+def _rename_sizes(model: ir.Model, names: Mapping[str, str]) -> None:
+    """Renames dynamic sizes, also inside expressions such as `2*s77`; torch 2.10 has no function for it."""
+    if not names:
+        return
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+    nodes = model.graph.all_nodes()
+    for value in (*model.graph.inputs, *(value for node in nodes for value in node.outputs)):
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                pattern.sub(lambda match: names[match[0]], size.value)
+                if isinstance(size, ir.SymbolicDim) and size.value is not None
+                else size
+                for size in value.shape
+            )
 
 
 def _infer_shapes(model: ir.Model, records: Mapping[str, Record]) -> None:

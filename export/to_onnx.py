@@ -78,7 +78,7 @@ def main(
             "Default: float32 for CustomReLU, no conversion for a MODEL."
         ),
     ] = None,
-    opset: Annotated[int, typer.Option(help="Version of the standard operators, 20 to 23.")] = 20,
+    opset: Annotated[int, typer.Option(help="Version of the standard operators, 20 to 25.")] = 20,
     variant: Annotated[
         str | None, _option("CustomReLU's CUDA kernel: auto, scalar or vec4. Not with a MODEL.")
     ] = None,

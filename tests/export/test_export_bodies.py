@@ -14,7 +14,7 @@ from twinop.export.schema import registered_schemas
 from twinop.record import DOMAIN
 from twinop.testing.one_node import body_session, one_node_model, run_body
 
-OPSETS = (20, 21, 22, 23)
+OPSETS = (20, 23, 24, 25)
 
 
 @pytest.mark.parametrize("opset", OPSETS)

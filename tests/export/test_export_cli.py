@@ -231,7 +231,7 @@ def test_libraries_are_loaded_into_torch(folder: Path) -> None:
     ("arguments", "message"),
     [
         (["-o", "none/m.onnx"], "none/m.onnx: cannot be written"),
-        (["--opset", "19"], "opset 19 is not supported; expected 20 to 23"),
+        (["--opset", "19"], "opset 19 is not supported; expected 20 to 25"),
         (["--dtype", "float8"], "dtype float8 is not known; expected one of: float32, float16"),
         (["--dtype", "int64"], "dtype int64 is not a floating type; expected one of: float32"),
         (["--exporter", "onnx"], "exporter 'onnx' is not known; expected one of: dynamo, torchscript"),

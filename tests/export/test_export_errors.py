@@ -35,8 +35,8 @@ class Fixed(torch.nn.Module):
     ("changes", "message"),
     [
         ({"exporter": "onnx"}, r"exporter 'onnx' is not known; expected one of: dynamo, torchscript"),
-        ({"opset": 19}, r"opset 19 is not supported; expected 20 to 23"),
-        ({"opset": 24}, r"opset 24 is not supported"),
+        ({"opset": 19}, r"opset 19 is not supported; expected 20 to 25"),
+        ({"opset": 26}, r"opset 26 is not supported"),
         ({"dynamic": {"z": [0]}}, r"no input z; its inputs are: x"),
         ({"dynamic": {"x": [2]}}, r"input x has no axis 2; its example has shape \(4, 3\)"),
         ({"dynamic": {"x": [0]}, "args": torch.randn(1, 3)}, r"axis 0 of x has size 1 .* at least 2"),

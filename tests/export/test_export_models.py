@@ -267,3 +267,9 @@ def test_a_failing_torchscript_export_prints_nothing(
     with caplog.at_level(logging.WARNING), pytest.raises(ExportError, match=r"aten::_fft_r2c.*not supported"):
         export(Unsupported(), torch.randn(4, 3), tmp_path / "m.onnx", exporter="torchscript")
     assert capfd.readouterr() == ("", "") and not caplog.records
+
+
+def test_a_request_that_fails_in_no_foreseen_way_ends_its_process() -> None:
+    """An ordinary exit of the fork would wait for threads of ONNX Runtime that it does not have."""
+    with pytest.raises(ort_process.OrtCrash, match="exit code 1"):
+        ort_process.SERVER.run(ort_process.Request(b"", None, folder="/no such folder"))

@@ -1,6 +1,7 @@
 """Models with the op export, with a function body that computes what the kernel computes."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,22 @@ def why_not_runnable(record: Record, dtypes: dict[str, str], present: set[str], 
             f"the body of {record.name} in {op_of(record).place} does not run for {dtypes}: {reason}"
         )
     return reason
+
+
+@cache
+def runs_opset(opset: int) -> bool:
+    """Whether this ONNX Runtime knows the version of the standard operators."""
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None)
+    result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "relu", [value], [result])
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    try:
+        body_session(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    except Exception as error:
+        if "Current official support for domain ai.onnx is till opset" not in str(error):
+            raise
+        return False
+    return True
 
 
 def test_the_body_fits_the_record(record: Record) -> None:
@@ -92,7 +109,7 @@ def test_the_body_runs_with_and_without_optional_inputs(record: Record, dtypes: 
     required = {entry.name for entry in record.inputs if not entry.optional}
     found = {
         why_not_runnable(record, dtypes, present, opset)
-        for opset in (OPSETS[0], OPSETS[-1])
+        for opset in (OPSETS[0], max(filter(runs_opset, OPSETS)))
         for present in (everything, required)
     }
     assert len(found) == 1
@@ -102,6 +119,8 @@ def test_the_body_runs_with_and_without_optional_inputs(record: Record, dtypes: 
 def test_the_body_in_every_opset(record: Record, opset: int) -> None:
     """With all inputs and with only the required ones, the checker passes and ONNX Runtime runs the model."""
     with_body(record)
+    if not runs_opset(opset):
+        pytest.skip(f"ONNX Runtime {ort.__version__} does not know opset {opset}")
     dtypes = record.combinations[0]
     for present in (presence_patterns(record, dtypes)[0], presence_patterns(record, dtypes)[-1]):
         sample = make_sample(record, dtypes, (3, 4), present=present, tame=True)
@@ -133,7 +152,7 @@ class OneOp(torch.nn.Module):
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_both_exporters_carry_the_op(record: Record, exporter: str, tmp_path: Path) -> None:
-    """The exported file has torch's results at two sizes, bit for bit with the library, and without it."""
+    """The exported file, of fixed sizes, gives torch's bits with the library, and runs without it."""
     if record.has_repeated_input:
         pytest.skip("takes a list of tensors")
     sample = make_sample(record, record.combinations[0], (3, 4), tame=True)
