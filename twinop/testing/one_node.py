@@ -108,7 +108,9 @@ def run_body(session: Any, inputs: Mapping[str, torch.Tensor]) -> list[torch.Ten
     session.run_with_iobinding(binding)
     results = []
     for output, value in zip(outputs, binding.get_outputs(), strict=True):
-        dtype = getattr(torch, dtype_name(element_type(output.type)))
+        element = element_type(output.type)
+        assert element is not None, output.type
+        dtype = getattr(torch, dtype_name(element))
         result = torch.empty(value.shape(), dtype=dtype)
         ctypes.memmove(result.data_ptr(), value.data_ptr(), result.nbytes)  # DLPack needs onnxruntime 1.25
         results.append(result)
