@@ -1,0 +1,91 @@
+"""Pages of docs/guide/: two are typed from top to bottom in an empty folder; what is not run is known of all.
+
+tests/project/test_site.py follows the page of the first op. A block that is not run has a comment above
+it, as in test_docs.py.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_docs import ROOT, Block, blocks_of
+
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "docs/index.md", *(ROOT / "docs/guide").glob("*.md"))
+    if path.name != "first-op.md" and re.search("^```(sh|python)", path.read_text(), re.MULTILINE)
+)
+NOT_RUN = {  # by the first line
+    "docs/index.md": ["pip install twinop-", "twinop serve net.onnx"],
+    "docs/guide/cmake.md": ["cmake -B build"],
+    "docs/guide/performance.md": ["twinop bench"],
+}
+NET = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(5, 5)
+
+    def forward(self, x):
+        return torch.nn.functional.relu(self.linear(x))
+
+    def example_inputs(self):
+        return (torch.randn(4, 5),)
+
+
+def make():
+    return Net(), (torch.randn(4, 5),)
+"""
+FILES = {"docs/guide/exporting.md": {"model.py": NET, "my_package/models.py": NET}}  # the reader's own
+CONTEXT = {
+    "docs/guide/exporting.md": "import torch\nfrom model import Net\nmodel, x = Net(), torch.randn(4, 5)\n"
+}
+
+
+def script(blocks: list[Block], context: str) -> str:
+    """Returns the blocks as one program of bash: a folder that a block enters stays the current one."""
+    parts = ["set -euo pipefail"]
+    for block in blocks:
+        if block.language == "sh":
+            parts.append(block.text)
+            continue
+        named = re.match(r"# (\w+\.py)$", block.first_line)
+        name = named[1] if named else "block.py"
+        parts.append(f"cat > {name} <<'END'\n{context}{block.text}END\npython {name}")
+    return "\n".join(parts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", ["docs/guide/exporting.md", "docs/guide/load-inline.md"])
+def test_blocks(page: str, tmp_path: Path) -> None:
+    """With a C++ compiler only."""
+    folder = tmp_path / "an empty folder ä"
+    folder.mkdir()
+    for name, text in FILES.get(page, {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    blocks = [block for block in blocks_of(page) if block.reason is None and block.language != "text"]
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path), "LANG": "C.UTF-8"}
+    env |= {name: os.environ[name] for name in ("TWINOP_LIBRARY_DIR",) if name in os.environ}
+    command = ["bash", "-c", script(blocks, CONTEXT.get(page, ""))]
+    done = subprocess.run(
+        command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_not_run(page: str) -> None:
+    blocks = blocks_of(page)
+    assert {block.language for block in blocks} <= {"sh", "python", "text"}
+    left_out = [block.first_line for block in blocks if block.reason is not None]
+    expected = NOT_RUN.get(page, [])
+    assert len(left_out) == len(expected)
+    assert all(line.startswith(first) for line, first in zip(left_out, expected, strict=True))
