@@ -1,0 +1,235 @@
+"""The data of device modules: which kernels an op launches for which call, and the kernels.
+
+`encode.py` writes it as bytes, which `kernels/device_module/` reads in C++.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..record import Record
+from .expression import (
+    Expression,
+    Opcode,
+    arch,
+    as_expression,
+    attribute,
+    constant,
+    size,
+    text_is,
+)
+
+__all__ = [
+    "Body",
+    "DeviceOp",
+    "Expression",
+    "Fill",
+    "Kernel",
+    "Launch",
+    "Limit",
+    "Opcode",
+    "Payload",
+    "Plan",
+    "Pointer",
+    "Refuse",
+    "Requirement",
+    "Scalar",
+    "Variant",
+    "arch",
+    "as_expression",
+    "attribute",
+    "constant",
+    "size",
+    "text_is",
+]
+
+POINTER = "pointer"
+"""The type of a parameter that is a pointer."""
+
+SCALAR_TYPES = {
+    "i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8,
+    "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8,
+}  # fmt: skip
+"""The bytes of each type of a parameter that is a number."""
+
+
+ZERO = constant(0)
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """An address in a tensor. `base`: "input", "output" or "temporary"; `offset`: in bytes.
+
+    The pointer to an absent input is null.
+    """
+
+    base: str
+    index: int
+    offset: Expression = ZERO
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number. `type`: a key of `SCALAR_TYPES`, or "int" for an int whose width each variant chooses."""
+
+    value: Expression
+    type: str
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a variant assumes of an argument.
+
+    `kind`: "divisible_by_16" (of a pointer: its address), "equals_1" or "fits_i32".
+    """
+
+    argument: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel.
+
+    Attributes:
+        requirements: all of them must hold; none: the variant is general.
+        parameters: the kernel's parameters: an argument of the launch and a type, `POINTER` or a key of
+            `SCALAR_TYPES`. Arguments that became constants are left out.
+        kernel: the index in `Payload.kernels`.
+    """
+
+    requirements: tuple[Requirement, ...]
+    parameters: tuple[tuple[int, str], ...]
+    kernel: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Launches the first variant whose requirements hold. The last one must be general.
+
+    Attributes:
+        grid: in programs (blocks); a launch of none is left out.
+        block: the threads per block where they depend on the call; None: `Kernel.threads` along x.
+    """
+
+    grid: tuple[Expression, Expression, Expression]
+    arguments: tuple[Pointer | Scalar, ...]
+    variants: tuple[Variant, ...]
+    block: tuple[Expression, Expression, Expression] | None = None
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Sets bytes to a value."""
+
+    pointer: Pointer
+    bytes: Expression
+    value: int = 0
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Ends the call with a message: what the launcher raised for these sizes."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The elements that a tensor may have, since kernels reach it through 32-bit offsets.
+
+    `base`: "input" or "output".
+    """
+
+    base: str
+    index: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call does. The first plan of the op that fits the call is taken.
+
+    Attributes:
+        combination: the index in the record's dtype combinations.
+        ranks: of the inputs in the schema's order; None for an absent one.
+        steps: run in order.
+        guards: expressions that all have another value than 0.
+        temporaries: the bytes of each temporary tensor; all live during the whole call.
+    """
+
+    combination: int
+    ranks: tuple[int | None, ...]
+    steps: tuple[Launch | Fill | Refuse, ...]
+    guards: tuple[Expression, ...] = ()
+    temporaries: tuple[Expression, ...] = ()
+    limits: tuple[Limit, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel.
+
+    Attributes:
+        name: its symbol in the images.
+        label: its name in messages, "mish_kernel, mish.py:7".
+        images: cubins by architecture, "80", "90a".
+        ptx: an architecture and the text in PTX for it, for GPUs that no cubin serves.
+        threads: per block.
+        shared: the bytes of dynamic shared memory.
+        cluster: the blocks of a cluster; a grid counts clusters (Triton's num_ctas).
+        cooperative, pdl: launch attributes.
+        scratch_pointers: pointers that follow the parameters (Triton: 2). The first is to the global scratch.
+        global_scratch: bytes for each block.
+        global_scratch_alignment: of the scratch of each launch, at most 256.
+    """
+
+    name: str
+    label: str
+    images: Mapping[str, bytes] = field(default_factory=dict)
+    ptx: tuple[str, bytes] | None = None
+    threads: int = 128
+    shared: int = 0
+    cluster: int = 1
+    cooperative: bool = False
+    pdl: bool = False
+    scratch_pointers: int = 0
+    global_scratch: int = 0
+    global_scratch_alignment: int = 1
+
+
+@dataclass(frozen=True)
+class Body:
+    """An ONNX model that computes the op, for the CPU.
+
+    `combination`, `ranks`: the calls that it is for, as in `Plan`; None: all.
+    """
+
+    model: bytes
+    combination: int | None = None
+    ranks: tuple[int | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DeviceOp:
+    """An op, its plans and its bodies."""
+
+    record: Record
+    plans: tuple[Plan, ...]
+    bodies: tuple[Body, ...] = ()
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a library carries as data.
+
+    Attributes:
+        cuda_archs: what the kernels were compiled for, "80,90,120-virtual".
+        source: a hash of the source, by which Python sees that a library is outdated.
+    """
+
+    domain: str
+    ops: tuple[DeviceOp, ...]
+    kernels: tuple[Kernel, ...]
+    cuda_archs: str
+    domain_version: int = 1
+    source: str = ""
