@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,7 +22,9 @@ from twinop.errors import ExportError
 from twinop.op_schema import default_of
 from twinop.record import Record
 
+from .attach import OPSETS
 from .bodies import find_body
+from .record_body import Setting
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,12 @@ def evaluate_body(
             value = torch.tensor(value, dtype=torch.float32).item()
         named[entry.name] = AttributeValue(tuple(value) if entry.kind == "int[]" else value)
     op = (ops or TorchOps)(record, compute, stored or first.dtype)
+    op.setting = Setting(
+        tuple(_name((first if tensor is None else tensor).dtype) for tensor in inputs),
+        _name(compute),
+        OPSETS[0],
+        {tuple(None if tensor is None else tensor.dim() for tensor in inputs)},
+    )
     wide = [
         None if tensor is None else op.input(tensor.to(compute) if tensor.is_floating_point() else tensor)
         for tensor in inputs
@@ -82,8 +92,14 @@ def evaluate_body(
     return results
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class TorchOps:
     """`op` of a body: `op.Mul(x, y)` computes the product."""
+
+    setting: Setting
 
     def __init__(self, record: Record, compute: torch.dtype, stored: torch.dtype) -> None:
         self._record = record
@@ -93,6 +109,22 @@ class TorchOps:
     def input(self, tensor: Tensor) -> Any:
         """Returns what the body sees of an input."""
         return tensor
+
+    def Constant(self, *, value: ir.TensorProtocol) -> Tensor:
+        return torch.from_numpy(np.array(value.numpy()))
+
+    def LayerNormalization(
+        self, x: Any, scale: Any, bias: Any = None, *, axis: int = -1, epsilon: Any = 1e-5, **more: Any
+    ) -> Any:
+        rank = getattr(x, "value", x).ndim
+        axes = torch.arange(axis % rank, rank)
+        mean = self.ReduceMean(x, axes)
+        centred = self.Sub(x, mean)
+        variance = self.ReduceMean(self.Mul(centred, centred), axes)
+        deviation = self.Reciprocal(self.Sqrt(self.Add(variance, epsilon)))
+        y = self.Mul(self.Mul(centred, deviation), scale)
+        y = y if bias is None else self.Add(y, bias)
+        return (y, mean, deviation) if more.get("_outputs", 1) > 1 else y
 
     def rounded(self, value: Tensor, like: Tensor) -> Tensor:
         """Rounds to the dtype of the model's inputs, with the derivative of the unrounded value."""
@@ -111,7 +143,7 @@ class TorchOps:
                 "it to OPERATORS there"
             )
 
-        def add(*inputs: Any, **attributes: Any) -> Any:
+        def add(*inputs: Any, _outputs: int = 1, **attributes: Any) -> Any:
             named = {key: v.value if isinstance(v, AttributeValue) else v for key, v in attributes.items()}
             return self._apply(op_type, partial(function, **named), [self._tensor(v, inputs) for v in inputs])
 
@@ -173,6 +205,11 @@ def _pad(x, pads, value=None, axes=None, *, mode="constant"):
     return F.pad(x, flat, mode, 0 if value is None else float(value))
 
 
+def _reshape(x, shape, *, allowzero=0):
+    sizes = enumerate(_ints(shape))
+    return x.reshape([x.shape[i] if size == 0 and not allowzero else size for i, size in sizes])
+
+
 def _unsqueeze(x, axes):
     rank = x.ndim + len(_ints(axes))
     for axis in sorted(axis % rank for axis in _ints(axes)):
@@ -215,7 +252,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceMin": _reduction(torch.amin),
     "ReduceSum": _reduction(torch.sum),
     "ReduceSumSquare": _reduction(lambda x, dims, keep: x.square().sum(dims, keep)),
-    "Reshape": lambda x, shape: x.reshape(_ints(shape)),
+    "Reshape": _reshape,
     "Shape": lambda x, *, start=0, end=None: torch.tensor(x.shape[start:end], dtype=torch.int64),
     "Size": lambda x: torch.tensor(x.numel()),
     "Slice": _slice,
@@ -226,6 +263,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     ),
     "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(_ints(axes)),
     "Sum": _variadic(torch.add),
+    "Trilu": lambda x, k=0, *, upper=1: (torch.triu if upper else torch.tril)(x, int(k)),
     "Transpose": lambda x, *, perm: x.permute(perm),
     "Unsqueeze": _unsqueeze,
 }

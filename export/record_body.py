@@ -1,14 +1,15 @@
 """Traces a body's Python function into an ONNX function."""
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
 
 import onnx
 import onnx_ir as ir
-from onnxscript import build_function
+from onnxscript import build_function, build_graph
 
-from twinop.dtypes import FLOATING
+from twinop.dtypes import FLOATING, dtype_name
 from twinop.errors import ExportError
 from twinop.op_schema import default_of
 from twinop.record import Attribute, Record
@@ -79,15 +80,83 @@ _CONSTANT_DTYPES = {
 """The element type of a Constant node that holds an attribute of each type."""
 
 
+class Setting(NamedTuple):
+    """What a torch function that is a body is exported for (torch_bodies.py).
+
+    Attributes:
+        dtypes: of the inputs, as the model has them.
+        compute: the dtype in which floating-point inputs arrive.
+        ranks: those of the inputs of each call: None of an absent one, UNKNOWN of one that the model lacks.
+    """
+
+    dtypes: tuple[str, ...]
+    compute: str
+    opset: int
+    ranks: Set[tuple[int | None, ...]]
+
+
+UNKNOWN = -1
+"""A rank that the model does not say."""
+
+Branch = tuple[Sequence[tuple[AttributeArgument, Any]], Callable[[Any], Any]]
+"""The values of attributes, and what computes the body for them with an `op`."""
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    return None if value is None else UNKNOWN if value.shape is None else len(value.shape)
+
+
 class BodyOps:
     """The argument `op` of a body: `op.Mul(x, y)` adds a node of that type."""
 
-    def __init__(self, builder: Any, record: Record, opset: int, compute: ir.DataType | None) -> None:
+    def __init__(self, builder: Any, calls: Sequence[Call], opset: int, compute: ir.DataType | None) -> None:
         self._builder = builder  # onnxscript.OpBuilder
-        self._record = record
+        self._calls = calls
+        self._record = calls[0].record
         self._opset = opset
         self._compute = compute
         self._stored: dict[ir.Value, ir.Value] = {}  # an input in the compute type -> as the model holds it
+
+    @property
+    def setting(self) -> Setting:
+        """What a torch function is exported for."""
+        compute = dtype_name(self._compute) if self._compute is not None else "float32"
+        names = [entry.name for entry in self._record.inputs]
+        ranks = {tuple(_rank(call.inputs.get(name)) for name in names) for call in self._calls}
+        return Setting(tuple(self._calls[0].dtypes[name] for name in names), compute, self._opset, ranks)
+
+    def choose(self, branches: Sequence[Branch], outputs: int) -> tuple[Any, ...]:
+        """Adds an `If` for all branches but the last: the first whose attributes have its values is run."""
+        (conditions, run), *others = branches
+        if not others:
+            return run(self)
+        tests = [self._has_value(attribute, value) for attribute, value in conditions]
+        test = functools.reduce(self.And, tests)
+        graphs = {
+            "then_branch": self._branch(run, outputs),
+            "else_branch": self._branch(lambda op: op.choose(others, outputs), outputs),
+        }
+        results = self.If(test, **graphs, _outputs=outputs)
+        return tuple(results) if outputs > 1 else (results,)
+
+    def _has_value(self, attribute: AttributeArgument, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.Equal(attribute, value)
+        test = self.Cast(attribute, to=ir.DataType.BOOL)
+        return test if value else self.Not(test)
+
+    def _branch(self, run: Callable[[Any], Sequence[Any]], outputs: int) -> ir.Graph:
+        def results(builder: Any) -> list[ir.Value]:
+            inner = BodyOps(builder, self._calls, self._opset, self._compute)
+            return [inner.Identity(value) for value in run(inner)]  # an output must be a node's own
+
+        return build_graph(
+            results,
+            [],
+            [ir.Value() for _ in range(outputs)],
+            opset_imports={"": self._opset},
+            parent=self._builder.builder,
+        )
 
     def computed(self, value: ir.Value) -> ir.Value:
         """Casts an input to the compute type."""
@@ -164,7 +233,7 @@ def trace(body: Body, calls: Sequence[Call], opset: int) -> ir.Function:
         compute = ir.DataType.DOUBLE if "float64" in floating else ir.DataType.FLOAT
 
     def run(builder: Any, *inputs: ir.Value) -> list[ir.Value]:
-        ops = BodyOps(builder, record, opset, compute)
+        ops = BodyOps(builder, calls, opset, compute)
         arguments: list[ir.Value | None] = []
         for value in inputs:
             found = dtypes[str(value.name)]

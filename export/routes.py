@@ -202,7 +202,7 @@ def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
         try:
             model = ROUTES[exporter](source)
         except Exception as error:
-            cause = _root_cause(error)
+            cause = root_cause(error)
             if isinstance(cause, TwinopError):
                 raise ExportError(str(cause)) from error
             if fixed := _FIXED_AXIS.search(str(cause)):
@@ -236,7 +236,8 @@ def quiet() -> Iterator[list[warnings.WarningMessage]]:
             logger.setLevel(level)
 
 
-def _root_cause(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
+    """Returns the error from which an exporter's error comes."""
     while error.__cause__ is not None and not isinstance(error, TwinopError):
         error = error.__cause__
     return error

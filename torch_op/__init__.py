@@ -40,6 +40,7 @@ from typing import Any
 from twinop.find import find_library_of
 from twinop.library import find_library
 
+from .declared import load_declared
 from .modules import (
     CustomGatedMLP,
     CustomGELU,
@@ -72,6 +73,7 @@ __all__ = [
     "Replacement",
     "library_of",
     "load",
+    "load_declared",
     "load_domain",
     "records",
     "replace_modules",

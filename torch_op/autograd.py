@@ -22,8 +22,8 @@ def _narrow(value: Any) -> Any:
 
 def make_function(
     record: Record, op: Callable[..., Any], functions: Mapping[str, Callable[..., Any]]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the op's Python function and its kernel for torch's Autograd dispatch key.
+) -> tuple[Callable[..., Any], Callable[..., Any], type[torch.autograd.Function]]:
+    """Returns the op's Python function, its kernel for torch's Autograd dispatch key, and its derivative.
 
     If a torch.func transform is active, the function calls `torch.autograd.Function` itself, because
     transforms do not see through the Autograd kernel of a dispatcher op.
@@ -58,13 +58,12 @@ def make_function(
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             saved = dict(zip(formulas.inputs + formulas.outputs, ctx.saved_tensors, strict=True))
+            incoming = {f"grad_{name}": grad for name, grad in zip(record.outputs, grads, strict=True)}
             if len(grads) == 1:
-                incoming = {"grad": grads[0]}
-            else:
-                incoming = {f"grad_{name}": grad for name, grad in zip(record.outputs, grads, strict=True)}
+                incoming["grad"] = grads[0]
             needs = dict(zip(names, ctx.needs_input_grad, strict=True))
             wanted = {name for name, needed in needs.items() if needed}
-            gradients = formulas.evaluate(ctx.attributes | ctx.shapes | saved | incoming, wanted)
+            gradients = formulas.evaluate(incoming | ctx.attributes | ctx.shapes | saved, wanted)
             return tuple(gradients.get(name) if needed else None for name, needed in needs.items())
 
         @staticmethod
@@ -113,7 +112,7 @@ def make_function(
         + (" The inputs broadcast; one may be a Python number." if record.broadcasts else "")
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
-    return function, kernel
+    return function, kernel, OpFunction
 
 
 def _function_path(record: Record) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from twinop.errors import RecordError
+from twinop.own_op import DERIVATIVES
 from twinop.record import Record
 
 from . import second_derivatives
@@ -119,7 +120,27 @@ def _formulas_of(record: Record, functions: Functions) -> list[_Formula]:
         result.append(_Formula(gradient.names, _names(tree), _names(tree, but_shapes=True), evaluate))
     if not result and (function := second_derivatives.in_torch(record)):
         result.append(_differentiated(record, function))
+    if not result and (function := DERIVATIVES.get(record.key)):
+        result.append(_given(record, function))
     return result
+
+
+def _given(record: Record, function: Callable[..., Any]) -> _Formula:
+    """Makes a formula of a torch function that returns a gradient for each input."""
+    names = tuple(entry.name for entry in record.inputs)
+    used = set(inspect.signature(function).parameters)
+
+    def compute(scope: dict[str, Any]) -> Any:
+        result = function(**{name: scope[name] for name in used})
+        results = tuple(result) if isinstance(result, list | tuple) else (result,)
+        if len(results) != len(names):
+            raise RecordError(
+                f"{record.qualified_name}: its backward returned {len(results)} gradients; expected one for "
+                f"each of {', '.join(names)}, None where there is none"
+            )
+        return results if len(names) > 1 else results[0]
+
+    return _Formula(names, used, used, compute)
 
 
 def _differentiated(record: Record, function: Callable[..., Any]) -> _Formula:

@@ -13,12 +13,15 @@ import torch
 
 from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
+from twinop.kernel_op import DECLARED
 from twinop.library import Library, find_library, read_library
 from twinop.record import DOMAIN, Record
 
+from .arguments import bind, signature_of
 from .autograd import make_function
 from .formulas import check_formulas
 from .rules import autocast_rule, fake_rule, refuse, vmap_rule
+from .unbuilt import run_body
 
 Function = Callable[..., Any]
 
@@ -68,6 +71,11 @@ def records() -> dict[str, Record]:
     Of an op in several namespaces, it is the record that was loaded last.
     """
     return {record.key: record for record, _ in _owners.values()}
+
+
+def functions_of(namespace: str) -> dict[str, Function]:
+    """Returns the ops of a namespace of `torch.ops` as Python functions, by name."""
+    return _functions[namespace]
 
 
 def library_of(record: Record) -> Path | None:
@@ -163,6 +171,11 @@ def _is_registered(record: Record, path: Path) -> bool:
         if (other.domain, other.schema_hash) == (record.domain, record.schema_hash):
             return True
         said = f"from {owner}, as {other.domain}::{other.schema}"
+    elif record.name in _functions[record.namespace]:
+        raise LibraryError(
+            f"{path}: op {record.domain}::{record.schema} runs in this process already, without a library "
+            f"({record.launcher}). Load the library before the op's first call"
+        )
     elif hasattr(getattr(torch.ops, record.namespace), record.name):
         said = "by code outside twinop"
     else:
@@ -182,7 +195,7 @@ def _derive(record: Record) -> None:
     name, library = record.torch_name, _torch_library(record.namespace)
     op = getattr(getattr(torch.ops, record.namespace), record.name).default
     formulas_see = ChainMap(_functions[record.namespace], functions)
-    function, autograd_kernel = make_function(record, op, formulas_see)
+    function, autograd_kernel, _ = make_function(record, op, formulas_see)
     _functions[record.namespace][record.name] = function
     torch.library.register_fake(name, fake_rule(record), lib=library)
     torch.library.register_vmap(name, vmap_rule(record, op), lib=library)
@@ -190,5 +203,26 @@ def _derive(record: Record) -> None:
     if record.autocast == "widest":
         for device in ("CPU", "CUDA"):
             library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")
+    if record.launcher:  # the library has no kernel for the CPU
+        library.impl(record.name, _body_kernel(record), "CPU")
     for key, kind in _FOREIGN_KEYS.items():
         library.impl(record.name, refuse(record, kind), key)
+
+
+def _body_kernel(record: Record) -> Function:
+    """Returns what runs on CPU tensors of an op whose kernels are written in Python: its function body."""
+    count = len(record.inputs)
+    signature = signature_of(record)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        declared = DECLARED.get(record.key)
+        if declared is None:
+            raise RecordError(
+                f"{record.qualified_name}: its library has kernels for CUDA only. Move the tensors to a GPU, "
+                f"or import {record.launcher.partition(':')[0]}: then CPU tensors run its function body"
+            )
+        arguments = bind(signature, args, kwargs)
+        values = list(arguments.values())
+        return run_body(declared, values[:count], dict(list(arguments.items())[count:]))
+
+    return kernel

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from .bodies import DefaultInput as DefaultInput
     from .building.compile_source import compile as compile
     from .deploy.check_nodes import libraries_for as libraries_for
+    from .kernel_op import cuda_op as cuda_op
+    from .kernel_op import numba_op as numba_op
+    from .kernel_op import triton_op as triton_op
     from .library import get_cmake_dir as get_cmake_dir
     from .library import get_include as get_include
     from .library import get_library_path as get_library_path
@@ -26,13 +29,16 @@ _MODULES = {
     "DefaultInput": "bodies",
     "Op": "own_op",
     "compile": "building.compile_source",
+    "cuda_op": "kernel_op",
     "get_cmake_dir": "library",
     "get_include": "library",
     "get_library_path": "library",
     "libraries_for": "deploy.check_nodes",
     "library_beside": "own_op",
+    "numba_op": "kernel_op",
     "op": "own_op",
     "second_derivative": "own_op",
+    "triton_op": "kernel_op",
 }
 _PACKAGES = ("bench", "deploy", "export", "torch_op")
 

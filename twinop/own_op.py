@@ -26,6 +26,9 @@ from .record import key_of
 SECOND_DERIVATIVES: dict[str, Callable[..., Any]] = {}
 """Backward ops in torch's operators by `Record.key`; `torch_op/second_derivatives.py` explains them."""
 
+DERIVATIVES: dict[str, Callable[..., Any]] = {}
+"""The derivatives by `Record.key` that are torch functions, of ops declared in Python (`kernel_op.py`)."""
+
 
 class Op:
     """An op of one's own: called with tensors, it runs in torch.
@@ -135,17 +138,27 @@ def library_beside(file: str | os.PathLike[str]) -> Callable[[], str]:
 def _place(function: Callable[..., Any], domain: str | None) -> str:
     """Checks the names of an op and returns its domain."""
     check_op_name(function.__name__)
+    domain = declared_domain(function, domain)
+    check_domain(domain)
+    return domain
+
+
+def declared_domain(function: Callable[..., Any], domain: str | None) -> str:
+    """Returns the domain of an op that a function declares: by default the name of the function's module.
+
+    Raises:
+        TwinopError: the module has no name.
+    """
     if domain is None:
         domain = function.__module__.partition(".")[0]
         if domain == "__main__":  # the file is run as a script
             file = getattr(sys.modules["__main__"], "__file__", None)
             if file is None:
                 raise TwinopError(
-                    f"op {function.__name__}: its domain is its module's name, and here is none. Name it: "
-                    '@twinop.op(domain="my_ops")'
+                    f"op {function.__name__}: its domain is its module's name, and here is none. Give it "
+                    'one: domain="my_ops"'
                 )
             domain = Path(file).stem
-    check_domain(domain)
     return domain
 
 
@@ -155,6 +168,9 @@ _torch_functions: dict[str, Callable[..., Any]] = {}
 def _load(module: str, domain: str, name: str, key: str) -> None:
     library_path = getattr(sys.modules.get(module), "library_path", None)
     torch_op = importlib.import_module("twinop.torch_op")
+    if (function := torch_op.load_declared(key)) is not None:  # its kernels are written in Python
+        _torch_functions[key] = function
+        return
     ops = torch_op.load_domain(domain) if library_path is None else torch_op.load(library_path())
     library = ops.library
     if library.domain != domain:

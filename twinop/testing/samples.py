@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from twinop.errors import TwinopError
+from twinop.own_op import DERIVATIVES
 from twinop.record import Record
 from twinop.shapes import input_shapes as shapes_of_inputs
 from twinop.torch_op.second_derivatives import in_torch
@@ -71,7 +72,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def has_derivative(record: Record) -> bool:
     """Whether the op can be differentiated; a backward op need not."""
-    return bool(record.gradient or in_torch(record))
+    return bool(record.gradient or in_torch(record) or record.key in DERIVATIVES)
 
 
 def run_in_torch(record: Record, sample: Sample, **attributes: Any) -> tuple[torch.Tensor, ...]:

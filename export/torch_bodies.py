@@ -1,0 +1,281 @@
+"""Function bodies that are torch functions: torch's dynamo exporter translates them to ONNX operators.
+
+A function is exported for the ranks of the calls, with open sizes. Attributes become references to the
+node's own: a float, because the function is exported with two values, and the constants in which the results
+differ are that attribute; a bool or a str, because an `If` chooses among the graphs of its values. An int
+attribute must have one value in the model.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import InlinePass
+from torch.fx.experimental import _config
+
+from twinop.dtypes import FLOATING
+from twinop.errors import ExportError
+from twinop.kernel_op import DECLARED, KernelOp
+
+from .record_body import UNKNOWN, Setting
+from .routes import quiet, root_cause
+
+Ranks = tuple[int | None, ...]
+
+_SIZE = 48  # of the samples that the exporter gets
+_VALUES = (0.1237, 0.2713)  # of a float attribute, in the two exports
+_STEP = 1 / 64  # from one attribute's values to the next one's
+_DERIVED = {"": lambda v: v, "Sqrt": math.sqrt, "Reciprocal": lambda v: 1 / v, "Neg": lambda v: -v}
+"""What a constant of a graph may be of a float attribute, as an operator of ONNX."""
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """A function as a graph.
+
+    `references`: the constants that are attributes: a value, or a node and its attribute's name, to the op's
+    attribute and the operator that derives the constant from it.
+    """
+
+    graph: ir.Graph
+    references: Mapping[Any, tuple[str, str]]
+
+
+def replay(
+    declared: KernelOp, op: Any, inputs: Sequence[Any], attributes: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Computes an op's torch body with the operators of `op`, as a builder does (`bodies.py`).
+
+    Raises:
+        ExportError: torch cannot export the function, or one body cannot serve all calls.
+    """
+    kinds = {entry.name: entry.kind for entry in declared.record.attributes}
+    fixed = {name: attributes[name].value for name, kind in kinds.items() if kind in ("int", "int[]")}
+    chosen = {
+        name: sorted(attributes[name].values) for name, kind in kinds.items() if kind in ("bool", "str")
+    }
+    branches = []
+    for values in itertools.product(*chosen.values()):
+        named = {
+            name: bool(value) if kinds[name] == "bool" else value
+            for name, value in zip(chosen, values, strict=True)
+        }
+        exported = _for_all_ranks(declared, op.setting, attributes, fixed | named)
+        conditions = [(attributes[name], value) for name, value in named.items() if len(chosen[name]) > 1]
+        branches.append((conditions, functools.partial(_run, exported, inputs, attributes)))
+    return op.choose(branches, len(declared.record.outputs)) if len(branches) > 1 else branches[0][1](op)
+
+
+def _for_all_ranks(
+    declared: KernelOp, setting: Setting, attributes: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> _Exported:
+    """Returns the one graph for all the ranks of the calls."""
+    (first, exported), *others = [
+        (ranks, _exported(declared, setting, attributes, fixed, ranks))
+        for ranks in sorted(setting.ranks, key=str)
+    ]
+    for ranks, other in others:
+        if _differences(exported.graph, other.graph) != {}:
+            raise ExportError(
+                f"the body of {declared.record.onnx_name} is not the same for inputs of {_dimensions(first)} "
+                f"and of {_dimensions(ranks)} dimensions, and a model holds one body per op. Write the body "
+                "without the rank, or export without bodies (bodies=False, --no-bodies)"
+            )
+    return exported
+
+
+def _exported(
+    declared: KernelOp,
+    setting: Setting,
+    attributes: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    ranks: Ranks,
+) -> _Exported:
+    floats = [entry.name for entry in declared.record.attributes if entry.kind == "float"]
+    dtypes = tuple(setting.compute if dtype in FLOATING else dtype for dtype in setting.dtypes)
+    key = declared.record.key, dtypes, setting.opset, ranks, tuple(sorted(fixed.items()))
+    first, second = (
+        _export(*key, tuple((name, base + i * _STEP) for i, name in enumerate(floats)))
+        for base in (_VALUES if floats else (0.0, 0.0))
+    )
+    differences = _differences(first, second)
+    references = {} if differences is None else _references(differences, floats)
+    if references is not None and differences is not None:
+        return _Exported(first, references)
+    return _Exported(_export(*key, tuple((name, attributes[name].value) for name in floats)), {})
+
+
+@functools.cache
+def _export(
+    key: str,
+    dtypes: tuple[str, ...],
+    opset: int,
+    ranks: Ranks,
+    fixed: tuple[tuple[str, Any], ...],
+    floats: tuple[tuple[str, float], ...],
+) -> ir.Graph:
+    """Exports the torch function of a declared op for inputs of these dtypes and ranks."""
+    declared = DECLARED[key]
+    tensors = _example(declared, dtypes, ranks)
+    given = tuple(tensor for tensor in tensors if tensor is not None)
+    axes = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.DYNAMIC) for tensor in given)
+    try:
+        # The patch: sizes that happen to be 1 stay open, too.
+        with quiet(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            program = torch.onnx.export(
+                _Module(declared, tensors, dict(fixed + floats)),
+                given,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=(axes,),
+                verbose=False,
+            )
+    except Exception as error:
+        cause = root_cause(error)
+        raise ExportError(
+            f"the body of {declared.record.qualified_name} ({declared.place}) cannot be exported to ONNX: "
+            f"{type(cause).__name__}: {' '.join(str(cause).split())[:400]}. Write it with other functions of "
+            "torch, or as an ONNX builder (twinop/export/bodies.py)"
+        ) from error
+    assert program is not None
+    InlinePass()(program.model)
+    for node in program.model.graph:
+        if any(value.type is ir.AttributeType.GRAPH for value in node.attributes.values()):
+            raise ExportError(
+                f"the body of {declared.record.qualified_name} ({declared.place}) has a loop or a branch "
+                f"that depends on data ({node.op_type} in ONNX). Write it without, or as an ONNX builder"
+            )
+    return program.model.graph
+
+
+class _Module(torch.nn.Module):
+    """A body as a module, of the inputs that are present."""
+
+    def __init__(self, declared: KernelOp, tensors: Sequence[Any], attributes: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.function = declared.body
+        self.present = [tensor is not None for tensor in tensors]
+        self.attributes = attributes
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        result = self.function(*(next(rest) if given else None for given in self.present), **self.attributes)
+        return tuple(result) if isinstance(result, list | tuple) else (result,)
+
+
+def _example(declared: KernelOp, dtypes: Sequence[str], ranks: Ranks) -> list[torch.Tensor | None]:
+    """Returns inputs of these ranks: those of a sample, or without samples all of one shape."""
+    names = [entry.name for entry in declared.record.inputs]
+    calls = declared.calls(dtypes[0], _SIZE)
+    if calls is None:
+        sizes = [range(3, 5 if rank == UNKNOWN else 3 + (rank or 0)) for rank in ranks]
+        calls = [{name: torch.ones(*size) for name, size in zip(names, sizes, strict=True)}]
+    for call in calls:
+        tensors = [None if rank is None else call.get(name) for name, rank in zip(names, ranks, strict=True)]
+        if all(
+            rank is None or (tensor is not None and rank in (UNKNOWN, tensor.dim()))
+            for tensor, rank in zip(tensors, ranks, strict=True)
+        ):
+            return [
+                None if tensor is None else tensor.to(getattr(torch, dtype))
+                for tensor, dtype in zip(tensors, dtypes, strict=True)
+            ]
+    raise ExportError(
+        f"{declared.place}: samples gives {declared.name} no inputs of {_dimensions(ranks)} dimensions, "
+        "which the model has. Add such a sample: the body is exported with it"
+    )
+
+
+def _dimensions(ranks: Ranks) -> str:
+    return ", ".join("?" if rank == UNKNOWN else str(rank) for rank in ranks if rank is not None)
+
+
+def _differences(first: ir.Graph, second: ir.Graph) -> dict[Any, tuple[Any, Any]] | None:
+    """Returns the constants in which two graphs differ; None where they differ in something else."""
+    same: dict[Any, Any] = {None: None, **dict(zip(first.inputs, second.inputs, strict=True))}
+    found: dict[Any, tuple[Any, Any]] = {}
+
+    def compare(a: ir.Value | None, b: ir.Value | None) -> None:
+        constants = [value and value.const_value for value in (a, b)]
+        if a in same or None in constants:
+            if a not in same or same[a] is not b:
+                raise ValueError
+        elif not _equal(*constants):
+            found[a] = constants[0].numpy(), constants[1].numpy()  # type: ignore[union-attr]
+
+    try:
+        for a, b in zip(first, second, strict=True):
+            if a.op_type != b.op_type or a.attributes.keys() != b.attributes.keys():
+                return None
+            for x, y in zip(a.inputs, b.inputs, strict=True):
+                compare(x, y)
+            for name, attribute in a.attributes.items():
+                if not _equal(attribute.value, b.attributes[name].value):
+                    found[a, name] = attribute.value, b.attributes[name].value
+            same |= zip(a.outputs, b.outputs, strict=True)
+        for x, y in zip(first.outputs, second.outputs, strict=True):
+            compare(x, y)
+    except ValueError:
+        return None
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, ir.TensorProtocol):
+        return bool(a == b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+def _references(
+    differences: Mapping[Any, tuple[Any, Any]], floats: Sequence[str]
+) -> dict[Any, tuple[str, str]] | None:
+    """Returns of which attribute each constant is; None where one is of none."""
+    found = {}
+    for place, pair in differences.items():
+        if any(np.size(each) != 1 or np.asarray(each).dtype.kind != "f" for each in pair):
+            return None
+        for (i, name), (operator, function) in itertools.product(enumerate(floats), _DERIVED.items()):
+            expected = [function(base + i * _STEP) for base in _VALUES]
+            allowed = operator == "" or not isinstance(place, tuple)  # a node's attribute is not computed
+            if allowed and np.allclose([float(np.reshape(each, ())) for each in pair], expected, 1e-6, 0):
+                found[place] = name, operator
+                break
+        else:
+            return None
+    return found
+
+
+def _run(
+    exported: _Exported, inputs: Sequence[Any], attributes: Mapping[str, Any], op: Any
+) -> tuple[Any, ...]:
+    """Adds the graph's nodes with `op`, and returns its outputs."""
+    given = [value for value in inputs if value is not None]
+    values: dict[Any, Any] = {None: None, **dict(zip(exported.graph.inputs, given, strict=True))}
+
+    def value(each: ir.Value | None) -> Any:
+        if each in exported.references:
+            name, operator = exported.references[each]
+            return getattr(op, operator)(attributes[name]) if operator else attributes[name]
+        if each not in values and each is not None and each.const_value is not None:
+            values[each] = op.Constant(value=each.const_value)
+        return values[each]
+
+    for node in exported.graph:
+        named = {
+            name: attributes[exported.references[node, name][0]]
+            if (node, name) in exported.references
+            else attribute.value
+            for name, attribute in node.attributes.items()
+        }
+        if len(node.outputs) > 1:
+            results = getattr(op, node.op_type)(*map(value, node.inputs), **named, _outputs=len(node.outputs))
+        else:
+            results = (getattr(op, node.op_type)(*map(value, node.inputs), **named),)
+        values |= zip(node.outputs, results, strict=True)
+    return tuple(map(value, exported.graph.outputs))

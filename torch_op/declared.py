@@ -1,0 +1,59 @@
+"""Finds what runs an op that is declared in Python: its library, if that is up to date, or its launcher."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from twinop.errors import LibraryError
+from twinop.find import find_library_of
+from twinop.kernel_op import DECLARED, KernelOp, describe_source
+from twinop.library import read_library
+from twinop.own_op import library_beside
+
+from . import unbuilt
+from .registry import functions_of, load
+
+
+def load_declared(key: str) -> Callable[..., Any] | None:
+    """Returns the Python function of a declared op, by its `Record.key`; None: no such op is declared.
+
+    The library is taken if it was built from the op's file as it is. Otherwise the op runs without.
+
+    Raises:
+        LibraryError: the library cannot be loaded.
+        TwinopError: the op runs without a library, and Triton is missing or of a version that was not tested.
+    """
+    declared = DECLARED.get(key)
+    if declared is None:
+        return None
+    functions = functions_of(declared.record.namespace)
+    if declared.name not in functions:
+        path = _library_of(declared)
+        if path is not None:
+            load(path)
+        else:
+            for each in DECLARED.values():  # with the ops that its derivative may call
+                if each.domain == declared.domain and each.file == declared.file:
+                    unbuilt.register(each, functions)
+    return functions[declared.name]
+
+
+def _library_of(declared: KernelOp) -> Path | None:
+    """Returns the op's library, unless there is none or the op's file has changed since it was built."""
+    for find in (library_beside(declared.file), lambda: find_library_of(declared.domain)):
+        try:
+            library = read_library(find())
+        except LibraryError:
+            continue
+        if library.domain != declared.domain or declared.name not in library.records:
+            continue
+        if describe_source([declared.file]) in library.source.split():
+            return library.path
+        warnings.warn(
+            f"{library.path} was built from another version of {declared.file.name}: its ops run without the "
+            f"library. Build it again: twinop build {declared.file.name}",
+            stacklevel=2,
+        )
+        return None
+    return None

@@ -1,0 +1,211 @@
+"""Runs ops that are declared in Python (`twinop.triton_op`) in torch, without a library.
+
+CUDA tensors run the launcher: Triton compiles its kernels at the first launch. In torch.compile the kernels
+are part of the graph (`torch.library.triton_op`). CPU tensors run the function body, also where the op has a
+library, which has no kernels for the CPU.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from twinop.errors import RecordError, TwinopError
+from twinop.kernel_op import KernelOp
+from twinop.record import Record
+
+from .arguments import tensors_of
+from .autograd import make_function
+from .rules import vmap_rule
+
+TRITON = ("3.6", "3.9")
+"""The oldest and the newest version of Triton that was tested."""
+
+_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "int[]": Sequence[int]}
+
+
+def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Registers a declared op with torch as `torch.ops.<domain>.<op>`, and returns its Python function.
+
+    Args:
+        functions: the ops of its domain by name, which its derivative may call; gets the function.
+
+    Raises:
+        TwinopError: Triton is missing, or of a version that was not tested.
+    """
+    if declared.kind == "triton":
+        check_triton()
+    record = declared.record
+    make = torch.library.triton_op if declared.kind == "triton" else torch.library.custom_op
+    op: Any = make(record.torch_name, _implementation(declared), mutates_args=())
+    op.register_fake(_implementation(declared, fake=True))
+    overload = getattr(getattr(torch.ops, record.namespace), record.name).default
+    function, _, derivative = make_function(record, overload, functions)
+    op.register_autograd(derivative.backward, setup_context=derivative.setup_context)
+    op.register_vmap(vmap_rule(record, overload))
+    functions[record.name] = function
+    return function
+
+
+def check_triton() -> str:
+    """Returns Triton's version.
+
+    Raises:
+        TwinopError: Triton is missing, or of a version that was not tested.
+    """
+    try:
+        import triton
+    except ImportError as error:
+        raise TwinopError(
+            "the kernels are Triton's, and the package triton is not installed: pip install "
+            "'twinop[triton]'. A library that `twinop build` made needs no Triton"
+        ) from error
+    found = tuple(map(int, triton.__version__.split(".")[:2]))
+    oldest, newest = (tuple(map(int, version.split("."))) for version in TRITON)
+    if not oldest <= found <= newest:
+        raise TwinopError(
+            f"Triton {triton.__version__} is installed; twinop was tested with {TRITON[0]} to {TRITON[1]}. "
+            f"Install one of those: pip install 'triton=={TRITON[1]}.*'"
+        )
+    return triton.__version__
+
+
+def run_body(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
+    """Computes an op on CPU tensors from its body. Outputs are those that the launcher allocates.
+
+    Raises:
+        RecordError: the body gives other shapes than the launcher.
+    """
+    record = declared.record
+    with _launches(_skipped):
+        outputs = _tuple(_launch(declared, inputs, attributes))
+    wide = [
+        None if t is None else t.float() if t.is_floating_point() and t.itemsize == 2 else t for t in inputs
+    ]
+    if declared.body_in_torch is not None:
+        results = _tuple(declared.body_in_torch(*wide, **attributes))
+    else:
+        from twinop.export.body_in_torch import evaluate_body
+
+        results = evaluate_body(record, wide, attributes)
+    if len(results) != len(outputs) or len(outputs) != len(record.outputs):
+        raise RecordError(
+            f"{declared.place}: {record.schema} has {len(record.outputs)} outputs; the launcher returns "
+            f"{len(outputs)}, the body {len(results)}"
+        )
+    for name, output, result in zip(record.outputs, outputs, results, strict=True):
+        if output.shape != result.shape:
+            raise RecordError(
+                f"{declared.place}: the body of {record.name} gives {name} the shape {list(result.shape)}, "
+                f"the launcher {list(output.shape)}. Make them agree"
+            )
+        output.copy_(result)
+    return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _implementation(declared: KernelOp, fake: bool = False) -> Callable[..., Any]:
+    """Returns what the op does, as a function that torch can trace, with the schema's types."""
+    record = declared.record
+    count = len(record.inputs)
+    names = [entry.name for entry in record.attributes]
+
+    def run(*args: Any) -> Any:
+        inputs, attributes = args[:count], dict(zip(names, args[count:], strict=True))
+        if not fake and tensors_of(inputs)[0].device.type == "cpu":
+            return run_body(declared, inputs, attributes)
+        with _launches(_skipped if fake else _launched):
+            return _launch(declared, inputs, attributes)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return run(*bound.args)
+
+    signature = _typed_signature(record)
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__name__ = record.name
+    return call
+
+
+def _launch(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
+    results = declared.launcher(*(t if t is None else t.contiguous() for t in inputs), **attributes)
+    return tuple(results) if isinstance(results, list) else results
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _typed_signature(record: Record) -> inspect.Signature:
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    tensors = [
+        inspect.Parameter(
+            entry.name,
+            kind,
+            default=None if entry.optional else empty,
+            annotation=torch.Tensor | None if entry.optional else torch.Tensor,
+        )
+        for entry in record.inputs
+    ]
+    attributes = [
+        inspect.Parameter(
+            entry.name,
+            kind,
+            default=empty if entry.required else entry.default,
+            annotation=_TYPES[entry.kind],
+        )
+        for entry in record.attributes
+    ]
+    outputs = (torch.Tensor,) * len(record.outputs)
+    returned = tuple[outputs] if len(outputs) > 1 else torch.Tensor  # type: ignore[valid-type]
+    return inspect.Signature([*tensors, *attributes], return_annotation=returned)
+
+
+# ------------------------------------------------------------------------------------- kernel launches
+
+_Change = Callable[[Any, Any, Any], Any]
+_change: ContextVar[_Change | None] = ContextVar("twinop_launches", default=None)
+_KERNELS = {"triton.runtime.jit": "KernelInterface", "numba.cuda.dispatcher": "CUDADispatcher"}
+"""The classes of kernels, by module: `kernel[grid](...)` launches one."""
+
+
+@contextmanager
+def _launches(change: _Change) -> Iterator[None]:
+    """Changes what `kernel[grid]` is within the block: `change(kernel, grid, launch)`."""
+    for module, name in _KERNELS.items():
+        if module in sys.modules:
+            _watch(getattr(sys.modules[module], name))
+    token = _change.set(change)
+    try:
+        yield
+    finally:
+        _change.reset(token)
+
+
+@cache
+def _watch(kernels: Any) -> None:
+    original = kernels.__getitem__
+
+    def __getitem__(self: Any, grid: Any) -> Any:
+        change = _change.get()
+        return original(self, grid) if change is None else change(self, grid, original(self, grid))
+
+    kernels.__getitem__ = __getitem__
+
+
+def _skipped(kernel: Any, grid: Any, launch: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+def _launched(kernel: Any, grid: Any, launch: Any) -> Any:
+    """Launches at once; where torch traces, the launch goes into the graph."""
+    if not hasattr(kernel, "run") or not hasattr(kernel, "warmup"):  # not Triton's
+        return launch
+    if torch._library.triton.is_wrap_triton_enabled():
+        return torch.library.wrap_triton(kernel)[grid]
+    return partial(launch, enable_fp_fusion=True)  # as in the library: results have the same bits

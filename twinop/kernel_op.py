@@ -1,0 +1,304 @@
+"""Declares ops whose kernels are written in Python: `triton_op`, and for other kernels `numba_op`, `cuda_op`.
+
+    @twinop.triton_op("mish(Tensor x) -> Tensor", body=torch.nn.functional.mish)
+    def mish(x):
+        y = torch.empty_like(x)
+        mish_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BLOCK=1024)
+        return y
+
+The decorated function is the op's launcher. It allocates the outputs and launches kernels; in a call its
+tensors are contiguous. `twinop build mish.py` traces it and compiles the kernels into a library. The op also
+runs in torch before that (`twinop/torch_op/unbuilt.py`).
+
+This module imports neither torch nor triton.
+"""
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .bodies import body as register_body
+from .errors import RecordError, TwinopError
+from .names import check_domain, check_op_name
+from .own_op import DERIVATIVES, SECOND_DERIVATIVES, Op, declared_domain
+from .record import Record
+from .schema_text import record_of
+
+Launcher = Callable[..., Any]
+
+DECLARED: dict[str, "KernelOp"] = {}
+"""The declared ops by `Record.key`."""
+
+
+class KernelOp(Op):
+    """An op whose kernels are written in Python. Called with tensors, it runs in torch.
+
+    Attributes:
+        kind: what its kernels are written in: "triton", "numba" or "cuda".
+        launcher: the decorated function.
+        record: what the declaration says of the op. The traces of the launcher add the shapes and dtypes of
+            the outputs (`twinop/triton/build.py`).
+        body: the body as it was given.
+        backward: the derivative as it was given, or None.
+        samples: the function that gives inputs, or None.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        launcher: Launcher,
+        record: Record,
+        body: Callable[..., Any],
+        backward: "Callable[..., Any] | KernelOp | None",
+        samples: Callable[..., Iterable[Any]] | None,
+    ) -> None:
+        super().__init__(launcher, record.domain)
+        self.name, self.kind, self.launcher, self.record = record.name, kind, launcher, record
+        self.body, self.backward, self.samples = body, backward, samples
+
+    @property
+    def place(self) -> str:
+        """Where the launcher is defined: "mish.py:12"."""
+        return self.record.launcher
+
+    @property
+    def file(self) -> Path:
+        """The file of the launcher."""
+        return _file_of(self.launcher)
+
+    @cached_property
+    def body_in_torch(self) -> Callable[..., Any] | None:
+        """The body as a torch function of inputs and attributes; None: it is an ONNX builder."""
+        return None if _is_builder(self.body) else self.body
+
+    def calls(self, dtype: str, size: int) -> list[dict[str, Any]] | None:
+        """Returns the calls of `samples`, inputs and attributes by name; None if there is no such function.
+
+        Raises:
+            TwinopError: a sample does not fit the schema.
+        """
+        if self.samples is None:
+            return None
+        import torch
+
+        names = [entry.name for entry in self.record.inputs]
+        found = []
+        for sample in self.samples(getattr(torch, dtype), size):
+            named = isinstance(sample, Mapping)
+            call = dict(sample) if named else dict(zip(names, _as_tuple(sample), strict=False))
+            known = {*names, *(entry.name for entry in self.record.attributes)}
+            needed = {entry.name for entry in self.record.inputs if not entry.optional}
+            if not needed <= call.keys() <= known or (not named and len(_as_tuple(sample)) > len(names)):
+                raise TwinopError(
+                    f"{self.place}: samples({dtype}, {size}) of {self.name} gave {_described(sample)}; "
+                    f"expected tensors in the order of {self.record.schema}, or a dict of inputs and "
+                    "attributes by name"
+                )
+            found.append(call)
+        return found
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def _described(sample: Any) -> str:
+    if isinstance(sample, Mapping):
+        return f"a dict of {', '.join(map(str, sample)) or 'nothing'}"
+    return f"{len(_as_tuple(sample))} values"
+
+
+def triton_op(
+    schema: str,
+    *,
+    body: Callable[..., Any],
+    dtypes: Sequence[str] = ("float32", "float16", "bfloat16"),
+    backward: "Callable[..., Any] | KernelOp | None" = None,
+    domain: str | None = None,
+    samples: Callable[..., Iterable[Any]] | None = None,
+    shapes: str = "",
+    input_shapes: str | None = None,
+    choices: str = "",
+    kind: str = "triton",
+) -> Callable[[Launcher], KernelOp]:
+    """Makes an op of a function that launches Triton kernels.
+
+    Args:
+        schema: in torch's language: `rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> Tensor`.
+        body: what the op means. A torch function of the inputs and, by name, the attributes, or an ONNX
+            builder, whose first parameter is named `op` (`twinop/export/bodies.py`). 16-bit inputs arrive as
+            float32. It runs on the CPU, and becomes the function body of exported models.
+        dtypes: the dtypes of the inputs. Each entry is a dtype for all tensors, or names others:
+            "float16 mean=float32".
+        backward: the derivative. A torch function that returns a gradient for each input (None: no gradient),
+            or another op whose outputs are the gradients. Its parameters are some of the op's inputs, outputs
+            and attributes and the incoming gradients, by name: `grad`, or `grad_<output>`.
+        domain: the op is `torch.ops.<domain>.<name>`. Default: the top-level name of the function's module.
+        samples: `samples(dtype, size)` yields inputs for tests and benchmarks: a tuple, or a dict of inputs
+            and attributes by name. Needed where the op is not elementwise.
+        shapes: the shapes of the outputs in the language of records, where they do not follow from traces.
+        input_shapes: the shapes that inputs must have, in the same language. Default: without `samples`, all
+            inputs have one shape.
+        choices: the values of str attributes, "activation = none | relu".
+
+    Returns:
+        A decorator; the decorated function becomes a `KernelOp`.
+
+    Raises:
+        RecordError: the schema does not parse, or the launcher does not take its inputs and attributes.
+        TwinopError: a name that the op or the domain cannot have, or a backward that does not fit.
+    """
+
+    def declare(launcher: Launcher) -> KernelOp:
+        place = declared_domain(launcher, domain)
+        check_domain(place)
+        texts = {"dtypes": "; ".join(dtypes), "shapes": shapes, "choices": choices}
+        line = inspect.unwrap(launcher).__code__.co_firstlineno
+        record = record_of(schema, place, **texts, launcher=f"{_file_of(launcher).name}:{line}")
+        check_op_name(record.name)
+        first, *others = (entry.name for entry in record.inputs)
+        same = "; ".join(f"{name} = {first}" for name in others) if samples is None else ""
+        record = replace(
+            record, input_shapes=same if input_shapes is None else input_shapes, devices=("cuda",)
+        )
+        _check_launcher(launcher, record)
+        record = replace(record, gradient=_gradient_text(record, backward))
+        declared = KernelOp(kind, launcher, record, body, backward, samples)
+        register_body(_builder(declared), domain=place)
+        if record.is_backward and declared.body_in_torch is not None:
+            SECOND_DERIVATIVES[record.key] = with_signature(declared.body_in_torch, record)
+        if backward is not None and not isinstance(backward, KernelOp):
+            DERIVATIVES[record.key] = backward
+        DECLARED[record.key] = declared
+        return declared
+
+    return declare
+
+
+numba_op = functools.partial(triton_op, kind="numba")
+"""As `triton_op`, for kernels of `numba.cuda.jit`."""
+
+cuda_op = functools.partial(triton_op, kind="cuda")
+"""As `triton_op`, for kernels in CUDA C++ (`cuda_kernel`), which NVRTC compiles."""
+
+
+def _file_of(launcher: Launcher) -> Path:
+    return Path(inspect.unwrap(launcher).__code__.co_filename)
+
+
+def describe_source(files: Iterable[Path]) -> str:
+    """Returns the names of source files with a hash of each, by which a library that is outdated is noticed.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return " ".join(f"{file.name}={hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" for file in files)
+
+
+def _check_launcher(launcher: Launcher, record: Record) -> None:
+    parameters = inspect.signature(launcher).parameters.values()
+    keyword_only = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    positional = [p.name for p in parameters if p.name not in keyword_only]
+    inputs = [entry.name for entry in record.inputs]
+    attributes = [entry.name for entry in record.attributes]
+    if positional != inputs or sorted(keyword_only) != sorted(attributes):
+        wanted = ", ".join([*inputs, *(["*", *attributes] if attributes else [])])
+        raise RecordError(
+            f"{record.name}{inspect.signature(launcher)} does not fit the op {record.schema}; expected "
+            f"def {record.name}({wanted})"
+        )
+
+
+def _gradient_text(record: Record, backward: "Callable[..., Any] | KernelOp | None") -> str:
+    """Returns the record's derivative formula, which names the backward op; "" for a torch function."""
+    known = [*parameters_of(record), *record.outputs]
+    known += [f"grad_{name}" for name in record.outputs] + (["grad"] if len(record.outputs) == 1 else [])
+    if backward is None:
+        return ""
+    if isinstance(backward, KernelOp):
+        names = parameters_of(backward.record)
+    else:
+        names = list(inspect.signature(backward).parameters)
+    if unknown := [name for name in names if name not in known]:
+        raise TwinopError(
+            f"{record.qualified_name}: its backward takes {', '.join(unknown)}; expected some of "
+            f"{', '.join(known)}"
+        )
+    if not isinstance(backward, KernelOp):
+        return ""
+    if backward.domain != record.domain:
+        raise TwinopError(
+            f"{record.qualified_name}: its backward is in the domain {backward.domain}; expected one domain"
+        )
+    inputs = [entry.name for entry in record.inputs]
+    gradients = [name.removeprefix("grad_") for name in backward.record.outputs]
+    if len(gradients) == 1 and gradients[0] not in inputs:
+        gradients = inputs[:1]
+    if wrong := [name for name in gradients if name not in inputs]:
+        raise TwinopError(
+            f"{record.qualified_name}: its backward returns gradients of {', '.join(wrong)}; the inputs are "
+            f"{', '.join(inputs)}: name the results grad_<input>"
+        )
+    single = {f"grad_{name}": "grad" for name in record.outputs} if len(record.outputs) == 1 else {}
+    attributes = {entry.name for entry in backward.record.attributes}
+    arguments = [
+        f"{name}={name}" if name in attributes else single.get(name, name)
+        for name in parameters_of(backward.record)
+    ]
+    return f"{', '.join(gradients)} = {backward.name}({', '.join(arguments)})"
+
+
+def parameters_of(record: Record) -> list[str]:
+    """Returns the names of the inputs and attributes."""
+    return [entry.name for entry in record.inputs] + [entry.name for entry in record.attributes]
+
+
+def _is_builder(body: Callable[..., Any]) -> bool:
+    try:
+        return next(iter(inspect.signature(body).parameters), "") == "op"
+    except (TypeError, ValueError):  # a function of C++
+        return False
+
+
+def with_signature(function: Callable[..., Any], record: Record, *first: str) -> Callable[..., Any]:
+    """Returns a function of the op's inputs and attributes by name, whichever way the given one takes them.
+
+    Args:
+        first: names of parameters before them.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        return function(*bound.args, **bound.kwargs)
+
+    kind, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    positional = [*first, *(entry.name for entry in record.inputs)]
+    signature = inspect.Signature(
+        [inspect.Parameter(name, kind) for name in positional]
+        + [inspect.Parameter(entry.name, keyword) for entry in record.attributes]
+    )
+    call.__name__ = call.__qualname__ = record.name
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def _builder(declared: KernelOp) -> Callable[..., Any]:
+    """Returns the body as an ONNX builder."""
+    if declared.body_in_torch is None:
+        body = with_signature(declared.body, declared.record, "op")
+        body.__wrapped__ = declared.body  # type: ignore[attr-defined]
+    else:
+
+        def build(op: Any, *inputs: Any, **attributes: Any) -> Any:
+            from .export.torch_bodies import replay
+
+            return replay(declared, op, inputs, attributes)
+
+        body = with_signature(build, declared.record, "op")
+    body.__module__, body.__qualname__ = declared.launcher.__module__, declared.launcher.__qualname__
+    return body
