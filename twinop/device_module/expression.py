@@ -1,6 +1,7 @@
 """Expressions over the sizes and attributes of a call, which the library evaluates before each launch."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -58,8 +59,9 @@ Operand = Union["Expression", int, float]
 class Expression:
     """Postfix code over int64 and double values: (opcode, operand) pairs, None where there is no operand.
 
-    An operation of an int and a float is in double. Comparisons give 0 or 1. Equality of two objects is
-    equality of their code: `Expression.of(Opcode.EQUAL, a, b)` compares values.
+    An operation of an int and a float is in double; `//`, `%` and those on bits take ints only. Comparisons
+    give 0 or 1. Equality of two objects is equality of their code: `Expression.of(Opcode.EQUAL, a, b)`
+    compares values.
     """
 
     code: tuple[tuple[Opcode, Any], ...]
@@ -167,20 +169,29 @@ def as_expression(value: Operand) -> Expression:
     return value if isinstance(value, Expression) else constant(value)
 
 
+def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation that is in double if one of its operands is."""
+
+    def promoted(*values: int | float) -> Any:
+        return function(*(map(float, values) if any(isinstance(v, float) for v in values) else values))
+
+    return promoted
+
+
+def _integral(function: Callable[..., int]) -> Callable[..., int]:
+    def checked(*values: int) -> int:
+        if not all(isinstance(value, int) for value in values):
+            raise ArithmeticError("an operation on ints got a float")
+        return function(*values)
+
+    return checked
+
+
 def _power(base: int | float, exponent: int | float) -> Any:
     if isinstance(base, int) and isinstance(exponent, int) and exponent >= 0:
         # A base of 2 or more overflows at the latest at 64; larger exponents would take memory.
         return base**exponent if abs(base) < 2 or exponent <= 64 else 2**64
     return math.pow(base, exponent)
-
-
-def _bits(function: Callable[[int, int], int]) -> Callable[[int, int], int]:
-    def checked(left: int, right: int) -> int:
-        if not isinstance(left, int) or not isinstance(right, int):
-            raise ArithmeticError("an operation on bits of a float")
-        return function(left, right)
-
-    return checked
 
 
 def _shift_left(value: int, count: int) -> int:
@@ -196,24 +207,24 @@ def _shift_right(value: int, count: int) -> int:
 
 
 _FUNCTIONS: dict[Opcode, tuple[int, Callable[..., Any]]] = {
-    Opcode.ADD: (2, lambda a, b: a + b),
-    Opcode.SUBTRACT: (2, lambda a, b: a - b),
-    Opcode.MULTIPLY: (2, lambda a, b: a * b),
-    Opcode.FLOOR_DIVIDE: (2, lambda a, b: a // b),
+    Opcode.ADD: (2, _arithmetic(operator.add)),
+    Opcode.SUBTRACT: (2, _arithmetic(operator.sub)),
+    Opcode.MULTIPLY: (2, _arithmetic(operator.mul)),
+    Opcode.FLOOR_DIVIDE: (2, _integral(operator.floordiv)),
     Opcode.DIVIDE: (2, lambda a, b: float(a) / float(b)),
-    Opcode.MODULO: (2, lambda a, b: a % b),
-    Opcode.MINIMUM: (2, lambda a, b: b if b < a else a),
-    Opcode.MAXIMUM: (2, lambda a, b: b if b > a else a),
-    Opcode.NEGATE: (1, lambda a: -a),
-    Opcode.EQUAL: (2, lambda a, b: a == b),
-    Opcode.NOT_EQUAL: (2, lambda a, b: a != b),
-    Opcode.LESS: (2, lambda a, b: a < b),
-    Opcode.LESS_EQUAL: (2, lambda a, b: a <= b),
-    Opcode.GREATER: (2, lambda a, b: a > b),
-    Opcode.GREATER_EQUAL: (2, lambda a, b: a >= b),
+    Opcode.MODULO: (2, _integral(operator.mod)),
+    Opcode.MINIMUM: (2, _arithmetic(lambda a, b: b if b < a else a)),
+    Opcode.MAXIMUM: (2, _arithmetic(lambda a, b: b if b > a else a)),
+    Opcode.NEGATE: (1, operator.neg),
+    Opcode.EQUAL: (2, _arithmetic(operator.eq)),
+    Opcode.NOT_EQUAL: (2, _arithmetic(operator.ne)),
+    Opcode.LESS: (2, _arithmetic(operator.lt)),
+    Opcode.LESS_EQUAL: (2, _arithmetic(operator.le)),
+    Opcode.GREATER: (2, _arithmetic(operator.gt)),
+    Opcode.GREATER_EQUAL: (2, _arithmetic(operator.ge)),
     Opcode.AND: (2, lambda a, b: bool(a) and bool(b)),
     Opcode.OR: (2, lambda a, b: bool(a) or bool(b)),
-    Opcode.NOT: (1, lambda a: not a),
+    Opcode.NOT: (1, operator.not_),
     Opcode.SQRT: (1, math.sqrt),
     Opcode.EXP: (1, math.exp),
     Opcode.LOG: (1, math.log),
@@ -222,9 +233,9 @@ _FUNCTIONS: dict[Opcode, tuple[int, Callable[..., Any]]] = {
     Opcode.TO_INT: (1, int),
     Opcode.FLOOR: (1, math.floor),
     Opcode.CEIL: (1, math.ceil),
-    Opcode.NEXT_POWER_OF_2: (1, lambda a: 0 if a == 0 else 1 << (a - 1).bit_length() if a > 0 else 0),
-    Opcode.BIT_AND: (2, _bits(lambda a, b: a & b)),
-    Opcode.BIT_OR: (2, _bits(lambda a, b: a | b)),
-    Opcode.SHIFT_LEFT: (2, _bits(_shift_left)),
-    Opcode.SHIFT_RIGHT: (2, _bits(_shift_right)),
+    Opcode.NEXT_POWER_OF_2: (1, _integral(lambda a: 1 << (a - 1).bit_length() if a > 0 else 0)),
+    Opcode.BIT_AND: (2, _integral(operator.and_)),
+    Opcode.BIT_OR: (2, _integral(operator.or_)),
+    Opcode.SHIFT_LEFT: (2, _integral(_shift_left)),
+    Opcode.SHIFT_RIGHT: (2, _integral(_shift_right)),
 }
