@@ -125,6 +125,13 @@ typedef struct twinop_op {
    * not present. */
   int32_t (*create)(const twinop_call* call, void** state, twinop_error* error);
   void (*destroy)(void* state);
+  /* Gives the op's function body as an ONNX model, for the CPU of ONNX Runtime where `cpu` is null;
+   * null: the op has none. `call` has the attributes, and the dtypes and ranks of the inputs that
+   * are present. The model has the function <domain>.Custom<Op>, and a graph without nodes whose
+   * inputs and outputs have the schema's names. The adapter adds the node that calls the function
+   * with the attributes, so one model serves all their values. The bytes stay valid while the
+   * library is loaded. Calls that one model serves get the same address. */
+  int32_t (*body)(const twinop_call* call, const void** model, size_t* size, twinop_error* error);
 } twinop_op;
 
 /* What a library holds. */

@@ -112,6 +112,7 @@ struct Record {
   decltype(twinop_op::scratch_size) scratch_size = nullptr;
   decltype(twinop_op::create) create_state = nullptr;
   decltype(twinop_op::destroy) destroy_state = nullptr;
+  decltype(twinop_op::body) body_model = nullptr;
 
   // The parsed texts, for the use of every call. Inputs are indices, or Schema::kNotFound.
   std::int8_t same_shape_inputs[kMaxOutputs] = {};         // whose shape the output has
@@ -160,6 +161,10 @@ struct Record {
   constexpr Record elementwise() const { return With(&Record::is_elementwise, true); }
   constexpr Record cpu(twinop_launch launch) const { return With(&Record::cpu_launch, launch); }
   constexpr Record cuda(twinop_launch launch) const { return With(&Record::cuda_launch, launch); }
+  // The op has a function body that runs on the CPU of ONNX Runtime in place of a kernel.
+  constexpr Record body(decltype(twinop_op::body) model) const {
+    return With(&Record::body_model, model);
+  }
   // The launcher needs kBytes bytes of scratch memory, or kBytes(call), a number that depends on
   // the shapes of the inputs and on the attributes only. The function takes the call as a launcher
   // does.

@@ -159,7 +159,8 @@ constexpr twinop_op OpOf(const Record& record) {
           record.cuda_launch,
           record.scratch_size,
           record.create_state,
-          record.destroy_state};
+          record.destroy_state,
+          record.body_model};
 }
 
 }  // namespace twinop

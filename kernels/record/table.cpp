@@ -1,5 +1,7 @@
 #include "twinop/record/table.h"
 
+#include <cstddef>
+
 namespace twinop {
 
 Status CheckTable(const twinop_table* table, const char* reader) {
@@ -29,6 +31,7 @@ Record ReadRecord(const twinop_table& table, const twinop_op& op) {
   record.scratch_size = op.scratch_size;
   record.create_state = op.create;
   record.destroy_state = op.destroy;
+  if (op.struct_size > offsetof(twinop_op, body)) record.body_model = op.body;
   return record;
 }
 

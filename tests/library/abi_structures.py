@@ -89,7 +89,7 @@ class Op(Structure):
         *((name, c_char_p) for name in TEXTS),
         ("cpu", LAUNCH),
         ("cuda", LAUNCH),
-        *((name, c_void_p) for name in ("scratch_size", "create", "destroy")),
+        *((name, c_void_p) for name in ("scratch_size", "create", "destroy", "body")),
     ]
 
 
