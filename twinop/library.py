@@ -16,6 +16,8 @@ import twinop
 
 from .errors import ForeignLibraryError, LibraryError
 from .installation import how_to_build
+from .module_texts import HEADER, read_texts
+from .module_texts import SECTION as _MODULES
 from .record import DOMAIN, DOMAIN_VERSION, Record
 
 ABI_VERSION = 1
@@ -45,6 +47,7 @@ class Library:
         records: the ops by name.
         exports_ort: whether ONNX Runtime can load it.
         has_blank_page: whether a page of its constants is all zeros, by intent or by damage.
+        source: a hash of the Python source of its kernels, if it has such kernels.
     """
 
     path: Path
@@ -56,6 +59,7 @@ class Library:
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
     has_blank_page: bool = False
+    source: str = ""
 
     @cached_property
     def by_onnx_name(self) -> dict[str, Record]:
@@ -85,17 +89,19 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
     try:
         with Path(copy or path).open("rb") as file:
             sections = _sections(path, file)
-            if _SECTION not in sections:
+            section = _content(path, file, sections[_SECTION]) if _SECTION in sections else b""
+            modules = _content(path, file, sections[_MODULES]) if _MODULES in sections else b""
+            if not section and len(modules) <= HEADER.size:  # a prebuilt library without modules
                 raise ForeignLibraryError(
                     f"{path}: a shared library, but without twinop records (section {_SECTION}). "
                     "Expected one built by twinop, such as build/libcustom_relu.so"
                 )
             blank = _has_blank_page(path, file, sections)
-            section = _content(path, file, sections[_SECTION])
             exports = _content(path, file, sections[".dynstr"]) if ".dynstr" in sections else b""
     except OSError as error:
         raise LibraryError(f"{path}: cannot be read: {error.strerror}. Mend its permissions") from error
     try:
+        section += read_texts(modules) if modules else b""
         texts = [json.loads(text) for text in filter(None, section.split(b"\0"))]
         build: dict[str, Any] = next((fields for fields in texts if "twinop" in fields), {})
         _require_abi(path, build)
@@ -115,6 +121,7 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
         **place,
         exports_ort=_EXPORT + b"\0" in exports,
         has_blank_page=blank,
+        source=build.get("source", ""),
     )
 
 
@@ -211,7 +218,9 @@ def _has_blank_page(path: Path, file: BinaryIO, sections: dict[str, _Section]) -
     """
     found = False
     for section in sections.values():
-        if not section.flags & _ALLOCATED or section.kind == _NO_CONTENT or section.name == _GPU_CODE:
+        if not section.flags & _ALLOCATED or section.kind == _NO_CONTENT:
+            continue
+        if section.name in (_GPU_CODE, _MODULES):  # modules have a checksum
             continue
         data = _content(path, file, section)
         begin = 0

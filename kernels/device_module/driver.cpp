@@ -1,0 +1,59 @@
+#include "twinop/device_module/driver.h"
+
+#include <dlfcn.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace twinop::device_module {
+namespace {
+
+Driver Load() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr)
+    throw std::runtime_error(
+        std::string("no NVIDIA driver: libcuda.so.1 cannot be loaded (") + dlerror() +
+        "). The op's GPU kernels need one; without a GPU, run the model on the CPU provider");
+  Driver driver;
+  const auto find = [library](const char* name, auto* function) {
+    *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(library, name));
+    if (*function == nullptr)
+      throw std::runtime_error(std::string("libcuda.so.1 has no ") + name +
+                               ". Install an NVIDIA driver of CUDA 11.8 or newer (520)");
+  };
+  find("cuInit", &driver.Init);
+  find("cuDeviceGet", &driver.DeviceGet);
+  find("cuDeviceGetAttribute", &driver.DeviceGetAttribute);
+  find("cuDeviceGetName", &driver.DeviceGetName);
+  find("cuDevicePrimaryCtxRetain", &driver.DevicePrimaryCtxRetain);
+  find("cuCtxGetCurrent", &driver.CtxGetCurrent);
+  find("cuCtxPushCurrent_v2", &driver.CtxPushCurrent);
+  find("cuCtxPopCurrent_v2", &driver.CtxPopCurrent);
+  find("cuModuleLoadDataEx", &driver.ModuleLoadDataEx);
+  find("cuModuleGetFunction", &driver.ModuleGetFunction);
+  find("cuFuncSetAttribute", &driver.FuncSetAttribute);
+  find("cuLaunchKernelEx", &driver.LaunchKernelEx);
+  find("cuMemsetD8Async", &driver.MemsetD8Async);
+  find("cuGetErrorName", &driver.GetErrorName);
+  find("cuGetErrorString", &driver.GetErrorString);
+  return driver;
+}
+
+}  // namespace
+
+const Driver& GetDriver() {
+  static const Driver driver = Load();  // after an exception, the next call tries again
+  return driver;
+}
+
+void ThrowDriverError(Result result, const char* what, const char* of, const char* note) {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  GetDriver().GetErrorName(result, &name);
+  GetDriver().GetErrorString(result, &text);
+  throw std::runtime_error(std::string(what) + of + " failed: " +
+                           (name != nullptr ? name : "error " + std::to_string(result)) + ": " +
+                           (text != nullptr ? text : "unknown to this driver") + note);
+}
+
+}  // namespace twinop::device_module

@@ -1,0 +1,93 @@
+// The CUDA driver, from libcuda.so.1 at run time: the library loads where there is no driver, and
+// compiles where there is no CUDA toolkit. The types have the layout of those in cuda.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace twinop::device_module {
+
+using Result = int;  // CUresult; 0 is success
+using DevicePointer = std::uint64_t;
+using Context = struct ContextOfDriver*;
+using Module = struct ModuleOfDriver*;
+using Function = struct FunctionOfDriver*;
+using Stream = void*;
+
+inline constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
+inline constexpr int kMaxSharedBytesOptIn = 97;
+inline constexpr int kFunctionMaxDynamicSharedBytes = 8, kFunctionNonPortableCluster = 14;
+inline constexpr int kJitErrorLog = 5, kJitErrorLogBytes = 6;
+inline constexpr int kCooperative = 2, kClusterDimension = 4, kClusterScheduling = 5,
+                     kProgrammaticStreamSerialization = 6;
+inline constexpr unsigned kSpreadClusters = 1;
+
+struct LaunchAttribute {
+  alignas(8) int id;
+  alignas(8) unsigned value[16];  // a union of 64 bytes
+};
+
+struct LaunchConfig {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
+struct Driver {
+  Result (*Init)(unsigned flags);
+  Result (*DeviceGet)(int* device, int ordinal);
+  Result (*DeviceGetAttribute)(int* value, int attribute, int device);
+  Result (*DeviceGetName)(char* name, int size, int device);
+  Result (*DevicePrimaryCtxRetain)(Context* context, int device);
+  Result (*CtxGetCurrent)(Context* context);
+  Result (*CtxPushCurrent)(Context context);
+  Result (*CtxPopCurrent)(Context* context);
+  Result (*ModuleLoadDataEx)(Module* module, const void* image, unsigned count, int* options,
+                             void** values);
+  Result (*ModuleGetFunction)(Function* function, Module module, const char* name);
+  Result (*FuncSetAttribute)(Function function, int attribute, int value);
+  Result (*LaunchKernelEx)(const LaunchConfig* config, Function function, void** parameters,
+                           void** extra);
+  Result (*MemsetD8Async)(DevicePointer destination, unsigned char value, std::size_t bytes,
+                          Stream stream);
+  Result (*GetErrorName)(Result result, const char** name);
+  Result (*GetErrorString)(Result result, const char** text);
+};
+
+// Returns the driver, which the first call loads. Throws std::runtime_error where there is none.
+const Driver& GetDriver();
+
+// Throws std::runtime_error: "<what><of> failed: CUDA_ERROR_...: ...<note>".
+[[noreturn, gnu::cold]] void ThrowDriverError(Result result, const char* what, const char* of = "",
+                                              const char* note = "");
+
+inline void Check(Result result, const char* what, const char* of = "") {
+  if (__builtin_expect(result != 0, false)) ThrowDriverError(result, what, of);
+}
+
+// Makes the context the current one, if it is not, and the previous one again at the end.
+class CurrentContext {
+ public:
+  CurrentContext(const Driver& driver, Context wanted) : driver_(driver) {
+    Context current = nullptr;
+    Check(driver.CtxGetCurrent(&current), "asking for the current CUDA context");
+    if (current == wanted) return;
+    Check(driver.CtxPushCurrent(wanted), "making the device's CUDA context current");
+    pushed_ = true;
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+  ~CurrentContext() {
+    Context popped = nullptr;
+    if (pushed_) driver_.CtxPopCurrent(&popped);
+  }
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+}  // namespace twinop::device_module

@@ -1,0 +1,253 @@
+#include "twinop/device_module/expression.h"
+
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string_view>
+
+namespace twinop::device_module {
+namespace {
+
+using Int = std::int64_t;
+
+[[noreturn, gnu::cold]] void Fail(const char* reason) {
+  throw std::runtime_error(std::string("the launch needs a number that cannot be computed: ") +
+                           reason);
+}
+[[noreturn, gnu::cold]] void Overflow() { Fail("an int does not fit in 64 bits"); }
+
+Value Of(Int integer) {
+  Value value;
+  value.is_float = false;
+  value.integer = integer;
+  return value;
+}
+Value Of(bool truth) { return Of(Int{truth}); }
+Value Of(double number) {
+  Value value;
+  value.is_float = true;
+  value.number = number;
+  return value;
+}
+
+bool Truth(const Value& value) { return value.is_float ? value.number != 0 : value.integer != 0; }
+
+// `function` takes two ints or two doubles.
+template <class Function>
+Value Promote(const Value& a, const Value& b, const Function& function) {
+  if (__builtin_expect(a.is_float || b.is_float, false))
+    return Of(function(a.AsDouble(), b.AsDouble()));
+  return Of(function(a.integer, b.integer));
+}
+
+template <class Checked, class Plain>
+Value Arithmetic(const Value& a, const Value& b, const Checked& overflows, const Plain& plain) {
+  if (__builtin_expect(a.is_float || b.is_float, false))
+    return Of(plain(a.AsDouble(), b.AsDouble()));
+  Int result;
+  if (overflows(a.integer, b.integer, &result)) Overflow();
+  return Of(result);
+}
+
+bool Multiply(Int a, Int b, Int* result) { return __builtin_mul_overflow(a, b, result); }
+
+Int Integer(const Value& value) {
+  if (value.is_float) Fail("an operation on ints got a float");
+  return value.integer;
+}
+
+Int FloorDivide(Int a, Int b) {
+  if (b == 0) Fail("a division by zero");
+  if (b == -1 && a == std::numeric_limits<Int>::min()) Overflow();
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+
+Int Modulo(Int a, Int b) {
+  if (b == 0) Fail("a division by zero");
+  if (b == -1) return 0;
+  const Int rest = a % b;
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+
+// The result of a function of doubles, which exists, and is finite for finite arguments.
+Value Finite(double result, bool from_nan, bool from_finite) {
+  if (std::isnan(result) && !from_nan) Fail("a root, logarithm or power that does not exist");
+  if (std::isinf(result) && from_finite) Fail("a float is too large, or a logarithm of zero");
+  return Of(result);
+}
+
+template <class Function>
+Value Analytic(const Value& value, const Function& function) {
+  const double x = value.AsDouble();
+  return Finite(function(x), std::isnan(x), std::isfinite(x));
+}
+
+Value Power(const Value& a, const Value& b) {
+  if (a.is_float || b.is_float || b.integer < 0) {
+    const double x = a.AsDouble(), y = b.AsDouble();
+    return Finite(std::pow(x, y), std::isnan(x) || std::isnan(y),
+                  std::isfinite(x) && std::isfinite(y));
+  }
+  if (a.integer == 0 || a.integer == 1) return Of(b.integer == 0 ? Int{1} : a.integer);
+  if (a.integer == -1) return Of(b.integer % 2 == 0 ? Int{1} : Int{-1});
+  Int result = 1;
+  for (Int i = 0; i < b.integer; ++i)
+    if (Multiply(result, a.integer, &result)) Overflow();  // after 63 rounds at the latest
+  return Of(result);
+}
+
+Value ToInt(double number) {
+  if (!(number >= -0x1p63 && number < 0x1p63)) Fail("a float that fits in no int");
+  return Of(static_cast<Int>(number));
+}
+
+Int NextPowerOf2(Int value) {
+  if (value <= 0) return 0;
+  if (value > Int{1} << 62) Overflow();
+  return value == 1 ? 1
+                    : Int{1} << (64 - __builtin_clzll(static_cast<unsigned long long>(value - 1)));
+}
+
+Int ShiftLeft(Int value, Int count) {
+  Int result;
+  if (count < 0 || count > 63) Fail("a shift by less than 0 or more than 63");
+  if (value == 0) return 0;
+  if (count == 63) {
+    if (value != -1) Overflow();
+    return std::numeric_limits<Int>::min();
+  }
+  if (Multiply(value, Int{1} << count, &result)) Overflow();
+  return result;
+}
+
+Int ShiftRight(Int value, Int count) {
+  if (count < 0 || count > 63) Fail("a shift by less than 0 or more than 63");
+  return value >> count;
+}
+
+Value Load(const Instruction& code, const Facts& facts) {
+  switch (code.opcode) {
+    case Opcode::kConstantFloat:
+      return Of(code.number);
+    case Opcode::kSize:
+      return Of(facts.inputs[code.index].sizes[code.dimension]);
+    case Opcode::kAttribute:
+      return code.is_float ? Of(facts.attributes[code.index].f)
+                           : Of(facts.attributes[code.index].i);
+    case Opcode::kTextIs: {
+      const twinop_attribute& attribute = facts.attributes[code.index];
+      return Of(std::string_view(attribute.s, attribute.s_size) ==
+                std::string_view(code.text, code.text_size));
+    }
+    case Opcode::kArch:
+      return Of(Int{facts.arch});
+    default:
+      return Of(code.integer);
+  }
+}
+
+Value Unary(Opcode opcode, const Value& x) {
+  switch (opcode) {
+    case Opcode::kNegate:
+      if (x.is_float) return Of(-x.number);
+      if (x.integer == std::numeric_limits<Int>::min()) Overflow();
+      return Of(-x.integer);
+    case Opcode::kNot:
+      return Of(!Truth(x));
+    case Opcode::kSqrt:
+      return Analytic(x, [](double v) { return std::sqrt(v); });
+    case Opcode::kExp:
+      return Analytic(x, [](double v) { return std::exp(v); });
+    case Opcode::kLog:
+      return Analytic(x, [](double v) { return std::log(v); });
+    case Opcode::kToFloat:
+      return Of(x.AsDouble());
+    case Opcode::kToInt:
+      return x.is_float ? ToInt(std::trunc(x.number)) : x;
+    case Opcode::kFloor:
+      return x.is_float ? ToInt(std::floor(x.number)) : x;
+    case Opcode::kCeil:
+      return x.is_float ? ToInt(std::ceil(x.number)) : x;
+    default:
+      return Of(NextPowerOf2(Integer(x)));
+  }
+}
+
+Value Binary(Opcode opcode, const Value& a, const Value& b) {
+  switch (opcode) {
+    case Opcode::kAdd:
+      return Arithmetic(
+          a, b, [](Int x, Int y, Int* r) { return __builtin_add_overflow(x, y, r); },
+          [](double x, double y) { return x + y; });
+    case Opcode::kSubtract:
+      return Arithmetic(
+          a, b, [](Int x, Int y, Int* r) { return __builtin_sub_overflow(x, y, r); },
+          [](double x, double y) { return x - y; });
+    case Opcode::kMultiply:
+      return Arithmetic(a, b, Multiply, [](double x, double y) { return x * y; });
+    case Opcode::kFloorDivide:
+      return Of(FloorDivide(Integer(a), Integer(b)));
+    case Opcode::kDivide:
+      if (b.AsDouble() == 0) Fail("a division by zero");
+      return Of(a.AsDouble() / b.AsDouble());
+    case Opcode::kModulo:
+      return Of(Modulo(Integer(a), Integer(b)));
+    case Opcode::kMinimum:
+      return Promote(a, b, [](auto x, auto y) { return y < x ? y : x; });
+    case Opcode::kMaximum:
+      return Promote(a, b, [](auto x, auto y) { return y > x ? y : x; });
+    case Opcode::kEqual:
+      return Promote(a, b, [](auto x, auto y) { return x == y; });
+    case Opcode::kNotEqual:
+      return Promote(a, b, [](auto x, auto y) { return x != y; });
+    case Opcode::kLess:
+      return Promote(a, b, [](auto x, auto y) { return x < y; });
+    case Opcode::kLessEqual:
+      return Promote(a, b, [](auto x, auto y) { return x <= y; });
+    case Opcode::kGreater:
+      return Promote(a, b, [](auto x, auto y) { return x > y; });
+    case Opcode::kGreaterEqual:
+      return Promote(a, b, [](auto x, auto y) { return x >= y; });
+    case Opcode::kAnd:
+      return Of(Truth(a) && Truth(b));
+    case Opcode::kOr:
+      return Of(Truth(a) || Truth(b));
+    case Opcode::kPower:
+      return Power(a, b);
+    case Opcode::kBitAnd:
+      return Of(Integer(a) & Integer(b));
+    case Opcode::kBitOr:
+      return Of(Integer(a) | Integer(b));
+    case Opcode::kShiftLeft:
+      return Of(ShiftLeft(Integer(a), Integer(b)));
+    default:
+      return Of(ShiftRight(Integer(a), Integer(b)));
+  }
+}
+
+}  // namespace
+
+Value Evaluate(const Expression& expression, const Facts& facts) {
+  Value stack[kMaxDepth];
+  Value* end = stack;
+  for (const Instruction& code : expression) {
+    switch (OperandCount(code.opcode)) {
+      case 0:
+        *end++ = Load(code, facts);
+        break;
+      case 1:
+        end[-1] = Unary(code.opcode, end[-1]);
+        break;
+      default:
+        --end;
+        end[-1] = Binary(code.opcode, end[-1], end[0]);
+    }
+  }
+  return stack[0];
+}
+
+std::int64_t EvaluateInt(const Expression& expression, const Facts& facts) {
+  return Integer(Evaluate(expression, facts));
+}
+
+}  // namespace twinop::device_module

@@ -1,0 +1,367 @@
+// Runs a plan. A launch costs the host little: no allocation, lock or text unless it fails.
+#include "twinop/device_module/launch.h"
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "twinop/math/numeric.h"
+
+namespace twinop::device_module {
+namespace {
+
+constexpr std::int64_t kAlignment = 256;
+constexpr std::int64_t kMaxBlocks[] = {INT32_MAX, 65535, 65535};  // of a grid in x, y and z
+
+[[noreturn, gnu::cold]] void Fail(const std::string& message) { throw std::runtime_error(message); }
+
+std::string GridText(const std::int64_t* grid) {
+  return "(" + std::to_string(grid[0]) + ", " + std::to_string(grid[1]) + ", " +
+         std::to_string(grid[2]) + ")";
+}
+
+// Adds an aligned block to the scratch memory and returns its offset.
+std::int64_t Reserve(std::int64_t bytes, std::int64_t* total) {
+  const std::int64_t begin = *total;
+  std::int64_t end = 0;
+  if (bytes < 0 || __builtin_add_overflow(begin, bytes, &end) || end > INT64_MAX - kAlignment)
+    Fail("a temporary tensor of the launch has " + std::to_string(bytes) + " bytes");
+  *total = (end + kAlignment - 1) / kAlignment * kAlignment;
+  return begin;
+}
+
+bool FitsDTypes(const std::vector<std::int32_t>& dtypes, const twinop_call& call) {
+  for (std::size_t i = 0; i < dtypes.size(); ++i)
+    if (call.inputs[i].present != 0 && call.inputs[i].dtype != dtypes[i]) return false;
+  return true;
+}
+
+bool FitsRanks(const std::vector<std::int8_t>& ranks, const twinop_call& call) {
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const twinop_tensor& input = call.inputs[i];
+    if (input.present == 0 ? ranks[i] >= 0 : static_cast<std::int64_t>(input.rank) != ranks[i])
+      return false;
+  }
+  return true;
+}
+
+bool Holds(const std::vector<Expression>& guards, const Facts& facts) {
+  for (const Expression& guard : guards) {
+    const Value value = Evaluate(guard, facts);
+    if (value.AsDouble() == 0) return false;
+  }
+  return true;
+}
+
+std::size_t FindCombination(const Op& op, const twinop_call& call) {
+  std::size_t c = 0;
+  while (c < op.combinations.size() && !FitsDTypes(op.combinations[c], call)) ++c;
+  return c;  // the adapters have refused inputs that fit none
+}
+
+const Plan& FindPlan(const Op& op, const twinop_call& call, const Facts& facts) {
+  const std::size_t combination = FindCombination(op, call);
+  bool ranks_fit = false;
+  for (const Plan& plan : op.plans) {
+    if (plan.combination != combination || !FitsRanks(plan.ranks, call)) continue;
+    if (Holds(plan.guards, facts)) return plan;
+    ranks_fit = true;
+  }
+  if (ranks_fit)
+    Fail(
+        "the launcher was traced for other sizes or attributes. Build the library again with "
+        "samples that have these");
+  std::string known;
+  for (const Plan& plan : op.plans) {
+    if (plan.combination != combination) continue;
+    std::string ranks;
+    for (const int rank : plan.ranks)
+      ranks += (ranks.empty() ? "" : ", ") + (rank < 0 ? "absent" : std::to_string(rank));
+    if (known.find("(" + ranks + ")") == std::string::npos) known += " (" + ranks + ")";
+  }
+  Fail("the launcher was traced for inputs of other ranks:" + (known.empty() ? " none" : known) +
+       ". Build the library again with samples of these ranks");
+}
+
+// One run of a plan.
+class Run {
+ public:
+  Run(const twinop_call& call, const State& state)
+      : call_(call),
+        payload_(*state.payload),
+        device_(*state.device),
+        driver_(GetDriver()),
+        facts_{call.inputs, call.attributes, device_.architecture},
+        plan_(FindPlan(*state.op, call, facts_)) {}
+
+  // Lays out the temporary tensors and, behind them, the kernels' own scratch memory.
+  std::int64_t ScratchBytes() {
+    LayOut();
+    for (const auto& step : plan_.steps) {
+      const auto* launch = std::get_if<Launch>(&step);
+      if (launch == nullptr || launch->scratch_per_program == 0) continue;
+      std::int64_t grid[3];
+      if (Grid(*launch, grid)) KernelScratch(*launch, grid);
+    }
+    return scratch_;
+  }
+
+  void Launches() {
+    for (const Limit& limit : plan_.limits) CheckLimit(limit);
+    LayOut();
+    const CurrentContext current(driver_, device_.context);
+    for (const auto& step : plan_.steps) {
+      if (const auto* launch = std::get_if<Launch>(&step))
+        LaunchKernel(*launch);
+      else if (const auto* fill = std::get_if<Fill>(&step))
+        FillBytes(*fill);
+      else
+        Fail(std::get<Refuse>(step).message);
+    }
+  }
+
+ private:
+  void LayOut() {
+    for (std::size_t i = 0; i < plan_.temporaries.size(); ++i)
+      temporaries_[i] = Reserve(EvaluateInt(plan_.temporaries[i], facts_), &scratch_);
+  }
+
+  // Returns the offset of the memory that the kernel itself asks for.
+  std::int64_t KernelScratch(const Launch& launch, const std::int64_t* grid) {
+    auto bytes = static_cast<std::int64_t>(launch.scratch_per_program);
+    for (int i = 0; i < 3; ++i)
+      if (__builtin_mul_overflow(bytes, grid[i], &bytes)) bytes = -1;
+    return Reserve(bytes, &scratch_);
+  }
+
+  // Returns whether there is anything to launch.
+  bool Grid(const Launch& launch, std::int64_t* grid) const {
+    bool any = true;
+    for (int i = 0; i < 3; ++i) {
+      grid[i] = EvaluateInt(launch.grid[i], facts_);
+      any = any && grid[i] != 0;
+    }
+    return any;
+  }
+
+  void CheckLimit(const Limit& limit) const {
+    const bool is_input = limit.base == Base::kInput;
+    const twinop_tensor& tensor = (is_input ? call_.inputs : call_.outputs)[limit.index];
+    if (tensor.present == 0 || tensor.numel <= limit.elements) return;
+    Fail(std::string(is_input ? "input " : "output ") + std::to_string(limit.index) + " has " +
+         std::to_string(tensor.numel) + " elements; the kernel's offsets of 32 bits reach " +
+         std::to_string(limit.elements) +
+         ". Compute offsets in 64 bits in the kernel: "
+         "tl.program_id(0).to(tl.int64)");
+  }
+
+  std::uint64_t Address(const Argument& argument) const {
+    const void* base = argument.base == Base::kInput    ? call_.inputs[argument.index].data
+                       : argument.base == Base::kOutput ? call_.outputs[argument.index].data
+                                                        : call_.scratch;
+    if (base == nullptr) return 0;
+    std::int64_t offset = EvaluateInt(argument.value, facts_);
+    if (argument.base == Base::kTemporary) offset += temporaries_[argument.index];
+    return reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uint64_t>(offset);
+  }
+
+  void FillBytes(const Fill& fill) const {
+    const std::int64_t bytes = EvaluateInt(fill.bytes, facts_);
+    if (bytes <= 0) return;
+    Check(driver_.MemsetD8Async(Address(fill.pointer), fill.value, static_cast<std::size_t>(bytes),
+                                call_.context->stream),
+          "filling a tensor");
+  }
+
+  static bool Holds(const Requirement& requirement, const Value& value) {
+    if (value.is_float) return false;
+    switch (requirement.kind) {
+      case Requirement::Kind::kDivisibleBy16:
+        return value.integer % 16 == 0;
+      case Requirement::Kind::kEquals1:
+        return value.integer == 1;
+      default:
+        return value.integer == static_cast<std::int32_t>(value.integer);
+    }
+  }
+
+  // The first variant whose requirements hold; the last one has none.
+  static const Variant& Choose(const Launch& launch, const Value* values) {
+    const Variant* variant = launch.variants.data();
+    for (;; ++variant) {
+      bool holds = true;
+      for (const Requirement& requirement : variant->requirements)
+        holds = holds && Holds(requirement, values[requirement.argument]);
+      if (holds) return *variant;
+    }
+  }
+
+  template <class T>
+  static void StoreInt(std::int64_t value, std::size_t argument, const char* label, void* place) {
+    const T stored = static_cast<T>(value);
+    const bool fits = std::is_signed_v<T> || sizeof(T) < 8
+                          ? static_cast<std::int64_t>(stored) == value
+                          : value >= 0;
+    if (__builtin_expect(!fits, false))
+      Fail(std::string(label) + ": argument " + std::to_string(argument) + " is " +
+           std::to_string(value) + ", which does not fit in the kernel's " +
+           std::to_string(8 * sizeof(T)) +
+           (std::is_signed_v<T> ? " bits" : " bits without a sign"));
+    std::memcpy(place, &stored, sizeof(T));
+  }
+
+  static void Store(const Parameter& parameter, const Value& value, const char* label,
+                    void* place) {
+    using Type = Parameter::Type;
+    if (parameter.type >= Type::kFp16) {
+      const auto single = static_cast<float>(value.AsDouble());
+      const auto store = [place](auto stored) { std::memcpy(place, &stored, sizeof(stored)); };
+      Half half;
+      switch (parameter.type) {
+        case Type::kFp16:
+          Round(single, &half);
+          return store(half);
+        case Type::kBf16:  // cut, as Triton's launcher does
+          return store(static_cast<std::uint16_t>(BitsOf(single) >> 16));
+        case Type::kFp32:
+          return store(single);
+        default:
+          return store(value.AsDouble());
+      }
+    }
+    if (value.is_float)
+      Fail(std::string(label) + ": argument " + std::to_string(parameter.argument) +
+           " is a float, and the kernel takes an int");
+    const auto store = [&](auto zero) {
+      StoreInt<decltype(zero)>(value.integer, parameter.argument, label, place);
+    };
+    switch (parameter.type) {
+      case Type::kI1:
+      case Type::kU8:
+        return store(std::uint8_t{});
+      case Type::kI8:
+        return store(std::int8_t{});
+      case Type::kI16:
+        return store(std::int16_t{});
+      case Type::kI32:
+        return store(std::int32_t{});
+      case Type::kU16:
+        return store(std::uint16_t{});
+      case Type::kU32:
+        return store(std::uint32_t{});
+      case Type::kU64:
+        return store(std::uint64_t{});
+      default:  // an int64, or an address
+        return store(std::int64_t{});
+    }
+  }
+
+  void LaunchKernel(const Launch& launch) {
+    std::int64_t grid[3];
+    if (!Grid(launch, grid)) return;
+    Value values[kMaxLaunchArguments];
+    for (std::size_t i = 0; i < launch.arguments.size(); ++i) {
+      const Argument& argument = launch.arguments[i];
+      if (argument.base == Base::kScalar) {
+        values[i] = Evaluate(argument.value, facts_);
+      } else {
+        values[i].is_float = false;
+        values[i].integer = static_cast<std::int64_t>(Address(argument));
+      }
+    }
+    const Variant& variant = Choose(launch, values);
+    const Kernel& kernel = payload_.kernels[variant.kernel];
+
+    std::uint64_t storage[kMaxLaunchArguments];
+    void* parameters[kMaxLaunchArguments + 2];
+    std::size_t count = 0;
+    for (const Parameter& parameter : variant.parameters) {
+      parameters[count] = &storage[count];
+      Store(parameter, values[parameter.argument], kernel.label, parameters[count++]);
+    }
+    // Triton's two: the scratch memory of the kernel, and that of its profiler.
+    std::uint64_t trailing[2] = {0, 0};
+    if (launch.scratch_per_program > 0)
+      trailing[0] = reinterpret_cast<std::uintptr_t>(call_.scratch) +
+                    static_cast<std::uint64_t>(KernelScratch(launch, grid));
+    for (unsigned i = 0; i < kernel.scratch_pointers; ++i) parameters[count++] = &trailing[i];
+
+    LaunchAttribute attributes[4];
+    LaunchConfig config{};
+    Configure(launch, kernel, grid, &config, attributes);
+    const Function function = device_.functions[variant.kernel];
+    if (function == nullptr) Fail(std::string(kernel.label) + ": not loaded for these dtypes");
+    Check(driver_.LaunchKernelEx(&config, function, parameters, nullptr), "launching ",
+          kernel.label);
+  }
+
+  void Configure(const Launch& launch, const Kernel& kernel, const std::int64_t* grid,
+                 LaunchConfig* config, LaunchAttribute* attributes) const {
+    for (int i = 0; i < 3; ++i) {
+      const std::int64_t most = kMaxBlocks[i] / (i == 0 ? kernel.cluster : 1);
+      if (grid[i] < 0 || grid[i] > most)
+        Fail(std::string(kernel.label) + ": its grid would be " + GridText(grid) +
+             "; a GPU launches at most (2147483647, 65535, 65535) blocks. Give each program more "
+             "to do, or put the large dimension first");
+      config->grid[i] = static_cast<unsigned>(grid[i]);
+      config->block[i] = 1;
+    }
+    config->grid[0] *= kernel.cluster;
+    config->block[0] = kernel.threads;
+    for (std::size_t i = 0; i < launch.block.size(); ++i) {
+      const std::int64_t threads = EvaluateInt(launch.block[i], facts_);
+      if (threads < 1 || threads > 1024)
+        Fail(std::string(kernel.label) + ": its blocks would have " + std::to_string(threads) +
+             " threads along a dimension; expected 1 to 1024");
+      config->block[i] = static_cast<unsigned>(threads);
+    }
+    config->shared_bytes = kernel.shared_bytes;
+    config->stream = call_.context->stream;
+    config->attributes = attributes;
+    const auto add = [config](int id, unsigned x, unsigned y = 0, unsigned z = 0) {
+      LaunchAttribute& attribute = config->attributes[config->attribute_count++];
+      attribute.id = id;
+      attribute.value[0] = x;
+      attribute.value[1] = y;
+      attribute.value[2] = z;
+    };
+    if (kernel.dependent) add(kProgrammaticStreamSerialization, 1);
+    if (kernel.cooperative) add(kCooperative, 1);
+    if (kernel.cluster > 1) {
+      add(kClusterDimension, kernel.cluster, 1, 1);
+      add(kClusterScheduling, kSpreadClusters);
+    }
+  }
+
+  const twinop_call& call_;
+  const Payload& payload_;
+  const Device& device_;
+  const Driver& driver_;
+  const Facts facts_;
+  const Plan& plan_;
+  std::int64_t temporaries_[kMaxTemporaries];  // offsets in the scratch memory
+  std::int64_t scratch_ = 0;
+};
+
+}  // namespace
+
+void RunPlan(const twinop_call& call) {
+  Run(call, *static_cast<const State*>(call.state)).Launches();
+}
+
+std::int64_t ScratchBytes(const twinop_call& call) {
+  return Run(call, *static_cast<const State*>(call.state)).ScratchBytes();
+}
+
+const Body& FindBody(const Op& op, const twinop_call& call) {
+  const auto combination = static_cast<int>(FindCombination(op, call));
+  for (const Body& body : op.bodies)
+    if ((body.combination < 0 || body.combination == combination) &&
+        (body.for_all_ranks || FitsRanks(body.ranks, call)))
+      return body;
+  Fail(
+      "the library has no function body for inputs of these dtypes and ranks. Build it again with "
+      "samples of these");
+}
+
+}  // namespace twinop::device_module

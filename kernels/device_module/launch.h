@@ -1,0 +1,20 @@
+// The functions of an op that the payload describes, as kernels/abi.h has them.
+#pragma once
+
+#include "twinop/device_module/modules.h"
+
+namespace twinop::device_module {
+
+// What `create` makes for a kernel of a session.
+struct State {
+  const Payload* payload;
+  const Op* op;
+  const Device* device;
+};
+
+// All of them throw std::runtime_error.
+void RunPlan(const twinop_call& call);
+std::int64_t ScratchBytes(const twinop_call& call);
+const Body& FindBody(const Op& op, const twinop_call& call);
+
+}  // namespace twinop::device_module

@@ -1,0 +1,146 @@
+#include "twinop/device_module/modules.h"
+
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+namespace twinop::device_module {
+namespace {
+
+// Whether the device can run the code. Code with a suffix serves one device ("90a") or, of one
+// family, later ones ("100f"); other cubins serve later devices of their generation, PTX all.
+bool Serves(const Image& image, int device) {
+  if (image.suffix == 'a') return image.architecture == device;
+  if (image.is_ptx && image.suffix == 0) return image.architecture <= device;
+  return image.architecture / 10 == device / 10 && image.architecture <= device;
+}
+
+// The best code for the device: a cubin rather than PTX, then the newest, then the most specific.
+const Image* Choose(const Kernel& kernel, int device) {
+  const auto rank = [](const Image& image) {
+    return (image.is_ptx ? 0 : 100000) + image.architecture * 10 + (image.suffix != 0 ? 1 : 0);
+  };
+  const Image* best = nullptr;
+  for (const Image& image : kernel.images)
+    if (Serves(image, device) && (best == nullptr || rank(image) > rank(*best))) best = &image;
+  return best;
+}
+
+std::string CapabilityText(int architecture) {
+  return std::to_string(architecture / 10) + "." + std::to_string(architecture % 10);
+}
+
+class Loader {
+ public:
+  Loader(const Payload& payload, int ordinal) : payload_(payload), driver_(GetDriver()) {
+    Check(driver_.Init(0), "starting CUDA");
+    Check(driver_.DeviceGet(&id_, ordinal), "finding CUDA device ",
+          std::to_string(ordinal).c_str());
+  }
+
+  void Open(Device* device) const {
+    device->architecture =
+        10 * Attribute(kComputeCapabilityMajor) + Attribute(kComputeCapabilityMinor);
+    Check(driver_.DevicePrimaryCtxRetain(&device->context, id_),
+          "making the device's CUDA context");
+    device->functions = std::make_unique<Function[]>(payload_.kernels.size());
+  }
+
+  Function Load(const Kernel& kernel, const Device& device) const {
+    const Image* image = Choose(kernel, device.architecture);
+    if (image == nullptr) throw std::runtime_error(NoImage(kernel, device.architecture));
+    if (Crc32(image->data, image->size) != image->checksum)
+      throw std::runtime_error(std::string(kernel.label) +
+                               ": its code is damaged. Copy or build the library again");
+    const int shared = Attribute(kMaxSharedBytesOptIn);
+    if (kernel.shared_bytes > static_cast<unsigned>(shared))
+      throw std::runtime_error(std::string(kernel.label) + ": needs " +
+                               std::to_string(kernel.shared_bytes) +
+                               " bytes of shared memory; the GPU " + Name() + " has " +
+                               std::to_string(shared) + ". Choose smaller blocks for it");
+    char log[1024] = "\n";  // of the driver's compiler
+    int options[] = {kJitErrorLog, kJitErrorLogBytes};
+    void* values[] = {log + 1, reinterpret_cast<void*>(sizeof(log) - 2)};
+    Module module = nullptr;
+    const Result result =
+        driver_.ModuleLoadDataEx(&module, image->data, image->is_ptx ? 2 : 0, options, values);
+    if (result != 0)
+      ThrowDriverError(result, "loading ", kernel.label, image->is_ptx && log[1] != 0 ? log : "");
+    Function function = nullptr;
+    Check(driver_.ModuleGetFunction(&function, module, kernel.name), "loading ", kernel.label);
+    Check(driver_.FuncSetAttribute(function, kFunctionMaxDynamicSharedBytes,
+                                   static_cast<int>(kernel.shared_bytes)),
+          "asking for the shared memory of ", kernel.label);
+    if (kernel.cluster > 8)
+      Check(driver_.FuncSetAttribute(function, kFunctionNonPortableCluster, 1),
+            "asking for the cluster of ", kernel.label);
+    return function;
+  }
+
+  const Driver& driver() const { return driver_; }
+
+ private:
+  int Attribute(int attribute) const {
+    int value = 0;
+    Check(driver_.DeviceGetAttribute(&value, attribute, id_), "asking for a property of the GPU");
+    return value;
+  }
+
+  std::string Name() const {
+    char name[128] = "";
+    driver_.DeviceGetName(name, sizeof(name) - 1, id_);
+    return name;
+  }
+
+  std::string NoImage(const Kernel& kernel, int device) const {
+    std::string cubins, ptx;
+    for (const Image& image : kernel.images) {
+      std::string& list = image.is_ptx ? ptx : cubins;
+      list += (list.empty() ? "" : ", ") + std::to_string(image.architecture);
+      if (image.suffix != 0) list += image.suffix;
+    }
+    return std::string(kernel.label) + ": the library has no code for the GPU " + Name() +
+           " (compute capability " + CapabilityText(device) + "). It has machine code for " +
+           (cubins.empty() ? "none" : cubins) + " and PTX for " + (ptx.empty() ? "none" : ptx) +
+           ". Build it with: twinop build --archs " + std::string(payload_.cuda_archs) + "," +
+           std::to_string(device);
+  }
+
+  const Payload& payload_;
+  const Driver& driver_;
+  int id_ = 0;
+};
+
+bool Fits(const std::vector<std::int32_t>& dtypes, const twinop_call& call) {
+  for (std::size_t i = 0; i < dtypes.size() && i < call.input_count; ++i)
+    if (call.inputs[i].dtype != TWINOP_NONE && call.inputs[i].dtype != dtypes[i]) return false;
+  return true;
+}
+
+}  // namespace
+
+const Device& LoadKernels(const Payload& payload, const Op& op, const twinop_call& call) {
+  static std::mutex mutex;
+  static auto& devices = *new std::map<int, Device>;  // outlives static destructors
+  const int ordinal = call.context->device_index;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Loader loader(payload, ordinal);
+  Device& device = devices[ordinal];
+  if (device.functions == nullptr) loader.Open(&device);
+  const CurrentContext current(loader.driver(), device.context);
+  for (const Plan& plan : op.plans) {
+    if (!Fits(op.combinations[plan.combination], call)) continue;
+    for (const auto& step : plan.steps) {
+      const auto* launch = std::get_if<Launch>(&step);
+      if (launch == nullptr) continue;
+      for (const Variant& variant : launch->variants) {
+        Function& function = device.functions[variant.kernel];
+        if (function == nullptr) function = loader.Load(payload.kernels[variant.kernel], device);
+      }
+    }
+  }
+  return device;
+}
+
+}  // namespace twinop::device_module

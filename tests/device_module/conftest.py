@@ -1,0 +1,105 @@
+"""The stand-in for the CUDA driver, in a process of its own, and small payloads."""
+
+import importlib.util
+import multiprocessing
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinop.device_module.pack import pack, template
+from twinop.device_module.plan import DeviceOp, Kernel, Launch, Payload, Plan, Variant, as_expression
+from twinop.record import Attribute, Input, Record
+
+InProcess = Callable[..., Any]
+"""Runs a function of helpers/device_calls.py where the CUDA driver is the stand-in."""
+
+Packed = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the stand-in."""
+    folder = tmp_path_factory.mktemp("driver")
+    triton = importlib.util.find_spec("triton")
+    assert triton is not None and triton.submodule_search_locations  # its package has CUDA's header
+    include = Path(triton.submodule_search_locations[0]) / "backends/nvidia/include"
+    source = Path(__file__).with_name("stand_in_driver.cpp")
+    command = ["-std=c++17", "-shared", "-fPIC", f"-I{include}", "-Wl,-soname,libcuda.so.1", str(source)]
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run([compiler, *command, "-o", str(folder / "libcuda.so.1")], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def in_process(stand_in: Path) -> Iterator[InProcess]:
+    yield from _process(str(stand_in))
+
+
+@pytest.fixture(scope="module")
+def without_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    folder = tmp_path_factory.mktemp("no_driver")
+    (folder / "libcuda.so.1").write_bytes(b"no library")  # hides a real one
+    yield from _process(str(folder))
+
+
+def _process(folder: str) -> Iterator[InProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LD_LIBRARY_PATH", folder)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(60)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Packed:
+    """Packs an op, or a payload, into a new library."""
+    count = 0
+
+    def make(op: DeviceOp | Payload, *kernels: Kernel) -> Path:
+        nonlocal count
+        count += 1
+        path = tmp_path / f"libpacked{count}.so"
+        pack(template(), op if isinstance(op, Payload) else payload_of(op, *kernels), path)
+        return path
+
+    return make
+
+
+ONE = as_expression(1)
+GENERAL = Variant((), (), 0)
+KERNEL = Kernel("k|", "k_kernel, k.py:7", {"90": b"cubin 90", "80": b"cubin 80"})
+
+
+def payload_of(op: DeviceOp, *kernels: Kernel) -> Payload:
+    return Payload("packed", (op,), kernels or (KERNEL,), "80,90")
+
+
+def record(
+    inputs: int = 1, attributes: tuple[Attribute, ...] = (), dtypes: str = "float32; float16"
+) -> Record:
+    names = [f"x{i}" for i in range(inputs)]
+    texts = [f"Tensor {name}" for name in names]
+    texts += [f"{entry.kind} {entry.name}" for entry in attributes]
+    return Record(
+        name="k",
+        onnx_name="CustomK",
+        schema=f"k({', '.join(texts)}) -> Tensor",
+        inputs=tuple(map(Input, names)),
+        attributes=attributes,
+        outputs=("y",),
+        dtypes=dtypes,
+        domain="packed",
+    )
+
+
+def plan_of(launch: Launch, rank: int = 1, **fields: Any) -> Plan:
+    return replace(Plan(0, (rank,), (launch,)), **fields)
+
+
+def op_of(launch: Launch, rank: int = 1, **fields: Any) -> DeviceOp:
+    return DeviceOp(record(), (plan_of(launch, rank, **fields),))
