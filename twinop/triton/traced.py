@@ -1,0 +1,69 @@
+"""What a trace of a launcher gives: plans whose kernels are not compiled yet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..device_module.plan import Expression, Fill, Pointer, Refuse, Scalar
+from ..record import Record
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument that a kernel takes at run time.
+
+    Attributes:
+        name: of the kernel's parameter.
+        value: as in `plan.Launch`.
+        dtype: of the tensor, "float32" or "int32"; None for a number.
+        shape: of the tensor; () for a number.
+    """
+
+    name: str
+    value: Pointer | Scalar
+    dtype: str | None = None
+    shape: tuple[Expression, ...] = ()
+
+
+@dataclass(frozen=True)
+class TracedLaunch:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: what was launched: a `triton.runtime.JITFunction`, or whatever called `record_launch`.
+        label: the kernel with the line of its definition, "mish_kernel, mish.py:7".
+        line: where the launcher launches it, "mish.py:14".
+        grid: in programs (blocks).
+        arguments: in the order of the kernel's parameters, without those that are constants.
+        constants: parameters that are `tl.constexpr`, or None, by name.
+        options: of the compiler: num_warps and others, as far as the launch gives them.
+        block: the threads per block; None: the compiler decides.
+    """
+
+    kernel: Any
+    label: str
+    line: str
+    grid: tuple[Expression, Expression, Expression]
+    arguments: tuple[Argument, ...]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    block: tuple[Expression, Expression, Expression] | None = None
+
+
+@dataclass(frozen=True)
+class TracedPlan:
+    """What a call does, as `plan.Plan`, with launches whose kernels are not compiled yet."""
+
+    combination: int
+    ranks: tuple[int | None, ...]
+    guards: tuple[Expression, ...]
+    temporaries: tuple[Expression, ...]
+    steps: tuple[TracedLaunch | Fill | Refuse, ...]
+
+
+@dataclass(frozen=True)
+class TracedOp:
+    """An op whose launcher was traced. `record`: with the shapes and dtypes of the outputs."""
+
+    record: Record
+    plans: tuple[TracedPlan, ...]
