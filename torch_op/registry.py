@@ -13,15 +13,12 @@ import torch
 
 from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
-from twinop.kernel_op import DECLARED
 from twinop.library import Library, find_library, read_library
 from twinop.record import DOMAIN, Record
 
-from .arguments import bind, signature_of
 from .autograd import make_function
 from .formulas import check_formulas
 from .rules import autocast_rule, fake_rule, refuse, vmap_rule
-from .unbuilt import run_body
 
 Function = Callable[..., Any]
 
@@ -173,8 +170,8 @@ def _is_registered(record: Record, path: Path) -> bool:
         said = f"from {owner}, as {other.domain}::{other.schema}"
     elif record.name in _functions[record.namespace]:
         raise LibraryError(
-            f"{path}: op {record.domain}::{record.schema} runs in this process already, without a library "
-            f"({record.launcher}). Load the library before the op's first call"
+            f"{path}: op {record.domain}::{record.schema} runs in this process already, without a "
+            "library. Load the library before the op's first call"
         )
     elif hasattr(getattr(torch.ops, record.namespace), record.name):
         said = "by code outside twinop"
@@ -203,26 +200,6 @@ def _derive(record: Record) -> None:
     if record.autocast == "widest":
         for device in ("CPU", "CUDA"):
             library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")
-    if record.launcher:  # the library has no kernel for the CPU
-        library.impl(record.name, _body_kernel(record), "CPU")
     for key, kind in _FOREIGN_KEYS.items():
         library.impl(record.name, refuse(record, kind), key)
 
-
-def _body_kernel(record: Record) -> Function:
-    """Returns what runs on CPU tensors of an op whose kernels are written in Python: its function body."""
-    count = len(record.inputs)
-    signature = signature_of(record)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        declared = DECLARED.get(record.key)
-        if declared is None:
-            raise RecordError(
-                f"{record.qualified_name}: its library has kernels for CUDA only. Move the tensors to a GPU, "
-                f"or import {record.launcher.partition(':')[0]}: then CPU tensors run its function body"
-            )
-        arguments = bind(signature, args, kwargs)
-        values = list(arguments.values())
-        return run_body(declared, values[:count], dict(list(arguments.items())[count:]))
-
-    return kernel

@@ -87,12 +87,7 @@ def run_body(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, An
     wide = [
         None if t is None else t.float() if t.is_floating_point() and t.itemsize == 2 else t for t in inputs
     ]
-    if declared.body_in_torch is not None:
-        results = _tuple(declared.body_in_torch(*wide, **attributes))
-    else:
-        from twinop.export.body_in_torch import evaluate_body
-
-        results = evaluate_body(record, wide, attributes)
+    results = _tuple(declared.on_cpu(*wide, **attributes))
     if len(results) != len(outputs) or len(outputs) != len(record.outputs):
         raise RecordError(
             f"{declared.place}: {record.schema} has {len(record.outputs)} outputs; the launcher returns "

@@ -25,7 +25,7 @@ from typing import Any
 from .bodies import body as register_body
 from .errors import RecordError, TwinopError
 from .names import check_domain, check_op_name
-from .own_op import DERIVATIVES, SECOND_DERIVATIVES, Op, declared_domain
+from .own_op import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, declared_domain
 from .record import Record
 from .schema_text import record_of
 
@@ -64,17 +64,25 @@ class KernelOp(Op):
     @property
     def place(self) -> str:
         """Where the launcher is defined: "mish.py:12"."""
-        return self.record.launcher
+        return f"{self.file.name}:{inspect.unwrap(self.launcher).__code__.co_firstlineno}"
 
     @property
     def file(self) -> Path:
         """The file of the launcher."""
-        return _file_of(self.launcher)
+        return Path(inspect.unwrap(self.launcher).__code__.co_filename)
 
     @cached_property
     def body_in_torch(self) -> Callable[..., Any] | None:
         """The body as a torch function of inputs and attributes; None: it is an ONNX builder."""
         return None if _is_builder(self.body) else self.body
+
+    def on_cpu(self, *inputs: Any, **attributes: Any) -> Any:
+        """Computes the outputs from the body, in torch."""
+        if self.body_in_torch is not None:
+            return self.body_in_torch(*inputs, **attributes)
+        from .export.body_in_torch import evaluate_body
+
+        return evaluate_body(self.record, inputs, attributes)
 
     def calls(self, dtype: str, size: int) -> list[dict[str, Any]] | None:
         """Returns the calls of `samples`, inputs and attributes by name; None if there is no such function.
@@ -158,8 +166,7 @@ def triton_op(
         place = declared_domain(launcher, domain)
         check_domain(place)
         texts = {"dtypes": "; ".join(dtypes), "shapes": shapes, "choices": choices}
-        line = inspect.unwrap(launcher).__code__.co_firstlineno
-        record = record_of(schema, place, **texts, launcher=f"{_file_of(launcher).name}:{line}")
+        record = record_of(schema, place, **texts)
         check_op_name(record.name)
         first, *others = (entry.name for entry in record.inputs)
         same = "; ".join(f"{name} = {first}" for name in others) if samples is None else ""
@@ -174,6 +181,7 @@ def triton_op(
             SECOND_DERIVATIVES[record.key] = with_signature(declared.body_in_torch, record)
         if backward is not None and not isinstance(backward, KernelOp):
             DERIVATIVES[record.key] = backward
+        CPU_FUNCTIONS[record.key] = declared.on_cpu
         DECLARED[record.key] = declared
         return declared
 
@@ -185,10 +193,6 @@ numba_op = functools.partial(triton_op, kind="numba")
 
 cuda_op = functools.partial(triton_op, kind="cuda")
 """As `triton_op`, for kernels in CUDA C++ (`cuda_kernel`), which NVRTC compiles."""
-
-
-def _file_of(launcher: Launcher) -> Path:
-    return Path(inspect.unwrap(launcher).__code__.co_filename)
 
 
 def describe_source(files: Iterable[Path]) -> str:

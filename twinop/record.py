@@ -88,7 +88,6 @@ class Record:
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
     torch_namespace: str = ""  # where it is not the domain's
-    launcher: str = ""  # of kernels that are written in Python: its file and line, "mish.py:12"
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Record":

@@ -19,6 +19,7 @@ from ..names import check_op_name
 from .cache import cache_folder, digest, file_hash, keep, work_folder, write
 from .diagnostics import build_error
 from .flags import CommandLines, Options, find_installation
+from .modules import add_modules, check_options
 from .project import Project
 from .toolchain import Nvcc, find_compiler, find_nvcc, identity
 
@@ -71,23 +72,35 @@ def build(
         TwinopError: an op has a name that it cannot have.
     """
     options = options or Options()
+    if project.modules:
+        check_options(options)
     installation = find_installation()
     notes: list[str] = []
-    nvcc = None if options.cpu else _nvcc_for(project, bool(installation.flags["cuda"]), notes)
-    lines = CommandLines(installation, options, find_compiler(), nvcc)
-    steps = _Steps(lines, project, progress)
     with work_folder() as work:
-        objects = steps.compile_all(_units(project, nvcc is not None), work)
-        library = steps.link(objects, work)
-    found = read_library(library)
-    for record in found.records.values():
-        check_op_name(record.name)
-    if output is not None:
-        if output.is_dir():
-            output = output / library.name
-        write(output, library.read_bytes())
-        found = read_library(output)
-    return Built(found, steps.done, notes + steps.notes)
+        done: list[str] = []
+        if project.sources:
+            nvcc = None if options.cpu else _nvcc_for(project, bool(installation.flags["cuda"]), notes)
+            lines = CommandLines(installation, options, find_compiler(), nvcc, bool(project.modules))
+            steps = _Steps(lines, project, progress)
+            objects = steps.compile_all(_units(project, nvcc is not None), work)
+            library = steps.link(objects, work)
+            done, notes = steps.done, notes + steps.notes
+        if project.modules:
+            packed = work / f"lib{project.name}.so"
+            notes += add_modules(project, options, library if project.sources else None, packed, progress)
+            done.append(f"tracing {', '.join(path.name for path in project.modules)}")
+            library = packed
+        found = read_library(library)
+        for record in found.records.values():
+            check_op_name(record.name)
+        if output is None and project.modules:
+            output = cache_folder() / "libraries" / checksum(library) / library.name
+        if output is not None:
+            if output.is_dir():
+                output = output / library.name
+            write(output, library.read_bytes())
+            found = read_library(output)
+    return Built(found, done, notes)
 
 
 def _nvcc_for(project: Project, built_with_cuda: bool, notes: list[str]) -> Nvcc | None:

@@ -82,9 +82,14 @@ class CommandLines:
     """
 
     def __init__(
-        self, installation: Installation, options: Options, compiler: Compiler, nvcc: Nvcc | None
+        self,
+        installation: Installation,
+        options: Options,
+        compiler: Compiler,
+        nvcc: Nvcc | None,
+        with_modules: bool = False,
     ) -> None:
-        self.installation, self.options = installation, options
+        self.installation, self.options, self.with_modules = installation, options, with_modules
         self.compiler, self.nvcc = compiler, nvcc
         flags = installation.flags
         archs = architectures(options.archs, nvcc, flags["archs"]) if nvcc else []
@@ -135,6 +140,8 @@ class CommandLines:
         """Returns the command that links a library, without its objects."""
         command = [*self.compiler.command, "-shared", f"-Wl,-soname,lib{name}.so", *self._sanitize]
         command += [f"-Wl,--version-script={self.installation.exports}", *self.installation.flags["link"]]
+        if self.with_modules:
+            command += self.installation.flags["device_link"]
         if not self.options.debug and not self.options.sanitize:
             command.append("-Wl,--strip-all")
         command.append(str(self.installation.archive))

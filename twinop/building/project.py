@@ -16,6 +16,7 @@ else:
     import tomli as tomllib
 
 _OPS = re.compile(r"\bTWINOP_(OP|CPU_OP|ELEMENTWISE|ROWWISE|UNARY)\s*\(\s*(\w+)")
+_KERNEL_OPS = re.compile(r"^@(?:twinop\.)?(triton|numba|cuda)_op\(", re.MULTILINE)
 _SUFFIXES = (".h", ".hpp", ".cuh", ".cu", ".cpp", ".cc")
 _SETTINGS = {"name": str, "sources": list, "domain": str, "domain_version": int}  # of [tool.twinop]
 
@@ -49,6 +50,8 @@ class Project:
     domain: str
     sources: tuple[Source, ...]
     domain_version: int = 1
+    modules: tuple[Path, ...] = ()
+    """Python files with kernels."""
 
 
 def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: str | None = None) -> Project:
@@ -91,19 +94,32 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
         )
     domain = domain or settings.get("domain") or name
     check_domain(domain)
-    sources = tuple(map(_source, files))
-    if not any(source.ops for source in sources):
+    modules = tuple(path.resolve() for path in files if path.suffix == ".py" and _declares_kernels(path))
+    sources = tuple(_source(path) for path in files if path.resolve() not in modules)
+    if not modules and not any(source.ops for source in sources):
         said = ", ".join(str(file) for file in files) or f"{paths[0]}: no {', '.join(_SUFFIXES)} file"
         raise BuildError(
             f"{said}: registers no op. Expected a header with TWINOP_UNARY, TWINOP_ELEMENTWISE, "
-            "TWINOP_ROWWISE or TWINOP_OP; `twinop new mish` makes one"
+            "TWINOP_ROWWISE or TWINOP_OP, or a Python file with @twinop.triton_op; `twinop new mish` makes one"
         )
-    return Project(name, domain, sources, settings.get("domain_version", 1))
+    return Project(name, domain, sources, settings.get("domain_version", 1), modules)
+
+
+def _declares_kernels(path: Path) -> bool:
+    """Whether a Python file has ops whose kernels are written in Python."""
+    try:
+        return _KERNEL_OPS.search(path.read_text(encoding="utf-8")) is not None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BuildError(f"{path}: cannot be read: {error}") from error
 
 
 def _source(path: Path) -> Source:
+    if path.suffix == ".py":
+        raise BuildError(f"{path}: declares no op with kernels. Expected @twinop.triton_op before a function")
     if path.suffix not in _SUFFIXES:
-        raise BuildError(f"{path}: not a source of ops. Expected a file that ends in {', '.join(_SUFFIXES)}")
+        raise BuildError(
+            f"{path}: not a source of ops. Expected a file that ends in {', '.join(_SUFFIXES)} or .py"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -151,4 +167,6 @@ def _files(folder: Path, settings: dict[str, Any]) -> list[Path]:
                 )
         return files
     candidates = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
-    return [file for file in candidates if file.suffix in (".cu", ".cpp", ".cc") or _source(file).ops]
+    modules = sorted(file for file in folder.glob("*.py") if file.is_file() and _declares_kernels(file))
+    compiled = [file for file in candidates if file.suffix in (".cu", ".cpp", ".cc") or _source(file).ops]
+    return compiled + modules

@@ -16,7 +16,7 @@ from ..errors import BuildError
 from .cache import cache_folder, digest, write
 
 _OLDEST = {"GCC": 11, "Clang": 14}
-_GPU_WITHOUT_ONE = "90"
+WITHOUT_GPU = "90"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def architectures(wanted: str, nvcc: Nvcc, all_of_them: Sequence[str]) -> list[s
         BuildError: nvcc does not know one of them.
     """
     if wanted == "native":
-        return [f"{arch}-real" for arch in gpus() or [_GPU_WITHOUT_ONE]]
+        return [f"{arch}-real" for arch in gpus() or [WITHOUT_GPU]]
     if wanted == "all":
         known = [arch for arch in all_of_them if arch in nvcc.known]
         return [*(f"{arch}-real" for arch in known), f"{known[-1]}-virtual"]

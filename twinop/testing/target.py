@@ -1,15 +1,12 @@
 """Finds the libraries, the modules of function bodies and the tests that `twinop test` and `bench` mean."""
 
-import importlib
-import importlib.util
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from twinop.errors import TwinopError
 from twinop.library import read_library
+from twinop.load_module import load_module
 from twinop.record import DOMAIN
 
 TARGET = "--twinop-target"
@@ -89,26 +86,6 @@ def _module_of(library: Path) -> Path | None:
 def _tests_of(module: Path) -> list[Path]:
     path = module.parent / f"test_{module.stem}.py"
     return [path] if path.is_file() else []
-
-
-def load_module(path: Path) -> ModuleType:
-    """Imports the Python file of an op, under its own name.
-
-    Raises:
-        TwinopError: it cannot be imported.
-    """
-    name = path.parent.name if path.name == "__init__.py" else path.stem
-    if name in sys.modules:
-        return sys.modules[name]
-    folder = str(path.parent.parent if path.name == "__init__.py" else path.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    except TwinopError:
-        raise
-    except Exception as error:
-        raise TwinopError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def load(given: str) -> list[Any]:

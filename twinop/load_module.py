@@ -1,0 +1,28 @@
+"""Imports the Python file of an op."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from .errors import TwinopError
+
+
+def load_module(path: Path) -> ModuleType:
+    """Imports the Python file of an op, under its own name.
+
+    Raises:
+        TwinopError: it cannot be imported.
+    """
+    name = path.parent.name if path.name == "__init__.py" else path.stem
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = str(path.parent.parent if path.name == "__init__.py" else path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    except TwinopError:
+        raise
+    except Exception as error:
+        raise TwinopError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error

@@ -1,0 +1,146 @@
+"""Makes the payload of a library from Python files: imports them, traces their launchers, compiles the kernels."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..device_module.plan import Body, DeviceOp, Payload, Plan
+from ..errors import BuildError, ExportError
+from ..kernel_op import DECLARED, KernelOp, describe_source
+from ..load_module import load_module
+from ..record import Record
+from .launches import compile_plans
+from .trace import trace
+from .traced import TracedOp
+
+Ranks = tuple[int | None, ...]
+
+_SIZE = 48  # of the samples that are traced
+
+
+def make_payload(
+    files: Sequence[Path], domain: str, domain_version: int, archs: Sequence[int], ptx: bool
+) -> tuple[Payload, list[str]]:
+    """Returns what a library carries of the ops that Python files declare, and notes for the user.
+
+    Args:
+        archs: compute capabilities for which the kernels are compiled.
+        ptx: whether newer GPUs are served, by PTX.
+
+    Raises:
+        BuildError: a file declares no op, or one of another domain; a launcher that cannot be traced, or a
+            kernel that cannot be compiled.
+        TwinopError: a file cannot be imported.
+    """
+    ops = [op for file in files for op in _declared_in(file, domain)]
+    traced = [trace(replace(op.record, domain_version=domain_version), op.launcher, _samples(op)) for op in ops]
+    plans, kernels = compile_plans([plan for each in traced for plan in each.plans], archs, ptx=ptx)
+    rest = iter(plans)
+    notes: list[str] = []
+    found = []
+    for op, each in zip(ops, traced, strict=True):
+        own = tuple(itertools.islice(rest, len(each.plans)))
+        found.append(DeviceOp(each.record, own, tuple(_bodies(op, each, notes))))
+    targets = [f"{arch}-real" for arch in archs]
+    targets += sorted({f"{kernel.ptx[0]}-virtual" for kernel in kernels if kernel.ptx is not None})
+    payload = Payload(
+        domain, tuple(found), tuple(kernels), ",".join(targets), domain_version, describe_source(files)
+    )
+    return payload, notes
+
+
+def _declared_in(file: Path, domain: str) -> list[KernelOp]:
+    load_module(file)
+    ops = [op for op in DECLARED.values() if op.file.resolve() == file]
+    if not ops:
+        raise BuildError(f"{file}: declares no op. Expected @twinop.triton_op before a function of the module")
+    for op in ops:
+        if op.domain != domain:
+            raise BuildError(
+                f"{op.place}: {op.name} has the domain {op.domain}, the library {domain}. One library has one: "
+                f"build it with --domain {op.domain}, or declare the op with domain=\"{domain}\""
+            )
+    return ops
+
+
+def _samples(op: KernelOp) -> list[dict[str, Any]]:
+    dtype = op.record.combinations[0][op.record.inputs[0].name]
+    return op.calls(dtype, _SIZE) or []
+
+
+# ---------------------------------------------------------------------------------------------- bodies
+
+
+def _bodies(op: KernelOp, traced: TracedOp, notes: list[str]) -> Iterator[Body]:
+    """Yields the models that run an op on the CPU: one for all ranks where it can be, else one for each."""
+    if op.record.is_backward:  # in torch only
+        return
+    for combination in range(len(traced.record.combinations)):
+        ranks = list(dict.fromkeys(plan.ranks for plan in traced.plans if plan.combination == combination))
+        try:
+            yield Body(_model(traced.record, combination, _two(ranks)), combination)
+            continue
+        except ExportError as error:
+            refused = error
+        if len(ranks) == 1:
+            notes.append(f"{op.name} does not run on the CPU in ONNX Runtime: {refused}")
+            return
+        for each in ranks:
+            try:
+                yield Body(_model(traced.record, combination, [each]), combination, each)
+            except ExportError as error:
+                notes.append(f"{op.name} does not run on the CPU in ONNX Runtime: {error}")
+                return
+
+
+def _two(ranks: Sequence[Ranks]) -> list[Ranks]:
+    """Returns two of the ranks: a body that is the same for them has no rank in it."""
+    return sorted(ranks, key=lambda each: abs(max(rank or 0 for rank in each) - 2.4))[:2]
+
+
+def _model(record: Record, combination: int, ranks: Sequence[Ranks]) -> bytes:
+    """Makes the model of an op's body for calls of these ranks and all values of the attributes."""
+    import onnx_ir as ir
+
+    from ..export.attach import OPSETS
+    from ..export.bodies import find_body
+    from ..export.body_model import model_of
+    from ..export.calls import make_call
+    from ..export.record_body import trace as trace_body
+
+    body = find_body(record.key)
+    assert body is not None, record
+    body.check(record)
+    dtypes = record.combinations[combination]
+    calls = []
+    for each, attributes in itertools.product(ranks, _attributes(record)):
+        present = [entry.name for entry, rank in zip(record.inputs, each, strict=True) if rank is not None]
+        call = make_call(record, dtypes, present, attributes)
+        for value, rank in zip(call.node.inputs, each, strict=True):
+            if value is not None and rank is not None:
+                value.shape = ir.Shape([None] * rank)
+        calls.append(call)
+    return model_of(trace_body(body, calls, OPSETS[0]), record, dtypes, present)
+
+
+def _attributes(record: Record) -> list[dict[str, Any]]:
+    """Returns attributes in which each has all its values, or two where there are too many."""
+    from ..op_schema import onnx_value
+
+    values: dict[str, list[Any]] = {}
+    for entry in record.attributes:
+        if entry.kind == "bool":
+            values[entry.name] = [False, True]
+        elif entry.kind == "str":
+            values[entry.name] = list(record.attribute_choices.get(entry.name, ("", "?")))
+        else:
+            first = entry.default if not entry.required else 1
+            values[entry.name] = [first, first + 1]
+    most = max(map(len, values.values()), default=1)
+    named = {entry.name: entry for entry in record.attributes}
+    return [
+        {name: onnx_value(named[name], options[i % len(options)]) for name, options in values.items()}
+        for i in range(most)
+    ]
