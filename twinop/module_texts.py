@@ -30,11 +30,12 @@ def read_texts(section: bytes) -> bytes:
     """
     if len(section) < HEADER.size:
         raise ValueError(f"the section {SECTION} is too short")
-    magic, version, _, size, offset, _, _, checksum = HEADER.unpack_from(section)
-    if magic == MAGIC and size == 0:
+    magic, version, checked, size, offset, _, _, checksum = HEADER.unpack_from(section)
+    if magic == MAGIC and version == 0:
         return b""
     if magic == MAGIC and version != VERSION:
         raise ValueError(f"its device modules have version {version}, expected {VERSION}")
-    if magic != MAGIC or size > len(section) or zlib.crc32(section[HEADER.size : size]) != checksum:
+    sums = (zlib.crc32(section[16 : HEADER.size]), zlib.crc32(section[HEADER.size : size]))
+    if magic != MAGIC or size > len(section) or sums != (checked, checksum):
         raise ValueError(f"the section {SECTION} is damaged")
     return section[HEADER.size : offset]

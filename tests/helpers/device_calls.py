@@ -183,7 +183,7 @@ def run(
 
 
 def run_in_threads(library: Path, requests: Sequence[Request], threads: int) -> list[Outcome]:
-    """Each thread creates a kernel and runs all requests. The logs are of all threads, in the first outcome."""
+    """Each thread creates a kernel and runs all requests. The first outcome has the log of all threads."""
     _log()
     results: list[list[Outcome]] = [[] for _ in range(threads)]
 
@@ -201,8 +201,21 @@ def run_in_threads(library: Path, requests: Sequence[Request], threads: int) -> 
     return outcomes
 
 
+def creation_error(library: Path) -> str:
+    """The text of the failure to create a kernel."""
+    try:
+        Kernel(library, 0, 0)
+    except Failure as failure:
+        return str(failure)
+    return ""
+
+
 def body(library: Path, request: Request) -> bytes:
     return Kernel(library, 0, 0).body(request)
+
+
+def tables(libraries: Sequence[Path]) -> list[dict[str, Any] | None]:
+    return [table(library) for library in libraries]
 
 
 def table(library: Path) -> dict[str, Any] | None:
@@ -215,8 +228,8 @@ def table(library: Path) -> dict[str, Any] | None:
     found = pointer.contents
     ops = [found.ops[i].contents for i in range(found.op_count)]
     return {
-        "domain": found.domain.decode(),
-        "archs": found.cuda_archs.decode(),
-        "schemas": [op.schema.decode() for op in ops],
+        "domain": found.domain.decode(errors="replace"),
+        "archs": found.cuda_archs.decode(errors="replace"),
+        "schemas": [op.schema.decode(errors="replace") for op in ops],
         "scratch": [bool(op.scratch_size) for op in ops],
     }

@@ -1,0 +1,186 @@
+"""The variant that a launch takes, against Triton's own rule for specialising a kernel."""
+
+import struct
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from conftest import KERNEL, ONE, InProcess, Packed, op_of, record
+from device_calls import At, Request, run
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+
+from twinop.device_module.plan import (
+    POINTER,
+    DeviceOp,
+    Expression,
+    Kernel,
+    Launch,
+    Opcode,
+    Plan,
+    Pointer,
+    Requirement,
+    Scalar,
+    Variant,
+    attribute,
+    constant,
+    size,
+)
+from twinop.record import Attribute
+
+N = (
+    *range(1, 34), 255, 256, 1000, 1008, 2**20, 2**31 - 17, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1,
+    2**31 + 16, 2**32 - 1, 2**32, 2**40, 2**40 + 8,
+)  # fmt: skip
+X, Y, COUNT = range(3)
+
+
+def _variants() -> tuple[tuple[Variant, ...], list[Kernel]]:
+    """One for each combination of what Triton specialises: aligned x, aligned y, and a kind of count."""
+    kinds: dict[str, list[Requirement]] = {
+        "1": [Requirement(COUNT, "equals_1")],
+        "i32 D": [Requirement(COUNT, "fits_i32"), Requirement(COUNT, "divisible_by_16")],
+        "i32": [Requirement(COUNT, "fits_i32")],
+        "i64 D": [Requirement(COUNT, "divisible_by_16")],
+        "i64": [],
+    }
+    variants, kernels = [], []
+    for x, y, kind in product((True, False), (True, False), kinds):
+        aligned = [Requirement(i, "divisible_by_16") for i, wanted in ((X, x), (Y, y)) if wanted]
+        count = () if kind == "1" else ((COUNT, kind[:3]),)
+        bytes_ = {"1": "8,8", "i32": "8,8,4", "i64": "8,8,8"}[kind[:3]]
+        variants.append(Variant((*aligned, *kinds[kind]), ((X, POINTER), (Y, POINTER), *count), len(kernels)))
+        kernels.append(Kernel(f"k|{bytes_}", "k", {"90": f"x={x} y={y} n={kind}".encode()}))
+    return tuple(variants), kernels
+
+
+class _Address:
+    """What Triton asks of a tensor."""
+
+    dtype = torch.float32
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _in_triton(address_x: int, address_y: int, n: int) -> bytes:
+    """What Triton's launcher would compile for these arguments."""
+
+    def of(argument: Any) -> tuple[str, str]:
+        return native_specialize_impl(CUDABackend, argument, False, True, True)
+
+    x, y = (of(_Address(address))[1] == "D" for address in (address_x, address_y))
+    type_, key = of(n)
+    kind = "1" if type_ == "constexpr" else f"{type_} {key}".strip()
+    return f"x={x} y={y} n={kind}".encode()
+
+
+def test_the_choice_is_that_of_triton(packed: Packed, in_process: InProcess) -> None:
+    variants, kernels = _variants()
+    launch = Launch(
+        (ONE, ONE, ONE), (Pointer("input", 0), Pointer("output", 0), Scalar(size(0, 0), "int")), variants
+    )
+    library = packed(op_of(launch), *kernels)
+    cases = [*product(range(17), (0, 8, 16), N), *product((0, 4), range(17), N)]
+    requests = [Request([At((n,), 4096 + x)], [At((n,), 8192 + y)]) for x, y, n in cases]
+    for (x, y, n), outcome in zip(cases, in_process(run, library, requests), strict=True):
+        assert outcome.error == ""
+        (entry,) = outcome.launches
+        assert entry["image"].encode() == _in_triton(4096 + x, 8192 + y, n), (x, y, n)
+        integer = () if n == 1 else (n.to_bytes(4 if n < 2**31 else 8, "little").hex(),)
+        assert entry["parameters"] == [
+            (4096 + x).to_bytes(8, "little").hex(), (8192 + y).to_bytes(8, "little").hex(), *integer
+        ]  # fmt: skip
+
+
+def launched(op: DeviceOp, request: Request, packed: Packed, in_process: InProcess, types: str = "") -> Any:
+    kernel = Kernel(f"k|{types}", "k_kernel, k.py:7", {"90": b"cubin"})
+    (outcome,) = in_process(run, packed(op, kernel), [request])
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("type_", "value", "expected"),
+    [
+        ("i1", 1, struct.pack("<B", 1)),
+        ("i8", -128, struct.pack("<b", -128)),
+        ("u8", 255, struct.pack("<B", 255)),
+        ("i16", -(2**15), struct.pack("<h", -(2**15))),
+        ("u16", 2**16 - 1, struct.pack("<H", 2**16 - 1)),
+        ("i32", -(2**31), struct.pack("<i", -(2**31))),
+        ("u32", 2**32 - 1, struct.pack("<I", 2**32 - 1)),
+        ("i64", -(2**63), struct.pack("<q", -(2**63))),
+        ("u64", 2**63 - 1, struct.pack("<Q", 2**63 - 1)),
+        ("fp16", 0.1, struct.pack("<e", 0.1)),
+        ("bf16", 0.1, struct.pack("<f", 0.1)[2:]),
+        ("fp32", 0.1, struct.pack("<f", 0.1)),
+        ("fp32", 3, struct.pack("<f", 3)),
+        ("fp64", 0.1, struct.pack("<d", 0.1)),
+    ],
+)
+def test_numbers_have_the_parameters_type(
+    type_: str, value: float, expected: bytes, packed: Packed, in_process: InProcess
+) -> None:
+    launch = Launch((ONE, ONE, ONE), (Scalar(constant(value), type_),), (Variant((), ((0, type_),), 0),))
+    outcome = launched(op_of(launch), Request([At((1,))]), packed, in_process, str(len(expected)))
+    assert outcome.launches[0]["parameters"] == [expected.hex()]
+
+
+@pytest.mark.parametrize(
+    ("type_", "value", "message"),
+    [
+        ("i32", 2**31, "argument 0 is 2147483648, which does not fit in the kernel's 32 bits"),
+        ("u8", -1, "argument 0 is -1, which does not fit in the kernel's 8 bits without a sign"),
+        ("u64", -1, "argument 0 is -1, which does not fit in the kernel's 64 bits without a sign"),
+        ("i64", 0.5, "argument 0 is a float, and the kernel takes an int"),
+    ],
+)
+def test_a_number_that_does_not_fit(
+    type_: str, value: float, message: str, packed: Packed, in_process: InProcess
+) -> None:
+    launch = Launch((ONE, ONE, ONE), (Scalar(constant(value), type_),), (Variant((), ((0, type_),), 0),))
+    outcome = launched(op_of(launch), Request([At((1,))]), packed, in_process)
+    assert outcome.error == f"k_kernel, k.py:7: {message}" and not outcome.launches
+
+
+def test_the_plan_is_that_of_dtype_ranks_and_guards(packed: Packed, in_process: InProcess) -> None:
+    def plan(combination: int, rank: int | None, case: int, *guards: Expression) -> Plan:
+        launch = Launch((constant(case), ONE, ONE), (), (Variant((), (), 0),))
+        return Plan(combination, (1, rank), (launch,), guards)
+
+    small = Expression.of(Opcode.LESS, size(0, 0), 10)
+    flag = (Attribute("n", "int"),)
+    odd = attribute(0) % 2
+    plans = (
+        plan(0, 1, 1, small), plan(0, 1, 2, odd), plan(0, 2, 3), plan(0, None, 4), plan(1, 1, 5),
+    )  # fmt: skip
+    op = DeviceOp(record(2, flag), plans)
+    small_x, large_x, half = At((3,)), At((30,)), At((3,), dtype="float16")
+    cases = [
+        (Request([small_x, small_x], attributes=[0]), 1),
+        (Request([large_x, small_x], attributes=[1]), 2),
+        (Request([large_x, At((2, 2))], attributes=[0]), 3),
+        (Request([large_x, None], attributes=[0]), 4),
+        (Request([half, half], attributes=[0]), 5),
+    ]
+    outcomes = in_process(run, packed(op, KERNEL), [request for request, _ in cases])
+    assert [outcome.launches[0]["grid"][0] for outcome in outcomes] == [case for _, case in cases]
+
+    unknown = [
+        Request([large_x, large_x], attributes=[0]),
+        Request([At((2, 2)), small_x], attributes=[0]),
+        Request([half, None], attributes=[0]),
+    ]
+    errors = [outcome.error for outcome in in_process(run, packed(op, KERNEL), unknown)]
+    assert errors == [
+        "the launcher was traced for other sizes or attributes. Build the library again with samples that "
+        "have these",
+        "the launcher was traced for inputs of other ranks: (1, 1) (1, 2) (1, absent). Build the library "
+        "again with samples of these ranks",
+        "the launcher was traced for inputs of other ranks: (1, 1). Build the library again with samples of "
+        "these ranks",
+    ]
