@@ -122,7 +122,7 @@ typedef struct twinop_op {
   /* Makes the state of one kernel; null: the op has none. A kernel is a node of a session or, in
    * torch, one combination of attributes and device. `call` has the attributes, the context without
    * a stream, and the constant inputs, in the memory in which a launch gets them. Other inputs are
-   * not present. */
+   * not present; where the runtime knows their dtypes, they have these. */
   int32_t (*create)(const twinop_call* call, void** state, twinop_error* error);
   void (*destroy)(void* state);
   /* Gives the op's function body as an ONNX model, for the CPU of ONNX Runtime where `cpu` is null;

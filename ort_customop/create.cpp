@@ -35,6 +35,8 @@ Status CreateState(const OrtKernelInfo* info, Kernel* kernel) {
   const std::size_t listed = record.schema.input_count;
   std::vector<Tensor> inputs(std::max(given, listed));
   std::unique_ptr<Sizes[]> sizes(new Sizes[inputs.size()]);
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    inputs[i].dtype = kernel->op->input_types[std::min(i, listed - 1)];
   for (std::size_t i = 0; i < given; ++i) {
     int constant = 0;
     const OrtValue* value = nullptr;

@@ -1,11 +1,10 @@
 // Runs a plan. A launch costs the host little: no allocation, lock or text unless it fails.
 #include "twinop/device_module/launch.h"
 
-#include <limits>
 #include <stdexcept>
 #include <string>
 
-#include "twinop/math/numeric.h"
+#include "twinop/device_module/parameters.h"
 
 namespace twinop::device_module {
 namespace {
@@ -173,89 +172,6 @@ class Run {
           "filling a tensor");
   }
 
-  static bool Holds(const Requirement& requirement, const Value& value) {
-    if (value.is_float) return false;
-    switch (requirement.kind) {
-      case Requirement::Kind::kDivisibleBy16:
-        return value.integer % 16 == 0;
-      case Requirement::Kind::kEquals1:
-        return value.integer == 1;
-      default:
-        return value.integer == static_cast<std::int32_t>(value.integer);
-    }
-  }
-
-  // The first variant whose requirements hold; the last one has none.
-  static const Variant& Choose(const Launch& launch, const Value* values) {
-    const Variant* variant = launch.variants.data();
-    for (;; ++variant) {
-      bool holds = true;
-      for (const Requirement& requirement : variant->requirements)
-        holds = holds && Holds(requirement, values[requirement.argument]);
-      if (holds) return *variant;
-    }
-  }
-
-  template <class T>
-  static void StoreInt(std::int64_t value, std::size_t argument, const char* label, void* place) {
-    const T stored = static_cast<T>(value);
-    const bool fits = std::is_signed_v<T> || sizeof(T) < 8
-                          ? static_cast<std::int64_t>(stored) == value
-                          : value >= 0;
-    if (__builtin_expect(!fits, false))
-      Fail(std::string(label) + ": argument " + std::to_string(argument) + " is " +
-           std::to_string(value) + ", which does not fit in the kernel's " +
-           std::to_string(8 * sizeof(T)) +
-           (std::is_signed_v<T> ? " bits" : " bits without a sign"));
-    std::memcpy(place, &stored, sizeof(T));
-  }
-
-  static void Store(const Parameter& parameter, const Value& value, const char* label,
-                    void* place) {
-    using Type = Parameter::Type;
-    if (parameter.type >= Type::kFp16) {
-      const auto single = static_cast<float>(value.AsDouble());
-      const auto store = [place](auto stored) { std::memcpy(place, &stored, sizeof(stored)); };
-      Half half;
-      switch (parameter.type) {
-        case Type::kFp16:
-          Round(single, &half);
-          return store(half);
-        case Type::kBf16:  // cut, as Triton's launcher does
-          return store(static_cast<std::uint16_t>(BitsOf(single) >> 16));
-        case Type::kFp32:
-          return store(single);
-        default:
-          return store(value.AsDouble());
-      }
-    }
-    if (value.is_float)
-      Fail(std::string(label) + ": argument " + std::to_string(parameter.argument) +
-           " is a float, and the kernel takes an int");
-    const auto store = [&](auto zero) {
-      StoreInt<decltype(zero)>(value.integer, parameter.argument, label, place);
-    };
-    switch (parameter.type) {
-      case Type::kI1:
-      case Type::kU8:
-        return store(std::uint8_t{});
-      case Type::kI8:
-        return store(std::int8_t{});
-      case Type::kI16:
-        return store(std::int16_t{});
-      case Type::kI32:
-        return store(std::int32_t{});
-      case Type::kU16:
-        return store(std::uint16_t{});
-      case Type::kU32:
-        return store(std::uint32_t{});
-      case Type::kU64:
-        return store(std::uint64_t{});
-      default:  // an int64, or an address
-        return store(std::int64_t{});
-    }
-  }
-
   void LaunchKernel(const Launch& launch) {
     std::int64_t grid[3];
     if (!Grid(launch, grid)) return;
@@ -269,7 +185,7 @@ class Run {
         values[i].integer = static_cast<std::int64_t>(Address(argument));
       }
     }
-    const Variant& variant = Choose(launch, values);
+    const Variant& variant = ChooseVariant(launch, values);
     const Kernel& kernel = payload_.kernels[variant.kernel];
 
     std::uint64_t storage[kMaxLaunchArguments];
@@ -277,7 +193,7 @@ class Run {
     std::size_t count = 0;
     for (const Parameter& parameter : variant.parameters) {
       parameters[count] = &storage[count];
-      Store(parameter, values[parameter.argument], kernel.label, parameters[count++]);
+      StoreParameter(parameter, values[parameter.argument], kernel.label, parameters[count++]);
     }
     // Triton's two: the scratch memory of the kernel, and that of its profiler.
     std::uint64_t trailing[2] = {0, 0};

@@ -134,8 +134,9 @@ def test_numbers_have_the_parameters_type(
     ("type_", "value", "message"),
     [
         ("i32", 2**31, "argument 0 is 2147483648, which does not fit in the kernel's 32 bits"),
+        ("i1", 2, "argument 0 is 2, which does not fit in the kernel's 1 bits without a sign"),
         ("u8", -1, "argument 0 is -1, which does not fit in the kernel's 8 bits without a sign"),
-        ("u64", -1, "argument 0 is -1, which does not fit in the kernel's 64 bits without a sign"),
+        ("u64", -1, "argument 0 is -1, which does not fit in the kernel's 63 bits without a sign"),
         ("i64", 0.5, "argument 0 is a float, and the kernel takes an int"),
     ],
 )
