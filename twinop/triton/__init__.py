@@ -1,1 +1,1 @@
-"""Kernels in Triton's language: from the launcher that the user wrote to compiled kernels and their launches."""
+"""Kernels in Triton's language: from the user's launcher to compiled kernels and their launches."""

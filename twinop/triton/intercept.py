@@ -1,0 +1,159 @@
+"""Catches what a traced launcher calls: Triton's launches, and functions that need plain numbers."""
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..device_module.plan import Opcode
+from .recorder import Recorder
+
+_OF_SYMBOLS = {
+    "sqrt": Opcode.SQRT,
+    "exp": Opcode.EXP,
+    "log": Opcode.LOG,
+    "pow": Opcode.POWER,
+    "floor": Opcode.FLOOR,
+    "ceil": Opcode.CEIL,
+}
+
+Choose = Callable[[Any, Mapping[str, Any], Any], Any]
+"""Chooses a configuration of a `triton.autotune` kernel: (the Autotuner, the arguments by name, the compute
+capability). Numbers may be symbolic; each comparison with one makes a plan for either answer."""
+
+
+def first_configuration(autotuner: Any, arguments: Mapping[str, Any], arch: Any) -> Any:
+    """Returns the first configuration that the kernel's own pruning leaves."""
+    configurations = autotuner.configs
+    if autotuner.early_config_prune:
+        given = {name: value for name, value in arguments.items() if name not in autotuner.nargs}
+        configurations = autotuner.early_config_prune(configurations, autotuner.nargs, **given)
+    return configurations[0]
+
+
+class Indexing(TorchFunctionMode):
+    """Indexes tensors without a device: torch's own indexing asks for the GPU of a tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__getitem__:
+            return func(*args, **(kwargs or {}))
+        tensor, index = args
+        entries = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(entry, (torch.Tensor, list)) for entry in entries):
+            return torch.ops.aten.index(tensor, list(entries))  # the recorder refuses it
+        dimension = 0
+        for place, entry in enumerate(entries):
+            if entry is None:
+                tensor = tensor.unsqueeze(dimension)
+            elif entry is Ellipsis:
+                dimension = tensor.dim() - sum(e is not None for e in entries[place + 1 :])
+                continue
+            elif isinstance(entry, slice):
+                tensor = torch.ops.aten.slice(tensor, dimension, entry.start, entry.stop, entry.step or 1)
+            else:
+                tensor = torch.ops.aten.select(tensor, dimension, entry)
+                continue
+            dimension += 1
+        return tensor
+
+
+@contextmanager
+def functions_of_symbols(recorder: Recorder) -> Iterator[None]:
+    """Functions of `math` and `torch.cuda` that take symbolic numbers, or need no GPU."""
+    symbolic = (torch.SymInt, torch.SymFloat)
+
+    def on_symbols(function: Callable[..., Any], opcode: Opcode) -> Callable[..., Any]:
+        def called(*values: Any) -> Any:
+            if any(isinstance(value, symbolic) for value in values):
+                return recorder.symbols.operation(opcode, *values)
+            return function(*values)
+
+        return called
+
+    names = {
+        "sqrt": Opcode.SQRT,
+        "exp": Opcode.EXP,
+        "log": Opcode.LOG,
+        "pow": Opcode.POWER,
+        "ceil": Opcode.CEIL,
+    }
+    with ExitStack() as stack:
+        for name, opcode in {**names, "floor": Opcode.FLOOR}.items():
+            stack.enter_context(mock.patch.object(math, name, on_symbols(getattr(math, name), opcode)))
+        for name in ("_exchange_device", "_maybe_exchange_device"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda device: 0))
+        yield
+
+
+@contextmanager
+def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
+    """Records the launches of Triton's kernels instead of doing them."""
+    import triton
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        _record(recorder, kernel, grid, args, kwargs)
+
+    def run_tuned(autotuner: Any, *args: Any, **kwargs: Any) -> None:
+        autotuner.nargs = dict(zip(autotuner.arg_names, args, strict=False))
+        arguments = {**autotuner.nargs, **{k: v for k, v in kwargs.items() if k in autotuner.arg_names}}
+        configuration = choose(autotuner, arguments, recorder.symbols.arch())
+        more = configuration.all_kwargs()
+        if configuration.pre_hook is not None:
+            configuration.pre_hook({**arguments, **more})
+        autotuner.fn.run(*args, **kwargs, **more)
+
+    next_power_of_2 = triton.next_power_of_2
+
+    def power(n: Any) -> Any:
+        is_symbolic = isinstance(n, torch.SymInt)
+        return recorder.symbols.operation(Opcode.NEXT_POWER_OF_2, n) if is_symbolic else original(n)
+
+    original = getattr(next_power_of_2, "fn", next_power_of_2)
+    is_object = original is not next_power_of_2  # who imported it by name calls it too
+    where: Any = next_power_of_2 if is_object else triton
+    with (
+        mock.patch.object(where, "fn" if is_object else "next_power_of_2", power),
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(Autotuner, "run", run_tuned),
+    ):
+        yield
+
+
+def _record(recorder: Recorder, kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    parameters = {parameter.name: parameter for parameter in kernel.params}
+    label = f"{kernel.fn.__name__}, {_place(kernel)}"
+    options = {name: value for name, value in kwargs.items() if name not in parameters}
+    if kernel.pre_run_hooks:
+        raise recorder.error(f"{label}: it has launch hooks, which a library cannot run. Remove them")
+    try:
+        bound = kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k in parameters})
+    except TypeError as error:
+        raise recorder.error(f"{label}: {error}") from None
+    bound.apply_defaults()
+    values = {name: _unwrapped(value) for name, value in bound.arguments.items()}
+    is_constant = {name: parameters[name].is_constexpr for name in values}
+    constants = {name: recorder.constant(name, values[name]) for name in values if is_constant[name]}
+    grid = grid({**values, **constants}) if callable(grid) else grid
+    arguments = {name: value for name, value in values.items() if not is_constant[name]}
+    recorder.launch(kernel, label, grid, arguments, constants, options)
+
+
+def _unwrapped(value: Any) -> Any:
+    """Returns the value of a tl.constexpr, and other values as they are."""
+    return value.value if type(value).__name__ == "constexpr" else value
+
+
+def _place(kernel: Any) -> str:
+    code = kernel.fn.__code__
+    with contextlib.suppress(AttributeError):  # Triton below 3.9 does not say where `def` is
+        return f"{Path(code.co_filename).name}:{operator.index(kernel.def_file_line_number)}"
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"

@@ -1,0 +1,157 @@
+"""Says in the language of records which shapes and dtypes the outputs of traced launchers have."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+
+from ..device_module.plan import Expression, Opcode
+from ..dtypes import ELEMENT_TYPES
+from ..errors import BuildError, RecordError
+from ..record import Record, entries
+from ..shapes import ShapeExpression
+from .recorder import Output
+from .symbols import Call
+
+_SIGNS = {Opcode.ADD: "+", Opcode.SUBTRACT: "-", Opcode.MULTIPLY: "*", Opcode.FLOOR_DIVIDE: "//"}
+_UNSUPPORTED = ("str", "complex64", "complex128")
+
+Traced = Mapping[tuple[int | None, ...], Sequence[tuple[Output, ...]]]
+"""The outputs of every path by the ranks of the inputs."""
+
+
+def with_dtypes(record: Record, combination: int, traced: Sequence[tuple[Output, ...]], place: str) -> Record:
+    """Adds the dtypes of the outputs to a combination of dtypes.
+
+    Raises:
+        BuildError: they differ between calls, are not those that the record names, or no library has them.
+    """
+    texts = [text.strip() for text in record.dtypes.split(";")]
+    named = dict(part.split("=") for part in texts[combination].split()[1:])
+    for index, name in enumerate(record.outputs):
+        found = sorted({outputs[index].dtype for outputs in traced})
+        expected = record.combinations[combination][name]
+        if len(found) > 1:
+            raise BuildError(
+                f"{place}: output {name} of {record.name} has {' or '.join(found)}, as the call goes"
+            )
+        if found[0] not in ELEMENT_TYPES or found[0] in _UNSUPPORTED or found[0].startswith("float8"):
+            raise BuildError(
+                f"{place}: output {name} of {record.name} has the dtype {found[0]}, which no op has"
+            )
+        if found[0] != expected:
+            if name in named:
+                raise BuildError(
+                    f"{place}: output {name} of {record.name} has the dtype {found[0]}; "
+                    f"dtypes={texts[combination]!r} says {expected}"
+                )
+            texts[combination] += f" {name}={found[0]}"
+    return replace(record, dtypes="; ".join(texts))
+
+
+def with_shapes(record: Record, traced: Traced, place: str) -> Record:
+    """Adds the shapes of the outputs.
+
+    Raises:
+        BuildError: those that the record names are others, or none of the language fits.
+    """
+    given = entries(record.shapes)
+    found = {}
+    for index, name in enumerate(record.outputs):
+        if name in given:
+            if not _fits(record, given[name], traced, index):
+                raise BuildError(
+                    f"{place}: output {name} of {record.name} has another shape than {given[name]!r}"
+                )
+            found[name] = given[name]
+            continue
+        text = next(
+            (text for text in _candidates(record, traced, index) if _fits(record, text, traced, index)), None
+        )
+        if text is None:
+            raise BuildError(
+                f"{place}: no expression was found for the shape of output {name} of {record.name}. Give it: "
+                f'shapes="{name} = [{record.inputs[0].name}[0]]"'
+            )
+        found[name] = text
+    first = record.inputs[0].name
+    return replace(
+        record, shapes="; ".join(f"{name} = {text}" for name, text in found.items() if text != first)
+    )
+
+
+def _candidates(record: Record, traced: Traced, output: int) -> Iterator[str]:
+    names = [entry.name for entry in record.inputs if not entry.optional]
+    yield from names
+    for name in names:
+        for count in range(1, 4):
+            yield f"{name}[:-{count}]"
+            yield f"{name}[{count}:]"
+            yield f"{name}[-{count}:]"
+            yield f"{name}[:{count}]"
+    # With the sizes of one trace, the first ones counted from the start or from the end.
+    for ranks, paths in traced.items():
+        shape = paths[0][output].shape
+        for from_end in (False, True):
+            sizes = [_text(record, size, ranks, from_end) for size in shape]
+            if None in sizes:
+                continue
+            yield f"[{', '.join(map(str, sizes))}]"
+            for kept in range(1, len(sizes)):
+                head, tail = (
+                    f"[{', '.join(map(str, sizes[:kept]))}]",
+                    f"[{', '.join(map(str, sizes[kept:]))}]",
+                )
+                for name, rank in zip([entry.name for entry in record.inputs], ranks, strict=True):
+                    if rank is not None and rank >= kept:
+                        yield f"{name}[:{kept - rank}] + {tail}" if rank > kept else f"{name} + {tail}"
+                        yield f"{head} + {name}[{kept}:]"
+
+
+def _text(record: Record, size: Expression, ranks: tuple[int | None, ...], from_end: bool) -> str | None:
+    """Writes a size in the language of records; None where it has no word for it."""
+    stack: list[str] = []
+    for opcode, operand in size.code:
+        if opcode is Opcode.CONSTANT_INT:
+            stack.append(str(operand))
+        elif opcode is Opcode.SIZE:
+            tensor, dimension = operand
+            index = dimension - (ranks[tensor] or 0) if from_end else dimension
+            stack.append(f"{record.inputs[tensor].name}[{index}]")
+        elif opcode is Opcode.ATTRIBUTE and record.attributes[operand].kind in ("int", "bool"):
+            stack.append(record.attributes[operand].name)
+        elif opcode in _SIGNS:
+            right, left = stack.pop(), stack.pop()
+            stack.append(f"({left} {_SIGNS[opcode]} {right})")
+        else:
+            return None
+    return stack[0].removeprefix("(").removesuffix(")") if stack[0].startswith("(") else stack[0]
+
+
+def _fits(record: Record, text: str, traced: Traced, output: int) -> bool:
+    """Whether a text gives the shapes of all traces, for several sizes."""
+    random = Random(0)
+    for ranks, paths in traced.items():
+        for _ in range(3):
+            sizes = tuple(None if r is None else tuple(random.sample(range(1000, 9000), r)) for r in ranks)
+            attributes = tuple(random.randrange(2, 9) for _ in record.attributes)
+            call = _required(record, Call(sizes, attributes))
+            shapes = dict(zip((entry.name for entry in record.inputs), call.sizes, strict=True))
+            named = dict(zip((entry.name for entry in record.attributes), attributes, strict=True))
+            try:
+                shape = ShapeExpression(record, shapes, named).evaluate(text)
+                if any(shape != tuple(map(call.value, path[output].shape)) for path in paths):
+                    return False
+            except (RecordError, ArithmeticError):
+                return False
+    return True
+
+
+def _required(record: Record, call: Call) -> Call:
+    """Gives the inputs the shapes that the record requires."""
+    names = [entry.name for entry in record.inputs]
+    shapes = dict(zip(names, call.sizes, strict=True))
+    attributes = dict(zip((entry.name for entry in record.attributes), call.attributes, strict=True))
+    for name, text in entries(record.input_shapes).items():
+        if shapes[name] is not None:
+            shapes[name] = ShapeExpression(record, shapes, attributes).evaluate(text)
+    return replace(call, sizes=tuple(shapes[name] for name in names))

@@ -1,0 +1,281 @@
+"""Records what a launcher does: the tensors that it allocates and fills, and the kernels that it launches."""
+
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..device_module.plan import Expression, Fill, Pointer, Scalar, as_expression
+from ..errors import BuildError
+from .expressions import NotAnExpression
+from .symbols import SYMBOLIC, Symbols, Varying
+from .traced import Argument, TracedLaunch
+
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_FILLED = {
+    "zeros": 0, "zeros_like": 0, "new_zeros": 0, "zero_": 0, "ones": 1, "ones_like": 1, "new_ones": 1,
+    "full": None, "full_like": None, "new_full": None, "fill_": None,
+}  # fmt: skip
+"""Operators that set all elements to a value; None: to their second argument, or the third of `new_full`."""
+
+_QUERIES = {"prim.device.default"}
+_FORMATS = {torch.float16: "e", torch.float32: "f", torch.float64: "d", torch.bool: "?"}
+_LOCAL = "storage"
+"""The base of a pointer to a tensor of which it is not known yet whether it is an output."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a launcher returned."""
+
+    dtype: str
+    shape: tuple[Expression, ...]
+
+
+class Recorder(TorchDispatchMode):
+    """Records one run of a launcher.
+
+    Attributes:
+        symbols: of the sizes and attributes.
+        steps: what was recorded.
+    """
+
+    def __init__(self, symbols: Symbols, launcher: Any) -> None:
+        super().__init__()
+        self.symbols, self.steps = symbols, list[TracedLaunch | Fill]()
+        self._code = launcher.__code__
+        self._storages: dict[int, Pointer] = {}
+        self._sizes: list[Expression] = []
+        self._kept: list[torch.Tensor] = []  # an address must not be that of two tensors
+
+    def add_input(self, index: int, tensor: torch.Tensor) -> None:
+        """Makes a tensor known as an input."""
+        self._storages[_address(tensor)] = Pointer("input", index)
+        self._kept.append(tensor)
+
+    def line(self) -> str:
+        """Returns the line of the launcher that runs, "mish.py:14"."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self._code.co_filename:
+            frame = frame.f_back
+        number = self._code.co_firstlineno if frame is None else frame.f_lineno
+        return f"{Path(self._code.co_filename).name}:{number}"
+
+    def error(self, text: str) -> BuildError:
+        """Returns the error of something that cannot be traced, with the line of the launcher that runs."""
+        return BuildError(f"{self.line()}: {text}")
+
+    def expression(self, value: Any) -> Expression:
+        """Returns the expression of a number of the launcher.
+
+        Raises:
+            BuildError: the library cannot compute it.
+        """
+        try:
+            return self.symbols.expression(value)
+        except NotAnExpression as error:
+            raise self.error(f"the library cannot compute {error} from sizes and attributes") from None
+
+    def constant(self, name: str, value: Any) -> Any:
+        """Returns a value that must be known when the kernel is compiled.
+
+        Raises:
+            BuildError: it varies.
+        """
+        if isinstance(value, torch.SymBool):
+            return bool(value)
+        if isinstance(value, torch.Tensor):
+            raise self.error(f"the constant {name} is a tensor; expected a number, a text or None")
+        try:
+            return self.symbols.fix(value.node.expr) if isinstance(value, SYMBOLIC) else value
+        except Varying:
+            raise self.error(
+                f"{name} varies with sizes or attributes without a range, and a kernel is compiled for each "
+                "of its values. Choose it by comparisons, or with triton.next_power_of_2"
+            ) from None
+
+    def launch(
+        self,
+        kernel: Any,
+        label: str,
+        grid: Sequence[Any],
+        arguments: Mapping[str, Any],
+        constants: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        block: Sequence[Any] | None = None,
+    ) -> None:
+        """Records a launch.
+
+        Args:
+            kernel: what was launched; compilation recognises it.
+            label: for messages, "mish_kernel, mish.py:7".
+            grid: one to three numbers of programs (blocks).
+            arguments: tensors and numbers by the names of the kernel's parameters, in their order.
+            constants: parameters for each value of which the kernel is compiled.
+            options: of the compiler.
+            block: one to three numbers of threads; None: the compiler decides.
+
+        Raises:
+            BuildError: a library cannot give the kernel such an argument, or a constant varies.
+        """
+        fixed = {name: self.constant(name, value) for name, value in (constants or {}).items()}
+        known = {name: self.constant(name, value) for name, value in (options or {}).items()}
+        traced = []
+        for name, value in arguments.items():
+            if value is None:
+                fixed[name] = None
+            else:
+                traced.append(self._argument(label, name, value))
+        sizes = None if block is None else self._three(label, "block", block)
+        grid = self._three(label, "grid", grid)
+        self.steps.append(TracedLaunch(kernel, label, self.line(), grid, tuple(traced), fixed, known, sizes))
+
+    def finish(self, returned: Any, count: int) -> tuple[list[Output], list[Expression], list[Any]]:
+        """Says which tensors are outputs.
+
+        Returns:
+            The outputs, the bytes of the temporary tensors, and the steps with pointers to these.
+
+        Raises:
+            BuildError: the launcher did not return so many new tensors.
+        """
+        returned = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+        at = f"{Path(self._code.co_filename).name}:{self._code.co_firstlineno}: {self._code.co_name}"
+        if len(returned) != count or not all(isinstance(tensor, torch.Tensor) for tensor in returned):
+            kinds = ", ".join(type(value).__name__.replace("FakeTensor", "tensor") for value in returned)
+            raise BuildError(f"{at} returns {kinds}; its schema has {count} output{'s' * (count > 1)}")
+        places: dict[int, Pointer] = {}
+        for index, tensor in enumerate(returned):
+            storage = self._storages.get(_address(tensor))
+            if storage is None or storage.base == "input":
+                raise BuildError(
+                    f"{at} returns an input, or a view of one, as output {index}; expected a new tensor, as "
+                    "torch.empty_like makes it"
+                )
+            size = self.expression(tensor.numel() * tensor.element_size())
+            if storage.index in places or size != self._sizes[storage.index] or not tensor.is_contiguous():
+                raise BuildError(
+                    f"{at} returns a view as output {index}; expected a contiguous tensor of its own memory"
+                )
+            places[storage.index] = Pointer("output", index)
+        used = dict.fromkeys(p.index for step in self.steps for p in _pointers(step) if p.base == _LOCAL)
+        temporaries = [index for index in used if index not in places]
+        places |= {index: Pointer("temporary", place) for place, index in enumerate(temporaries)}
+        outputs = [Output(_name(t.dtype), tuple(map(self.expression, t.shape))) for t in returned]
+        return outputs, [self._sizes[i] for i in temporaries], [_placed(step, places) for step in self.steps]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if not (name in _EMPTY or name in _FILLED or func.is_view or str(func) in _QUERIES):
+            if name == "_local_scalar_dense":
+                raise self.error("this reads an element of a tensor, but the plan may depend on sizes only")
+            raise self.error(
+                f"the launcher computes with torch.{name}, but it may only allocate tensors, fill them with "
+                "a byte, view them and launch kernels. Compute it in a kernel"
+            )
+        was, self.symbols.in_torch = self.symbols.in_torch, True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.symbols.in_torch = was
+        if isinstance(result, torch.Tensor) and _address(result) not in self._storages:
+            self._allocate(result)
+        if name in _FILLED:
+            self._fill(result, kwargs.get("fill_value", args[-1]) if _FILLED[name] is None else _FILLED[name])
+        return result
+
+    def _allocate(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cuda":
+            raise self.error(f"a tensor on the device {tensor.device}; expected the device of the inputs")
+        self._storages[_address(tensor)] = Pointer(_LOCAL, len(self._sizes))
+        self._sizes.append(self.expression(tensor.untyped_storage().nbytes()))
+        self._kept.append(tensor)
+
+    def _fill(self, tensor: torch.Tensor, value: Any) -> None:
+        pointer = self._pointer(tensor, "the tensor")
+        if isinstance(value, (*SYMBOLIC, torch.Tensor)) or len(set(_bytes(value, tensor.dtype))) != 1:
+            raise self.error(
+                f"the library fills tensors with a byte, and {value} in {_name(tensor.dtype)} has several. "
+                "Fill the tensor in a kernel"
+            )
+        if pointer.base == "input":
+            raise self.error("the launcher writes to an input")
+        if not tensor.is_contiguous():
+            raise self.error("only contiguous tensors can be filled. Fill this one in a kernel")
+        size = self.expression(tensor.numel() * tensor.element_size())
+        self.steps.append(Fill(pointer, size, _bytes(value, tensor.dtype)[0]))
+
+    def _pointer(self, tensor: torch.Tensor, what: str) -> Pointer:
+        storage = self._storages.get(_address(tensor))
+        if storage is None:
+            raise self.error(f"{what} is neither an input nor allocated by the launcher")
+        return replace(storage, offset=self.expression(tensor.storage_offset() * tensor.element_size()))
+
+    def _argument(self, label: str, name: str, value: Any) -> Argument:
+        if isinstance(value, torch.Tensor):
+            shape, strides = (tuple(map(self.expression, sizes)) for sizes in (value.shape, value.stride()))
+            pointer = self._pointer(value, f"{name} of {label}")
+            return Argument(name, pointer, _name(value.dtype), shape, strides)
+        if isinstance(value, (bool, torch.SymBool)):
+            return Argument(name, Scalar(as_expression(int(bool(value))), "i1"))
+        if isinstance(value, (int, torch.SymInt)):
+            return Argument(name, Scalar(self.expression(value), "int"))
+        if isinstance(value, (float, torch.SymFloat)):
+            return Argument(name, Scalar(self.expression(value), "fp32"))
+        kind = type(value).__name__
+        advice = ": make the descriptor in the kernel, with tl.make_tensor_descriptor" * (
+            kind == "TensorDescriptor"
+        )
+        raise self.error(
+            f"{label}: {name} is a {kind}; a library can give a kernel tensors and numbers{advice}"
+        )
+
+    def _three(
+        self, label: str, what: str, values: Sequence[Any]
+    ) -> tuple[Expression, Expression, Expression]:
+        if isinstance(values, (int, torch.SymInt)):
+            values = (values,)
+        if not 1 <= len(values) <= 3 or not all(isinstance(v, (int, torch.SymInt)) for v in values):
+            kinds = ", ".join(type(value).__name__ for value in values)
+            raise self.error(f"{label}: its {what} is ({kinds}); expected one to three ints")
+        x, y, z = map(self.expression, (*values, 1, 1)[:3])
+        return x, y, z
+
+
+def _pointers(step: TracedLaunch | Fill) -> list[Pointer]:
+    if isinstance(step, Fill):
+        return [step.pointer]
+    return [argument.value for argument in step.arguments if isinstance(argument.value, Pointer)]
+
+
+def _placed(step: TracedLaunch | Fill, places: Mapping[int, Pointer]) -> TracedLaunch | Fill:
+    def moved(value: Any) -> Any:
+        is_local = isinstance(value, Pointer) and value.base == _LOCAL
+        return replace(places[value.index], offset=value.offset) if is_local else value
+
+    if isinstance(step, Fill):
+        return replace(step, pointer=moved(step.pointer))
+    return replace(step, arguments=tuple(replace(a, value=moved(a.value)) for a in step.arguments))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(value: Any, dtype: torch.dtype) -> bytes:
+    if dtype is torch.bfloat16:
+        return struct.pack("<f", float(value))[2:]
+    if dtype in _FORMATS:
+        return struct.pack("<" + _FORMATS[dtype], value)
+    return int(value).to_bytes(dtype.itemsize, "little", signed=int(value) < 0)
