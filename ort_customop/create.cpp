@@ -13,7 +13,9 @@ using Sizes = std::int64_t[kMaxRank];
 // Finds the device's allocator and, on CUDA, the index of the device.
 Status FindDevice(const OrtKernelInfo* info, Kernel* kernel) {
   const OrtApi* api = kernel->api;
-  if (!kernel->op->on_cuda && kernel->op->record->scratch_size == nullptr) return {};
+  const bool has_scratch =
+      kernel->op->launch != nullptr && kernel->op->record->scratch_size != nullptr;
+  if (!kernel->op->on_cuda && !has_scratch) return {};
   TWINOP_RETURN_IF_ORT_ERROR(
       api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator));
   if (!kernel->op->on_cuda) return {};
@@ -73,7 +75,10 @@ OrtStatusPtr CreateKernel(const OrtCustomOp* ort_op, const OrtApi* api, const Or
         ReadAttributes(*op.record, api, info, kernel->attributes.get(), kernel->storage.get());
     if (!status.ok()) return ToOrt(api, AtNode(*kernel, status), ORT_INVALID_GRAPH);
     status = FindDevice(info, kernel.get());
-    if (status.ok()) status = CreateState(info, kernel.get());
+    if (status.ok())
+      status = op.launch != nullptr
+                   ? CreateState(info, kernel.get())
+                   : Body::Create(op, kernel->attributes.get(), info, &kernel->body);
     if (!status.ok()) return ToOrt(api, AtNode(*kernel, status));
     *result = kernel.release();
     return static_cast<OrtStatusPtr>(nullptr);

@@ -123,6 +123,7 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
 
   if (AllEmpty(record, outputs)) return {};
+  if (kernel.body != nullptr) return kernel.body->Run(context, inputs.tensors, outputs);
   Scratch scratch(kernel.allocator);
   std::int64_t bytes = 0;
   TWINOP_RETURN_IF_ERROR(ScratchBytes(record, call, &bytes));
@@ -190,12 +191,13 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
 
 }  // namespace
 
-ComputeFunction FindCompute(const Record& record, const OrtApi* api24) {
+ComputeFunction FindCompute(const Op& op) {
+  const Record& record = *op.record;
   const Schema& schema = record.schema;
   const bool unary = schema.input_count == 1 && !schema.HasOptionalInput() &&
                      !schema.HasRepeatedInput() && schema.output_count == 1 &&
                      record.same_shape_inputs[0] == 0 && record.scratch_size == nullptr;
-  return unary && api24 != nullptr ? ComputeUnary : ComputeKernel;
+  return unary && op.launch != nullptr && op.api24 != nullptr ? ComputeUnary : ComputeKernel;
 }
 
 }  // namespace twinop::ort

@@ -67,6 +67,7 @@ Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combina
   op.launch = on_cuda ? record.cuda_launch : record.cpu_launch;
   op.api = api;
   op.api24 = api24;
+  op.runtime_minor = runtime_minor;
   for (std::size_t i = 0; i < schema.input_count; ++i)
     op.input_types[i] = record.input_types[combination][i];
   for (std::size_t i = 0; i < schema.output_count; ++i)
@@ -104,11 +105,12 @@ Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combina
   op.GetStartVersion = [](const OrtCustomOp* op) { return Self(op).domain_version; };
   op.GetEndVersion = [](const OrtCustomOp* op) { return Self(op).domain_version; };
   op.CreateKernelV2 = CreateKernel;
-  op.KernelComputeV2 = FindCompute(record, api24);
+  op.KernelComputeV2 = FindCompute(op);
   op.KernelDestroy = DestroyKernel;
   // Before 1.24, ORT crashes if a node omits an input in the middle and this callback exists.
   if (!schema.HasOptionalInput() || runtime_minor >= 24) op.InferOutputShapeFn = InferShapes;
-  op.GetMayInplace = FindMayInplace(record);
+  // A function body may read an input after it has written an output.
+  op.GetMayInplace = op.launch != nullptr ? FindMayInplace(record) : nullptr;
   if (op.GetMayInplace != nullptr) op.ReleaseMayInplace = ReleaseMayInplace;
   return op;
 }

@@ -18,14 +18,14 @@ struct Op : OrtCustomOp {
   const Record* record;
   std::int32_t domain_version;
   bool on_cuda;
-  twinop_launch launch;
+  twinop_launch launch;  // null: the function body runs instead (body.h)
   DType input_types[kMaxArguments];
   DType output_types[kMaxOutputs];
   const OrtApi* api;
   const OrtApi* api24;  // null on runtimes before 1.24
+  int runtime_minor;    // 23 for ORT 1.23.2
 };
 
-// `runtime_minor` is 23 for ORT 1.23.2.
 Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,
           const OrtApi* api, const OrtApi* api24, int runtime_minor);
 
@@ -33,7 +33,7 @@ Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combina
 OrtStatusPtr CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
                           void** kernel);
 using ComputeFunction = OrtStatusPtr(ORT_API_CALL*)(void* kernel, OrtKernelContext* context);
-ComputeFunction FindCompute(const Record& record, const OrtApi* api24);
+ComputeFunction FindCompute(const Op& op);
 void DestroyKernel(void* kernel);
 OrtStatusPtr InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context);
 

@@ -26,7 +26,9 @@ class Library {
       if (record.schema.IsBackward()) continue;
       for (std::size_t c = 0; c < record.CombinationCount(); ++c) {
         for (bool on_cuda : {false, true}) {
-          if ((on_cuda ? record.cuda_launch : record.cpu_launch) == nullptr) continue;
+          const bool runs = on_cuda ? record.cuda_launch != nullptr
+                                    : record.cpu_launch != nullptr || record.body_model != nullptr;
+          if (!runs) continue;
           ops_.push_back(
               MakeOp(record, table.domain_version, c, on_cuda, api, api24, RuntimeMinor(base)));
         }

@@ -70,6 +70,11 @@ def c_library(name: str, *definitions: str, link: str = "") -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix="twinop-c-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build_c(ROOT / "tests/ops/plain_c.c", folder / f"lib{name}.so", *definitions, link=link)
+
+
+def build_c(source: Path, library: Path, *definitions: str, link: str = "") -> Path:
+    """Builds a library of a C file and the archive."""
     strict = [
         "-x",
         "c",
@@ -82,9 +87,8 @@ def c_library(name: str, *definitions: str, link: str = "") -> Path:
         f"-I{ROOT}/twinop/include",
     ]
     hidden = ["-fPIC", "-O2", "-fvisibility=hidden"]
-    source, compiled = ROOT / "tests/ops/plain_c.c", folder / "plain_c.o"
+    compiled = library.with_suffix(".o")
     subprocess.run([c_compiler(), *strict, *hidden, *definitions, "-c", source, "-o", compiled], check=True)
-    library = folder / f"lib{name}.so"
     map_file = ROOT / "ort_customop/exports.map"
     linked = [f"-Wl,--version-script={map_file},--undefined=RegisterCustomOps,-Bsymbolic,--no-undefined"]
     command: list[str | Path] = [

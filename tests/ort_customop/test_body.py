@@ -1,0 +1,200 @@
+"""Ops without a CPU kernel run their function bodies on the CPU provider."""
+
+import itertools
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from body_library import BodyOp, body_library, body_op
+from ort_cases import custom, graph, one_node
+from ort_versions import SUPPORTED, environment
+from samples import RECORDS, Sample, combinations, presence_patterns, samples
+
+from twinop.errors import ExportError
+from twinop.export import attach_bodies
+from twinop.export.body_model import body_model
+from twinop.record import Record
+
+NAMES = (
+    "relu",
+    "gelu",
+    "softmax",
+    "add",
+    "swiglu",
+    "layer_norm",
+    "add_rms_norm",
+    "pad_affine",
+    "double_and_sum",
+)
+OPS = {name: RECORDS[name] for name in NAMES}
+FIXED = {"gelu": {"approximate": "none"}}  # its body reads the attribute
+
+
+def presences(record: Record) -> list[list[str]]:
+    patterns = [p for dtypes in record.combinations for p in presence_patterns(record, dtypes)]
+    return [
+        list(names) for names in dict.fromkeys(tuple(n for n, given in p.items() if given) for p in patterns)
+    ]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bodies")
+    ops = [body_op(record, presences(record), **FIXED.get(name, {})) for name, record in OPS.items()]
+    return body_library(folder, ops)
+
+
+def session(model: onnx.ModelProto, library: Path | None = None) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1  # reductions then have one order
+    options.log_severity_level = 4
+    if library is not None:
+        options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def feeds_of(sample: Sample) -> dict[str, np.ndarray]:
+    return {
+        name: (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+        for name, tensor in sample.inputs.items()
+        if tensor is not None
+    }
+
+
+def some_samples(record: Record, dtypes: dict[str, str]) -> list[Sample]:
+    """One sample for each combination of present inputs, attributes and rank, and empty ones."""
+    found: dict[str, Sample] = {}
+    for sample in samples(record, dtypes):
+        tensors = [tensor for tensor in sample.inputs.values() if tensor is not None]
+        if sample.attributes.items() >= FIXED.get(record.name, {}).items() or not sample.attributes:
+            present = [tensor is not None for tensor in sample.inputs.values()]
+            found[f"{present} {sample.attributes} {tensors[0].dim()} {tensors[0].numel() > 0}"] = sample
+    return list(found.values())
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["unknown ranks", "fixed sizes"])
+@pytest.mark.parametrize(("record", "dtypes"), combinations(OPS))
+def test_results_are_those_of_the_body_in_a_model(
+    record: Record, dtypes: dict[str, str], fixed: bool, library: Path
+) -> None:
+    """The results are equal to the bit, with NaN among the inputs."""
+    if (record.name, dtypes.get("x")) == ("gelu", "float64"):
+        pytest.skip("ONNX Runtime has no kernel for this body")
+    for sample in some_samples(record, dict(dtypes)):
+        feeds = feeds_of(sample)
+        for array in feeds.values():
+            array.reshape(-1)[:1] = np.nan
+        expected = session(attach_bodies(one_node(record, dtypes, sample), RECORDS)).run(None, feeds)
+        results = session(one_node(record, dtypes, sample, fixed=fixed), library).run(None, feeds)
+        for actual, wanted in zip(results, expected, strict=True):
+            assert actual.dtype == wanted.dtype and actual.shape == wanted.shape
+            assert actual.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["unknown ranks", "fixed sizes"])
+def test_a_body_that_this_onnxruntime_cannot_run(fixed: bool, library: Path) -> None:
+    """Said when the session is created; where the ranks are not known then, by the first run."""
+    record = OPS["gelu"]
+    dtypes = record.combinations[-1]
+    assert dtypes["x"] == "float64"
+    sample = next(sample for sample in samples(record, dict(dtypes)) if sample.inputs["x"].numel() > 0)
+    model = one_node(record, dtypes, sample, fixed=fixed, approximate="none")
+    said = r"node 'the_gelu_of_x' \(CPU\): its function body: Could not find an implementation for Erf"
+    if fixed:
+        with pytest.raises(Exception, match=said):
+            session(model, library)
+    else:
+        opened = session(model, library)
+        with pytest.raises(Exception, match=said):
+            opened.run(None, feeds_of(sample))
+
+
+def chain(record: Record, count: int, rank: int | None = None) -> onnx.ModelProto:
+    dims = None if rank is None else [f"d{i}" for i in range(rank)]
+    names = [f"v{i}" for i in range(count + 1)]
+    nodes = [custom(record, [a], [b]) for a, b in itertools.pairwise(names)]
+    return graph(nodes, {names[0]: ("float32", dims)}, {names[-1]: ("float32", dims)})
+
+
+def test_one_session_serves_ranks_and_threads(library: Path) -> None:
+    opened = session(chain(OPS["relu"], 3), library)
+    generator = np.random.default_rng(1)
+    arrays = [generator.standard_normal([3] * rank).astype(np.float32) for rank in range(6)] * 8
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(lambda x: opened.run(None, {"v0": x})[0], arrays))
+    for x, y in zip(arrays, results, strict=True):
+        np.testing.assert_array_equal(y, np.maximum(x, 0))
+
+
+def test_a_body_without_a_model_for_a_call(tmp_path: Path) -> None:
+    record = RECORDS["layer_norm"]
+    path = body_library(tmp_path, [body_op(record, [["x"]])])
+    sample = next(iter(samples(record, dict(record.combinations[0]))))
+    opened = session(one_node(record, record.combinations[0], sample), path)
+    said = r"\(CPU\): the op has no CPU kernel, and its function body: no body for these inputs"
+    with pytest.raises(Exception, match=said):
+        opened.run(None, feeds_of(sample))
+
+
+def wrapped(function_body: str) -> bytes:
+    """A model as a library carries it, for relu, of nodes in ONNX's text form."""
+    head = '<ir_version: 10, opset_import: ["": 20, "custom_domain": 1]> body (float[] x) => (float[] y) {}'
+    function = '<domain: "custom_domain", opset_import: ["": 20]> CustomRelu <variant> (x) => (y)'
+    return onnx.parser.parse_model(f"{head} {function} {{{function_body}}}").SerializeToString()
+
+
+def test_a_body_that_computes_other_sizes(tmp_path: Path) -> None:
+    path = body_library(tmp_path, [BodyOp(OPS["relu"], {"b": wrapped("y = Concat<axis=0>(x, x)")})])
+    with pytest.raises(Exception, match=r"\(CPU\): its function body: .* has shape \{3\} .* is \{6\}"):
+        session(chain(OPS["relu"], 1), path).run(None, {"v0": np.ones(3, np.float32)})
+
+
+@pytest.mark.parametrize("model", [b"no model", wrapped("y = Nonsense(x)")], ids=["bytes", "op"])
+def test_a_damaged_body(model: bytes, tmp_path: Path) -> None:
+    path = body_library(tmp_path, [BodyOp(OPS["relu"], {"b": model})])
+    with pytest.raises(Exception, match=r"CustomRelu node 'the_relu_of_v0' \(CPU\): its function body: ."):
+        session(chain(OPS["relu"], 1, rank=1), path)
+
+
+def test_a_body_reads_an_attribute_that_is_not_given() -> None:
+    with pytest.raises(
+        ExportError, match="body gelu reads the value of approximate, and on the CPU one body"
+    ):
+        body_model(OPS["gelu"], OPS["gelu"].combinations[0])
+
+
+RUN = """
+import sys
+import numpy as np
+import onnxruntime as ort
+options = ort.SessionOptions()
+options.register_custom_ops_library(sys.argv[1])
+options.log_severity_level = 4
+try:
+    session = ort.InferenceSession(sys.argv[2], options, providers=["CPUExecutionProvider"])
+    print(session.run(None, {"v0": np.array([[-1, 2]], np.float32)})[0].tolist())
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_onnxruntime_versions(version: str, library: Path, tmp_path: Path) -> None:
+    onnx.save(chain(OPS["relu"], 2), tmp_path / "model.onnx")
+    command = [str(environment(version)), "-c", RUN, str(library), str(tmp_path / "model.onnx")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    minor = int(version.split(".")[1])
+    if minor >= 23:
+        assert done.stdout == "[[0.0, 2.0]]\n"
+        return
+    said = (
+        "CustomRelu node 'the_relu_of_v0' (CPU): the op has no CPU kernel, and its function body runs on the "
+        f"CPU from ONNX Runtime 1.23 on; this is 1.{minor}. Upgrade with: pip install "
+        "'onnxruntime>=1.23', or run the model on CUDA"
+    )
+    assert said in done.stdout
