@@ -74,7 +74,8 @@ void RegisterAll(const twinop_table& table, const char* space) {
     const std::size_t index = loaded_count;
     loaded_ops[index] = std::make_unique<LoadedOp>(record, *name);
     definitions->def(std::string(schema.text).c_str());
-    cpu->impl(schema.name.text, BoxedAt<false>(index, kIndices));
+    // Without a CPU kernel, Python registers what runs or refuses (rules.py).
+    if (record.cpu_launch != nullptr) cpu->impl(schema.name.text, BoxedAt<false>(index, kIndices));
     cuda->impl(schema.name.text, BoxedAt<true>(index, kIndices));
     ++loaded_count;
   }

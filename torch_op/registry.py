@@ -18,7 +18,7 @@ from twinop.record import DOMAIN, Record
 
 from .autograd import make_function
 from .formulas import check_formulas
-from .rules import autocast_rule, fake_rule, refuse, vmap_rule
+from .rules import autocast_rule, cpu_rule, fake_rule, refuse, vmap_rule
 
 Function = Callable[..., Any]
 
@@ -197,6 +197,8 @@ def _derive(record: Record) -> None:
     torch.library.register_fake(name, fake_rule(record), lib=library)
     torch.library.register_vmap(name, vmap_rule(record, op), lib=library)
     library.impl(record.name, autograd_kernel, "Autograd")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+        library.impl(record.name, cpu_rule(record), "CPU")
     if record.autocast == "widest":
         for device in ("CPU", "CUDA"):
             library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")

@@ -8,6 +8,7 @@ import torch
 
 from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
 from twinop.errors import RecordError
+from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import Record
 
 from .arguments import bind, empty_list_error, signature_of
@@ -181,6 +182,49 @@ def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
             return op(*arguments.values())
 
     return rule
+
+
+def cpu_rule(record: Record) -> Rule:
+    """Returns the rule for CPU tensors of an op without a CPU kernel: its function in `CPU_FUNCTIONS`."""
+    signature = signature_of(record)
+    make_outputs = fake_rule(record)
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        outputs = make_outputs(*args, **kwargs)
+        if record.key not in CPU_FUNCTIONS:
+            raise RecordError(
+                f"{record.qualified_name}: the tensors are on the CPU, and the op has no CPU kernel. Move "
+                "them to CUDA with .cuda(), or import the Python module that declares the op: its body then "
+                "runs"
+            )
+        arguments = bind(signature, args, kwargs)
+        tensors = [_widened(arguments[entry.name]) for entry in record.inputs]
+        attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
+        for entry in record.attributes:
+            if entry.kind == "float":  # rounded to fp32, as for a kernel
+                attributes[entry.name] = torch.tensor(attributes[entry.name], dtype=torch.float32).item()
+        results = CPU_FUNCTIONS[record.key](*tensors, **attributes)
+        pairs = list(zip(_as_tuple(outputs), _as_tuple(results), strict=True))
+        for name, (output, result) in zip(record.outputs, pairs, strict=True):
+            if output.shape != result.shape:
+                raise RecordError(
+                    f"{record.qualified_name}: its body gives {name} the shape {list(result.shape)}, and "
+                    f"the op says {list(output.shape)}"
+                )
+            output.copy_(result)
+        return outputs
+
+    return rule
+
+
+def _widened(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return (
+        tensor.float() if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    )
+
+
+def _as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def refuse(record: Record, kind: str) -> Rule:
