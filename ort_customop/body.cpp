@@ -1,5 +1,6 @@
 #include "ort_customop/body.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -10,6 +11,14 @@ namespace twinop::ort {
 namespace {
 
 constexpr int kFirstMinor = 23;  // older Python packages of ORT let no library make a session
+
+// An elementwise op runs on pieces of so many elements, on the threads of the model's session. The
+// pieces do not depend on the number of threads. Their intermediate tensors fit in a cache.
+constexpr std::int64_t kPiece = 1 << 16;
+
+// What ORT made, with the function that releases it.
+template <class T>
+using Owned = std::unique_ptr<T, void(ORT_API_CALL*)(T*)>;
 
 Status InBody(const Status& error) {
   return Status::Error("its function body: " + error.message());
@@ -25,8 +34,7 @@ bool ReadRanks(const Op& op, const OrtKernelInfo* info, Tensor* inputs) {
   for (std::size_t i = 0; i < schema.input_count; ++i) {
     OrtTypeInfo* type = nullptr;
     if (!ok(api->KernelInfo_GetInputTypeInfo(info, i, &type))) return false;
-    const std::unique_ptr<OrtTypeInfo, decltype(api->ReleaseTypeInfo)> owned(type,
-                                                                             api->ReleaseTypeInfo);
+    const Owned<OrtTypeInfo> owned(type, api->ReleaseTypeInfo);
     const OrtTensorTypeAndShapeInfo* shape = nullptr;
     if (!ok(api->CastTypeInfoToTensorInfo(type, &shape)) || shape == nullptr ||
         !ok(api->GetDimensionsCount(shape, &inputs[i].rank)) || inputs[i].rank == 0)
@@ -37,16 +45,14 @@ bool ReadRanks(const Op& op, const OrtKernelInfo* info, Tensor* inputs) {
   return true;
 }
 
-// Makes a session. One thread runs the body, because ORT's pool for the nodes of a model belongs to
-// the session of the model.
+// Makes a session without threads of its own: the thread that runs it does the work.
 Status Open(const OrtApi* api, const std::string& model, std::shared_ptr<OrtSession>* session) {
   OrtEnv* env = nullptr;  // the process has one, which each session keeps
   TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateEnv(ORT_LOGGING_LEVEL_WARNING, "twinop", &env));
   const std::shared_ptr<OrtEnv> owned_env(env, api->ReleaseEnv);
   OrtSessionOptions* options = nullptr;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateSessionOptions(&options));
-  const std::unique_ptr<OrtSessionOptions, decltype(api->ReleaseSessionOptions)> owned_options(
-      options, api->ReleaseSessionOptions);
+  const Owned<OrtSessionOptions> owned_options(options, api->ReleaseSessionOptions);
   TWINOP_RETURN_IF_ORT_ERROR(api, api->SetIntraOpNumThreads(options, 1));
   OrtSession* made = nullptr;
   TWINOP_RETURN_IF_ORT_ERROR(
@@ -92,31 +98,80 @@ Body::~Body() {
   for (const Case* each = first_; each != nullptr;) delete std::exchange(each, each->next);
 }
 
-Status Body::Run(OrtKernelContext* context, const Tensor* inputs, const Tensor* outputs) {
+Status Body::Run(OrtKernelContext* context, const Call& call) {
+  const OrtApi* api = op_.api;
+  const Record& record = *op_.record;
+  OrtSession* session = nullptr;
+  TWINOP_RETURN_IF_ERROR(Find(call.inputs, &session));
+  const std::int64_t numel = call.outputs[0].numel;
+  if (record.is_elementwise && !record.broadcasts && numel > kPiece) {
+    OrtMemoryInfo* memory = nullptr;
+    TWINOP_RETURN_IF_ORT_ERROR(
+        api, api->CreateCpuMemoryInfo(OrtDeviceAllocator, OrtMemTypeDefault, &memory));
+    const Owned<OrtMemoryInfo> owned(memory, api->ReleaseMemoryInfo);
+    std::mutex mutex;
+    Status result;
+    call.context->ParallelFor(numel, kPiece, [&](std::int64_t begin, std::int64_t end) {
+      Status status = RunPiece(session, call, memory, begin, end);
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (result.ok()) result = std::move(status);
+    });
+    return result;
+  }
+  const OrtValue* inputs[kMaxArguments];
+  OrtValue* outputs[kMaxOutputs];
+  for (std::size_t i = 0; i < record.schema.input_count; ++i)
+    if (call.inputs[i].present)
+      TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInput(context, i, &inputs[i]));
+    else
+      inputs[i] = nullptr;
+  for (std::size_t i = 0; i < record.schema.output_count; ++i)
+    TWINOP_RETURN_IF_ORT_ERROR(
+        api, api->KernelContext_GetOutput(context, i, call.outputs[i].sizes, call.outputs[i].rank,
+                                          &outputs[i]));
+  return RunSession(session, inputs, outputs);
+}
+
+// Runs the body on some elements of an elementwise call, as tensors of the same ranks.
+Status Body::RunPiece(OrtSession* session, const Call& call, const OrtMemoryInfo* memory,
+                      std::int64_t begin, std::int64_t end) const {
   const OrtApi* api = op_.api;
   const Schema& schema = op_.record->schema;
-  OrtSession* session = nullptr;
-  TWINOP_RETURN_IF_ERROR(Find(inputs, &session));
+  std::shared_ptr<OrtValue> owned[kMaxArguments + kMaxOutputs];
+  OrtValue* values[kMaxArguments + kMaxOutputs] = {};
+  for (std::size_t i = 0; i < schema.input_count + schema.output_count; ++i) {
+    const Tensor& tensor =
+        i < schema.input_count ? call.inputs[i] : call.outputs[i - schema.input_count];
+    if (!tensor.present) continue;
+    std::int64_t sizes[kMaxRank];
+    std::fill_n(sizes, tensor.rank, 1);
+    sizes[tensor.rank - 1] = end - begin;
+    const auto size = static_cast<std::int64_t>(Info(tensor.dtype).size);
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateTensorWithDataAsOrtValue(
+                                        memory, tensor.as<char>() + begin * size,
+                                        static_cast<std::size_t>((end - begin) * size), sizes,
+                                        tensor.rank, OnnxType(tensor.dtype), &values[i]));
+    owned[i].reset(values[i], api->ReleaseValue);
+  }
+  return RunSession(session, values, values + schema.input_count);
+}
+
+Status Body::RunSession(OrtSession* session, const OrtValue* const* inputs,
+                        OrtValue** outputs) const {
+  const Schema& schema = op_.record->schema;
   const char* input_names[kMaxArguments];
-  const OrtValue* input_values[kMaxArguments];
+  const OrtValue* present[kMaxArguments];
   std::size_t count = 0;
   for (std::size_t i = 0; i < schema.input_count; ++i) {
-    if (!inputs[i].present) continue;
+    if (inputs[i] == nullptr) continue;
     input_names[count] = schema.input(i).name.text;
-    TWINOP_RETURN_IF_ORT_ERROR(api,
-                               api->KernelContext_GetInput(context, i, &input_values[count++]));
+    present[count++] = inputs[i];
   }
   const char* output_names[kMaxOutputs];
-  OrtValue* output_values[kMaxOutputs];
-  for (std::size_t i = 0; i < schema.output_count; ++i) {
-    output_names[i] = schema.outputs[i].text;
-    TWINOP_RETURN_IF_ORT_ERROR(
-        api, api->KernelContext_GetOutput(context, i, outputs[i].sizes, outputs[i].rank,
-                                          &output_values[i]));
-  }
-  OrtStatus* status = api->Run(session, nullptr, input_names, input_values, count, output_names,
-                               schema.output_count, output_values);
-  return status == nullptr ? Status() : InBody(TakeError(api, status));
+  for (std::size_t i = 0; i < schema.output_count; ++i) output_names[i] = schema.outputs[i].text;
+  OrtStatus* status = op_.api->Run(session, nullptr, input_names, present, count, output_names,
+                                   schema.output_count, outputs);
+  return status == nullptr ? Status() : InBody(TakeError(op_.api, status));
 }
 
 Status Body::Find(const Tensor* inputs, OrtSession** session) {

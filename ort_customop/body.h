@@ -22,8 +22,8 @@ class Body {
   Body& operator=(const Body&) = delete;
   ~Body();
 
-  // Runs the body. It writes to the outputs of the context, whose sizes are given.
-  Status Run(OrtKernelContext* context, const Tensor* inputs, const Tensor* outputs);
+  // Runs the body. It writes to the call's outputs, which are those of the context.
+  Status Run(OrtKernelContext* context, const Call& call);
 
  private:
   // The inputs' ranks, -1 where an input is absent, and the session that serves them.
@@ -35,6 +35,9 @@ class Body {
 
   Body(const Op& op, const Attribute* attributes) : op_(op), attributes_(attributes) {}
   Status Find(const Tensor* inputs, OrtSession** session);
+  Status RunPiece(OrtSession* session, const Call& call, const OrtMemoryInfo* memory,
+                  std::int64_t begin, std::int64_t end) const;
+  Status RunSession(OrtSession* session, const OrtValue* const* inputs, OrtValue** outputs) const;
   const Case* FindCase(const std::int8_t* ranks) const;
   Status AddCase(const Tensor* inputs, Case* added) const;
 

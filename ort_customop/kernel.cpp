@@ -108,6 +108,7 @@ TWINOP_INLINE Status LaunchOn(const Kernel& kernel, OrtKernelContext* ort_contex
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->KernelContext_GetGPUComputeStream(ort_context, &context.stream));
   call->context = &context;
+  if (kernel.body != nullptr) return kernel.body->Run(ort_context, *call);
   return Launch(*kernel.op->record, kernel.op->launch, *call);
 }
 
@@ -123,7 +124,7 @@ Status Compute(const Kernel& kernel, OrtKernelContext* context) {
   TWINOP_RETURN_IF_ERROR(CheckAliases(record, call));
 
   if (AllEmpty(record, outputs)) return {};
-  if (kernel.body != nullptr) return kernel.body->Run(context, inputs.tensors, outputs);
+  if (kernel.body != nullptr) return LaunchOn(kernel, context, &call);
   Scratch scratch(kernel.allocator);
   std::int64_t bytes = 0;
   TWINOP_RETURN_IF_ERROR(ScratchBytes(record, call, &bytes));
