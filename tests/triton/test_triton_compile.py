@@ -1,0 +1,214 @@
+"""Kernels compiled for several architectures without a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from ahead_kernels import (
+    add_kernel,
+    assert_kernel,
+    big_kernel,
+    counter_kernel,
+    gelu_launch,
+    launch_of,
+    loop_kernel,
+    number,
+    outer_kernel,
+    plan_of,
+    pointer,
+    print_kernel,
+    while_kernel,
+    wrong_kernel,
+)
+
+from twinop.device_module.plan import Fill, Launch, Limit, Pointer, constant, size
+from twinop.errors import BuildError
+from twinop.triton.compile import check_triton, compile_kernels
+from twinop.triton.launches import compile_plans
+from twinop.triton.traced import TracedLaunch, TracedPlan
+from twinop.triton.variants import variants
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_for_all(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWINOP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def refusal(*launches: TracedLaunch, archs: tuple[int, ...] = (80,)) -> str:
+    with pytest.raises(BuildError) as error:
+        compile_plans([plan_of(*launches)], archs, ptx=False)
+    return str(error.value)
+
+
+def test_gelu_for_six_architectures() -> None:
+    (plan,), kernels = compile_plans([plan_of(gelu_launch("bfloat16"))], (80, 86, 89, 90, 100, 120))
+    assert len(plan.steps) == 1
+    assert len(kernels) == 3
+    for kernel in kernels:
+        assert list(kernel.images) == ["80", "86", "89", "90a", "100a", "120a"]
+        assert all(image.startswith(b"\x7fELF") for image in kernel.images.values())
+        assert kernel.ptx is not None and kernel.ptx[0] == "89"
+        assert b".target sm_89\n" in kernel.ptx[1] and b".version 8.0\n" in kernel.ptx[1]
+        assert b"//" not in kernel.ptx[1]
+        assert (kernel.name, kernel.threads, kernel.shared, kernel.scratch_pointers) == (
+            "gelu_kernel",
+            128,
+            0,
+            2,
+        )
+        assert kernel.label.startswith("gelu_kernel, ahead_kernels.py:")
+    shipped = {image for kernel in kernels for image in kernel.images.values()}
+    texts = {kernel.ptx[1] for kernel in kernels if kernel.ptx}
+    # 1 MB for an op of three dtypes, with the code that launches the kernels.
+    assert sum(map(len, shipped | texts)) < 250_000
+    here = str(Path(__file__).parent.parent.parent).encode()
+    assert not any(
+        word in image for image in shipped | texts for word in (here, b"ahead_kernels", b"site-packages")
+    )
+
+
+def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = variants(gelu_launch())[0].source
+    (first,) = compile_kernels([source], (80,), ptx=False)
+
+    def no_compiler(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("ptxas was started")
+
+    monkeypatch.setattr(subprocess, "run", no_compiler)
+    assert compile_kernels([source], (80,), ptx=False) == [first]
+
+
+def test_the_environment_is_left_as_it_was() -> None:
+    before = (triton.knobs.cache.dir, triton.knobs.compilation.disable_line_info)
+    compile_kernels([variants(gelu_launch())[0].source], (80,), ptx=False)
+    assert (triton.knobs.cache.dir, triton.knobs.compilation.disable_line_info) == before
+
+
+def test_architectures_without_portable_ptx_get_that_of_89() -> None:
+    _, (kernel, *_) = compile_plans([plan_of(gelu_launch())], (90,))
+    assert kernel.ptx is not None and kernel.ptx[0] == "89"
+
+
+def test_plans_keep_their_other_steps_and_share_kernels() -> None:
+    fill = Fill(Pointer("temporary", 0), constant(4))
+    traced = TracedPlan(1, (2, None), (size(0, 0),), (constant(4),), (fill, gelu_launch(), gelu_launch()))
+    (first, second), kernels = compile_plans([traced, plan_of(gelu_launch())], (80,), ptx=False)
+    assert (first.combination, first.ranks, first.guards, first.temporaries) == (
+        1,
+        (2, None),
+        traced.guards,
+        traced.temporaries,
+    )
+    assert first.steps[0] is fill
+    assert first.steps[1] == first.steps[2] == second.steps[0]
+    assert len(kernels) == 3
+    assert kernels[0].ptx is None
+
+
+def test_a_kernel_that_needs_32_bits_gets_a_general_variant_of_32_bits() -> None:
+    launch = launch_of(counter_kernel, pointer("y_ptr", "output", dtype="int32"), number("n", size(0, 0)))
+    (plan,), _ = compile_plans([plan_of(launch)], (80,), ptx=False)
+    (step,) = plan.steps
+    assert isinstance(step, Launch)
+    assert [variant.parameters[1] for variant in step.variants] == [(1, "i32")] * 3
+    assert step.variants[-1].requirements == ()
+
+
+def test_limits_of_offsets_of_32_bits() -> None:
+    tensors = [("input", 0), ("input", 1), ("output", 0)]
+    pointers = [
+        pointer(name, *tensor) for name, tensor in zip(("x_ptr", "y_ptr", "out_ptr"), tensors, strict=True)
+    ]
+    narrow = launch_of(add_kernel, *pointers, number("n", size(0, 0)), BLOCK=64)
+    wide = gelu_launch()
+    (first, second), _ = compile_plans([plan_of(narrow, wide), plan_of(wide)], (80,), ptx=False)
+    assert set(first.limits) == {Limit(*tensor, 2**31 - 1) for tensor in tensors}
+    assert second.limits == ()
+
+
+def test_a_store_to_an_input_is_refused() -> None:
+    launch = launch_of(
+        loop_kernel, pointer("a_ptr", "output"), pointer("b_ptr", "input", 1), pointer("out_ptr", "input"),
+        number("n", size(0, 0)), BLOCK=64,
+    )  # fmt: skip
+    message = refusal(launch)
+    assert message.startswith("loop_kernel, ahead_kernels.py:")
+    assert "it stores to out_ptr, which is an input of the op where op.py:7 launches it" in message
+
+
+def test_an_atomic_operation_on_an_input_is_refused() -> None:
+    launch = launch_of(
+        while_kernel, pointer("a_ptr", "output"), pointer("out_ptr", "input"), number("n", size(0, 0))
+    )  # fmt: skip
+    assert "it stores to out_ptr" in refusal(launch)
+
+
+def test_printing_and_asserting_are_refused() -> None:
+    arguments = pointer("y_ptr", "output", dtype="int32"), number("n", size(0, 0))
+    assert "print_kernel, ahead_kernels.py" in refusal(launch_of(print_kernel, *arguments))
+    assert "tl.device_print" in refusal(launch_of(print_kernel, *arguments))
+    assert "tl.device_assert with debug=True" in refusal(
+        launch_of(assert_kernel, *arguments, options={"debug": True})
+    )
+    compile_plans([plan_of(launch_of(assert_kernel, *arguments))], (80,), ptx=False)
+
+
+def test_hooks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = gelu_launch()
+    monkeypatch.setattr(launch.kernel, "pre_run_hooks", [print])
+    assert "gelu_kernel, ahead_kernels.py" in refusal(launch) and "hooks" in refusal(launch)
+
+
+def test_a_kernel_that_does_not_compile_names_its_line() -> None:
+    arguments = pointer("y_ptr", "output", dtype="int32"), number("n", size(0, 0))
+    message = refusal(launch_of(wrong_kernel, *arguments))
+    line = wrong_kernel.def_file_line_number + 2
+    assert message.startswith(
+        f"wrong_kernel, ahead_kernels.py:{line}: it does not compile for compute capability 80"
+    )
+    assert "power of 2" in message
+
+
+def test_a_called_function_that_does_not_compile_is_named() -> None:
+    arguments = pointer("y_ptr", "output", dtype="int32"), number("n", size(0, 0))
+    message = refusal(launch_of(outer_kernel, *arguments))
+    assert message.startswith("outer_kernel, ahead_kernels.py:") and "no_such_function" in message
+
+
+def test_too_much_shared_memory() -> None:
+    names = (("a_ptr", "input", 0), ("b_ptr", "input", 1), ("y_ptr", "output", 0))
+    pointers = [pointer(*name, "float16") for name in names]
+    launch = launch_of(big_kernel, *pointers, options={"num_stages": 3, "num_warps": 8}, BLOCK=128)
+    message = refusal(launch, archs=(80, 86))
+    assert message.startswith("big_kernel, ahead_kernels.py:")
+    assert "it needs 128 KiB of shared memory on compute capability 86, which has 99" in message
+
+
+def test_an_unknown_architecture() -> None:
+    message = refusal(gelu_launch(), archs=(80, 42))
+    assert message.startswith("compute capability 42: Triton 3.") and "it knows 75, 80, 86," in message
+
+
+def test_an_absent_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_triton()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(BuildError, match=r"Triton cannot be imported: .* pip install 'twinop\[triton\]'"):
+        check_triton()
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0"])
+def test_an_untested_triton(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    with pytest.raises(BuildError, match=rf"Triton {version} was not tested .* expected 3.6 to 3.9"):
+        check_triton()
+
+
+def test_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    with pytest.raises(BuildError, match="TRITON_INTERPRET is set"):
+        check_triton()

@@ -1,0 +1,226 @@
+"""Variants of launches against Triton's own specialisation of arguments."""
+
+import itertools
+from typing import Any
+
+import pytest
+from ahead_kernels import add_kernel, copy_rows_kernel, gelu_launch, launch_of, number, pointer, typed_kernel
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import native_specialize_impl
+
+from twinop.device_module.plan import POINTER, Requirement, attribute, constant, size
+from twinop.errors import BuildError
+from twinop.triton.traced import TracedLaunch
+from twinop.triton.variants import Address, SourceVariant, variants
+
+DIVISIBLE = "divisible_by_16"
+INTS = (
+    2,
+    3,
+    15,
+    16,
+    17,
+    31,
+    32,
+    48,
+    1000,
+    1024,
+    2**31 - 16,
+    2**31 - 1,
+    2**31,
+    2**31 + 1,
+    2**31 + 16,
+    2**40,
+    2**62,
+)
+
+
+def chosen(found: list[SourceVariant], values: list[Any]) -> SourceVariant:
+    """Chooses as the library does."""
+
+    def holds(requirement: Requirement) -> bool:
+        value = values[requirement.argument]
+        number = value.data_ptr() if isinstance(value, Address) else value
+        return number % 16 == 0 if requirement.kind == DIVISIBLE else -(2**31) <= number < 2**31
+
+    return next(
+        variant for variant in found if all(holds(requirement) for requirement in variant.requirements)
+    )
+
+
+def of_triton(launch: TracedLaunch, values: list[Any]) -> dict[str, tuple[str, bool]]:
+    """Returns the type that Triton's launcher gives each argument, and if it marks it as a multiple of 16."""
+    parameters = {parameter.name: parameter for parameter in launch.kernel.params}
+    found = {}
+    for argument, value in zip(launch.arguments, values, strict=True):
+        parameter = parameters[argument.name]
+        kind, mark = native_specialize_impl(
+            CUDABackend,
+            value,
+            parameter.is_const,
+            not parameter.do_not_specialize,
+            not parameter.do_not_specialize_on_alignment,
+        )
+        found[argument.name] = kind, mark == "D"
+    return found
+
+
+def of_variant(launch: TracedLaunch, variant: SourceVariant) -> dict[str, tuple[str, bool]]:
+    names = list(variant.source.signature)
+    marked = {names[place] for (place,) in variant.source.attributes}
+    return {
+        argument.name: (variant.source.signature[argument.name], argument.name in marked)
+        for argument in launch.arguments
+    }
+
+
+def is_sound(assumed: dict[str, tuple[str, bool]], true: dict[str, tuple[str, bool]]) -> bool:
+    """Returns whether a kernel compiled for what is assumed serves arguments of which more is true."""
+    wider = {"i32": ("i32", "i64"), "constexpr": ("i32", "i64")}
+    return all(
+        kind in wider.get(true[name][0], true[name][0]) and (not marked or true[name][1])
+        for name, (kind, marked) in assumed.items()
+    )
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 4, 8, 12, 16, 32])
+@pytest.mark.parametrize("odd_pointer", [0, 1, 2])
+def test_every_choice_assumes_what_is_true(alignment: int, odd_pointer: int) -> None:
+    launch = launch_of(
+        add_kernel,
+        *(pointer(name, "input", index) for index, name in enumerate(("x_ptr", "y_ptr", "out_ptr"))),
+        number("n", size(0, 0)),
+        BLOCK=1024,
+    )
+    found = variants(launch)
+    for n in (1, *INTS):
+        values: list[Any] = [Address(256, "float32")] * 3
+        values[odd_pointer] = Address(256 + alignment, "float32")
+        variant = chosen(found, [*values, n])
+        true = of_triton(launch, [*values, n])
+        assert is_sound(of_variant(launch, variant), true)
+        if alignment % 16 == 0 and 1 < n < 2**31:  # the main case: the very kernel of Triton's launcher
+            assert of_variant(launch, variant) == true
+
+
+def test_two_ints_in_all_their_kinds() -> None:
+    launch = launch_of(
+        copy_rows_kernel,
+        pointer("x_ptr", "input"),
+        pointer("y_ptr", "output"),
+        number("rows", size(0, 0)),
+        number("stride", size(0, 1)),
+        number("columns", size(0, 1)),
+        BLOCK=1024,
+    )
+    found = variants(launch)
+    addresses: list[Any] = [Address(256, "float32")] * 2
+    for rows, columns in itertools.product((1, *INTS), repeat=2):
+        values = [*addresses, rows, columns, columns]
+        variant = chosen(found, values)
+        true = of_triton(launch, values)
+        assert is_sound(of_variant(launch, variant), true), (rows, columns)
+        if 1 < rows < 2**31 and 1 < columns < 2**31 and not (rows % 16 == 0 and columns % 16):
+            assert of_variant(launch, variant) == true, (rows, columns)
+
+
+def test_gelu_has_three_variants() -> None:
+    aligned = (Requirement(0, DIVISIBLE), Requirement(1, DIVISIBLE))
+    assert [variant.requirements for variant in variants(gelu_launch())] == [
+        (*aligned, Requirement(2, DIVISIBLE), Requirement(2, "fits_i32")),
+        (*aligned, Requirement(2, "fits_i32")),
+        (),
+    ]
+    assert [variant.parameters[2] for variant in variants(gelu_launch())] == [
+        (2, "i32"),
+        (2, "i32"),
+        (2, "i64"),
+    ]
+
+
+def test_constants_are_specialised_by_value() -> None:
+    launch = launch_of(
+        copy_rows_kernel,
+        pointer("x_ptr", "input"),
+        pointer("y_ptr", "output"),
+        number("rows", size(0, 0)),
+        number("stride", 1),
+        number("columns", 64),
+        BLOCK=64,
+    )
+    special, *_, general = variants(launch)
+    assert special.source.constants == {(3,): 1, (5,): 64}
+    assert (4,) in special.source.attributes
+    assert special.parameters == ((0, POINTER), (1, POINTER), (2, "i32"), (4, "i32"))
+    assert general.parameters == ((0, POINTER), (1, POINTER), (2, "i64"), (4, "i32"))
+
+
+def test_annotations_and_do_not_specialize() -> None:
+    launch = launch_of(
+        typed_kernel,
+        pointer("y_ptr", "output"),
+        number("a", size(0, 0)),
+        number("b", size(0, 0)),
+        number("c", size(0, 0)),
+        number("d", 0.5, "fp32"),
+        number("e", 0.5, "fp32"),
+        number("flag", attribute(0), "i1"),
+        nothing=None,
+    )
+    special, *_ = variants(launch)
+    kinds = ("*fp32", "i32", "i32", "i64", "fp64", "fp32", "u1", "constexpr")
+    assert tuple(special.source.signature.values()) == kinds
+    assert set(special.source.attributes) == {(0,), (3,)}  # of the ints, c alone is specialised on alignment
+    # The requirement is on the first argument of the same value.
+    assert special.requirements == (
+        Requirement(0, DIVISIBLE),
+        Requirement(1, DIVISIBLE),
+        Requirement(1, "fits_i32"),
+    )
+    assert special.parameters == (
+        (0, POINTER), (1, "i32"), (2, "i32"), (3, "i64"), (4, "fp64"), (5, "fp32"), (6, "i1"),
+    )  # fmt: skip
+
+
+def test_variants_that_compile_to_the_same_kernel_are_one() -> None:
+    numbers = [number(name, value) for name, value in (("rows", 4), ("stride", 8), ("columns", 8))]
+    launch = launch_of(
+        copy_rows_kernel, pointer("x_ptr", "input"), pointer("y_ptr", "output"), *numbers, BLOCK=8
+    )
+    assert [len(variant.requirements) for variant in variants(launch)] == [2, 0]
+
+
+def test_sizes_that_are_always_multiples_of_16_stay_so() -> None:
+    launch = launch_of(
+        copy_rows_kernel,
+        pointer("x_ptr", "input"),
+        pointer("y_ptr", "output"),
+        number("rows", size(0, 0) * constant(32)),
+        number("stride", size(0, 0) * constant(64)),
+        number("columns", size(0, 0)),
+        BLOCK=8,
+    )
+    marked = [{place for (place,) in variant.source.attributes} for variant in variants(launch)]
+    assert marked[:2] == [{0, 1, 2, 3, 4}, {0, 1, 2, 3}]
+
+
+def test_first_sizes_are_left_out_before_others() -> None:
+    launch = launch_of(
+        copy_rows_kernel,
+        pointer("x_ptr", "input"),
+        pointer("y_ptr", "output"),
+        number("rows", size(0, 0)),
+        number("stride", size(1, 1)),
+        number("columns", size(0, 1)),
+        BLOCK=8,
+    )
+    marked = [{place for (place,) in variant.source.attributes} - {0, 1} for variant in variants(launch)]
+    assert marked == [{2, 3, 4}, {3, 4}, set(), set()]
+
+
+def test_an_unknown_option_is_refused() -> None:
+    launch = launch_of(add_kernel, *gelu_launch().arguments, options={"num_wraps": 4}, BLOCK=8)
+    with pytest.raises(
+        BuildError, match=r"add_kernel, ahead_kernels.py:\d+: Triton does not take these arguments"
+    ):
+        variants(launch)

@@ -1,0 +1,280 @@
+"""Compiles Triton kernels for several architectures, on a machine with or without a GPU.
+
+Triton's own compiler and its cache are used, with the cache in twinop's cache folder. The key of a kernel has
+its source and that of all functions that it calls, types, options, the architecture, and Triton's version.
+"""
+
+import functools
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..building.cache import cache_folder
+from ..device_module.plan import Kernel
+from ..errors import BuildError
+
+OLDEST, NEWEST = (3, 6), (3, 9)
+"""The versions of Triton that the tests cover."""
+
+SHARED_MEMORY = {
+    75: 64,
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    110: 227,
+    120: 99,
+    121: 99,
+}
+"""How many KiB of shared memory a block can have, by architecture (CUDA programming guide)."""
+
+_LAST_PORTABLE = (
+    89  # Triton compiles for "sm_90a" and so on from 90 on: such PTX runs on that architecture only
+)
+_PTX_VERSION = 80  # of CUDA 12.0: a GPU newer than the library has a driver that is newer than this
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel with all that Triton's compiler specialises it for.
+
+    Attributes:
+        kernel: a `triton.JITFunction`.
+        signature: the type of each parameter in Triton's spelling ("*fp32", "i64", "constexpr"), by name.
+        constants: the values of the parameters whose type is "constexpr", by position.
+        attributes: such as "tt.divisibility", by position.
+        options: num_warps, num_stages and so on.
+        label: names the kernel and its line in messages.
+    """
+
+    kernel: Any
+    signature: Mapping[str, Any]
+    constants: Mapping[tuple[int, ...], Any]
+    attributes: Mapping[tuple[int, ...], Any]
+    options: Mapping[str, Any]
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Is equal for sources that compile to the same kernel."""
+        parts = (self.signature, self.constants, self.attributes, self.options)
+        return (id(self.kernel), *(repr(sorted(part.items())) for part in parts))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel. `ttir`: the texts of its intermediate code, which may depend on the architecture."""
+
+    kernel: Kernel
+    ttir: frozenset[str]
+
+
+def check_triton() -> None:
+    """Checks that Triton can compile ahead of time.
+
+    Raises:
+        BuildError: Triton is absent, of an untested version, or in interpreter mode.
+    """
+    try:
+        import triton
+    except ImportError as error:
+        raise BuildError(
+            f"Triton cannot be imported: {error}. Its kernels need it: pip install 'twinop[triton]'"
+        ) from None
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if not OLDEST <= version <= NEWEST:
+        raise BuildError(
+            f"Triton {triton.__version__} was not tested with this version of twinop; expected 3.6 to 3.9: "
+            "pip install 'twinop[triton]'"
+        )
+    if triton.knobs.runtime.interpret:
+        raise BuildError(
+            "TRITON_INTERPRET is set: Triton's interpreter runs kernels in Python, so there is nothing to "
+            "compile. Unset it to build"
+        )
+
+
+def compile_kernels(
+    sources: Sequence[Source], archs: Sequence[int], *, ptx: bool = True
+) -> list[Compiled | BuildError]:
+    """Compiles kernels for architectures, and to PTX for GPUs newer than these.
+
+    The PTX is of the newest of the architectures below 90, or of 89: PTX of later ones is not portable. A
+    kernel that does not compile for it, such as one with clusters, has no PTX.
+
+    Args:
+        sources: the kernels.
+        archs: compute capabilities: 80, 90.
+        ptx: whether PTX is made.
+
+    Returns:
+        For each source the kernel, or the message why it does not compile: Triton refuses it, or it needs
+        more shared memory than one of the architectures has.
+
+    Raises:
+        BuildError: this Triton does not know an architecture.
+    """
+    for arch in archs:
+        _check_known(arch)
+    made: list[dict[int, Any]] = [{} for _ in sources]
+    portable = max((arch for arch in archs if arch <= _LAST_PORTABLE), default=_LAST_PORTABLE)
+    with _settings(), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for arch in archs:
+            for of_source, result in zip(made, _run(pool, sources, arch), strict=True):
+                of_source[arch] = result
+        texts = _run(pool, sources, portable, ptx_version=_PTX_VERSION) if ptx else [None] * len(sources)
+    results: list[Compiled | BuildError] = []
+    for source, by_arch, text in zip(sources, made, texts, strict=True):
+        try:
+            results.append(
+                _compiled(source, by_arch, None if isinstance(text, Exception) else text, portable)
+            )
+        except BuildError as error:
+            results.append(error)
+    return results
+
+
+def _compiled(source: Source, by_arch: Mapping[int, Any], text: Any, portable: int) -> Compiled:
+    """Puts the results for all architectures together.
+
+    They differ in the shared memory and scratch that they need: the launch gets what is enough for all.
+    """
+    for arch, result in by_arch.items():
+        if isinstance(result, Exception):
+            raise _failure(source, arch, result) from result
+        _check_memory(source, arch, result.metadata)
+    made = [*by_arch.values(), *([text] if text else [])]
+    several = [result.metadata for result in made]
+    one = several[0]
+    warps = {metadata.num_warps for metadata in several}
+    if len(warps) > 1:
+        raise BuildError(
+            f"{source.label}: it takes {' or '.join(str(32 * count) for count in sorted(warps))} threads a "
+            "block, which depends on the architecture. Build a library for each architecture with --archs"
+        )
+    kernel = Kernel(
+        name=one.name,
+        label=source.label,
+        images={_image_name(arch): result.asm["cubin"] for arch, result in by_arch.items()},
+        ptx=(str(portable), _without_comments(text.asm["ptx"])) if text else None,
+        threads=32 * one.num_warps,
+        shared=max(metadata.shared for metadata in several),
+        cluster=one.num_ctas,
+        cooperative=one.launch_cooperative_grid,
+        pdl=one.launch_pdl,
+        scratch_pointers=2,
+        global_scratch=max(metadata.global_scratch_size for metadata in several),
+        global_scratch_alignment=max(metadata.global_scratch_align for metadata in several),
+    )
+    return Compiled(kernel, frozenset(result.asm["ttir"] for result in made))
+
+
+def _image_name(arch: int) -> str:
+    return f"{arch}a" if arch > _LAST_PORTABLE else str(arch)
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Sets Triton's cache folder, and keeps the paths of this machine out of what it compiles."""
+    import triton
+
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+        triton.knobs.cache.dir = str(cache_folder() / "triton")
+        triton.knobs.compilation.disable_line_info = True
+        yield
+
+
+def _run(pool: ThreadPoolExecutor, sources: Sequence[Source], arch: int, **options: Any) -> list[Any]:
+    """Compiles for one architecture, in threads: Triton's compiler and ptxas run outside of Python's lock.
+
+    Triton's language asks the active driver for the architecture. A stand-in is active meanwhile.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+    from triton.runtime.driver import driver
+
+    target = GPUTarget("cuda", arch, 32)
+
+    def run(source: Source) -> Any:
+        specialised = dict(source.signature), dict(source.constants), dict(source.attributes)
+        try:
+            return compile(
+                ASTSource(source.kernel, *specialised),
+                target=target,
+                options={**source.options, **options},
+            )
+        except Exception as error:  # whatever the kernel's code makes Triton's compiler raise
+            return error
+
+    driver.set_active(_Driver(target))
+    try:
+        return list(pool.map(run, sources))
+    finally:
+        driver.set_active(None)  # the real one, made when it is used
+
+
+@dataclass(frozen=True)
+class _Driver:
+    target: Any
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
+def _without_comments(ptx: str) -> bytes:
+    lines = (re.sub(r"//.*", "", line).strip() for line in ptx.splitlines())
+    return "\n".join(line for line in lines if line).encode()
+
+
+def _check_known(arch: int) -> None:
+    known = _known_architectures()
+    if arch not in known:
+        import triton
+
+        raise BuildError(
+            f"compute capability {arch}: Triton {triton.__version__} does not know it; it knows "
+            + ", ".join(str(number) for number in sorted(known))
+        )
+
+
+@functools.cache
+def _known_architectures() -> frozenset[int]:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    known: set[int] = set()
+    for arch in (80, 100):  # Triton has a ptxas of its own for newer GPUs
+        text = subprocess.run(
+            [get_ptxas(arch).path, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        known.update(int(number) for number in re.findall(r"'sm_(\d+)'", text))
+    return frozenset(number for number in known if number >= 75)
+
+
+def _check_memory(source: Source, arch: int, made: Any) -> None:
+    limit = SHARED_MEMORY.get(arch, max(SHARED_MEMORY.values()))
+    if made.shared > limit * 1024:
+        raise BuildError(
+            f"{source.label}: it needs {made.shared / 1024:.0f} KiB of shared memory on compute capability "
+            f"{arch}, which has {limit}. Take smaller blocks or fewer stages, or build without {arch}"
+        )
+
+
+def _failure(source: Source, arch: int, error: BaseException) -> BuildError:
+    """Returns the message for a kernel that does not compile, with the line at fault where that is known."""
+    from triton.compiler import CompilationError
+
+    while isinstance(error.__cause__, CompilationError):  # in a function that the kernel calls
+        error = error.__cause__
+    label = source.label
+    if isinstance(error, CompilationError) and error.src == source.kernel.src and error.node is not None:
+        line = source.kernel.def_file_line_number + error.node.lineno - 1
+        label = f"{source.label.rpartition(':')[0]}:{line}"
+    return BuildError(f"{label}: it does not compile for compute capability {arch}:\n{error}")

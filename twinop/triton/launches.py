@@ -1,0 +1,149 @@
+"""From traced plans to plans: chooses the variants of each launch, and compiles all their kernels at once."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any
+
+from ..device_module.plan import Kernel, Launch, Limit, Plan, Pointer, Variant
+from ..errors import BuildError
+from .compile import Compiled, Source, compile_kernels
+from .inspect import kernel_uses
+from .traced import TracedLaunch, TracedPlan
+from .variants import SourceVariant, narrow_variant, variants
+
+_MOST_NARROW = 2**31 - 1  # elements that offsets of 32 bits reach
+
+_REFUSED = {
+    "tt.print": "tl.device_print needs Triton's own launcher, which shows the text. Take it out",
+    "tt.assert": "tl.device_assert with debug=True needs Triton's own launcher. Take debug=True out",
+}
+
+
+def compile_plans(
+    plans: Sequence[TracedPlan], archs: Sequence[int], *, ptx: bool = True
+) -> tuple[list[Plan], list[Kernel]]:
+    """Compiles the kernels of plans.
+
+    A kernel in another language has a method `compile_launch(launch, archs, ptx)`, which returns the
+    arguments of the launch, the parameters and the `Kernel` (`nvrtc.py` and `numba.py` in `device_module/`).
+
+    Args:
+        plans: all plans of all ops of a library.
+        archs: compute capabilities for which cubins are made: 80, 90.
+        ptx: whether there is PTX as well, for newer GPUs.
+
+    Returns:
+        The plans in the same order, and the kernels to which their variants refer.
+
+    Raises:
+        BuildError: an unknown architecture. Naming the kernel and its line: it does not compile, needs too
+            much shared memory, stores to an input, or cannot do without Triton's launcher.
+    """
+    launches = [step for plan in plans for step in plan.steps if isinstance(step, TracedLaunch)]
+    of_triton = [launch for launch in launches if not hasattr(launch.kernel, "compile_launch")]
+    table = _Table()
+    compiled = _compile_variants(of_triton, partial(compile_kernels, archs=archs, ptx=ptx))
+    made = {
+        id(launch): _launch(launch, found, table) for launch, found in zip(of_triton, compiled, strict=True)
+    }
+    for launch in launches:
+        if id(launch) not in made:
+            arguments, parameters, kernel = launch.kernel.compile_launch(launch, archs, ptx)
+            variant = Variant((), parameters, table.index(kernel))
+            made[id(launch)] = Launch(launch.grid, arguments, (variant,), launch.block), []
+    finished = []
+    for plan in plans:
+        steps = [made[id(step)] if isinstance(step, TracedLaunch) else (step, []) for step in plan.steps]
+        limits = dict.fromkeys(limit for _, of_step in steps for limit in of_step)
+        finished.append(
+            Plan(
+                plan.combination,
+                plan.ranks,
+                tuple(step for step, _ in steps),
+                plan.guards,
+                plan.temporaries,
+                tuple(limits),
+            )
+        )
+    return finished, table.kernels
+
+
+class _Table:
+    """The kernels of a library, each once."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+        self._indices: dict[int, int] = {}
+
+    def index(self, kernel: Kernel) -> int:
+        if id(kernel) not in self._indices:
+            self._indices[id(kernel)] = len(self.kernels)
+            self.kernels.append(kernel)
+        return self._indices[id(kernel)]
+
+
+def _compile_variants(
+    launches: Sequence[TracedLaunch], compile_sources: Callable[[list[Source]], list[Compiled | BuildError]]
+) -> list[list[tuple[SourceVariant, Compiled]]]:
+    """Compiles the variants of launches, each kernel once.
+
+    Some kernels do not compile with ints of 64 bits, as those that add one to a counter of 32: their general
+    variant takes 32 bits.
+    """
+    for launch in launches:
+        if launch.kernel.pre_run_hooks:
+            raise BuildError(f"{launch.label}: it has hooks (add_pre_run_hook), which a library cannot call")
+    compiled: dict[Any, Compiled | BuildError] = {}
+
+    def add(sources: Iterable[Source]) -> None:
+        new = {source.key: source for source in sources if source.key not in compiled}
+        compiled.update(zip(new, compile_sources(list(new.values())), strict=True))
+
+    found = [variants(launch) for launch in launches]
+    add(variant.source for of_launch in found for variant in of_launch)
+    for launch, of_launch in zip(launches, found, strict=True):
+        if isinstance(compiled[of_launch[-1].source.key], BuildError):
+            of_launch[-1] = narrow_variant(launch)
+    add(of_launch[-1].source for of_launch in found)
+
+    def result(variant: SourceVariant) -> Compiled:
+        made = compiled[variant.source.key]
+        if isinstance(made, BuildError):
+            raise made
+        return made
+
+    return [[(variant, result(variant)) for variant in of_launch] for of_launch in found]
+
+
+def _launch(
+    launch: TracedLaunch, found: Sequence[tuple[SourceVariant, Compiled]], table: _Table
+) -> tuple[Launch, list[Limit]]:
+    """Returns the launch with compiled variants, and the limits of the tensors that it reads and writes."""
+    limits = []
+    for variant, compiled in found:
+        pointers = [launch.arguments[index] for index, _ in variant.parameters]
+        for ttir in compiled.ttir:
+            uses = _uses(ttir)
+            for operation in _REFUSED.keys() & uses.operations:
+                raise BuildError(f"{launch.label}: {_REFUSED[operation]}")
+            for position in uses.written:
+                argument = pointers[position]
+                if isinstance(argument.value, Pointer) and argument.value.base == "input":
+                    raise BuildError(
+                        f"{launch.label}: it stores to {argument.name}, which is an input of the op where "
+                        f"{launch.line} launches it. An op writes to new tensors only"
+                    )
+            for position in uses.narrow:
+                value = pointers[position].value
+                if isinstance(value, Pointer) and value.base != "temporary":
+                    limits.append(Limit(value.base, value.index, _MOST_NARROW))
+    made = tuple(
+        Variant(variant.requirements, variant.parameters, table.index(compiled.kernel))
+        for variant, compiled in found
+    )
+    return Launch(
+        launch.grid, tuple(argument.value for argument in launch.arguments), made, launch.block
+    ), limits
+
+
+_uses = cache(kernel_uses)
