@@ -204,4 +204,3 @@ def _derive(record: Record) -> None:
             library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")
     for key, kind in _FOREIGN_KEYS.items():
         library.impl(record.name, refuse(record, kind), key)
-

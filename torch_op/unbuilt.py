@@ -165,7 +165,11 @@ def _typed_signature(record: Record) -> inspect.Signature:
 
 _Change = Callable[[Any, Any, Any], Any]
 _change: ContextVar[_Change | None] = ContextVar("twinop_launches", default=None)
-_KERNELS = {"triton.runtime.jit": "KernelInterface", "numba.cuda.dispatcher": "CUDADispatcher"}
+_KERNELS = {
+    "triton.runtime.jit": "KernelInterface",
+    "numba.cuda.dispatcher": "CUDADispatcher",
+    "twinop.device_module.nvrtc": "CudaKernel",
+}
 """The classes of kernels, by module: `kernel[grid](...)` launches one."""
 
 

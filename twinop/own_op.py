@@ -28,6 +28,7 @@ SECOND_DERIVATIVES: dict[str, Callable[..., Any]] = {}
 
 DERIVATIVES: dict[str, Callable[..., Any]] = {}
 """The derivatives by `Record.key` that are torch functions, of ops declared in Python (`kernel_op.py`)."""
+
 CPU_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """What runs in torch on CPU tensors, by `Record.key`, for ops whose library has no CPU kernel.
 

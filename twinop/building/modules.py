@@ -18,7 +18,9 @@ def check_options(options: Options) -> None:
         BuildError: --cpu.
     """
     if options.cpu:
-        raise BuildError("--cpu: kernels in Python are for CUDA; on the CPU their function bodies run. Leave it out")
+        raise BuildError(
+            "--cpu: kernels in Python are for CUDA; on the CPU their function bodies run. Leave it out"
+        )
 
 
 def add_modules(

@@ -100,7 +100,8 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
         said = ", ".join(str(file) for file in files) or f"{paths[0]}: no {', '.join(_SUFFIXES)} file"
         raise BuildError(
             f"{said}: registers no op. Expected a header with TWINOP_UNARY, TWINOP_ELEMENTWISE, "
-            "TWINOP_ROWWISE or TWINOP_OP, or a Python file with @twinop.triton_op; `twinop new mish` makes one"
+            "TWINOP_ROWWISE or TWINOP_OP, or a Python file with @twinop.triton_op; `twinop new mish` makes "
+            "one"
         )
     return Project(name, domain, sources, settings.get("domain_version", 1), modules)
 

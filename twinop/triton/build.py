@@ -1,12 +1,13 @@
-"""Makes the payload of a library from Python files: imports them, traces their launchers, compiles the kernels."""
+"""Makes the payload of a library from Python files: traces the launchers, compiles the kernels."""
 
+import importlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..device_module.plan import Body, DeviceOp, Payload, Plan
+from ..device_module.plan import Body, DeviceOp, Payload
 from ..errors import BuildError, ExportError
 from ..kernel_op import DECLARED, KernelOp, describe_source
 from ..load_module import load_module
@@ -18,6 +19,12 @@ from .traced import TracedOp
 Ranks = tuple[int | None, ...]
 
 _SIZE = 48  # of the samples that are traced
+_OTHERS = {
+    "triton": [],
+    "numba": [("device_module.numba", "numba_launches")],
+    "cuda": [("device_module.nvrtc", "cuda_launches")],
+}
+"""What records the launches of kernels that are not Triton's, while a launcher is traced."""
 
 
 def make_payload(
@@ -35,7 +42,7 @@ def make_payload(
         TwinopError: a file cannot be imported.
     """
     ops = [op for file in files for op in _declared_in(file, domain)]
-    traced = [trace(replace(op.record, domain_version=domain_version), op.launcher, _samples(op)) for op in ops]
+    traced = [_traced(op, domain_version) for op in ops]
     plans, kernels = compile_plans([plan for each in traced for plan in each.plans], archs, ptx=ptx)
     rest = iter(plans)
     notes: list[str] = []
@@ -55,19 +62,26 @@ def _declared_in(file: Path, domain: str) -> list[KernelOp]:
     load_module(file)
     ops = [op for op in DECLARED.values() if op.file.resolve() == file]
     if not ops:
-        raise BuildError(f"{file}: declares no op. Expected @twinop.triton_op before a function of the module")
+        raise BuildError(
+            f"{file}: declares no op. Expected @twinop.triton_op before a function of the module"
+        )
     for op in ops:
         if op.domain != domain:
             raise BuildError(
-                f"{op.place}: {op.name} has the domain {op.domain}, the library {domain}. One library has one: "
-                f"build it with --domain {op.domain}, or declare the op with domain=\"{domain}\""
+                f"{op.place}: {op.name} has the domain {op.domain}, the library {domain}. One library has "
+                f'one: build it with --domain {op.domain}, or declare the op with domain="{domain}"'
             )
     return ops
 
 
-def _samples(op: KernelOp) -> list[dict[str, Any]]:
+def _traced(op: KernelOp, domain_version: int) -> TracedOp:
     dtype = op.record.combinations[0][op.record.inputs[0].name]
-    return op.calls(dtype, _SIZE) or []
+    others = [
+        getattr(importlib.import_module(f"..{module}", __package__), name)
+        for module, name in _OTHERS[op.kind]
+    ]
+    record = replace(op.record, domain_version=domain_version)
+    return trace(record, op.launcher, op.calls(dtype, _SIZE) or [], intercept=others)
 
 
 # ---------------------------------------------------------------------------------------------- bodies
