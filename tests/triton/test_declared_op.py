@@ -1,0 +1,196 @@
+"""Ops declared with kernels in Python, before a library is built: in torch, and their errors."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_ops import mish_file
+from own_ops import output_of
+
+import twinop
+from twinop.errors import RecordError, TwinopError
+from twinop.kernel_op import KernelOp
+from twinop.load_module import load_module
+from twinop.schema_text import record_of
+
+triton = pytest.importorskip("triton")
+
+
+def scaled_body(x: torch.Tensor, *, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+@twinop.triton_op("unbuilt_scaled(Tensor x, float factor=2.0) -> Tensor", body=scaled_body, domain="unbuilt")
+def unbuilt_scaled(x: torch.Tensor, *, factor: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@twinop.triton_op(
+    "doubled_backward(Tensor grad_y, Tensor x) -> Tensor", body=lambda grad_y, x: 2 * grad_y, domain="unbuilt"
+)
+def doubled_backward(grad_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@twinop.triton_op(
+    "doubled(Tensor x) -> Tensor", body=lambda op, x: op.Add(x, x), backward=doubled_backward, domain="unbuilt"
+)
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.fixture(scope="module")
+def mish(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = mish_file(tmp_path_factory.mktemp("unbuilt"), "unbuilt_mish")
+    return load_module(path).unbuilt_mish
+
+
+def test_cpu_tensors_run_the_body(mish: KernelOp) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.linspace(-4, 4, 35).to(dtype).view(5, 7)
+        expected = torch.nn.functional.mish(x.float()).to(dtype)
+        assert torch.equal(mish(x), expected)
+        assert torch.equal(mish(x.t()), expected.t())
+    assert torch.equal(unbuilt_scaled(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(unbuilt_scaled(torch.ones(3), factor=0.5), torch.full((3,), 0.5))
+    assert torch.ops.unbuilt_mish.unbuilt_mish(torch.zeros(2)).tolist() == [0, 0]
+
+
+def test_derivatives(mish: KernelOp) -> None:
+    """By a torch function, and by another op; twice."""
+    for op in (mish, doubled):
+        x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(op, (x,))
+        assert torch.autograd.gradgradcheck(op, (x,))
+
+
+def test_torch_checks_compiles_and_batches_it(mish: KernelOp) -> None:
+    x = torch.randn(5, 6)
+    mish(x)
+    op = torch.ops.unbuilt_mish.unbuilt_mish.default
+    torch.library.opcheck(op, (x.clone().requires_grad_(),))
+    compiled = torch.compile(lambda x: mish(x) + 1, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), mish(x) + 1)
+    assert torch.equal(torch.vmap(mish)(x), mish(x))
+
+
+@pytest.mark.cuda
+def test_cuda_tensors_run_the_kernels(mish: KernelOp) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(1000, dtype=dtype, device="cuda", requires_grad=True)
+        torch.testing.assert_close(mish(x), torch.nn.functional.mish(x))
+        compiled = torch.compile(lambda x: mish(x) + 1, fullgraph=True)
+        torch.testing.assert_close(compiled(x), mish(x) + 1)
+        mish(x).sum().backward()
+        assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_the_import_needs_neither_torch_nor_triton_of_twinop(tmp_path: Path) -> None:
+    """`import twinop` and the declaration itself import nothing heavy."""
+    code = (
+        "import sys, twinop\n"
+        "@twinop.triton_op('act(Tensor x) -> Tensor', body=lambda op, x: op.Relu(x), domain='light')\n"
+        "def act(x): ...\n"
+        "print(sorted({'torch', 'triton', 'onnx', 'numpy'} & {*sys.modules}), act)"
+    )
+    assert output_of(code, tmp_path) == "[] <op light::act>\n"
+
+
+def declare(schema: str = "act(Tensor x) -> Tensor", **options: Any) -> Callable[[Any], KernelOp]:
+    return twinop.triton_op(schema, **{"body": torch.relu, "domain": "mistakes"} | options)
+
+
+def test_mistakes_of_a_declaration() -> None:
+    with pytest.raises(RecordError, match=r"act\(z\) does not fit the op .*; expected def act\(x\)"):
+        declare()(_named("z"))
+    with pytest.raises(RecordError, match=r"expected def act\(x, \*, eps\)"):
+        declare("act(Tensor x, float eps=1e-5) -> Tensor")(_named("x, eps"))
+    with pytest.raises(TwinopError, match="its backward takes gard; expected some of x, y, grad_y, grad"):
+        declare(backward=lambda gard, x: gard)(_named("x"))
+    with pytest.raises(TwinopError, match="its backward is in the domain unbuilt; expected one domain"):
+        declare(backward=doubled_backward)(_named("x"))
+    with pytest.raises(TwinopError, match="domain 'my-ops': expected a name of letters"):
+        declare(domain="my-ops")(_named("x"))
+
+
+def _named(parameters: str) -> Any:
+    scope: dict[str, Any] = {}
+    exec(f"def act({parameters}): ...", scope)
+    return scope["act"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ("act", "expected name(arguments) -> results"),
+        ("act(x) -> Tensor", "'x' is no argument; expected one of Tensor"),
+        ("act(float a) -> Tensor", "an op needs at least one Tensor"),
+        ("act(float a, Tensor x) -> Tensor", "tensors come before attributes"),
+        ("act(Tensor x, int n=1.5) -> Tensor", "its default is no int"),
+        ("act(Tensor x=None) -> Tensor", "only a Tensor? has a default"),
+        ("act(Tensor x) -> int", "it returns Tensor"),
+        ("act(Tensor x) -> (Tensor, Tensor)", "several results have names"),
+        ("act(Tensor x, float x=1) -> Tensor", "x names two things"),
+        (f"act(Tensor {'x' * 48}) -> Tensor", "has more than 47 characters"),
+    ],
+)
+def test_schemas_that_do_not_parse(schema: str, said: str) -> None:
+    with pytest.raises(RecordError) as raised:
+        record_of(schema, "mistakes")
+    assert said in str(raised.value)
+
+
+def test_schemas_are_read_as_in_cpp() -> None:
+    """The records of the library, which C++ parsed."""
+    from twinop import torch_op
+
+    for record in torch_op.records().values():
+        found = record_of(record.schema, record.domain)
+        for name in ("name", "onnx_name", "inputs", "attributes", "outputs", "schema"):
+            assert getattr(found, name) == getattr(record, name), record.schema
+    assert record_of("add(Tensor x, Tensor y) -> Tensor", "d").outputs == ("out",)
+
+
+def test_what_a_call_gets_wrong(mish: KernelOp) -> None:
+    @twinop.triton_op("narrow(Tensor x) -> Tensor", body=lambda x: x[:1], domain="unbuilt_wrong")
+    def narrow(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    with pytest.raises(RecordError, match=r"the body of narrow gives y the shape \[1\], the launcher \[3\]"):
+        narrow(torch.ones(3))
+
+    @twinop.triton_op(
+        "two(Tensor a, Tensor b) -> Tensor", body=torch.add, backward=lambda grad: grad, domain="unbuilt_two"
+    )
+    def two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(a)
+
+    with pytest.raises(RecordError, match="its backward returned 1 gradients; expected one for each of a, b"):
+        two(torch.ones(2, requires_grad=True), torch.ones(2)).sum().backward()
+
+    @twinop.triton_op(
+        "given(Tensor a, Tensor b) -> Tensor", body=torch.add, samples=lambda dtype, size: [(1, 2, 3)], domain="g"
+    )
+    def given(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+
+    with pytest.raises(TwinopError, match=r"samples\(float32, 4\) of given gave 3 values; expected tensors in"):
+        given.calls("float32", 4)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(None, "the package triton is not installed: pip install"), ("3.2.0", "tested with 3.6 to 3.9")],
+)
+def test_triton_absent_or_untested(version: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @twinop.triton_op("act(Tensor x) -> Tensor", body=torch.relu, domain=f"absent_{version is None}".lower())
+    def act(x: torch.Tensor) -> torch.Tensor: ...
+
+    if version is None:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    else:
+        monkeypatch.setattr(triton, "__version__", version)
+    with pytest.raises(TwinopError, match=said):
+        act(torch.ones(2))
