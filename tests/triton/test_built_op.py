@@ -1,0 +1,117 @@
+"""`twinop build` of a Python file: what the library holds, where it runs, and errors of the build."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from kernel_ops import mish_file
+
+from twinop import torch_op
+from twinop.building.builder import build
+from twinop.building.flags import Options
+from twinop.building.project import find_project
+from twinop.errors import BuildError
+from twinop.export import export
+from twinop.kernel_op import describe_source
+from twinop.library import Library, needed_libraries
+from twinop.load_module import load_module
+from twinop.testing.one_node import make_session, one_node_model
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("built")
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> Library:
+    """A library with an op, built for two architectures without a GPU and without a C++ compiler."""
+    file = mish_file(folder, "built_mish")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CXX", "no-such-compiler")
+    patch.setenv("TWINOP_CACHE", str(folder / "cache"))
+    built = build(find_project([file]), folder / "build" / "libbuilt_mish.so", Options("80,90"))
+    patch.undo()
+    assert built.notes == []
+    return built.library
+
+
+def test_what_it_holds(library: Library, folder: Path) -> None:
+    assert library.domain == "built_mish" and library.cuda_archs == "80-real,90-real,80-virtual"
+    record = library.records["built_mish"]
+    assert record.onnx_name == "CustomBuiltMish" and record.devices == ("cpu", "cuda")
+    assert record.dtypes == "float32; float16; bfloat16"
+    assert library.source == describe_source([folder / "built_mish.py"])
+    unwanted = ("python", "triton", "LLVM", "torch", "cudart", "libcuda.")
+    assert not [name for name in needed_libraries(library.path) if any(each in name for each in unwanted)]
+    assert library.path.stat().st_size < 1_000_000
+
+
+def test_it_runs_in_torch_and_in_onnx_runtime(library: Library, folder: Path, tmp_path: Path) -> None:
+    """On the CPU both run the body; the op in Python finds its library."""
+    op: Any = load_module(folder / "built_mish.py").built_mish
+    x = torch.linspace(-5, 5, 33).view(3, 11)
+    expected = torch.nn.functional.mish(x)
+    assert torch.equal(op(x), expected)
+    assert torch_op.library_of(library.records["built_mish"]) == library.path
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        model = one_node_model(library.records["built_mish"], {"x": name, "y": name}, [1], {})
+        session = make_session(model, library.path, "cpu")
+        (found,) = session.run_with_ort_values(None, {"x": ort.OrtValue.from_dlpack(x.to(dtype))})
+        torch.testing.assert_close(torch.from_dlpack(found), op(x.to(dtype)))
+
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return op(x * 2)
+
+    report = export(Net(), (x,), tmp_path / "net.onnx", dynamic={"x": [0]})
+    assert report.parity is not None and report.without_library is not None
+    assert [each.name for each in onnx.load(tmp_path / "net.onnx").functions] == ["CustomBuiltMish"]
+
+
+def test_an_outdated_library_is_not_used(library: Library, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "build", tmp_path / "build")
+    file = tmp_path / "built_mish.py"
+    code = "import torch, built_mish; built_mish.built_mish(torch.ones(2)); from twinop import torch_op; "
+    code += "print('built_mish::built_mish' in torch_op.records())"
+    for text in ("", "# changed\n"):
+        file.write_text((folder / "built_mish.py").read_text() + text)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout == f"{not text}\n", done.stderr
+        assert ("was built from another version of built_mish.py" in done.stderr) == bool(text)
+
+
+def refused(tmp_path: Path, name: str, text: str, *options: str, **more: Any) -> str:
+    file = tmp_path / f"{name}.py"
+    file.write_text(text)
+    with pytest.raises(BuildError) as raised:
+        build(find_project([file], **more), options=Options(*options))
+    return str(raised.value)
+
+
+def test_what_cannot_be_built(tmp_path: Path) -> None:
+    mish = mish_file(tmp_path, "refused_mish").read_text()
+    assert "--archs sm_90: expected native, all, or a list" in refused(tmp_path, "refused_mish", mish, "sm_90")
+    with pytest.raises(BuildError, match="--cpu: kernels in Python are for CUDA"):
+        build(find_project([tmp_path / "refused_mish.py"]), options=Options(cpu=True))
+    said = refused(tmp_path, "refused_mish", mish, "90", domain="other")
+    assert "refused_mish has the domain refused_mish, the library other" in said
+    assert "declares no op with kernels" in refused(tmp_path, "no_op", "import torch\n")
+    said = refused(tmp_path, "nothing_declared", 'TEXT = """\n@twinop.triton_op(\n"""\n')
+    assert "declares no op. Expected @twinop.triton_op" in said
