@@ -1,5 +1,5 @@
 // The CUDA driver, from libcuda.so.1 at run time: the library loads where there is no driver, and
-// compiles where there is no CUDA toolkit. The types have the layout of those in cuda.h.
+// compiles where there is no CUDA toolkit. The types have the layout of those in CUDA's header.
 #pragma once
 
 #include <cstddef>

@@ -228,6 +228,7 @@ Value Binary(Opcode opcode, const Value& a, const Value& b) {
 }  // namespace
 
 Value Evaluate(const Expression& expression, const Facts& facts) {
+  if (expression.size() == 1) return Load(expression[0], facts);  // most are constants
   Value stack[kMaxDepth];
   Value* end = stack;
   for (const Instruction& code : expression) {

@@ -112,10 +112,10 @@ class Loader {
   int id_ = 0;
 };
 
+// Whether a call may have these dtypes. The first input says it: others may be absent from calls.
 bool Fits(const std::vector<std::int32_t>& dtypes, const twinop_call& call) {
-  for (std::size_t i = 0; i < dtypes.size() && i < call.input_count; ++i)
-    if (call.inputs[i].dtype != TWINOP_NONE && call.inputs[i].dtype != dtypes[i]) return false;
-  return true;
+  if (dtypes.empty() || call.input_count == 0) return true;
+  return call.inputs[0].dtype == TWINOP_NONE || call.inputs[0].dtype == dtypes[0];
 }
 
 }  // namespace

@@ -15,8 +15,8 @@ struct Device {
   std::unique_ptr<Function[]> functions;
 };
 
-// Loads the kernels that an op launches for inputs of these dtypes (TWINOP_NONE: any), once for
-// each device, and returns the device. Thread-safe. They stay loaded until the process ends.
+// Loads the kernels that an op launches for a first input of this dtype (TWINOP_NONE: any), once
+// for each device, and returns the device. Thread-safe. They stay loaded until the process ends.
 // Throws std::runtime_error.
 const Device& LoadKernels(const Payload& payload, const Op& op, const twinop_call& call);
 

@@ -8,8 +8,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import ONE, InProcess, Packed, record
 from device_calls import At, Request, run
+from payloads import ONE, InProcess, Packed, record
 
 from twinop.device_module.plan import (
     DeviceOp,

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import GENERAL, ONE, InProcess, Packed, op_of, plan_of, record
 from device_calls import SCRATCH_ADDRESS, At, Request, body, creation_error, run, run_in_threads, table
+from payloads import GENERAL, ONE, InProcess, Packed, op_of, plan_of, record
 
 from twinop.device_module.plan import (
     POINTER,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import onnxruntime
 import pytest
-from conftest import GENERAL, KERNEL, ONE, InProcess, Packed, op_of, payload_of, plan_of, record
 from device_calls import At, Request, run, table, tables
 from elf import Elf
+from payloads import GENERAL, KERNEL, ONE, InProcess, Packed, op_of, payload_of, plan_of, record
 
 from twinop.building.flags import CommandLines, Options, find_installation
 from twinop.building.toolchain import find_compiler

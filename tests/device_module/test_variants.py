@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KERNEL, ONE, InProcess, Packed, op_of, record
 from device_calls import At, Request, run
+from payloads import KERNEL, ONE, InProcess, Packed, op_of, record
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -45,7 +45,8 @@ def _variants() -> tuple[tuple[Variant, ...], list[Kernel]]:
         "i64 D": [Requirement(COUNT, "divisible_by_16")],
         "i64": [],
     }
-    variants, kernels = [], []
+    variants: list[Variant] = []
+    kernels: list[Kernel] = []
     for x, y, kind in product((True, False), (True, False), kinds):
         aligned = [Requirement(i, "divisible_by_16") for i, wanted in ((X, x), (Y, y)) if wanted]
         count = () if kind == "1" else ((COUNT, kind[:3]),)

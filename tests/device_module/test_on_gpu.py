@@ -1,0 +1,91 @@
+"""Packed libraries on a GPU, in both runtimes: kernels in PTX, which needs no compiler here."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from onnx import TensorProto, helper
+from payloads import ONE, Packed, record
+
+from twinop import deploy, torch_op
+from twinop.device_module.plan import (
+    POINTER,
+    DeviceOp,
+    Fill,
+    Kernel,
+    Launch,
+    Plan,
+    Pointer,
+    Scalar,
+    Variant,
+    constant,
+    size,
+)
+
+pytestmark = pytest.mark.cuda
+
+# y = factor * x + y, a thread for each element.
+PTX = b"""
+.version 7.0
+.target sm_80
+.address_size 64
+.visible .entry scale(.param .u64 x, .param .u64 y, .param .u32 n, .param .f32 factor)
+{
+  .reg .pred %p;
+  .reg .b32 %r<5>;
+  .reg .b64 %d<6>;
+  .reg .f32 %f<5>;
+  ld.param.u64 %d1, [x];
+  ld.param.u64 %d2, [y];
+  ld.param.u32 %r1, [n];
+  ld.param.f32 %f1, [factor];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.u32 %r4, %r2, %r3, %r4;
+  setp.ge.u32 %p, %r4, %r1;
+  @%p bra done;
+  mul.wide.u32 %d3, %r4, 4;
+  add.u64 %d4, %d1, %d3;
+  add.u64 %d5, %d2, %d3;
+  ld.global.f32 %f2, [%d4];
+  ld.global.f32 %f3, [%d5];
+  fma.rn.f32 %f4, %f1, %f2, %f3;
+  st.global.f32 [%d5], %f4;
+done:
+  ret;
+}
+"""
+
+
+def library(packed: Packed) -> Path:
+    """y = 6 * x, through a temporary tensor of 2 * x."""
+
+    def step(source: Pointer, target: Pointer, factor: float, kernel: int) -> Launch:
+        arguments = (source, target, Scalar(n, "int"), Scalar(constant(factor), "fp32"))
+        parameters = ((0, POINTER), (1, POINTER), (2, "i32"), (3, "fp32"))
+        return Launch(((n + 127) // 128, ONE, ONE), arguments, (Variant((), parameters, kernel),))
+
+    n = size(0, 0) * size(0, 1)
+    x, middle, y = Pointer("input", 0), Pointer("temporary", 0), Pointer("output", 0)
+    steps = (Fill(middle, n * 4), step(x, middle, 2.0, 0), Fill(y, n * 4), step(middle, y, 3.0, 1))
+    plan = Plan(0, (2,), steps, temporaries=(n * 4,))
+    plain = Kernel("scale", "scale, test_on_gpu.py", ptx=("80", PTX))
+    other = replace(plain, shared=100_000)  # more than the 48 KiB that need no permission
+    return packed(DeviceOp(record(dtypes="float32"), (plan,)), plain, other)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1000), (1024, 1025)])
+def test_in_both_runtimes(shape: tuple[int, int], packed: Packed) -> None:
+    path = library(packed)
+    x = torch.randn(shape, device="cuda")
+    in_torch = torch_op.load(path, f"packed_{shape[0]}").functions["k"](x)
+    torch.testing.assert_close(in_torch, 6 * x, rtol=1e-6, atol=0)
+    node = helper.make_node("CustomK", ["x"], ["y"], domain="packed")
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape)) for name in "xy"]
+    graph = helper.make_graph([node], "g", value[:1], value[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("packed", 1)], ir_version=10)
+    session = deploy.session(model, ["CUDAExecutionProvider"], path)
+    assert np.array_equal(session.run({"x": x.cpu().numpy()})["y"], in_torch.cpu().numpy())
