@@ -118,13 +118,12 @@ Status Body::Run(OrtKernelContext* context, const Call& call) {
     });
     return result;
   }
-  const OrtValue* inputs[kMaxArguments];
+  const OrtValue* inputs[kMaxArguments] = {};
   OrtValue* outputs[kMaxOutputs];
-  for (std::size_t i = 0; i < record.schema.input_count; ++i)
-    if (call.inputs[i].present)
-      TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInput(context, i, &inputs[i]));
-    else
-      inputs[i] = nullptr;
+  for (std::size_t i = 0; i < record.schema.input_count; ++i) {
+    if (!call.inputs[i].present) continue;
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelContext_GetInput(context, i, &inputs[i]));
+  }
   for (std::size_t i = 0; i < record.schema.output_count; ++i)
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->KernelContext_GetOutput(context, i, call.outputs[i].sizes, call.outputs[i].rank,

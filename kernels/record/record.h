@@ -161,10 +161,6 @@ struct Record {
   constexpr Record elementwise() const { return With(&Record::is_elementwise, true); }
   constexpr Record cpu(twinop_launch launch) const { return With(&Record::cpu_launch, launch); }
   constexpr Record cuda(twinop_launch launch) const { return With(&Record::cuda_launch, launch); }
-  // The op has a function body that runs on the CPU of ONNX Runtime in place of a kernel.
-  constexpr Record body(decltype(twinop_op::body) model) const {
-    return With(&Record::body_model, model);
-  }
   // The launcher needs kBytes bytes of scratch memory, or kBytes(call), a number that depends on
   // the shapes of the inputs and on the attributes only. The function takes the call as a launcher
   // does.

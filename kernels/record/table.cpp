@@ -31,7 +31,9 @@ Record ReadRecord(const twinop_table& table, const twinop_op& op) {
   record.scratch_size = op.scratch_size;
   record.create_state = op.create;
   record.destroy_state = op.destroy;
-  if (op.struct_size > offsetof(twinop_op, body)) record.body_model = op.body;
+  // A function body has a fixed number of inputs.
+  if (op.struct_size > offsetof(twinop_op, body) && !record.schema.HasRepeatedInput())
+    record.body_model = op.body;
   return record;
 }
 

@@ -146,10 +146,21 @@ def test_elementwise_bodies_run_in_pieces(name: str, dtype: str, library: Path) 
         assert session(model, library, threads).run(None, feeds)[0].tobytes() == expected.tobytes()
 
 
+def wrapped(nodes: str, op: str = "CustomRelu <variant>", outputs: str = "y") -> bytes:
+    """A model of fp32 as a library carries it, of nodes in ONNX's text form."""
+    typed = ", ".join(f"float[] {name}" for name in outputs.split(", "))
+    head = f'<ir_version: 10, opset_import: ["": 20, "custom_domain": 1]> body (float[] x) => ({typed}) {{}}'
+    function = f'<domain: "custom_domain", opset_import: ["": 20]> {op} (x) => ({outputs}) {{{nodes}}}'
+    return onnx.parser.parse_model(f"{head} {function}").SerializeToString()
+
+
 def test_no_output_takes_the_memory_of_an_input(tmp_path: Path) -> None:
-    """A body may read an input after it has written an output, where a kernel of the op could not."""
+    """A body may read an input after it has written an output, also where the record says "in place"."""
     record = replace(RECORDS["double_and_sum"], in_place="doubled = x")
-    path = body_library(tmp_path, [body_op(OPS["relu"]), body_op(record)])
+    nodes_of_body = """doubled = Add(x, x) zero = Sub(doubled, doubled) same = Add(x, zero)
+                       axes = Constant<value_ints=[-1]>() total = ReduceSum<keepdims=0>(same, axes)"""
+    body = BodyOp(record, {"b": wrapped(nodes_of_body, "CustomDoubleAndSum", "doubled, total")})
+    path = body_library(tmp_path, [body_op(OPS["relu"]), body])
     nodes = [custom(OPS["relu"], ["x"], ["v"]), custom(record, ["v"], ["doubled", "total"])]
     dims: tuple[str, ...] = ("rows", "columns")
     outputs = {"doubled": ("float32", dims), "total": ("float32", dims[:1])}
@@ -167,13 +178,6 @@ def test_a_body_without_a_model_for_a_call(tmp_path: Path) -> None:
     said = r"\(CPU\): the op has no CPU kernel, and its function body: no body for these inputs"
     with pytest.raises(Exception, match=said):
         opened.run(None, feeds_of(sample))
-
-
-def wrapped(function_body: str) -> bytes:
-    """A model as a library carries it, for relu, of nodes in ONNX's text form."""
-    head = '<ir_version: 10, opset_import: ["": 20, "custom_domain": 1]> body (float[] x) => (float[] y) {}'
-    function = '<domain: "custom_domain", opset_import: ["": 20]> CustomRelu <variant> (x) => (y)'
-    return onnx.parser.parse_model(f"{head} {function} {{{function_body}}}").SerializeToString()
 
 
 def test_a_body_that_computes_other_sizes(tmp_path: Path) -> None:
