@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 _VARIABLES = (Opcode.SIZE, Opcode.ATTRIBUTE, Opcode.ARCH)
 _ARCHS = (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 _LARGEST = 2**40
+_PAIRED = 12  # the numbers of each of two variables that are tried together
 
 
 class TooManyBranches(Exception):
@@ -100,10 +101,22 @@ def _others(call: Call, condition: Expression, constants: set[int | float]) -> I
     variables = sorted({item for item in condition.code if item[0] in _VARIABLES}, key=repr)
     changes = {variable: _values(call, variable, constants) for variable in variables}
     for variable in variables:
-        yield from (call.changed(variable, value) for value in changes[variable])
+        for value in changes[variable]:
+            yield call.changed(variable, value)
+            yield _changed_alike(call, variable, value)
     for one, two in itertools.combinations(variables, 2):
-        for values in itertools.product(changes[one][:40], changes[two][:40]):
+        for values in itertools.product(changes[one][:_PAIRED], changes[two][:_PAIRED]):
             yield call.changed(one, values[0]).changed(two, values[1])
+
+
+def _changed_alike(call: Call, variable: tuple[Opcode, object], value: int | float) -> Call:
+    """Changes a size and all that are equal to it, as launchers compare them."""
+    old = call.variable(variable)
+    for tensor, shape in enumerate(call.sizes):
+        for dimension, size in enumerate(shape or ()):
+            if variable[0] is Opcode.SIZE and size == old:
+                call = call.changed((Opcode.SIZE, (tensor, dimension)), value)
+    return call
 
 
 def _values(call: Call, variable: tuple[Opcode, object], constants: set[int | float]) -> list[int | float]:

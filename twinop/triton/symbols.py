@@ -186,7 +186,8 @@ class Symbols(ShapeEnv):
         **_: Any,
     ) -> Any:
         """Answers every question about a symbolic value; torch calls this."""
-        if isinstance(orig_expr, sympy.logic.boolalg.Boolean):
+        is_symbol = isinstance(orig_expr, sympy.Symbol)  # which is a Boolean, too
+        if isinstance(orig_expr, sympy.logic.boolalg.Boolean) and not is_symbol:
             return sympy.true if self._answer(orig_expr, fallback_value) else sympy.false
         return orig_expr if orig_expr.is_Number else sympy.sympify(self.fixed(orig_expr))
 
@@ -199,8 +200,8 @@ class Symbols(ShapeEnv):
             difference = sympy.expand(question.lhs - question.rhs)
             if difference.is_Number:
                 return bool(question.func(difference, 0))
-            if self.in_torch and question.rhs in (0, 1, 2) and question.lhs.is_positive:
-                return bool(question.func(sympy.Integer(2**40), question.rhs))
+            if self.in_torch and (answer := _for_sizes_above_1(question)) is not None:
+                return answer
             if question.lhs.is_integer and question.rhs.is_Integer and type(question).__name__ in _BOUNDS:
                 step, answer = _BOUNDS[type(question).__name__]
                 return (
@@ -214,7 +215,13 @@ class Symbols(ShapeEnv):
                 return self._at_most(Expression(tuple(dividend)), (bound + 1) * divisor - 1)
         if value.code[-1][0] is Opcode.NEXT_POWER_OF_2 and bound > 0:  # a bound of its operand is the same
             value, bound = Expression(value.code[:-1]), 1 << (bound.bit_length() - 1)
-        return self._decide(Expression.of(Opcode.LESS_EQUAL, value, bound))
+        question = Expression.of(Opcode.LESS_EQUAL, value, bound)
+        for decision in self.decisions:  # an earlier answer may imply this one
+            if (known := _bound(decision)) is None or known[0] != (value.code, decision.held):
+                continue
+            if (bound >= known[1]) if decision.held else (bound <= known[1]):
+                return decision.held
+        return self._decide(question)
 
     def _decide(self, condition: Expression) -> bool:
         for decision in self.decisions:
@@ -223,6 +230,26 @@ class Symbols(ShapeEnv):
         held = bool(self.call.value(condition))
         self.decisions.append(Decision(condition, held))
         return held
+
+
+def _for_sizes_above_1(question: Any) -> bool | None:
+    """Answers whether a product of sizes is 1 or less, in whatever form; None: it is another question."""
+    for modulo in question.atoms(sympy.Function):
+        if type(modulo).__name__ in ("Mod", "PythonMod"):
+            dividend, divisor = modulo.args
+            factor = divisor / dividend
+            if factor.is_integer and not factor.is_number:
+                question = question.subs(modulo, dividend)
+    if not isinstance(question, sympy.core.relational.Relational):
+        return bool(question)
+    terms = sympy.Add.make_args(sympy.expand(question.lhs - question.rhs))
+    common = sympy.gcd(list(terms)) if len(terms) > 1 else terms[0]
+    if not common.is_positive:
+        return None
+    constant, product = sympy.expand(sum(terms) / common).as_coeff_Add()
+    if product.is_positive and -constant in (0, 1, 2):
+        return bool(question.func(sympy.Integer(2**40), -constant))
+    return bool(question.func(constant, 0)) if product == 0 else None
 
 
 def tightest(decisions: Sequence[Decision]) -> tuple[Expression, ...]:

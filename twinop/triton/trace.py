@@ -218,7 +218,7 @@ def _calls(record: Record, samples: Sequence[Mapping[str, Any]]) -> Iterator[tup
     if wrong := [entry.name for entry in record.inputs if entry.repeated]:
         raise BuildError(f"{record.name}: {wrong[0]} is a Tensor[]; launchers in Python take single tensors")
     if wrong := [entry.name for entry in record.attributes if entry.kind == "int[]"]:
-        raise BuildError(f"{record.name}: {wrong[0]} is an int[]; launchers in Python take single numbers")
+        raise BuildError(f"{record.name}: {wrong[0]} is an int[]; launchers take single numbers")
     for sizes, is_given in _sizes(record, samples):
         for attributes in itertools.product(*(_values(record, entry) for entry in record.attributes)):
             yield Call(sizes, attributes), is_given

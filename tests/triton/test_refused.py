@@ -1,0 +1,160 @@
+"""What cannot be traced is refused with the line of the launcher."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+from launchers import pointwise_kernel, record, row_kernel
+
+from twinop.errors import BuildError
+from twinop.triton.trace import trace
+
+OUTSIDE = torch.empty(3)
+
+
+def launch(x: Any, y: Any, grid: Any = (1,), n: Any = 3, block: Any = 16) -> Any:
+    pointwise_kernel[grid](x, y, n, BLOCK=block)
+    return y
+
+
+def item(x):
+    return launch(x, torch.empty_like(x), (x[0].item(),))
+
+
+def computes(x):
+    return launch(x, x + 1)
+
+
+def constant(x):
+    return launch(x, torch.empty_like(x), block=x.numel())
+
+
+def plain_int(x):
+    return launch(x, torch.empty_like(x), n=int(x.numel()))
+
+
+def view(x):
+    return x.view(-1)
+
+
+def itself(x):
+    return launch(x, x)
+
+
+def part(x):
+    return launch(x, torch.empty_like(x)[1:])
+
+
+def two(x):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def writes(x):
+    x.zero_()
+    return torch.empty_like(x)
+
+
+def fill(x):
+    return torch.full_like(x, 0.1)
+
+
+def outside(x):
+    return launch(OUTSIDE, torch.empty_like(x))
+
+
+def on_the_cpu(x):
+    return torch.empty(3, device="cpu")
+
+
+def float_grid(x):
+    return launch(x, torch.empty_like(x), (x.numel() / 16,))
+
+
+def unknown_argument(x):
+    pointwise_kernel[(1,)](x, torch.empty_like(x), BLOCK=16)
+
+
+def text(x):
+    return launch(x, torch.empty_like(x), n="three")
+
+
+def branches(x):
+    y = torch.empty_like(x)
+    for bound in range(66):
+        if x.numel() == bound:
+            launch(x, y)
+    return y
+
+
+def always(x):
+    raise ValueError("never")
+
+
+def complex_output(x):
+    return launch(x, torch.empty_like(x, dtype=torch.complex64))
+
+
+def odd_shape(x):
+    return launch(x, x.new_empty(triton.next_power_of_2(x.shape[0])))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        (item, "reads an element of a tensor"),
+        (computes, "computes with torch.add.*Compute it in a kernel"),
+        (constant, "BLOCK varies with sizes or attributes without a range.*next_power_of_2"),
+        (plain_int, "takes one value of a size"),
+        (view, "view returns an input, or a view of one, as output 0"),
+        (itself, "itself returns an input, or a view of one, as output 0"),
+        (part, "returns a view as output 0"),
+        (two, "two returns tensor, tensor; its schema has 1 output$"),
+        (writes, "writes to an input"),
+        (fill, r"fills tensors with a byte, and 0\.1 in float32 has several"),
+        (outside, "x of pointwise_kernel, .*launchers.py:.* is neither an input nor allocated"),
+        (on_the_cpu, "a tensor on the device cpu"),
+        (float_grid, "its grid is .SymFloat.; expected one to three ints"),
+        (unknown_argument, "missing a required argument: 'n'"),
+        (text, "n is a str; a library can give a kernel tensors and numbers"),
+        (branches, "more than 64 branches"),
+        (always, "refuses all calls; the first says: .*ValueError: never"),
+        (complex_output, "complex64, which no op has"),
+        (odd_shape, r'no expression was found for the shape of output y of f.*shapes="y = \[x\[0\]\]"'),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_launcher_is_refused_with_its_line(launcher: Callable[..., Any], message: str) -> None:
+    with pytest.raises(BuildError, match=message) as caught:
+        trace(record("f", "x"), launcher, [{"x": torch.empty(5)}])
+    assert re.match(r"test_refused\.py:\d+: ", str(caught.value))
+
+
+def test_a_kernel_with_launch_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_kernel, "pre_run_hooks", [print])
+
+    def launcher(x):
+        row_kernel[(1,)](x, torch.empty_like(x), 1, 2, 3, BLOCK=16)
+
+    with pytest.raises(BuildError, match=r"row_kernel, launchers.py:\d+: it has launch hooks"):
+        trace(record("f", "x"), launcher, [{"x": torch.empty(5)}])
+
+
+def test_texts_of_the_record_that_do_not_hold_are_refused() -> None:
+    def launcher(x):
+        return launch(x, torch.empty_like(x))
+
+    samples = [{"x": torch.empty(5)}]
+    with pytest.raises(BuildError, match=r"output y of f has another shape than 'x\[1:\]'"):
+        trace(record("f", "x", shapes="y = x[1:]"), launcher, samples)
+    with pytest.raises(BuildError, match="has the dtype float32; dtypes='float32 y=float16' says float16"):
+        trace(record("f", "x", dtypes="float32 y=float16"), launcher, samples)
+
+
+def test_a_text_without_choices_is_refused() -> None:
+    with pytest.raises(BuildError, match='name its values: choices="mode = a | b"'):
+        trace(
+            record("f", "x", attributes={"mode": ("str", None)}), lambda x, mode: x, [{"x": torch.empty(5)}]
+        )

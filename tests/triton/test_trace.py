@@ -1,0 +1,233 @@
+"""Plans do what the launchers do that they were traced from."""
+
+import functools
+import importlib
+import math
+from typing import Any
+
+import launchers
+import pytest
+import torch
+import triton
+from launchers import chosen, direct, evaluated, pointers, record
+
+from twinop.device_module.plan import Fill, Refuse
+from twinop.triton.trace import trace
+from twinop.triton.traced import TracedOp
+
+SIZES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 1000, 1023, 1024, 1025, 2048, 2049, 4096, 4097]
+HUGE = [8191, 8193, 65536, 65537, 2**20 - 1, 2**20]
+
+
+@functools.cache
+def traced(name: str) -> TracedOp:
+    tensors = {shape: torch.empty(shape) for shape in ((3, 67), (67,), (67, 24), (1, 2, 9, 64), (2, 3, 67))}
+    eps, scale = {"eps": ("float", "1e-5")}, {"scale": ("float", "0.125"), "causal": ("bool", "False")}
+    activation = {"activation": ("str", '"none"')}
+    records = {
+        "gelu": (record("gelu", "x"), []),
+        "softmax": (record("softmax", "x"), [{"x": tensors[3, 67]}]),
+        "layer_norm": (
+            record(
+                "layer_norm", "x", "weight", attributes=eps, outputs=("y", "mean"), dtypes="float32; float16"
+            ),
+            [{"x": tensors[2, 3, 67], "weight": tensors[67,]}],
+        ),
+        "column_sum": (record("column_sum", "x"), [{"x": tensors[3, 67]}]),
+        "matmul": (
+            record("matmul", "a", "b", attributes=activation, choices="activation = none | relu"),
+            [{"a": tensors[3, 67], "b": tensors[67, 24]}],
+        ),
+        "attention": (
+            record("attention", "q", "k", "v", attributes=scale),
+            [dict.fromkeys("qkv", tensors[1, 2, 9, 64])],
+        ),
+    }
+    entry, samples = records[name]
+    return trace(entry, getattr(launchers, name), samples)
+
+
+def same(name: str, shapes: list[tuple[int, ...]], **attributes: Any) -> None:
+    plan = chosen(traced(name), shapes, *attributes.values())
+    assert evaluated(plan, shapes, *attributes.values()) == direct(
+        getattr(launchers, name), shapes, **attributes
+    )
+
+
+@pytest.mark.parametrize("rank", range(1, 7))
+def test_an_elementwise_launcher_has_a_plan_for_each_rank(rank: int) -> None:
+    for size in (*SIZES, *HUGE):
+        same("gelu", [(size, 3, 2, 5, 1, 7)[:rank]])
+    assert traced("gelu").record.shapes == ""
+
+
+def test_a_block_that_is_a_power_of_two_has_a_plan_for_each() -> None:
+    for size in (*SIZES, *HUGE):
+        same("softmax", [(5, size)])
+    plan = chosen(traced("softmax"), [(5, 2**20 + 1)])
+    assert isinstance(plan.steps[0], Refuse)
+    assert "launchers.py" in plan.steps[0].message
+    assert "1048576 elements" in plan.steps[0].message
+    assert {plan.ranks for plan in traced("softmax").plans} == {(2,)}
+
+
+def test_a_bounded_power_of_two_has_one_plan_beyond_its_bound() -> None:
+    for size in (1, 16, 17, 257, 4096, 4097, 8193, 2**31 + 5):
+        same("layer_norm", [(2, 3, size), (size,)], eps=0.25)
+        same("layer_norm", [(7, size), (size,)], eps=1.0)
+    plans = [plan for plan in traced("layer_norm").plans if plan.ranks == (2, 1) and plan.combination == 0]
+    assert len(plans) == 14
+
+
+def test_shapes_and_dtypes_of_outputs_follow_from_the_traces() -> None:
+    op = traced("layer_norm")
+    assert op.record.shapes == "mean = x[:-1]"
+    assert op.record.dtypes == "float32; float16 mean=float32"
+    assert traced("matmul").record.shapes == "y = [a[0], b[1]]"
+    assert traced("column_sum").record.shapes == "y = x[1:]"
+    assert traced("attention").record.shapes == ""
+
+
+def test_temporary_tensors_are_sized_and_filled() -> None:
+    for rows, n in [(1, 5), (255, 1024), (256, 1024), (63, 1025), (65, 5000)]:
+        same("column_sum", [(rows, n)])
+        group = 64 if n > 1024 else 256
+        plan = chosen(traced("column_sum"), [(rows, n)])
+        assert [size.evaluate([(rows, n)]) for size in plan.temporaries] == [8 * group, 4 * group * n]
+        fills = [step for step in plan.steps if isinstance(step, Fill)]
+        assert [(pointers(step), step.bytes.evaluate([(rows, n)]), step.value) for step in fills] == [
+            ([("temporary", 0)], 8 * group, 0),
+            ([("temporary", 1)], 4 * group * n, 0),
+        ]
+        first, second = plan.steps[2:]
+        assert pointers(first) == [("input", 0), ("temporary", 0), ("temporary", 1)]
+        assert pointers(second) == [("temporary", 1), ("output", 0)]
+        assert second.arguments[0].value.offset.evaluate([(rows, n)]) == 4 * n  # partial[1:]
+        assert [argument.dtype for argument in first.arguments] == ["float32", "int32", "float32", None]
+
+
+def test_heuristics_texts_and_grids_of_configurations() -> None:
+    for rows, inner, columns in [(1, 1, 1), (128, 32, 64), (129, 33, 65), (5, 4096, 1000)]:
+        for activation in ("none", "relu"):
+            same("matmul", [(rows, inner), (inner, columns)], activation=activation)
+    plan = chosen(traced("matmul"), [(4, 5), (6, 7)], "relu")
+    assert isinstance(plan.steps[0], Refuse)
+    assert "AssertionError: a.shape[1] columns and b.shape[0] rows" in plan.steps[0].message
+
+
+def test_a_choice_of_configurations_by_sizes_and_architecture() -> None:
+    def choose(autotuner: Any, arguments: Any, arch: Any) -> Any:
+        return autotuner.configs[1 if arguments["M"] <= 48 and arch >= 90 else 0]
+
+    op = trace(
+        record("matmul", "a", "b", attributes={"activation": ("str", None)}, choices="activation = none"),
+        launchers.matmul,
+        [{"a": torch.empty(3, 67), "b": torch.empty(67, 24)}],
+        choose,
+    )
+    for rows, arch, block in [(48, 90, 32), (48, 120, 32), (48, 89, 128), (49, 90, 128), (1, 80, 128)]:
+        (step,) = chosen(op, [(rows, 5), (5, 7)], "none", arch=arch).steps
+        assert step.constants["BLOCK_M"] == block
+
+
+def test_float_attributes_bools_and_sizes_as_constants() -> None:
+    for head in (32, 64):
+        for causal in (False, True):
+            same("attention", [(2, 3, 65, head)] * 3, scale=0.5, causal=causal)
+    plan = chosen(traced("attention"), [(2, 3, 65, 33)] * 3, 0.5, True)
+    assert "the head size is q.shape[3]; expected 32 or 64" in plan.steps[0].message
+
+
+def test_functions_of_math_take_symbolic_numbers() -> None:
+    def launcher(x, *, eps):
+        y = torch.empty_like(x)
+        n = math.ceil(x.shape[0] / 3) + math.floor(x.shape[0] * 0.5)
+        factor = math.sqrt(eps) * math.exp(eps) + math.log(x.shape[0]) ** 2
+        launchers.row_kernel[(n,)](x, y, n, -x.shape[0] % 7, factor, BLOCK=16)
+        return y
+
+    op = trace(record("f", "x", attributes={"eps": ("float", None)}), launcher)
+    for size in (1, 2, 9, 100):
+        plan = chosen(op, [(size,)], 0.25)
+        (found,), (expected,) = evaluated(plan, [(size,)], 0.25), direct(launcher, [(size,)], eps=0.25)
+        assert found[1] == expected[1]
+        assert found[2] == pytest.approx(expected[2], rel=1e-15)
+
+
+def test_an_optional_input_is_traced_with_and_without() -> None:
+    def launcher(x, bias):
+        y = torch.empty_like(x)
+        launchers.pointwise_kernel[(1,)](x if bias is None else bias, y, x.numel(), BLOCK=16)
+        return y
+
+    op = trace(record("f", "x", "bias?", input_shapes="bias = x"), launcher)
+    bases = {plan.ranks: pointers(plan.steps[0])[0] for plan in op.plans if plan.ranks[0] == 2}
+    assert bases == {(2, 2): ("input", 1), (2, None): ("input", 0)}
+
+
+def test_views_have_offsets_and_strides() -> None:
+    def launcher(x):
+        y = x.new_empty((x.shape[1] // 2, x.shape[0]))
+        half = x[:, x.shape[1] // 2 :].t()[None, ..., 0].squeeze(0)
+        launchers.row_kernel[(1,)](half, y, half.stride(0), half.shape[0], 1, BLOCK=16)
+        return y
+
+    op = trace(record("f", "x"), launcher, [{"x": torch.empty(5, 8)}])
+    (step,) = chosen(op, [(7, 10)]).steps
+    assert step.arguments[0].value.offset.evaluate([(7, 10)]) == 4 * 5
+    assert [size.evaluate([(7, 10)]) for size in step.arguments[0].strides] == [1]
+    assert evaluated(chosen(op, [(7, 10)]), [(7, 10)])[0][2] == {"stride": 1, "n": 5, "eps": 1}
+    assert op.record.shapes == "y = [x[1] // 2, x[0]]"
+
+
+def test_an_argument_of_none_is_a_constant() -> None:
+    def launcher(x):
+        y = torch.empty_like(x)
+        launchers.row_kernel[(1,)](x, y, None, True, 1.5, BLOCK=16)
+        return y
+
+    (step,) = chosen(trace(record("f", "x"), launcher), [(4,)]).steps
+    assert step.constants == {"stride": None, "BLOCK": 16, "CAUSAL": False}
+    assert [argument.value.type for argument in step.arguments[2:]] == ["i1", "fp32"]
+
+
+@pytest.mark.parametrize("kernel", ["rms_norm", "layer_norm", "swiglu"])
+def test_kernels_of_liger_are_traced_as_they_are(kernel: str) -> None:
+    module = importlib.import_module(f"liger_kernel.ops.{kernel}")
+    settings = importlib.import_module("liger_kernel.ops.utils").calculate_settings
+
+    def rms_norm(x, weight):
+        y, rstd = torch.empty_like(x), torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        block, num_warps = settings(x.shape[1])
+        module._rms_norm_forward_kernel[(x.shape[0],)](
+            y, y.stride(0), x, x.stride(0), weight, weight.stride(0), rstd, rstd.stride(0), x.shape[1], 1e-6,
+            0.0, casting_mode=0, elementwise_affine=True, BLOCK_SIZE=block, num_warps=num_warps,
+        )  # fmt: skip
+        return y
+
+    def layer_norm(x, weight):
+        y, mean, rstd = torch.empty_like(x), *(x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+        block, num_warps = settings(x.shape[1])
+        module._layer_norm_forward_kernel[(x.shape[0],)](
+            y, y.stride(0), x, x.stride(0), weight, weight.stride(0), weight, weight.stride(0), mean,
+            mean.stride(0), rstd, rstd.stride(0), x.shape[1], 1e-6, BLOCK_SIZE=block, num_warps=num_warps,
+        )  # fmt: skip
+        return y
+
+    def swiglu(x, weight):
+        y = torch.empty_like(x)
+        block, num_warps = settings(x.shape[1])
+        module._swiglu_forward_kernel_tiled[x.shape[0], triton.cdiv(x.shape[1], block)](
+            x, x, y, y.stride(0), 1.0, x.shape[1], BLOCK_SIZE=block, num_warps=num_warps
+        )
+        return y
+
+    launcher = {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu}[kernel]
+    op = trace(
+        record(kernel, "x", "weight"), launcher, [{"x": torch.empty(3, 67), "weight": torch.empty(67)}]
+    )
+    for size in (*SIZES, 65536):
+        shapes = [(5, size), (size,)]
+        assert evaluated(chosen(op, shapes), shapes) == direct(launcher, shapes)
+    message = chosen(op, [(5, 65537), (65537,)]).steps[0].message
+    assert "n = x.shape[1] exceeds the recommended Triton blocksize" in message
