@@ -83,8 +83,8 @@ def text(x):
 
 def branches(x):
     y = torch.empty_like(x)
-    for bound in range(66):
-        if x.numel() == bound:
+    for size in (*x.shape, x.numel()):
+        if size > 16:
             launch(x, y)
     return y
 
@@ -119,7 +119,6 @@ def odd_shape(x):
         (float_grid, "its grid is .SymFloat.; expected one to three ints"),
         (unknown_argument, "missing a required argument: 'n'"),
         (text, "n is a str; a library can give a kernel tensors and numbers"),
-        (branches, "more than 64 branches"),
         (always, "refuses all calls; the first says: .*ValueError: never"),
         (complex_output, "complex64, which no op has"),
         (odd_shape, r'no expression was found for the shape of output y of f.*shapes="y = \[x\[0\]\]"'),
@@ -130,6 +129,11 @@ def test_a_launcher_is_refused_with_its_line(launcher: Callable[..., Any], messa
     with pytest.raises(BuildError, match=message) as caught:
         trace(record("f", "x"), launcher, [{"x": torch.empty(5)}])
     assert re.match(r"test_refused\.py:\d+: ", str(caught.value))
+
+
+def test_a_launcher_with_too_many_branches_is_refused() -> None:
+    with pytest.raises(BuildError, match=r"test_refused\.py:\d+: f has more than 64 branches"):
+        trace(record("f", "x"), branches, [{"x": torch.empty(2, 2, 2, 2, 2, 2)}])
 
 
 def test_a_kernel_with_launch_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ def _ranks(call: Call) -> Ranks:
 
 
 def _calls(record: Record, samples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Call, bool]]:
-    """Yields a call to begin with for each choice of ranks, bools and texts, and whether it must be traced."""
+    """Yields a call to begin with for each choice of ranks, bools and texts; whether it must be traced."""
     if wrong := [entry.name for entry in record.inputs if entry.repeated]:
         raise BuildError(f"{record.name}: {wrong[0]} is a Tensor[]; launchers in Python take single tensors")
     if wrong := [entry.name for entry in record.attributes if entry.kind == "int[]"]:
