@@ -158,12 +158,6 @@ def test_printing_and_asserting_are_refused() -> None:
     compile_plans([plan_of(launch_of(assert_kernel, *arguments))], (80,), ptx=False)
 
 
-def test_hooks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = gelu_launch()
-    monkeypatch.setattr(launch.kernel, "pre_run_hooks", [print])
-    assert "gelu_kernel, ahead_kernels.py" in refusal(launch) and "hooks" in refusal(launch)
-
-
 def test_a_kernel_that_does_not_compile_names_its_line() -> None:
     arguments = pointer("y_ptr", "output", dtype="int32"), number("n", size(0, 0))
     message = refusal(launch_of(wrong_kernel, *arguments))

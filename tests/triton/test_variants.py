@@ -224,3 +224,22 @@ def test_an_unknown_option_is_refused() -> None:
         BuildError, match=r"add_kernel, ahead_kernels.py:\d+: Triton does not take these arguments"
     ):
         variants(launch)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("n", [1000, 1024, 4096 + 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_triton_launches_the_kernel_of_the_chosen_variant(n: int, dtype: str) -> None:
+    import torch
+
+    x = torch.randn(n, device="cuda").to(getattr(torch, dtype))
+    y = torch.empty_like(x)
+    launch = gelu_launch(dtype)
+    made = launch.kernel[(8,)](x, y, n, BLOCK=1024, enable_fp_fusion=True)
+    source = chosen(variants(launch), [Address(x.data_ptr(), dtype), Address(y.data_ptr(), dtype), n]).source
+    attributes = {place: value for place, value in made.src.attrs.items() if value}
+    assert (made.src.signature, made.src.constants, attributes) == (
+        source.signature,
+        source.constants,
+        source.attributes,
+    )

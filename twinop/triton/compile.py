@@ -275,6 +275,6 @@ def _failure(source: Source, arch: int, error: BaseException) -> BuildError:
         error = error.__cause__
     label = source.label
     if isinstance(error, CompilationError) and error.src == source.kernel.src and error.node is not None:
-        line = source.kernel.def_file_line_number + error.node.lineno - 1
-        label = f"{source.label.rpartition(':')[0]}:{line}"
+        place, _, first_line = source.label.rpartition(":")
+        label = f"{place}:{int(first_line) + error.node.lineno - 1}"
     return BuildError(f"{label}: it does not compile for compute capability {arch}:\n{error}")

@@ -90,9 +90,6 @@ def _compile_variants(
     Some kernels do not compile with ints of 64 bits, as those that add one to a counter of 32: their general
     variant takes 32 bits.
     """
-    for launch in launches:
-        if launch.kernel.pre_run_hooks:
-            raise BuildError(f"{launch.label}: it has hooks (add_pre_run_hook), which a library cannot call")
     compiled: dict[Any, Compiled | BuildError] = {}
 
     def add(sources: Iterable[Source]) -> None:
