@@ -307,7 +307,7 @@ def _rename(function: ir.Function, record: Record) -> None:
     taken = {*(entry.name for entry in record.inputs), *record.outputs}
     names = (name for i in itertools.count() if (name := f"v{i}") not in taken)
     values = list(function.inputs)
-    for node in function:
+    for node in function.all_nodes():
         node.metadata_props.clear()
         node.name = None
         values += node.outputs

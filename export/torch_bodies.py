@@ -177,7 +177,11 @@ def _example(declared: KernelOp, dtypes: Sequence[str], ranks: Ranks) -> list[to
         sizes = [range(3, 5 if rank == UNKNOWN else 3 + (rank or 0)) for rank in ranks]
         calls = [{name: torch.ones(*size) for name, size in zip(names, sizes, strict=True)}]
     for call in calls:
-        tensors = [None if rank is None else call.get(name) for name, rank in zip(names, ranks, strict=True)]
+        own = call[names[0]].dim()  # inputs of the first one's rank go along with it
+        tensors = [
+            None if rank is None else _with_rank(call.get(name), own, rank)
+            for name, rank in zip(names, ranks, strict=True)
+        ]
         if all(
             rank is None or (tensor is not None and rank in (UNKNOWN, tensor.dim()))
             for tensor, rank in zip(tensors, ranks, strict=True)
@@ -190,6 +194,15 @@ def _example(declared: KernelOp, dtypes: Sequence[str], ranks: Ranks) -> list[to
         f"{declared.place}: samples gives {declared.name} no inputs of {_dimensions(ranks)} dimensions, "
         "which the model has. Add such a sample: the body is exported with it"
     )
+
+
+def _with_rank(tensor: torch.Tensor | None, own: int, rank: int) -> torch.Tensor | None:
+    """Adds leading dimensions to a tensor of this rank, or joins some."""
+    if tensor is None or tensor.dim() != own or rank in (own, UNKNOWN):
+        return tensor
+    if rank < own:
+        return tensor.flatten(0, own - rank)
+    return tensor.expand(*range(2, 2 + rank - own), *tensor.shape).clone()
 
 
 def _dimensions(ranks: Ranks) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-MISH = '''\
+MISH = """\
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def NAME(x):
     y = torch.empty_like(x)
     NAME_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BLOCK=1024)
     return y
-'''
+"""
 
 
 def mish_file(folder: Path, name: str) -> Path:

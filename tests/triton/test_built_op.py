@@ -97,17 +97,19 @@ def test_an_outdated_library_is_not_used(library: Library, folder: Path, tmp_pat
         assert ("was built from another version of built_mish.py" in done.stderr) == bool(text)
 
 
-def refused(tmp_path: Path, name: str, text: str, *options: str, **more: Any) -> str:
+def refused(tmp_path: Path, name: str, text: str, archs: str = "90", **more: Any) -> str:
     file = tmp_path / f"{name}.py"
     file.write_text(text)
     with pytest.raises(BuildError) as raised:
-        build(find_project([file], **more), options=Options(*options))
+        build(find_project([file], **more), options=Options(archs))
     return str(raised.value)
 
 
 def test_what_cannot_be_built(tmp_path: Path) -> None:
     mish = mish_file(tmp_path, "refused_mish").read_text()
-    assert "--archs sm_90: expected native, all, or a list" in refused(tmp_path, "refused_mish", mish, "sm_90")
+    assert "--archs sm_90: expected native, all, or a list" in refused(
+        tmp_path, "refused_mish", mish, "sm_90"
+    )
     with pytest.raises(BuildError, match="--cpu: kernels in Python are for CUDA"):
         build(find_project([tmp_path / "refused_mish.py"]), options=Options(cpu=True))
     said = refused(tmp_path, "refused_mish", mish, "90", domain="other")

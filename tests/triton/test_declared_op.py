@@ -36,7 +36,10 @@ def doubled_backward(grad_y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @twinop.triton_op(
-    "doubled(Tensor x) -> Tensor", body=lambda op, x: op.Add(x, x), backward=doubled_backward, domain="unbuilt"
+    "doubled(Tensor x) -> Tensor",
+    body=lambda op, x: op.Add(x, x),
+    backward=doubled_backward,
+    domain="unbuilt",
 )
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
@@ -172,11 +175,16 @@ def test_what_a_call_gets_wrong(mish: KernelOp) -> None:
         two(torch.ones(2, requires_grad=True), torch.ones(2)).sum().backward()
 
     @twinop.triton_op(
-        "given(Tensor a, Tensor b) -> Tensor", body=torch.add, samples=lambda dtype, size: [(1, 2, 3)], domain="g"
+        "given(Tensor a, Tensor b) -> Tensor",
+        body=torch.add,
+        samples=lambda dtype, size: [(1, 2, 3)],
+        domain="g",
     )
     def given(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
 
-    with pytest.raises(TwinopError, match=r"samples\(float32, 4\) of given gave 3 values; expected tensors in"):
+    with pytest.raises(
+        TwinopError, match=r"samples\(float32, 4\) of given gave 3 values; expected tensors in"
+    ):
         given.calls("float32", 4)
 
 

@@ -1,0 +1,71 @@
+"""Function bodies that are torch functions: attributes as references, branches, and what is refused."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+
+import twinop
+from twinop.dtypes import ELEMENT_TYPES
+from twinop.errors import ExportError
+from twinop.export import attach_bodies
+from twinop.export.body_in_torch import evaluate_body
+from twinop.kernel_op import KernelOp
+
+
+def norm_body(x: torch.Tensor, *, eps: float, kind: str) -> torch.Tensor:
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return {"none": y, "relu": torch.relu(y), "double": 2 * y}[kind]
+
+
+@twinop.triton_op(
+    'norm(Tensor x, float eps=1e-5, str kind="none") -> Tensor',
+    body=norm_body,
+    choices="kind = none | relu | double",
+    samples=lambda dtype, size: [(torch.randn(3, size).to(dtype),)],
+    domain="bodies",
+)
+def norm(x: torch.Tensor, *, eps: float, kind: str) -> torch.Tensor: ...
+
+
+@twinop.triton_op("looped(Tensor x) -> Tensor", body=lambda x: x if x.sum() > 0 else -x, domain="bodies")
+def looped(x: torch.Tensor) -> torch.Tensor: ...
+
+
+def model(op: KernelOp, calls: Sequence[Mapping[str, Any]], shape: Sequence[int | str]) -> onnx.ModelProto:
+    record = op.record
+    nodes = [
+        onnx.helper.make_node(record.onnx_name, ["x"], [f"y{i}"], f"n{i}", domain=record.domain, **call)
+        for i, call in enumerate(calls)
+    ]
+    values = [onnx.helper.make_tensor_value_info("x", ELEMENT_TYPES["float32"], shape)]
+    outputs = [
+        onnx.helper.make_tensor_value_info(f"y{i}", ELEMENT_TYPES["float32"], None) for i in range(len(calls))
+    ]
+    opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid(record.domain, 1)]
+    graph = onnx.helper.make_graph(nodes, "g", values, outputs)
+    made = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return attach_bodies(made, {record.key: record})
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_one_function_serves_all_attributes(rank: int) -> None:
+    calls: list[dict[str, Any]] = [{}, {"eps": 0.5}, {"kind": "relu", "eps": 0.1}, {"kind": "double"}]
+    made = model(norm, calls, ["a", "b", "c"][:rank])
+    assert [each.name for each in made.functions] == ["CustomNorm"]
+    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = torch.randn([2, 5, 7][:rank])
+    for call, found in zip(calls, session.run(None, {"x": x.numpy()}), strict=True):
+        expected = norm_body(x, eps=call.get("eps", 1e-5), kind=call.get("kind", "none"))
+        torch.testing.assert_close(torch.from_numpy(found), expected)
+        torch.testing.assert_close(evaluate_body(norm.record, [x], call)[0], expected)
+
+
+def test_what_has_no_translation() -> None:
+    with pytest.raises(
+        ExportError, match=r"the body of bodies::looped \(test_torch_bodies.py:\d+\) cannot be"
+    ):
+        model(looped, [{}], [3])
