@@ -103,7 +103,8 @@ def test_the_import_needs_neither_torch_nor_triton_of_twinop(tmp_path: Path) -> 
 
 
 def declare(schema: str = "act(Tensor x) -> Tensor", **options: Any) -> Callable[[Any], KernelOp]:
-    return twinop.triton_op(schema, **{"body": torch.relu, "domain": "mistakes"} | options)
+    given: dict[str, Any] = {"body": torch.relu, "domain": "mistakes"} | options
+    return twinop.triton_op(schema, **given)
 
 
 def test_mistakes_of_a_declaration() -> None:
@@ -180,7 +181,8 @@ def test_what_a_call_gets_wrong(mish: KernelOp) -> None:
         samples=lambda dtype, size: [(1, 2, 3)],
         domain="g",
     )
-    def given(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+    def given(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a
 
     with pytest.raises(
         TwinopError, match=r"samples\(float32, 4\) of given gave 3 values; expected tensors in"
@@ -194,7 +196,8 @@ def test_what_a_call_gets_wrong(mish: KernelOp) -> None:
 )
 def test_triton_absent_or_untested(version: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @twinop.triton_op("act(Tensor x) -> Tensor", body=torch.relu, domain=f"absent_{version is None}".lower())
-    def act(x: torch.Tensor) -> torch.Tensor: ...
+    def act(x: torch.Tensor) -> torch.Tensor:
+        return x
 
     if version is None:
         monkeypatch.setitem(sys.modules, "triton", None)
