@@ -14,8 +14,9 @@ from ..device_module.plan import Expression, Opcode, arch, attribute, size
 from ..record import Record
 from .expressions import translate
 
-MOST_ELEMENTS = 2**20
-"""The most elements of a block of Triton's, so the largest power of two that a constant may be."""
+MOST_ELEMENTS = 2**16
+"""The largest power of two that a constant may be. Triton takes 2**20, but a kernel with a block of 2**20
+elements, compiled for each dtype and alignment, takes minutes, and its values do not fit into registers."""
 
 _BOUNDS = {
     "LessThan": (0, True), "StrictLessThan": (-1, True),
@@ -172,7 +173,8 @@ class Symbols(ShapeEnv):
                     least = middle + 1
             if 2**least > MOST_ELEMENTS:
                 raise ValueError(
-                    f"a block would have more than {MOST_ELEMENTS} elements, which is the most in Triton"
+                    f"a block would have more than {MOST_ELEMENTS} elements, the most that are compiled ahead: "
+                    "go over longer rows in a loop"
                 )
         return self.call.value(translate(value, self._meanings))
 
