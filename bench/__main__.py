@@ -24,6 +24,7 @@ class Commands(LazyGroup):
         "node-overhead": "twinop.bench.node_overhead:main",
         "first-call": "twinop.bench.first_call:main",
         "footprint": "twinop.bench.footprint:main",
+        "triton": "twinop.bench.triton_report:main",
         "serve": "twinop.bench.serving.serve:main",
         "soak": "twinop.bench.serving.soak:main",
     }

@@ -105,7 +105,7 @@ def _layer_norm_bwd_dwdb(
 
 
 def body(x, weight, bias, *, eps):
-    return torch.native_layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
+    return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def backward_body(grad_y, x, weight, mean, rstd):
@@ -159,7 +159,8 @@ def layer_norm_backward(grad_y, x, weight, mean, rstd):
 
 
 @twinop.triton_op(
-    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps=1e-5) -> (Tensor y, Tensor mean, Tensor rstd)",
+    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps=1e-5)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
     body=body,
     backward=layer_norm_backward,
     samples=samples,

@@ -1,0 +1,234 @@
+"""Kernels in Triton, in ONNX Runtime and by Triton's own launch: `twinop bench triton`."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx.parser
+import torch
+import torch.nn.functional as F
+from onnx import NodeProto, helper
+from torch import Tensor
+
+from twinop.building.builder import build
+from twinop.building.project import find_project
+from twinop.console import clear_errors, err
+from twinop.library import find_library
+from twinop.testing.target import load_module
+from twinop.torch_op import load
+
+from . import report, runtime
+from .providers import Subject
+from .recording import Commit, Output, Recording
+from .timing import DeviceTimer, host_times
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples/triton"
+SIZES = tuple(1 << exponent for exponent in (20, 22, 24, 26, 28))
+ROWS = ((1024, 1024), (4096, 4096), (32768, 4096), (65536, 4096))
+PRODUCTS = ((4096, 4096, 4096), (16384, 768, 3072))  # M, K, N
+ATTENTIONS = ((32, 12, 512, 64), (4, 32, 4096, 128))  # batch, heads, tokens, head size
+CELLS = 2 * len(SIZES) + len(ROWS) + len(PRODUCTS) + len(ATTENTIONS)
+CHAIN = 50
+IN_ORT, IN_TORCH, OWN_LAUNCH = "twinop in ORT", "twinop in torch", "Triton"
+CUDA_OP, GEMM = "twinop's CUDA op", "ORT Gemm and Gelu"
+BARS = {OWN_LAUNCH: 1.01, CUDA_OP: 1.1, GEMM: 1.0}  # the most that ONNX Runtime's run may take of each
+TOLERANCE = 2e-2  # bfloat16, relative to the largest value
+
+
+@dataclass
+class Cell:
+    """An op on given inputs.
+
+    Attributes:
+        others: ONNX Runtime's own nodes by provider, in ONNX's text format.
+        in_torch: functions of the inputs by provider.
+        partly: the providers that compute a part of the op, whose results are not checked.
+    """
+
+    op: str
+    inputs: dict[str, Tensor]
+    reference: Callable[..., Tensor]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
+    in_torch: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    partly: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> str:
+        return " x ".join("x".join(map(str, each.shape)) for each in self.inputs.values())
+
+
+def cells(device: torch.device) -> Iterator[Cell]:
+    """Draws what is measured, in bfloat16."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    for size in SIZES:
+        yield Cell("gelu", {"x": draw(size)}, F.gelu)
+        yield Cell("vector_add", {"x": draw(size), "y": draw(size)}, torch.add)
+    for shape in ROWS:
+        yield Cell("softmax", {"x": draw(*shape)}, partial(F.softmax, dim=-1))
+    for m, k, n in PRODUCTS:
+        yield Cell(
+            "matmul",
+            {"a": draw(m, k), "b": draw(k, n) / k**0.5, "bias": draw(n)},
+            lambda a, b, bias: F.gelu(torch.addmm(bias, a, b)),
+            {"activation": "gelu"},
+            others={GEMM: "p = Gemm(a, b, bias); out = Gelu(p)"},
+            in_torch={"cuBLASLt, product and bias": lambda a, b, bias: torch.addmm(bias, a, b)},
+            partly=("cuBLASLt, product and bias",),
+        )
+    for batch, heads, tokens, size in ATTENTIONS:
+        yield Cell(
+            "flash_attention",
+            {name: draw(batch, heads, tokens, size) for name in "qkv"},
+            F.scaled_dot_product_attention,
+            {"scale": size**-0.5},
+            others={"ORT Attention": "out = Attention(q, k, v)"},
+            in_torch={"torch SDPA": F.scaled_dot_product_attention},
+        )
+
+
+def nodes_of(cell: Cell, provider: str) -> list[NodeProto]:
+    """Returns the nodes of a provider in ONNX Runtime."""
+    if provider == IN_ORT:
+        name = "Custom" + "".join(part.capitalize() for part in cell.op.split("_"))
+        return [
+            helper.make_node(name, list(cell.inputs), ["out"], "node0", domain=cell.op, **cell.attributes)
+        ]
+    nodes = [onnx.parser.parse_node(text) for text in cell.others[provider].split(";")]
+    for number, node in enumerate(nodes):
+        node.name = f"node{number}"
+    return nodes
+
+
+class Machine:
+    """Builds, checks and times the providers of cells on one GPU. The libraries lie in `folder`."""
+
+    def __init__(self, device: torch.device, folder: Path, rounds: int) -> None:
+        self.device, self.folder, self.rounds = device, folder, rounds
+        self.stream = torch.cuda.Stream(device)
+        self.timer = DeviceTimer(self.stream)
+
+    def library(self, op: str) -> Path:
+        """Returns the example's library for this GPU. It is built at the first call."""
+        path = self.folder / f"lib{op}.so"
+        return path if path.is_file() else build(find_project([EXAMPLES / f"{op}.py"]), path).library.path
+
+    def subjects(self, cell: Cell) -> dict[str, Subject]:
+        """Returns the providers of a cell. One that fails or computes something else is told and left out."""
+        inputs = list(cell.inputs.values())
+        expected = cell.reference(*(each.float() for each in inputs))
+        launcher = getattr(load_module(EXAMPLES / f"{cell.op}.py"), cell.op).launcher
+        in_torch = load(self.library(cell.op)).functions[cell.op]
+        functions = {OWN_LAUNCH: partial(launcher, **cell.attributes), IN_TORCH: in_torch, **cell.in_torch}
+        makers: dict[str, Callable[[], Subject]] = {
+            name: partial(Subject, partial(function, *inputs)) for name, function in functions.items()
+        }
+        makers[IN_TORCH] = partial(Subject, partial(in_torch, *inputs, **cell.attributes))
+        makers |= {name: partial(self._in_ort, cell, name, expected) for name in (IN_ORT, *cell.others)}
+        found = {}
+        for name, make in makers.items():
+            try:
+                subject = make()
+                result = subject.result()[0].float()
+            except Exception as error:  # a node that ONNX Runtime has no kernel for
+                err.print(f"{cell.op} {cell.shape}, {name}: {error}", markup=False, highlight=False)
+                continue
+            difference = float((result - expected).abs().max() / expected.abs().max())
+            if difference <= TOLERANCE or name in cell.partly:
+                found[name] = subject
+            else:
+                err.print(f"{cell.op} {cell.shape}, {name}: wrong, relative error {difference:.1e}")
+        return found
+
+    def _in_ort(self, cell: Cell, provider: str, expected: Tensor) -> Subject:
+        out = {"out": torch.empty_like(expected, dtype=torch.bfloat16)}
+        session = runtime.open_session(
+            runtime.one_op(nodes_of(cell, provider), cell.inputs, out, 23),
+            self.device,
+            library=self.library(cell.op),
+            cpu_threads=2,
+            stream=self.stream,
+            optimize=provider != IN_ORT,
+        )
+        return Subject(runtime.bind(session, cell.inputs, out, synchronize=False), tuple(out.values()))
+
+    def rows(self, cell: Cell) -> list[dict[str, Any]]:
+        """Measures the device time of a cell's providers."""
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            runs = {name: subject.run for name, subject in self.subjects(cell).items()}
+        times = self.timer.times(runs, rounds=self.rounds)
+        label = {"time": "device", "op": cell.op, "shape": cell.shape}
+        return [label | {"provider": name} | each.row() for name, each in times.items()]
+
+    def chains(self) -> list[dict[str, Any]]:
+        """Measures chains of one-element nodes, where the host's work is what counts."""
+        x = torch.randn(1, device=self.device)
+        y = torch.empty_like(x)
+        runs = {}
+        for provider, op, domain, library in (
+            (IN_ORT, "CustomSquare", "square", self.library("square")),
+            (CUDA_OP, "CustomRelu", "custom_domain", find_library("custom_relu")),
+        ):
+            nodes = runtime.chain(op, CHAIN)
+            for node in nodes:
+                node.domain = domain
+            model = runtime.one_op(nodes, {"x": x}, {"y": y}, fixed=True)
+            session = runtime.open_session(
+                model, self.device, library=library, cpu_threads=2, stream=self.stream
+            )
+            runs[provider] = runtime.bind(session, {"x": x}, {"y": y})
+        times = host_times(runs, rounds=501, seconds=5.0, after=self.stream.synchronize)
+        label = {"time": "wall", "op": f"{CHAIN} nodes", "shape": "1"}
+        return [label | {"provider": name} | each.row() for name, each in times.items()]
+
+
+def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the verdicts: ONNX Runtime's run against Triton's own launch, and what else there is."""
+    found = []
+    for (time, op, shape), us in _by_cell(rows).items():
+        for other, bar in BARS.items():
+            if IN_ORT in us and other in us:
+                text = f"{op} {shape}, {time} time: {IN_ORT} / {other}"
+                found.append(report.bar(text, us[IN_ORT] / us[other], bar))
+    return found
+
+
+def _by_cell(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, float]]:
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        found.setdefault((row["time"], row["op"], row["shape"]), {})[row["provider"]] = row["median_us"]
+    return found
+
+
+def main(rounds: int = 15, output: Output = None, commit: Commit = None) -> None:
+    """Measure the kernels of examples/triton in ONNX Runtime, beside Triton's own launch. It needs a GPU.
+
+    The same kernel runs three ways: as a node of ONNX Runtime, as torch's op from the same library, and
+    launched by Triton. Matrix product and attention also run as nodes of ONNX Runtime's own. Times are the
+    device's, with an empty L2 cache; a chain of nodes of one element shows the host's.
+
+    Example:
+
+        twinop bench triton --output bench-results
+    """
+    with clear_errors(), tempfile.TemporaryDirectory() as folder:
+        where = report.choose_device("cuda")
+        recording = Recording("triton", where, output, commit)
+        machine = Machine(where, Path(folder), rounds)
+        rows = machine.chains()
+        with report.progress("cells", CELLS) as step:
+            for cell in cells(where):
+                step(f"{cell.op} {cell.shape}")
+                rows += machine.rows(cell)
+        verdicts = bars(rows)
+        report.show_rows(
+            "Kernels in Triton, bfloat16", rows, ("op", "shape", "time", "provider", "median_us", "host_us")
+        )
+        report.show_bars(verdicts)
+        recording.write(settings={"rounds": rounds}, bars=verdicts, rows=rows)
