@@ -125,11 +125,14 @@ class Machine:
         expected = cell.reference(*(each.float() for each in inputs))
         launcher = getattr(load_module(EXAMPLES / f"{cell.op}.py"), cell.op).launcher
         in_torch = load(self.library(cell.op)).functions[cell.op]
-        functions = {OWN_LAUNCH: partial(launcher, **cell.attributes), IN_TORCH: in_torch, **cell.in_torch}
+        functions: dict[str, Callable[..., Any]] = {
+            OWN_LAUNCH: partial(launcher, **cell.attributes),
+            IN_TORCH: partial(in_torch, **cell.attributes),
+            **cell.in_torch,
+        }
         makers: dict[str, Callable[[], Subject]] = {
             name: partial(Subject, partial(function, *inputs)) for name, function in functions.items()
         }
-        makers[IN_TORCH] = partial(Subject, partial(in_torch, *inputs, **cell.attributes))
         makers |= {name: partial(self._in_ort, cell, name, expected) for name in (IN_ORT, *cell.others)}
         found = {}
         for name, make in makers.items():

@@ -105,16 +105,16 @@ def _layer_norm_bwd_dwdb(
 
 
 def body(x, weight, bias, *, eps):
-    return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return y, mean.squeeze(-1), rstd.squeeze(-1)
 
 
 def backward_body(grad_y, x, weight, mean, rstd):
-    x_hat = (x.float() - mean[:, None]) * rstd[:, None]
-    scaled = grad_y.float() * weight.float()
+    x_hat = (x - mean[:, None]) * rstd[:, None]
+    scaled = grad_y * weight
     c1 = (x_hat * scaled).mean(-1, keepdim=True)
     grad_x = (scaled - (x_hat * c1 + scaled.mean(-1, keepdim=True))) * rstd[:, None]
-    grad_weight = (grad_y.float() * x_hat).sum(0)
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_y.float().sum(0).to(weight.dtype)
+    return grad_x, (grad_y * x_hat).sum(0), grad_y.sum(0)
 
 
 def samples(dtype, size):

@@ -19,9 +19,7 @@ def row_samples(inputs):
 
 @twinop.triton_op(
     "liger_rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> Tensor",
-    body=lambda x, weight, *, eps: (
-        torch.nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
-    ),
+    body=lambda x, weight, *, eps: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps),
     samples=row_samples(2),
 )
 def liger_rms_norm(x, weight, *, eps):
@@ -36,12 +34,15 @@ def liger_rms_norm(x, weight, *, eps):
     return y
 
 
+def layer_norm_body(x, weight, bias, *, eps):
+    y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return y, mean.squeeze(-1), rstd.squeeze(-1)
+
+
 @twinop.triton_op(
     "liger_layer_norm(Tensor x, Tensor weight, Tensor bias, float eps=1e-5)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
-    body=lambda x, weight, bias, *, eps: torch.native_layer_norm(
-        x.float(), x.shape[-1:], weight.float(), bias.float(), eps
-    ),
+    body=layer_norm_body,
     samples=row_samples(3),
 )
 def liger_layer_norm(x, weight, bias, *, eps):
@@ -62,7 +63,7 @@ def swiglu_samples(dtype, size):
 
 @twinop.triton_op(
     "liger_swiglu(Tensor gate, Tensor up) -> Tensor",
-    body=lambda gate, up: torch.nn.functional.silu(gate.float()).to(gate.dtype) * up,
+    body=lambda gate, up: torch.nn.functional.silu(gate) * up,
     samples=swiglu_samples,
 )
 def liger_swiglu(gate, up):

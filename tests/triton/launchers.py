@@ -19,7 +19,7 @@ def record(
     *inputs: str,
     attributes: Mapping[str, tuple[str, str | None]] | None = None,
     outputs: Sequence[str] = ("y",),
-    **texts: str,
+    **texts: Any,
 ) -> Record:
     """Makes a record. `attributes`: kind and default by name; an input "x?" is optional."""
     return Record(
@@ -170,8 +170,8 @@ def direct(launcher: Callable[..., Any], shapes: Sequence[Sequence[int]], **attr
     return launches
 
 
-def chosen(op: TracedOp, shapes: Sequence[Sequence[int]], *attributes: Any, arch: int = 90) -> TracedPlan:
-    """Returns the only plan of the first dtypes that fits a call."""
+def chosen(op: TracedOp, shapes: Sequence[Sequence[int]], *attributes: Any, arch: int = 90) -> Any:
+    """Returns the only plan (a TracedPlan) of the first dtypes that fits a call."""
     ranks = tuple(map(len, shapes))
     fitting = [
         plan

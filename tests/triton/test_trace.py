@@ -161,7 +161,8 @@ def test_an_optional_input_is_traced_with_and_without() -> None:
         return y
 
     op = trace(record("f", "x", "bias?", input_shapes="bias = x"), launcher)
-    bases = {plan.ranks: pointers(plan.steps[0])[0] for plan in op.plans if plan.ranks[0] == 2}
+    plans: list[Any] = [plan for plan in op.plans if plan.ranks[0] == 2]
+    bases = {plan.ranks: pointers(plan.steps[0])[0] for plan in plans}
     assert bases == {(2, 2): ("input", 1), (2, None): ("input", 0)}
 
 

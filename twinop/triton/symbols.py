@@ -173,8 +173,8 @@ class Symbols(ShapeEnv):
                     least = middle + 1
             if 2**least > MOST_ELEMENTS:
                 raise ValueError(
-                    f"a block would have more than {MOST_ELEMENTS} elements, the most that are compiled ahead: "
-                    "go over longer rows in a loop"
+                    f"a block would have more than {MOST_ELEMENTS} elements, the most that are compiled "
+                    "ahead: go over longer rows in a loop"
                 )
         return self.call.value(translate(value, self._meanings))
 
