@@ -1,0 +1,40 @@
+"""examples/triton: kernels as their users wrote them, built and tested with the matrix of all ops."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from record_driver import ROOT
+
+from twinop.library import read_library
+
+EXAMPLES = sorted((ROOT / "examples/triton").glob("*.py"))
+QUICK = "vector_add"  # the others take up to four minutes
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem == QUICK else pytest.mark.slow)
+        for path in EXAMPLES
+    ],
+)
+def test_it_is_built_and_passes_the_matrix(example: Path, tmp_path: Path) -> None:
+    shutil.copy(example, tmp_path)
+    env = os.environ | {"TWINOP_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    env = {name: value for name, value in env.items() if not name.startswith("PYTEST")}
+    for command in ("build", "test"):
+        done = subprocess.run(
+            [sys.executable, "-m", "twinop", command, example.name],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    library = read_library(tmp_path / f"build/lib{example.stem}.so")
+    assert {record.devices for record in library.by_onnx_name.values()} == {("cpu", "cuda")}
