@@ -1,4 +1,4 @@
-"""Pages of docs/guide/: some are typed from top to bottom in an empty folder; what is not run is known of all.
+"""Pages of docs/guide/: some are typed from top to bottom in an empty folder; what is not run is known.
 
 tests/project/test_site.py follows the page of the first op. A block that is not run has a comment above
 it, as in test_docs.py.
@@ -63,7 +63,7 @@ def script(blocks: list[Block], context: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", ["docs/guide/exporting.md", "docs/guide/load-inline.md", "docs/guide/triton.md"])
+@pytest.mark.parametrize("page", [f"docs/guide/{page}.md" for page in ("exporting", "load-inline", "triton")])
 def test_blocks(page: str, tmp_path: Path) -> None:
     """With a C++ compiler only."""
     folder = tmp_path / "an empty folder ä"
