@@ -123,10 +123,11 @@ class Machine:
         """Returns the providers of a cell. One that fails or computes something else is told and left out."""
         inputs = list(cell.inputs.values())
         expected = cell.reference(*(each.float() for each in inputs))
-        launcher = getattr(load_module(EXAMPLES / f"{cell.op}.py"), cell.op).launcher
+        declared = getattr(load_module(EXAMPLES / f"{cell.op}.py"), cell.op)
+        defaults = {entry.name: entry.default for entry in declared.record.attributes}
         in_torch = load(self.library(cell.op)).functions[cell.op]
         functions: dict[str, Callable[..., Any]] = {
-            OWN_LAUNCH: partial(launcher, **cell.attributes),
+            OWN_LAUNCH: partial(declared.launcher, **defaults | cell.attributes),
             IN_TORCH: partial(in_torch, **cell.attributes),
             **cell.in_torch,
         }
@@ -150,7 +151,7 @@ class Machine:
         return found
 
     def _in_ort(self, cell: Cell, provider: str, expected: Tensor) -> Subject:
-        out = {"out": torch.empty_like(expected, dtype=torch.bfloat16)}
+        out = {"out": torch.empty(expected.shape, dtype=torch.bfloat16, device=self.device)}
         session = runtime.open_session(
             runtime.one_op(nodes_of(cell, provider), cell.inputs, out, 23),
             self.device,
@@ -209,7 +210,7 @@ def _by_cell(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str,
     return found
 
 
-def main(rounds: int = 15, output: Output = None, commit: Commit = None) -> None:
+def main(rounds: int = 51, output: Output = None, commit: Commit = None) -> None:
     """Measure the kernels of examples/triton in ONNX Runtime, beside Triton's own launch. It needs a GPU.
 
     The same kernel runs three ways: as a node of ONNX Runtime, as torch's op from the same library, and

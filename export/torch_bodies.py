@@ -286,9 +286,20 @@ def _run(
             else attribute.value
             for name, attribute in node.attributes.items()
         }
+        if node.op_type == "Reshape" and _takes_sizes(node.inputs[1]):
+            named["allowzero"] = 1  # a size of 0 is one: the exporter never means "as in the input"
         if len(node.outputs) > 1:
             results = getattr(op, node.op_type)(*map(value, node.inputs), **named, _outputs=len(node.outputs))
         else:
             results = (getattr(op, node.op_type)(*map(value, node.inputs), **named),)
         values |= zip(node.outputs, results, strict=True)
     return tuple(map(value, exported.graph.outputs))
+
+
+def _takes_sizes(shape: ir.Value | None) -> bool:
+    """Whether a shape is put together from sizes, with no -1 among them (which excludes 0)."""
+    node = shape.producer() if shape is not None else None
+    if node is None or node.op_type != "Concat":
+        return False
+    constants = [each.const_value.numpy() for each in node.inputs if each and each.const_value is not None]
+    return not any((values < 0).any() for values in constants)

@@ -29,7 +29,10 @@ PROMETHEUS_IMAGE = "prom/prometheus:v3.13.3"
 PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _SOURCES = {".py", ".html"}
-_NOT_SERVING = {"__pycache__", "bench", "export", "lib", "pack", "torch_op", "building", "doctor", "testing"}
+_NOT_SERVING = {
+    *("__pycache__", "bench", "building", "device_module", "doctor"),
+    *("export", "lib", "pack", "testing", "torch_op", "triton"),
+}
 _FILES = {
     "twinop.toml.j2": "models/{name}/twinop.toml",
     "Dockerfile.j2": "Dockerfile",

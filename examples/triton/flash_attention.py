@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 import twinop
+from twinop.testing.references import Reference
 
 
 @triton.jit
@@ -46,6 +47,12 @@ def attention_kernel(
 
 def body(q, k, v, *, scale, causal):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+def reference(op):
+    """The kernel rounds p to 16 bits before it multiplies: errors are those of the sum of |p * v|."""
+    magnitude = lambda q, k, v, *, scale, causal: body(q, k, v.abs(), scale=scale, causal=causal)
+    return Reference(ulps={"float16": 2, "bfloat16": 2}, magnitude=magnitude)
 
 
 def samples(dtype, size):

@@ -12,7 +12,8 @@ import twinop
 
 def row_samples(inputs):
     def samples(dtype, size):
-        yield (torch.randn(3, size).to(dtype), *(torch.randn(size).to(dtype) for _ in range(inputs - 1)))
+        if size:  # ONNX's LayerNormalization takes no empty rows
+            yield (torch.randn(3, size).to(dtype), *(torch.randn(size).to(dtype) for _ in range(inputs - 1)))
 
     return samples
 

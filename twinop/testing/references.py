@@ -1,7 +1,8 @@
 """What ops mean in fp64, and how far from that a result may be: where the function body does not say it.
 
 An op needs no `Reference`. Its fp64 meaning is its function body (`twinop.export.body_in_torch`), and a
-result may differ from it by the rounding errors of the body's operators (`rounding.py`). A `Reference` makes
+result may differ from it by the rounding errors of the body's operators (`rounding.py`), that of a kernel
+written in Python also by as much as torch.testing.assert_close allows. A `Reference` makes
 that tighter, or says it where the body cannot: where its formula cancels, or its kernel computes by another
 one. The function `reference(op)` in the module of the op's body returns it.
 
@@ -19,6 +20,15 @@ Results = Tensor | tuple[Tensor, ...]
 
 # A value that is rounded once has an error of half a unit; what fp32 adds to that is small in 16 bits.
 ONE_ROUNDING = 0.51
+
+TORCH_TOLERANCES = {
+    "float64": (1e-7, 1e-7),
+    "float32": (1.3e-6, 1e-5),
+    "float16": (1e-3, 1e-5),
+    "bfloat16": (1.6e-2, 1e-5),
+}
+"""What torch.testing.assert_close takes as equal: |error| <= atol + rtol * |exact|, as (rtol, atol). Kernels
+written in Python need no more: they compute in their own order and with the compiler's exp and erf."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from twinop.errors import RecordError
 from twinop.export.bodies import find_body
 from twinop.record import Record
 
-from ..messages import called, fail, first_difference
+from ..messages import called, fail, first_difference, require_same_bits
 from ..samples import (
     Sample,
     attribute_variants,
@@ -203,8 +203,9 @@ def test_vmap(record: Record, device: str) -> None:
             batch = [torch.stack([sample.inputs[name] for sample in one], dim) for name in given]
             found = torch.vmap(function, in_dims=dim)(*batch)
             for i, each in enumerate(expected):
-                for a, b in zip(found, each, strict=True):
-                    torch.testing.assert_close(a[i], b, rtol=0, atol=0)
+                same = tuple(result[i] for result in found)
+                names = ("in a batch", "alone")
+                require_same_bits(record, one[i], same, each, "torch.vmap changes the result", names)
 
 
 # ---------------------------------------------------------------------------- torch's own checks

@@ -11,18 +11,20 @@ import pytest
 import torch
 
 from twinop.export.bodies import find_body
+from twinop.kernel_op import DECLARED
 from twinop.record import Record
 
 from ..messages import called, fail, first_difference, require_same_bits
 from ..ort_runner import OrtRunner, poisoned
+from ..references import TORCH_TOLERANCES
 from ..samples import (
     Sample,
+    is_given,
     large_sample,
     make_sample,
     presence_patterns,
     run_in_torch,
     samples,
-    why_not_derived,
     wide_samples,
 )
 from ..ulps import measure
@@ -71,15 +73,23 @@ def test_the_kernel_gives_what_the_body_means(record: Record, dtypes: dict[str, 
         measured = measure(record, sample.inputs, sample.attributes, results)
         for name, result, each in zip(record.outputs, results, measured, strict=True):
             allowed = reference.allowed(dtypes[name])
-            if each.worst <= allowed:
+            wrong = each.errors > allowed
+            if record.key in DECLARED and reference.ulps is None:
+                wrong &= ~as_close_as_torch_asks(result, each.exact)
+            if not wrong.any():
                 continue
             names = ("kernel", "function body in float64" if reference.compute is None else "reference")
             fail(
                 f"{called(record, moved(record, sample, device))}: the kernel differs from its function body "
                 f"by {each.worst:.4g} ulp, allowed {allowed}\n"
-                + first_difference(name, each.errors > allowed, result.cpu(), each.exact, sample, names)
+                + first_difference(name, wrong, result.cpu(), each.exact, sample, names)
                 + f"\n{advice(record, 'ulps')}"
             )
+
+
+def as_close_as_torch_asks(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    rtol, atol = TORCH_TOLERANCES[str(result.dtype).removeprefix("torch.")]
+    return torch.isclose(result.cpu().double(), exact.double(), rtol, atol, equal_nan=True)
 
 
 # ---------------------------------------------------------------------------- addresses and layouts
@@ -100,20 +110,24 @@ def mover(first: int, step: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @pytest.mark.backward_too
 def test_addresses_do_not_change_bits(record: Record, dtypes: dict[str, str], device: str) -> None:
-    """Addresses do not change bits, whether all tensors have the same offset or each has its own."""
+    """Addresses do not change bits, whether all tensors have the same offset or each has its own.
+
+    Triton compiles a kernel for aligned addresses by itself, which may sum in another order.
+    """
     run_ort = OrtRunner(record, dtypes, device)
     chosen = [*list(samples(record, dtypes))[3::4], *wide_samples(record, dtypes)]
+    close = record.key in DECLARED
     for seed, sample in enumerate(chosen, 3):
         sample = moved(record, sample, device)
         expected = run_in_torch(record, sample)
         for each in (sample.map(mover(1, 0)), sample.map(mover(seed, 1))):
             said = "addresses that are not aligned change the result"
             names = ("not aligned", "aligned")
-            require_same_bits(record, each, run_in_torch(record, each), expected, said, names)
+            require_same_bits(record, each, run_in_torch(record, each), expected, said, names, close)
             if not record.is_backward:
                 actual = tuple(shifted(poisoned(e), 1 + i) for i, e in enumerate(expected))
                 run_ort(each, actual)
-                require_same_bits(record, each, actual, expected, f"in ONNX Runtime, {said}", names)
+                require_same_bits(record, each, actual, expected, f"in ONNX Runtime, {said}", names, close)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -151,7 +165,7 @@ def test_layouts(record: Record, device: str) -> None:
 
 def laid_out(record: Record, dtypes: dict[str, str]) -> Iterator[tuple[str, Any, Sample]]:
     """Yields layouts, functions that give tensors that layout, and calls."""
-    if why_not_derived(record):
+    if is_given(record):
         for sample in list(samples(record, dtypes))[::4]:
             yield from ((layout, view, sample) for layout, view in ANY_LAYOUTS.items())
         return
