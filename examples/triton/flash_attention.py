@@ -51,7 +51,7 @@ def body(q, k, v, *, scale, causal):
 
 def reference(op):
     """The kernel rounds p to 16 bits before it multiplies: errors are those of the sum of |p * v|."""
-    magnitude = lambda q, k, v, *, scale, causal: body(q, k, v.abs(), scale=scale, causal=causal)
+    magnitude = lambda q, k, v, scale=0.125, causal=False: body(q, k, v.abs(), scale=scale, causal=causal)
     return Reference(ulps={"float16": 2, "bfloat16": 2}, magnitude=magnitude)
 
 
