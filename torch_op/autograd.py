@@ -51,6 +51,8 @@ def make_function(
                 name: None if arguments[name] is None else SimpleNamespace(shape=arguments[name].shape)
                 for name in formulas.shapes
             }
+            if formulas.undifferentiated:
+                ctx.mark_non_differentiable(*(results[name] for name in formulas.undifferentiated))
             ctx.save_for_backward(
                 *(arguments[name] for name in formulas.inputs), *(results[name] for name in formulas.outputs)
             )

@@ -77,6 +77,13 @@ class Formulas:
     def outputs(self) -> list[str]:
         return [name for name in self.record.outputs if name in self._used]
 
+    @cached_property
+    def undifferentiated(self) -> list[str]:
+        """The outputs whose gradients no formula takes, as the statistics of a norm."""
+        if len(self.record.outputs) == 1 or not self._formulas:
+            return []
+        return [name for name in self.record.outputs if f"grad_{name}" not in self._used]
+
     def evaluate(self, scope: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
         """Returns the gradients of the inputs wanted, by name.
 
@@ -164,7 +171,10 @@ def _differentiated(record: Record, function: Callable[..., Any]) -> _Formula:
         def outputs_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             wide = {name: _wide(tensor) for name, tensor in tensors.items()}
             outputs = function(**fixed, **wide)
-            return outputs if isinstance(outputs, dict) else {record.outputs[0]: outputs}
+            if isinstance(outputs, dict):
+                return outputs
+            results = tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,)
+            return dict(zip(record.outputs, results, strict=True))
 
         given = {name: scope[name] for name in inputs if name not in fixed}
         outputs, pull = torch.func.vjp(outputs_of, given)  # type: ignore[misc]
@@ -173,7 +183,7 @@ def _differentiated(record: Record, function: Callable[..., Any]) -> _Formula:
         (gradients,) = pull({name: grad.to(outputs[name].dtype) for name, grad in incoming.items()})
         return tuple(gradients.get(name) for name in inputs)
 
-    return _Formula(tuple(inputs), {*used}, {*used}, compute)
+    return _Formula(tuple(inputs), {*used, *(f"grad_{name}" for name in record.outputs)}, {*used}, compute)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

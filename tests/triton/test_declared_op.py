@@ -45,6 +45,26 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@twinop.triton_op(
+    "centered_backward(Tensor grad_y, Tensor mean) -> (Tensor grad_x, Tensor unused)",
+    body=lambda grad_y, mean: (grad_y - grad_y.mean(), mean * grad_y.sum()),
+    domain="unbuilt",
+    samples=lambda dtype, size: [],
+)
+def centered_backward(grad_y: torch.Tensor, mean: torch.Tensor) -> Any:
+    return torch.empty_like(grad_y), torch.empty_like(mean)
+
+
+@twinop.triton_op(
+    "centered(Tensor x) -> (Tensor y, Tensor mean)",
+    body=lambda x: (x - x.mean(), x.mean()),
+    backward=lambda grad_y, mean: torch.ops.unbuilt.centered_backward(grad_y, mean)[0],
+    domain="unbuilt",
+)
+def centered(x: torch.Tensor) -> Any:
+    return torch.empty_like(x), x.new_empty(())
+
+
 @pytest.fixture(scope="module")
 def mish(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = mish_file(tmp_path_factory.mktemp("unbuilt"), "unbuilt_mish")
@@ -68,6 +88,16 @@ def test_derivatives(mish: KernelOp) -> None:
         x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(op, (x,))
         assert torch.autograd.gradgradcheck(op, (x,))
+
+
+def test_an_output_without_a_gradient_is_not_differentiable() -> None:
+    """Its gradient would be left out without a word. The second derivative has outputs of its own."""
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    centered_backward(x.detach(), x.detach().mean())  # registers it
+    y, mean = centered(x)
+    assert y.requires_grad and not mean.requires_grad
+    assert torch.autograd.gradcheck(centered, (x,))
+    assert torch.autograd.gradgradcheck(lambda x: centered(x)[0], (x,))
 
 
 def test_torch_checks_compiles_and_batches_it(mish: KernelOp) -> None:
