@@ -155,14 +155,13 @@ def measure(
     step: Callable[[str], object],
     servers: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Measures servers of one model: all of them, unless some are named.
+    """Measures servers of one model, which lies in the folder: all of them, unless some are named.
 
     Returns:
         A row for each server, protocol and number of clients, with medians over the rounds. A round takes the
         servers in turn, and every other round takes them in reverse.
     """
     path = folder / f"{model.name}.onnx"
-    onnx.save(model.build(), path)
     files = requests(model, folder)
     opened, inputs = session(path, provider), model.inputs()
     expected = opened.run(None, inputs)[0]
@@ -296,8 +295,11 @@ def main(
             len(chosen) * len(sum(map(protocols, running), ())) * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
         )
         with report.progress("serve", steps) as step, tempfile.TemporaryDirectory() as work:
+            for model in chosen:  # all before the first measurement: one may fail
+                onnx.save(model.build(), Path(work) / f"{model.name}.onnx")
             for model in chosen:
                 rows += measure(model, where.type, seconds, rounds, Path(work), step, some)
+                recording.write(last=False, rows=rows)
         columns = ["model", "server", "protocol", "clients", "p50_ms", "p99_ms", "per_second"]
         report.show_rows("The inference service beside plain servers", rows, [*columns, "ready_seconds"])
         verdicts = bars(rows)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -78,7 +79,9 @@ class ServerSettings(Section):
         description="limit for JSON in requests and answers; others wait while it is read",
     )
     max_bytes_in_flight: int = Field(
-        1 << 30, gt=0, description="limit for the memory of all requests that are read or answered"
+        default_factory=lambda given: max(1 << 30, _least_in_flight(given)),
+        gt=0,
+        description="limit for the memory of all requests that are read or answered",
     )
     body_seconds: float = Field(
         60.0, gt=0, description="time limit for a request's body to arrive, and for gRPC's handshake"
@@ -104,11 +107,11 @@ class ServerSettings(Section):
         for name in ("token", "control_token", "metrics_token"):
             if getattr(self, name) is not None and getattr(self, f"{name}_file") is not None:
                 raise ValueError(f"{name} (or TWINOP_TOKEN) and {name}_file: give one of them")
-        least = max(4, 2 * self.processes)
-        if self.max_bytes_in_flight < least * self.max_request_bytes:
+        if self.max_bytes_in_flight < (least := _least_in_flight(self.__dict__)):
+            times = least // self.max_request_bytes
             raise ValueError(
-                f"max_bytes_in_flight must be at least {least} times max_request_bytes"
-                + (f": each of {self.processes} processes has its share of it" if least > 4 else "")
+                f"max_bytes_in_flight must be at least {times} times max_request_bytes"
+                + (f": each of {self.processes} processes has its share of it" if self.processes > 2 else "")
             )
         if self.devices and len(self.devices) != self.processes:
             raise ValueError(
@@ -120,6 +123,11 @@ class ServerSettings(Section):
     def share(self, total: int) -> int:
         """Return one process's share of a limit of the service."""
         return max(total // self.processes, 1)
+
+
+def _least_in_flight(given: Mapping[str, Any]) -> int:
+    """The least memory for requests: two of the largest in each process."""
+    return max(4, 2 * int(given.get("processes", 1))) * int(given.get("max_request_bytes", 0))
 
 
 class Policy(Section):

@@ -59,6 +59,7 @@ SMALL = MODELS[0]
 @pytest.mark.slow
 def test_servers_are_measured_side_by_side(tmp_path: Path) -> None:
     """Every server answers as a session does, over each protocol, to every number of clients."""
+    onnx.save(SMALL.build(), tmp_path / f"{SMALL.name}.onnx")
     found = measure(SMALL, "cpu", 0.3, 1, tmp_path, lambda name: None)
     servers = {(row["server"], row["protocol"]) for row in found}
     assert servers >= {(OURS, REST), (OURS, GRPC), (KSERVE, REST), (KSERVE, GRPC), (FASTAPI, REST)}

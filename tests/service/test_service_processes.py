@@ -277,7 +277,11 @@ def test_another_service_cannot_share_the_port(tmp_path: Path, served: Served) -
     [
         ("", ("--processes", "0"), "processes: Input should be greater than or equal to 1"),
         ("", ("--processes", "1000"), "processes: Input should be less than or equal to 256"),
-        ("", ("--processes", "16"), "max_bytes_in_flight must be at least 32 times max_request_bytes: each"),
+        (
+            "max_bytes_in_flight = 1073741824",
+            ("--processes", "16"),
+            "max_bytes_in_flight must be at least 32 times max_request_bytes: each of 16 processes has",
+        ),
         ("devices = [0]", ("--processes", "2"), "processes is 2, and devices lists 1: list the GPU of each"),
         ("devices = [0, 1]", (), "processes is 1, and devices lists 2"),
         ("devices = [-1]", (), "devices.0: Input should be greater than or equal to 0"),
@@ -287,6 +291,11 @@ def test_another_service_cannot_share_the_port(tmp_path: Path, served: Served) -
 def test_refused_settings(tmp_path: Path, settings: str, options: tuple[str, ...], said: str) -> None:
     (tmp_path / "twinop.toml").write_text(f"[server]\n{settings}\n")
     assert said in refusal_of(tmp_path, *options)
+
+
+def test_many_processes_get_the_memory_that_they_need() -> None:
+    for processes, needed in ((1, 1 << 30), (8, 1 << 30), (16, 2 << 30), (64, 8 << 30)):
+        assert Settings(server={"processes": processes}).server.max_bytes_in_flight == needed
 
 
 @pytest.mark.parametrize(("processes", "share"), [(1, 10), (2, 5), (4, 2), (8, 1)])
