@@ -40,7 +40,7 @@ DOCUMENTS = (
     ),
 )
 NOT_RUN = {  # by the first line
-    "README.md": ["./build.sh demo", "pip install 'dist/twinop-", "./build.sh serve"],
+    "README.md": ["./build.sh demo", "pip install 'dist/twinop-", "@twinop.triton_op", "./build.sh serve"],
     "docs/existing-service.md": ["ORT_ROOT=/path/to/onnxruntime-linux-x64-gpu-1.23.2 ./build.sh"],
     "CONTRIBUTING.md": ["./build.sh", ".venv/bin/python tests/gpu_report.py --output"],
 }
