@@ -49,7 +49,6 @@ enum class Opcode : std::uint8_t {
   kShiftLeft,
   kShiftRight,
 };
-inline constexpr auto kLastOpcode = Opcode::kShiftRight;
 
 // How many values an operation takes from the stack.
 constexpr int OperandCount(Opcode opcode) {
@@ -60,7 +59,7 @@ constexpr int OperandCount(Opcode opcode) {
   return unary ? 1 : 2;
 }
 
-inline constexpr int kMaxDepth = 64;
+inline constexpr int kMaxDepth = 64;  // Python refuses more (encode.py)
 
 struct Instruction {
   Opcode opcode;
@@ -75,8 +74,6 @@ struct Instruction {
   };
 };
 
-// The reader has checked it: the stack neither underflows nor grows beyond kMaxDepth, and inputs,
-// dimensions and attributes exist.
 using Expression = std::vector<Instruction>;
 
 struct Value {

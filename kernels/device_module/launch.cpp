@@ -193,7 +193,7 @@ class Run {
     std::size_t count = 0;
     for (const Parameter& parameter : variant.parameters) {
       parameters[count] = &storage[count];
-      StoreParameter(parameter, values[parameter.argument], kernel.label, parameters[count++]);
+      StoreParameter(parameter, launch, values, kernel.label, parameters[count++]);
     }
     // Triton's two: the scratch memory of the kernel, and that of its profiler.
     std::uint64_t trailing[2] = {0, 0};
@@ -204,15 +204,17 @@ class Run {
 
     LaunchAttribute attributes[4];
     LaunchConfig config{};
-    Configure(launch, kernel, grid, &config, attributes);
-    const Function function = device_.functions[variant.kernel];
-    if (function == nullptr) Fail(std::string(kernel.label) + ": not loaded for these dtypes");
-    Check(driver_.LaunchKernelEx(&config, function, parameters, nullptr), "launching ",
+    const LoadedKernel& loaded = device_.kernels[variant.kernel];
+    if (loaded.function == nullptr)
+      Fail(std::string(kernel.label) + ": not loaded for these dtypes");
+    Configure(launch, kernel, *loaded.image, grid, &config, attributes);
+    Check(driver_.LaunchKernelEx(&config, loaded.function, parameters, nullptr), "launching ",
           kernel.label);
   }
 
-  void Configure(const Launch& launch, const Kernel& kernel, const std::int64_t* grid,
-                 LaunchConfig* config, LaunchAttribute* attributes) const {
+  void Configure(const Launch& launch, const Kernel& kernel, const Image& image,
+                 const std::int64_t* grid, LaunchConfig* config,
+                 LaunchAttribute* attributes) const {
     for (int i = 0; i < 3; ++i) {
       const std::int64_t most = kMaxBlocks[i] / (i == 0 ? kernel.cluster : 1);
       if (grid[i] < 0 || grid[i] > most)
@@ -223,7 +225,7 @@ class Run {
       config->block[i] = 1;
     }
     config->grid[0] *= kernel.cluster;
-    config->block[0] = kernel.threads;
+    config->block[0] = image.threads;
     for (std::size_t i = 0; i < launch.block.size(); ++i) {
       const std::int64_t threads = EvaluateInt(launch.block[i], facts_);
       if (threads < 1 || threads > 1024)
@@ -231,7 +233,7 @@ class Run {
              " threads along a dimension; expected 1 to 1024");
       config->block[i] = static_cast<unsigned>(threads);
     }
-    config->shared_bytes = kernel.shared_bytes;
+    config->shared_bytes = image.shared_bytes;
     config->stream = call_.context->stream;
     config->attributes = attributes;
     const auto add = [config](int id, unsigned x, unsigned y = 0, unsigned z = 0) {

@@ -44,19 +44,19 @@ class Loader {
         10 * Attribute(kComputeCapabilityMajor) + Attribute(kComputeCapabilityMinor);
     Check(driver_.DevicePrimaryCtxRetain(&device->context, id_),
           "making the device's CUDA context");
-    device->functions = std::make_unique<Function[]>(payload_.kernels.size());
+    device->kernels = std::make_unique<LoadedKernel[]>(payload_.kernels.size());
   }
 
-  Function Load(const Kernel& kernel, const Device& device) const {
+  LoadedKernel Load(const Kernel& kernel, const Device& device) const {
     const Image* image = Choose(kernel, device.architecture);
     if (image == nullptr) throw std::runtime_error(NoImage(kernel, device.architecture));
     if (Crc32(image->data, image->size) != image->checksum)
       throw std::runtime_error(std::string(kernel.label) +
                                ": its code is damaged. Copy or build the library again");
     const int shared = Attribute(kMaxSharedBytesOptIn);
-    if (kernel.shared_bytes > static_cast<unsigned>(shared))
+    if (image->shared_bytes > static_cast<unsigned>(shared))
       throw std::runtime_error(std::string(kernel.label) + ": needs " +
-                               std::to_string(kernel.shared_bytes) +
+                               std::to_string(image->shared_bytes) +
                                " bytes of shared memory; the GPU " + Name() + " has " +
                                std::to_string(shared) + ". Choose smaller blocks for it");
     char log[1024] = "\n";  // of the driver's compiler
@@ -70,12 +70,12 @@ class Loader {
     Function function = nullptr;
     Check(driver_.ModuleGetFunction(&function, module, kernel.name), "loading ", kernel.label);
     Check(driver_.FuncSetAttribute(function, kFunctionMaxDynamicSharedBytes,
-                                   static_cast<int>(kernel.shared_bytes)),
+                                   static_cast<int>(image->shared_bytes)),
           "asking for the shared memory of ", kernel.label);
     if (kernel.cluster > 8)
       Check(driver_.FuncSetAttribute(function, kFunctionNonPortableCluster, 1),
             "asking for the cluster of ", kernel.label);
-    return function;
+    return {function, image};
   }
 
   const Driver& driver() const { return driver_; }
@@ -127,7 +127,7 @@ const Device& LoadKernels(const Payload& payload, const Op& op, const twinop_cal
   const std::lock_guard<std::mutex> lock(mutex);
   const Loader loader(payload, ordinal);
   Device& device = devices[ordinal];
-  if (device.functions == nullptr) loader.Open(&device);
+  if (device.kernels == nullptr) loader.Open(&device);
   const CurrentContext current(loader.driver(), device.context);
   for (const Plan& plan : op.plans) {
     if (!Fits(op.combinations[plan.combination], call)) continue;
@@ -135,8 +135,9 @@ const Device& LoadKernels(const Payload& payload, const Op& op, const twinop_cal
       const auto* launch = std::get_if<Launch>(&step);
       if (launch == nullptr) continue;
       for (const Variant& variant : launch->variants) {
-        Function& function = device.functions[variant.kernel];
-        if (function == nullptr) function = loader.Load(payload.kernels[variant.kernel], device);
+        LoadedKernel& loaded = device.kernels[variant.kernel];
+        if (loaded.function == nullptr)
+          loaded = loader.Load(payload.kernels[variant.kernel], device);
       }
     }
   }

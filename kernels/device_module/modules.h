@@ -8,11 +8,16 @@
 
 namespace twinop::device_module {
 
+// A kernel that is loaded, or null.
+struct LoadedKernel {
+  Function function = nullptr;
+  const Image* image = nullptr;
+};
+
 struct Device {
-  Context context = nullptr;  // the device's primary one
-  int architecture = 0;       // 90 for compute capability 9.0
-  // By the index in Payload::kernels; null: not loaded.
-  std::unique_ptr<Function[]> functions;
+  Context context = nullptr;                // the device's primary one
+  int architecture = 0;                     // 90 for compute capability 9.0
+  std::unique_ptr<LoadedKernel[]> kernels;  // by the index in Payload::kernels
 };
 
 // Loads the kernels that an op launches for a first input of this dtype (TWINOP_NONE: any), once

@@ -9,10 +9,9 @@
 namespace twinop::device_module {
 namespace {
 
-[[noreturn, gnu::cold]] void Fail(const char* label, const Parameter& parameter,
+[[noreturn, gnu::cold]] void Fail(const char* label, const char* argument,
                                   const std::string& reason) {
-  throw std::runtime_error(std::string(label) + ": argument " + std::to_string(parameter.argument) +
-                           " is " + reason);
+  throw std::runtime_error(std::string(label) + ": " + argument + " is " + reason);
 }
 
 bool Holds(const Requirement& requirement, const Value& value) {
@@ -47,9 +46,11 @@ const Variant& ChooseVariant(const Launch& launch, const Value* values) {
   }
 }
 
-void StoreParameter(const Parameter& parameter, const Value& value, const char* label,
-                    void* place) {
+void StoreParameter(const Parameter& parameter, const Launch& launch, const Value* values,
+                    const char* label, void* place) {
   using Type = Parameter::Type;
+  const Value& value = values[parameter.argument];
+  const char* argument = launch.arguments[parameter.argument].name;
   const auto store = [place](auto stored) { std::memcpy(place, &stored, sizeof(stored)); };
   const auto single = static_cast<float>(value.AsDouble());
   Half half;
@@ -66,13 +67,14 @@ void StoreParameter(const Parameter& parameter, const Value& value, const char* 
     default:
       break;
   }
-  if (value.is_float) Fail(label, parameter, "a float, and the kernel takes an int");
+  if (value.is_float) Fail(label, argument, "a float; the kernel takes an int");
   const IntType& type = kIntTypes[static_cast<int>(parameter.type)];
   const std::int64_t excess = value.integer >> (type.is_signed ? type.bits - 1 : type.bits);
   if (__builtin_expect(excess != 0 && !(type.is_signed && excess == -1), false))
-    Fail(label, parameter,
-         std::to_string(value.integer) + ", which does not fit in the kernel's " +
-             std::to_string(type.bits) + (type.is_signed ? " bits" : " bits without a sign"));
+    Fail(label, argument,
+         std::to_string(value.integer) + "; the kernel takes an int of " +
+             std::to_string(type.bits) + (type.is_signed ? " bits" : " bits without a sign") +
+             ". Call the op with smaller sizes or attributes");
   store(value.integer);  // the kernel reads the low bytes, which are the first
 }
 

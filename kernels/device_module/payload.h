@@ -13,6 +13,7 @@
 namespace twinop::device_module {
 
 inline constexpr std::uint32_t kPayloadVersion = 1;
+// Python refuses more (encode.py).
 inline constexpr std::size_t kMaxOps = 64;
 inline constexpr std::size_t kMaxLaunchArguments = 128;
 inline constexpr std::size_t kMaxTemporaries = 64;
@@ -36,6 +37,8 @@ struct Image {
   int architecture;  // 90 for "90" and "90a"
   char suffix;       // 'a', 'f', or 0
   bool is_ptx;
+  unsigned threads, shared_bytes;
+  std::uint64_t global_scratch;  // bytes for each block
   const char* data;
   std::size_t size;
   std::uint32_t checksum;
@@ -45,10 +48,9 @@ struct Kernel {
   const char* name;
   const char* label;
   std::vector<Image> images;
-  unsigned threads, shared_bytes, cluster;
+  unsigned cluster;
   bool cooperative, dependent;  // dependent: PDL
   unsigned scratch_pointers;
-  std::uint64_t global_scratch;
 };
 
 enum class Base : std::uint8_t { kInput, kOutput, kTemporary, kScalar };
@@ -56,6 +58,7 @@ enum class Base : std::uint8_t { kInput, kOutput, kTemporary, kScalar };
 struct Argument {
   Base base;
   std::uint8_t index;  // of the tensor
+  const char* name;    // of the scalar
   Expression value;    // of the scalar, or the offset in bytes
 };
 
@@ -94,10 +97,10 @@ struct Variant {
 
 struct Launch {
   Expression grid[3];
-  std::vector<Expression> block;  // three, or none: Kernel::threads
+  std::vector<Expression> block;  // three, or none: Image::threads
   std::vector<Argument> arguments;
   std::vector<Variant> variants;
-  std::uint64_t scratch_per_program = 0;  // the most of all variants
+  std::uint64_t scratch_per_program = 0;  // the most of all variants and images
 };
 
 struct Fill {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from device_calls import At, Request, run
-from payloads import KERNEL, ONE, InProcess, Packed, op_of, record
+from payloads import KERNEL, ONE, InProcess, Packed, cubins, op_of, record
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -52,7 +52,7 @@ def _variants() -> tuple[tuple[Variant, ...], list[Kernel]]:
         count = () if kind == "1" else ((COUNT, kind[:3]),)
         bytes_ = {"1": "8,8", "i32": "8,8,4", "i64": "8,8,8"}[kind[:3]]
         variants.append(Variant((*aligned, *kinds[kind]), ((X, POINTER), (Y, POINTER), *count), len(kernels)))
-        kernels.append(Kernel(f"k|{bytes_}", "k", {"90": f"x={x} y={y} n={kind}".encode()}))
+        kernels.append(Kernel(f"k|{bytes_}", "k", cubins({"90": f"x={x} y={y} n={kind}".encode()})))
     return tuple(variants), kernels
 
 
@@ -99,7 +99,7 @@ def test_the_choice_is_that_of_triton(packed: Packed, in_process: InProcess) -> 
 
 
 def launched(op: DeviceOp, request: Request, packed: Packed, in_process: InProcess, types: str = "") -> Any:
-    kernel = Kernel(f"k|{types}", "k_kernel, k.py:7", {"90": b"cubin"})
+    kernel = Kernel(f"k|{types}", "k_kernel, k.py:7", cubins({"90": b"cubin"}))
     (outcome,) = in_process(run, packed(op, kernel), [request])
     return outcome
 
@@ -134,19 +134,21 @@ def test_numbers_have_the_parameters_type(
 @pytest.mark.parametrize(
     ("type_", "value", "message"),
     [
-        ("i32", 2**31, "argument 0 is 2147483648, which does not fit in the kernel's 32 bits"),
-        ("i1", 2, "argument 0 is 2, which does not fit in the kernel's 1 bits without a sign"),
-        ("u8", -1, "argument 0 is -1, which does not fit in the kernel's 8 bits without a sign"),
-        ("u64", -1, "argument 0 is -1, which does not fit in the kernel's 63 bits without a sign"),
-        ("i64", 0.5, "argument 0 is a float, and the kernel takes an int"),
+        ("i32", 2**31, "n is 2147483648; the kernel takes an int of 32 bits"),
+        ("i1", 2, "n is 2; the kernel takes an int of 1 bits without a sign"),
+        ("u8", -1, "n is -1; the kernel takes an int of 8 bits without a sign"),
+        ("u64", -1, "n is -1; the kernel takes an int of 63 bits without a sign"),
+        ("i64", 0.5, "n is a float; the kernel takes an int"),
     ],
 )
 def test_a_number_that_does_not_fit(
     type_: str, value: float, message: str, packed: Packed, in_process: InProcess
 ) -> None:
-    launch = Launch((ONE, ONE, ONE), (Scalar(constant(value), type_),), (Variant((), ((0, type_),), 0),))
+    number = Scalar(constant(value), type_, "n")
+    launch = Launch((ONE, ONE, ONE), (number,), (Variant((), ((0, type_),), 0),))
     outcome = launched(op_of(launch), Request([At((1,))]), packed, in_process)
-    assert outcome.error == f"k_kernel, k.py:7: {message}" and not outcome.launches
+    advice = "" if isinstance(value, float) else ". Call the op with smaller sizes or attributes"
+    assert outcome.error == f"k_kernel, k.py:7: {message}{advice}" and not outcome.launches
 
 
 def test_the_plan_is_that_of_dtype_ranks_and_guards(packed: Packed, in_process: InProcess) -> None:

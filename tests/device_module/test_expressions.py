@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from device_calls import At, Request, run
-from payloads import ONE, InProcess, Packed, record
+from payloads import ONE, InProcess, Packed, cubins, record
 
 from twinop.device_module.plan import (
     DeviceOp,
@@ -45,7 +45,7 @@ NUMBERS = (
     math.inf, -math.inf, math.nan,
 )  # fmt: skip
 SHAPES = [(6, 35), (7,)]
-KERNEL = Kernel("k|8", "k_kernel, k.py:7", {"90": b"cubin"})
+KERNEL = Kernel("k|8", "k_kernel, k.py:7", cubins({"90": b"cubin"}))
 
 
 def values_of(case: int) -> list[object]:

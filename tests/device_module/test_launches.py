@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 from device_calls import SCRATCH_ADDRESS, At, Request, body, creation_error, run, run_in_threads, table
-from payloads import GENERAL, ONE, InProcess, Packed, op_of, plan_of, record
+from payloads import GENERAL, ONE, InProcess, Packed, cubins, op_of, plan_of, record
 
 from twinop.device_module.plan import (
     POINTER,
     Body,
     DeviceOp,
     Fill,
+    Image,
     Kernel,
     Launch,
     Limit,
@@ -31,7 +32,7 @@ LAUNCH = Launch((ONE, ONE, ONE), (), (GENERAL,))
 
 
 def kernel(**fields: Any) -> Kernel:
-    return Kernel(**{"name": "k|", "label": LABEL, "images": {"90": b"cubin 90"}, **fields})
+    return Kernel(**{"name": "k|", "label": LABEL, "images": cubins({"90": b"cubin 90"}), **fields})
 
 
 def pointers(*values: int) -> list[str]:
@@ -54,7 +55,8 @@ def test_a_launch(packed: Packed, in_process: InProcess) -> None:
 
 def test_launch_attributes_and_blocks(packed: Packed, in_process: InProcess) -> None:
     launch = Launch((constant(5), ONE, ONE), (), (GENERAL,), (size(0, 0) // 250, constant(2), ONE))
-    library = packed(op_of(launch), kernel(cluster=16, cooperative=True, pdl=True, shared=200_000))
+    images = cubins({"90": b"cubin 90"}, shared=200_000)
+    library = packed(op_of(launch), kernel(cluster=16, cooperative=True, pdl=True, images=images))
     (outcome,) = in_process(run, library, [X])
     (entry,) = outcome.launches
     assert entry["grid"] == [80, 1, 1] and entry["block"] == [4, 2, 1] and entry["shared"] == 200_000
@@ -72,8 +74,13 @@ def test_steps_temporaries_and_scratch(packed: Packed, in_process: InProcess) ->
     fill = Fill(Pointer("temporary", 1, constant(4)), size(0, 0), 255)
     plan = Plan(0, (1,), (first, none, fill, second), temporaries=(constant(300), size(0, 0)))
     kernels = (
-        kernel(name="a|8,8,8", images={"90": b"a"}, scratch_pointers=2),
-        kernel(name="b|8,8", images={"90": b"b"}, scratch_pointers=1, global_scratch=100, cluster=2),
+        kernel(name="a|8,8,8", images=cubins({"90": b"a"}), scratch_pointers=2),
+        kernel(
+            name="b|8,8",
+            images=cubins({"90": b"b"}, global_scratch=100),
+            scratch_pointers=1,
+            cluster=2,
+        ),
     )
     (outcome,) = in_process(run, packed(DeviceOp(record(), (plan,)), *kernels), [X])
     assert outcome.scratch == 512 + 1024 + 512  # 300, 1000, and 100 bytes for each of 2 x 2 blocks
@@ -103,14 +110,15 @@ def test_steps_temporaries_and_scratch(packed: Packed, in_process: InProcess) ->
 def test_the_code_for_a_gpu(
     capability: int, images: list[str], ptx: str | None, expected: str, packed: Packed, in_process: InProcess
 ) -> None:
-    code = kernel(images={arch: arch.encode() for arch in images}, ptx=ptx and (ptx, f"PTX {ptx}".encode()))
+    texts = [Image(ptx, f"PTX {ptx}".encode(), is_ptx=True)] if ptx else []
+    code = kernel(images=(*cubins({arch: arch.encode() for arch in images}), *texts))
     (outcome,) = in_process(run, packed(op_of(LAUNCH), code), [X], capability=capability)
     (loaded,) = outcome.entries("load")
     assert loaded["image"] == expected == outcome.launches[0]["image"] and loaded["misaligned"] == 0
 
 
 def test_no_code_for_a_gpu(packed: Packed, in_process: InProcess) -> None:
-    code = kernel(images={"80": b"", "90a": b""}, ptx=("100", b""))
+    code = kernel(images=(*cubins({"80": b"", "90a": b""}), Image("100", b"", is_ptx=True)))
     (outcome,) = in_process(run, packed(op_of(LAUNCH), code), [X], capability=75)
     assert outcome.error == (
         f"{LABEL}: the library has no code for the GPU Stand-in 0 (compute capability 7.5). It has machine "
@@ -133,10 +141,21 @@ def test_no_code_for_a_gpu(packed: Packed, in_process: InProcess) -> None:
 def test_what_the_driver_refuses(
     fail: tuple[str, int], message: str, packed: Packed, in_process: InProcess
 ) -> None:
-    library = packed(op_of(LAUNCH), kernel(images={}, ptx=("80", b"PTX")))
+    library = packed(op_of(LAUNCH), kernel(images=(Image("80", b"PTX", is_ptx=True),)))
     (outcome,) = in_process(run, library, [X], fail=fail)
     assert outcome.error == message
     assert in_process(run, library, [X])[0].error == ""  # a later creation tries again
+
+
+def test_what_a_launch_needs_is_that_of_the_architecture(packed: Packed, in_process: InProcess) -> None:
+    """Too much shared memory for one GPU is no matter on another."""
+    code = kernel(images=(Image("80", b"", shared=100_000), Image("90", b"", threads=256, shared=300_000)))
+    library = packed(op_of(LAUNCH), code)
+    requests = [Request([At((1,))], device=device) for device in (1, 0)]
+    ampere, hopper = in_process(run, library, requests)
+    (entry,) = ampere.launches
+    assert (entry["block"], entry["shared"]) == ([128, 1, 1], 100_000)
+    assert hopper.error.startswith(f"{LABEL}: needs 300000 bytes of shared memory; the GPU Stand-in 0 has ")
 
 
 def test_a_device_that_does_not_exist(packed: Packed, in_process: InProcess) -> None:
@@ -198,7 +217,9 @@ def test_what_is_refused(op: DeviceOp, message: str, packed: Packed, in_process:
 
 
 def test_too_much_shared_memory(packed: Packed, in_process: InProcess) -> None:
-    (outcome,) = in_process(run, packed(op_of(LAUNCH), kernel(shared=232_449)), [X])
+    (outcome,) = in_process(
+        run, packed(op_of(LAUNCH), kernel(images=cubins({"90": b"cubin"}, shared=232_449))), [X]
+    )
     assert outcome.error == (
         f"{LABEL}: needs 232449 bytes of shared memory; the GPU Stand-in 0 has 232448. Choose smaller "
         "blocks for it"
@@ -206,7 +227,7 @@ def test_too_much_shared_memory(packed: Packed, in_process: InProcess) -> None:
 
 
 def test_two_devices(packed: Packed, in_process: InProcess) -> None:
-    code = kernel(images={"80": b"for 80", "90": b"for 90"})
+    code = kernel(images=cubins({"80": b"for 80", "90": b"for 90"}))
     requests = [Request([At((1,))], device=device) for device in (0, 1, 0, 1)]
     for current in (0, 1, -1):  # the context that the framework left current
         library = packed(op_of(LAUNCH), code)
@@ -230,7 +251,7 @@ def test_threads_load_a_kernel_once(packed: Packed, in_process: InProcess) -> No
 
 
 def test_only_the_kernels_of_the_dtype_are_loaded(packed: Packed, in_process: InProcess) -> None:
-    kernels = [kernel(images={"90": name.encode()}) for name in ("float32", "float16")]
+    kernels = [kernel(images=cubins({"90": name.encode()})) for name in ("float32", "float16")]
     plans = tuple(
         plan_of(Launch((ONE, ONE, ONE), (), (Variant((), (), i),)), combination=i) for i in range(2)
     )
@@ -253,7 +274,7 @@ def test_bodies(packed: Packed, in_process: InProcess) -> None:
 
 
 def test_damaged_code(packed: Packed, in_process: InProcess, tmp_path: Path) -> None:
-    library = packed(op_of(LAUNCH), kernel(images={"90": b"the cubin of this kernel"}))
+    library = packed(op_of(LAUNCH), kernel(images=cubins({"90": b"the cubin of this kernel"})))
     damaged = tmp_path / "libdamaged.so"
     damaged.write_bytes(library.read_bytes().replace(b"the cubin of", b"the bucin of"))
     (outcome,) = in_process(run, damaged, [X])

@@ -14,6 +14,7 @@ from twinop.device_module.plan import (
     POINTER,
     DeviceOp,
     Fill,
+    Image,
     Kernel,
     Launch,
     Plan,
@@ -72,8 +73,11 @@ def library(packed: Packed) -> Path:
     x, middle, y = Pointer("input", 0), Pointer("temporary", 0), Pointer("output", 0)
     steps = (Fill(middle, n * 4), step(x, middle, 2.0, 0), Fill(y, n * 4), step(middle, y, 3.0, 1))
     plan = Plan(0, (2,), steps, temporaries=(n * 4,))
-    plain = Kernel("scale", "scale, test_on_gpu.py", ptx=("80", PTX))
-    other = replace(plain, shared=100_000)  # more than the 48 KiB that need no permission
+    image = Image("80", PTX, is_ptx=True)
+    plain = Kernel("scale", "scale, test_on_gpu.py", (image,))
+    other = replace(
+        plain, images=(replace(image, shared=100_000),)
+    )  # more than the 48 KiB that need no permission
     return packed(DeviceOp(record(dtypes="float32"), (plan,)), plain, other)
 
 

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from device_calls import At, Request, run, table, tables
 from elf import Elf
-from payloads import GENERAL, KERNEL, ONE, InProcess, Packed, op_of, payload_of, plan_of, record
+from payloads import GENERAL, KERNEL, ONE, InProcess, Packed, cubins, op_of, payload_of, plan_of, record
 
 from twinop.building.flags import CommandLines, Options, find_installation
 from twinop.building.toolchain import find_compiler
@@ -19,6 +19,7 @@ from twinop.device_module.plan import (
     POINTER,
     Body,
     DeviceOp,
+    Expression,
     Fill,
     Launch,
     Limit,
@@ -78,7 +79,7 @@ def test_strip(option: str, packed: Packed, in_process: InProcess, tmp_path: Pat
 
 def test_packing_again_replaces_the_payload(packed: Packed, in_process: InProcess, tmp_path: Path) -> None:
     second = tmp_path / "libsecond.so"
-    other = replace(KERNEL, images={"90": b"another cubin"})
+    other = replace(KERNEL, images=cubins({"90": b"another cubin"}))
     pack(packed(op_of(LAUNCH)), payload_of(op_of(LAUNCH), other), second)
     (outcome,) = in_process(run, second, [X])
     assert outcome.launches[0]["image"] == "another cubin"
@@ -91,7 +92,7 @@ def test_onnx_runtime_registers_the_ops(packed: Packed) -> None:
 
 def test_equal_images_are_stored_once() -> None:
     image = bytes(range(256)) * 100
-    kernels = [replace(KERNEL, name=f"k{i}|", images={"90": image}) for i in range(10)]
+    kernels = [replace(KERNEL, name=f"k{i}|", images=cubins({"90": image})) for i in range(10)]
     assert len(encode(payload_of(op_of(LAUNCH), *kernels))) < 2 * len(image)
 
 
@@ -116,6 +117,41 @@ def test_a_list_of_tensors_is_refused() -> None:
     listed = replace(op.record, inputs=(Input("x0", repeated=True),))
     with pytest.raises(BuildError, match=r"k: kernels in Python take no list of tensors \(Tensor\[\]\)"):
         encode(payload_of(replace(op, record=listed)))
+
+
+def _deep(count: int) -> Expression:
+    """n + (n + (n + ...))."""
+    sum_ = size(0, 0)
+    for _ in range(count - 1):
+        sum_ = size(0, 0) + sum_
+    return sum_
+
+
+@pytest.mark.parametrize(
+    ("launch", "temporaries", "message"),
+    [
+        (LAUNCH, (ONE,) * 65, "65 temporary tensors in one call, at most 64 are supported"),
+        (
+            replace(LAUNCH, arguments=(Scalar(ONE, "i32"),) * 129),
+            (),
+            "129 arguments in a launch of a kernel, at most 128 are supported",
+        ),
+        (
+            replace(LAUNCH, grid=(_deep(65), ONE, ONE)),
+            (),
+            "65 values at once in a formula, at most 64 are supported",
+        ),
+    ],
+)
+def test_a_plan_that_is_too_large(launch: Launch, temporaries: tuple[Expression, ...], message: str) -> None:
+    with pytest.raises(BuildError, match=f"k: {message}"):
+        encode(payload_of(op_of(launch, temporaries=temporaries)))
+
+
+def test_the_largest_plan(packed: Packed, in_process: InProcess) -> None:
+    launch = replace(LAUNCH, arguments=(Scalar(ONE, "i32"),) * 128, grid=(_deep(64), ONE, ONE))
+    (outcome,) = in_process(run, packed(op_of(launch, temporaries=(ONE,) * 64)), [X])
+    assert outcome.error == "" and outcome.launches[0]["grid"] == [5 * 64, 1, 1]
 
 
 def test_a_library_without_a_place(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """Small ops whose kernels are device modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from twinop.device_module.plan import DeviceOp, Kernel, Launch, Payload, Plan, Variant, as_expression
+from twinop.device_module.plan import DeviceOp, Image, Kernel, Launch, Payload, Plan, Variant, as_expression
 from twinop.record import Attribute, Input, Record
 
 InProcess = Callable[..., Any]
@@ -16,7 +16,13 @@ Packed = Callable[..., Path]
 
 ONE = as_expression(1)
 GENERAL = Variant((), (), 0)
-KERNEL = Kernel("k|", "k_kernel, k.py:7", {"90": b"cubin 90", "80": b"cubin 80"})
+
+
+def cubins(codes: Mapping[str, bytes], **fields: Any) -> tuple[Image, ...]:
+    return tuple(Image(arch, code, **fields) for arch, code in codes.items())
+
+
+KERNEL = Kernel("k|", "k_kernel, k.py:7", cubins({"90": b"cubin 90", "80": b"cubin 80"}))
 
 
 def payload_of(op: DeviceOp, *kernels: Kernel) -> Payload:

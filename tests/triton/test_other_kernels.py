@@ -75,9 +75,10 @@ def test_a_kernel_of_cuda() -> None:
     assert kinds == [POINTER, POINTER, "i64", "i32", "fp32", "u8"]
     assert variant.requirements == ()
     assert step.block == (ONE, ONE, ONE)
-    assert list(kernel.images) == ["80", "90"]
-    assert all(image.startswith(b"\x7fELF") for image in kernel.images.values())
-    assert kernel.ptx[0] == "80" and kernel.ptx[1].rstrip().endswith(b"}")
+    *cubins, ptx = kernel.images
+    assert [image.arch for image in cubins] == ["80", "90"]
+    assert all(image.code.startswith(b"\x7fELF") for image in cubins)
+    assert ptx.is_ptx and ptx.arch == "80" and ptx.code.rstrip().endswith(b"}")
     assert (kernel.name, kernel.scratch_pointers) == ("scale", 0)
     assert kernel.label.startswith("scale, test_other_kernels.py:")
 
@@ -146,10 +147,11 @@ def test_a_kernel_of_numba() -> None:
         2.0,
     ]
     assert variant.parameters[-1] == (16, "fp64")
-    assert kernel.ptx[1].count(b".param .") >= len(values)
-    assert list(kernel.images) == ["80", "90"]
+    *cubins, ptx = kernel.images
+    assert ptx.is_ptx and ptx.code.count(b".param .") >= len(values)
+    assert [image.arch for image in cubins] == ["80", "90"]
     assert kernel.name == "square_kernel"
-    assert all(b".text.square_kernel\0" in image for image in kernel.images.values())
+    assert all(b".text.square_kernel\0" in image.code for image in cubins)
     assert kernel.label.startswith("square_kernel, test_other_kernels.py:")
 
 

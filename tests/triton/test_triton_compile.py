@@ -50,26 +50,20 @@ def test_gelu_for_six_architectures() -> None:
     assert len(plan.steps) == 1
     assert len(kernels) == 3
     for kernel in kernels:
-        assert list(kernel.images) == ["80", "86", "89", "90a", "100a", "120a"]
-        assert all(image.startswith(b"\x7fELF") for image in kernel.images.values())
-        assert kernel.ptx is not None and kernel.ptx[0] == "89"
-        assert b".target sm_89\n" in kernel.ptx[1] and b".version 8.0\n" in kernel.ptx[1]
-        assert b"//" not in kernel.ptx[1]
-        assert (kernel.name, kernel.threads, kernel.shared, kernel.scratch_pointers) == (
-            "gelu_kernel",
-            128,
-            0,
-            2,
-        )
+        *cubins, ptx = kernel.images
+        assert [image.arch for image in cubins] == ["80", "86", "89", "90a", "100a", "120a"]
+        assert all(image.code.startswith(b"\x7fELF") for image in cubins)
+        assert ptx.is_ptx and ptx.arch == "89"
+        assert b".target sm_89\n" in ptx.code and b".version 8.0\n" in ptx.code
+        assert b"//" not in ptx.code
+        assert {(image.threads, image.shared) for image in kernel.images} == {(128, 0)}
+        assert (kernel.name, kernel.scratch_pointers) == ("gelu_kernel", 2)
         assert kernel.label.startswith("gelu_kernel, ahead_kernels.py:")
-    shipped = {image for kernel in kernels for image in kernel.images.values()}
-    texts = {kernel.ptx[1] for kernel in kernels if kernel.ptx}
+    shipped = {image.code for kernel in kernels for image in kernel.images}
     # 1 MB for an op of three dtypes, with the code that launches the kernels.
-    assert sum(map(len, shipped | texts)) < 250_000
+    assert sum(map(len, shipped)) < 250_000
     here = str(Path(__file__).parent.parent.parent).encode()
-    assert not any(
-        word in image for image in shipped | texts for word in (here, b"ahead_kernels", b"site-packages")
-    )
+    assert not any(word in code for code in shipped for word in (here, b"ahead_kernels", b"site-packages"))
 
 
 def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +85,7 @@ def test_the_environment_is_left_as_it_was() -> None:
 
 def test_architectures_without_portable_ptx_get_that_of_89() -> None:
     _, (kernel, *_) = compile_plans([plan_of(gelu_launch())], (90,))
-    assert kernel.ptx is not None and kernel.ptx[0] == "89"
+    assert [(image.arch, image.is_ptx) for image in kernel.images] == [("90a", False), ("89", True)]
 
 
 def test_plans_keep_their_other_steps_and_share_kernels() -> None:
@@ -107,7 +101,7 @@ def test_plans_keep_their_other_steps_and_share_kernels() -> None:
     assert first.steps[0] is fill
     assert first.steps[1] == first.steps[2] == second.steps[0]
     assert len(kernels) == 3
-    assert kernels[0].ptx is None
+    assert [image.arch for image in kernels[0].images] == ["80"]
 
 
 def test_a_kernel_that_needs_32_bits_gets_a_general_variant_of_32_bits() -> None:

@@ -24,6 +24,7 @@ from .plan import (
     Body,
     DeviceOp,
     Fill,
+    Image,
     Kernel,
     Launch,
     Payload,
@@ -37,6 +38,8 @@ from .plan import (
 MAX_OPS = 64
 """The ops that a payload can hold."""
 
+_MAX_ARGUMENTS, _MAX_TEMPORARIES, _MAX_DEPTH = 128, 64, 64  # of a launch, a plan, an expression
+
 T = TypeVar("T")
 
 _TEXTS = (
@@ -45,7 +48,6 @@ _TEXTS = (
 _BASES = ("input", "output", "temporary")
 _REQUIREMENTS = ("divisible_by_16", "equals_1", "fits_i32")
 _TYPES = (POINTER, *SCALAR_TYPES)
-_ATTRIBUTE_KINDS = {"int": 0, "bool": 0, "float": 1, "str": 2, "int[]": 3}
 _DTYPES = (  # as kernels/abi.h numbers them
     "none", "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
     "complex64", "complex128", "uint16", "uint32", "uint64",
@@ -56,7 +58,8 @@ def encode(payload: Payload) -> bytes:
     """Returns the payload as a library carries it.
 
     Raises:
-        BuildError: more ops than a library can have, or an op that takes a list of tensors.
+        BuildError: more ops than a library can have, an op that takes a list of tensors, or one whose plan
+            is too large.
     """
     if len(payload.ops) > MAX_OPS:
         raise BuildError(
@@ -109,7 +112,6 @@ class _Writer:
         self.tables, self.images = bytearray(), bytearray()
         self._offset = images_offset
         self._places: dict[bytes, int] = {}
-        self._kernels = payload.kernels
         self._text(payload.domain)
         self._pack("i", payload.domain_version)
         self._text(payload.cuda_archs)
@@ -137,31 +139,24 @@ class _Writer:
         self._pack("QQ", self._places[data], len(data))
 
     def _kernel(self, kernel: Kernel) -> None:
-        assert kernel.global_scratch_alignment <= 256, kernel
         self._text(kernel.name)
         self._text(kernel.label)
-        images = [(arch, False, image) for arch, image in kernel.images.items()]
-        if kernel.ptx is not None:
-            arch, text = kernel.ptx
-            images.append((arch, True, text.rstrip(b"\0") + b"\0"))  # the driver reads up to the NUL
-        self._list(images, self._image)
-        self._pack("III", kernel.threads, kernel.shared, kernel.cluster)
-        self._pack("BBB", kernel.cooperative, kernel.pdl, kernel.scratch_pointers)
-        self._pack("Q", kernel.global_scratch)
+        self._list(kernel.images, self._image)
+        self._pack("IBBB", kernel.cluster, kernel.cooperative, kernel.pdl, kernel.scratch_pointers)
 
-    def _image(self, entry: tuple[str, bool, bytes]) -> None:
-        arch, is_ptx, data = entry
-        number = arch.rstrip("af")
-        self._pack("iBB", int(number), ord(arch[len(number) :] or "\0"), is_ptx)
+    def _image(self, image: Image) -> None:
+        number = image.arch.rstrip("af")
+        self._pack("iBB", int(number), ord(image.arch[len(number) :] or "\0"), image.is_ptx)
+        self._pack("IIQ", image.threads, image.shared, image.global_scratch)
+        data = image.code.rstrip(b"\0") + b"\0" if image.is_ptx else image.code  # a text in C
         self._bytes(data)
         self._pack("I", zlib.crc32(data))
 
     def _op(self, op: DeviceOp) -> None:
+        self._record = op.record
         for name in _TEXTS:
             self._text(getattr(op.record, name))
-        self._list(op.record.attributes, lambda entry: self._pack("B", _ATTRIBUTE_KINDS[entry.kind]))
         self._list(_input_dtypes(op.record), lambda codes: self._list(codes, lambda c: self._pack("B", c)))
-        self._pack("B", len(op.record.outputs))
         self._list(op.plans, self._plan)
         self._list(op.bodies, self._body)
 
@@ -174,6 +169,7 @@ class _Writer:
         self._list(ranks, lambda rank: self._pack("b", -1 if rank is None else rank))
 
     def _plan(self, plan: Plan) -> None:
+        self._check(len(plan.temporaries), _MAX_TEMPORARIES, "temporary tensors in one call")
         self._pack("B", plan.combination)
         self._ranks(plan.ranks)
         self._list(plan.guards, self._expression)
@@ -190,6 +186,7 @@ class _Writer:
             for size in step.grid:
                 self._expression(size)
             self._list(step.block or (), self._expression)
+            self._check(len(step.arguments), _MAX_ARGUMENTS, "arguments in a launch of a kernel")
             self._list(step.arguments, self._argument)
             assert step.variants and not step.variants[-1].requirements, "the last variant is not general"
             self._list(step.variants, self._variant)
@@ -207,7 +204,8 @@ class _Writer:
             self._pack("BB", _BASES.index(argument.base), argument.index)
             self._expression(argument.offset)
         else:
-            self._pack("BB", len(_BASES), 0)
+            self._pack("B", len(_BASES))
+            self._text(argument.name)
             self._expression(argument.value)
 
     def _variant(self, variant: Variant) -> None:
@@ -219,6 +217,7 @@ class _Writer:
         self._pack("I", variant.kernel)
 
     def _expression(self, expression: Expression) -> None:
+        self._check(expression.depth, _MAX_DEPTH, "values at once in a formula")
         self._pack("I", len(expression.code))
         for opcode, operand in expression.code:
             self._pack("B", opcode)
@@ -229,10 +228,14 @@ class _Writer:
             elif opcode is Opcode.SIZE:
                 self._pack("BB", *operand)
             elif opcode is Opcode.ATTRIBUTE:
-                self._pack("B", operand)
+                self._pack("BB", operand, self._record.attributes[operand].kind == "float")
             elif opcode is Opcode.TEXT_IS:
                 self._pack("B", operand[0])
                 self._text(operand[1])
+
+    def _check(self, count: int, most: int, what: str) -> None:
+        if count > most:
+            raise BuildError(f"{self._record.name}: {count} {what}, at most {most} are supported")
 
 
 def _input_dtypes(record: Record) -> list[list[int]]:

@@ -72,6 +72,14 @@ class Expression:
         codes = [as_expression(operand).code for operand in operands]
         return cls((*(item for code in codes for item in code), (opcode, None)))
 
+    @property
+    def depth(self) -> int:
+        """How many values the evaluation holds at most."""
+        held = [0]
+        for opcode, _ in self.code:
+            held.append(held[-1] + 1 - (_FUNCTIONS[opcode][0] if opcode in _FUNCTIONS else 0))
+        return max(held)
+
     def evaluate(
         self, sizes: Sequence[Sequence[int] | None] = (), attributes: Sequence[Any] = (), arch: int = 0
     ) -> int | float:

@@ -9,7 +9,7 @@ from unittest import mock
 
 from ..errors import BuildError
 from .nvrtc import Compilation, as_sequence
-from .plan import POINTER, Kernel, Pointer, Scalar, constant
+from .plan import POINTER, Image, Kernel, Pointer, Scalar, constant
 
 if TYPE_CHECKING:
     from ..triton.recorder import Recorder
@@ -79,8 +79,8 @@ class NumbaKernel:
         kernel = Kernel(
             self.function.__name__,
             launch.label,
-            images={str(arch): _cubin(text, arch) for arch, text in texts.items()},
-            ptx=(str(lowest), texts[lowest].encode()) if ptx else None,
+            tuple(Image(str(arch), _cubin(text, arch)) for arch, text in texts.items())
+            + ((Image(str(lowest), texts[lowest].encode(), is_ptx=True),) if ptx else ()),
         )
         values = [value for argument in launch.arguments for value in _expanded(argument)]
         parameters = tuple((index, kind) for index, (_, kind) in enumerate(values))
@@ -112,7 +112,7 @@ def _expanded(argument: "Argument") -> list[tuple[Pointer | Scalar, str]]:
     from numpy import dtype
 
     def number(expression: Any) -> tuple[Pointer | Scalar, str]:
-        return Scalar(expression, "i64"), "i64"
+        return Scalar(expression, "i64", argument.name), "i64"
 
     item = dtype(str(argument.dtype)).itemsize
     strides = [constant(item)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ..errors import BuildError
-from .plan import POINTER, Kernel, Pointer, Scalar
+from .plan import POINTER, Image, Kernel, Pointer, Scalar
 
 if TYPE_CHECKING:
     from ..triton.recorder import Recorder
@@ -83,8 +83,8 @@ class CudaKernel:
         kernel = Kernel(
             self.name,
             launch.label,
-            images={str(arch): self._compile(f"sm_{arch}", "CUBIN") for arch in archs},
-            ptx=(str(min(archs)), text) if ptx else None,
+            tuple(Image(str(arch), self._compile(f"sm_{arch}", "CUBIN")) for arch in archs)
+            + ((Image(str(min(archs)), text, is_ptx=True),) if ptx else ()),
         )
         return arguments, self._parameters(text.decode(), arguments, launch), kernel
 

@@ -3,8 +3,7 @@
 `encode.py` writes it as bytes, which `kernels/device_module/` reads in C++.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..record import Record
 from .expression import (
@@ -23,6 +22,7 @@ __all__ = [
     "DeviceOp",
     "Expression",
     "Fill",
+    "Image",
     "Kernel",
     "Launch",
     "Limit",
@@ -69,10 +69,16 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number. `type`: a key of `SCALAR_TYPES`, or "int" for an int whose width each variant chooses."""
+    """A number.
+
+    Attributes:
+        type: a key of `SCALAR_TYPES`, or "int" for an int whose width each variant chooses.
+        name: of the kernel's parameter, for messages.
+    """
 
     value: Expression
     type: str
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Launch:
 
     Attributes:
         grid: in programs (blocks); a launch of none is left out.
-        block: the threads per block where they depend on the call; None: `Kernel.threads` along x.
+        block: the threads per block where they depend on the call; None: `Image.threads` along x.
     """
 
     grid: tuple[Expression, Expression, Expression]
@@ -166,35 +172,44 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Image:
+    """The code of a kernel for an architecture, and what a launch of this code needs.
+
+    Attributes:
+        arch: "80", "90a".
+        code: a cubin, or a text in PTX for GPUs that no cubin serves.
+        threads: per block.
+        shared: the bytes of dynamic shared memory.
+        global_scratch: bytes for each block, aligned to 256.
+    """
+
+    arch: str
+    code: bytes
+    is_ptx: bool = False
+    threads: int = 128
+    shared: int = 0
+    global_scratch: int = 0
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A compiled kernel.
 
     Attributes:
         name: its symbol in the images.
         label: its name in messages, "mish_kernel, mish.py:7".
-        images: cubins by architecture, "80", "90a".
-        ptx: an architecture and the text in PTX for it, for GPUs that no cubin serves.
-        threads: per block.
-        shared: the bytes of dynamic shared memory.
         cluster: the blocks of a cluster; a grid counts clusters (Triton's num_ctas).
         cooperative, pdl: launch attributes.
         scratch_pointers: pointers that follow the parameters (Triton: 2). The first is to the global scratch.
-        global_scratch: bytes for each block.
-        global_scratch_alignment: of the scratch of each launch, at most 256.
     """
 
     name: str
     label: str
-    images: Mapping[str, bytes] = field(default_factory=dict)
-    ptx: tuple[str, bytes] | None = None
-    threads: int = 128
-    shared: int = 0
+    images: tuple[Image, ...]
     cluster: int = 1
     cooperative: bool = False
     pdl: bool = False
     scratch_pointers: int = 0
-    global_scratch: int = 0
-    global_scratch_alignment: int = 1
 
 
 @dataclass(frozen=True)

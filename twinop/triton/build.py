@@ -51,7 +51,9 @@ def make_payload(
         own = tuple(itertools.islice(rest, len(each.plans)))
         found.append(DeviceOp(each.record, own, tuple(_bodies(op, each, notes))))
     targets = [f"{arch}-real" for arch in archs]
-    targets += sorted({f"{kernel.ptx[0]}-virtual" for kernel in kernels if kernel.ptx is not None})
+    targets += sorted(
+        {f"{image.arch}-virtual" for kernel in kernels for image in kernel.images if image.is_ptx}
+    )
     payload = Payload(
         domain, tuple(found), tuple(kernels), ",".join(targets), domain_version, describe_source(files)
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..building.cache import cache_folder
-from ..device_module.plan import Kernel
+from ..device_module.plan import Image, Kernel
 from ..errors import BuildError
 
 OLDEST, NEWEST = (3, 6), (3, 9)
@@ -143,42 +143,36 @@ def compile_kernels(
 
 
 def _compiled(source: Source, by_arch: Mapping[int, Any], text: Any, portable: int) -> Compiled:
-    """Puts the results for all architectures together.
-
-    They differ in the shared memory and scratch that they need: the launch gets what is enough for all.
-    """
+    """Puts the results for all architectures together."""
     for arch, result in by_arch.items():
         if isinstance(result, Exception):
             raise _failure(source, arch, result) from result
         _check_memory(source, arch, result.metadata)
-    made = [*by_arch.values(), *([text] if text else [])]
-    several = [result.metadata for result in made]
-    one = several[0]
-    warps = {metadata.num_warps for metadata in several}
-    if len(warps) > 1:
-        raise BuildError(
-            f"{source.label}: it takes {' or '.join(str(32 * count) for count in sorted(warps))} threads a "
-            "block, which depends on the architecture. Build a library for each architecture with --archs"
-        )
+    images = [
+        _image(f"{arch}a" if arch > _LAST_PORTABLE else str(arch), result.asm["cubin"], result.metadata)
+        for arch, result in by_arch.items()
+    ]
+    made = list(by_arch.values())
+    if text:
+        images.append(_image(str(portable), _without_comments(text.asm["ptx"]), text.metadata, is_ptx=True))
+        made.append(text)
+    one = made[0].metadata
     kernel = Kernel(
         name=one.name,
         label=source.label,
-        images={_image_name(arch): result.asm["cubin"] for arch, result in by_arch.items()},
-        ptx=(str(portable), _without_comments(text.asm["ptx"])) if text else None,
-        threads=32 * one.num_warps,
-        shared=max(metadata.shared for metadata in several),
+        images=tuple(images),
         cluster=one.num_ctas,
         cooperative=one.launch_cooperative_grid,
         pdl=one.launch_pdl,
         scratch_pointers=2,
-        global_scratch=max(metadata.global_scratch_size for metadata in several),
-        global_scratch_alignment=max(metadata.global_scratch_align for metadata in several),
     )
     return Compiled(kernel, frozenset(result.asm["ttir"] for result in made))
 
 
-def _image_name(arch: int) -> str:
-    return f"{arch}a" if arch > _LAST_PORTABLE else str(arch)
+def _image(arch: str, code: bytes, metadata: Any, is_ptx: bool = False) -> Image:
+    assert metadata.global_scratch_align <= 256, metadata
+    threads, scratch = 32 * metadata.num_warps, metadata.global_scratch_size
+    return Image(arch, code, is_ptx, threads, metadata.shared, scratch)
 
 
 @contextmanager

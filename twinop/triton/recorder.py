@@ -223,11 +223,11 @@ class Recorder(TorchDispatchMode):
             pointer = self._pointer(value, f"{name} of {label}")
             return Argument(name, pointer, _name(value.dtype), shape, strides)
         if isinstance(value, (bool, torch.SymBool)):
-            return Argument(name, Scalar(as_expression(int(bool(value))), "i1"))
+            return Argument(name, Scalar(as_expression(int(bool(value))), "i1", name))
         if isinstance(value, (int, torch.SymInt)):
-            return Argument(name, Scalar(self.expression(value), "int"))
+            return Argument(name, Scalar(self.expression(value), "int", name))
         if isinstance(value, (float, torch.SymFloat)):
-            return Argument(name, Scalar(self.expression(value), "fp32"))
+            return Argument(name, Scalar(self.expression(value), "fp32", name))
         kind = type(value).__name__
         advice = ": make the descriptor in the kernel, with tl.make_tensor_descriptor" * (
             kind == "TensorDescriptor"
