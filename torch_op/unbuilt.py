@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 
-from twinop.errors import RecordError, TwinopError
+from twinop.errors import RecordError
 from twinop.kernel_op import KernelOp
 from twinop.record import Record
+from twinop.triton.installed import check_triton
 
 from .arguments import tensors_of
 from .autograd import make_function
 from .rules import vmap_rule
-
-TRITON = ("3.6", "3.9")
-"""The oldest and the newest version of Triton that was tested."""
 
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "int[]": Sequence[int]}
 
@@ -36,7 +34,7 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
         functions: the ops of its domain by name, which its derivative may call; gets the function.
 
     Raises:
-        TwinopError: Triton is missing, or of a version that was not tested.
+        BuildError: Triton is missing, or of a version that was not tested.
     """
     if declared.kind == "triton":
         check_triton()
@@ -50,29 +48,6 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
     op.register_vmap(vmap_rule(record, overload))
     functions[record.name] = function
     return function
-
-
-def check_triton() -> str:
-    """Returns Triton's version.
-
-    Raises:
-        TwinopError: Triton is missing, or of a version that was not tested.
-    """
-    try:
-        import triton
-    except ImportError as error:
-        raise TwinopError(
-            "the kernels are Triton's, and the package triton is not installed: pip install "
-            "'twinop[triton]'. A library that `twinop build` made needs no Triton"
-        ) from error
-    found = tuple(map(int, triton.__version__.split(".")[:2]))
-    oldest, newest = (tuple(map(int, version.split("."))) for version in TRITON)
-    if not oldest <= found <= newest:
-        raise TwinopError(
-            f"Triton {triton.__version__} is installed; twinop was tested with {TRITON[0]} to {TRITON[1]}. "
-            f"Install one of those: pip install 'triton=={TRITON[1]}.*'"
-        )
-    return triton.__version__
 
 
 def run_body(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:

@@ -34,6 +34,11 @@ Launcher = Callable[..., Any]
 DECLARED: dict[str, "KernelOp"] = {}
 """The declared ops by `Record.key`."""
 
+_DTYPES = (
+    "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64",
+    "uint8", "uint16", "uint32", "uint64", "bool",
+)  # fmt: skip
+
 
 class KernelOp(Op):
     """An op whose kernels are written in Python. Called with tensors, it runs in torch.
@@ -64,7 +69,7 @@ class KernelOp(Op):
     @property
     def place(self) -> str:
         """Where the launcher is defined: "mish.py:12"."""
-        return f"{self.file.name}:{inspect.unwrap(self.launcher).__code__.co_firstlineno}"
+        return _place(self.launcher)
 
     @property
     def file(self) -> Path:
@@ -158,7 +163,8 @@ def triton_op(
         A decorator; the decorated function becomes a `KernelOp`.
 
     Raises:
-        RecordError: the schema does not parse, or the launcher does not take its inputs and attributes.
+        RecordError: the schema does not parse, the launcher does not take its inputs and attributes, or a
+            dtype is unknown.
         TwinopError: a name that the op or the domain cannot have, or a backward that does not fit.
     """
 
@@ -174,6 +180,7 @@ def triton_op(
             record, input_shapes=same if input_shapes is None else input_shapes, devices=("cuda",)
         )
         _check_launcher(launcher, record)
+        _check_dtypes(launcher, record, dtypes)
         record = replace(record, gradient=_gradient_text(record, backward))
         declared = KernelOp(kind, launcher, record, body, backward, samples)
         register_body(_builder(declared), domain=place)
@@ -202,6 +209,28 @@ def describe_source(files: Iterable[Path]) -> str:
         OSError: a file cannot be read.
     """
     return " ".join(f"{file.name}={hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" for file in files)
+
+
+def _place(launcher: Launcher) -> str:
+    code = inspect.unwrap(launcher).__code__
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def _check_dtypes(launcher: Launcher, record: Record, dtypes: Sequence[str]) -> None:
+    tensors = {*(entry.name for entry in record.inputs), *record.outputs}
+    for text in dtypes:
+        first, *others = text.split() or [""]
+        named = dict(part.partition("=")[::2] for part in others)
+        if unknown := [name for name in named if name not in tensors]:
+            raise RecordError(
+                f"{_place(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0]} is no tensor of "
+                f"{record.schema}"
+            )
+        if unknown := [dtype for dtype in (first, *named.values()) if dtype not in _DTYPES]:
+            raise RecordError(
+                f"{_place(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0] or 'nothing'} is not "
+                f"supported; expected one of {', '.join(_DTYPES)}"
+            )
 
 
 def _check_launcher(launcher: Launcher, record: Record) -> None:

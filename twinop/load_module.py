@@ -24,5 +24,8 @@ def load_module(path: Path) -> ModuleType:
         return importlib.import_module(name)
     except TwinopError:
         raise
+    except ModuleNotFoundError as error:
+        advice = ". Install it: pip install 'twinop[triton]'" * (error.name == "triton")
+        raise TwinopError(f"{path} cannot be imported: {error}{advice}") from error
     except Exception as error:
         raise TwinopError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error

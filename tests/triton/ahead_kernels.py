@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from twinop.device_module.plan import Expression, Pointer, Scalar, constant, size
+from twinop.triton.intercept import label_of
 from twinop.triton.traced import Argument, TracedLaunch, TracedPlan
 
 ONE = constant(1)
@@ -134,8 +135,9 @@ def number(name: str, value: Expression | int | float, kind: str = "int") -> Arg
 def launch_of(
     kernel: Any, *arguments: Argument, options: dict[str, Any] | None = None, **constants: Any
 ) -> TracedLaunch:
-    label = f"{kernel.__name__}, ahead_kernels.py:{kernel.def_file_line_number}"
-    return TracedLaunch(kernel, label, "op.py:7", (ONE, ONE, ONE), arguments, constants, options or {})
+    return TracedLaunch(
+        kernel, label_of(kernel), "op.py:7", (ONE, ONE, ONE), arguments, constants, options or {}
+    )
 
 
 def gelu_launch(dtype: str = "float32") -> TracedLaunch:

@@ -117,3 +117,16 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
     assert "declares no op with kernels" in refused(tmp_path, "no_op", "import torch\n")
     said = refused(tmp_path, "nothing_declared", 'TEXT = """\n@twinop.triton_op(\n"""\n')
     assert "declares no op. Expected @twinop.triton_op" in said
+
+
+@pytest.mark.cuda
+def test_a_kernel_that_disagrees_with_the_body(tmp_path: Path) -> None:
+    file = mish_file(tmp_path, "disagrees")
+    file.write_text(file.read_text().replace("body=torch.nn.functional.mish", "body=torch.sin"))
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {name: value for name, value in env.items() if not name.startswith("PYTEST")}
+    twinop = [sys.executable, "-m", "twinop"]
+    subprocess.run([*twinop, "build", file.name], cwd=tmp_path, env=env, check=True)
+    done = subprocess.run([*twinop, "test", file.name], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "disagrees::disagrees(x: float32" in done.stdout and "first wrong element: y[" in done.stdout

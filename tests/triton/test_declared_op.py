@@ -1,5 +1,6 @@
 """Ops declared with kernels in Python, before a library is built: in torch, and their errors."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,21 @@ def test_mistakes_of_a_declaration() -> None:
         declare(domain="my-ops")(_named("x"))
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "said"),
+    [
+        ("fp32", "'fp32' in dtypes of act: fp32 is not supported; expected one of float32, "),
+        ("float32 y=float8_e5m2", "float8_e5m2 is not supported"),
+        ("float32 z=float16", "z is no tensor of act(Tensor x) -> Tensor"),
+        ("", "nothing is not supported"),
+    ],
+)
+def test_dtypes_that_no_op_has(dtypes: str, said: str) -> None:
+    with pytest.raises(RecordError) as raised:
+        declare(dtypes=("float16", dtypes))(_named("x"))
+    assert re.match(r"<string>:1: ", str(raised.value)) and said in str(raised.value)
+
+
 def _named(parameters: str) -> Any:
     scope: dict[str, Any] = {}
     exec(f"def act({parameters}): ...", scope)
@@ -222,7 +238,10 @@ def test_what_a_call_gets_wrong(mish: KernelOp) -> None:
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [(None, "the package triton is not installed: pip install"), ("3.2.0", "tested with 3.6 to 3.9")],
+    [
+        (None, r"Triton cannot be imported: .* pip install 'twinop\[triton\]'"),
+        ("3.2.0", "expected 3.6 to 3.9"),
+    ],
 )
 def test_triton_absent_or_untested(version: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @twinop.triton_op("act(Tensor x) -> Tensor", body=torch.relu, domain=f"absent_{version is None}".lower())
@@ -235,3 +254,9 @@ def test_triton_absent_or_untested(version: str | None, said: str, monkeypatch: 
         monkeypatch.setattr(triton, "__version__", version)
     with pytest.raises(TwinopError, match=said):
         act(torch.ones(2))
+
+
+def test_a_file_that_needs_triton_where_it_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(TwinopError, match=r"lonely.py cannot be imported: .*pip install 'twinop\[triton\]'"):
+        load_module(mish_file(tmp_path, "lonely"))

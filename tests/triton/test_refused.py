@@ -8,6 +8,8 @@ import pytest
 import torch
 import triton
 from launchers import pointwise_kernel, record, row_kernel
+from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from twinop.errors import BuildError
 from twinop.triton.trace import trace
@@ -81,6 +83,19 @@ def text(x):
     return launch(x, torch.empty_like(x), n="three")
 
 
+def descriptor(x):
+    return launch(TensorDescriptor(x, [x.numel()], [1], [16]), torch.empty_like(x))
+
+
+def processors(x):
+    return launch(x, torch.empty_like(x), (torch.cuda.get_device_properties(x.device).multi_processor_count,))
+
+
+def processors_of_triton(x):
+    properties = triton.runtime.driver.active.utils.get_device_properties(0)
+    return launch(x, torch.empty_like(x), (properties["multiprocessor_count"],))
+
+
 def branches(x):
     y = torch.empty_like(x)
     for size in (*x.shape, x.numel()):
@@ -119,6 +134,9 @@ def odd_shape(x):
         (float_grid, "its grid is .SymFloat.; expected one to three ints"),
         (unknown_argument, "missing a required argument: 'n'"),
         (text, "n is a str; a library can give a kernel tensors and numbers"),
+        (descriptor, "pointwise_kernel, launchers.py:.*: x is a TensorDescriptor; .*make_tensor_descriptor"),
+        (processors, "asks for multi_processor_count of the GPU, and a library serves several"),
+        (processors_of_triton, "asks for utils of the GPU.*torch.cuda.get_device_capability"),
         (always, "refuses all calls; the first says: .*ValueError: never"),
         (complex_output, "complex64, which no op has"),
         (odd_shape, r'no expression was found for the shape of output y of f.*shapes="y = \[x\[0\]\]"'),
@@ -143,6 +161,28 @@ def test_a_kernel_with_launch_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) 
         row_kernel[(1,)](x, torch.empty_like(x), 1, 2, 3, BLOCK=16)
 
     with pytest.raises(BuildError, match=r"row_kernel, launchers.py:\d+: it has launch hooks"):
+        trace(record("f", "x"), launcher, [{"x": torch.empty(5)}])
+
+
+def test_the_interpreter() -> None:
+    interpreted = InterpretedFunction(pointwise_kernel.fn)
+
+    def launcher(x):
+        interpreted[(1,)](x, torch.empty_like(x), 3, BLOCK=16)
+
+    message = r"test_refused.py:\d+: pointwise_kernel: .*interpreter mode.*Unset TRITON_INTERPRET"
+    with pytest.raises(BuildError, match=message):
+        trace(record("f", "x"), launcher, [{"x": torch.empty(5)}])
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0"])
+def test_an_untested_triton(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+
+    def launcher(x):
+        return launch(x, torch.empty_like(x))
+
+    with pytest.raises(BuildError, match=rf"Triton {version} was not tested .* expected 3.6 to 3.9"):
         trace(record("f", "x"), launcher, [{"x": torch.empty(5)}])
 
 

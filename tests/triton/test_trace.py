@@ -130,6 +130,19 @@ def test_a_choice_of_configurations_by_sizes_and_architecture() -> None:
         assert step.constants["BLOCK_M"] == block
 
 
+def test_a_launcher_may_ask_for_the_compute_capability() -> None:
+    def launcher(x):
+        y = torch.empty_like(x)
+        is_new = torch.cuda.get_device_capability(x.device) >= (9, 0)
+        launchers.pointwise_kernel[(1,)](x, y, x.numel(), BLOCK=64 if is_new else 16)
+        return y
+
+    op = trace(record("f", "x"), launcher)
+    for arch, block in [(80, 16), (89, 16), (90, 64), (103, 64), (120, 64)]:
+        (step,) = chosen(op, [(5,)], arch=arch).steps
+        assert step.constants["BLOCK"] == block
+
+
 def test_float_attributes_bools_and_sizes_as_constants() -> None:
     for head in (32, 64):
         for causal in (False, True):

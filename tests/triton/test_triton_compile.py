@@ -1,7 +1,6 @@
 """Kernels compiled for several architectures without a GPU."""
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ from ahead_kernels import (
 
 from twinop.device_module.plan import Fill, Launch, Limit, Pointer, constant, size
 from twinop.errors import BuildError
-from twinop.triton.compile import check_triton, compile_kernels
+from twinop.triton.compile import compile_kernels
+from twinop.triton.intercept import label_of
 from twinop.triton.launches import compile_plans
 from twinop.triton.traced import TracedLaunch, TracedPlan
 from twinop.triton.variants import variants
@@ -155,7 +155,7 @@ def test_printing_and_asserting_are_refused() -> None:
 def test_a_kernel_that_does_not_compile_names_its_line() -> None:
     arguments = pointer("y_ptr", "output", dtype="int32"), number("n", size(0, 0))
     message = refusal(launch_of(wrong_kernel, *arguments))
-    line = wrong_kernel.def_file_line_number + 2
+    line = int(label_of(wrong_kernel).rpartition(":")[2]) + 2
     assert message.startswith(
         f"wrong_kernel, ahead_kernels.py:{line}: it does not compile for compute capability 80"
     )
@@ -180,23 +180,3 @@ def test_too_much_shared_memory() -> None:
 def test_an_unknown_architecture() -> None:
     message = refusal(gelu_launch(), archs=(80, 42))
     assert message.startswith("compute capability 42: Triton 3.") and "it knows 75, 80, 86," in message
-
-
-def test_an_absent_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_triton()
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(BuildError, match=r"Triton cannot be imported: .* pip install 'twinop\[triton\]'"):
-        check_triton()
-
-
-@pytest.mark.parametrize("version", ["3.5.1", "3.10.0"])
-def test_an_untested_triton(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(triton, "__version__", version)
-    with pytest.raises(BuildError, match=rf"Triton {version} was not tested .* expected 3.6 to 3.9"):
-        check_triton()
-
-
-def test_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    with pytest.raises(BuildError, match="TRITON_INTERPRET is set"):
-        check_triton()

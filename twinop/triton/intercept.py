@@ -1,8 +1,7 @@
 """Catches what a traced launcher calls: Triton's launches, and functions that need plain numbers."""
 
-import contextlib
 import math
-import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..device_module.plan import Opcode
+from .installed import check_triton
 from .recorder import Recorder
 
 _OF_SYMBOLS = {
@@ -23,6 +23,7 @@ _OF_SYMBOLS = {
     "floor": Opcode.FLOOR,
     "ceil": Opcode.CEIL,
 }
+"""Functions of `math` that take symbolic numbers while a launcher is traced."""
 
 Choose = Callable[[Any, Mapping[str, Any], Any], Any]
 """Chooses a configuration of a `triton.autotune` kernel: (the Autotuner, the arguments by name, the compute
@@ -77,30 +78,62 @@ def functions_of_symbols(recorder: Recorder) -> Iterator[None]:
 
         return called
 
-    names = {
-        "sqrt": Opcode.SQRT,
-        "exp": Opcode.EXP,
-        "log": Opcode.LOG,
-        "pow": Opcode.POWER,
-        "ceil": Opcode.CEIL,
-    }
     with ExitStack() as stack:
-        for name, opcode in {**names, "floor": Opcode.FLOOR}.items():
+        for name, opcode in _OF_SYMBOLS.items():
             stack.enter_context(mock.patch.object(math, name, on_symbols(getattr(math, name), opcode)))
         for name in ("_exchange_device", "_maybe_exchange_device"):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda device: 0))
+        device = _Device(recorder)
+        for name in ("get_device_capability", "get_device_properties"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, getattr(device, name)))
         yield
+
+
+class _Device:
+    """Stands for the GPU, of which a plan may know the compute capability alone."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def get_device_capability(self, device: Any = None) -> tuple[Any, Any]:
+        arch = self._recorder.symbols.arch()
+        return arch // 10, arch % 10
+
+    def get_device_properties(self, device: Any = None) -> "_Device":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._recorder.error(
+            f"the launcher asks for {name} of the GPU, and a library serves several. Choose by sizes, or by "
+            "torch.cuda.get_device_capability()"
+        )
 
 
 @contextmanager
 def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
-    """Records the launches of Triton's kernels instead of doing them."""
+    """Records the launches of Triton's kernels instead of doing them.
+
+    Raises:
+        BuildError: at a launch, if this version of Triton was not tested, or runs in interpreter mode.
+    """
+    if "triton" not in sys.modules:  # the launcher's kernels are others
+        yield
+        return
     import triton
     from triton.runtime.autotuner import Autotuner
+    from triton.runtime.driver import driver
+    from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        check_triton()
         _record(recorder, kernel, grid, args, kwargs)
+
+    def refuse(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        raise recorder.error(
+            f"{kernel.fn.__name__}: Triton is in interpreter mode, which compiles nothing. Unset "
+            "TRITON_INTERPRET to build"
+        )
 
     def run_tuned(autotuner: Any, *args: Any, **kwargs: Any) -> None:
         autotuner.nargs = dict(zip(autotuner.arg_names, args, strict=False))
@@ -123,14 +156,23 @@ def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
     with (
         mock.patch.object(where, "fn" if is_object else "next_power_of_2", power),
         mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(InterpretedFunction, "run", refuse),
         mock.patch.object(Autotuner, "run", run_tuned),
+        mock.patch.object(driver, "_active", _Device(recorder)),
     ):
         yield
 
 
+def label_of(kernel: Any) -> str:
+    """Returns the name of a `triton.JITFunction` and the line of its `def`: "gelu_kernel, op.py:7"."""
+    before = next(i for i, line in enumerate(kernel.raw_src) if line.strip().startswith("def"))
+    file = Path(kernel.fn.__code__.co_filename).name
+    return f"{kernel.fn.__name__}, {file}:{kernel.starting_line_number + before}"
+
+
 def _record(recorder: Recorder, kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
     parameters = {parameter.name: parameter for parameter in kernel.params}
-    label = f"{kernel.fn.__name__}, {_place(kernel)}"
+    label = label_of(kernel)
     options = {name: value for name, value in kwargs.items() if name not in parameters}
     if kernel.pre_run_hooks:
         raise recorder.error(f"{label}: it has launch hooks, which a library cannot run. Remove them")
@@ -150,10 +192,3 @@ def _record(recorder: Recorder, kernel: Any, grid: Any, args: Any, kwargs: dict[
 def _unwrapped(value: Any) -> Any:
     """Returns the value of a tl.constexpr, and other values as they are."""
     return value.value if type(value).__name__ == "constexpr" else value
-
-
-def _place(kernel: Any) -> str:
-    code = kernel.fn.__code__
-    with contextlib.suppress(AttributeError):  # Triton below 3.9 does not say where `def` is
-        return f"{Path(code.co_filename).name}:{operator.index(kernel.def_file_line_number)}"
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
