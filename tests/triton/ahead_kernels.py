@@ -43,6 +43,15 @@ def copy_rows_kernel(x_ptr, y_ptr, rows, stride, columns, BLOCK: tl.constexpr):
         )
 
 
+@triton.jit
+def strided_kernel(x_ptr, y_ptr, stride_0, stride_1, stride_2, rows, columns, BLOCK: tl.constexpr):
+    """Copies rows of a tensor of three dimensions to a contiguous one."""
+    batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + batch * stride_0 + row * stride_1 + at * stride_2, mask=at < columns)
+    tl.store(y_ptr + (batch * rows + row) * columns + at, x, mask=at < columns)
+
+
 @triton.jit(do_not_specialize=["a"], do_not_specialize_on_alignment=["b"])
 def typed_kernel(y_ptr, a, b, c: tl.int64, d: tl.float64, e, flag, nothing):
     if flag:

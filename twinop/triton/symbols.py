@@ -81,7 +81,8 @@ class Symbols(ShapeEnv):
     Attributes:
         decisions: in the order of the launcher.
         in_torch: whether torch's own code runs. It asks about sizes of 0 and 1 only to find out which tensors
-            are contiguous, so the answer is that there are none; a plan of its own for them has no use.
+            are contiguous, so the answer is that there are none; a plan of its own for them has no use. What
+            follows holds for sizes of 1 as well. For 0, the strides of a tensor without elements differ.
         fixed: is called with the expression where `int(n)` or an index asks for one value.
     """
 
