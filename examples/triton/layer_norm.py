@@ -144,7 +144,9 @@ def layer_norm_backward(grad_y, x, weight, mean, rstd):
         GROUP_SIZE_M = 128
     if N <= 1024:
         GROUP_SIZE_M = 256
-    BLOCK_SIZE_N = triton.next_power_of_2(N)
+    BLOCK_SIZE_N = min(65536 // x.element_size(), triton.next_power_of_2(N))
+    if N > BLOCK_SIZE_N:
+        raise RuntimeError("This layer norm doesn't support feature dim >= 64KB.")
     num_warps = min(max(BLOCK_SIZE_N // 256, 1), 8)
     locks = torch.zeros(2 * GROUP_SIZE_M, dtype=torch.int32, device=x.device)
     _dw = torch.zeros((GROUP_SIZE_M, N), dtype=x.dtype, device=x.device)

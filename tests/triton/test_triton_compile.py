@@ -10,6 +10,7 @@ from ahead_kernels import (
     add_kernel,
     assert_kernel,
     big_kernel,
+    copy_rows_kernel,
     counter_kernel,
     gelu_launch,
     launch_of,
@@ -25,7 +26,7 @@ from ahead_kernels import (
 
 from twinop.device_module.plan import Fill, Launch, Limit, Pointer, constant, size
 from twinop.errors import BuildError
-from twinop.triton.compile import compile_kernels
+from twinop.triton.compile import Compiled, compile_kernels
 from twinop.triton.intercept import label_of
 from twinop.triton.launches import compile_plans
 from twinop.triton.traced import TracedLaunch, TracedPlan
@@ -75,6 +76,8 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "run", no_compiler)
     assert compile_kernels([source], (80,), ptx=False) == [first]
+    (other,) = compile_kernels([source], (80,))  # PTX needs no ptxas
+    assert isinstance(other, Compiled) and other.kernel.ptx is not None
 
 
 def test_the_environment_is_left_as_it_was() -> None:
@@ -111,6 +114,19 @@ def test_a_kernel_that_needs_32_bits_gets_a_general_variant_of_32_bits() -> None
     assert isinstance(step, Launch)
     assert [variant.parameters[1] for variant in step.variants] == [(1, "i32")] * 3
     assert step.variants[-1].requirements == ()
+
+
+def test_a_kernel_with_much_code_has_two_variants() -> None:
+    launch = launch_of(
+        copy_rows_kernel, pointer("x_ptr", "input"), pointer("y_ptr", "output"), number("rows", size(0, 0)),
+        number("stride", size(0, 1)), number("columns", size(0, 1)), BLOCK=65536, options={"num_warps": 4},
+    )  # fmt: skip
+    (plan,), kernels = compile_plans([plan_of(launch)], (80,), ptx=False)
+    (step,) = plan.steps
+    assert isinstance(step, Launch)
+    first, _, _, general = (variant.requirements for variant in variants(launch))
+    assert [variant.requirements for variant in step.variants] == [first, general]
+    assert len(kernels) == 2
 
 
 def test_limits_of_offsets_of_32_bits() -> None:

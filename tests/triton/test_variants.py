@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 from ahead_kernels import add_kernel, copy_rows_kernel, gelu_launch, launch_of, number, pointer, typed_kernel
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime.jit import native_specialize_impl
+from specialisations import DIVISIBLE, assumed_by, chosen_variant, is_sound, of_triton
 
-from twinop.device_module.plan import POINTER, Requirement, attribute, constant, size
+from twinop.device_module.plan import POINTER, Expression, Opcode, Requirement, attribute, constant, size
 from twinop.errors import BuildError
-from twinop.triton.traced import TracedLaunch
-from twinop.triton.variants import Address, SourceVariant, variants
+from twinop.triton.variants import Address, variants
 
-DIVISIBLE = "divisible_by_16"
 INTS = (
     2,
     3,
@@ -35,54 +32,6 @@ INTS = (
 )
 
 
-def chosen(found: list[SourceVariant], values: list[Any]) -> SourceVariant:
-    """Chooses as the library does."""
-
-    def holds(requirement: Requirement) -> bool:
-        value = values[requirement.argument]
-        number = value.data_ptr() if isinstance(value, Address) else value
-        return number % 16 == 0 if requirement.kind == DIVISIBLE else -(2**31) <= number < 2**31
-
-    return next(
-        variant for variant in found if all(holds(requirement) for requirement in variant.requirements)
-    )
-
-
-def of_triton(launch: TracedLaunch, values: list[Any]) -> dict[str, tuple[str, bool]]:
-    """Returns the type that Triton's launcher gives each argument, and if it marks it as a multiple of 16."""
-    parameters = {parameter.name: parameter for parameter in launch.kernel.params}
-    found = {}
-    for argument, value in zip(launch.arguments, values, strict=True):
-        parameter = parameters[argument.name]
-        kind, mark = native_specialize_impl(
-            CUDABackend,
-            value,
-            parameter.is_const,
-            not parameter.do_not_specialize,
-            not parameter.do_not_specialize_on_alignment,
-        )
-        found[argument.name] = kind, mark == "D"
-    return found
-
-
-def of_variant(launch: TracedLaunch, variant: SourceVariant) -> dict[str, tuple[str, bool]]:
-    names = list(variant.source.signature)
-    marked = {names[place] for (place,) in variant.source.attributes}
-    return {
-        argument.name: (variant.source.signature[argument.name], argument.name in marked)
-        for argument in launch.arguments
-    }
-
-
-def is_sound(assumed: dict[str, tuple[str, bool]], true: dict[str, tuple[str, bool]]) -> bool:
-    """Returns whether a kernel compiled for what is assumed serves arguments of which more is true."""
-    wider = {"i32": ("i32", "i64"), "constexpr": ("i32", "i64")}
-    return all(
-        kind in wider.get(true[name][0], true[name][0]) and (not marked or true[name][1])
-        for name, (kind, marked) in assumed.items()
-    )
-
-
 @pytest.mark.parametrize("alignment", [1, 2, 4, 8, 12, 16, 32])
 @pytest.mark.parametrize("odd_pointer", [0, 1, 2])
 def test_every_choice_assumes_what_is_true(alignment: int, odd_pointer: int) -> None:
@@ -96,11 +45,11 @@ def test_every_choice_assumes_what_is_true(alignment: int, odd_pointer: int) -> 
     for n in (1, *INTS):
         values: list[Any] = [Address(256, "float32")] * 3
         values[odd_pointer] = Address(256 + alignment, "float32")
-        variant = chosen(found, [*values, n])
+        variant = chosen_variant(found, [*values, n])
         true = of_triton(launch, [*values, n])
-        assert is_sound(of_variant(launch, variant), true)
+        assert is_sound(assumed_by(launch, variant), true)
         if alignment % 16 == 0 and 1 < n < 2**31:  # the main case: the very kernel of Triton's launcher
-            assert of_variant(launch, variant) == true
+            assert assumed_by(launch, variant) == true
 
 
 def test_two_ints_in_all_their_kinds() -> None:
@@ -117,11 +66,11 @@ def test_two_ints_in_all_their_kinds() -> None:
     addresses: list[Any] = [Address(256, "float32")] * 2
     for rows, columns in itertools.product((1, *INTS), repeat=2):
         values = [*addresses, rows, columns, columns]
-        variant = chosen(found, values)
+        variant = chosen_variant(found, values)
         true = of_triton(launch, values)
-        assert is_sound(of_variant(launch, variant), true), (rows, columns)
+        assert is_sound(assumed_by(launch, variant), true), (rows, columns)
         if 1 < rows < 2**31 and 1 < columns < 2**31 and not (rows % 16 == 0 and columns % 16):
-            assert of_variant(launch, variant) == true, (rows, columns)
+            assert assumed_by(launch, variant) == true, (rows, columns)
 
 
 def test_gelu_has_three_variants() -> None:
@@ -136,6 +85,14 @@ def test_gelu_has_three_variants() -> None:
         (2, "i32"),
         (2, "i64"),
     ]
+
+
+def test_variants_that_the_guards_exclude_are_left_out() -> None:
+    n = size(0, 0) * size(0, 1)
+    small, large = (Expression.of(Opcode.LESS_EQUAL, n, limit) for limit in (15, 16))
+    every = variants(gelu_launch())
+    assert variants(gelu_launch(), [large]) == every
+    assert variants(gelu_launch(), [small]) == every[1:]
 
 
 def test_constants_are_specialised_by_value() -> None:
@@ -236,7 +193,9 @@ def test_triton_launches_the_kernel_of_the_chosen_variant(n: int, dtype: str) ->
     y = torch.empty_like(x)
     launch = gelu_launch(dtype)
     made = launch.kernel[(8,)](x, y, n, BLOCK=1024, enable_fp_fusion=True)
-    source = chosen(variants(launch), [Address(x.data_ptr(), dtype), Address(y.data_ptr(), dtype), n]).source
+    source = chosen_variant(
+        variants(launch), [Address(x.data_ptr(), dtype), Address(y.data_ptr(), dtype), n]
+    ).source
     attributes = {place: value for place, value in made.src.attrs.items() if value}
     assert (made.src.signature, made.src.constants, attributes) == (
         source.signature,

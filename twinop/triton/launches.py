@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from ..device_module.plan import Kernel, Launch, Limit, Plan, Pointer, Variant
+from ..device_module.plan import Expression, Kernel, Launch, Limit, Plan, Pointer, Variant
 from ..errors import BuildError
 from .compile import Compiled, Source, compile_kernels
 from .inspect import kernel_uses
@@ -12,6 +12,10 @@ from .traced import TracedLaunch, TracedPlan
 from .variants import SourceVariant, narrow_variant, variants
 
 _MOST_NARROW = 2**31 - 1  # elements that offsets of 32 bits reach
+
+_LARGE = 64 * 1024
+"""The bytes of machine code above which a kernel has two variants. Such a kernel keeps a row of 16,384
+elements or more in registers, and each variant takes seconds to compile."""
 
 _REFUSED = {
     "tt.print": "tl.device_print needs Triton's own launcher, which shows the text. Take it out",
@@ -39,14 +43,17 @@ def compile_plans(
         BuildError: an unknown architecture. Naming the kernel and its line: it does not compile, needs too
             much shared memory, stores to an input, or cannot do without Triton's launcher.
     """
-    launches = [step for plan in plans for step in plan.steps if isinstance(step, TracedLaunch)]
-    of_triton = [launch for launch in launches if not hasattr(launch.kernel, "compile_launch")]
+    launches = [
+        (step, plan.guards) for plan in plans for step in plan.steps if isinstance(step, TracedLaunch)
+    ]
+    of_triton = [each for each in launches if not hasattr(each[0].kernel, "compile_launch")]
     table = _Table()
     compiled = _compile_variants(of_triton, partial(compile_kernels, archs=archs, ptx=ptx))
     made = {
-        id(launch): _launch(launch, found, table) for launch, found in zip(of_triton, compiled, strict=True)
+        id(launch): _launch(launch, found, table)
+        for (launch, _), found in zip(of_triton, compiled, strict=True)
     }
-    for launch in launches:
+    for launch, _ in launches:
         if id(launch) not in made:
             arguments, parameters, kernel = launch.kernel.compile_launch(launch, archs, ptx)
             variant = Variant((), parameters, table.index(kernel))
@@ -83,12 +90,14 @@ class _Table:
 
 
 def _compile_variants(
-    launches: Sequence[TracedLaunch], compile_sources: Callable[[list[Source]], list[Compiled | BuildError]]
+    launches: Sequence[tuple[TracedLaunch, Sequence[Expression]]],
+    compile_sources: Callable[[list[Source]], list[Compiled | BuildError]],
 ) -> list[list[tuple[SourceVariant, Compiled]]]:
-    """Compiles the variants of launches, each kernel once.
+    """Compiles the variants of launches, given with the guards of their plans, each kernel once.
 
-    Some kernels do not compile with ints of 64 bits, as those that add one to a counter of 32: their general
-    variant takes 32 bits.
+    The general variants come first. Some kernels do not compile with ints of 64 bits, as those that add one
+    to a counter of 32: their general variant takes 32 bits. Of large kernels, the general variant and the
+    one for the most multiples of 16 are made.
     """
     compiled: dict[Any, Compiled | BuildError] = {}
 
@@ -96,12 +105,17 @@ def _compile_variants(
         new = {source.key: source for source in sources if source.key not in compiled}
         compiled.update(zip(new, compile_sources(list(new.values())), strict=True))
 
-    found = [variants(launch) for launch in launches]
-    add(variant.source for of_launch in found for variant in of_launch)
-    for launch, of_launch in zip(launches, found, strict=True):
+    found = [variants(launch, guards) for launch, guards in launches]
+    add(of_launch[-1].source for of_launch in found)
+    for (launch, _), of_launch in zip(launches, found, strict=True):
         if isinstance(compiled[of_launch[-1].source.key], BuildError):
             of_launch[-1] = narrow_variant(launch)
     add(of_launch[-1].source for of_launch in found)
+    for of_launch in found:
+        general = compiled[of_launch[-1].source.key]
+        if isinstance(general, Compiled) and max(map(len, general.kernel.images.values())) > _LARGE:
+            del of_launch[1:-1]
+    add(variant.source for of_launch in found for variant in of_launch)
 
     def result(variant: SourceVariant) -> Compiled:
         made = compiled[variant.source.key]

@@ -9,6 +9,9 @@ library tries them, are:
    multiples of 16: all, all but a few, none. Triton's own launcher takes the same kernels in these cases.
 2. The general one: nothing is known of the pointers, and ints have 64 bits.
 
+A variant is left out where the guards of the plan say that it would never be taken. Of a kernel with much
+code, the first and the last are compiled (`launches.py`).
+
 Ints that are the same expression count as one. Constants are treated as Triton treats them: a stride of 1
 becomes a constant of the kernel. An int that happens to be 1 at run time does not.
 """
@@ -45,19 +48,32 @@ class SourceVariant:
     source: Source
 
 
-def variants(launch: TracedLaunch) -> list[SourceVariant]:
+def variants(launch: TracedLaunch, guards: Sequence[Expression] = ()) -> list[SourceVariant]:
     """Returns the variants of a launch of a Triton kernel, the general one at the end.
+
+    Args:
+        guards: of the launch's plan.
 
     Raises:
         BuildError: an argument is of a kind that Triton does not take, or an option is unknown to it.
     """
     groups = _groups(launch)
-    found = [_variant(launch, groups, multiples) for multiples in _patterns(tuple(groups))]
+    small = [each for guard in guards if (each := _below_16(guard)) is not None]
+    patterns = _patterns(tuple(expression for expression in groups if expression not in small))
+    found = [_variant(launch, groups, multiples) for multiples in patterns]
     general = _variant(launch, groups, aligned=False, other=_LONG)
     distinct = {
         variant.source.key: variant for variant in [*found, general]
     }  # the last of equal ones asks for less
     return list(distinct.values())
+
+
+def _below_16(guard: Expression) -> Expression | None:
+    """Returns what a guard bounds below 16, if it does: it is no multiple of 16."""
+    match guard.code:
+        case (*value, (Opcode.CONSTANT_INT, int(limit)), (Opcode.LESS_EQUAL, _)) if limit < 16:
+            return Expression(tuple(value))
+    return None
 
 
 def narrow_variant(launch: TracedLaunch) -> SourceVariant:
