@@ -71,7 +71,7 @@ def attach_to_calls(
         if body is not None:
             body.check(record)
             _insert_default_inputs(record, found, body)
-            function = trace(body, found, opset)
+            function = trace(body, found, opset, by_rank=True)
             model.functions[function.identifier()] = function
         for graph in graphs_of(model):
             if graph is model.graph or any(node.domain == record.domain for node in graph):

@@ -87,19 +87,22 @@ class Setting(NamedTuple):
         dtypes: of the inputs, as the model has them.
         compute: the dtype in which floating-point inputs arrive.
         ranks: those of the inputs of each call: None of an absent one, UNKNOWN of one that the model lacks.
+        by_rank: whether a function may choose by the ranks of its inputs, as it may if the calls are all
+            that there will be.
     """
 
     dtypes: tuple[str, ...]
     compute: str
     opset: int
     ranks: Set[tuple[int | None, ...]]
+    by_rank: bool = False
 
 
 UNKNOWN = -1
 """A rank that the model does not say."""
 
-Branch = tuple[Sequence[tuple[AttributeArgument, Any]], Callable[[Any], Any]]
-"""The values of attributes, and what computes the body for them with an `op`."""
+Branch = tuple[Sequence[tuple[AttributeArgument | ir.Value, Any]], Callable[[Any], Any]]
+"""The values of attributes and the ranks of tensors, and what computes the body for them with an `op`."""
 
 
 def _rank(value: ir.Value | None) -> int | None:
@@ -109,8 +112,16 @@ def _rank(value: ir.Value | None) -> int | None:
 class BodyOps:
     """The argument `op` of a body: `op.Mul(x, y)` adds a node of that type."""
 
-    def __init__(self, builder: Any, calls: Sequence[Call], opset: int, compute: ir.DataType | None) -> None:
+    def __init__(
+        self,
+        builder: Any,
+        calls: Sequence[Call],
+        opset: int,
+        compute: ir.DataType | None,
+        by_rank: bool,
+    ) -> None:
         self._builder = builder  # onnxscript.OpBuilder
+        self._by_rank = by_rank
         self._calls = calls
         self._record = calls[0].record
         self._opset = opset
@@ -123,14 +134,15 @@ class BodyOps:
         compute = dtype_name(self._compute) if self._compute is not None else "float32"
         names = [entry.name for entry in self._record.inputs]
         ranks = {tuple(_rank(call.inputs.get(name)) for name in names) for call in self._calls}
-        return Setting(tuple(self._calls[0].dtypes[name] for name in names), compute, self._opset, ranks)
+        dtypes = tuple(self._calls[0].dtypes[name] for name in names)
+        return Setting(dtypes, compute, self._opset, ranks, self._by_rank)
 
     def choose(self, branches: Sequence[Branch], outputs: int) -> tuple[Any, ...]:
-        """Adds an `If` for all branches but the last: the first whose attributes have its values is run."""
+        """Adds an `If` for all branches but the last: the first whose conditions hold is run."""
         (conditions, run), *others = branches
         if not others:
             return run(self)
-        tests = [self._has_value(attribute, value) for attribute, value in conditions]
+        tests = [self._holds(of, value) for of, value in conditions]
         test = functools.reduce(self.And, tests)
         graphs = {
             "then_branch": self._branch(run, outputs),
@@ -139,15 +151,17 @@ class BodyOps:
         results = self.If(test, **graphs, _outputs=outputs)
         return tuple(results) if outputs > 1 else (results,)
 
-    def _has_value(self, attribute: AttributeArgument, value: Any) -> Any:
+    def _holds(self, of: AttributeArgument | ir.Value, value: Any) -> Any:
+        if isinstance(of, ir.Value):
+            return self.Equal(self.Size(self.Shape(of)), self.Constant(value_int=value))
         if isinstance(value, str):
-            return self.Equal(attribute, value)
-        test = self.Cast(attribute, to=ir.DataType.BOOL)
+            return self.Equal(of, value)
+        test = self.Cast(of, to=ir.DataType.BOOL)
         return test if value else self.Not(test)
 
     def _branch(self, run: Callable[[Any], Sequence[Any]], outputs: int) -> ir.Graph:
         def results(builder: Any) -> list[ir.Value]:
-            inner = BodyOps(builder, self._calls, self._opset, self._compute)
+            inner = BodyOps(builder, self._calls, self._opset, self._compute, self._by_rank)
             return [inner.Identity(value) for value in run(inner)]  # an output must be a node's own
 
         return build_graph(
@@ -214,13 +228,14 @@ class BodyOps:
         return constant
 
 
-def trace(body: Body, calls: Sequence[Call], opset: int) -> ir.Function:
+def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = False) -> ir.Function:
     """Traces an op's body into one function for all the calls of a model.
 
     Args:
         body: a body that fits the op's record (`Body.check`).
         calls: the model's calls of the op, at least one; all have the same inputs.
         opset: the model's, which a function's must equal.
+        by_rank: whether the function may be for the ranks of these calls alone.
 
     Raises:
         ExportError: the builder does not fit the record, or the calls cannot share one function.
@@ -233,7 +248,7 @@ def trace(body: Body, calls: Sequence[Call], opset: int) -> ir.Function:
         compute = ir.DataType.DOUBLE if "float64" in floating else ir.DataType.FLOAT
 
     def run(builder: Any, *inputs: ir.Value) -> list[ir.Value]:
-        ops = BodyOps(builder, calls, opset, compute)
+        ops = BodyOps(builder, calls, opset, compute, by_rank)
         arguments: list[ir.Value | None] = []
         for value in inputs:
             found = dtypes[str(value.name)]

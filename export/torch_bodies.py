@@ -1,9 +1,9 @@
 """Function bodies that are torch functions: torch's dynamo exporter translates them to ONNX operators.
 
-A function is exported for the ranks of the calls, with open sizes. Attributes become references to the
-node's own: a float, because the function is exported with two values, and the constants in which the results
-differ are that attribute; a bool or a str, because an `If` chooses among the graphs of its values. An int
-attribute must have one value in the model.
+A function is exported for the ranks of the calls, with open sizes. Where the graphs of several ranks differ,
+an `If` chooses among them. Attributes become references to the node's own: a float, because the function is
+exported with two values, and the constants in which the results differ are that attribute; a bool or a str,
+because an `If` chooses among the graphs of its values. An int attribute must have one value in the model.
 """
 
 import functools
@@ -66,28 +66,52 @@ def replay(
             name: bool(value) if kinds[name] == "bool" else value
             for name, value in zip(chosen, values, strict=True)
         }
-        exported = _for_all_ranks(declared, op.setting, attributes, fixed | named)
-        conditions = [(attributes[name], value) for name, value in named.items() if len(chosen[name]) > 1]
-        branches.append((conditions, functools.partial(_run, exported, inputs, attributes)))
+        for ranks, exported in _by_ranks(declared, op.setting, attributes, fixed | named):
+            conditions: list[tuple[Any, Any]] = [
+                (attributes[name], value) for name, value in named.items() if len(chosen[name]) > 1
+            ]
+            conditions += ((inputs[index], rank) for index, rank in ranks.items())
+            branches.append((conditions, functools.partial(_run, exported, inputs, attributes, ranks)))
     return op.choose(branches, len(declared.record.outputs)) if len(branches) > 1 else branches[0][1](op)
 
 
-def _for_all_ranks(
+def _by_ranks(
     declared: KernelOp, setting: Setting, attributes: Mapping[str, Any], fixed: Mapping[str, Any]
-) -> _Exported:
-    """Returns the one graph for all the ranks of the calls."""
-    (first, exported), *others = [
+) -> list[tuple[dict[int, int], _Exported]]:
+    """Returns the graphs for the ranks of the calls: those of the inputs whose rank varies, by index.
+
+    There is one, with no ranks, if it is the same for all.
+
+    Raises:
+        ExportError: they differ, and the ranks are not known, or others may follow.
+    """
+    found = [
         (ranks, _exported(declared, setting, attributes, fixed, ranks))
         for ranks in sorted(setting.ranks, key=str)
     ]
-    for ranks, other in others:
-        if _differences(exported.graph, other.graph) != {}:
-            raise ExportError(
-                f"the body of {declared.record.onnx_name} is not the same for inputs of {_dimensions(first)} "
-                f"and of {_dimensions(ranks)} dimensions, and a model holds one body per op. Write the body "
-                "without the rank, or export without bodies (bodies=False, --no-bodies)"
-            )
-    return exported
+    (first, exported), *others = found
+    different = [ranks for ranks, other in others if _differences(exported.graph, other.graph) != {}]
+    if not different:
+        return [({}, exported)]
+    varying = [index for index, ranks in enumerate(zip(*setting.ranks, strict=True)) if len(set(ranks)) > 1]
+    if not setting.by_rank or any((ranks[index] or 0) < 1 for ranks in setting.ranks for index in varying):
+        raise ExportError(
+            f"the body of {declared.record.onnx_name} is not the same for inputs of {_dimensions(first)} "
+            f"and of {_dimensions(different[0])} dimensions, and a model holds one body per op. Give the "
+            "model's inputs shapes with at least one dimension, write the body without the rank, or export "
+            "without bodies (bodies=False, --no-bodies)"
+        )
+    return [({index: ranks[index] or 0 for index in varying}, other) for ranks, other in found]
+
+
+def _with_known_rank(op: Any, value: Any, rank: int) -> Any:
+    """Returns a tensor as it is in the branch for its rank.
+
+    ONNX infers shapes in all branches. In the others, some of the dimensions are joined, or there are more.
+    """
+    sizes = op.Concat(op.Shape(value), op.Constant(value_ints=[1] * rank), axis=0)
+    first, rest = op.Slice(sizes, [0], [rank - 1]), op.ReduceProd(op.Shape(value, start=rank - 1))
+    return op.Reshape(value, op.Concat(first, rest, axis=0), allowzero=1)
 
 
 def _exported(
@@ -265,10 +289,18 @@ def _references(
 
 
 def _run(
-    exported: _Exported, inputs: Sequence[Any], attributes: Mapping[str, Any], op: Any
+    exported: _Exported,
+    inputs: Sequence[Any],
+    attributes: Mapping[str, Any],
+    ranks: Mapping[int, int],
+    op: Any,
 ) -> tuple[Any, ...]:
     """Adds the graph's nodes with `op`, and returns its outputs."""
-    given = [value for value in inputs if value is not None]
+    given = [
+        _with_known_rank(op, value, ranks[index]) if index in ranks else value
+        for index, value in enumerate(inputs)
+        if value is not None
+    ]
     values: dict[Any, Any] = {None: None, **dict(zip(exported.graph.inputs, given, strict=True))}
 
     def value(each: ir.Value | None) -> Any:

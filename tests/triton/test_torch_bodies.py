@@ -32,18 +32,45 @@ def norm(x: torch.Tensor, *, eps: float, kind: str) -> torch.Tensor:
     return x
 
 
+@twinop.triton_op(
+    'centred(Tensor x, str kind="none") -> Tensor',
+    body=lambda x, *, kind: centred_body(x, kind=kind),
+    choices="kind = none | swapped | pooled",
+    samples=lambda dtype, size: [(torch.randn(3, size).to(dtype),)],
+    domain="bodies",
+)
+def centred(x: torch.Tensor, *, kind: str) -> torch.Tensor:
+    return x
+
+
+def centred_body(x: torch.Tensor, *, kind: str) -> torch.Tensor:
+    """Its graph depends on the rank: axes, a permutation, and the number of outputs' dimensions."""
+    if kind == "pooled":
+        return x.reshape(-1, x.shape[-1]).sum(0)
+    y = x - x[..., :1] + x.var(-1, keepdim=True, correction=0)
+    return y.transpose(-1, -2) if kind == "swapped" else y
+
+
 @twinop.triton_op("looped(Tensor x) -> Tensor", body=lambda x: x if x.sum() > 0 else -x, domain="bodies")
 def looped(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def model(op: KernelOp, calls: Sequence[Mapping[str, Any]], shape: Sequence[int | str]) -> onnx.ModelProto:
+def model(
+    op: KernelOp, calls: Sequence[Mapping[str, Any]], *shapes: Sequence[int | str] | None
+) -> onnx.ModelProto:
+    """Makes a model with a node for each call; its inputs are x0, x1 and so on, in turn."""
     record = op.record
     nodes = [
-        onnx.helper.make_node(record.onnx_name, ["x"], [f"y{i}"], f"n{i}", domain=record.domain, **call)
+        onnx.helper.make_node(
+            record.onnx_name, [f"x{i % len(shapes)}"], [f"y{i}"], f"n{i}", domain=record.domain, **call
+        )
         for i, call in enumerate(calls)
     ]
-    values = [onnx.helper.make_tensor_value_info("x", ELEMENT_TYPES["float32"], shape)]
+    values = [
+        onnx.helper.make_tensor_value_info(f"x{i}", ELEMENT_TYPES["float32"], shape)
+        for i, shape in enumerate(shapes)
+    ]
     outputs = [
         onnx.helper.make_tensor_value_info(f"y{i}", ELEMENT_TYPES["float32"], None) for i in range(len(calls))
     ]
@@ -60,10 +87,31 @@ def test_one_function_serves_all_attributes(rank: int) -> None:
     assert [each.name for each in made.functions] == ["CustomNorm"]
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
     x = torch.randn([2, 5, 7][:rank])
-    for call, found in zip(calls, session.run(None, {"x": x.numpy()}), strict=True):
+    for call, found in zip(calls, session.run(None, {"x0": x.numpy()}), strict=True):
         expected = norm_body(x, eps=call.get("eps", 1e-5), kind=call.get("kind", "none"))
         torch.testing.assert_close(torch.from_numpy(found), expected)
         torch.testing.assert_close(evaluate_body(norm.record, [x], call)[0], expected)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["open", "known"])
+def test_one_function_serves_several_ranks(known: bool) -> None:
+    tensors = [torch.randn(shape) for shape in ((4, 6), (2, 4, 6), (2, 3, 4, 6))]
+    shapes = [list(x.shape) if known else [f"d{i}" for i in range(x.dim())] for x in tensors]
+    calls = [{"kind": kind} for kind in ("none", "swapped", "pooled") for _ in tensors]
+    made = model(centred, calls, *shapes)
+    assert [each.name for each in made.functions] == ["CustomCentred"]
+    onnx.shape_inference.infer_shapes(made, strict_mode=True)
+    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    for given in (tensors,) if known else (tensors, [x[:0] for x in tensors]):
+        found = session.run(None, {f"x{i}": x.numpy() for i, x in enumerate(given)})
+        for call, x, result in zip(calls, 3 * given, found, strict=True):
+            torch.testing.assert_close(torch.from_numpy(result), centred_body(x, **call))
+
+
+def test_several_ranks_that_are_unknown_are_refused() -> None:
+    message = r"CustomCentred is not the same for .*Give the model's inputs shapes.*--no-bodies"
+    with pytest.raises(ExportError, match=message):
+        model(centred, [{}, {}], None, ["a", "b", "c"])
 
 
 def test_what_has_no_translation() -> None:
