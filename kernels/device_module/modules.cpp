@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "twinop/device_module/lz4.h"
+
 namespace twinop::device_module {
 namespace {
 
@@ -31,6 +33,16 @@ std::string CapabilityText(int architecture) {
   return std::to_string(architecture / 10) + "." + std::to_string(architecture % 10);
 }
 
+// What the driver gets, or nothing where that is the image itself.
+std::string Unpack(const Image& image, const Kernel& kernel) {
+  std::string code(image.size == image.unpacked ? 0 : image.unpacked, '\0');
+  if (Crc32(image.data, image.size) != image.checksum ||
+      (!code.empty() && !UnpackLz4(image.data, image.size, code.data(), code.size())))
+    throw std::runtime_error(std::string(kernel.label) +
+                             ": its code is damaged. Copy or build the library again");
+  return code;
+}
+
 class Loader {
  public:
   Loader(const Payload& payload, int ordinal) : payload_(payload), driver_(GetDriver()) {
@@ -50,9 +62,8 @@ class Loader {
   LoadedKernel Load(const Kernel& kernel, const Device& device) const {
     const Image* image = Choose(kernel, device.architecture);
     if (image == nullptr) throw std::runtime_error(NoImage(kernel, device.architecture));
-    if (Crc32(image->data, image->size) != image->checksum)
-      throw std::runtime_error(std::string(kernel.label) +
-                               ": its code is damaged. Copy or build the library again");
+    const std::string unpacked = Unpack(*image, kernel);
+    const char* code = image->size == image->unpacked ? image->data : unpacked.data();
     const int shared = Attribute(kMaxSharedBytesOptIn);
     if (image->shared_bytes > static_cast<unsigned>(shared))
       throw std::runtime_error(std::string(kernel.label) + ": needs " +
@@ -64,7 +75,7 @@ class Loader {
     void* values[] = {log + 1, reinterpret_cast<void*>(sizeof(log) - 2)};
     Module module = nullptr;
     const Result result =
-        driver_.ModuleLoadDataEx(&module, image->data, image->is_ptx ? 2 : 0, options, values);
+        driver_.ModuleLoadDataEx(&module, code, image->is_ptx ? 2 : 0, options, values);
     if (result != 0)
       ThrowDriverError(result, "loading ", kernel.label, image->is_ptx && log[1] != 0 ? log : "");
     Function function = nullptr;

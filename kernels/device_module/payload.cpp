@@ -89,6 +89,7 @@ class Reader {
       image.shared_bytes = Number<std::uint32_t>();
       image.global_scratch = Number<std::uint64_t>();
       image.data = Bytes(&image.size);
+      image.unpacked = Number<std::uint64_t>();
       image.checksum = Number<std::uint32_t>();
       return image;
     });

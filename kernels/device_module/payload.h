@@ -41,6 +41,7 @@ struct Image {
   std::uint64_t global_scratch;  // bytes for each block
   const char* data;
   std::size_t size;
+  std::size_t unpacked;  // the size of what the LZ4 block in `data` holds; `size`: it is no block
   std::uint32_t checksum;
 };
 

@@ -1,7 +1,9 @@
 """Libraries made of a prebuilt one and a payload: what tools read of them, strip, damage."""
 
 import random
+import string
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,9 +93,39 @@ def test_onnx_runtime_registers_the_ops(packed: Packed) -> None:
 
 
 def test_equal_images_are_stored_once() -> None:
-    image = bytes(range(256)) * 100
+    image = random.Random(0).randbytes(25_600)
     kernels = [replace(KERNEL, name=f"k{i}|", images=cubins({"90": image})) for i in range(10)]
     assert len(encode(payload_of(op_of(LAUNCH), *kernels))) < 2 * len(image)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        b"\x7fELF" + 5000 * b"abc",
+        b"a" * 70_000,
+        bytes(random.Random(0).choices(b"abcdefgh", k=5000)),
+        bytes(random.Random(1).choices(b"ab", k=300))
+        + 20 * bytes(random.Random(2).choices(string.ascii_letters.encode(), k=500)),
+    ],
+    ids=["short", "one", "letters", "long"],
+)
+def test_images_are_compressed(image: bytes, packed: Packed, in_process: InProcess) -> None:
+    kernel = replace(KERNEL, images=cubins({"90": image}))
+    assert len(encode(payload_of(op_of(LAUNCH), kernel))) < len(encode(payload_of(op_of(LAUNCH)))) + len(
+        image
+    )
+    (outcome,) = in_process(run, packed(op_of(LAUNCH), kernel), [X])
+    assert outcome.launches[0]["image"].encode() == image
+
+
+def test_without_lz4_images_are_stored_as_they_are(
+    packed: Packed, in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lz4.block", None)
+    library = packed(op_of(LAUNCH), replace(KERNEL, images=cubins({"90": 100 * b"as it is "})))
+    assert 100 * b"as it is " in library.read_bytes()
+    (outcome,) = in_process(run, library, [X])
+    assert outcome.launches[0]["image"] == 100 * "as it is "
 
 
 def test_many_ops(packed: Packed, in_process: InProcess) -> None:

@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import cache
 from typing import TypeVar
 
 import twinop
@@ -149,8 +150,9 @@ class _Writer:
         self._pack("iBB", int(number), ord(image.arch[len(number) :] or "\0"), image.is_ptx)
         self._pack("IIQ", image.threads, image.shared, image.global_scratch)
         data = image.code.rstrip(b"\0") + b"\0" if image.is_ptx else image.code  # a text in C
-        self._bytes(data)
-        self._pack("I", zlib.crc32(data))
+        packed = _packed(data)
+        self._bytes(packed)
+        self._pack("QI", len(data), zlib.crc32(packed))
 
     def _op(self, op: DeviceOp) -> None:
         self._record = op.record
@@ -236,6 +238,17 @@ class _Writer:
     def _check(self, count: int, most: int, what: str) -> None:
         if count > most:
             raise BuildError(f"{self._record.name}: {count} {what}, at most {most} are supported")
+
+
+@cache
+def _packed(data: bytes) -> bytes:
+    """Returns an LZ4 block, or the bytes as they are where it would not be smaller, or without lz4."""
+    try:
+        import lz4.block  # type: ignore[import-untyped]
+    except ImportError:
+        return data
+    block: bytes = lz4.block.compress(data, mode="high_compression", compression=12, store_size=False)
+    return block if len(block) < len(data) else data
 
 
 def _input_dtypes(record: Record) -> list[list[int]]:
