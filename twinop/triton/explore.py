@@ -23,7 +23,7 @@ _PAIRED = 12  # the numbers of each of two variables that are tried together
 
 
 class TooManyBranches(Exception):
-    """There are more than the limit; the argument is a list of the conditions of the last path."""
+    """There are more than the limit."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ def explore(
     def take(call: Call) -> None:
         decisions, result = run(call)
         if len(paths) == most:
-            raise TooManyBranches([decision.condition for decision in decisions])
+            raise TooManyBranches
         paths.append((decisions, result))
         node = root
         for decision in decisions:

@@ -47,46 +47,31 @@ def compile_plans(
         (step, plan.guards) for plan in plans for step in plan.steps if isinstance(step, TracedLaunch)
     ]
     of_triton = [each for each in launches if not hasattr(each[0].kernel, "compile_launch")]
-    table = _Table()
+    kernels: dict[int, tuple[int, Kernel]] = {}
+
+    def index(kernel: Kernel) -> int:
+        """Returns the place of a kernel among those of the library, where each is once."""
+        return kernels.setdefault(id(kernel), (len(kernels), kernel))[0]
+
     compiled = _compile_variants(of_triton, partial(compile_kernels, archs=archs, ptx=ptx))
     made = {
-        id(launch): _launch(launch, found, table)
+        id(launch): _launch(launch, found, index)
         for (launch, _), found in zip(of_triton, compiled, strict=True)
     }
     for launch, _ in launches:
         if id(launch) not in made:
             arguments, parameters, kernel = launch.kernel.compile_launch(launch, archs, ptx)
-            variant = Variant((), parameters, table.index(kernel))
+            variant = Variant((), parameters, index(kernel))
             made[id(launch)] = Launch(launch.grid, arguments, (variant,), launch.block), []
     finished = []
     for plan in plans:
         steps = [made[id(step)] if isinstance(step, TracedLaunch) else (step, []) for step in plan.steps]
         limits = dict.fromkeys(limit for _, of_step in steps for limit in of_step)
+        done = tuple(step for step, _ in steps)
         finished.append(
-            Plan(
-                plan.combination,
-                plan.ranks,
-                tuple(step for step, _ in steps),
-                plan.guards,
-                plan.temporaries,
-                tuple(limits),
-            )
+            Plan(plan.combination, plan.ranks, done, plan.guards, plan.temporaries, tuple(limits))
         )
-    return finished, table.kernels
-
-
-class _Table:
-    """The kernels of a library, each once."""
-
-    def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
-        self._indices: dict[int, int] = {}
-
-    def index(self, kernel: Kernel) -> int:
-        if id(kernel) not in self._indices:
-            self._indices[id(kernel)] = len(self.kernels)
-            self.kernels.append(kernel)
-        return self._indices[id(kernel)]
+    return finished, [kernel for _, kernel in kernels.values()]
 
 
 def _compile_variants(
@@ -127,7 +112,7 @@ def _compile_variants(
 
 
 def _launch(
-    launch: TracedLaunch, found: Sequence[tuple[SourceVariant, Compiled]], table: _Table
+    launch: TracedLaunch, found: Sequence[tuple[SourceVariant, Compiled]], index: Callable[[Kernel], int]
 ) -> tuple[Launch, list[Limit]]:
     """Returns the launch with compiled variants, and the limits of the tensors that it reads and writes."""
     limits = []
@@ -149,7 +134,7 @@ def _launch(
                 if isinstance(value, Pointer) and value.base != "temporary":
                     limits.append(Limit(value.base, value.index, _MOST_NARROW))
     made = tuple(
-        Variant(variant.requirements, variant.parameters, table.index(compiled.kernel))
+        Variant(variant.requirements, variant.parameters, index(compiled.kernel))
         for variant, compiled in found
     )
     return Launch(

@@ -1,12 +1,13 @@
 """Records what a launcher does: the tensors that it allocates and fills, and the kernels that it launches."""
 
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +25,6 @@ _FILLED = {
 """Operators that set all elements to a value; None: to their second argument, or the third of `new_full`."""
 
 _QUERIES = {"prim.device.default"}
-_FORMATS = {torch.float16: "e", torch.float32: "f", torch.float64: "d", torch.bool: "?"}
 _LOCAL = "storage"
 """The base of a pointer to a tensor of which it is not known yet whether it is an output."""
 
@@ -48,6 +48,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, symbols: Symbols, launcher: Any) -> None:
         super().__init__()
         self.symbols, self.steps = symbols, list[TracedLaunch | Fill]()
+        symbols.plain = self._plain
         self._code = launcher.__code__
         self._storages: dict[int, Pointer] = {}
         self._sizes: list[Expression] = []
@@ -99,6 +100,15 @@ class Recorder(TorchDispatchMode):
                 "of its values. Choose it by comparisons, or with triton.next_power_of_2"
             ) from None
 
+    def _plain(self, value: Any) -> Any:
+        try:
+            return self.symbols.fix(value)
+        except Varying:
+            raise self.error(
+                "this takes one value of a size or an attribute, with int(), float(), an index or a function "
+                "that needs a plain number, but a plan is for many. Compute with the size itself, or compare"
+            ) from None
+
     def launch(
         self,
         kernel: Any,
@@ -135,7 +145,9 @@ class Recorder(TorchDispatchMode):
         grid = self._three(label, "grid", grid)
         self.steps.append(TracedLaunch(kernel, label, self.line(), grid, tuple(traced), fixed, known, sizes))
 
-    def finish(self, returned: Any, count: int) -> tuple[list[Output], list[Expression], list[Any]]:
+    def finish(
+        self, returned: Any, count: int
+    ) -> tuple[tuple[Output, ...], tuple[Expression, ...], tuple[Any, ...]]:
         """Says which tensors are outputs.
 
         Returns:
@@ -166,8 +178,9 @@ class Recorder(TorchDispatchMode):
         used = dict.fromkeys(p.index for step in self.steps for p in _pointers(step) if p.base == _LOCAL)
         temporaries = [index for index in used if index not in places]
         places |= {index: Pointer("temporary", place) for place, index in enumerate(temporaries)}
-        outputs = [Output(_name(t.dtype), tuple(map(self.expression, t.shape))) for t in returned]
-        return outputs, [self._sizes[i] for i in temporaries], [_placed(step, places) for step in self.steps]
+        outputs = tuple(Output(_name(t.dtype), tuple(map(self.expression, t.shape))) for t in returned)
+        sizes = tuple(self._sizes[index] for index in temporaries)
+        return outputs, sizes, tuple(_placed(step, places) for step in self.steps)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -274,8 +287,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _bytes(value: Any, dtype: torch.dtype) -> bytes:
-    if dtype is torch.bfloat16:
-        return struct.pack("<f", float(value))[2:]
-    if dtype in _FORMATS:
-        return struct.pack("<" + _FORMATS[dtype], value)
-    return int(value).to_bytes(dtype.itemsize, "little", signed=int(value) < 0)
+    name = _name(dtype)
+    return np.array(value, getattr(ml_dtypes, name, name)).tobytes()

@@ -83,12 +83,14 @@ class Symbols(ShapeEnv):
         in_torch: whether torch's own code runs. It asks about sizes of 0 and 1 only to find out which tensors
             are contiguous, so the answer is that there are none; a plan of its own for them has no use. What
             follows holds for sizes of 1 as well. For 0, the strides of a tensor without elements differ.
-        fixed: is called with the expression where `int(n)` or an index asks for one value.
+        plain: is called with the expression where `int(n)` or an index asks for one value.
     """
 
-    def __init__(self, record: Record, call: Call, fixed: Callable[[sympy.Expr], Any]) -> None:
+    plain: Callable[[sympy.Expr], Any]
+
+    def __init__(self, record: Record, call: Call) -> None:
         super().__init__(specialize_zero_one=False, duck_shape=False)
-        self.record, self.call, self.fixed = record, call, fixed
+        self.record, self.call = record, call
         self.decisions: list[Decision] = []
         self.in_torch = False
         self._meanings: dict[sympy.Symbol, Expression] = {}
@@ -192,7 +194,7 @@ class Symbols(ShapeEnv):
         is_symbol = isinstance(orig_expr, sympy.Symbol)  # which is a Boolean, too
         if isinstance(orig_expr, sympy.logic.boolalg.Boolean) and not is_symbol:
             return sympy.true if self._answer(orig_expr, fallback_value) else sympy.false
-        return orig_expr if orig_expr.is_Number else sympy.sympify(self.fixed(orig_expr))
+        return orig_expr if orig_expr.is_Number else sympy.sympify(self.plain(orig_expr))
 
     def _answer(self, question: Any, fallback: Any) -> bool:
         if question in (sympy.true, sympy.false):

@@ -19,7 +19,7 @@ from .expressions import NotAnExpression
 from .intercept import Choose, Indexing, first_configuration, functions_of_symbols, triton_launches
 from .outputs import with_dtypes, with_shapes
 from .recorder import Output, Recorder
-from .symbols import Call, Decision, Symbols, Varying, tightest
+from .symbols import Call, Decision, Symbols, tightest
 from .traced import TracedOp, TracedPlan
 
 MOST_PLANS = 64
@@ -29,20 +29,8 @@ HIGHEST_RANK = 6
 
 Ranks = tuple[int | None, ...]
 Sizes = tuple[tuple[int, ...] | None, ...]
+_Outputs = tuple[Output, ...]
 Intercept = Callable[[Recorder], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class _Path:
-    """What the launcher did on one path: its outputs, or the error that it raised for these sizes."""
-
-    outputs: tuple[Output, ...]
-    temporaries: tuple[Expression, ...]
-    steps: tuple[Any, ...]
-
-    @property
-    def is_refused(self) -> bool:
-        return any(isinstance(step, Refuse) for step in self.steps)
 
 
 def trace(
@@ -70,26 +58,28 @@ def trace(
     """
     tracer = _Tracer(record, launcher, choose, intercept)
     plans: list[TracedPlan] = []
-    outputs: dict[Ranks, list[tuple[Output, ...]]] = {}
+    outputs: dict[Ranks, list[_Outputs]] = {}
     for combination in range(len(record.combinations)):
-        dtypes: list[tuple[Output, ...]] = []
-        refusal = None
+        dtypes: list[_Outputs] = []
+        refusal: Any = None
         for call, is_given in _calls(record, samples):
             try:
-                found = list(tracer.plans(combination, call))
+                found = tracer.plans(combination, call)
             except BuildError:
                 if is_given:
                     raise
                 continue
-            accepted = [path for _, path in found if not path.is_refused]
+            accepted = [of_path for _, of_path in found if of_path is not None]
             if not accepted:
-                refusal = refusal or found[0][1].steps[-1].message
+                refusal = refusal or found[0][0].steps[-1]
                 continue
             plans += (plan for plan, _ in found)
-            dtypes += (path.outputs for path in accepted)
-            outputs.setdefault(_ranks(call), []).extend(path.outputs for path in accepted)
+            dtypes += accepted
+            outputs.setdefault(_ranks(call), []).extend(accepted)
         if not dtypes:
-            raise BuildError(f"{tracer.place}: {record.name} refuses all calls; the first says: {refusal}")
+            raise BuildError(
+                f"{tracer.place}: {record.name} refuses all calls; the first says: {refusal.message}"
+            )
         record = with_dtypes(record, combination, dtypes, tracer.place)
     return TracedOp(with_shapes(record, outputs, tracer.place), tuple(plans))
 
@@ -106,33 +96,47 @@ class _Tracer:
         code = self.launcher.__code__
         return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
-    def plans(self, combination: int, call: Call) -> Iterator[tuple[TracedPlan, _Path]]:
-        """Yields the plans for dtypes, ranks, and texts and bools of a call, with what their paths gave."""
+    def plans(self, combination: int, call: Call) -> list[tuple[TracedPlan, _Outputs | None]]:
+        """Returns the plans for dtypes, ranks, and texts and bools of a call, and the outputs of each.
+
+        There are no outputs where the launcher raised an error.
+        """
+        given = tuple(
+            text_is(index, value)
+            if isinstance(value, str)
+            else Expression.of(Opcode.EQUAL, attribute(index), int(value))
+            for index, value in enumerate(call.attributes)
+            if self._is_enumerated(index)
+        )
+
+        def run(other: Call) -> tuple[list[Decision], tuple[_Outputs | None, Any, Any]]:
+            symbols = Symbols(self.record, other)
+            return symbols.decisions, self._run(Recorder(symbols, self.launcher), combination)
+
         try:
-            paths = explore(lambda other: self._run(combination, other), call, MOST_PLANS)
+            paths = explore(run, call, MOST_PLANS)
         except TooManyBranches:
             raise BuildError(
                 f"{self.place}: {self.record.name} has more than {MOST_PLANS} branches that depend on sizes "
                 "or attributes. Use fewer comparisons, or bound the sizes with an assert"
             ) from None
-        given = tuple(
-            text_is(index, value) if isinstance(value, str) else _is(index, value)
-            for index, value in enumerate(call.attributes)
-            if self._is_enumerated(index)
-        )
-        for decisions, path in paths:
-            guards = (*given, *tightest(decisions))
-            yield TracedPlan(combination, _ranks(call), guards, path.temporaries, path.steps), path
+        return [
+            (
+                TracedPlan(combination, _ranks(call), (*given, *tightest(decisions)), temporaries, steps),
+                outputs,
+            )
+            for decisions, (outputs, temporaries, steps) in paths
+        ]
 
     def _is_enumerated(self, index: int) -> bool:
-        entry = self.record.attributes[index]
-        return entry.kind in ("bool", "str") or (
-            entry.name in self.record.attribute_limits and entry.kind == "int"
-        )
+        return self.record.attributes[index].kind in ("bool", "str")
 
-    def _run(self, combination: int, call: Call) -> tuple[list[Decision], _Path]:
-        symbols = Symbols(self.record, call, lambda value: self._fixed(recorder, value))
-        recorder = Recorder(symbols, self.launcher)
+    def _run(
+        self, recorder: Recorder, combination: int
+    ) -> tuple[_Outputs | None, tuple[Expression, ...], tuple[Any, ...]]:
+        """Runs the launcher, and returns the outputs, the bytes of the temporary tensors, and the steps."""
+        symbols = recorder.symbols
+        call = symbols.call
         attributes = {
             entry.name: value if self._is_enumerated(index) else symbols.attribute(index)
             for index, (entry, value) in enumerate(zip(self.record.attributes, call.attributes, strict=True))
@@ -158,9 +162,8 @@ class _Tracer:
                 ) from error
             except Exception as error:  # what the launcher says of these sizes
                 message = f"{self._line(error)}: {type(error).__name__}: {error}".rstrip(": ")
-                return symbols.decisions, _Path((), (), (Refuse(symbols.described(message)),))
-            outputs, temporaries, steps = recorder.finish(returned, len(self.record.outputs))
-        return symbols.decisions, _Path(tuple(outputs), tuple(temporaries), tuple(steps))
+                return None, (), (Refuse(symbols.described(message)),)
+            return recorder.finish(returned, len(self.record.outputs))
 
     def _inputs(
         self, recorder: Recorder, combination: int, call: Call, attributes: Mapping[str, Any]
@@ -185,15 +188,6 @@ class _Tracer:
             inputs.append(tensor)
         return inputs
 
-    def _fixed(self, recorder: Recorder, value: Any) -> Any:
-        try:
-            return recorder.symbols.fix(value)
-        except Varying:
-            raise recorder.error(
-                "this takes one value of a size or an attribute, with int(), float(), an index or a function "
-                "that needs a plain number, but a plan is for many. Compute with the size itself, or compare"
-            ) from None
-
     def _line(self, error: BaseException) -> str:
         """Returns the last line of the launcher's file in a traceback."""
         code = self.launcher.__code__
@@ -203,10 +197,6 @@ class _Tracer:
                 number = trace.tb_lineno
             trace = trace.tb_next
         return f"{Path(code.co_filename).name}:{number}"
-
-
-def _is(index: int, value: int) -> Expression:
-    return Expression.of(Opcode.EQUAL, attribute(index), int(value))
 
 
 def _ranks(call: Call) -> Ranks:

@@ -31,11 +31,9 @@ from .traced import TracedLaunch
 MOST_DIVISIBLE = 3
 """How many variants differ in which ints are multiples of 16."""
 
-_ANY, _MULTIPLE_OF_16, _LONG = (
-    3,
-    32,
-    2**40 + 3,
-)  # ints for which Triton specialises as it does for all of their kind
+_ANY, _MULTIPLE_OF_16, _LONG = 3, 32, 2**40 + 3
+"""Ints for which Triton specialises as it does for all of their kind."""
+
 _TRIES = (1, 2, 3, 8, 15, 16, 17, 24, 32, 48, 64, 100, 128)
 
 
