@@ -133,6 +133,14 @@ def big_kernel(a_ptr, b_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, y)
 
 
+@triton.jit
+def dependent_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """Waits for the kernel before it, as GPUs from 9.0 on can."""
+    tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+
 def pointer(name: str, base: str, index: int = 0, dtype: str = "float32") -> Argument:
     return Argument(name, Pointer(base, index), dtype)
 

@@ -12,6 +12,8 @@ from ahead_kernels import (
     big_kernel,
     copy_rows_kernel,
     counter_kernel,
+    dependent_kernel,
+    gelu_kernel,
     gelu_launch,
     launch_of,
     loop_kernel,
@@ -76,8 +78,8 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "run", no_compiler)
     assert compile_kernels([source], (80,), ptx=False) == [first]
-    (other,) = compile_kernels([source], (80,))  # PTX needs no ptxas
-    assert isinstance(other, Compiled) and other.kernel.ptx is not None
+    (other,) = compile_kernels([source], (80,), check_ptx=False)
+    assert isinstance(other, Compiled) and [image.is_ptx for image in other.kernel.images] == [False, True]
 
 
 def test_the_environment_is_left_as_it_was() -> None:
@@ -89,6 +91,18 @@ def test_the_environment_is_left_as_it_was() -> None:
 def test_architectures_without_portable_ptx_get_that_of_89() -> None:
     _, (kernel, *_) = compile_plans([plan_of(gelu_launch())], (90,))
     assert [(image.arch, image.is_ptx) for image in kernel.images] == [("90a", False), ("89", True)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"), [(dependent_kernel, {"launch_pdl": True}), (gelu_kernel, {"num_ctas": 2})]
+)
+def test_what_older_gpus_cannot_run_has_no_ptx(kernel: Any, options: dict[str, Any]) -> None:
+    launch = launch_of(kernel, *gelu_launch().arguments, options=options, BLOCK=1024)
+    _, kernels = compile_plans([plan_of(launch)], (90,))
+    assert [[image.arch for image in kernel.images] for kernel in kernels] == 3 * [["90a"]]
+    assert {(kernel.pdl, kernel.cluster) for kernel in kernels} == {
+        (options.get("launch_pdl", False), options.get("num_ctas", 1))
+    }
 
 
 def test_plans_keep_their_other_steps_and_share_kernels() -> None:

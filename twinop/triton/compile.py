@@ -10,7 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class Compiled:
 
 
 def compile_kernels(
-    sources: Sequence[Source], archs: Sequence[int], *, ptx: bool = True
+    sources: Sequence[Source], archs: Sequence[int], *, ptx: bool = True, check_ptx: bool = True
 ) -> list[Compiled | BuildError]:
     """Compiles kernels for architectures, and to PTX for GPUs newer than these.
 
@@ -86,6 +86,7 @@ def compile_kernels(
         sources: the kernels.
         archs: compute capabilities: 80, 90.
         ptx: whether PTX is made.
+        check_ptx: whether ptxas, which takes a third of the time, tells if the PTX is valid for its target.
 
     Returns:
         For each source the kernel, or the message why it does not compile: Triton refuses it, or it needs
@@ -104,7 +105,7 @@ def compile_kernels(
         for arch in archs:
             for of_source, result in zip(made, _run(pool, sources, arch), strict=True):
                 of_source[arch] = result
-        with _without_ptxas():
+        with nullcontext() if check_ptx else _without_ptxas():
             texts = _run(pool, sources, portable, ptx_version=_PTX_VERSION) if ptx else [None] * len(sources)
     results: list[Compiled | BuildError] = []
     for source, by_arch, text in zip(sources, made, texts, strict=True):
@@ -163,7 +164,7 @@ def _settings() -> Iterator[None]:
 
 @contextmanager
 def _without_ptxas() -> Iterator[None]:
-    """Leaves out the step from PTX to machine code, a third of the time."""
+    """Leaves out the step from PTX to machine code."""
     import triton
 
     def hook(*arguments: Any) -> Any:

@@ -76,19 +76,19 @@ def compile_plans(
 
 def _compile_variants(
     launches: Sequence[tuple[TracedLaunch, Sequence[Expression]]],
-    compile_sources: Callable[[list[Source]], list[Compiled | BuildError]],
+    compile_sources: Callable[..., list[Compiled | BuildError]],
 ) -> list[list[tuple[SourceVariant, Compiled]]]:
     """Compiles the variants of launches, given with the guards of their plans, each kernel once.
 
     The general variants come first. Some kernels do not compile with ints of 64 bits, as those that add one
-    to a counter of 32: their general variant takes 32 bits. Of large kernels, the general variant and the
-    one for the most multiples of 16 are made.
+    to a counter of 32: their general variant takes 32 bits. The others have PTX where the general one has. Of
+    large kernels, the general variant and the one for the most multiples of 16 are made.
     """
     compiled: dict[Any, Compiled | BuildError] = {}
 
-    def add(sources: Iterable[Source]) -> None:
+    def add(sources: Iterable[Source], **options: bool) -> None:
         new = {source.key: source for source in sources if source.key not in compiled}
-        compiled.update(zip(new, compile_sources(list(new.values())), strict=True))
+        compiled.update(zip(new, compile_sources(list(new.values()), **options), strict=True))
 
     found = [variants(launch, guards) for launch, guards in launches]
     add(of_launch[-1].source for of_launch in found)
@@ -96,11 +96,17 @@ def _compile_variants(
         if isinstance(compiled[of_launch[-1].source.key], BuildError):
             of_launch[-1] = narrow_variant(launch)
     add(of_launch[-1].source for of_launch in found)
+    others: dict[bool, list[Source]] = {True: [], False: []}  # by whether they have PTX
     for of_launch in found:
         general = compiled[of_launch[-1].source.key]
-        if isinstance(general, Compiled) and max(map(len, general.kernel.images.values())) > _LARGE:
+        if isinstance(general, BuildError):
+            raise general
+        images = general.kernel.images
+        if max(len(image.code) for image in images if not image.is_ptx) > _LARGE:
             del of_launch[1:-1]
-    add(variant.source for of_launch in found for variant in of_launch)
+        others[any(image.is_ptx for image in images)] += (variant.source for variant in of_launch[:-1])
+    for ptx, sources in others.items():
+        add(sources, ptx=ptx, check_ptx=False)
 
     def result(variant: SourceVariant) -> Compiled:
         made = compiled[variant.source.key]
