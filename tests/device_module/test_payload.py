@@ -13,8 +13,6 @@ from device_calls import At, Request, run, table, tables
 from elf import Elf
 from payloads import GENERAL, KERNEL, ONE, InProcess, Packed, cubins, op_of, payload_of, plan_of, record
 
-from twinop.building.flags import CommandLines, Options, find_installation
-from twinop.building.toolchain import find_compiler
 from twinop.device_module.encode import MAX_OPS, encode
 from twinop.device_module.pack import pack, template
 from twinop.device_module.plan import (
@@ -191,28 +189,6 @@ def test_a_library_without_a_place(tmp_path: Path) -> None:
         BuildError, match=r"libcustom_relu.so: no section .twinop_modules, which takes the kern"
     ):
         pack(find_library("custom_relu"), payload_of(op_of(LAUNCH)), tmp_path / "lib.so")
-
-
-def test_cpp_and_python_ops_in_one_library(tmp_path: Path, in_process: InProcess) -> None:
-    """As `twinop build mish.py cube.h` links them: the archive stands for the generated source file."""
-    installation = find_installation()
-    lines = CommandLines(installation, Options(cpu=True), find_compiler(), None)
-    source, linked, library = (tmp_path / name for name in ("cube.cpp", "linked.so", "libboth.so"))
-    header = Path(__file__).parents[1] / "ops/cube.h"
-    source.write_text(f'#include "{header}"\n')
-    made = source.with_suffix(".o")
-    subprocess.run([*lines.compile(False), str(source), "-o", str(made)], check=True)
-    compiler, *rest = lines.link("both")
-    modules = [str(installation.folder / "libtwinop_modules.a"), *installation.flags["device_link"]]
-    subprocess.run([compiler, "-o", str(linked), str(made), *rest, *modules], check=True)
-    pack(linked, payload_of(op_of(LAUNCH)), library)
-    read = read_library(library)
-    assert read.domain == "packed" and {"k", "cube"} <= read.records.keys()
-    found = in_process(table, library)
-    assert len(found["schemas"]) == len(read.records) and found["domain"] == "packed"
-    position = found["schemas"].index("k(Tensor x0) -> Tensor")
-    (outcome,) = in_process(run, library, [X], op=position)
-    assert len(outcome.launches) == 1
 
 
 # ------------------------------------------------------------------- damage

@@ -19,7 +19,7 @@ from ..names import check_op_name
 from .cache import cache_folder, digest, file_hash, keep, work_folder, write
 from .diagnostics import build_error
 from .flags import CommandLines, Options, find_installation
-from .modules import add_modules, check_options
+from .modules import Linked, add_modules, check_options
 from .project import Project
 from .toolchain import Nvcc, find_compiler, find_nvcc, identity
 
@@ -87,7 +87,8 @@ def build(
             done, notes = steps.done, notes + steps.notes
         if project.modules:
             packed = work / f"lib{project.name}.so"
-            notes += add_modules(project, options, library if project.sources else None, packed, progress)
+            linked = Linked(library, nvcc.version if nvcc else "") if project.sources else None
+            notes += add_modules(project, options, linked, packed, progress)
             done.append(f"tracing {', '.join(path.name for path in project.modules)}")
             library = packed
         found = read_library(library)
@@ -113,7 +114,11 @@ def _nvcc_for(project: Project, built_with_cuda: bool, notes: list[str]) -> Nvcc
             if built_with_cuda
             else f"twinop {twinop.__version__} was built without CUDA here"
         )
-        notes.append(f"{why}: the library runs on the CPU only (--cpu says so without this note)")
+        notes.append(
+            f"{why}: the ops in C++ run on the CPU only"
+            if project.modules
+            else f"{why}: the library runs on the CPU only (--cpu says so without this note)"
+        )
     return nvcc
 
 
@@ -132,8 +137,11 @@ def _units(project: Project, cuda: bool) -> list[Unit]:
                 units.append(Unit(f"{name} (CUDA)", f"{stem}.cu", include))
         if source.ops or source.path.suffix != ".cu":
             units.append(Unit(name, f"{stem}.cpp", include))
-    table = f'#include "twinop/library.h"\n\nTWINOP_LIBRARY("{project.domain}", {project.domain_version})\n'
-    units.append(Unit(f"lib{project.name}.so's table", f"library_{project.name}.cpp", table))
+    if not project.modules:  # else the archive of modules has the table
+        table = (
+            f'#include "twinop/library.h"\n\nTWINOP_LIBRARY("{project.domain}", {project.domain_version})\n'
+        )
+        units.append(Unit(f"lib{project.name}.so's table", f"library_{project.name}.cpp", table))
     return units
 
 
@@ -202,7 +210,8 @@ class _Steps:
         """Returns the library of these objects, in the cache."""
         command = self.lines.link(self.project.name)
         installation = self.lines.installation
-        parts = [checksum(file) for file in (installation.archive, installation.exports)]
+        files = (installation.archive, installation.modules_archive, installation.exports)
+        parts = [checksum(file) for file in files]
         key = digest([path.name for path in objects], command, identity(self.lines.programs()), parts)
         library = cache_folder() / "libraries" / key / f"lib{self.project.name}.so"
         if not library.is_file():

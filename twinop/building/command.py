@@ -39,7 +39,7 @@ def build(
     sources: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="A folder, with a pyproject.toml or without, or source files: headers with ops, .cu files. "
+            help="A folder, with a pyproject.toml or without, or source files: headers with ops, .cu files, Python files. "
             "Default: the current folder.",
             show_default=False,
         ),
@@ -53,7 +53,7 @@ def build(
     name: Annotated[
         str | None,
         typer.Option(
-            help="The library's name. Default: the project's, the folder's or the only file's.",
+            help="The library's name. Default: the project's, the folder's, or that of the only file or Python file.",
             show_default=False,
         ),
     ] = None,
@@ -82,7 +82,8 @@ def build(
 ) -> None:
     """Build ops into one library for PyTorch and ONNX Runtime.
 
-    Needs a C++ compiler (CXX, c++) and, for CUDA kernels, nvcc (CUDACXX, PATH, CUDA_HOME). What was compiled
+    Needs a C++ compiler (CXX, c++) and, for CUDA kernels, nvcc (CUDACXX, PATH, CUDA_HOME). Kernels in Python
+    need neither. What was compiled
     before, from the same files with the same flags, comes from ~/.cache/twinop, or $TWINOP_CACHE.
 
     Examples:
@@ -92,6 +93,8 @@ def build(
         twinop build mish.h --archs 80,90
 
         twinop build mish.h gelu.h --name activations --domain my.ops -o libactivations.so
+
+        twinop build mish.py gelu.h
     """
     begin = time.monotonic()
     with clear_errors():

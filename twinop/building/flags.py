@@ -48,6 +48,11 @@ class Installation:
         return self.folder / "libtwinop_ort.a"
 
     @property
+    def modules_archive(self) -> Path:
+        """Is linked where Python files add ops: it reads these from the library's data."""
+        return self.folder / "libtwinop_modules.a"
+
+    @property
     def exports(self) -> Path:
         return self.folder / "exports.map"
 
@@ -59,7 +64,7 @@ def find_installation() -> Installation:
         BuildError: no folder has its files, or they are another version's.
     """
     folders = library_folders()
-    wanted = ("compile_flags.json", "libtwinop_ort.a", "exports.map")
+    wanted = ("compile_flags.json", "libtwinop_ort.a", "libtwinop_modules.a", "exports.map")
     lacking = {folder: [name for name in wanted if not (folder / name).is_file()] for folder in folders}
     folder = next((folder for folder in folders if not lacking[folder]), None)
     if folder is None:
@@ -140,11 +145,11 @@ class CommandLines:
         """Returns the command that links a library, without its objects."""
         command = [*self.compiler.command, "-shared", f"-Wl,-soname,lib{name}.so", *self._sanitize]
         command += [f"-Wl,--version-script={self.installation.exports}", *self.installation.flags["link"]]
-        if self.with_modules:
-            command += self.installation.flags["device_link"]
         if not self.options.debug and not self.options.sanitize:
             command.append("-Wl,--strip-all")
         command.append(str(self.installation.archive))
+        if self.with_modules:
+            command += [str(self.installation.modules_archive), *self.installation.flags["device_link"]]
         if self.nvcc:
             command += [f"-L{self.nvcc.library_folder}", "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
         return command

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..device_module.pack import pack, template
@@ -9,6 +10,14 @@ from ..errors import BuildError
 from .flags import Options, find_installation
 from .project import Project
 from .toolchain import WITHOUT_GPU, gpus
+
+
+@dataclass(frozen=True)
+class Linked:
+    """The library of a project's ops in C++, to which modules are added. `cuda_version`: of nvcc, or ""."""
+
+    path: Path
+    cuda_version: str
 
 
 def check_options(options: Options) -> None:
@@ -26,20 +35,20 @@ def check_options(options: Options) -> None:
 def add_modules(
     project: Project,
     options: Options,
-    library: Path | None,
+    linked: Linked | None,
     output: Path,
     progress: Callable[[str, bool], None],
 ) -> list[str]:
     """Writes a library with the ops of the project's Python files.
 
     Args:
-        library: of the project's other ops, if it has some.
+        linked: the library of the project's ops in C++, if it has some.
 
     Returns:
         Notes for the user.
 
     Raises:
-        BuildError: an unknown architecture, another domain, or kernels that cannot be compiled ahead.
+        BuildError: an unknown architecture, another domain, two ops of one name, or kernels that cannot be compiled ahead.
         LibraryError: the installation lacks the prebuilt library.
         TwinopError: a file cannot be imported.
     """
@@ -48,8 +57,11 @@ def add_modules(
     archs, ptx = _architectures(options.archs)
     names = ", ".join(path.name for path in project.modules)
     progress(f"tracing and compiling {names}", True)
-    payload, notes = make_payload(project.modules, project.domain, project.domain_version, archs, ptx)
-    pack(library or template(), payload, output)
+    in_cpp = {name: source.path.name for source in project.sources for _, name in source.ops}
+    payload, notes = make_payload(project.modules, project.domain, project.domain_version, archs, ptx, in_cpp)
+    if linked is not None:
+        payload = replace(payload, cuda_version=linked.cuda_version)
+    pack(linked.path if linked else template(), payload, output)
     progress(f"tracing and compiling {names}", False)
     return notes
 

@@ -59,7 +59,8 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
 
     Args:
         paths: a folder, with or without a pyproject.toml, or source files.
-        name: the library's name. Default: the project's name, the folder's, or the stem of the only file.
+        name: the library's name. Default: the project's name, the folder's, or the stem of the only file. Of
+            several files, the only one in Python: its stem is the domain of its ops.
         domain: the domain of its ops. Default: the name.
 
     Raises:
@@ -81,12 +82,13 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
     else:
         files = paths
     if name is None:
-        if len(paths) > 1:
+        named = paths if len(paths) == 1 else [path for path in paths if path.suffix == ".py"]
+        if len(named) != 1:
             raise BuildError(
                 f"{', '.join(map(str, paths))}: which name shall their library have? --name mish makes it "
                 "libmish.so"
             )
-        found = paths[0].resolve()
+        found = named[0].resolve()
         name = settings.get("name") or _identifier(found.name if found.is_dir() else found.stem)
     if not re.fullmatch(r"\w+", name, re.ASCII):
         raise BuildError(

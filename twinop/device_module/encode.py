@@ -85,7 +85,7 @@ def _texts(payload: Payload) -> Iterable[dict[str, object]]:
         "domain": payload.domain,
         "domain_version": payload.domain_version,
         "cuda_archs": payload.cuda_archs,
-        "cuda_version": "",
+        "cuda_version": payload.cuda_version,
         "source": payload.source,
     }
     for op in payload.ops:

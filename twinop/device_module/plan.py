@@ -239,6 +239,7 @@ class Payload:
 
     Attributes:
         cuda_archs: what the kernels were compiled for, "80,90,120-virtual".
+        cuda_version: of the nvcc that compiled the library's ops in C++, if it has some.
         source: a hash of the source, by which Python sees that a library is outdated.
     """
 
@@ -247,4 +248,5 @@ class Payload:
     kernels: tuple[Kernel, ...]
     cuda_archs: str
     domain_version: int = 1
+    cuda_version: str = ""
     source: str = ""

@@ -2,7 +2,7 @@
 
 import importlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,20 +28,34 @@ _OTHERS = {
 
 
 def make_payload(
-    files: Sequence[Path], domain: str, domain_version: int, archs: Sequence[int], ptx: bool
+    files: Sequence[Path],
+    domain: str,
+    domain_version: int,
+    archs: Sequence[int],
+    ptx: bool,
+    others: Mapping[str, str],
 ) -> tuple[Payload, list[str]]:
     """Returns what a library carries of the ops that Python files declare, and notes for the user.
 
     Args:
         archs: compute capabilities for which the kernels are compiled.
         ptx: whether newer GPUs are served, by PTX.
+        others: where the library's other ops are registered, by name.
 
     Raises:
-        BuildError: a file declares no op, or one of another domain; a launcher that cannot be traced, or a
+        BuildError: a file declares no op, one of another domain, or one whose name another op has; a launcher that cannot be traced, or a
             kernel that cannot be compiled.
         TwinopError: a file cannot be imported.
     """
     ops = [op for file in files for op in _declared_in(file, domain)]
+    places = dict(others)
+    for op in ops:
+        if op.name in places:
+            raise BuildError(
+                f"{op.place}: {op.name} is an op of {places[op.name]}, too. Ops of one library have different "
+                "names"
+            )
+        places[op.name] = op.place
     traced = [_traced(op, domain_version) for op in ops]
     plans, kernels = compile_plans([plan for each in traced for plan in each.plans], archs, ptx=ptx)
     rest = iter(plans)
@@ -55,7 +69,12 @@ def make_payload(
         {f"{image.arch}-virtual" for kernel in kernels for image in kernel.images if image.is_ptx}
     )
     payload = Payload(
-        domain, tuple(found), tuple(kernels), ",".join(targets), domain_version, describe_source(files)
+        domain,
+        tuple(found),
+        tuple(kernels),
+        ",".join(targets),
+        domain_version,
+        source=describe_source(files),
     )
     return payload, notes
 
