@@ -123,6 +123,20 @@ def _wrong_function(y_ptr, n):
     tl.store(y_ptr, tl.no_such_function(n))
 
 
+@triton.jit(noinline=True)
+def _shift(to_ptr, from_ptr, start, BLOCK: tl.constexpr):
+    at = start * BLOCK + tl.arange(0, BLOCK)
+    tl.store(to_ptr + at, tl.load(from_ptr + at))
+    return to_ptr + 4
+
+
+@triton.jit
+def calling_kernel(x_ptr, y_ptr, z_ptr, BLOCK: tl.constexpr):
+    """Stores to y through a function that is not inlined, and to z through what the function returns."""
+    _shift(y_ptr, x_ptr, tl.program_id(0), BLOCK)
+    tl.store(_shift(z_ptr, x_ptr, tl.program_id(0), BLOCK), 1.0)
+
+
 @triton.jit
 def big_kernel(a_ptr, b_ptr, y_ptr, BLOCK: tl.constexpr):
     """Keeps two blocks of fp32 in shared memory for its product."""

@@ -10,6 +10,7 @@ from ahead_kernels import (
     add_kernel,
     assert_kernel,
     big_kernel,
+    calling_kernel,
     copy_rows_kernel,
     counter_kernel,
     dependent_kernel,
@@ -180,6 +181,18 @@ def test_printing_and_asserting_are_refused() -> None:
         launch_of(assert_kernel, *arguments, options={"debug": True})
     )
     compile_plans([plan_of(launch_of(assert_kernel, *arguments))], (80,), ptx=False)
+
+
+def test_functions_that_are_not_inlined_are_followed() -> None:
+    def launch(y: str, z: str) -> TracedLaunch:
+        names = (("x_ptr", "input", 0), ("y_ptr", y, 1), ("z_ptr", z, 2))
+        return launch_of(calling_kernel, *(pointer(*name) for name in names), BLOCK=64)
+
+    (plan,), _ = compile_plans([plan_of(launch("output", "output"))], (80,), ptx=False)
+    tensors = [("input", 0), ("output", 1), ("output", 2)]
+    assert set(plan.limits) == {Limit(*tensor, 2**31 - 1) for tensor in tensors}
+    assert "it stores to y_ptr, which is an input" in refusal(launch("input", "output"))
+    assert "it stores to z_ptr, which is an input" in refusal(launch("output", "input"))
 
 
 def test_a_kernel_that_does_not_compile_names_its_line() -> None:

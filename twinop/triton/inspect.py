@@ -1,7 +1,7 @@
 """Reads from Triton's intermediate code (TTIR) what a kernel does with its pointers.
 
-MLIR prints a line for each operation. Names of values begin with "%" and hold within their region. Functions
-that are not inlined (`@triton.jit(noinline=True)`) are not followed.
+MLIR prints a line for each operation. Names of values begin with "%" and hold within their region. The
+parameters of a function that is not inlined (`@triton.jit(noinline=True)`) have the values of all its calls.
 """
 
 import re
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 _NAME = r"%[\w$.-]+(?:#\d+)?"
 _OPERATION = re.compile(rf'(?:({_NAME})(?::(\d+))? = )?"?([a-z_]+\.[\w.]+)"?(.*)')
+_FUNCTION = re.compile(r'@("[^"]+"|[\w$.]+)')
 _LOCATION = re.compile(r"\s*loc\([^()]*(?:\([^()]*\)[^()]*)*\)")
 _WRITE = re.compile(r"tt\.(store|atomic_\w+|\w*descriptor_(store|reduce|scatter))")
 _READ = re.compile(r"tt\.(load|\w*descriptor_(load|gather))")
@@ -90,6 +91,8 @@ class _Region:
 def _read(ttir: str) -> Iterator[_Value]:
     """Yields the values that operations make, with their operands."""
     regions = [_Region("module", {})]
+    functions: dict[str, _Region] = {}
+    calls: list[tuple[str, list[_Value], list[_Value]]] = []
     body = ttir[ttir.index("module ") :]
     for line in (_LOCATION.sub("", line).strip() for line in body.splitlines()[1:]):
         region = regions[-1]
@@ -112,9 +115,20 @@ def _read(ttir: str) -> Iterator[_Value]:
                 regions.append(inner)
                 _name(region, name, inner.results)
             elif operation == "tt.func":
-                parameters = re.findall(r"(%[\w$.-]+): ", text)
-                names = {used: _Value("", parameter=index) for index, used in enumerate(parameters)}
-                regions.append(_Region(operation, names))
+                is_kernel = text.startswith(" public")
+                names = {
+                    used: _Value("argument", parameter=index if is_kernel else None)
+                    for index, used in enumerate(re.findall(r"(%[\w$.-]+): ", text))
+                }
+                regions.append(_Region(operation, names, list(names.values())))
+                functions[_FUNCTION.findall(text)[0]] = regions[-1]
+            elif operation == "tt.call":
+                results = [_Value("result") for _ in range(int(count or 1))]
+                calls.append((_FUNCTION.findall(text)[0], operands, results))
+                _name(region, name, results)
+            elif operation == "tt.return":
+                region.results = region.results or [_Value("result") for _ in operands]
+                _flow(operands, region.results)
             elif operation == "scf.yield":
                 _flow(operands, region.arguments)
                 _flow(operands, region.results if region.operation != "scf.while" else [])
@@ -127,6 +141,9 @@ def _read(ttir: str) -> Iterator[_Value]:
                 _name(region, name, [value] * int(count or 1))
                 if line.endswith("{"):
                     regions.append(_Region(operation, dict(region.names)))
+    for function, operands, results in calls:
+        _flow(operands, functions[function].arguments)
+        _flow(functions[function].results, results)
 
 
 def _open(region: _Region, operation: str, text: str, count: int) -> _Region:
