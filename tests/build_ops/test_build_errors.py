@@ -219,7 +219,7 @@ def test_a_disk_that_is_full(
 def test_an_installation_that_cannot_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed = find_installation().folder
     monkeypatch.setattr(flags, "library_folders", lambda: [tmp_path])
-    for name in ("compile_flags.json", "exports.map"):
+    for name in ("compile_flags.json", "exports.map", "libtwinop_modules.a"):
         shutil.copy(installed / name, tmp_path)
     message = rf"searched {tmp_path} \(without libtwinop_ort.a\). Build it with ./build.sh"
     with pytest.raises(BuildError, match=message):

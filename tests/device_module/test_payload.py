@@ -1,6 +1,8 @@
 """Libraries made of a prebuilt one and a payload: what tools read of them, strip, damage."""
 
+import os
 import random
+import shutil
 import string
 import subprocess
 import sys
@@ -68,12 +70,30 @@ def test_the_prebuilt_library_has_no_ops(in_process: InProcess) -> None:
     assert needed <= {"libstdc++", "libm", "libgcc_s", "libc", "libdl", "libpthread", "ld-linux-x86-64"}
 
 
-@pytest.mark.parametrize("option", ["--strip-all", "--strip-debug", "--strip-unneeded"])
-def test_strip(option: str, packed: Packed, in_process: InProcess, tmp_path: Path) -> None:
-    library, stripped = packed(op_of(LAUNCH)), tmp_path / "libstripped.so"
-    subprocess.run(["strip", option, str(library), "-o", str(stripped)], check=True)
-    assert read_library(stripped).records == read_library(library).records
-    (outcome,) = in_process(run, stripped, [X])
+@pytest.mark.parametrize(
+    "commands",
+    [
+        ["strip --strip-all"],
+        ["strip --strip-debug"],
+        ["strip --strip-unneeded"],
+        ["objcopy"],
+        ["patchelf --set-rpath $ORIGIN/../a/folder/whose/name/is/longer/than/any/text/in/the/file"],
+        ["patchelf --add-needed libm.so.6", "patchelf --set-soname libother.so", "strip"],  # as auditwheel
+    ],
+)
+def test_tools_that_rewrite_the_library(
+    commands: list[str], packed: Packed, in_process: InProcess, tmp_path: Path
+) -> None:
+    library, rewritten = packed(op_of(LAUNCH)), tmp_path / "librewritten.so"
+    shutil.copy(library, rewritten)
+    for command in commands:
+        program, *options = command.split()
+        found = shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        if found is None:
+            pytest.skip(f"{program} is not installed")
+        subprocess.run([found, *options, str(rewritten)], check=True)
+    assert read_library(rewritten).records == read_library(library).records
+    (outcome,) = in_process(run, rewritten, [X])
     assert outcome.launches[0]["image"] == "cubin 90"
 
 
