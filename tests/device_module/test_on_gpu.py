@@ -1,12 +1,13 @@
-"""Packed libraries on a GPU, in both runtimes: kernels in PTX, which needs no compiler here."""
+"""Packed libraries on a GPU, in both runtimes: kernels in PTX, which the driver compiles."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import ModelProto, TensorProto, helper
 from payloads import ONE, Packed, record
 
 from twinop import deploy, torch_op
@@ -81,15 +82,62 @@ def library(packed: Packed) -> Path:
     return packed(DeviceOp(record(dtypes="float32"), (plan,)), plain, other)
 
 
+def model(shape: tuple[int, ...]) -> ModelProto:
+    node = helper.make_node("CustomK", ["x"], ["y"], domain="packed")
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape)) for name in "xy"]
+    graph = helper.make_graph([node], "g", value[:1], value[1:])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("packed", 1)], ir_version=10)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1000), (1024, 1025)])
 def test_in_both_runtimes(shape: tuple[int, int], packed: Packed) -> None:
     path = library(packed)
     x = torch.randn(shape, device="cuda")
     in_torch = torch_op.load(path, f"packed_{shape[0]}").functions["k"](x)
     torch.testing.assert_close(in_torch, 6 * x, rtol=1e-6, atol=0)
-    node = helper.make_node("CustomK", ["x"], ["y"], domain="packed")
-    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape)) for name in "xy"]
-    graph = helper.make_graph([node], "g", value[:1], value[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("packed", 1)], ir_version=10)
-    session = deploy.session(model, ["CUDAExecutionProvider"], path)
+    session = deploy.session(model(shape), ["CUDAExecutionProvider"], path)
     assert np.array_equal(session.run({"x": x.cpu().numpy()})["y"], in_torch.cpu().numpy())
+
+
+def test_in_cuda_graphs(packed: Packed) -> None:
+    """Temporary tensors, fills and launches become nodes of the graph."""
+    path = library(packed)
+    op = torch_op.load(path, "packed_graph").functions["k"]
+    x = torch.ones(33, 65, device="cuda")
+    op(x)  # loads the kernels, which a capture cannot
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = op(x)
+    session = deploy.session(model((33, 65)), ["CUDAExecutionProvider"], path, enable_cuda_graph=True)
+    for seed in range(3):
+        x.copy_(torch.randn(33, 65, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        torch.testing.assert_close(y, 6 * x, rtol=1e-6, atol=0)
+        assert torch.equal(session.run({"x": x})["y"], y)
+
+
+def test_threads_with_streams_of_their_own(packed: Packed) -> None:
+    op = torch_op.load(library(packed), "packed_threads").functions["k"]
+    session = deploy.session(model((33, 65)), ["CUDAExecutionProvider"], library(packed))
+
+    def work(number: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(20):
+                x = torch.full((33, 65), float(number + 16 * i), device="cuda")
+                assert torch.equal(op(x), 6 * x)
+                assert np.array_equal(session.run({"x": x.cpu().numpy()})["y"], (6 * x).cpu().numpy())
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, range(16)))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_second_device(packed: Packed) -> None:
+    """The op runs where its input is, and leaves the current device as it was."""
+    op = torch_op.load(library(packed), "packed_second").functions["k"]
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        x = torch.ones(33, 65, device=device)
+        assert torch.equal(op(x), 6 * x) and torch.cuda.current_device() == 0
+    provider = ("CUDAExecutionProvider", {"device_id": 1})
+    session = deploy.session(model((33, 65)), [provider], library(packed))
+    assert np.array_equal(session.run({"x": x.cpu().numpy()})["y"], (6 * x).cpu().numpy())
