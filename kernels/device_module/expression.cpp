@@ -1,7 +1,6 @@
 #include "twinop/device_module/expression.h"
 
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <string_view>
 
@@ -9,20 +8,22 @@ namespace twinop::device_module {
 namespace {
 
 using Int = std::int64_t;
+__extension__ using Wide = __int128;  // holds any result of one operation on two ints but a power
 
 [[noreturn, gnu::cold]] void Fail(const char* reason) {
   throw std::runtime_error(std::string("the launch needs a number that cannot be computed: ") +
                            reason);
 }
-[[noreturn, gnu::cold]] void Overflow() { Fail("an int does not fit in 64 bits"); }
 
-Value Of(Int integer) {
+Value Of(Wide integer) {
   Value value;
   value.is_float = false;
-  value.integer = integer;
+  value.integer = static_cast<Int>(integer);
+  if (__builtin_expect(value.integer != integer, false)) Fail("an int does not fit in 64 bits");
   return value;
 }
-Value Of(bool truth) { return Of(Int{truth}); }
+Value Of(Int integer) { return Of(Wide{integer}); }
+Value Of(bool truth) { return Of(Wide{truth}); }
 Value Of(double number) {
   Value value;
   value.is_float = true;
@@ -37,36 +38,17 @@ template <class Function>
 Value Promote(const Value& a, const Value& b, const Function& function) {
   if (__builtin_expect(a.is_float || b.is_float, false))
     return Of(function(a.AsDouble(), b.AsDouble()));
-  return Of(function(a.integer, b.integer));
+  return Of(function(Wide{a.integer}, Wide{b.integer}));
 }
 
-template <class Checked, class Plain>
-Value Arithmetic(const Value& a, const Value& b, const Checked& overflows, const Plain& plain) {
-  if (__builtin_expect(a.is_float || b.is_float, false))
-    return Of(plain(a.AsDouble(), b.AsDouble()));
-  Int result;
-  if (overflows(a.integer, b.integer, &result)) Overflow();
-  return Of(result);
-}
-
-bool Multiply(Int a, Int b, Int* result) { return __builtin_mul_overflow(a, b, result); }
-
-Int Integer(const Value& value) {
+Wide Integer(const Value& value) {
   if (value.is_float) Fail("an operation on ints got a float");
   return value.integer;
 }
 
-Int FloorDivide(Int a, Int b) {
+Wide FloorDivide(Wide a, Wide b) {
   if (b == 0) Fail("a division by zero");
-  if (b == -1 && a == std::numeric_limits<Int>::min()) Overflow();
   return a / b - (a % b != 0 && (a < 0) != (b < 0));
-}
-
-Int Modulo(Int a, Int b) {
-  if (b == 0) Fail("a division by zero");
-  if (b == -1) return 0;
-  const Int rest = a % b;
-  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
 // The result of a function of doubles, which exists, and is finite for finite arguments.
@@ -90,10 +72,10 @@ Value Power(const Value& a, const Value& b) {
   }
   if (a.integer == 0 || a.integer == 1) return Of(b.integer == 0 ? Int{1} : a.integer);
   if (a.integer == -1) return Of(b.integer % 2 == 0 ? Int{1} : Int{-1});
-  Int result = 1;
+  Value result = Of(Int{1});
   for (Int i = 0; i < b.integer; ++i)
-    if (Multiply(result, a.integer, &result)) Overflow();  // after 63 rounds at the latest
-  return Of(result);
+    result = Of(Wide{result.integer} * a.integer);  // fails after 64 rounds at the latest
+  return result;
 }
 
 Value ToInt(double number) {
@@ -101,28 +83,16 @@ Value ToInt(double number) {
   return Of(static_cast<Int>(number));
 }
 
-Int NextPowerOf2(Int value) {
-  if (value <= 0) return 0;
-  if (value > Int{1} << 62) Overflow();
-  return value == 1 ? 1
-                    : Int{1} << (64 - __builtin_clzll(static_cast<unsigned long long>(value - 1)));
+Wide NextPowerOf2(Wide value) {
+  Wide power = value > 0 ? 1 : 0;
+  while (power < value && power > 0) power *= 2;
+  return power;
 }
 
-Int ShiftLeft(Int value, Int count) {
-  Int result;
+// The power of 2 by which a shift multiplies or divides.
+Wide PowerOf2(Wide count) {
   if (count < 0 || count > 63) Fail("a shift by less than 0 or more than 63");
-  if (value == 0) return 0;
-  if (count == 63) {
-    if (value != -1) Overflow();
-    return std::numeric_limits<Int>::min();
-  }
-  if (Multiply(value, Int{1} << count, &result)) Overflow();
-  return result;
-}
-
-Int ShiftRight(Int value, Int count) {
-  if (count < 0 || count > 63) Fail("a shift by less than 0 or more than 63");
-  return value >> count;
+  return Wide{1} << static_cast<int>(count);
 }
 
 Value Load(const Instruction& code, const Facts& facts) {
@@ -149,9 +119,7 @@ Value Load(const Instruction& code, const Facts& facts) {
 Value Unary(Opcode opcode, const Value& x) {
   switch (opcode) {
     case Opcode::kNegate:
-      if (x.is_float) return Of(-x.number);
-      if (x.integer == std::numeric_limits<Int>::min()) Overflow();
-      return Of(-x.integer);
+      return x.is_float ? Of(-x.number) : Of(-Wide{x.integer});
     case Opcode::kNot:
       return Of(!Truth(x));
     case Opcode::kSqrt:
@@ -176,22 +144,18 @@ Value Unary(Opcode opcode, const Value& x) {
 Value Binary(Opcode opcode, const Value& a, const Value& b) {
   switch (opcode) {
     case Opcode::kAdd:
-      return Arithmetic(
-          a, b, [](Int x, Int y, Int* r) { return __builtin_add_overflow(x, y, r); },
-          [](double x, double y) { return x + y; });
+      return Promote(a, b, [](auto x, auto y) { return x + y; });
     case Opcode::kSubtract:
-      return Arithmetic(
-          a, b, [](Int x, Int y, Int* r) { return __builtin_sub_overflow(x, y, r); },
-          [](double x, double y) { return x - y; });
+      return Promote(a, b, [](auto x, auto y) { return x - y; });
     case Opcode::kMultiply:
-      return Arithmetic(a, b, Multiply, [](double x, double y) { return x * y; });
+      return Promote(a, b, [](auto x, auto y) { return x * y; });
     case Opcode::kFloorDivide:
       return Of(FloorDivide(Integer(a), Integer(b)));
     case Opcode::kDivide:
       if (b.AsDouble() == 0) Fail("a division by zero");
       return Of(a.AsDouble() / b.AsDouble());
     case Opcode::kModulo:
-      return Of(Modulo(Integer(a), Integer(b)));
+      return Of(Integer(a) - FloorDivide(Integer(a), Integer(b)) * Integer(b));
     case Opcode::kMinimum:
       return Promote(a, b, [](auto x, auto y) { return y < x ? y : x; });
     case Opcode::kMaximum:
@@ -219,9 +183,9 @@ Value Binary(Opcode opcode, const Value& a, const Value& b) {
     case Opcode::kBitOr:
       return Of(Integer(a) | Integer(b));
     case Opcode::kShiftLeft:
-      return Of(ShiftLeft(Integer(a), Integer(b)));
+      return Of(Integer(a) * PowerOf2(Integer(b)));
     default:
-      return Of(ShiftRight(Integer(a), Integer(b)));
+      return Of(FloorDivide(Integer(a), PowerOf2(Integer(b))));
   }
 }
 
@@ -248,7 +212,7 @@ Value Evaluate(const Expression& expression, const Facts& facts) {
 }
 
 std::int64_t EvaluateInt(const Expression& expression, const Facts& facts) {
-  return Integer(Evaluate(expression, facts));
+  return static_cast<Int>(Integer(Evaluate(expression, facts)));
 }
 
 }  // namespace twinop::device_module
