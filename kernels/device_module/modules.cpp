@@ -10,18 +10,18 @@
 namespace twinop::device_module {
 namespace {
 
-// Whether the device can run the code. Code with a suffix serves one device ("90a") or, of one
-// family, later ones ("100f"); other cubins serve later devices of their generation, PTX all.
+// Whether the device can run the code. "90a" serves one architecture; other cubins serve later
+// devices of their generation, PTX all later ones.
 bool Serves(const Image& image, int device) {
-  if (image.suffix == 'a') return image.architecture == device;
-  if (image.is_ptx && image.suffix == 0) return image.architecture <= device;
+  if (image.is_specific) return image.architecture == device;
+  if (image.is_ptx) return image.architecture <= device;
   return image.architecture / 10 == device / 10 && image.architecture <= device;
 }
 
 // The best code for the device: a cubin rather than PTX, then the newest, then the most specific.
 const Image* Choose(const Kernel& kernel, int device) {
   const auto rank = [](const Image& image) {
-    return (image.is_ptx ? 0 : 100000) + image.architecture * 10 + (image.suffix != 0 ? 1 : 0);
+    return (image.is_ptx ? 0 : 100000) + image.architecture * 10 + (image.is_specific ? 1 : 0);
   };
   const Image* best = nullptr;
   for (const Image& image : kernel.images)
@@ -109,7 +109,7 @@ class Loader {
     for (const Image& image : kernel.images) {
       std::string& list = image.is_ptx ? ptx : cubins;
       list += (list.empty() ? "" : ", ") + std::to_string(image.architecture);
-      if (image.suffix != 0) list += image.suffix;
+      if (image.is_specific) list += 'a';
     }
     return std::string(kernel.label) + ": the library has no code for the GPU " + Name() +
            " (compute capability " + CapabilityText(device) + "). It has machine code for " +

@@ -16,14 +16,9 @@ namespace {
 
 bool Holds(const Requirement& requirement, const Value& value) {
   if (value.is_float) return false;
-  switch (requirement.kind) {
-    case Requirement::Kind::kDivisibleBy16:
-      return value.integer % 16 == 0;
-    case Requirement::Kind::kEquals1:
-      return value.integer == 1;
-    default:
-      return value.integer == static_cast<std::int32_t>(value.integer);
-  }
+  return requirement.kind == Requirement::Kind::kDivisibleBy16
+             ? value.integer % 16 == 0
+             : value.integer == static_cast<std::int32_t>(value.integer);
 }
 
 // Of a parameter that is an int, by its type.

@@ -83,7 +83,7 @@ class Reader {
     kernel.images = List([this] {
       Image image;
       image.architecture = Number<std::int32_t>();
-      image.suffix = Number<char>();
+      image.is_specific = Byte() != 0;
       image.is_ptx = Byte() != 0;
       image.threads = Number<std::uint32_t>();
       image.shared_bytes = Number<std::uint32_t>();

@@ -35,7 +35,7 @@ std::uint32_t Crc32(const void* data, std::size_t size);
 
 struct Image {
   int architecture;  // 90 for "90" and "90a"
-  char suffix;       // 'a', 'f', or 0
+  bool is_specific;  // "90a"
   bool is_ptx;
   unsigned threads, shared_bytes;
   std::uint64_t global_scratch;  // bytes for each block
@@ -64,7 +64,7 @@ struct Argument {
 };
 
 struct Requirement {
-  enum class Kind : std::uint8_t { kDivisibleBy16, kEquals1, kFitsI32 };
+  enum class Kind : std::uint8_t { kDivisibleBy16, kFitsI32 };
   std::uint8_t argument;
   Kind kind;
 };

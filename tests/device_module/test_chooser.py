@@ -39,7 +39,6 @@ X, Y, COUNT = range(3)
 def _variants() -> tuple[tuple[Variant, ...], list[Kernel]]:
     """One for each combination of what Triton specialises: aligned x, aligned y, and a kind of count."""
     kinds: dict[str, list[Requirement]] = {
-        "1": [Requirement(COUNT, "equals_1")],
         "i32 D": [Requirement(COUNT, "fits_i32"), Requirement(COUNT, "divisible_by_16")],
         "i32": [Requirement(COUNT, "fits_i32")],
         "i64 D": [Requirement(COUNT, "divisible_by_16")],
@@ -49,9 +48,9 @@ def _variants() -> tuple[tuple[Variant, ...], list[Kernel]]:
     kernels: list[Kernel] = []
     for x, y, kind in product((True, False), (True, False), kinds):
         aligned = [Requirement(i, "divisible_by_16") for i, wanted in ((X, x), (Y, y)) if wanted]
-        count = () if kind == "1" else ((COUNT, kind[:3]),)
-        bytes_ = {"1": "8,8", "i32": "8,8,4", "i64": "8,8,8"}[kind[:3]]
-        variants.append(Variant((*aligned, *kinds[kind]), ((X, POINTER), (Y, POINTER), *count), len(kernels)))
+        bytes_ = {"i32": "8,8,4", "i64": "8,8,8"}[kind[:3]]
+        parameters = ((X, POINTER), (Y, POINTER), (COUNT, kind[:3]))
+        variants.append(Variant((*aligned, *kinds[kind]), parameters, len(kernels)))
         kernels.append(Kernel(f"k|{bytes_}", "k", cubins({"90": f"x={x} y={y} n={kind}".encode()})))
     return tuple(variants), kernels
 
@@ -69,14 +68,14 @@ class _Address:
 
 
 def _in_triton(address_x: int, address_y: int, n: int) -> bytes:
-    """What Triton's launcher would compile for these arguments."""
+    """What Triton's launcher would compile for these arguments, but no constant for 1."""
 
     def of(argument: Any) -> tuple[str, str]:
         return native_specialize_impl(CUDABackend, argument, False, True, True)
 
     x, y = (of(_Address(address))[1] == "D" for address in (address_x, address_y))
     type_, key = of(n)
-    kind = "1" if type_ == "constexpr" else f"{type_} {key}".strip()
+    kind = "i32" if type_ == "constexpr" else f"{type_} {key}".strip()
     return f"x={x} y={y} n={kind}".encode()
 
 
@@ -92,9 +91,9 @@ def test_the_choice_is_that_of_triton(packed: Packed, in_process: InProcess) -> 
         assert outcome.error == ""
         (entry,) = outcome.launches
         assert entry["image"].encode() == _in_triton(4096 + x, 8192 + y, n), (x, y, n)
-        integer = () if n == 1 else (n.to_bytes(4 if n < 2**31 else 8, "little").hex(),)
+        integer = n.to_bytes(4 if n < 2**31 else 8, "little").hex()
         assert entry["parameters"] == [
-            (4096 + x).to_bytes(8, "little").hex(), (8192 + y).to_bytes(8, "little").hex(), *integer
+            (4096 + x).to_bytes(8, "little").hex(), (8192 + y).to_bytes(8, "little").hex(), integer
         ]  # fmt: skip
 
 

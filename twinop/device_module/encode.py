@@ -47,7 +47,7 @@ _TEXTS = (
     "schema", "dtypes", "shapes", "input_shapes", "limits", "in_place", "choices", "rows", "layout", "memory",
 )  # fmt: skip
 _BASES = ("input", "output", "temporary")
-_REQUIREMENTS = ("divisible_by_16", "equals_1", "fits_i32")
+_REQUIREMENTS = ("divisible_by_16", "fits_i32")
 _TYPES = (POINTER, *SCALAR_TYPES)
 _DTYPES = (  # as kernels/abi.h numbers them
     "none", "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
@@ -146,8 +146,8 @@ class _Writer:
         self._pack("IBBB", kernel.cluster, kernel.cooperative, kernel.pdl, kernel.scratch_pointers)
 
     def _image(self, image: Image) -> None:
-        number = image.arch.rstrip("af")
-        self._pack("iBB", int(number), ord(image.arch[len(number) :] or "\0"), image.is_ptx)
+        is_specific = image.arch.endswith("a")
+        self._pack("iBB", int(image.arch.rstrip("a")), is_specific, image.is_ptx)
         self._pack("IIQ", image.threads, image.shared, image.global_scratch)
         data = image.code.rstrip(b"\0") + b"\0" if image.is_ptx else image.code  # a text in C
         packed = _packed(data)

@@ -85,7 +85,7 @@ class Scalar:
 class Requirement:
     """What a variant assumes of an argument.
 
-    `kind`: "divisible_by_16" (of a pointer: its address), "equals_1" or "fits_i32".
+    `kind`: "divisible_by_16" (of a pointer: its address) or "fits_i32".
     """
 
     argument: int
