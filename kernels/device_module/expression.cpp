@@ -118,8 +118,6 @@ Value Load(const Instruction& code, const Facts& facts) {
 
 Value Unary(Opcode opcode, const Value& x) {
   switch (opcode) {
-    case Opcode::kNegate:
-      return x.is_float ? Of(-x.number) : Of(-Wide{x.integer});
     case Opcode::kNot:
       return Of(!Truth(x));
     case Opcode::kSqrt:

@@ -25,7 +25,6 @@ enum class Opcode : std::uint8_t {
   kModulo,
   kMinimum,
   kMaximum,
-  kNegate,
   kEqual,
   kNotEqual,
   kLess,
@@ -53,8 +52,7 @@ enum class Opcode : std::uint8_t {
 // How many values an operation takes from the stack.
 constexpr int OperandCount(Opcode opcode) {
   if (opcode <= Opcode::kArch) return 0;
-  const bool unary = opcode == Opcode::kNegate ||
-                     (opcode >= Opcode::kNot && opcode <= Opcode::kLog) ||
+  const bool unary = (opcode >= Opcode::kNot && opcode <= Opcode::kLog) ||
                      (opcode >= Opcode::kToFloat && opcode <= Opcode::kNextPowerOf2);
   return unary ? 1 : 2;
 }

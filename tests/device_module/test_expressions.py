@@ -35,7 +35,7 @@ ATTRIBUTES = (
     Attribute("b", "bool"),
 )
 UNARY = (
-    Opcode.NEGATE, Opcode.NOT, Opcode.SQRT, Opcode.EXP, Opcode.LOG, Opcode.TO_FLOAT, Opcode.TO_INT,
+    Opcode.NOT, Opcode.SQRT, Opcode.EXP, Opcode.LOG, Opcode.TO_FLOAT, Opcode.TO_INT,
     Opcode.FLOOR, Opcode.CEIL, Opcode.NEXT_POWER_OF_2,
 )  # fmt: skip
 BINARY = tuple(opcode for opcode in Opcode if opcode >= Opcode.ADD and opcode not in UNARY)

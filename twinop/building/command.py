@@ -39,8 +39,8 @@ def build(
     sources: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="A folder, with a pyproject.toml or without, or source files: headers with ops, .cu files, Python files. "
-            "Default: the current folder.",
+            help="A folder, with a pyproject.toml or without, or source files: headers with ops, .cu files, "
+            "Python files. Default: the current folder.",
             show_default=False,
         ),
     ] = None,
@@ -53,7 +53,8 @@ def build(
     name: Annotated[
         str | None,
         typer.Option(
-            help="The library's name. Default: the project's, the folder's, or that of the only file or Python file.",
+            help="The library's name. Default: the project's, the folder's, or that of the only file or "
+            "Python file.",
             show_default=False,
         ),
     ] = None,

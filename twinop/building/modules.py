@@ -48,7 +48,8 @@ def add_modules(
         Notes for the user.
 
     Raises:
-        BuildError: an unknown architecture, another domain, two ops of one name, or kernels that cannot be compiled ahead.
+        BuildError: an unknown architecture, another domain, two ops of one name, or kernels that cannot be
+            compiled ahead.
         LibraryError: the installation lacks the prebuilt library.
         TwinopError: a file cannot be imported.
     """

@@ -27,29 +27,28 @@ class Opcode(IntEnum):
     MODULO = 11  # has the sign of the divisor, as in Python
     MINIMUM = 12
     MAXIMUM = 13
-    NEGATE = 14
-    EQUAL = 15
-    NOT_EQUAL = 16
-    LESS = 17
-    LESS_EQUAL = 18
-    GREATER = 19
-    GREATER_EQUAL = 20
-    AND = 21  # 0 or 1; both operands are evaluated
-    OR = 22
-    NOT = 23
-    SQRT = 24
-    EXP = 25
-    LOG = 26
-    POWER = 27
-    TO_FLOAT = 28
-    TO_INT = 29  # towards zero, as int()
-    FLOOR = 30  # to an int
-    CEIL = 31
-    NEXT_POWER_OF_2 = 32
-    BIT_AND = 33
-    BIT_OR = 34
-    SHIFT_LEFT = 35
-    SHIFT_RIGHT = 36
+    EQUAL = 14
+    NOT_EQUAL = 15
+    LESS = 16
+    LESS_EQUAL = 17
+    GREATER = 18
+    GREATER_EQUAL = 19
+    AND = 20  # 0 or 1; both operands are evaluated
+    OR = 21
+    NOT = 22
+    SQRT = 23
+    EXP = 24
+    LOG = 25
+    POWER = 26
+    TO_FLOAT = 27
+    TO_INT = 28  # towards zero, as int()
+    FLOOR = 29  # to an int
+    CEIL = 30
+    NEXT_POWER_OF_2 = 31
+    BIT_AND = 32
+    BIT_OR = 33
+    SHIFT_LEFT = 34
+    SHIFT_RIGHT = 35
 
 
 Operand = Union["Expression", int, float]
@@ -223,7 +222,6 @@ _FUNCTIONS: dict[Opcode, tuple[int, Callable[..., Any]]] = {
     Opcode.MODULO: (2, _integral(operator.mod)),
     Opcode.MINIMUM: (2, _arithmetic(lambda a, b: b if b < a else a)),
     Opcode.MAXIMUM: (2, _arithmetic(lambda a, b: b if b > a else a)),
-    Opcode.NEGATE: (1, operator.neg),
     Opcode.EQUAL: (2, _arithmetic(operator.eq)),
     Opcode.NOT_EQUAL: (2, _arithmetic(operator.ne)),
     Opcode.LESS: (2, _arithmetic(operator.lt)),

@@ -43,8 +43,8 @@ def make_payload(
         others: where the library's other ops are registered, by name.
 
     Raises:
-        BuildError: a file declares no op, one of another domain, or one whose name another op has; a launcher that cannot be traced, or a
-            kernel that cannot be compiled.
+        BuildError: a file declares no op, one of another domain, or one whose name another op has; a launcher
+            that cannot be traced, or a kernel that cannot be compiled.
         TwinopError: a file cannot be imported.
     """
     ops = [op for file in files for op in _declared_in(file, domain)]
@@ -52,8 +52,8 @@ def make_payload(
     for op in ops:
         if op.name in places:
             raise BuildError(
-                f"{op.place}: {op.name} is an op of {places[op.name]}, too. Ops of one library have different "
-                "names"
+                f"{op.place}: {op.name} is an op of {places[op.name]}, too. Ops of one library have "
+                "different names"
             )
         places[op.name] = op.place
     traced = [_traced(op, domain_version) for op in ops]
