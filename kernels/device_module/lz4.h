@@ -1,4 +1,4 @@
-// Unpacks an LZ4 block (github.com/lz4/lz4, doc/lz4_Block_format.md).
+// Unpacks an LZ4 block, whose format github.com/lz4/lz4 describes.
 #pragma once
 
 #include <cstddef>

@@ -164,7 +164,7 @@ def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
 
 
 def label_of(kernel: Any) -> str:
-    """Returns the name of a `triton.JITFunction` and the line of its `def`: "gelu_kernel, op.py:7"."""
+    """Returns the name of a `triton.JITFunction` and the line of its `def`: "mish_kernel, mish.py:7"."""
     before = next(i for i, line in enumerate(kernel.raw_src) if line.strip().startswith("def"))
     file = Path(kernel.fn.__code__.co_filename).name
     return f"{kernel.fn.__name__}, {file}:{kernel.starting_line_number + before}"
