@@ -147,11 +147,23 @@ class Run {
     const bool is_input = limit.base == Base::kInput;
     const twinop_tensor& tensor = (is_input ? call_.inputs : call_.outputs)[limit.index];
     if (tensor.present == 0 || tensor.numel <= limit.elements) return;
-    Fail(std::string(is_input ? "input " : "output ") + std::to_string(limit.index) + " has " +
-         std::to_string(tensor.numel) + " elements; the kernel's offsets of 32 bits reach " +
-         std::to_string(limit.elements) +
+    Fail(TakenBy(limit) + (is_input ? "input " : "output ") + std::to_string(limit.index) +
+         " has " + std::to_string(tensor.numel) +
+         " elements; the kernel's offsets of 32 bits reach " + std::to_string(limit.elements) +
          ". Compute offsets in 64 bits in the kernel: "
          "tl.program_id(0).to(tl.int64)");
+  }
+
+  // Names the first kernel that takes a tensor.
+  std::string TakenBy(const Limit& limit) const {
+    for (const auto& step : plan_.steps) {
+      const auto* launch = std::get_if<Launch>(&step);
+      if (launch == nullptr) continue;
+      for (const Argument& argument : launch->arguments)
+        if (argument.base == limit.base && argument.index == limit.index)
+          return std::string(payload_.kernels[launch->variants.back().kernel].label) + ": ";
+    }
+    return "";
   }
 
   std::uint64_t Address(const Argument& argument) const {

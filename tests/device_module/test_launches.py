@@ -196,9 +196,9 @@ def limits(count: int) -> tuple[Limit, ...]:
             f"{LABEL}: its blocks would have 2048 threads along a dimension; expected 1 to 1024",
         ),
         (
-            op_of(LAUNCH, limits=limits(999)),
-            "input 0 has 1000 elements; the kernel's offsets of 32 bits reach 999. Compute offsets in 64 "
-            "bits in the kernel: tl.program_id(0).to(tl.int64)",
+            op_of(Launch((ONE, ONE, ONE), (Pointer("input", 0),), (GENERAL,)), limits=limits(999)),
+            f"{LABEL}: input 0 has 1000 elements; the kernel's offsets of 32 bits reach 999. Compute offsets "
+            "in 64 bits in the kernel: tl.program_id(0).to(tl.int64)",
         ),
         (op_of(LAUNCH, limits=limits(1000)), ""),
         (
