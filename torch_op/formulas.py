@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from twinop.errors import RecordError
+from twinop.errors import RecordError, RecordSyntaxError
 from twinop.own_op import DERIVATIVES
 from twinop.record import Record
 
@@ -208,7 +208,10 @@ def check_formulas(record: Record, ops: Iterable[str]) -> None:
         try:
             tree = ast.parse(gradient.text, mode="eval")
         except SyntaxError as error:
-            raise RecordError(f"{where} is not a Python expression: {error.msg}") from error
+            place = (error.offset or 1) - 1
+            raise RecordSyntaxError(
+                f"{where} is not a Python expression", gradient.text, place, error.msg
+            ) from error
         if wrong := [name for name in gradient.inputs if name not in inputs]:
             raise RecordError(
                 f"{where} is of {', '.join(wrong)}, expected inputs of the op: {', '.join(inputs)}"

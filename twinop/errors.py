@@ -9,6 +9,16 @@ class RecordError(TwinopError):
     """An op record or one of its texts does not parse, or a call does not fit it."""
 
 
+class RecordSyntaxError(RecordError):
+    """A text of a record does not parse. The message shows the text with a caret under the place."""
+
+    def __init__(self, what: str, text: str, position: int, problem: str):
+        before, after = text[:position], text[position:]
+        line = before.rpartition("\n")[2] + after.partition("\n")[0]
+        caret = " " * len(before.rpartition("\n")[2]) + "^"
+        super().__init__(f"{what}: {problem}\n  {line}\n  {caret}")
+
+
 class LibraryError(TwinopError):
     """A custom-op library is missing, damaged, for another machine, or not twinop's."""
 

@@ -171,7 +171,12 @@ def triton_op(
     def declare(launcher: Launcher) -> KernelOp:
         place = declared_domain(launcher, domain)
         check_domain(place)
-        texts = {"dtypes": "; ".join(dtypes), "shapes": shapes, "choices": choices}
+        texts = {
+            "dtypes": "; ".join(dtypes),
+            "shapes": shapes,
+            "choices": choices,
+            "input_shapes": input_shapes or "",
+        }
         record = record_of(schema, place, **texts)
         check_op_name(record.name)
         first, *others = (entry.name for entry in record.inputs)

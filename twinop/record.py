@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .errors import RecordError
+from .errors import RecordSyntaxError
 
 DOMAIN = "custom_domain"
 """The domain of twinop's own ops. Other libraries have other domains (`Record.domain`)."""
@@ -215,17 +215,18 @@ def entries(text: str) -> dict[str, str]:
     """Parses `"y = x; s = x[:-1]"`. A value may contain "=" and, in quotes or brackets, ";".
 
     Raises:
-        RecordError: an entry is not `name = value`, or a name occurs twice.
+        RecordSyntaxError: an entry is not `name = value`, or a name occurs twice.
     """
     result: dict[str, str] = {}
     *parts, last = _split(text, ";")
+    begin = 0
     for part in [*parts, last] if last.strip() else parts:
         name, _, value = map(str.strip, part.partition("="))
         if not name.isidentifier() or not value or name in result:
-            raise RecordError(
-                f"{part.strip()!r} in {text!r}: expected entries `name = value`, each name once"
-            )
+            begin += len(part) - len(part.lstrip())
+            raise RecordSyntaxError("record", text, begin, "expected entries `name = value`, each name once")
         result[name] = value
+        begin += len(part) + 1
     return result
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import RecordError
+from .errors import RecordError, RecordSyntaxError
 from .record import Record, entries
 
 ABSENT = (0,)
@@ -37,7 +37,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
-_SHAPE_TEXT = re.compile(r"[\[\](),:+*/ -]|[A-Za-z_]\w*|(?:0|[1-9]\d{0,17})(?!\w)", re.ASCII)
+_SHAPE_TEXT = re.compile(r"(?:[\[\](),:+*/ -]|[A-Za-z_]\w*|(?:0|[1-9]\d{0,17})(?!\w))*", re.ASCII)
 
 
 class ShapeExpression:
@@ -57,26 +57,32 @@ class ShapeExpression:
         """Returns the shape that an expression describes.
 
         Raises:
-            RecordError: the expression is malformed or does not fit the call.
+            RecordSyntaxError: the expression does not parse.
+            RecordError: it does not fit the call.
         """
         try:
-            if _SHAPE_TEXT.sub("", text):
-                raise SyntaxError("not in the language of shapes")
+            if (read := _SHAPE_TEXT.match(text).end()) < len(text):  # type: ignore[union-attr]
+                raise _mistake(read, "this is not in the language of shapes")
             return self._shape(ast.parse(text, mode="eval").body)
-        except (IndexError, TypeError, ValueError, ZeroDivisionError, SyntaxError) as error:
+        except SyntaxError as error:
+            place = (error.offset or 1) - 1
+            raise RecordSyntaxError(f"op {self.record.name}, shape", text, place, error.msg) from error
+        except (IndexError, TypeError, ValueError, ZeroDivisionError) as error:
             values = {name: value and tuple(value) for name, value in self.shapes.items()} | dict(
                 self.attributes
             )
             given = ", ".join(f"{name}={value}" for name, value in values.items())
             raise RecordError(f"op {self.record.name}: {text!r} does not fit {given}: {error}") from error
 
-    def _shape(self, node: ast.AST) -> tuple[Any, ...]:
+    def _shape(self, node: ast.expr) -> tuple[Any, ...]:
         match node:
-            case ast.Name(id=name):
-                return self._input(name)
-            case ast.Subscript(value=ast.Name(id=name), slice=ast.Slice(lower=lower, upper=upper, step=None)):
+            case ast.Name() as base:
+                return self._input(base)
+            case ast.Subscript(
+                value=ast.Name() as base, slice=ast.Slice(lower=lower, upper=upper, step=None)
+            ):
                 begin, end = (None if bound is None else self._size(bound) for bound in (lower, upper))
-                return self._input(name)[begin:end]
+                return self._input(base)[begin:end]
             case ast.List(elts=elements):
                 sizes = tuple(map(self._size, elements))
                 if any(isinstance(size, int) and size < 0 for size in sizes):
@@ -86,9 +92,9 @@ class ShapeExpression:
                 return self._shape(left) + self._shape(right)
             case ast.Call(func=ast.Name(id="broadcast"), args=[left, right], keywords=[]):
                 return broadcast(self._shape(left), self._shape(right))
-        raise SyntaxError(f"{ast.unparse(node)} is not a shape")
+        raise _mistake(node.col_offset, f"{ast.unparse(node)} is not a shape")
 
-    def _size(self, node: ast.AST) -> Any:
+    def _size(self, node: ast.expr) -> Any:
         match node:
             case ast.Constant(value=int(number)) if not isinstance(number, bool):
                 return number
@@ -99,27 +105,50 @@ class ShapeExpression:
             case ast.Name(id=name) if self._kind(name) in ("int", "bool"):
                 value = self.attributes[name]
                 return int(value) if isinstance(value, bool) else value  # a SymInt stays one
-            case ast.Subscript(value=ast.Name(id=name), slice=index) if not isinstance(index, ast.Slice):
-                return (self.attributes[name] if self._kind(name) == "int[]" else self._input(name))[
-                    self._size(index)
-                ]
+            case ast.Subscript(value=ast.Name() as base, slice=index) if not isinstance(index, ast.Slice):
+                is_list = self._kind(base.id) == "int[]"
+                return (self.attributes[base.id] if is_list else self._input(base))[self._size(index)]
             case ast.Call(func=ast.Name(id="len"), args=[shape], keywords=[]):
                 return len(self._shape(shape))
             case ast.Call(func=ast.Name(id="numel"), args=[shape], keywords=[]):
                 return functools.reduce(operator.mul, self._shape(shape), 1)
-        raise SyntaxError(f"{ast.unparse(node)} is not a size")
+        raise _mistake(node.col_offset, f"{ast.unparse(node)} is not a size")
 
     def _kind(self, name: str) -> str | None:
         attribute = self.record.attribute(name)
         return attribute.kind if attribute else None
 
-    def _input(self, name: str) -> tuple[Any, ...]:
-        if name in self.shapes:
-            shape = self.shapes[name]
+    def _input(self, node: ast.Name) -> tuple[Any, ...]:
+        if node.id in self.shapes:
+            shape = self.shapes[node.id]
             return ABSENT if shape is None else tuple(shape)
-        if any(entry.name == name for entry in self.record.inputs):
-            raise ValueError(f"the shape of {name} is not known")
-        raise SyntaxError(f"{name} is not an input")
+        if any(entry.name == node.id for entry in self.record.inputs):
+            raise ValueError(f"the shape of {node.id} is not known")
+        raise _mistake(node.col_offset, f"{node.id} is not an input")
+
+
+def _mistake(position: int, problem: str) -> SyntaxError:
+    return SyntaxError(problem, ("", 1, position + 1, None))
+
+
+def check_texts(record: Record) -> None:
+    """Checks that the record's entries and shape expressions parse.
+
+    Raises:
+        RecordSyntaxError: one does not.
+    """
+    for text in (record.choices, record.memory):
+        entries(text)
+    shapes = {entry.name: (1,) * 32 for entry in record.inputs}
+    values = {entry.name: [1] * 8 if entry.kind == "int[]" else 1 for entry in record.attributes}
+    expression = ShapeExpression(record, shapes, values)
+    for text in (*entries(record.shapes).values(), *entries(record.input_shapes).values()):
+        try:
+            expression.evaluate(text)
+        except RecordSyntaxError:
+            raise
+        except RecordError:
+            pass  # it parses; the sizes above do not fit it
 
 
 def output_shapes(

@@ -152,7 +152,7 @@ def test_what_compilers_say(said: str, message: str) -> None:
         (
             "times(Tensor x)",
             "times(Tenso x)",
-            "times.h:13: the record does not parse: a schema's argument is not",
+            "times.h:13: the record does not parse: op schema: 'Tenso x' is no argument; expected one of",
         ),
         (
             'Record("times',
@@ -165,10 +165,38 @@ def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) 
     """The first line has the user's file and line; the compiler's text follows."""
     header.write_text(header.read_text().replace(old, new))
     done = twinop("build", "times.h", "--cpu", cwd=header.parent, LC_ALL="C.UTF-8")
-    first, blank, *rest = done.stderr.splitlines()
-    assert done.returncode == 1 and first.startswith(f"error: {message}") and blank == ""
+    head, *rest = done.stderr.split("\n\n")
+    assert done.returncode == 1 and head.startswith(f"error: {message}")
     assert "error: " in "\n".join(rest) and "work-" not in done.stderr
     assert not (header.parent / "build").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text", "place", "problem"),
+    [
+        ("(Tensor x)", "(Tensor x, int[] n=[1, a])", "times(Tensor x, int[] n=[1, a]) -> Tensor", "[1", None),
+        (
+            "(Tensor x)",
+            'x, "\n    "Tensor y)',
+            "timesx, Tensor y) -> Tensor",
+            ", ",
+            "expected name(arguments)",
+        ),
+        ('Tensor")', 'Tensor").shapes("y = x[0] + x")', "x[0] + x", "x[0]", "x[0] is not a shape"),
+        ('Tensor")', 'Tensor").shapes("y = x[a:]")', "x[a:]", "a", "a is not a size"),
+        ('Tensor")', 'Tensor").input_shapes("y x")', "y x", "y", "expected entries `name = value`"),
+        ('Tensor")', 'Tensor").choices("z = a | b")', None, None, "a record's entry names no argument"),
+    ],
+)
+def test_the_place_in_a_record(
+    header: Path, old: str, new: str, text: str | None, place: str | None, problem: str | None
+) -> None:
+    """A text of a record is shown with a caret under the place that does not parse."""
+    header.write_text(header.read_text().replace(old, new, 1))
+    done = twinop("build", "times.h", "--cpu", cwd=header.parent, LC_ALL="C.UTF-8")
+    first, *shown = done.stderr.partition("\n\n")[0].splitlines()
+    assert first.startswith("error: times.h:13: the record does not parse: ") and (problem or "") in first
+    assert shown == ([] if text is None else [f"  {text}", f"  {' ' * text.index(place or '')}^"])
 
 
 def test_warnings_are_notes(header: Path) -> None:

@@ -235,7 +235,6 @@ def test_nothing_else_of_python(text: str) -> None:
         ("[n // (n - 1)]", "zero"),
         ("[n - 2]", "a size would be negative"),
         ("broadcast(a, b)", r"\(2,\) and \(3,\) do not broadcast"),
-        ("z", "z is not an input"),
     ],
 )
 def test_errors_say_what_does_not_fit(text: str, reason: str) -> None:

@@ -173,24 +173,55 @@ def _named(parameters: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "place", "said"),
     [
-        ("act", "expected name(arguments) -> results"),
-        ("act(x) -> Tensor", "'x' is no argument; expected one of Tensor"),
-        ("act(float a) -> Tensor", "an op needs at least one Tensor"),
-        ("act(float a, Tensor x) -> Tensor", "tensors come before attributes"),
-        ("act(Tensor x, int n=1.5) -> Tensor", "its default is no int"),
-        ("act(Tensor x=None) -> Tensor", "only a Tensor? has a default"),
-        ("act(Tensor x) -> int", "it returns Tensor"),
-        ("act(Tensor x) -> (Tensor, Tensor)", "several results have names"),
-        ("act(Tensor x, float x=1) -> Tensor", "x names two things"),
-        (f"act(Tensor {'x' * 48}) -> Tensor", "has more than 47 characters"),
+        ("act", "", "expected name(arguments) -> results"),
+        ("act(Tensor x) > Tensor", "> T", "expected name(arguments) -> results"),
+        ("act(x) -> Tensor", "x", "'x' is no argument; expected one of Tensor"),
+        ("act(Tensor x, flot a=1) -> Tensor", "flot", "'flot a=1' is no argument"),
+        ("act(float a) -> Tensor", "float", "an op needs at least one Tensor"),
+        ("act(float a, Tensor x) -> Tensor", "Tensor x", "tensors come before attributes"),
+        ("act(Tensor x, int n=1.5) -> Tensor", "1.5", "its default is no int"),
+        ("act(Tensor x=None) -> Tensor", "Tensor x", "only a Tensor? has a default"),
+        ("act(Tensor x) -> int", "int", "it returns Tensor"),
+        ("act(Tensor x) -> (Tensor y, int n)", "int", "it returns Tensor"),
+        ("act(Tensor x) -> (Tensor, Tensor)", "Tensor, ", "several results have names"),
+        ("act(Tensor x, float x=1) -> Tensor", "x=1", "x names two things"),
+        (f"act(Tensor {'x' * 48}) -> Tensor", "xx", "has more than 47 characters"),
+        (
+            f"act({', '.join(f'Tensor x{i}' for i in range(17))}) -> Tensor",
+            "Tensor x16",
+            "it has 17 arguments",
+        ),
+        ("act(Tensor x,\n    flot a) -> Tensor", "flot", "'flot a' is no argument"),
     ],
 )
-def test_schemas_that_do_not_parse(schema: str, said: str) -> None:
+def test_schemas_that_do_not_parse(schema: str, place: str, said: str) -> None:
+    """The message has the line of the schema, and a caret under the place."""
     with pytest.raises(RecordError) as raised:
         record_of(schema, "mistakes")
-    assert said in str(raised.value)
+    first, line, caret = str(raised.value).splitlines()
+    assert first.startswith("op schema: ") and said in first
+    assert line.strip() in schema and line[caret.index("^") :].startswith(place)
+    assert caret.strip() == "^"
+
+
+@pytest.mark.parametrize(
+    ("texts", "line", "place", "said"),
+    [
+        ({"shapes": "y = x[0"}, "x[0", "[0", "shape: '[' was never closed"),
+        ({"shapes": "y = x + [n]"}, "x + [n]", "n]", "n is not a size"),
+        ({"shapes": "y = x[:-1] + [é]"}, "x[:-1] + [é]", "é", "not in the language of shapes"),
+        ({"input_shapes": "x = x; w"}, "x = x; w", "w", "expected entries `name = value`"),
+        ({"choices": "mode = a | b; mode = c"}, "mode = a | b; mode = c", "mode = c", "each name once"),
+    ],
+)
+def test_texts_that_do_not_parse(texts: dict[str, str], line: str, place: str, said: str) -> None:
+    with pytest.raises(RecordError) as raised:
+        record_of("act(Tensor x, str mode='a') -> Tensor", "mistakes", **texts)
+    first, shown, caret = str(raised.value).splitlines()
+    assert said in first and shown == f"  {line}"
+    assert shown[caret.index("^") :].startswith(place)
 
 
 def test_schemas_are_read_as_in_cpp() -> None:

@@ -1,11 +1,13 @@
 """What a compiler says, with the user's own file and line first."""
 
+import ast
 import os
 import re
 from collections.abc import Collection
 from pathlib import Path
 
-from ..errors import BuildError
+from ..errors import BuildError, RecordError
+from ..schema_text import record_of
 from .cache import cache_folder
 
 # "mish.h:12:5: error: ..." (GCC, Clang) and "mish.h(12): error: ..." (nvcc).
@@ -13,6 +15,10 @@ _PLACE = re.compile(r"^(?P<file>[^\s:(][^:(\n]*)(?::(?P<line>\d+)(?::\d+)?:|\((?
 _ERROR = re.compile(r"^(?:fatal |catastrophic )?error:? *|^error +#?[\w-]+: *")
 
 _THROWN = re.compile(r"\| *.*\bthrow \"(.*)\";")
+
+_LITERALS = r'((?:"(?:[^"\\\n]|\\.)*"\s*)+)'  # adjacent ones are one text
+_RECORD = re.compile(rf"\bRecord\(\s*{_LITERALS}")
+_RECORD_TEXT = re.compile(rf"\.(shapes|input_shapes|choices|memory)\(\s*{_LITERALS}\)")
 
 _KNOWN = (
     (
@@ -55,30 +61,50 @@ def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError
     for pattern, cure in _KNOWN:
         if found := pattern.search(output):
             return BuildError(f"{step}: {cure.format(*found.groups())}\n\n{text}")
-    return BuildError(f"{_headline(text, sources) or f'{step} failed'}\n\n{text}")
+    headline = f"{step} failed"
+    if first := _first_error(text, sources):
+        file, line, said = first
+        if "constant" in said and (thrown := _THROWN.search(text)):  # the checks of records are constexpr
+            said = f"the record does not parse: {_record_mistake(file, line) or thrown[1]}"
+        headline = f"{_relative(file)}:{line}: {said}"
+    return BuildError(f"{headline}\n\n{text}")
 
 
-def _headline(text: str, sources: Collection[Path]) -> str | None:
+def _first_error(text: str, sources: Collection[Path]) -> tuple[str, int, str] | None:
+    """Returns the file, the line and the text of the error that the message starts with."""
     folders = {source.parent for source in sources}
-    own: str | None = None  # the user's line that was mentioned last
-    elsewhere: tuple[str, str] | None = None  # an error in another file, to which the user's line may follow
+    own: tuple[str, int] | None = None  # the user's line that was mentioned last
+    elsewhere: tuple[str, int, str] | None = None  # an error in another file; the user's line may follow it
     for line in text.splitlines():
         place = _PLACE.match(line.removeprefix("In file included from ").strip())
         if place is None:
             continue
-        where = f"{_relative(place['file'])}:{place['line'] or place['nv']}"
+        where = place["file"], int(place["line"] or place["nv"])
         said, is_error = _ERROR.subn("", place["text"])
-        if "throw" in said and (thrown := _THROWN.search(text)):
-            said = f"the record does not parse: {thrown[1]}"  # its checks are constexpr
         if _is_own(Path(place["file"]), folders):
             own = where
             if is_error or elsewhere:
-                return f"{own}: {elsewhere[1] if elsewhere else said}"
+                return *own, elsewhere[2] if elsewhere else said
         elif is_error:
             if own or elsewhere:
-                return f"{own}: {said}" if own else ": ".join(elsewhere or ())
-            elsewhere = where, said
-    return ": ".join(elsewhere) if elsewhere else None
+                return (*own, said) if own else elsewhere
+            elsewhere = *where, said
+    return elsewhere
+
+
+def _record_mistake(file: str, line: int) -> str | None:
+    """Returns what Python's parser says of the record that begins at a line; None if it finds no mistake."""
+    try:
+        source = "".join(Path(file).read_text().splitlines(keepends=True)[line - 1 :])
+        schema, *others = _RECORD.finditer(source)
+        rest = source[schema.end() : others[0].start() if others else None]
+        texts = {name: ast.literal_eval(f"({text})") for name, text in _RECORD_TEXT.findall(rest)}
+        record_of(ast.literal_eval(f"({schema[1]})"), "", **texts)
+    except RecordError as error:
+        return str(error)
+    except (OSError, ValueError, SyntaxError):
+        pass  # not written as the expressions above have it
+    return None
 
 
 def _is_own(file: Path, folders: Collection[Path]) -> bool:
