@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..device_module.pack import pack, template
 from ..errors import BuildError
 from .flags import Options, find_installation
 from .project import Project
@@ -53,7 +52,8 @@ def add_modules(
         LibraryError: the installation lacks the prebuilt library.
         TwinopError: a file cannot be imported.
     """
-    from ..triton.build import make_payload  # with torch, which other builds do not need
+    from ..device_module.pack import pack, template  # builds without kernels in Python need neither
+    from ..triton.build import make_payload  # nor torch
 
     archs, ptx = _architectures(options.archs)
     names = ", ".join(path.name for path in project.modules)

@@ -10,11 +10,6 @@ from typing import Any
 from ..errors import BuildError
 from ..names import check_domain
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 _OPS = re.compile(r"\bTWINOP_(OP|CPU_OP|ELEMENTWISE|ROWWISE|UNARY)\s*\(\s*(\w+)")
 _KERNEL_OPS = re.compile(r"^@(?:twinop\.)?(triton|numba|cuda)_op\(", re.MULTILINE)
 _SUFFIXES = (".h", ".hpp", ".cuh", ".cu", ".cpp", ".cc")
@@ -140,6 +135,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "pyproject.toml"
     if not file.is_file():
         return {}
+    if sys.version_info >= (3, 11):  # imported here: twinop.compile has no such file, and is called in notebooks
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
