@@ -1,4 +1,4 @@
-"""Pages of docs/guide/: some are typed from top to bottom in an empty folder; what is not run is known.
+"""The front page and docs/guide/ are typed from top to bottom in an empty folder; what is not run is known.
 
 tests/project/test_site.py follows the page of the first op. A block that is not run has a comment above
 it, as in test_docs.py.
@@ -23,6 +23,7 @@ NOT_RUN = {  # by the first line
     "docs/guide/cmake.md": ["cmake -B build"],
     "docs/guide/performance.md": ["twinop bench"],
 }
+COMMANDS_ONLY = ("docs/guide/cmake.md", "docs/guide/performance.md")  # nothing in them is run here
 NET = """
 import torch
 
@@ -63,7 +64,7 @@ def script(blocks: list[Block], context: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [f"docs/guide/{page}.md" for page in ("exporting", "load-inline", "triton")])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in COMMANDS_ONLY])
 def test_blocks(page: str, tmp_path: Path) -> None:
     """With a C++ compiler only."""
     folder = tmp_path / "an empty folder ä"
