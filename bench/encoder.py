@@ -165,9 +165,7 @@ def main(
         str | None,
         typer.Option(help="Default: bfloat16,float16 on a GPU, float32 on a CPU.", show_default=False),
     ] = None,
-    exporter: Annotated[
-        str, typer.Option(help="The exporter of both: dynamo or torchscript.")
-    ] = "torchscript",
+    exporter: Annotated[str, typer.Option(help="The exporter of both: dynamo or torchscript.")] = "dynamo",
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: a tiny model, few runs.")] = False,
     output: Output = None,
