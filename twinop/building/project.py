@@ -135,7 +135,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "pyproject.toml"
     if not file.is_file():
         return {}
-    if sys.version_info >= (3, 11):  # imported here: twinop.compile has no such file, and is called in notebooks
+    if sys.version_info >= (3, 11):  # imported here, because twinop.compile has no such file
         import tomllib
     else:
         import tomli as tomllib
