@@ -6,6 +6,7 @@
     twinop bench encoder          # a transformer in ONNX Runtime, with and without twinop's nodes
     twinop bench node-overhead    # the cost of a custom node and of a built-in one
     twinop bench first-call LIB   # the first call of an op in a fresh process
+    twinop bench packed-weight    # what packing a constant weight once per session gains
     twinop bench footprint        # the size of the libraries and the time of the build
     twinop bench serve            # the inference service beside plain servers
     twinop bench soak             # the inference service under load while versions change

@@ -24,6 +24,7 @@ class Commands(LazyGroup):
         "node-overhead": "twinop.bench.node_overhead:main",
         "first-call": "twinop.bench.first_call:main",
         "footprint": "twinop.bench.footprint:main",
+        "packed-weight": "twinop.bench.packed_weight:main",
         "triton": "twinop.bench.triton_report:main",
         "serve": "twinop.bench.serving.serve:main",
         "soak": "twinop.bench.serving.soak:main",
@@ -34,6 +35,7 @@ class Commands(LazyGroup):
         "serve": "about 25 minutes",
         "soak": "about 4 minutes",
         "node-overhead": "about half a minute",
+        "packed-weight": "about half a minute",
         "first-call": "about two minutes",
         "triton": "about two minutes on an H200",
     }

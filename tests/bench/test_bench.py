@@ -69,10 +69,22 @@ def test_node_overhead_report(tmp_path: Path) -> None:
     assert document["slope_ns_per_node"].keys() == {"twinop", "built-in", "built-in again"}
 
 
+@pytest.mark.slow  # it compiles an op
+def test_packed_weight_report(tmp_path: Path) -> None:
+    done = bench("packed-weight", "--quick", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("packed-weight-*.json")
+    document = json.loads(path.read_text())
+    check_document(document, "packed-weight")
+    assert {(row["size"], row["packed"].startswith("once")) for row in document["rows"]} == {
+        (size, once) for size in (256, 1024) for once in (True, False)
+    }
+
+
 @pytest.mark.parametrize("path", sorted(report.RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_recorded_results_say_where_they_come_from(path: Path) -> None:
     document = read_json(path)
-    of_kernels = document["benchmark"] in ("ops", "matmul", "encoder", "node-overhead")
+    of_kernels = document["benchmark"] in ("ops", "matmul", "encoder", "node-overhead", "packed-weight")
     (check_document if of_kernels else check_origin)(document, document["benchmark"])
     assert document["environment"]["commit"] != "unknown"
 
