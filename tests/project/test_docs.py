@@ -201,8 +201,14 @@ def ports() -> Iterator[None]:
         yield
 
 
-@pytest.mark.timeout(600)  # the blocks of the README take 40 s on an idle machine
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "README.md" else name  # 40 s on an idle machine
+        for name in DOCUMENTS
+    ],
+)
 def test_blocks(document: str, tmp_path: Path) -> None:
     if not (ROOT / ".venv/bin/twinop").exists():
         pytest.skip("no .venv: ./build.sh has not run")

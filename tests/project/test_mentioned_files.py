@@ -78,9 +78,9 @@ def test_files_that_are_named_exist() -> None:
         path = ROOT / file
         if not path.is_file() or path.is_symlink():
             continue
-        new = set(STEP.findall(path.read_text())) if path.suffix == ".md" else set()
+        known = ends | OTHERS | set(STEP.findall(path.read_text()) if path.suffix == ".md" else ())
         for number, line in prose(path):
-            names = (name for name in NAME.findall(line) if name not in ends | OTHERS | new)
+            names = (name for name in NAME.findall(line) if name not in known)
             for name in names:
                 if not any((folder / name).exists() for folder in (ROOT, includes, path.parent)):
                     wrong.append(f"{file}:{number}: {name}")
