@@ -1,4 +1,4 @@
-"""`twinop build mish.py times.h`: one library with ops of both kinds."""
+"""`twinop build mish.py mish.h`: one library with ops of both kinds."""
 
 import shutil
 from pathlib import Path
