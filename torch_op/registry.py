@@ -14,6 +14,7 @@ import torch
 from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
 from twinop.library import Library, find_library, read_library
+from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import DOMAIN, Record
 
 from .autograd import make_function
@@ -49,6 +50,7 @@ class Ops:
 
 _loaded: dict[tuple[Path, str], Ops] = {}  # by file and namespace
 _owners: dict[str, tuple[Record, Path]] = {}  # by the op's name in torch's dispatcher
+_without_cpu_kernel: set[str] = set()  # Record.key
 
 # Tensors that no kernel reads. Without these entries, torch's error is a dump of its dispatch table.
 _FOREIGN_KEYS = {
@@ -79,6 +81,12 @@ def library_of(record: Record) -> Path | None:
     """Returns the library from which torch has an op."""
     _, path = _owners.get(record.torch_name, (None, None))
     return path
+
+
+def runs_on_cpu(record: Record) -> bool:
+    """Whether a loaded op takes CPU tensors: with its kernel, or with the body in its Python module."""
+    has_kernel = "cpu" in record.devices and record.key not in _without_cpu_kernel
+    return has_kernel or record.key in CPU_FUNCTIONS
 
 
 def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
@@ -199,6 +207,7 @@ def _derive(record: Record) -> None:
     library.impl(record.name, autograd_kernel, "Autograd")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
         library.impl(record.name, cpu_rule(record), "CPU")
+        _without_cpu_kernel.add(record.key)
     if record.autocast == "widest":
         for device in ("CPU", "CUDA"):
             library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")

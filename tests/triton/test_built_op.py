@@ -105,6 +105,25 @@ def refused(tmp_path: Path, name: str, text: str, archs: str = "90", **more: Any
     return str(raised.value)
 
 
+def _test_alone(library: Library, folder: Path, **env: str) -> tuple[int, str]:
+    path = shutil.copy(library.path, folder)
+    command = [sys.executable, "-m", "twinop", "test", str(path)]
+    done = subprocess.run(command, cwd=folder, env=os.environ | env, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_without_its_python_file_and_a_gpu_nothing_can_be_tested(library: Library, tmp_path: Path) -> None:
+    code, printed = _test_alone(library, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert code == 1
+    assert "its ops have no CPU kernels, and this machine has no GPU. Put the Python file" in printed
+
+
+@pytest.mark.cuda
+def test_without_its_python_file_the_gpu_is_tested(library: Library, tmp_path: Path) -> None:
+    code, printed = _test_alone(library, tmp_path)
+    assert code == 0 and " passed" in printed, printed
+
+
 def test_what_cannot_be_built(tmp_path: Path) -> None:
     mish = mish_file(tmp_path, "refused_mish").read_text()
     assert "--archs sm_90: expected native, all, or a list" in refused(

@@ -1,6 +1,6 @@
 """Finds the libraries, the modules of function bodies and the tests that `twinop test` and `bench` mean."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,31 @@ def _tests_of(module: Path) -> list[Path]:
 
 
 def load(given: str) -> list[Any]:
-    """Loads the libraries and modules of a target into torch, and returns the records of its ops."""
+    """Loads the libraries and modules of a target into torch.
+
+    Returns:
+        The records of the ops, each with the devices on which this process can test it.
+
+    Raises:
+        TwinopError: as `find_target`; or no op can be tested here.
+    """
+    import torch
+
+    from twinop.torch_op.registry import runs_on_cpu
+
     from . import own_ops
     from .under_test import add_library
 
     records = []
     for library, path in find_target(Path(given)).libraries.items():
-        own = read_library(library).domain == DOMAIN and path is None
-        records += add_library(library, own_ops if own else load_module(path) if path else None)
+        about = read_library(library)
+        own = about.domain == DOMAIN and path is None
+        for record in add_library(library, own_ops if own else load_module(path) if path else None):
+            without_cpu = tuple(device for device in record.devices if device != "cpu")
+            records.append(record if runs_on_cpu(record) else replace(record, devices=without_cpu))
+        if not torch.cuda.is_available() and not any("cpu" in record.devices for record in records):
+            raise TwinopError(
+                f"{library}: its ops have no CPU kernels, and this machine has no GPU. Put the Python file "
+                f"of the ops ({about.domain}.py) beside the library: its bodies then run on the CPU"
+            )
     return records

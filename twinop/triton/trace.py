@@ -56,6 +56,8 @@ def trace(
     Raises:
         BuildError: the launcher does something that a library cannot do, or has too many branches.
     """
+    if torch.cuda.is_available():
+        torch.cuda.init()  # the first fake tensor does it otherwise, and finds a symbolic compute capability
     tracer = _Tracer(record, launcher, choose, intercept)
     plans: list[TracedPlan] = []
     outputs: dict[Ranks, list[_Outputs]] = {}
