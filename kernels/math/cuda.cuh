@@ -79,6 +79,7 @@ TWINOP_INLINE T Divide(T a, T b, T inverse) {
   return Fma(Fma(-b, quotient, a), inverse, quotient);
 }
 
+// a / b for a b of moderate size, without the branch that the compiler's division has for others.
 TWINOP_INLINE float Divide(float a, float b) { return Divide(a, b, HardwareReciprocal(b)); }
 
 // The words of a double: what the integer units do the FP64 unit, of half the width, need not.
@@ -139,6 +140,7 @@ TWINOP_INLINE ReducedFloat Quotient(ReducedFloat a, ReducedFloat, ReducedFloat i
   return a * inverse;
 }
 TWINOP_INLINE ReducedFloat Reciprocal(ReducedFloat x) { return HardwareReciprocal(x.value); }
+TWINOP_INLINE ReducedFloat Divide(ReducedFloat a, ReducedFloat b) { return a * Reciprocal(b); }
 TWINOP_INLINE ReducedFloat Exp(ReducedFloat x) { return HardwareExp2(x.value * 0x1.715476p+0f); }
 // 2^8 e^x for x <= 0, in two instructions instead of five. Just enough: what the hardware flushes
 // to 0, below 2^-134, is 0 in 16 bits too. A larger factor costs digits of the exponent where e^x

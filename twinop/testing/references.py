@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Results = Tensor | tuple[Tensor, ...]
@@ -59,6 +60,12 @@ class Reference:
         if allowed is None:
             allowed = 1 if self.ulps is None else 8
         return min(allowed, 1) if dtype in ("float16", "bfloat16") else allowed  # rounded once, at the end
+
+
+def as_close_as_torch_asks(result: Tensor, exact: Tensor) -> Tensor:
+    """Returns which elements torch.testing.assert_close would take as equal."""
+    rtol, atol = TORCH_TOLERANCES[str(result.dtype).removeprefix("torch.")]
+    return torch.isclose(result.cpu().double(), exact.double(), rtol, atol, equal_nan=True)
 
 
 def ulps(float32: float, float64: float | None = None, half: float = ONE_ROUNDING) -> dict[str, float]:

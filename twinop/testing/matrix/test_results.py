@@ -16,7 +16,7 @@ from twinop.record import Record
 
 from ..messages import called, fail, first_difference, require_same_bits
 from ..ort_runner import OrtRunner, poisoned
-from ..references import TORCH_TOLERANCES
+from ..references import as_close_as_torch_asks
 from ..samples import (
     Sample,
     is_given,
@@ -85,11 +85,6 @@ def test_the_kernel_gives_what_the_body_means(record: Record, dtypes: dict[str, 
                 + first_difference(name, wrong, result.cpu(), each.exact, sample, names)
                 + f"\n{advice(record, 'ulps')}"
             )
-
-
-def as_close_as_torch_asks(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    rtol, atol = TORCH_TOLERANCES[str(result.dtype).removeprefix("torch.")]
-    return torch.isclose(result.cpu().double(), exact.double(), rtol, atol, equal_nan=True)
 
 
 # ---------------------------------------------------------------------------- addresses and layouts
