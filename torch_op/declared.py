@@ -7,7 +7,7 @@ from typing import Any
 
 from twinop.errors import LibraryError
 from twinop.find import find_library_of
-from twinop.kernel_op import DECLARED, KernelOp, describe_source
+from twinop.kernel_op import DECLARED, KernelOp, hash_of_source
 from twinop.library import read_library
 from twinop.own_op import library_beside
 
@@ -48,7 +48,8 @@ def _library_of(declared: KernelOp) -> Path | None:
             continue
         if library.domain != declared.domain or declared.name not in library.records:
             continue
-        if describe_source([declared.file]) in library.source.split():
+        hashes = [part.rpartition("=")[2] for part in library.source.split()]
+        if hash_of_source(declared.file) in hashes:  # the file has another name in an installed package
             return library.path
         warnings.warn(
             f"{library.path} was built from another version of {declared.file.name}: its ops run without the "

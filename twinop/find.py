@@ -5,7 +5,7 @@ module whose `library_path()` returns the library's path. The module is imported
 names the domain; its import registers function bodies and second derivatives.
 """
 
-import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .errors import LibraryError
 from .library import library_folders, read_library
+from .own_op import library_beside
 from .record import DOMAIN
 
 GROUP = "twinop.libraries"
@@ -35,6 +36,9 @@ class Package:
     def library_path(self) -> Path:
         """Imports the package's module and returns the path of its library.
 
+        Where something that the module imports is missing, such as Triton on a machine that only serves
+        models, it is the library beside the module.
+
         Raises:
             LibraryError: the import fails, the module has no `library_path()`, or the file is missing.
         """
@@ -43,6 +47,8 @@ class Package:
         try:
             module = importlib.import_module(self.module)
         except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and (beside := self._library_beside()) is not None:
+                return beside
             raise LibraryError(
                 f"{what}: importing its module {self.module} failed: {type(error).__name__}: {error}. Mend "
                 f"or reinstall it ({again}), or name the library to use"
@@ -57,6 +63,13 @@ class Package:
         if not path.is_file():
             raise LibraryError(f"{what}: its library {path} is missing. Install it again: {again}")
         return path
+
+    def _library_beside(self) -> Path | None:
+        try:
+            spec = importlib.util.find_spec(self.module)
+            return Path(library_beside(spec.origin)()) if spec is not None and spec.origin else None
+        except (ImportError, LibraryError):
+            return None
 
 
 def package_key(domain: str) -> str:

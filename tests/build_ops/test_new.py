@@ -1,6 +1,7 @@
 """`twinop new`: projects that work as they are made, and become wheels."""
 
 import difflib
+import os
 import re
 import subprocess
 import sys
@@ -109,6 +110,36 @@ def test_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "packed/__init__.py",
         "packed/libpacked.so",
     ]
+
+
+def test_a_wheel_of_a_kernel_in_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The project is green, and its installed package runs the library, from a file of another name."""
+    pytest.importorskip("triton")
+    if not entry_points(group="hatch", name="twinop"):
+        pytest.skip("twinop was installed here before it had a build hook")
+    made = twinop("new", "my_first", "--kind", "triton", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    folder = tmp_path / "my_first"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("my_first.py", "pyproject.toml", "test_my_first.py")
+    ]
+    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
+    monkeypatch.setenv("TWINOP_CUDA_ARCHS", "90")
+    done = subprocess.run([*pip, "-w", tmp_path], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_pytest(folder)
+    site = tmp_path / "site"
+    with zipfile.ZipFile(tmp_path / "my_first-0.1.0-py3-none-linux_x86_64.whl") as wheel:
+        wheel.extractall(site)
+    code = "import torch, my_first; my_first.my_first(torch.ones(2)); from twinop import torch_op; "
+    code += "print(torch_op.load_domain('my_first').library.path)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(site / "my_first/libmy_first.so"), done.stderr
 
 
 @pytest.mark.parametrize(

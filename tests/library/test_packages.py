@@ -86,6 +86,16 @@ def test_a_broken_package(site: Path, text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_a_package_whose_kernels_need_a_module_that_is_missing(site: Path) -> None:
+    """A machine that serves models has the library, and neither Triton nor torch."""
+    negate_package(site)
+    (site / "other_ops.py").write_text("import no_such_compiler")
+    assert find_library_of("other.ops") == str(site / "libother_ops.so")
+    (site / "libother_ops.so").unlink()
+    with pytest.raises(LibraryError, match="failed: ModuleNotFoundError: No module named 'no_such_compiler'"):
+        find_library_of("other.ops")
+
+
 def test_two_packages_with_one_domain(site: Path) -> None:
     negate_package(site)
     describe_package(site, "more-ops", "1.0", "other.ops", "more_ops")

@@ -13,12 +13,14 @@ from .cache import writing
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-Kind = Literal["elementwise", "rowwise", "kernel"]
+Kind = Literal["elementwise", "rowwise", "kernel", "triton"]
 """What kind of op a project starts with: a folder of templates."""
 
 
 def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = None) -> Path:
-    """Writes a project into a folder of its name: a header, a Python file, a test and pyproject.toml.
+    """Writes a project into a folder of its name: the op's header and Python file, a test, pyproject.toml.
+
+    An op in Triton has no header.
 
     Raises:
         BuildError: the folder is there already, or cannot be written.
@@ -30,6 +32,8 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
     if folder.exists():
         raise BuildError(f"{folder} is there already. Choose another name, or another folder to start from")
     words = {"my_op": name, "MyOp": "".join(word[:1].upper() + word[1:] for word in name.split("_"))}
+    if kind == "triton":
+        words = {"my_op.h": "my_op.py"} | words
     with writing(folder):
         folder.mkdir(parents=True)
         for template in (_TEMPLATES / "pyproject.toml", *sorted((_TEMPLATES / kind).glob("*my_op*.*"))):
@@ -46,11 +50,11 @@ def new(
         Kind,
         typer.Option(
             help="elementwise: a functor of one element; rowwise: sums over rows; kernel: a launcher and "
-            "CUDA kernels of your own."
+            "CUDA kernels of your own; triton: a kernel in Triton, in the Python file."
         ),
     ] = "elementwise",
 ) -> None:
-    """Start a project of one op: a header, a Python file, a test and a pyproject.toml.
+    """Start a project of one op: its header and Python file, a test and a pyproject.toml.
 
     Example: twinop new mish && cd mish && twinop build && twinop test
     """
