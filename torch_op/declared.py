@@ -7,7 +7,7 @@ from typing import Any
 
 from twinop.errors import LibraryError
 from twinop.find import find_library_of
-from twinop.kernel_op import DECLARED, KernelOp, hash_of_source
+from twinop.kernel_op import DECLARED, KernelOp, describe_source
 from twinop.library import read_library
 from twinop.own_op import library_beside
 
@@ -48,8 +48,9 @@ def _library_of(declared: KernelOp) -> Path | None:
             continue
         if library.domain != declared.domain or declared.name not in library.records:
             continue
+        # Only the hashes are compared: the file has another name in an installed package.
         hashes = [part.rpartition("=")[2] for part in library.source.split()]
-        if hash_of_source(declared.file) in hashes:  # the file has another name in an installed package
+        if describe_source([declared.file]).rpartition("=")[2] in hashes:
             return library.path
         warnings.warn(
             f"{library.path} was built from another version of {declared.file.name}: its ops run without the "

@@ -207,22 +207,13 @@ cuda_op = functools.partial(triton_op, kind="cuda")
 """As `triton_op`, for kernels in CUDA C++ (`cuda_kernel`), which NVRTC compiles."""
 
 
-def hash_of_source(file: Path) -> str:
-    """Returns what `describe_source` says of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-
-
 def describe_source(files: Iterable[Path]) -> str:
     """Returns the names of source files with a hash of each, by which a library that is outdated is noticed.
 
     Raises:
         OSError: a file cannot be read.
     """
-    return " ".join(f"{file.name}={hash_of_source(file)}" for file in files)
+    return " ".join(f"{file.name}={hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" for file in files)
 
 
 def _place(launcher: Launcher) -> str:

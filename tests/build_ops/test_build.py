@@ -129,7 +129,7 @@ def test_an_interrupted_build_leaves_no_library(times: Built, cache: Path, tmp_p
     compiler = program(
         tmp_path / "bin" / "c++",
         'case "$*" in *-dM*) exec c++ "$@" ;; esac',
-        f'for last; do :; done; echo half > "$last"; touch "{started}"; exec sleep 20',
+        f'for last; do :; done; echo half > "$last"; touch "{started}"; exec sleep 2',
     )
     output = tmp_path / "libtimes.so"
     command = [sys.executable, "-c", BUILD, str(tmp_path / "times.h"), str(output)]

@@ -129,7 +129,7 @@ def small(tmp_path: Path) -> Iterator[Served]:
 def test_slow_bodies_give_their_bytes_back(small: Served) -> None:
     head = b"POST /v2/models/largest/infer HTTP/1.1\r\nContent-Length: %d\r\n"
     head += b"Inference-Header-Content-Length: 9\r\n\r\n"
-    connections = [small.connect() for _ in range(8)]
+    connections = [small.connect() for _ in range(16)]  # the request below may take the place of some
     for connection in connections:
         connection.sendall(head % (2 * MIB) + bytes(MIB))
     wait_until(lambda: "(max_bytes_in_flight)" in over_http(small, MIB), 8)
@@ -153,13 +153,13 @@ def test_more_connections_than_allowed(small: Served) -> None:
 def test_slow_grpc_messages_give_their_bytes_back(small: Served) -> None:
     """Only the first half of each arrives."""
     with ThreadPoolExecutor() as pool:
-        sending = pool.submit(outcomes, small, "grpc", "largest", MIB, 8, part=0.5)
+        sending = pool.submit(outcomes, small, "grpc", "largest", MIB, 16, part=0.5)
         wait_until(lambda: outcomes(small, "grpc", "largest", MIB, 1) != ["ok"], 8)
         assert small.infer("relu", X).status == 200
         wait_until(lambda: outcomes(small, "grpc", "largest", MIB, 1) == ["ok"])
         said = sending.result()
     late = [each for each in said if "did not arrive within 8 s (body_seconds)" in each]
-    assert 0 < len(late) < 8 and all(each in late or "(max_bytes_in_flight)" in each for each in said)
+    assert 0 < len(late) < 16 and all(each in late or "(max_bytes_in_flight)" in each for each in said)
 
 
 def test_more_calls_than_allowed(small: Served) -> None:
