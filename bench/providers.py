@@ -123,6 +123,8 @@ class Providers:
         if case.direction == FORWARD:
             makers |= {provider: partial(self._in_ort, provider, sample) for provider in entry.ort}
         for provider, peer in entry.peers.items():
+            if callable(peer) and self.stream is None:  # a launch on the GPU
+                continue
             if case.direction == FORWARD or provider == "Liger":
                 makers[provider] = partial(_peer, peer, sample)
         torch._dynamo.reset()  # it compiles one function for at most 8 shapes
@@ -223,7 +225,7 @@ def _in_torch(function: Callable[..., Any], sample: Sample) -> Subject:
     return Subject(backward_run(function, list(sample.inputs.values()), sample.outputs))
 
 
-def _peer(peer: str, sample: Sample) -> Subject:
+def _peer(peer: peers.Peer, sample: Sample) -> Subject:
     function = peers.resolve(peer)
     if sample.case.direction == FORWARD or peer not in peers.OVERWRITES_INPUTS:
         return _in_torch(function, sample)

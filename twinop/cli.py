@@ -16,6 +16,7 @@ class Commands(LazyGroup):
     modules: ClassVar = {
         "new": "twinop.building.new:new",
         "build": "twinop.building.command:build",
+        "tune": "twinop.triton.command:tune",
         "test": "twinop.testing.command:main",
         "bench": "twinop.bench.__main__:bench",
         "export": "twinop.export.to_onnx:main",

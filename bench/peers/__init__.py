@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twinop.export.body_in_torch import evaluate_body
+from twinop.kernel_op import DECLARED
 from twinop.record import Record
+
+Peer = str | Callable[..., Any]
 
 OVERWRITES_INPUTS = ("others:liger_swiglu",)
 """The peers whose backward overwrites the inputs that forward saved with the gradients."""
@@ -31,7 +34,7 @@ class Entry:
         op: the op's name in the registry.
         inputs: the names of the inputs to pass.
         eager: torch's own function of these inputs.
-        peers: provider -> "module:function" of this package.
+        peers: provider -> "module:function" of this package, or a function.
         ort: provider -> ONNX Runtime's own nodes in ONNX's text format, separated by semicolons; the first
             provider is what a stock export holds.
         variants: other values of the op's attribute `variant`, measured beside the default.
@@ -44,7 +47,7 @@ class Entry:
     op: str
     inputs: str
     eager: Callable[..., Any]
-    peers: Mapping[str, str] = field(default_factory=dict)
+    peers: Mapping[str, Peer] = field(default_factory=dict)
     ort: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[str, ...] = ()
@@ -244,6 +247,8 @@ def entry_of(
 ) -> Entry:
     """Returns the entry of an op that the table does not name: torch's own function is its function body.
 
+    The peer of an op whose kernels are in Triton is Triton's own launch of them.
+
     Args:
         names: the inputs to pass; by default all.
     """
@@ -255,16 +260,32 @@ def entry_of(
         results = evaluate_body(record, [by_name.get(entry.name) for entry in record.inputs], given)
         return results if len(results) > 1 else results[0]
 
-    return Entry(record.key, names, eager, attributes=given, backward=bool(record.gradient), library=library)
+    def launch(*inputs: Tensor) -> Any:
+        by_name = dict(zip(names.split(), inputs, strict=True))
+        return declared.launcher(**{entry.name: by_name.get(entry.name) for entry in record.inputs}, **given)
+
+    declared: Any = DECLARED.get(record.key)
+    in_triton = declared is not None and declared.kind == "triton"
+    return Entry(
+        record.key,
+        names,
+        eager,
+        peers={"Triton": launch} if in_triton else {},
+        attributes=given,
+        backward=bool(record.gradient),
+        library=library,
+    )
 
 
-def resolve(peer: str) -> Callable[..., Any]:
-    """Returns the function "module:name".
+def resolve(peer: Peer) -> Callable[..., Any]:
+    """Returns the function "module:name"; a function is returned as it is.
 
     Raises:
         ImportError: its library is not installed.
     """
     import importlib
 
+    if not isinstance(peer, str):
+        return peer
     module, _, name = peer.partition(":")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -41,10 +41,11 @@ def check_libraries(facts: Environment) -> Iterator[Finding]:
             for each in record.combinations
             for dtype in each.values()
         }
+        count = len(library.by_onnx_name)
         yield ok(
             "library",
             f"{library.path}: domain {library.domain} {library.domain_version}, twinop {library.version}, "
-            f"{len(library.by_onnx_name)} ops for {', '.join(sorted(dtypes))}, GPU code for "
+            f"{count} op{'s' * (count != 1)} for {', '.join(sorted(dtypes))}, GPU code for "
             f"{library.cuda_archs or 'none'}",
         )
         if not library.exports_ort:

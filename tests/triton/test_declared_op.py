@@ -12,7 +12,8 @@ from kernel_ops import mish_file
 from own_ops import output_of
 
 import twinop
-from twinop.errors import RecordError, TwinopError
+from twinop.errors import ExportError, RecordError, TwinopError
+from twinop.export import export
 from twinop.kernel_op import KernelOp
 from twinop.load_module import load_module
 from twinop.schema_text import record_of
@@ -291,3 +292,15 @@ def test_a_file_that_needs_triton_where_it_is_absent(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(TwinopError, match=r"lonely.py cannot be imported: .*pip install 'twinop\[triton\]'"):
         load_module(mish_file(tmp_path, "lonely"))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_an_export_asks_for_the_library(exporter: str, mish: Any, tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mish(x)
+
+    with pytest.raises(
+        ExportError, match=r"unbuilt_mish \(.*\) has no library yet, .*Build it: twinop build"
+    ):
+        export(Model(), (torch.randn(3, 4),), tmp_path / "m.onnx", exporter=exporter)

@@ -108,7 +108,8 @@ def build(
         err.print("note:", style="bold yellow", end=" ")
         err.print(note, markup=False, highlight=False, soft_wrap=True)
     show_library(built.library)
-    done = f"{len(built.compiled)} steps" if built.compiled else "nothing to do"
+    steps = len(built.compiled)
+    done = f"{steps} step{'s' * (steps > 1)}" if steps else "nothing to do"
     out.print(
         f"{built.library.path}: {done}, {time.monotonic() - begin:.1f} s", highlight=False, soft_wrap=True
     )

@@ -15,6 +15,7 @@ from ..record import Record
 from .launches import compile_plans
 from .trace import trace
 from .traced import TracedOp
+from .tuning import Tuning, tuning_file
 
 Ranks = tuple[int | None, ...]
 
@@ -44,10 +45,10 @@ def make_payload(
 
     Raises:
         BuildError: a file declares no op, one of another domain, or one whose name another op has; a launcher
-            that cannot be traced, or a kernel that cannot be compiled.
+            that cannot be traced, a kernel that cannot be compiled, or a damaged file of `twinop tune`.
         TwinopError: a file cannot be imported.
     """
-    ops = [op for file in files for op in _declared_in(file, domain)]
+    ops = [op for file in files for op in _of_domain(declared_in(file), domain)]
     places = dict(others)
     for op in ops:
         if op.name in places:
@@ -79,13 +80,23 @@ def make_payload(
     return payload, notes
 
 
-def _declared_in(file: Path, domain: str) -> list[KernelOp]:
+def declared_in(file: Path) -> list[KernelOp]:
+    """Imports a Python file, and returns the ops that it declares.
+
+    Raises:
+        BuildError: it declares none.
+        TwinopError: it cannot be imported.
+    """
     load_module(file)
     ops = [op for op in DECLARED.values() if op.file.resolve() == file]
     if not ops:
         raise BuildError(
             f"{file}: declares no op. Expected @twinop.triton_op before a function of the module"
         )
+    return ops
+
+
+def _of_domain(ops: list[KernelOp], domain: str) -> list[KernelOp]:
     for op in ops:
         if op.domain != domain:
             raise BuildError(
@@ -102,7 +113,8 @@ def _traced(op: KernelOp, domain_version: int) -> TracedOp:
         for module, name in _OTHERS[op.kind]
     ]
     record = replace(op.record, domain_version=domain_version)
-    return trace(record, op.launcher, op.calls(dtype, _SIZE) or [], intercept=others)
+    tuning = Tuning.read(tuning_file(op.file))
+    return trace(record, op.launcher, op.calls(dtype, _SIZE) or [], tuning.choose, others)
 
 
 # ---------------------------------------------------------------------------------------------- bodies

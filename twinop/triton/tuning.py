@@ -9,7 +9,7 @@ own pruning leaves.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,11 @@ from unittest import mock
 from ..building.cache import write
 from ..errors import BuildError
 from .intercept import first_configuration
+
+
+def tuning_file(source: Path) -> Path:
+    """Returns where the measurements of a Python file are kept: mish.tune.json for mish.py."""
+    return source.with_suffix(".tune.json")
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,9 @@ class Entry:
     key: Mapping[str, int | float]
     dtypes: Sequence[str]
     config: Mapping[str, Any]
+
+
+Measured = Callable[[Entry, float | None], None]
 
 
 class Tuning:
@@ -82,15 +90,21 @@ class Tuning:
         return first_configuration(autotuner, arguments, arch)
 
     @contextmanager
-    def recording(self, arch: int) -> Iterator[None]:
-        """Adds an entry for each call of an autotuned kernel, which Triton measures."""
+    def recording(self, arch: int, measured: Measured = lambda entry, gain: None) -> Iterator[None]:
+        """Adds an entry for each call of an autotuned kernel, which Triton measures.
+
+        Args:
+            measured: is called with each new entry and its gain: the time of the first configuration over the
+                best one's; None where Triton had no choice, or the first one failed.
+        """
         from triton.runtime.autotuner import Autotuner
 
-        original = Autotuner.run
+        original, seen = Autotuner.run, []
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             arguments = dict(zip(autotuner.arg_names, args, strict=False))
             arguments |= {name: value for name, value in kwargs.items() if name in autotuner.arg_names}
+            autotuner.configs_timings = {}
             result = original(autotuner, *args, **kwargs)
             key = {
                 name: arguments[name]
@@ -100,6 +114,9 @@ class Tuning:
             config = autotuner.best_config.all_kwargs()
             entry = Entry(_name(autotuner), arch, key, _dtypes(arguments), config)
             self.entries = [each for each in self.entries if _call(each) != _call(entry)] + [entry]
+            if _call(entry) not in seen:
+                seen.append(_call(entry))
+                measured(entry, _gain(autotuner))
             return result
 
         with mock.patch.object(Autotuner, "run", run):
@@ -112,6 +129,11 @@ def _name(autotuner: Any) -> str:
 
 def _dtypes(arguments: Mapping[str, Any]) -> list[str]:
     return [str(value.dtype) for value in arguments.values() if hasattr(value, "dtype")]
+
+
+def _gain(autotuner: Any) -> float | None:
+    times = [time[0] if isinstance(time, Sequence) else time for time in autotuner.configs_timings.values()]
+    return times[0] / min(times) if times and math.isfinite(times[0]) else None
 
 
 def _call(entry: Entry) -> tuple[Any, ...]:

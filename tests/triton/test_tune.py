@@ -1,0 +1,120 @@
+"""`twinop tune`: what it measures, what builds make of it, and its errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from twinop.cli import app
+from twinop.errors import BuildError
+from twinop.triton.build import make_payload
+from twinop.triton.tuning import Entry, Tuning, tuning_file
+
+pytest.importorskip("triton")
+
+FILE = """\
+import torch
+import triton
+import triton.language as tl
+
+import twinop
+
+CONFIGS = [triton.Config({"BLOCK": block}, num_warps=4) for block in (64, 1024)]
+
+
+@triton.autotune(CONFIGS, key=["n"])
+@triton.jit
+def NAME_kernel(x, y, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + offsets, mask=offsets < n)
+    tl.store(y + offsets, v * v, mask=offsets < n)
+
+
+@twinop.triton_op("NAME(Tensor x) -> Tensor", body=torch.square, dtypes=("float32",))
+def NAME(x):
+    assert x.numel() <= 2**20, "too large"
+    y = torch.empty_like(x)
+    NAME_kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel())
+    return y
+"""
+
+
+def op_file(folder: Path, name: str, text: str = FILE) -> Path:
+    file = folder / f"{name}.py"
+    file.write_text(text.replace("NAME", name))
+    return file
+
+
+def tune(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["tune", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def entry(kernel: str, n: int, block: int, arch: int = 90) -> Entry:
+    config = {"BLOCK": block, "num_warps": 4, "num_ctas": 1, "num_stages": 3}
+    return Entry(kernel, arch, {"n": n}, ["torch.float32"] * 2, config)
+
+
+def test_a_build_chooses_what_was_measured(tmp_path: Path) -> None:
+    """By size and by architecture; a GPU that was not measured takes the first configuration."""
+    file = op_file(tmp_path, "tuned")
+    Tuning([entry("tuned_kernel", 100, 64), entry("tuned_kernel", 10_000, 1024)]).write(tuning_file(file))
+    payload, _ = make_payload([file], "tuned", 1, [80, 90], False, {})
+    for n, arch, block in [(1000, 90, 64), (1001, 90, 1024), (2**20, 90, 1024), (2**20, 80, 64)]:
+        plan = next(
+            plan
+            for plan in payload.ops[0].plans
+            if plan.ranks == (1,) and all(guard.evaluate([(n,)], (), arch) for guard in plan.guards)
+        )
+        assert plan.steps[0].grid[0].evaluate([(n,)]) == -(-n // block)  # type: ignore[union-attr]
+
+
+def test_a_damaged_file_stops_the_build(tmp_path: Path) -> None:
+    file = op_file(tmp_path, "damaged")
+    tuning_file(file).write_text("{")
+    with pytest.raises(BuildError, match=r"damaged\.tune\.json: it is not what `twinop tune` writes"):
+        make_payload([file], "damaged", 1, [90], False, {})
+
+
+@pytest.mark.parametrize("sizes", ["0", "12,x", "-5"])
+def test_sizes_that_are_none(sizes: str, tmp_path: Path) -> None:
+    result = tune(op_file(tmp_path, "sizes"), f"--sizes={sizes}")
+    assert result.exit_code == 1 and f"--sizes {sizes}: expected positive numbers" in result.stderr
+
+
+def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = tune(op_file(tmp_path, "without"))
+    assert result.exit_code == 1 and "measures on an NVIDIA GPU, and torch finds none here" in result.stderr
+
+
+def test_ops_in_cpp_are_not_tuned(tmp_path: Path) -> None:
+    (tmp_path / "mish.h").write_text("TWINOP_UNARY(mish, Mish)\n")
+    result = tune(tmp_path / "mish.h")
+    assert result.exit_code == 1 and "no Python file declares an op with kernels" in result.stderr
+
+
+@pytest.mark.cuda
+def test_it_measures_on_this_gpu(tmp_path: Path) -> None:
+    """Entries of other GPUs stay; a call that the launcher refuses is left out, with a note."""
+    file = op_file(tmp_path, "measured")
+    other = entry("measured_kernel", 64, 64, arch=1)
+    Tuning([other]).write(tuning_file(file))
+    result = tune(file, "--sizes", "64,65536,2097152")
+    assert result.exit_code == 0, result.output
+    assert "measured, size 2097152: left out: AssertionError: too large" in result.stderr
+    entries = json.loads(tuning_file(file).read_text())["entries"]
+    assert [each["key"]["n"] for each in entries] == [64, 64, 65536] and entries[0]["arch"] == 1
+    assert all(each["config"]["BLOCK"] in (64, 1024) for each in entries)
+    assert "measured_kernel" in result.stdout and "3 entries" in result.stdout
+
+
+@pytest.mark.cuda
+def test_kernels_without_configurations(tmp_path: Path) -> None:
+    text = FILE.replace('@triton.autotune(CONFIGS, key=["n"])\n', "").replace(
+        '[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel())',
+        "[(triton.cdiv(x.numel(), 64),)](x, y, x.numel(), BLOCK=64)",
+    )
+    result = tune(op_file(tmp_path, "fixed", text))
+    assert result.exit_code == 1 and "no kernel with @triton.autotune was launched" in result.stderr
