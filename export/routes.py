@@ -14,9 +14,7 @@ import onnx_ir as ir
 import torch
 from onnxscript import version_converter
 
-from twinop import torch_op
 from twinop.errors import ExportError, TwinopError
-from twinop.kernel_op import DECLARED, KernelOp
 from twinop.record import Record
 
 from .calls import infer_types
@@ -209,11 +207,6 @@ def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
                 raise ExportError(str(cause)) from error
             if fixed := _FIXED_AXIS.search(str(cause)):
                 raise fixed_axis(fixed[2], int(fixed[3]), fixed[1]) from error
-            if declared := _without_library(str(cause)):
-                raise ExportError(
-                    f"{declared.name} ({declared.place}) has no library yet, and its node is made from one. "
-                    f"Build it: twinop build {declared.file.name}"
-                ) from error
             text = f"{type(cause).__name__}: {_shorten(str(cause))}"
             raise ExportError(f"torch's {exporter} exporter cannot export the model. {text}") from error
     for value in model.graph.inputs:
@@ -221,16 +214,6 @@ def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
             if value.shape is not None and isinstance(value.shape[axis], int):
                 raise fixed_axis(str(value.name), axis, value.shape[axis])
     return model, list(dict.fromkeys(_shorten(str(entry.message)) for entry in caught))
-
-
-def _without_library(message: str) -> KernelOp | None:
-    """Returns an op whose kernels are in Python, which is not built and which an exporter's message names."""
-    built = torch_op.records()
-    for key, declared in DECLARED.items():
-        name = rf"\b{declared.record.namespace}(\.|::){declared.name}\b|triton_kernel_wrapper"
-        if key not in built and re.search(name, message):
-            return declared
-    return None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from twinop.errors import RecordError
+from twinop.errors import ExportError, RecordError
 from twinop.kernel_op import KernelOp
 from twinop.record import Record
 from twinop.triton.installed import check_triton
@@ -85,6 +85,11 @@ def _implementation(declared: KernelOp, fake: bool = False) -> Callable[..., Any
     names = [entry.name for entry in record.attributes]
 
     def run(*args: Any) -> Any:
+        if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
+            raise ExportError(
+                f"{record.name} ({declared.place}) has no library yet, and its node is made from one. Build "
+                f"it: twinop build {declared.file.name}"
+            )
         inputs, attributes = args[:count], dict(zip(names, args[count:], strict=True))
         if not fake and tensors_of(inputs)[0].device.type == "cpu":
             return run_body(declared, inputs, attributes)
@@ -103,7 +108,7 @@ def _implementation(declared: KernelOp, fake: bool = False) -> Callable[..., Any
 
 
 def _launch(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
-    results = declared.launcher(*(t if t is None else t.contiguous() for t in inputs), **attributes)
+    results = declared.launch(inputs, attributes)
     return tuple(results) if isinstance(results, list) else results
 
 

@@ -51,6 +51,14 @@ def help_of(function: Callable[..., None]) -> str:
     return re.sub(r"^( *)twinop ", rf"\1{name} ", inspect.getdoc(function) or "", flags=re.MULTILINE)
 
 
+def print_note(text: str) -> None:
+    """Tells the user something, beside a command's output."""
+    from .console import err
+
+    err.print("note:", style="bold yellow", end=" ")
+    err.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def clear_errors() -> Iterator[None]:
     """Turns a TwinopError into one message and exit code 1."""

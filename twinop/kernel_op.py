@@ -89,6 +89,11 @@ class KernelOp(Op):
 
         return evaluate_body(self.record, inputs, attributes)
 
+    def launch(self, inputs: Iterable[Any], attributes: Mapping[str, Any]) -> Any:
+        """Runs the launcher on contiguous tensors; attributes that are not given have their defaults."""
+        given = {entry.name: entry.default for entry in self.record.attributes} | dict(attributes)
+        return self.launcher(*(t if t is None else t.contiguous() for t in inputs), **given)
+
     def calls(self, dtype: str, size: int) -> list[dict[str, Any]] | None:
         """Returns the calls of `samples`, inputs and attributes by name; None if there is no such function.
 

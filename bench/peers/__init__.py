@@ -7,7 +7,7 @@ package that takes the op's inputs, or nodes of ONNX Runtime's own. If a peer's 
 report says so and measures the others.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -255,14 +255,16 @@ def entry_of(
     names = names or " ".join(entry.name for entry in record.inputs)
     given = dict(attributes or {})
 
+    def all_inputs(passed: Sequence[Tensor]) -> list[Tensor | None]:
+        by_name = dict(zip(names.split(), passed, strict=True))
+        return [by_name.get(entry.name) for entry in record.inputs]
+
     def eager(*inputs: Tensor) -> Any:
-        by_name = dict(zip(names.split(), inputs, strict=True))
-        results = evaluate_body(record, [by_name.get(entry.name) for entry in record.inputs], given)
+        results = evaluate_body(record, all_inputs(inputs), given)
         return results if len(results) > 1 else results[0]
 
     def launch(*inputs: Tensor) -> Any:
-        by_name = dict(zip(names.split(), inputs, strict=True))
-        return declared.launcher(**{entry.name: by_name.get(entry.name) for entry in record.inputs}, **given)
+        return declared.launch(all_inputs(inputs), given)
 
     declared: Any = DECLARED.get(record.key)
     in_triton = declared is not None and declared.kind == "triton"

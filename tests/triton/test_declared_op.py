@@ -84,6 +84,15 @@ def test_cpu_tensors_run_the_body(mish: KernelOp) -> None:
     assert torch.ops.unbuilt_mish.unbuilt_mish(torch.zeros(2)).tolist() == [0, 0]
 
 
+def test_a_launch_gets_contiguous_tensors_and_the_defaults_of_the_schema() -> None:
+    @twinop.triton_op("noted(Tensor x, Tensor? y=None, float factor=2.0) -> Tensor", body=scaled_body)
+    def noted(x: Any, y: Any, *, factor: float) -> Any:
+        return x.stride(), y, factor
+
+    assert noted.launch([torch.ones(2, 3).t(), None], {}) == ((2, 1), None, 2.0)
+    assert noted.launch([torch.ones(1), None], {"factor": 0.5}) == ((1,), None, 0.5)
+
+
 def test_derivatives(mish: KernelOp) -> None:
     """By a torch function, and by another op; twice."""
     for op in (mish, doubled):

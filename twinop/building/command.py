@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..console import clear_errors, err, out, run_alone
+from ..console import clear_errors, err, out, print_note, run_alone
 from ..library_table import show_library
 from .builder import Progress
 from .builder import build as build_project
@@ -105,8 +105,7 @@ def build(
             target = output or Path("build") / f"lib{project.name}.so"
             built = build_project(project, target, options, progress)
     for note in built.notes:
-        err.print("note:", style="bold yellow", end=" ")
-        err.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_note(note)
     show_library(built.library)
     steps = len(built.compiled)
     done = f"{steps} step{'s' * (steps > 1)}" if steps else "nothing to do"

@@ -1,13 +1,14 @@
 """`twinop tune`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..console import clear_errors, err, out, run_alone
+from ..console import clear_errors, err, out, print_note, run_alone
 from ..errors import BuildError
+from ..kernel_op import KernelOp
 from .tuning import Entry, Tuning, tuning_file
 
 _SIZES = (256, 1024, 4096)
@@ -102,13 +103,12 @@ def _tune(file: Path, sizes: Sequence[int], arch: int) -> None:
             calls, f"measuring {file.name}", console=err, transient=True, disable=not err.is_terminal
         ):
             try:
-                for call in _calls(op, dtypes, size):
-                    op.launcher(**call)
+                for inputs, attributes in _calls(op, dtypes, size):
+                    op.launch(inputs, attributes)
             except Exception as error:  # of the user's launcher, for one of the sizes
                 notes[f"{op.name}, size {size}: left out: {type(error).__name__}: {error}"] = None
     for note in notes:
-        err.print("note:", style="bold yellow", end=" ")
-        err.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_note(note)
     if not measured:
         raise BuildError(
             f"{file}: no kernel with @triton.autotune was launched, so there is nothing to tune"
@@ -121,21 +121,16 @@ def _tune(file: Path, sizes: Sequence[int], arch: int) -> None:
     )
 
 
-def _calls(op: Any, dtypes: Any, size: int) -> Iterator[dict[str, Any]]:
-    """Yields calls on the GPU, all inputs and attributes by name."""
+def _calls(op: KernelOp, dtypes: Mapping[str, str], size: int) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Yields the inputs, on the GPU, and the attributes of calls."""
     from ..testing.samples import make_sample, torch_dtype
 
-    given = op.calls(dtypes[op.record.inputs[0].name], size)
-    if given is None:
-        given = [dict(make_sample(op.record, dtypes, (size,), tame=True).inputs)]
-    for call in given:
-        tensors = {
-            entry.name: None if (value := call.get(entry.name)) is None
-            else value.to("cuda", torch_dtype(dtypes[entry.name]))
-            for entry in op.record.inputs
-        }  # fmt: skip
-        attributes = {entry.name: call.get(entry.name, entry.default) for entry in op.record.attributes}
-        yield tensors | attributes
+    calls = op.calls(dtypes[op.record.inputs[0].name], size)
+    if calls is None:
+        calls = [dict(make_sample(op.record, dtypes, (size,), tame=True).inputs)]
+    for call in calls:
+        given = [(call.pop(entry.name, None), torch_dtype(dtypes[entry.name])) for entry in op.record.inputs]
+        yield [None if tensor is None else tensor.to("cuda", dtype) for tensor, dtype in given], call
 
 
 def _show(measured: Sequence[tuple[Entry, float | None]]) -> None:
