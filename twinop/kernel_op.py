@@ -196,7 +196,12 @@ def triton_op(
         register_body(_builder(declared), domain=place)
         if record.is_backward and declared.body_in_torch is not None:
             SECOND_DERIVATIVES[record.key] = with_signature(declared.body_in_torch, record)
-        if backward is not None and not isinstance(backward, KernelOp):
+        if isinstance(backward, KernelOp):
+            taken, several = backward.record.parameters, len(record.outputs) > 1
+            if several and any(name in taken and f"grad_{name}" not in taken for name in record.outputs):
+                # The outputs without a gradient, as a norm's mean, would be constants in its derivative.
+                SECOND_DERIVATIVES.pop(backward.record.key, None)
+        elif backward is not None:
             DERIVATIVES[record.key] = backward
         CPU_FUNCTIONS[record.key] = declared.on_cpu
         DECLARED[record.key] = declared
@@ -259,12 +264,12 @@ def _check_launcher(launcher: Launcher, record: Record) -> None:
 
 def _gradient_text(record: Record, backward: "Callable[..., Any] | KernelOp | None") -> str:
     """Returns the record's derivative formula, which names the backward op; "" for a torch function."""
-    known = [*parameters_of(record), *record.outputs]
+    known = [*record.parameters, *record.outputs]
     known += [f"grad_{name}" for name in record.outputs] + (["grad"] if len(record.outputs) == 1 else [])
     if backward is None:
         return ""
     if isinstance(backward, KernelOp):
-        names = parameters_of(backward.record)
+        names = backward.record.parameters
     else:
         names = list(inspect.signature(backward).parameters)
     if unknown := [name for name in names if name not in known]:
@@ -291,14 +296,9 @@ def _gradient_text(record: Record, backward: "Callable[..., Any] | KernelOp | No
     attributes = {entry.name for entry in backward.record.attributes}
     arguments = [
         f"{name}={name}" if name in attributes else single.get(name, name)
-        for name in parameters_of(backward.record)
+        for name in backward.record.parameters
     ]
     return f"{', '.join(gradients)} = {backward.name}({', '.join(arguments)})"
-
-
-def parameters_of(record: Record) -> list[str]:
-    """Returns the names of the inputs and attributes."""
-    return [entry.name for entry in record.inputs] + [entry.name for entry in record.attributes]
 
 
 def _is_builder(body: Callable[..., Any]) -> bool:

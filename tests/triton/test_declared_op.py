@@ -67,6 +67,26 @@ def centered(x: torch.Tensor) -> Any:
     return torch.empty_like(x), x.new_empty(())
 
 
+@twinop.triton_op(
+    "scaled_to_one_backward(Tensor grad_y, Tensor x, Tensor norm) -> Tensor",
+    body=lambda grad_y, x, norm: grad_y / norm - x * (grad_y * x).sum() / norm**3,
+    domain="unbuilt",
+    samples=lambda dtype, size: [],
+)
+def scaled_to_one_backward(grad_y: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> Any:
+    return torch.empty_like(grad_y)
+
+
+@twinop.triton_op(
+    "scaled_to_one(Tensor x) -> (Tensor y, Tensor norm)",
+    body=lambda x: (x / x.norm(), x.norm()),
+    backward=scaled_to_one_backward,
+    domain="unbuilt",
+)
+def scaled_to_one(x: torch.Tensor) -> Any:
+    return torch.empty_like(x), x.new_empty(())
+
+
 @pytest.fixture(scope="module")
 def mish(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = mish_file(tmp_path_factory.mktemp("unbuilt"), "unbuilt_mish")
@@ -109,6 +129,14 @@ def test_an_output_without_a_gradient_is_not_differentiable() -> None:
     assert y.requires_grad and not mean.requires_grad
     assert torch.autograd.gradcheck(centered, (x,))
     assert torch.autograd.gradgradcheck(lambda x: centered(x)[0], (x,))
+
+
+def test_no_second_derivative_through_an_output_without_a_gradient() -> None:
+    """The backward's body would take the norm for a constant."""
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(scaled_to_one, (x,))
+    with pytest.raises(RecordError, match="it can be differentiated once, not twice"):
+        torch.autograd.gradgradcheck(lambda x: scaled_to_one(x)[0], (x,))
 
 
 def test_torch_checks_compiles_and_batches_it(mish: KernelOp) -> None:

@@ -25,7 +25,8 @@ QUICK = "square"  # the others take up to four minutes
 )
 def test_it_is_built_and_passes_the_matrix(example: Path, tmp_path: Path) -> None:
     shutil.copy(example, tmp_path)
-    env = os.environ | {"TWINOP_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"TWINOP_CACHE": str(tmp_path / "cache"), "PYTHONPATH": path}
     env = {name: value for name, value in env.items() if not name.startswith("PYTEST")}
     for command in ("build", "test"):
         done = subprocess.run(

@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
             )
         was, self.symbols.in_torch = self.symbols.in_torch, True
         try:
-            result = func(*args, **kwargs)
+            result = (_slice if func is torch.ops.aten.slice.Tensor else func)(*args, **kwargs)
         finally:
             self.symbols.in_torch = was
         if isinstance(result, torch.Tensor) and _address(result) not in self._storages:
@@ -289,3 +289,21 @@ def _name(dtype: torch.dtype) -> str:
 def _bytes(value: Any, dtype: torch.dtype) -> bytes:
     name = _name(dtype)
     return np.array(value, getattr(ml_dtypes, name, name)).tobytes()
+
+
+def _slice(
+    tensor: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> torch.Tensor:
+    """Does what `aten.slice` does. Before torch 2.13, that gives symbolic bounds a size without a formula."""
+    size = tensor.shape[dim]
+
+    def within(index: Any) -> Any:
+        return torch.sym_min(torch.sym_max(index + size if index < 0 else index, 0), size)
+
+    first = 0 if start is None else within(start)
+    last = size if end is None or end == sys.maxsize else within(end)
+    sizes, strides = list(tensor.shape), list(tensor.stride())
+    sizes[dim] = (torch.sym_max(last - first, 0) + step - 1) // step
+    offset = tensor.storage_offset() + first * strides[dim]
+    strides[dim] *= step
+    return tensor.as_strided(sizes, strides, offset)
