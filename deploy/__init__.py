@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from .errors import ProviderError as ProviderError
     from .errors import RunError as RunError
     from .inference_session import Session as Session
-    from .node_providers import Cost as Cost
     from .node_providers import NodeRun as NodeRun
-    from .node_providers import costs as costs
 
 _MODULES = {  # imported when they are used: what serves with several processes needs none of them
-    "Cost": "node_providers",
     "FeedError": "errors",
     "Libraries": "choose_library",
     "ModelError": "errors",
@@ -39,7 +36,6 @@ _MODULES = {  # imported when they are used: what serves with several processes 
     "RunError": "errors",
     "Session": "inference_session",
     "check_model": "check_nodes",
-    "costs": "node_providers",
     "session": "create_session",
 }
 

@@ -21,18 +21,6 @@ class NodeRun:
     microseconds: float
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The time of all nodes of one type on one provider. `share` is the part of the time of all nodes."""
-
-    op_type: str
-    provider: str
-    nodes: int
-    runs: int
-    microseconds: float
-    share: float
-
-
 class Profile:
     """Enables profiling in session options. The files are deleted with this object.
 
@@ -63,17 +51,3 @@ def parse_profile(text: str) -> list[NodeRun]:
             key = (event["name"].removesuffix(_SUFFIX), arguments["op_name"], arguments["provider"])
             found.setdefault(key, []).append(event["dur"])
     return [NodeRun(*key, runs=len(times), microseconds=float(sum(times))) for key, times in found.items()]
-
-
-def costs(nodes: Iterable[NodeRun]) -> list[Cost]:
-    """Returns the time by op type and provider, longest first. For CUDA it is the time of the host."""
-    groups: dict[tuple[str, str], list[NodeRun]] = {}
-    for node in nodes:
-        groups.setdefault((node.op_type, node.provider), []).append(node)
-    whole = sum(node.microseconds for group in groups.values() for node in group)
-    found = []
-    for (op_type, provider), group in groups.items():
-        time = sum(node.microseconds for node in group)
-        share = time / whole if whole else 0.0
-        found.append(Cost(op_type, provider, len(group), sum(node.runs for node in group), time, share))
-    return sorted(found, key=lambda cost: -cost.microseconds)

@@ -93,5 +93,5 @@ def _serve(models: Path, settings: Settings, member: "Member | None" = None) -> 
         repository = SharedRepository(models, settings, member)
     from .service.server import Server
 
-    spans.configure(settings.server.otlp_endpoint)
+    spans.configure()
     Server(repository).start()

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ..service.model_settings import ModelSettings, Provider
 from ..service.settings import checked
 from ..service.write_triton_config import make_config, write_config
 from .contents import Contents, needed_version, read_contents, without_bodies
+from .options import Options
 
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 MANIFEST = "twinop-pack.json"
@@ -45,29 +45,6 @@ _FILES = {
     "README.md.j2": "README.md",
 }
 _TRITON_FILES = {"triton.md.j2": "README.md"}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of `twinop pack`, with the same meaning."""
-
-    model: Path
-    output: Path
-    name: str | None = None
-    version: int = 1
-    library: Sequence[Path] | None = None
-    max_batch_size: int = 0
-    triton: bool = False
-    bodies: bool = False
-    gpu: bool | None = None
-    image: str | None = None
-    cpus: int = 2
-    min_replicas: int = 1
-    max_replicas: int = 4
-    prometheus: str = "http://prometheus-operated.monitoring:9090"
-    storage_uri: str | None = None
-    wheel: Path | None = None
-    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,9 +124,6 @@ def _check_options(options: Options) -> None:
             "--bodies without --triton: what is packed for twinop serve always has the function bodies, with "
             "which it compares the kernels. Leave the option out, or add --triton"
         )
-    wheel = options.wheel
-    if wheel is not None and not (wheel.is_file() and re.fullmatch(r"twinop-.+\.whl", wheel.name)):
-        raise PackError(f"--wheel {wheel}: expected a file twinop-*.whl, as pip wheel . --no-deps makes it")
 
 
 def _check_output(options: Options) -> None:
@@ -162,8 +136,8 @@ def _check_output(options: Options) -> None:
     if not options.force:
         raise PackError(f"{output} is there already. --force writes it anew")
     inside = output.resolve()
-    for path in (options.model, *(options.library or ()), options.wheel):
-        if path is not None and path.resolve().is_relative_to(inside):
+    for path in (options.model, *(options.library or ())):
+        if path.resolve().is_relative_to(inside):
             raise PackError(f"{path} lies in {output}, which --force would replace. Choose another folder")
 
 
@@ -275,10 +249,7 @@ def _write(root: Path, options: Options, packed: Packed, config: str) -> None:
     if options.triton:
         return
     _copy(_requirements(contents.gpu), root / "service/requirements.txt")
-    if options.wheel is not None:
-        _copy(options.wheel, root / "service" / options.wheel.name)
-    else:
-        _copy_sources(root / "service/twinop")
+    _copy_sources(root / "service/twinop")
 
 
 def _copy_sources(target: Path) -> None:

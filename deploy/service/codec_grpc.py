@@ -21,6 +21,7 @@ from .datatypes import (
     version_number,
 )
 from .errors import TOO_LARGE, ServiceError, invalid
+from .json_tensors import integers
 from .protocol import pb
 from .request import MOST_TENSORS, Request, Result, check_count
 from .shared_memory import Shared, place_of
@@ -207,11 +208,5 @@ def _typed(name: str, kind: Datatype, shape: list[int], field: str, values: Any)
     if kind is BYTES:
         return text_array(name, values).reshape(shape)
     if kind.dtype.itemsize < 4 and kind.dtype.kind in "iu":  # sent in 32-bit fields
-        limits, wide = np.iinfo(kind.dtype), np.array(values, np.int64)
-        if elements and (wide.min() < limits.min or wide.max() > limits.max):
-            at = int(np.argmax((wide < limits.min) | (wide > limits.max)))
-            raise invalid(
-                f"input {name}: element {at} is {wide[at]}; {kind.name} has {limits.min} to {limits.max}"
-            )
-        return wide.astype(kind.dtype).reshape(shape)
+        return integers(name, kind, values).reshape(shape)
     return np.array(values, kind.dtype).reshape(shape)

@@ -1,6 +1,7 @@
 """Convert tensors from and to JSON numbers, strings and booleans."""
 
 import math
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -29,7 +30,7 @@ def from_json(name: str, kind: Datatype, shape: list[Any], data: Any) -> np.ndar
         array = np.array(values, np.bool_)
     elif kind.dtype.kind in "iu":
         _require(name, kind, values, types, {int}, "whole numbers")
-        array = _integers(name, kind, values)
+        array = integers(name, kind, values)
     else:
         _require(name, kind, values, types, {int, float}, "numbers")
         with np.errstate(over="ignore"):
@@ -72,7 +73,12 @@ def _require(
         raise invalid(f"input {name}: element {at} of data is {given[:100]}; {kind.name} takes {what}")
 
 
-def _integers(name: str, kind: Datatype, values: list[int]) -> np.ndarray:
+def integers(name: str, kind: Datatype, values: Sequence[int]) -> np.ndarray:
+    """Return whole numbers as a tensor.
+
+    Raises:
+        ServiceError: one is out of range.
+    """
     limits = np.iinfo(kind.dtype)
     low, high = int(limits.min), int(limits.max)
     if values and (min(values) < low or max(values) > high):

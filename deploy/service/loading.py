@@ -152,7 +152,8 @@ def _options(settings: ModelSettings) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _QUIET
-    # A pool for each model: the one that models can share spins, and took eight times the processor time.
+    # A pool for each model: the one that models can share (use_per_session_threads = False) always spins,
+    # because Python's set_global_thread_pool_sizes has no switch for that.
     options.intra_op_num_threads = settings.intra_op_threads or quota() or 0
     if not settings.intra_op_spinning:
         # Spinning threads take cores from the event loop and from other models, and gain nothing here.

@@ -105,17 +105,9 @@ class _Connection(HttpToolsProtocol):
 class _Uvicorn(uvicorn.Server):
     """uvicorn's server without signal handlers, because the service has its own."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
 
     async def reload_certificates(self) -> None:
         """Reload the TLS certificate and key whenever their files change."""
@@ -165,10 +157,9 @@ class RestServer:
         """Start, and return when connections are accepted."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         self._reloading = asyncio.create_task(self._server.reload_certificates())
-        up = asyncio.create_task(self._server.up.wait())
-        await asyncio.wait((self._serving, up), return_when=asyncio.FIRST_COMPLETED)
-        if not up.done():
-            up.cancel()
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.001)
+        if self._serving.done():
             await self._serving  # raises the cause
 
     async def drain(self, grace: float) -> bool:

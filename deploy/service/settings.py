@@ -95,7 +95,6 @@ class ServerSettings(Section):
     grace_seconds: float = Field(30.0, ge=0, description="time after SIGTERM to answer accepted requests")
     access_log: bool = Field(False, description="log a line for each HTTP request")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    otlp_endpoint: str | None = Field(None, description="the OTLP/HTTP endpoint for OpenTelemetry spans")
     profile: Path | None = Field(None, description="the folder for ONNX Runtime's profiles")
 
     @model_validator(mode="after")

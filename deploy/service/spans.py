@@ -26,19 +26,19 @@ _PACKAGES = (
 _provider: "TracerProvider | None" = None
 
 
-def configure(endpoint: str | None) -> None:
-    """Start to send spans to an OTLP/HTTP collector, such as http://localhost:4318.
+def configure() -> None:
+    """Start to send spans to the OTLP/HTTP collector that OTEL_EXPORTER_OTLP_ENDPOINT names, if it is set.
 
-    Without `endpoint`, OTEL_EXPORTER_OTLP_ENDPOINT applies. The SDK reads the other OTEL_ variables (headers,
-    sampler, service name). Without either, nothing is sent.
+    The SDK reads the other OTEL_ variables (headers, sampler, service name).
 
     Raises:
         SettingsError: the endpoint is not a URL, or the OpenTelemetry packages are not installed.
     """
     global _provider
-    if endpoint is None and not any(map(os.environ.get, _ENDPOINTS)):
+    name = next(filter(os.environ.get, _ENDPOINTS), None)
+    if name is None:
         return
-    url = None if endpoint is None else _url(endpoint)
+    _require_url(name, os.environ[name])
     try:
         import opentelemetry.instrumentation.asgi
         import opentelemetry.instrumentation.grpc  # noqa: F401 (the servers use both)
@@ -48,11 +48,11 @@ def configure(endpoint: str | None) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise SettingsError(
-            f"otlp_endpoint is set, but {error.name} is not installed: pip install {_PACKAGES}"
+            f"{name} is set, but {error.name} is not installed: pip install {_PACKAGES}"
         ) from error
-    name = os.environ.get("OTEL_SERVICE_NAME", "twinop")
-    _provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
-    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
+    service = os.environ.get("OTEL_SERVICE_NAME", "twinop")
+    _provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
+    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 
 
 def shutdown(seconds: float = 5.0) -> None:
@@ -128,11 +128,7 @@ def record_run(request: Request, result: Result) -> None:
         start = end
 
 
-def _url(endpoint: str) -> str:
-    """Return the collector's URL, with the path /v1/traces unless it has one."""
+def _require_url(name: str, endpoint: str) -> None:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError(
-            f"otlp_endpoint: {endpoint!r} is no URL of a collector, such as http://localhost:4318"
-        )
-    return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
+        raise SettingsError(f"{name}: {endpoint!r} is no URL of a collector, such as http://localhost:4318")

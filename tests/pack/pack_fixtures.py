@@ -7,7 +7,8 @@ from typing import Any
 import onnx
 from service_models import identity, relu
 
-from twinop.deploy.pack.packing import Options, Packed, pack
+from twinop.deploy.pack.options import Options
+from twinop.deploy.pack.packing import Packed, pack
 
 yaml = importlib.import_module("yaml")
 CASES: dict[str, dict[str, Any]] = {

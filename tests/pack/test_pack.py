@@ -20,7 +20,8 @@ from twinop.deploy.custom_nodes import load_model
 from twinop.deploy.errors import ModelError, PackError
 from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.contents import data_files, needed_version, read_contents, require_old_enough
-from twinop.deploy.pack.packing import Options, pack
+from twinop.deploy.pack.options import Options
+from twinop.deploy.pack.packing import pack
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.newer_python import tomllib
@@ -107,17 +108,6 @@ def test_input_with_a_default_is_no_input_of_triton(tmp_path: Path) -> None:
     repo, _ = packed(tmp_path, optional_scale())
     config = read_config(repo / "models/custom_relu/config.pbtxt", "custom_relu")
     assert [each.name for each in config.message.input] == ["x"]
-
-
-def test_wheel(tmp_path: Path) -> None:
-    wheel = tmp_path / "twinop-0.1.0-py3-none-linux_x86_64.whl"
-    wheel.write_bytes(b"a wheel")
-    repo, _ = packed(tmp_path, wheel=wheel)
-    assert files(repo / "service") == {wheel.name, "requirements.txt"}
-    assert (
-        f"pip install --no-index --no-deps --target /opt/twinop /build/{wheel.name}"
-        in (repo / "Dockerfile").read_text()
-    )
 
 
 def test_names(tmp_path: Path) -> None:
@@ -212,7 +202,6 @@ def nothing_written(folder: Path) -> bool:
         ({"image": "Team/Model:1"}, "expected a name such as"),
         ({"image": "model:"}, "expected a name such as"),
         ({"min_replicas": 3, "max_replicas": 2}, "no more than the second"),
-        ({"wheel": Path("other.whl")}, "pip wheel"),
         ({"bodies": True}, "--bodies without --triton"),
         ({"library": [Path("missing.so")]}, "no such file"),
     ],

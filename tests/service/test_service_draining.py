@@ -181,11 +181,11 @@ def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> No
     """There are more requests than threads in asyncio's executor, which the shutdown must not depend on."""
     models.place(tmp_path, "m", models.relu())
     patched = (
-        "import sys, time\n"
+        "import os, sys, time\n"
         "from twinop.deploy.service import codec_grpc, codec_rest, request\n"
         "from twinop.cli import app\n"
         "def decode(*arguments):\n"
-        '    print(\'{"message": "decoding"}\', flush=True)\n'
+        '    os.write(1, b\'{"message": "decoding"}\\n\')\n'  # several threads: print writes the end apart
         "    time.sleep(100)\n"
         "request.LARGE = 0\n"
         "codec_grpc.decode = codec_rest.decode = decode\n"

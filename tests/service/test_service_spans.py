@@ -43,14 +43,9 @@ def ask_over_both(served: Served, model: str) -> None:
         assert call.exception() is None or model == "nope"
 
 
-@pytest.mark.parametrize("by", ["twinop.toml", "environment"])
-def test_spans_of_http_and_grpc(tmp_path: Path, collector: Collector, by: str) -> None:
+def test_spans_of_http_and_grpc(tmp_path: Path, collector: Collector) -> None:
     models.place(tmp_path, "relu", models.relu(), version=3, settings="max_batch_size = 8")
-    env = {"OTEL_SERVICE_NAME": "of-the-test"}
-    if by == "environment":
-        env["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.url
-    else:
-        (tmp_path / "twinop.toml").write_text(f'[server]\notlp_endpoint = "{collector.url}"\n')
+    env = {"OTEL_SERVICE_NAME": "of-the-test", "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     with serve(tmp_path, "--provider", "cpu", "--access-log", env=env) as served:
         for model in ("relu", "nope"):
             ask_over_both(served, model)

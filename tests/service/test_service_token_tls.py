@@ -1,12 +1,12 @@
 """A bearer token, TLS, certificates of clients, and health, over HTTP and gRPC."""
 
 import json
-import operator
 import signal
 import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,20 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from twinop.deploy.service.protocol import pb
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+@contextmanager
+def guarded_in(folder: Path) -> Iterator[tuple[Served, Path]]:
     """Start a server with a token and TLS; return it with its certificate."""
-    folder = tmp_path_factory.mktemp("guarded")
     models.place(folder / "models", "relu", models.relu())
     certificate, key = write(folder, "server", *authority("localhost"))
     options = ("--tls-certificate", str(certificate), "--tls-key", str(key))
     with serve(folder / "models", *options, env={"TWINOP_TOKEN": "secret"}) as server:
         yield server, certificate
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+    with guarded_in(tmp_path_factory.mktemp("guarded")) as found:
+        yield found
 
 
 def test_token_and_tls_over_http(guarded: tuple[Served, Path]) -> None:
@@ -162,25 +167,25 @@ def test_a_certificate_that_is_refused(mutual: tuple[Served, Path], client: str 
 # -------------------------------------------------------------------------------- health
 
 
-def test_grpc_health(guarded: tuple[Served, Path]) -> None:
+def test_grpc_health(tmp_path: Path) -> None:
     """It needs no token, as other probes."""
-    server, certificate = guarded
-    credentials = grpc.ssl_channel_credentials(certificate.read_bytes())
-    with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
-        stub = HealthStub(channel)
+    with guarded_in(tmp_path) as (server, certificate):
+        credentials = grpc.ssl_channel_credentials(certificate.read_bytes())
+        with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
+            stub = HealthStub(channel)
 
-        def status(service: str) -> int:
-            found: int = stub.Check(HealthCheckRequest(service=service), timeout=20).status
-            return found
+            def is_serving(service: str) -> bool:
+                found: int = stub.Check(HealthCheckRequest(service=service), timeout=20).status
+                return found == HealthCheckResponse.SERVING
 
-        for service in ("", "inference.GRPCInferenceService"):
-            wait_until(partial(operator.eq, HealthCheckResponse.SERVING, status(service)))
-        with pytest.raises(grpc.RpcError) as error:
-            status("nothing")
-        assert error.value.code() is grpc.StatusCode.NOT_FOUND
-        watched = stub.Watch(HealthCheckRequest(), timeout=60)
-        assert next(watched).status == HealthCheckResponse.SERVING
-        server.process.send_signal(signal.SIGTERM)
-        assert next(watched).status == HealthCheckResponse.NOT_SERVING
-        watched.cancel()
-    assert server.stop() == 0
+            for service in ("", "inference.GRPCInferenceService"):
+                wait_until(partial(is_serving, service))
+            with pytest.raises(grpc.RpcError) as error:
+                is_serving("nothing")
+            assert error.value.code() is grpc.StatusCode.NOT_FOUND
+            watched = stub.Watch(HealthCheckRequest(), timeout=60)
+            assert next(watched).status == HealthCheckResponse.SERVING
+            server.process.send_signal(signal.SIGTERM)
+            assert next(watched).status == HealthCheckResponse.NOT_SERVING
+            watched.cancel()
+        assert server.stop() == 0

@@ -14,15 +14,18 @@ from twinop.deploy.service import spans
 from twinop.deploy.service.request import Request, Result
 from twinop.deploy.service.settings import SettingsError
 
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     pytest.importorskip(
         "opentelemetry.exporter.otlp.proto.http.trace_exporter", reason="spans are sent by this exporter"
     )
-    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SERVICE_NAME", "OTEL_TRACES_SAMPLER"):
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SERVICE_NAME", "OTEL_TRACES_SAMPLER"):
         monkeypatch.delenv(name, raising=False)
     found = Collector()
+    monkeypatch.setenv(ENDPOINT, found.url)
     yield found
     spans.shutdown(0.1)
     found.close()
@@ -50,7 +53,7 @@ def traced(traceparent: str = FROM_CLIENT, path: str = PATH) -> dict[str, str]:
 
 
 def test_spans_of_a_request(collector: Collector) -> None:
-    spans.configure(collector.url)
+    spans.configure()
     before = time.time_ns()
     ids = traced()
     spans.shutdown()
@@ -73,7 +76,7 @@ def test_spans_of_a_request(collector: Collector) -> None:
 
 
 def test_a_client_decides_what_is_sampled(collector: Collector) -> None:
-    spans.configure(collector.url)
+    spans.configure()
     traced(f"00-{TRACE}-{PARENT}-00")
     spans.shutdown()
     assert collector.spans == {}
@@ -81,7 +84,7 @@ def test_a_client_decides_what_is_sampled(collector: Collector) -> None:
 
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/metrics"])
 def test_probes_have_no_spans(collector: Collector, path: str) -> None:
-    spans.configure(collector.url)
+    spans.configure()
     assert traced(path=path) == {}
     spans.shutdown()
     assert NAME not in collector.spans
@@ -89,16 +92,17 @@ def test_probes_have_no_spans(collector: Collector, path: str) -> None:
 
 @pytest.mark.parametrize("sent", ["", "00-zz-1-01", f"00-{'0' * 32}-{PARENT}-01", "\u00e9" * 100])
 def test_a_broken_traceparent_is_none(collector: Collector, sent: str) -> None:
-    spans.configure(collector.url)
+    spans.configure()
     traced(sent)
     spans.shutdown()
     assert collector.spans[NAME].parent_span_id == b""
 
 
-def test_the_standard_variables_hold(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+def test_the_service_has_the_name_of_the_variable(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "relu-service")
-    spans.configure(None)
+    spans.configure()
     traced()
     spans.shutdown()
     assert collector.resources[0]["service.name"] == "relu-service"
@@ -108,31 +112,34 @@ def test_a_collector_that_hangs_does_not_hold_the_end_up(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector.silent.set()
-    spans.configure(collector.url)
+    spans.configure()
     traced()
     spans.shutdown(0.3)
     assert not collector.closed.is_set()  # the collector has not answered yet
     assert "the collector did not take the last spans within 0.3 s" in caplog.text
 
 
-@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://", "nonsense", ""])
-def test_an_endpoint_that_is_none(endpoint: str) -> None:
-    with pytest.raises(SettingsError, match="is no URL of a collector, such as http://localhost:4318"):
-        spans.configure(endpoint)
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://", "nonsense"])
+@pytest.mark.parametrize("name", [ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
+def test_an_endpoint_that_is_none(monkeypatch: pytest.MonkeyPatch, name: str, endpoint: str) -> None:
+    monkeypatch.setenv(name, endpoint)
+    with pytest.raises(SettingsError, match=f"{name}: '{endpoint}' is no URL of a collector, such as http:"):
+        spans.configure()
 
 
 def test_an_endpoint_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setenv(ENDPOINT, "http://localhost:4318")
     with pytest.raises(SettingsError, match=f"{missing} is not installed: pip install opentelemetry-sdk"):
-        spans.configure("http://localhost:4318")
+        spans.configure()
 
 
 def test_off_it_imports_nothing() -> None:
     program = """
 import sys
 from twinop.deploy.service import spans
-spans.configure(None)
+spans.configure()
 assert spans.around(print) is print and spans.interceptors() == [] and spans.ids() == {}
 spans.note(request_id="r")
 spans.shutdown()

@@ -1,0 +1,58 @@
+"""The options of `twinop pack`: the dataclass is the signature of the command."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def _option(help: str, panel: str, *names: str, **checks: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **checks)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to pack, where, and how. The defaults that depend on other options are None."""
+
+    model: Annotated[Path, typer.Argument(help="The .onnx file.", show_default=False)]
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", show_default=False)]
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that was packed before.")] = False
+    name: Annotated[str | None, _option("The model's name. Default: the file's stem.", "Model")] = None
+    version: Annotated[int, _option("The model's version. Default: 1.", "Model", "--version", min=1)] = 1
+    library: Annotated[
+        list[Path] | None,
+        _option("A custom-op library, once for each domain. Default: as twinop run.", "Model"),
+    ] = None
+    max_batch_size: Annotated[
+        int,
+        _option("Join requests into runs of at most so many rows. Default: 0, never.", "Model", min=0),
+    ] = 0
+    triton: Annotated[
+        bool, _option("Write a model repository for Triton, and nothing else.", "Triton", "--triton")
+    ] = False
+    bodies: Annotated[
+        bool,
+        _option(
+            "Keep the function bodies, which Triton runs without a word where the library fails.",
+            "Triton",
+            "--bodies",
+        ),
+    ] = False
+    gpu: Annotated[
+        bool | None,
+        _option("Where it runs. Default: on a GPU if the library has code for one.", "Image", "--gpu/--cpu"),
+    ] = None
+    image: Annotated[
+        str | None, _option("The image's name. Default: the model's name and version.", "Image")
+    ] = None
+    cpus: Annotated[int, _option("CPUs of a replica. Default: 2.", "Scaling", min=1)] = 2
+    min_replicas: Annotated[int, _option("Default: 1.", "Scaling", min=1)] = 1
+    max_replicas: Annotated[int, _option("Default: 4.", "Scaling")] = 4
+    prometheus: Annotated[
+        str,
+        _option("Whose count of waiting requests scales replicas on GPUs in KServe.", "Scaling"),
+    ] = "http://prometheus-operated.monitoring:9090"
+    storage_uri: Annotated[
+        str | None, _option("Where KServe finds models/. Default: pvc://models/NAME.", "Scaling")
+    ] = None
