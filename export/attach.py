@@ -115,10 +115,13 @@ def _default_input(call: Call, name: str, default: DefaultInput) -> ir.Value:
     """Makes the tensor with nodes just before the call's own."""
     node, dtype = call.node, ONNX_TYPES[call.dtypes[name]]
     prefix = f"{node.name or node.outputs[0].name}_{name}"
-    start = call.attributes[default.start] if isinstance(default.start, str) else default.start
+    attributes, start = call.attributes, default.start
+    start = attributes[start] if isinstance(start, str) else start(attributes) if callable(start) else start
+    dimensions = {"start": start} if default.along is None else {"start": start, "end": start + 1}
+    shaped = node.inputs[0] if default.along is None else call.inputs[default.along]
     number = default.value(call.attributes) if callable(default.value) else default.value
     tape = ir.tape.Tape()
-    shape = tape.op("Shape", [node.inputs[0]], {"start": start}, output=ir.val(f"{prefix}_shape"))
+    shape = tape.op("Shape", [shaped], dimensions, output=ir.val(f"{prefix}_shape"))
     value = ir.Tensor(np.array([number]).astype(dtype.numpy()), dtype=dtype)
     result = tape.op("ConstantOfShape", [shape], {"value": value}, output=ir.val(prefix, dtype=dtype))
     assert node.graph is not None

@@ -46,11 +46,13 @@ def relu(op, x, *, variant):
 
 @body
 def gelu(op, x, *, approximate):
-    if approximate.values == {"tanh"}:
-        # op.Gelu has fp32 constants, which give fp64 an error of 6e-9.
-        inner = op.Mul(op.Mul(op.Add(op.Mul(op.Mul(x, x), 0.044715), 1.0), x), (2 / math.pi) ** 0.5)
-        return op.Mul(op.Mul(x, 0.5), op.Add(op.Tanh(inner), 1.0))
-    return op.Gelu(x, approximate=approximate)
+    return _tanh_gelu(op, x) if approximate.values == {"tanh"} else op.Gelu(x, approximate=approximate)
+
+
+def _tanh_gelu(op, x):
+    # op.Gelu has fp32 constants, which give fp64 an error of 6e-9.
+    inner = op.Mul(op.Mul(op.Add(op.Mul(op.Mul(x, x), 0.044715), 1.0), x), (2 / math.pi) ** 0.5)
+    return op.Mul(op.Mul(x, 0.5), op.Add(op.Tanh(inner), 1.0))
 
 
 @body
@@ -120,6 +122,49 @@ def swiglu_packed(op, x):
     middle = op.Div(op.Shape(x, start=-1), 2)
     gate = op.Slice(x, [0], middle, [-1])
     return swiglu(op, op.Slice(x, middle, op.Shape(x, start=-1), [-1]), gate)
+
+
+_ACTIVATIONS = {
+    "none": lambda op, x: x,
+    "relu": lambda op, x: op.Relu(x),
+    "gelu": lambda op, x: op.Gelu(x),
+    "gelu_tanh": _tanh_gelu,
+    "silu": silu,
+}
+_ZERO_BIAS = DefaultInput(0, lambda attributes: int(attributes["layout"] == "kn"), along="weight")
+
+
+@body(defaults={"bias": _ZERO_BIAS})
+def linear(op, x, weight, bias, residual, *, activation, layout):
+    y = _product(op, x, weight, bias, layout)
+    y = y if residual is None else op.Add(y, residual)
+    return _by_value(op, activation, lambda op, value: _ACTIVATIONS[value](op, y))
+
+
+@body(defaults={"bias": _ZERO_BIAS})
+def linear_swiglu(op, x, weight, bias, *, activation, layout):
+    packed = _product(op, x, weight, bias, layout)
+    middle = op.Div(op.Shape(packed, start=-1), 2)
+    gate = op.Slice(packed, [0], middle, [-1])
+    active = _by_value(op, activation, lambda op, value: _ACTIVATIONS[value](op, gate))
+    return op.Mul(active, op.Slice(packed, middle, op.Shape(packed, start=-1), [-1]))
+
+
+def _product(op, x, weight, bias, layout):
+    def oriented(op, value):
+        return weight if value == "kn" else op.Transpose(weight, perm=[1, 0])
+
+    y = op.MatMul(x, _by_value(op, layout, oriented))
+    return y if bias is None else op.Add(y, bias)
+
+
+def _by_value(op, attribute, compute):
+    """Computes `compute(op, value)` for the attribute's value, with a branch for each value in the model."""
+    values = sorted(attribute.values)
+    if len(values) == 1:
+        return compute(op, values[0])
+    branches = [([(attribute, value)], lambda op, value=value: (compute(op, value),)) for value in values]
+    return op.choose(branches, 1)[0]
 
 
 @body

@@ -116,8 +116,8 @@ typedef struct twinop_op {
   const char* memory; /* inputs that lie in host memory on every device, "lengths = host" */
   twinop_launch cpu;  /* null: the op does not run on this device */
   twinop_launch cuda;
-  /* Computes the bytes of scratch memory that a call needs from the shapes of its inputs and its
-   * attributes; null: none. `call` has neither data nor outputs. */
+  /* Computes the bytes of scratch memory that a call needs from the shapes of its inputs, its
+   * attributes and the addresses of its tensors; null: none. It reads no data. */
   int32_t (*scratch_size)(const twinop_call* call, int64_t* bytes, twinop_error* error);
   /* Makes the state of one kernel; null: the op has none. A kernel is a node of a session or, in
    * torch, one combination of attributes and device. `call` has the attributes, the context without
@@ -132,6 +132,12 @@ typedef struct twinop_op {
    * with the attributes, so one model serves all their values. The bytes stay valid while the
    * library is loaded. Calls that one model serves get the same address. */
   int32_t (*body)(const twinop_call* call, const void** model, size_t* size, twinop_error* error);
+  /* Not 0: every row of the outputs comes from a row x[i, :] of the first input, and from the row
+   * of each input whose required shape begins with x[:-1]. The `body` is then another model: for
+   * this call's attributes and for tensors of two dimensions, with the nodes and the outputs of its
+   * graph. Nodes may be ops of the library. The adapter adds the inputs. Those that are constant
+   * become initializers, which ONNX Runtime packs for its own kernels. */
+  int32_t row_body;
 } twinop_op;
 
 /* What a library holds. */

@@ -5,7 +5,7 @@
 #include <map>
 #include <utility>
 
-#include "ort_customop/node_proto.h"
+#include "twinop/record/node_proto.h"
 
 namespace twinop::ort {
 namespace {
@@ -15,14 +15,6 @@ constexpr int kFirstMinor = 23;  // older Python packages of ORT let no library 
 // An elementwise op runs on pieces of so many elements, on the threads of the model's session. The
 // pieces do not depend on the number of threads. Their intermediate tensors fit in a cache.
 constexpr std::int64_t kPiece = 1 << 16;
-
-// What ORT made, with the function that releases it.
-template <class T>
-using Owned = std::unique_ptr<T, void(ORT_API_CALL*)(T*)>;
-
-Status InBody(const Status& error) {
-  return Status::Error("its function body: " + error.message());
-}
 
 // Reads the ranks of the node's inputs from the model. Returns false where some are not known: ORT
 // shows an unknown rank as 0, and has no type of an absent input.
@@ -45,22 +37,6 @@ bool ReadRanks(const Op& op, const OrtKernelInfo* info, Tensor* inputs) {
   return true;
 }
 
-// Makes a session without threads of its own: the thread that runs it does the work.
-Status Open(const OrtApi* api, const std::string& model, std::shared_ptr<OrtSession>* session) {
-  OrtEnv* env = nullptr;  // the process has one, which each session keeps
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateEnv(ORT_LOGGING_LEVEL_WARNING, "twinop", &env));
-  const std::shared_ptr<OrtEnv> owned_env(env, api->ReleaseEnv);
-  OrtSessionOptions* options = nullptr;
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateSessionOptions(&options));
-  const Owned<OrtSessionOptions> owned_options(options, api->ReleaseSessionOptions);
-  TWINOP_RETURN_IF_ORT_ERROR(api, api->SetIntraOpNumThreads(options, 1));
-  OrtSession* made = nullptr;
-  TWINOP_RETURN_IF_ORT_ERROR(
-      api, api->CreateSessionFromArray(env, model.data(), model.size(), options, &made));
-  session->reset(made, [api, owned_env](OrtSession* each) { api->ReleaseSession(each); });
-  return {};
-}
-
 // Nodes with equal bodies share a session, which takes time and memory: the layers of a model, and
 // the sessions of a pool.
 Status FindOrOpen(const OrtApi* api, std::string_view body, const std::string& node,
@@ -72,13 +48,33 @@ Status FindOrOpen(const OrtApi* api, std::string_view body, const std::string& n
   std::weak_ptr<OrtSession>& shared = sessions[{body.data(), node}];
   *session = shared.lock();
   if (*session == nullptr) {
-    TWINOP_RETURN_IF_ERROR(Open(api, std::string(body) + node, session));
+    OrtSessionOptions* options = nullptr;
+    TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateSessionOptions(&options));
+    const Owned<OrtSessionOptions> owned(options, api->ReleaseSessionOptions);
+    TWINOP_RETURN_IF_ERROR(OpenSession(api, std::string(body) + node, options, session));
     shared = *session;
   }
   return {};
 }
 
 }  // namespace
+
+Status InBody(const Status& error) {
+  return Status::Error("its function body: " + error.message());
+}
+
+Status OpenSession(const OrtApi* api, const std::string& model, OrtSessionOptions* options,
+                   std::shared_ptr<OrtSession>* session) {
+  OrtEnv* env = nullptr;  // the process has one, which each session keeps
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateEnv(ORT_LOGGING_LEVEL_WARNING, "twinop", &env));
+  const std::shared_ptr<OrtEnv> owned_env(env, api->ReleaseEnv);
+  TWINOP_RETURN_IF_ORT_ERROR(api, api->SetIntraOpNumThreads(options, 1));
+  OrtSession* made = nullptr;
+  TWINOP_RETURN_IF_ORT_ERROR(
+      api, api->CreateSessionFromArray(env, model.data(), model.size(), options, &made));
+  session->reset(made, [api, owned_env](OrtSession* each) { api->ReleaseSession(each); });
+  return {};
+}
 
 Status Body::Create(const Op& op, const Attribute* attributes, const OrtKernelInfo* info,
                     std::unique_ptr<Body>* body) {
@@ -88,17 +84,25 @@ Status Body::Create(const Op& op, const Attribute* attributes, const OrtKernelIn
         std::to_string(kFirstMinor) + " on; this is 1." + std::to_string(op.runtime_minor) +
         ". Upgrade with: pip install 'onnxruntime>=1." + std::to_string(kFirstMinor) +
         "', or run the model on CUDA");
-  body->reset(new Body(op, attributes));
-  Tensor inputs[kMaxArguments];
-  OrtSession* session = nullptr;
-  return ReadRanks(op, info, inputs) ? (*body)->Find(inputs, &session) : Status();
+  return op.record->is_row_body ? RowBody::Create(op, attributes, info, body)
+                                : FunctionBody::Create(op, attributes, info, body);
 }
 
-Body::~Body() {
+Status FunctionBody::Create(const Op& op, const Attribute* attributes, const OrtKernelInfo* info,
+                            std::unique_ptr<Body>* body) {
+  std::unique_ptr<FunctionBody> made(new FunctionBody(op, attributes));
+  Tensor inputs[kMaxArguments];
+  OrtSession* session = nullptr;
+  if (ReadRanks(op, info, inputs)) TWINOP_RETURN_IF_ERROR(made->Find(inputs, &session));
+  *body = std::move(made);
+  return {};
+}
+
+FunctionBody::~FunctionBody() {
   for (const Case* each = first_; each != nullptr;) delete std::exchange(each, each->next);
 }
 
-Status Body::Run(OrtKernelContext* context, const Call& call) {
+Status FunctionBody::Run(OrtKernelContext* context, const Call& call) {
   const OrtApi* api = op_.api;
   const Record& record = *op_.record;
   OrtSession* session = nullptr;
@@ -132,8 +136,8 @@ Status Body::Run(OrtKernelContext* context, const Call& call) {
 }
 
 // Runs the body on some elements of an elementwise call, as tensors of the same ranks.
-Status Body::RunPiece(OrtSession* session, const Call& call, const OrtMemoryInfo* memory,
-                      std::int64_t begin, std::int64_t end) const {
+Status FunctionBody::RunPiece(OrtSession* session, const Call& call, const OrtMemoryInfo* memory,
+                              std::int64_t begin, std::int64_t end) const {
   const OrtApi* api = op_.api;
   const Schema& schema = op_.record->schema;
   std::shared_ptr<OrtValue> owned[kMaxArguments + kMaxOutputs];
@@ -173,7 +177,7 @@ Status Body::RunSession(OrtSession* session, const OrtValue* const* inputs,
   return status == nullptr ? Status() : InBody(TakeError(op_.api, status));
 }
 
-Status Body::Find(const Tensor* inputs, OrtSession** session) {
+Status FunctionBody::Find(const Tensor* inputs, OrtSession** session) {
   std::int8_t ranks[kMaxArguments] = {};
   for (std::size_t i = 0; i < op_.record->schema.input_count; ++i)
     ranks[i] = static_cast<std::int8_t>(inputs[i].present ? inputs[i].rank : -1);
@@ -192,14 +196,14 @@ Status Body::Find(const Tensor* inputs, OrtSession** session) {
   return {};
 }
 
-const Body::Case* Body::FindCase(const std::int8_t* ranks) const {
+const FunctionBody::Case* FunctionBody::FindCase(const std::int8_t* ranks) const {
   const Case* each = first_;
   while (each != nullptr && std::memcmp(each->ranks, ranks, sizeof(each->ranks)) != 0)
     each = each->next;
   return each;
 }
 
-Status Body::AddCase(const Tensor* inputs, Case* added) const {
+Status FunctionBody::AddCase(const Tensor* inputs, Case* added) const {
   const Record& record = *op_.record;
   Tensor described[kMaxArguments];  // without data and sizes
   for (std::size_t i = 0; i < record.schema.input_count; ++i) {

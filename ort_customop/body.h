@@ -6,13 +6,17 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "ort_customop/api.h"
 
 namespace twinop::ort {
 
-// The body of one node. The body may have a model for each combination of ranks, so a model is
-// loaded when the first call needs it, and at creation where the ranks are known then.
+// What ORT made, with the function that releases it.
+template <class T>
+using Owned = std::unique_ptr<T, void(ORT_API_CALL*)(T*)>;
+
+// The body of one node.
 class Body {
  public:
   // `attributes` outlive the body.
@@ -20,10 +24,27 @@ class Body {
                        std::unique_ptr<Body>* body);
   Body(const Body&) = delete;
   Body& operator=(const Body&) = delete;
-  ~Body();
+  virtual ~Body() = default;
 
   // Runs the body. It writes to the call's outputs, which are those of the context.
-  Status Run(OrtKernelContext* context, const Call& call);
+  virtual Status Run(OrtKernelContext* context, const Call& call) = 0;
+
+ protected:
+  explicit Body(const Op& op) : op_(op) {}
+  // Runs a session on values by the schema's order; null inputs are absent.
+  Status RunSession(OrtSession* session, const OrtValue* const* inputs, OrtValue** outputs) const;
+
+  const Op& op_;
+};
+
+// A body that may have a model for each combination of ranks. So a model is loaded when the first
+// call needs it, and at creation where the ranks are known then.
+class FunctionBody : public Body {
+ public:
+  static Status Create(const Op& op, const Attribute* attributes, const OrtKernelInfo* info,
+                       std::unique_ptr<Body>* body);
+  ~FunctionBody() override;
+  Status Run(OrtKernelContext* context, const Call& call) override;
 
  private:
   // The inputs' ranks, -1 where an input is absent, and the session that serves them.
@@ -33,18 +54,42 @@ class Body {
     const Case* next;
   };
 
-  Body(const Op& op, const Attribute* attributes) : op_(op), attributes_(attributes) {}
+  FunctionBody(const Op& op, const Attribute* attributes) : Body(op), attributes_(attributes) {}
   Status Find(const Tensor* inputs, OrtSession** session);
   Status RunPiece(OrtSession* session, const Call& call, const OrtMemoryInfo* memory,
                   std::int64_t begin, std::int64_t end) const;
-  Status RunSession(OrtSession* session, const OrtValue* const* inputs, OrtValue** outputs) const;
   const Case* FindCase(const std::int8_t* ranks) const;
   Status AddCase(const Tensor* inputs, Case* added) const;
 
-  const Op& op_;
   const Attribute* attributes_;
   std::mutex mutex_;                          // of those who add a case
   std::atomic<const Case*> first_ = nullptr;  // read without the mutex
 };
+
+// A body of two-dimensional tensors (twinop_op.row_body). It runs on pieces of the rows, on the
+// threads of the model's session.
+class RowBody : public Body {
+ public:
+  static Status Create(const Op& op, const Attribute* attributes, const OrtKernelInfo* info,
+                       std::unique_ptr<Body>* body);
+  Status Run(OrtKernelContext* context, const Call& call) override;
+
+ private:
+  explicit RowBody(const Op& op);
+  Status RunRows(const Call& call, std::int64_t begin, std::int64_t end) const;
+
+  bool has_rows_[kMaxArguments] = {};     // the input has a row for each row of the first
+  bool is_constant_[kMaxArguments] = {};  // the session has the input
+  std::shared_ptr<OrtMemoryInfo> memory_;
+  std::vector<std::shared_ptr<OrtValue>> constants_;
+  std::shared_ptr<OrtSession> session_;
+};
+
+// An error of a body's session.
+Status InBody(const Status& error);
+
+// Makes a session without threads of its own: the thread that runs it does the work.
+Status OpenSession(const OrtApi* api, const std::string& model, OrtSessionOptions* options,
+                   std::shared_ptr<OrtSession>* session);
 
 }  // namespace twinop::ort

@@ -22,8 +22,9 @@ struct Op : OrtCustomOp {
   DType input_types[kMaxArguments];
   DType output_types[kMaxOutputs];
   const OrtApi* api;
-  const OrtApi* api24;  // null on runtimes before 1.24
-  int runtime_minor;    // 23 for ORT 1.23.2
+  const OrtApi* api24;        // null on runtimes before 1.24
+  int runtime_minor;          // 23 for ORT 1.23.2
+  OrtCustomOpDomain* domain;  // the op is in
 };
 
 Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combination, bool on_cuda,

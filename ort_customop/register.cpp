@@ -35,7 +35,10 @@ class Library {
       }
     }
     TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateCustomOpDomain(table.domain, &domain_));
-    for (Op& op : ops_) TWINOP_RETURN_IF_ORT_ERROR(api, api->CustomOpDomain_Add(domain_, &op));
+    for (Op& op : ops_) {
+      op.domain = domain_;
+      TWINOP_RETURN_IF_ORT_ERROR(api, api->CustomOpDomain_Add(domain_, &op));
+    }
     return {};
   }
   OrtCustomOpDomain* domain() const { return domain_; }

@@ -46,7 +46,7 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Rec
                     api->ShapeInferContext_GetAttribute(context, argument.name.text, &attribute));
   if (!found.ok() || attribute == nullptr)
     return argument.has_default ? ParseDefault(record, index, value, storage) : Status();
-  // Shapes depend on ints only.
+  // Shapes depend on ints and strings.
   std::size_t bytes = 0;
   if (argument.kind == Kind::kInt || argument.kind == Kind::kBool) {
     TWINOP_RETURN_IF_ORT_ERROR(
@@ -56,6 +56,12 @@ Status ReadAttribute(const OrtApi* api, OrtShapeInferContext* context, const Rec
                                                     sizeof(storage->ints), &bytes));
     value->ints = storage->ints;
     value->count = bytes / sizeof(std::int64_t);
+  } else if (argument.kind == Kind::kString) {
+    storage->text.resize(kMaxName);  // longer ones are no choice of the op
+    const OwnedStatus read(api, api->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, storage->text.data(),
+                                                kMaxName, &bytes));
+    storage->text.resize(read.ok() ? bytes : 0);
+    value->s = std::string_view(storage->text.c_str());
   }
   return {};
 }

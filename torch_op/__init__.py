@@ -24,8 +24,14 @@ tensor. Other views are copied first. An output of an elementwise op has the mem
 input of its shape. Other outputs are contiguous.
 
 Operands have one dtype, and nothing is promoted. Under torch.autocast, `add`, `mul`, `pow` and `swiglu`
-promote to the wider dtype. A Python number beside a tensor, `add(x, 2.0)`, becomes a 0-d tensor of the
-tensor's dtype. The norms also take fp32 weights with fp16 and bf16 rows.
+promote to the wider dtype, and `linear` and `linear_swiglu` convert to autocast's. A Python number beside a
+tensor, `add(x, 2.0)`, becomes a 0-d tensor of the tensor's dtype. The norms also take fp32 weights with fp16
+and bf16 rows.
+
+`linear(x, weight, bias, residual)` is activation(x W + bias + residual). In `linear_swiglu`, x W + bias is a
+gate and then as many others, and the result activation(gate) * others. With layout "nk" the weight is as in
+torch's layers, with "kn" as in ONNX. On CUDA the process's cuBLASLt computes the product. TF32 is used for
+fp32 only if the environment says TWINOP_TF32=1 before the first product.
 """
 
 if __name__ != "twinop.torch_op":
@@ -41,6 +47,7 @@ from twinop.find import find_library_of
 from twinop.library import find_library
 
 from .declared import load_declared
+from .linear_rules import register_linear_rules
 from .modules import (
     CustomGatedMLP,
     CustomGELU,
@@ -79,6 +86,7 @@ __all__ = [
     "replace_modules",
 ]
 
+register_linear_rules()
 load(find_library("custom_ops"))
 
 

@@ -208,7 +208,7 @@ def _derive(record: Record) -> None:
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
         library.impl(record.name, cpu_rule(record), "CPU")
         _without_cpu_kernel.add(record.key)
-    if record.autocast == "widest":
+    if record.autocast != "keep":
         for device in ("CPU", "CUDA"):
             library.impl(record.name, autocast_rule(record, op, device.lower()), f"Autocast{device}")
     for key, kind in _FOREIGN_KEYS.items():

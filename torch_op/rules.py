@@ -158,9 +158,10 @@ def _with_rank(batch: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
-    """Returns the rule `widest`: inputs that no kernel takes together are promoted to their widest dtype.
+    """Returns the rule for torch.autocast. (`keep` needs no code: the op runs in the dtype that it is given.)
 
-    (The rule `keep` needs no code: the op runs in the dtype that it is given.)
+    `widest`: inputs that no kernel takes together are promoted to their widest dtype. `lower`: inputs are
+    converted to autocast's dtype, as torch does for products, unless one is in float64.
     """
     signature = signature_of(record)
 
@@ -171,17 +172,28 @@ def autocast_rule(record: Record, op: Rule, device: str) -> Rule:
             for entry in record.inputs
             if isinstance(arguments[entry.name], torch.Tensor)
         }
-        try:
-            _combination(record, given)
-        except RecordError:
-            floating = {name: tensor for name, tensor in given.items() if tensor.is_floating_point()}
-            if floating:
-                widest = reduce(torch.promote_types, (tensor.dtype for tensor in floating.values()))
-                arguments |= {name: tensor.to(widest) for name, tensor in floating.items()}
+        floating = {name: tensor for name, tensor in given.items() if tensor.is_floating_point()}
+        wanted = _dtype_under_autocast(record, given, floating, device)
+        if wanted is not None:
+            arguments |= {name: tensor.to(wanted) for name, tensor in floating.items()}
         with torch.autocast(device, enabled=False):
             return op(*arguments.values())
 
     return rule
+
+
+def _dtype_under_autocast(
+    record: Record, given: dict[str, torch.Tensor], floating: dict[str, torch.Tensor], device: str
+) -> torch.dtype | None:
+    """Returns the dtype that floating-point inputs are converted to; None where they stay as they are."""
+    dtypes = {tensor.dtype for tensor in floating.values()}
+    if record.autocast == "lower":
+        return None if torch.float64 in dtypes else torch.get_autocast_dtype(device)
+    try:
+        _combination(record, given)
+    except RecordError:
+        return reduce(torch.promote_types, dtypes) if dtypes else None
+    return None
 
 
 def cpu_rule(record: Record) -> Rule:

@@ -23,11 +23,13 @@ class DefaultInput:
     Attributes:
         value: the value of every element, or a function that computes it from the node's attributes.
         start: the tensor has the shape of the first input's dimensions from `start` on. A string names an
-            attribute that holds this dimension.
+            attribute that holds this dimension, and a function computes it from the attributes.
+        along: another input; the tensor then has one dimension, which is that input's dimension `start`.
     """
 
     value: float | Callable[[Mapping[str, Any]], float]
-    start: int | str = -1
+    start: int | str | Callable[[Mapping[str, Any]], int] = -1
+    along: str | None = None
 
 
 @dataclass(frozen=True)

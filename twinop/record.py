@@ -135,6 +135,11 @@ class Record:
         return f"twinop.schema.{place}{self.onnx_name}"
 
     @property
+    def parameters(self) -> list[str]:
+        """The names of the inputs and attributes."""
+        return [each.name for each in self.inputs] + [each.name for each in self.attributes]
+
+    @property
     def is_backward(self) -> bool:
         """Whether this is a backward op, which exists in torch only."""
         return self.name.endswith("_backward")

@@ -37,7 +37,14 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
-_SHAPE_TEXT = re.compile(r"(?:[\[\](),:+*/ -]|[A-Za-z_]\w*|(?:0|[1-9]\d{0,17})(?!\w))*", re.ASCII)
+_SHAPE_TEXT = re.compile(r"(?:[\[\](),:+*/ -]|==|\"\w+\"|[A-Za-z_]\w*|(?:0|[1-9]\d{0,17})(?!\w))*", re.ASCII)
+
+
+@functools.cache
+def _parsed(text: str) -> ast.expr:
+    if (read := _SHAPE_TEXT.match(text).end()) < len(text):  # type: ignore[union-attr]
+        raise _mistake(read, "this is not in the language of shapes")
+    return ast.parse(text, mode="eval").body
 
 
 class ShapeExpression:
@@ -61,9 +68,7 @@ class ShapeExpression:
             RecordError: it does not fit the call.
         """
         try:
-            if (read := _SHAPE_TEXT.match(text).end()) < len(text):  # type: ignore[union-attr]
-                raise _mistake(read, "this is not in the language of shapes")
-            return self._shape(ast.parse(text, mode="eval").body)
+            return self._shape(_parsed(text))
         except SyntaxError as error:
             place = (error.offset or 1) - 1
             raise RecordSyntaxError(f"op {self.record.name}, shape", text, place, error.msg) from error
@@ -102,6 +107,14 @@ class ShapeExpression:
                 return -self._size(operand)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](self._size(left), self._size(right))
+            case ast.IfExp(
+                test=ast.Compare(
+                    left=ast.Name(id=name), ops=[ast.Eq()], comparators=[ast.Constant(value=str(text))]
+                ),
+                body=then,
+                orelse=otherwise,
+            ) if self._kind(name) == "str":
+                return self._size(then if self.attributes[name] == text else otherwise)
             case ast.Name(id=name) if self._kind(name) in ("int", "bool"):
                 value = self.attributes[name]
                 return int(value) if isinstance(value, bool) else value  # a SymInt stays one

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "twinop/elementwise.h"
+#include "twinop/elementwise/packed.h"
 #include "twinop/math/math.h"
 
 namespace twinop {
@@ -22,35 +23,10 @@ struct SwigluBackward {
   }
 };
 
-// One tensor that holds both. Of its 2n columns, the first n are the gate and the others x.
-struct Packed {
-  Tensor x, gate;
-  std::int64_t sizes[kMaxRank];
-  std::int64_t strides[kMaxRank];
-
-  explicit Packed(const Tensor& packed) : gate(packed) {
-    const std::size_t rank = packed.rank;
-    std::int64_t dense = 1;
-    for (std::size_t i = rank; i-- > 0; dense *= packed.sizes[i]) {
-      sizes[i] = packed.sizes[i];
-      strides[i] = packed.strides != nullptr ? packed.strides[i] : dense;
-    }
-    sizes[rank - 1] /= 2;
-    gate.sizes = sizes;
-    gate.strides = strides;
-    gate.numel /= 2;
-    x = gate;
-    x.data = gate.as<char>() +
-             sizes[rank - 1] * strides[rank - 1] * static_cast<std::int64_t>(Info(gate.dtype).size);
-  }
-  Packed(const Packed&) = delete;
-  Packed& operator=(const Packed&) = delete;
-};
-
 template <class Op>
 Status LaunchSwigluPacked(const CallOf<Op>& call) {
   const Packed packed(InputOf(call, "x"_name));
-  const Tensor inputs[] = {packed.x, packed.gate};
+  const Tensor inputs[] = {packed.value, packed.gate};
   Call halves = call;
   halves.inputs = inputs;
   return elementwise::Launcher<Swiglu>(halves);
@@ -60,8 +36,8 @@ template <class Op>
 Status LaunchSwigluPackedBackward(const CallOf<Op>& call) {
   const Packed packed(InputOf(call, "x"_name));
   const Packed grad(OutputOf(call, "grad_x"_name));
-  const Tensor inputs[] = {InputOf(call, "grad_y"_name), packed.x, packed.gate};
-  Tensor outputs[] = {grad.x, grad.gate};
+  const Tensor inputs[] = {InputOf(call, "grad_y"_name), packed.value, packed.gate};
+  Tensor outputs[] = {grad.value, grad.gate};
   Call halves = call;
   halves.inputs = inputs;
   halves.outputs = outputs;

@@ -8,61 +8,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 
 #include "twinop/record/call.h"
+#include "twinop/record/record_parts.h"
 #include "twinop/record/schema.h"
 
 namespace twinop {
-
-// The value of `name` in "y = x; s = x[:-1]"; empty if there is none.
-constexpr std::string_view Entry(std::string_view entries, std::string_view name) {
-  Scanner scan(entries);
-  while (!scan.AtEnd()) {
-    std::string_view key = scan.Word();
-    scan.Expect("=");
-    std::string_view value = scan.Until(";");
-    if (key == name) return value;
-    if (!scan.AtEnd()) scan.Expect(";");
-  }
-  return {};
-}
-
-// The limit of one attribute.
-struct Limit {
-  enum class Kind : std::uint8_t { kNone, kDimension, kAtLeast, kOneOf };
-  Kind kind = Kind::kNone;
-  std::int8_t input = 0;     // kDimension: the input with these dimensions
-  std::int64_t minimum = 0;  // kAtLeast
-  std::string_view choices;  // kOneOf: "0 | 1"
-};
-
-// Where the rows of an op lie (Record::rows_text).
-struct RowDimension {
-  bool given = false;
-  bool to_the_end = false;     // "axis:"
-  std::int8_t attribute = -1;  // "dim", or
-  std::int64_t value = 0;      // "-1"
-
-  constexpr std::int64_t Of(const Attribute* attributes) const {
-    return attribute >= 0 ? attributes[attribute].i : value;
-  }
-};
-
-// A required shape of the form "x", "x[axis:]" or "x[-1:]". Nearly all have it, and none of these
-// needs the evaluator.
-struct ShapeSlice {
-  std::int8_t input = -1;  // -1: the text has another form
-  std::int8_t attribute = -1;
-  std::int64_t value = 0;
-
-  constexpr std::size_t Begin(const Attribute* attributes, std::size_t rank) const {
-    std::int64_t begin = attribute >= 0 ? attributes[attribute].i : value;
-    const auto end = static_cast<std::int64_t>(rank);
-    if (begin < 0) begin += end;
-    return static_cast<std::size_t>(begin < 0 ? 0 : (begin > end ? end : begin));
-  }
-};
 
 inline constexpr std::size_t kMaxCombinations = 16;
 
@@ -89,7 +42,8 @@ struct Record {
   // The formulas after it may use the results: "residual = grad_x". An input without a formula has
   // derivative zero. An op without formulas cannot be differentiated.
   std::string_view gradient_text = "";
-  // Under torch.autocast, "keep" runs in the dtype given and "widest" promotes mixed float inputs.
+  // Under torch.autocast, "keep" runs in the dtype given, "widest" promotes mixed float inputs, and
+  // "lower" converts float inputs to autocast's dtype, as torch does for products.
   std::string_view autocast_text = "keep";
   // The inputs have one shape or, if `shapes` says broadcast(...), broadcast to the shape of the
   // outputs. The order of the elements in memory does not matter.
@@ -113,6 +67,7 @@ struct Record {
   decltype(twinop_op::create) create_state = nullptr;
   decltype(twinop_op::destroy) destroy_state = nullptr;
   decltype(twinop_op::body) body_model = nullptr;
+  bool is_row_body = false;
 
   // The parsed texts, for the use of every call. Inputs are indices, or Schema::kNotFound.
   std::int8_t same_shape_inputs[kMaxOutputs] = {};         // whose shape the output has
@@ -162,8 +117,8 @@ struct Record {
   constexpr Record cpu(twinop_launch launch) const { return With(&Record::cpu_launch, launch); }
   constexpr Record cuda(twinop_launch launch) const { return With(&Record::cuda_launch, launch); }
   // The launcher needs kBytes bytes of scratch memory, or kBytes(call), a number that depends on
-  // the shapes of the inputs and on the attributes only. The function takes the call as a launcher
-  // does.
+  // the shapes of the inputs, the attributes and the addresses only. The function takes the call as
+  // a launcher does.
   template <auto kBytes>
   constexpr Record scratch() const {
     Record copy = *this;
@@ -174,6 +129,26 @@ struct Record {
         else
           *bytes = Invoke(kBytes, FromC(call));
         return Status();
+      });
+    };
+    return copy;
+  }
+  // On the CPU of ONNX Runtime the op runs the model that
+  //   static Status kBody(const CallOf<Op>& call, const std::string** model)
+  // returns (twinop_op.row_body in kernels/abi.h). The text lives as long as the library.
+  template <auto kBody>
+  constexpr Record row_body() const {
+    Record copy = With(&Record::is_row_body, true);
+    copy.body_model = [](const twinop_call* call, const void** model, std::size_t* size,
+                         twinop_error* error) {
+      return AtBoundary(error, [=] {
+        const std::string* text = nullptr;
+        Status status = Invoke(kBody, FromC(call), &text);
+        if (text != nullptr) {
+          *model = text->data();
+          *size = text->size();
+        }
+        return status;
       });
     };
     return copy;

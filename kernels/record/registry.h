@@ -25,8 +25,9 @@
 //             `#if defined(__CUDACC__)`.
 //
 // TWINOP_CPU_OP registers an op without a CUDA kernel, TWINOP_CUDA_OP one without a CPU kernel,
-// whose launcher only nvcc compiles. The macros of kernels/elementwise.h and kernels/rowwise.h
-// derive the launcher from a functor; kernels/kernel.h has what other launchers need.
+// whose launcher only nvcc compiles, and TWINOP_BODY_OP one whose record has a row_body as well.
+// The macros of kernels/elementwise.h and kernels/rowwise.h derive the launcher from a functor;
+// kernels/kernel.h has what other launchers need.
 #define TWINOP_RECORD(id, record)                                                                \
   namespace id##_op {                                                                            \
     struct Op;                                                                                   \
@@ -54,6 +55,7 @@
     template Status LaunchOnCuda<InThisPart(#id)>(const twinop_call* call);         \
   }
 #define TWINOP_CUDA_OP TWINOP_OP
+#define TWINOP_BODY_OP TWINOP_OP
 #define TWINOP_CPU_OP(id, record, ...)
 #else
 #if defined(TWINOP_WITH_CUDA)
@@ -74,6 +76,7 @@
   TWINOP_RECORD(id, record)             \
   TWINOP_LAUNCH_ON_CUDA(id)             \
   TWINOP_ENTRY(id, nullptr, TWINOP_CUDA_LAUNCHER)
+#define TWINOP_BODY_OP TWINOP_CUDA_OP
 #define TWINOP_LAUNCH_ON_CUDA(id)                 \
   namespace id##_op {                             \
     template <bool kHere>                         \
@@ -91,8 +94,9 @@
 #define TWINOP_ENTRY(id, cpu_launcher, cuda_launcher)                                              \
   namespace id##_op {                                                                              \
     constexpr Record kEntry = kRecord.cpu(CLaunch<cpu_launcher>()).cuda(CLaunch<cuda_launcher>()); \
-    static_assert(kEntry.cpu_launch != nullptr || kEntry.cuda_launch != nullptr,                   \
-                  "a TWINOP_CUDA_OP has no kernel in a build without CUDA: nvcc is missing");      \
+    static_assert(                                                                                 \
+        kEntry.cpu_launch != nullptr || kEntry.cuda_launch != nullptr || kEntry.is_row_body,       \
+        "a TWINOP_CUDA_OP has no kernel in a build without CUDA: nvcc is missing");                \
     static_assert(Validate(kEntry));                                                               \
     constexpr JsonWriter kJson = WriteJson(kEntry);                                                \
     [[gnu::section(".twinop"), gnu::used]] constexpr auto kText = CutJson<kJson.size()>(kJson);    \
@@ -160,7 +164,8 @@ constexpr twinop_op OpOf(const Record& record) {
           record.scratch_size,
           record.create_state,
           record.destroy_state,
-          record.body_model};
+          record.body_model,
+          record.is_row_body ? 1 : 0};
 }
 
 }  // namespace twinop

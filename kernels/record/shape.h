@@ -5,12 +5,14 @@
 //   shape   := term ('+' term)*
 //   term    := input | input '[' int? ':' int? ']' | '[' int, ... ']' | broadcast(shape, shape)
 //            | '(' shape ')'
-//   int     := product (('+' | '-') product)*       product := atom (('*' | '//') atom)*
+//   int     := sum ('if' attribute '==' text 'else' int)?
+//   sum     := product (('+' | '-') product)*       product := atom (('*' | '//') atom)*
 //   atom    := '-' atom | number | attribute | attribute '[' int ']' | input '[' int ']'
 //            | len(shape) | numel(shape) | '(' int ')'
 //
-// `attribute` has kind int or bool, or kind int[] if it is indexed. The evaluation allocates no
-// memory. Sizes that depend on unknown dimensions (during ORT's shape inference) are unknown.
+// `attribute` has kind int or bool, kind int[] if it is indexed, or kind str before '=='. A text is
+// a word in double quotes. The evaluation allocates no memory. Sizes that depend on unknown
+// dimensions (during ORT's shape inference) are unknown.
 #pragma once
 
 #include "twinop/record/schema.h"
@@ -107,7 +109,7 @@ class ShapeExpression {
     }
     if (scan_.Accept("[")) {
       while (!scan_.Accept("]")) {
-        Dim size = ParseSum();
+        Dim size = ParseInt();
         if (size.value < 0 && size.value != kUnknownSize) throw "a size would be negative";
         result.Push(size);
         if (scan_.Peek() != ']') scan_.Expect(",");
@@ -126,9 +128,9 @@ class ShapeExpression {
     const Shape& input = Input(name);
     if (!scan_.Accept("[")) return input;
     auto rank = static_cast<std::int64_t>(input.rank);
-    Dim begin = scan_.Peek() == ':' ? Dim{0, nullptr} : ParseSum();
+    Dim begin = scan_.Peek() == ':' ? Dim{0, nullptr} : ParseInt();
     scan_.Expect(":");
-    Dim end = scan_.Peek() == ']' ? Dim{rank, nullptr} : ParseSum();
+    Dim end = scan_.Peek() == ']' ? Dim{rank, nullptr} : ParseInt();
     scan_.Expect("]");
     result.known_rank =
         input.known_rank && begin.value != kUnknownSize && end.value != kUnknownSize;
@@ -167,6 +169,21 @@ class ShapeExpression {
     return result;
   }
 
+  constexpr Dim ParseInt() {
+    const Dim result = ParseSum();
+    if (!scan_.Accept("if")) return result;
+    const int index = scope_.schema->FindAttribute(scan_.Word());
+    if (index == Schema::kNotFound || scope_.schema->attribute(index).kind != Kind::kString)
+      throw "a shape expression compares what is no str attribute";
+    scan_.Expect("==");
+    scan_.Expect("\"");
+    const std::string_view text = scan_.Word();
+    scan_.Expect("\"");
+    scan_.Expect("else");
+    const Dim other = ParseInt();
+    return scope_.attributes[index].s == text ? result : other;
+  }
+
   constexpr Dim ParseSum() {
     Dim result = ParseProduct();
     while (true) {
@@ -195,7 +212,7 @@ class ShapeExpression {
 
   constexpr Dim ParseAtom() {
     if (scan_.Accept("(")) {
-      Dim result = ParseSum();
+      Dim result = ParseInt();
       scan_.Expect(")");
       return result;
     }
@@ -237,7 +254,7 @@ class ShapeExpression {
   // outside.
   constexpr Dim ParseIndex(std::int64_t count) {
     scan_.Expect("[");
-    Dim index = ParseSum();
+    Dim index = ParseInt();
     scan_.Expect("]");
     if (index.value == kUnknownSize) return index;
     if (index.value < 0) index.value += count;

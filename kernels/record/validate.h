@@ -132,8 +132,9 @@ constexpr bool Validate(const Record& record) {
     if (!Entry(record.in_place_text, schema.outputs[i].view()).empty() &&
         record.InPlaceInput(i) < 0)
       throw "a record's in_place names no input";
-  if (record.autocast_text != "keep" && record.autocast_text != "widest")
-    throw "autocast is keep or widest";
+  if (record.autocast_text != "keep" && record.autocast_text != "widest" &&
+      record.autocast_text != "lower")
+    throw "autocast is keep, widest or lower";
   return true;
 }
 

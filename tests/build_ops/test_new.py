@@ -112,6 +112,7 @@ def test_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_wheel_of_a_kernel_in_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The project is green, and its installed package runs the library, from a file of another name."""
     pytest.importorskip("triton")

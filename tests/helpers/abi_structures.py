@@ -90,6 +90,7 @@ class Op(Structure):
         ("cpu", LAUNCH),
         ("cuda", LAUNCH),
         *((name, c_void_p) for name in ("scratch_size", "create", "destroy", "body")),
+        ("row_body", c_int32),
     ]
 
 

@@ -1,5 +1,6 @@
 /* A custom-op library in C99 with nothing of twinop's but the C header: negate, in the domain
- * test_c. TABLE_VERSION, DOMAIN, SIGN, ZEROS and ENDS make variants of it (tests/library/test_abi.py). */
+ * test_c. TABLE_VERSION, DOMAIN, SIGN, ZEROS and ENDS make variants of it
+ * (tests/library/test_abi.py). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,7 +17,8 @@
 #endif
 
 #ifdef ZEROS
-__attribute__((section(".rodata.zeros"), used, aligned(4096))) static const char kZeros[ZEROS] = {0};
+__attribute__((section(".rodata.zeros"), used, aligned(4096))) static const char kZeros[ZEROS] = {
+    0};
 #endif
 #ifdef ENDS
 __attribute__((constructor)) static void End(void) { abort(); }
@@ -44,8 +46,8 @@ static int32_t Negate(const twinop_call* call, twinop_error* error) {
 }
 
 static const twinop_op kNegate = {
-    sizeof(twinop_op), kSchema, "float32", "",   "",   "times >= 0", "y = x", "", "",
-    "contiguous",      "",      Negate,    NULL, NULL, NULL,         NULL, NULL};
+    sizeof(twinop_op), kSchema, "float32", "",   "",   "times >= 0", "y = x", "",   "",
+    "contiguous",      "",      Negate,    NULL, NULL, NULL,         NULL,    NULL, 0};
 static const twinop_op* const kOps[] = {&kNegate};
 static const twinop_table kTable = {
     TABLE_VERSION, sizeof(twinop_table), "0.1.0", DOMAIN, 1, "none", 1, kOps};

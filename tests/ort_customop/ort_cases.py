@@ -14,6 +14,7 @@ from samples import RECORDS, Sample, samples, torch_dtype, values
 from twinop import torch_op
 from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
+from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import DOMAIN, DOMAIN_VERSION, Record
 
 Dims = Sequence[int | str | None] | None
@@ -304,7 +305,6 @@ def error_cases(cases: Cases, records: Mapping[str, Record]) -> None:
         [({"x": x, "weight": weight}, {})],
         error=r"\(x: float32\[2, 3\], weight: float32\[4\], bias: absent\): weight and bias must have one",
     )
-
     record = records["layer_norm"]
     cases.add(
         "layer_norm with a weight too short",
@@ -334,7 +334,8 @@ def all_cases() -> Cases:
     records = dict(torch_op.records()) | dict(_probe())
     cases = Cases()
     for record in RECORDS.values():
-        op_cases(cases, record)
+        if record.key not in CPU_FUNCTIONS:  # their bodies' bits are those of each release, from 1.23 on
+            op_cases(cases, record)
     broadcast_cases(cases, records)
     chain_cases(cases, records["relu"])
     in_place_cases(cases, records)

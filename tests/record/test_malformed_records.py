@@ -81,7 +81,7 @@ MALFORMED_RECORDS = [
     (("gradient", "x, _ = f(grad); x = grad"), "an input twice"),
     (("gradient", "x, = f(grad)"), "a name is missing"),
     (("gradient", "x ="), "gradient is empty"),
-    (("autocast", "fp32"), "autocast is keep or widest"),
+    (("autocast", "fp32"), "autocast is keep, widest or lower"),
     (("memory", "w = host"), "names no argument or output"),
     (("memory", "x = device"), "memory is host"),
     (("memory", "x = host"), "first input is in the device's memory"),

@@ -23,7 +23,38 @@ def reference(op: str) -> Reference | None:
 
 
 def samples(op: str, dtype: str, size: int) -> list[dict[str, Any]] | None:
-    return list(_matmuls(size)) if op == "matmul" else None
+    calls = {"matmul": _matmuls, "linear": _linears, "linear_swiglu": _linear_swiglus}.get(op)
+    return calls and list(calls(size))
+
+
+def _linears(size: int) -> Iterator[dict[str, Any]]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+    for activation in ("none", "relu", "gelu", "gelu_tanh", "silu"):
+        inputs = {"x": random(3, size), "weight": random(9, size), "bias": random(9)}
+        yield inputs | {"activation": activation}
+    for rows in ((2, 3), (), (0,)):
+        inputs = {"x": random(*rows, size), "weight": random(size, 16), "residual": random(*rows, 16)}
+        yield inputs | {"layout": "kn", "activation": "none" if rows else "silu"}
+    yield {"x": random(5, size), "weight": random(size, 8), "layout": "kn", "activation": "gelu"}
+    yield {
+        "x": random(130, size),
+        "weight": random(24, size),
+        "bias": random(24),
+        "residual": random(130, 24),
+    }
+    yield {"x": random(2, size), "weight": random(0, size), "bias": random(0)}
+
+
+def _linear_swiglus(size: int) -> Iterator[dict[str, Any]]:
+    for call in _linears(size):
+        if "residual" not in call and call.get("activation", "silu") not in ("none", "relu"):
+            weight = call["weight"]
+            width = 0 if call.get("layout") != "kn" else 1
+            wide = torch.cat([weight, weight.flip(width) * 0.75], width)
+            bias = {"bias": torch.cat([call["bias"]] * 2)} if "bias" in call else {}
+            yield call | {"weight": wide} | bias
 
 
 def _matmuls(size: int) -> Iterator[dict[str, Any]]:
@@ -144,6 +175,34 @@ def _matmul_magnitude(a: Tensor, b: Tensor, variant: str = "tiled", tile: int = 
     return a.abs() @ b.abs()
 
 
+_STEEPEST = 1.13  # how much an activation enlarges an error
+
+
+def _product_magnitude(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, layout: str
+) -> Tensor:
+    total = x.abs() @ (weight if layout == "kn" else weight.mT).abs()
+    return sum((each.abs() for each in (bias, residual) if each is not None), total)
+
+
+def _linear_magnitude(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    layout: str = "nk",
+) -> Tensor:
+    return _STEEPEST * _product_magnitude(x, weight, bias, residual, layout)
+
+
+def _linear_swiglu_magnitude(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu", layout: str = "nk"
+) -> Tensor:
+    gate, others = _product_magnitude(x, weight, bias, None, layout).chunk(2, -1)
+    return 2 * _STEEPEST * gate * others
+
+
 REFERENCES: dict[str, Reference] = {
     "relu": Reference(ulps=ulps(0, 0, 0), body_ulps=0, gradient_ulps=0, smooth=lambda x: x + 0.1 * x.sign()),
     "gelu": Reference(_gelu, ulps(6.5, 8, half=0.6), magnitude=_gelu_magnitude),
@@ -168,4 +227,7 @@ REFERENCES: dict[str, Reference] = {
     "add_rms_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_add_rms_norm_magnitude),
     # A sum's bound is a unit for each of its terms, here up to 257; random ones reach few.
     "matmul": Reference(ulps=ulps(8), magnitude=_matmul_magnitude),
+    # cuBLASLt's GELU uses the hardware's tanh, and the product before some activations is rounded.
+    "linear": Reference(ulps=ulps(8, half=1), magnitude=_linear_magnitude),
+    "linear_swiglu": Reference(ulps=ulps(8, half=1), magnitude=_linear_swiglu_magnitude),
 }

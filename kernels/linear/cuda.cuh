@@ -1,0 +1,178 @@
+// linear and linear_swiglu on CUDA: cuBLASLt's product with as much as its epilogue can do, and our
+// kernels for the rest.
+#pragma once
+
+#include <string_view>
+
+#include "twinop/elementwise.h"
+#include "twinop/elementwise/packed.h"
+#include "twinop/linear/product.cuh"
+#include "twinop/math/gelu.h"
+
+// The launchers of other ops of this library.
+namespace twinop::relu_op {
+template <bool>
+Status LaunchOnCuda(const twinop_call* call);
+}
+namespace twinop::gelu_op {
+template <bool>
+Status LaunchOnCuda(const twinop_call* call);
+}
+namespace twinop::silu_op {
+template <bool>
+Status LaunchOnCuda(const twinop_call* call);
+}
+namespace twinop::swiglu_packed_op {
+template <bool>
+Status LaunchOnCuda(const twinop_call* call);
+}
+
+namespace twinop::linear {
+
+// y = bias + residual, each where there is one. What an empty product leaves, and what cuBLASLt
+// adds its product to where it has no epilogue for the bias.
+template <class T>
+static __global__ void FillKernel(T* y, const T* bias, const T* residual, std::int64_t n,
+                                  std::int64_t count) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  Compute<T> sum(0);
+  if (bias != nullptr) sum += ToCompute(bias[i % n]);
+  if (residual != nullptr) sum += ToCompute(residual[i]);
+  Round(sum, &y[i]);
+}
+
+inline Status Fill(const Call& call, const Operands& at, const Sizes& sizes, DType dtype, void* y) {
+  return DispatchFloat(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    const std::int64_t count = sizes.m * sizes.n;
+    return LaunchKernel(FillKernel<T>, GridOver(count, 256), call, static_cast<T*>(y),
+                        static_cast<const T*>(at.bias.data),
+                        static_cast<const T*>(at.residual.data), sizes.n, count);
+  });
+}
+
+// Runs another op of the library on dense tensors.
+inline Status RunOp(Status (*launch)(const twinop_call*), const Call& call, const Tensor& x,
+                    Tensor y, std::string_view attribute) {
+  Attribute value;
+  value.s = attribute;
+  Call other = call;
+  other.inputs = &x;
+  other.input_count = 1;
+  other.outputs = &y;
+  other.attributes = &value;
+  return launch(ToC(other));
+}
+
+inline Status Activate(const Call& call, const Tensor& y, std::string_view activation) {
+  if (activation == "none") return {};
+  if (activation == "relu") return RunOp(relu_op::LaunchOnCuda<true>, call, y, y, "auto");
+  if (activation == "silu") return RunOp(silu_op::LaunchOnCuda<true>, call, y, y, "");
+  return RunOp(gelu_op::LaunchOnCuda<true>, call, y, y,
+               activation == "gelu_tanh" ? "tanh" : "none");
+}
+
+// The activation in cuBLASLt's epilogue, or 0. Its GELU is the tanh form with the hardware's tanh,
+// which is accurate enough for 16 bits only.
+inline std::uint32_t EpilogueOf(std::string_view activation, DType dtype) {
+  if (activation == "relu") return kLtRelu;
+  return activation == "gelu_tanh" && Info(dtype).size == 2 ? kLtTanhGelu : 0;
+}
+
+// Computes y, [m, n], whose memory is `y.data`.
+inline Status Compute(const Call& call, const Operands& at, const Sizes& sizes, const Tensor& y,
+                      std::string_view activation) {
+  const std::uint32_t bias = at.bias.data != nullptr ? kLtBias : 0;
+  const std::uint32_t active = EpilogueOf(activation, y.dtype);
+  const void* const residual = at.residual.data;
+  bool done = false;
+  const auto multiply = [&](const void* c, std::uint32_t epilogue) {
+    return Multiply(call, at, sizes, y.dtype, c, y.data, epilogue != 0 ? epilogue : kLtDefault,
+                    &done);
+  };
+  if (sizes.k == 0) {
+    TWINOP_RETURN_IF_ERROR(Fill(call, at, sizes, y.dtype, y.data));
+    return Activate(call, y, activation);
+  }
+  if (active != 0) TWINOP_RETURN_IF_ERROR(multiply(residual, active | bias));
+  if (done) return {};
+  TWINOP_RETURN_IF_ERROR(multiply(residual, bias));
+  if (!done) {
+    if (bias != 0) TWINOP_RETURN_IF_ERROR(Fill(call, at, sizes, y.dtype, y.data));
+    TWINOP_RETURN_IF_ERROR(multiply(bias != 0 ? y.data : residual, 0));
+  }
+  if (!done)
+    return Status::Error("cuBLASLt has no algorithm for a product of " + std::to_string(sizes.m) +
+                         " x " + std::to_string(sizes.k) + " and " + std::to_string(sizes.k) +
+                         " x " + std::to_string(sizes.n) + " matrices on this GPU");
+  return Activate(call, y, activation);
+}
+
+inline Status Copy(const Call& call, void* to, const void* from, const Tensor& tensor) {
+  return CudaStatus(
+      cudaMemcpyAsync(to, from, static_cast<std::size_t>(tensor.bytes()), cudaMemcpyDeviceToDevice,
+                      static_cast<cudaStream_t>(call.context->stream)),
+      "copying a tensor");
+}
+
+// Runs `compute(operands, y)` on aligned operands.
+template <class Op, class Body>
+Status WithOperands(const CallOf<Op>& call, const Body& compute) {
+  const Operands at = OperandsOf(call);
+  for (const Operand* each : {&at.x, &at.weight, &at.bias, &at.residual})
+    if (each->is_moved())
+      TWINOP_RETURN_IF_ERROR(Copy(call, each->data, each->tensor->data, *each->tensor));
+  Tensor y = OutputOf(call, "y"_name);
+  y.data = at.y.data;
+  TWINOP_RETURN_IF_ERROR(compute(at, y));
+  return at.y.is_moved() ? Copy(call, at.y.tensor->data, at.y.data, y) : Status();
+}
+
+template <class Op>
+Status Cuda(const CallOf<Op>& call) {
+  return WithOperands(call, [&](const Operands& at, const Tensor& y) {
+    return Compute(call, at, SizesOf(call), y,
+                   AttributeOf<std::string_view>(call, "activation"_name));
+  });
+}
+
+// y = gelu(gate) * other
+template <class T>
+struct Geglu {
+  TWINOP_INLINE T operator()(T other, T gate) const { return other * Gelu<T>{}(gate); }
+};
+template <class T>
+struct TanhGeglu {
+  TWINOP_INLINE T operator()(T other, T gate) const { return other * TanhGelu<T>{}(gate); }
+};
+
+template <class Op>
+Status CudaSwiglu(const CallOf<Op>& call) {
+  return WithOperands(call, [&](const Operands& at, Tensor y) {
+    const Sizes sizes = SizesOf(call);
+    const std::int64_t packed_sizes[] = {sizes.m, sizes.n};
+    const std::int64_t y_sizes[] = {sizes.m, sizes.n / 2};
+    Tensor packed = y;
+    packed.data = at.packed;
+    packed.sizes = packed_sizes;
+    packed.rank = 2;
+    packed.numel = sizes.m * sizes.n;
+    y.sizes = y_sizes;
+    y.rank = 2;
+    TWINOP_RETURN_IF_ERROR(Compute(call, at, sizes, packed, "none"));
+    const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
+    if (activation == "silu")
+      return RunOp(swiglu_packed_op::LaunchOnCuda<true>, call, packed, y, "");
+    const Packed halves(packed);
+    const Tensor inputs[] = {halves.value, halves.gate};
+    Call gated = call;
+    gated.inputs = inputs;
+    gated.input_count = 2;
+    gated.outputs = &y;
+    return activation == "gelu" ? elementwise::Launcher<Geglu>(gated)
+                                : elementwise::Launcher<TanhGeglu>(gated);
+  });
+}
+
+}  // namespace twinop::linear

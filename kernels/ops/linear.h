@@ -1,0 +1,60 @@
+// linear, linear_swiglu -> torch.ops.custom_domain.linear, CustomLinear ...
+#pragma once
+
+#include "twinop/linear/body.h"
+#include "twinop/linear/operands.h"
+#include "twinop/record/registry.h"
+#if defined(__CUDACC__)
+#include "twinop/linear/cuda.cuh"
+#endif
+
+namespace twinop {
+
+// y = activation(x W + bias + residual). W is `weight`, as torch's layers have it
+// ([N, K], layout "nk") or as ONNX has it ([K, N], "kn"). On CUDA the product is cuBLASLt's; on the
+// CPU it is the framework's own.
+//
+// linear_swiglu: the columns of W are a gate and then as many others; y = activation(gate) *
+// others.
+#if defined(__CUDACC__)
+template <class Op>
+Status LaunchLinear(const CallOf<Op>& call) {
+  return linear::Cuda(call);
+}
+
+template <class Op>
+Status LaunchLinearSwiglu(const CallOf<Op>& call) {
+  return linear::CudaSwiglu(call);
+}
+#endif
+
+// clang-format off
+TWINOP_BODY_OP(linear,
+               Record("linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, "
+                      "str activation=\"none\", str layout=\"nk\") -> Tensor")
+                   .shapes("y = x[:-1] + [weight[1] if layout == \"kn\" else weight[0]]")
+                   .input_shapes("weight = [x[-1] if layout == \"kn\" else weight[0], "
+                                 "weight[1] if layout == \"kn\" else x[-1]]; "
+                                 "bias = [weight[1] if layout == \"kn\" else weight[0]]; "
+                                 "residual = x[:-1] + [weight[1] if layout == \"kn\" else weight[0]]")
+                   .choices("activation = none | relu | gelu | gelu_tanh | silu; layout = nk | kn")
+                   .autocast("lower")
+                   .scratch<linear::ScratchBytes<Op>>()
+                   .row_body<linear::Body<Op>>(),
+               LaunchLinear)
+
+TWINOP_BODY_OP(linear_swiglu,
+               Record("linear_swiglu(Tensor x, Tensor weight, Tensor? bias=None, "
+                      "str activation=\"silu\", str layout=\"nk\") -> Tensor")
+                   .shapes("y = x[:-1] + [(weight[1] if layout == \"kn\" else weight[0]) // 2]")
+                   .input_shapes("weight = [x[-1] if layout == \"kn\" else weight[0] // 2 * 2, "
+                                 "weight[1] // 2 * 2 if layout == \"kn\" else x[-1]]; "
+                                 "bias = [weight[1] if layout == \"kn\" else weight[0]]")
+                   .choices("activation = silu | gelu | gelu_tanh; layout = nk | kn")
+                   .autocast("lower")
+                   .scratch<linear::ScratchBytes<Op>>()
+                   .row_body<linear::Body<Op>>(),
+               LaunchLinearSwiglu)
+// clang-format on
+
+}  // namespace twinop

@@ -1,0 +1,61 @@
+// What the texts of a record consist of.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "twinop/record/shape.h"
+
+namespace twinop {
+
+// The value of `name` in "y = x; s = x[:-1]"; empty if there is none.
+constexpr std::string_view Entry(std::string_view entries, std::string_view name) {
+  Scanner scan(entries);
+  while (!scan.AtEnd()) {
+    std::string_view key = scan.Word();
+    scan.Expect("=");
+    std::string_view value = scan.Until(";");
+    if (key == name) return value;
+    if (!scan.AtEnd()) scan.Expect(";");
+  }
+  return {};
+}
+
+// The limit of one attribute.
+struct Limit {
+  enum class Kind : std::uint8_t { kNone, kDimension, kAtLeast, kOneOf };
+  Kind kind = Kind::kNone;
+  std::int8_t input = 0;     // kDimension: the input with these dimensions
+  std::int64_t minimum = 0;  // kAtLeast
+  std::string_view choices;  // kOneOf: "0 | 1"
+};
+
+// Where the rows of an op lie (Record::rows_text).
+struct RowDimension {
+  bool given = false;
+  bool to_the_end = false;     // "axis:"
+  std::int8_t attribute = -1;  // "dim", or
+  std::int64_t value = 0;      // "-1"
+
+  constexpr std::int64_t Of(const Attribute* attributes) const {
+    return attribute >= 0 ? attributes[attribute].i : value;
+  }
+};
+
+// A required shape of the form "x", "x[axis:]" or "x[-1:]". Nearly all have it, and none of these
+// needs the evaluator.
+struct ShapeSlice {
+  std::int8_t input = -1;  // -1: the text has another form
+  std::int8_t attribute = -1;
+  std::int64_t value = 0;
+
+  constexpr std::size_t Begin(const Attribute* attributes, std::size_t rank) const {
+    std::int64_t begin = attribute >= 0 ? attributes[attribute].i : value;
+    const auto end = static_cast<std::int64_t>(rank);
+    if (begin < 0) begin += end;
+    return static_cast<std::size_t>(begin < 0 ? 0 : (begin > end ? end : begin));
+  }
+};
+
+}  // namespace twinop

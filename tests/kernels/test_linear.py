@@ -1,0 +1,257 @@
+"""linear and linear_swiglu: forms, errors, sessions, gradients. The tests of all ops cover the rest."""
+
+import itertools
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from linear_calls import ACTIVATIONS, linear_node, model_of, random
+from record_driver import compiler
+from samples import ALL, DEVICES
+from torch.nn import functional as F
+
+from twinop import torch_op
+from twinop.errors import RecordError
+from twinop.export.attach import attach_bodies
+from twinop.library import find_library
+from twinop.testing.one_node import body_session, make_session, one_node_model, run_bound
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = find_library("custom_ops")
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+# ---------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_any_leading_dimensions(activation: str, layout: str, device: str) -> None:
+    weight, bias = random(24, 40, device=device), random(24, device=device)
+    given = weight if layout == "nk" else weight.mT
+    for leading in ((), (1,), (5,), (2, 3), (2, 1, 3, 2)):
+        x = random(*leading, 40, device=device)
+        expected = ACTIVATIONS[activation](F.linear(x.double(), weight.double(), bias.double()))
+        found = torch_op.linear(x, given, bias, activation=activation, layout=layout)
+        assert found.shape == (*leading, 24) and relative(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_the_gate_comes_first(activation: str, device: str) -> None:
+    x, gate, others = (
+        random(3, 7, device=device),
+        random(5, 7, device=device),
+        random(5, 7, device=device) + 1,
+    )
+    expected = ACTIVATIONS[activation](x.double() @ gate.double().mT) * (x.double() @ others.double().mT)
+    packed = torch.cat([gate, others])
+    assert relative(torch_op.linear_swiglu(x, packed, activation=activation), expected) < 1e-5
+    found = torch_op.linear_swiglu(x, packed.mT, activation=activation, layout="kn")
+    assert relative(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_empty_products(dtype: torch.dtype, device: str) -> None:
+    """Without columns of x, a row is activation(bias). Without rows of the weight, there is nothing."""
+    options: Any = {"dtype": dtype, "device": device}
+    bias, residual = random(5, **options), random(3, 5, **options)
+    x, weight = torch.empty(3, 0, **options), torch.empty(5, 0, **options)
+    assert torch.equal(torch_op.linear(x, weight), torch.zeros(3, 5, **options))
+    assert torch.equal(torch_op.linear(x, weight, bias, activation="relu"), bias.relu().expand(3, 5))
+    assert torch.equal(torch_op.linear(x, weight, None, residual), residual)
+    assert torch_op.linear(random(3, 4, **options), torch.empty(0, 4, **options)).shape == (3, 0)
+    assert torch_op.linear(random(0, 4, **options), random(5, 4, **options)).shape == (0, 5)
+    assert torch_op.linear_swiglu(x, torch.empty(4, 0, **options)).abs().max() == 0
+
+
+# ---------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
+@pytest.mark.parametrize(
+    ("shapes", "layout", "message"),
+    [
+        (((2, 4), (4, 6)), "nk", r"weight has shape \[4, 6\], expected .* = \[4, 4\]"),
+        (((2, 4), (6, 4)), "kn", r"weight has shape \[6, 4\], expected .* = \[4, 4\]"),
+        (((2, 4), (6, 4), (4,)), "nk", r"bias has shape \[4\], expected .* = \[6\]"),
+        (((2, 4), (6, 4), (6, 1)), "nk", r"bias has shape \[6, 1\], expected .* = \[6\]"),
+        (((2, 4), (6, 4), (6,), (6,)), "nk", r"residual has shape \[6\], expected .* = \[2, 6\]"),
+        (((), (6, 4)), "nk", "x has 0 dimensions, expected at least 1"),
+        (((2, 4), (4,)), "nk", "weight has 1 dimension, expected at least 2"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes: Any, layout: str, message: str, device: str) -> None:
+    tensors = [torch.ones(shape, device=device) for shape in shapes]
+    with pytest.raises((RuntimeError, RecordError), match=message):
+        torch_op.linear(*tensors, layout=layout)
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
+def test_other_bad_input(device: str) -> None:
+    x, weight = torch.ones(2, 4, device=device), torch.ones(6, 4, device=device)
+    errors = (RuntimeError, RecordError)
+    for narrow in (torch.float16, torch.float8_e4m3fn):
+        with pytest.raises(
+            errors, match="no kernel takes these dtypes; .*: float32; float16; bfloat16; float64"
+        ):
+            torch_op.linear(x.to(narrow), weight)
+    with pytest.raises(errors, match="no kernel takes these dtypes"):
+        torch_op.linear(x, weight, torch.ones(6, device=device, dtype=torch.float64))
+    with pytest.raises(errors, match=r"activation is 'mish', expected one of none \| relu"):
+        torch_op.linear(x, weight, activation="mish")
+    with pytest.raises(errors, match=r"layout is 'nn', expected one of nk \| kn"):
+        torch_op.linear(x, weight, layout="nn")
+    with pytest.raises(errors, match=r"weight has shape \[5, 4\], expected .* = \[4, 4\]"):
+        torch_op.linear_swiglu(x, torch.ones(5, 4, device=device))
+
+
+DRIVER = """
+#include <cstdio>
+#include "twinop/linear/cublaslt.h"
+int main() {
+  const twinop::linear::CublasLt* functions = nullptr;
+  const twinop::Status status = twinop::linear::GetCublasLt(&functions);
+  std::puts(status.ok() ? "found" : status.message().c_str());
+}
+"""
+
+
+def test_without_cublaslt(tmp_path: Path) -> None:
+    """The message says what is missing and how to get it. A library that is none is named as such."""
+    (tmp_path / "driver.cpp").write_text(DRIVER)
+    (tmp_path / "empty.c").write_text("int nothing;\n")
+    include = f"-I{ROOT}/twinop/include"
+    driver = str(tmp_path / "driver")
+    subprocess.run(
+        [compiler(), "-std=c++17", include, "-o", driver, "driver.cpp", "-ldl"], cwd=tmp_path, check=True
+    )
+
+    def said(folder: str) -> str:
+        env = {"LD_LIBRARY_PATH": folder}
+        return subprocess.run([driver], env=env, capture_output=True, text=True, check=True).stdout
+
+    if "found" not in said(""):  # a machine may have one among its system libraries
+        assert "no cuBLASLt of major version 12 or 13 in the process" in said("")
+        assert "pip install nvidia-cublas" in said("")
+    name = tmp_path / "libcublasLt.so.13"
+    subprocess.run([compiler(), "-shared", "-fPIC", "-o", str(name), "empty.c"], cwd=tmp_path, check=True)
+    assert "the process's cuBLASLt has no function cublasLt" in said(str(tmp_path))
+
+
+# ---------------------------------------------------------------------------- ONNX Runtime
+
+FLOATS = dict.fromkeys(("x", "weight", "bias", "residual", "y"), "float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_constant_weights_on_the_cpu(dtype: torch.dtype) -> None:
+    """Constants give what inputs give; many rows go to the threads in pieces."""
+    x, weight, bias = (random(*shape, dtype=dtype) for shape in ((3, 700, 72), (40, 72), (40,)))
+    expected = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.float64: 1e-14}[dtype]
+    constants = {"weight": weight, "bias": bias}
+    model = model_of(
+        [linear_node(["x", "weight", "bias"], "y", activation="gelu")], ["b", "s", 72], constants
+    )
+    types = dict.fromkeys(FLOATS, str(dtype).removeprefix("torch."))
+    given = one_node_model(ALL["linear"], types, [1, 1, 1, 0], {"activation": "gelu"})
+    found = []
+    for proto, fed in ((model, {}), (given, constants)):
+        for threads in (1, 3):
+            y = torch.empty(3, 700, 40, dtype=dtype)
+            run_bound(make_session(proto, LIBRARY, "cpu", threads=threads), {"x": x} | fed, {"y": y})
+            assert relative(y, expected) < tolerance
+            found.append(y)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+
+
+def test_one_body_for_nodes_of_all_kinds() -> None:
+    """A model may mix layouts, activations, and nodes with and without a bias."""
+    weight, square, bias = random(6, 4), random(6, 6), random(6)
+    nodes = [
+        linear_node(["x", "weight"], "a", activation="relu"),
+        linear_node(["a", "square", "bias"], "b", layout="kn", activation="gelu"),
+        linear_node(["b", "square"], "c", layout="kn"),
+        linear_node(["c", "square", "bias"], "y", activation="silu"),
+    ]
+    model = attach_bodies(model_of(nodes, ["n", 4], {"weight": weight, "square": square, "bias": bias}))
+    x = random(5, 4)
+    expected = F.gelu(F.relu(x @ weight.mT) @ square + bias) @ square
+    expected = F.silu(F.linear(expected, square, bias))
+    for session in (body_session(model), make_session(model, LIBRARY, "cpu")):
+        torch.testing.assert_close(torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), expected)
+
+
+def test_the_output_shape_is_inferred() -> None:
+    weight = random(6, 4)
+    model = model_of([linear_node(["x", "weight"], "y", layout="kn")], ["b", 3, 6], {"weight": weight})
+    (y,) = make_session(model, LIBRARY, "cpu").get_outputs()
+    assert y.shape == ["b", 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "message"),
+    [
+        (5, (6, 4), (6,), r"weight has shape \[6, 4\], expected .* = \[6, 5\]"),
+        (4, (6, 4), (4,), r"bias has shape \[4\], expected .* = \[6\]"),
+        (4, (6, 4), (6, 1), r"bias has shape \[6, 1\], expected .* = \[6\]"),
+    ],
+)
+def test_a_session_refuses_shapes_that_do_not_fit(x: int, weight: Any, bias: Any, message: str) -> None:
+    constants = {"weight": random(*weight), "bias": random(*bias)}
+    model = model_of([linear_node(["x", "weight", "bias"], "y")], ["n", x], constants)
+    with pytest.raises(Exception, match=message):
+        make_session(model, LIBRARY, "cpu").run(None, {"x": random(2, x).numpy()})
+
+
+# ---------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("layout", "activation"), list(itertools.product(("nk", "kn"), ACTIVATIONS)))
+def test_gradients_are_those_of_torch(layout: str, activation: str, device: str) -> None:
+    tensors = [random(*shape, dtype=torch.float64, device=device) for shape in ((2, 3, 7), (5, 7), (5,))]
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    x, weight, bias = leaves
+    expected = ACTIVATIONS[activation](F.linear(x, weight, bias))
+    given = weight if layout == "nk" else weight.mT
+    found = torch_op.linear(x, given, bias, activation=activation, layout=layout)
+    towards = random(2, 3, 5, dtype=torch.float64, device=device)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, leaves, towards),
+        torch.autograd.grad(expected, leaves, towards),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gradients_of_swiglu(activation: str) -> None:
+    x, weight, bias = (
+        random(*shape, dtype=torch.float64).requires_grad_() for shape in ((4, 3), (10, 3), (10,))
+    )
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch_op.linear_swiglu(*tensors, activation=activation)
+
+    assert torch.autograd.gradcheck(call, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(call, (x, weight, bias))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_is_that_of_a_product(device: str) -> None:
+    x, weight, bias = (random(*shape, device=device).requires_grad_() for shape in ((4, 6), (5, 6), (5,)))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = torch_op.linear(x, weight, bias.half(), activation="gelu")
+        assert torch_op.linear(x.double(), weight.double()).dtype == torch.float64
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32

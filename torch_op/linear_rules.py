@@ -1,0 +1,107 @@
+"""`linear` and `linear_swiglu` in torch: their derivatives, and what they run on CPU tensors.
+
+The products are torch's own; the derivatives of activations are our kernels. The value before an activation
+is computed again, with one more product, because the op does not keep it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from twinop.own_op import CPU_FUNCTIONS, DERIVATIVES
+
+from .registry import functions
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: str) -> Tensor:
+    return F.linear(x, weight if layout == "nk" else weight.mT, bias)
+
+
+def _on_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, activation: str, layout: str
+) -> Tensor:
+    y = _product(x, weight, bias, layout)
+    return _ACTIVATIONS[activation](y if residual is None else y + residual)
+
+
+def _swiglu_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, layout: str) -> Tensor:
+    gate, others = _product(x, weight, bias, layout).chunk(2, -1)
+    return _ACTIVATIONS[activation](gate) * others
+
+
+def _activation_backward(grad: Tensor, before: Callable[[], Tensor], y: Tensor, activation: str) -> Tensor:
+    """Returns the gradient of the value before an activation.
+
+    Args:
+        before: computes that value.
+        y: the value behind it.
+    """
+    if activation == "none":
+        return grad
+    if activation == "relu":
+        return functions["relu_backward"](grad, y)
+    if activation == "silu":
+        return functions["silu_backward"](grad, before())
+    return functions["gelu_backward"](grad, before(), "tanh" if activation == "gelu_tanh" else "none")
+
+
+def _product_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of x, weight and bias, given that of the product."""
+    rows, columns = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    is_nk = layout == "nk"
+    return (
+        grad @ (weight if is_nk else weight.mT),
+        columns.mT @ rows if is_nk else rows.mT @ columns,
+        None if bias is None else columns.sum(0),
+    )
+
+
+def _linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    activation: str,
+    layout: str,
+) -> tuple[Tensor | None, ...]:
+    def before() -> Tensor:
+        return functions["linear"](x, weight, bias, residual, "none", layout)
+
+    inner = _activation_backward(grad, before, y, activation)
+    return *_product_backward(inner, x, weight, bias, layout), inner
+
+
+def _linear_swiglu_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layout: str
+) -> tuple[Tensor | None, ...]:
+    packed = functions["linear"](x, weight, bias, None, "none", layout)
+    if activation == "silu":
+        inner = functions["swiglu_packed_backward"](grad, packed)
+    else:
+        gate, others = packed.chunk(2, -1)
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        active = functions["gelu"](gate, approximate)
+        inner = torch.cat([functions["gelu_backward"](grad * others, gate, approximate), grad * active], -1)
+    return _product_backward(inner, x, weight, bias, layout)
+
+
+def register_linear_rules() -> None:
+    """Registers the derivatives and the CPU functions of both ops."""
+    CPU_FUNCTIONS["linear"] = _on_cpu
+    CPU_FUNCTIONS["linear_swiglu"] = _swiglu_on_cpu
+    DERIVATIVES["linear"] = _linear_backward
+    DERIVATIVES["linear_swiglu"] = _linear_swiglu_backward
