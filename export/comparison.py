@@ -40,14 +40,14 @@ class Differs(ExportError):
 
 
 def run(
-    model: Path | bytes, library: deploy.Libraries | bool, cases: Sequence[Mapping[str, torch.Tensor]] = ()
+    model: Path | bytes, library: deploy.Libraries | bool, cases: Sequence[Mapping[str, Any]] = ()
 ) -> Answer:
     """Runs a model on the CPU provider in another process, so that a crash of ONNX Runtime is reported.
 
     Args:
         library: as in `deploy.session`.
-        cases: the inputs of each run. Inputs that the model does not have are ignored: an exporter removes
-            those that it finds to be unused.
+        cases: the inputs of each run, tensors or arrays. Inputs that the model does not have are ignored: an
+            exporter removes those that it finds to be unused.
 
     Raises:
         NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.

@@ -5,14 +5,13 @@ An exporter of torch's makes one model in memory (`routes.py`). A list of passes
 """
 
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import onnx
+import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferencePass
@@ -21,7 +20,7 @@ import twinop
 from twinop import deploy, torch_op
 from twinop.deploy.choose_library import library_paths
 from twinop.dtypes import FLOATING
-from twinop.errors import ExportError, LibraryError
+from twinop.errors import ExportError, LibraryError, TwinopError
 from twinop.find import package_key, package_of
 from twinop.library import read_library
 from twinop.record import DOMAIN, Record
@@ -29,15 +28,14 @@ from twinop.record import DOMAIN, Record
 from . import comparison
 from .attach import attach_to_calls
 from .calls import Call, find_calls
+from .files import EXTERNAL_DATA_BYTES, publish, save, work_folder
 from .fuse_add_norm import fuse_sums
 from .inputs import Dynamic, Inputs, bind_inputs, check_dynamic, check_opset, leaves, resized
+from .optimize import optimize as optimize_file
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet, run_route
 from .standard_nodes import replace_nodes
 from .state import evaluation
-
-# protobuf ends at 2 GiB; half a GiB is left for everything that is not a weight.
-EXTERNAL_DATA_BYTES = 1536 * 1024 * 1024
 
 
 def export(
@@ -53,6 +51,7 @@ def export(
     replace: Sequence[str] = (),
     fuse: bool = True,
     verify: bool = True,
+    optimize: bool = False,
     library: deploy.Libraries = None,
     external_data_bytes: int = EXTERNAL_DATA_BYTES,
     progress: Callable[[str], None] = lambda step: None,
@@ -82,6 +81,8 @@ def export(
             `twinop.export.standard_nodes`), also where `torch_op.replace_modules` finds no module.
         fuse: make one node of a sum and a norm of twinop's that follows it; the results keep every bit.
         verify: compare with torch in ONNX Runtime.
+        optimize: optimise the file for ONNX Runtime as `twinop optimize` does, and compare it with the file
+            that the exporter wrote. Where that fails the file stays as it is, and the report says why.
         library: the libraries for the comparison, one or several. For each other domain of the model it is
             the one that torch has loaded, and for twinop's own the smallest one that is found with the ops.
         progress: called with the name of each step.
@@ -93,11 +94,13 @@ def export(
     target = Path(path)
     if exporter not in ROUTES:
         raise ExportError(f"exporter {exporter!r} is not known; expected one of: {', '.join(ROUTES)}")
+    if optimize and not bodies:
+        raise ExportError("optimize=True needs function bodies, bodies=True: it compares without the library")
     check_opset(opset)
     inputs = bind_inputs(model, args, kwargs)
     axes = check_dynamic(dynamic, inputs.tensors)
     report = ExportReport(target, exporter, bodies=bodies)
-    with evaluation(model), _work_folder(target) as folder:
+    with evaluation(model), work_folder(target) as folder:
         progress("running the model in torch")
         expected = _outputs(model, inputs, inputs.tensors)
         progress(f"exporting ({exporter})")
@@ -108,7 +111,7 @@ def export(
         progress("attaching function bodies, checking")
         with quiet():
             calls = _run_passes(exported, records, report, replace, fuse)
-        files = _save(exported, folder / target.name, external_data_bytes)
+        files = save(exported, folder / target.name, external_data_bytes)
         report.size = sum(file.stat().st_size for file in files)
         if verify:
             progress("comparing with torch in ONNX Runtime")
@@ -121,7 +124,10 @@ def export(
                     report.notes.append(f"not compared at other sizes: {error}")
             libraries = _libraries(library, calls)
             comparison.verify(report, files[-1], exported, libraries, calls, cases)
-        _publish(files, target.parent)
+        if optimize:
+            progress("optimizing")
+            files = _optimized(files, inputs.tensors, _libraries(library, calls), report, fuse)
+        publish(files, target.parent)
     report.data_path = target.parent / files[0].name if len(files) > 1 else None
     return report
 
@@ -144,6 +150,40 @@ def _run_passes(
     model.metadata_props.update(_packages(calls))
     _describe(model, report)
     return calls
+
+
+def _optimized(
+    files: list[Path],
+    tensors: Mapping[str, torch.Tensor],
+    libraries: list[Path],
+    report: ExportReport,
+    fuse: bool,
+) -> list[Path]:
+    """Optimises a file into a folder of its own; returns the files to keep."""
+    folder = files[-1].parent / "optimized"
+    folder.mkdir()
+    given, path = folder / "inputs.npz", folder / files[-1].name
+    arrays: dict[str, Any] = {name: _array(tensor) for name, tensor in tensors.items()}
+    np.savez(given, **arrays)
+    without = () if fuse else ("add_norm",)
+    try:
+        optimized = optimize_file(
+            files[-1], path, inputs_file=given, without=without, library=libraries or None
+        )
+    except TwinopError as error:
+        report.notes.append(f"not optimised: {error}")
+        return files
+    if optimized.made:
+        report.optimized = optimized
+        _describe(ir.load(path), report)
+        files = [file for file in (path.with_name(f"{path.name}.data"), path) if file.exists()]
+        report.size = sum(file.stat().st_size for file in files)
+    return files
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """Returns a tensor as numpy can save it."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().cpu().numpy()
 
 
 def _packages(records: Iterable[Record]) -> dict[str, str]:
@@ -231,46 +271,3 @@ def _output_names(outputs: Mapping[str, torch.Tensor], inputs: Inputs) -> list[s
     """Returns y, or y_0, y_1 ..., or a dict's keys."""
     names = [name if name and not name[0].isdigit() else f"y_{name}".rstrip("_") for name in outputs]
     return [f"{name}_out" if name in inputs.tensors else name for name in names]
-
-
-# ---------------------------------------------------------------------------------------------- files
-
-
-@contextmanager
-def _work_folder(target: Path) -> Iterator[Path]:
-    """Makes a folder beside the target, so that a failed or interrupted export leaves nothing behind."""
-    if target.is_dir():
-        raise ExportError(f"{target}: is a folder; expected a file name such as {target / 'model.onnx'}")
-    try:
-        folder = tempfile.TemporaryDirectory(prefix=".twinop-export-", dir=target.parent)
-    except OSError as error:
-        raise ExportError(
-            f"{target}: cannot be written, {target.parent}: {error.strerror}. Name another folder, or make "
-            "this one"
-        ) from error
-    with folder as name:
-        yield Path(name)
-
-
-def _save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
-    """Writes and checks the model, large weights in a file of their own; returns the files, model last."""
-    weights = [value.const_value for value in model.graph.initializers.values()]
-    external = sum(tensor.nbytes for tensor in weights if tensor is not None) >= external_data_bytes
-    data = [path.with_name(f"{path.name}.data")] if external else []
-    try:
-        ir.save(model, path, format="protobuf", external_data=data[0].name if data else None)
-    except OSError as error:
-        raise ExportError(f"{path.name}: cannot be written: {error.strerror or error}") from error
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except Exception as error:
-        raise ExportError(f"onnx.checker refuses the exported model: {error}") from error
-    return [*data, path]
-
-
-def _publish(files: Sequence[Path], folder: Path) -> None:
-    for file in files:
-        try:
-            os.replace(file, folder / file.name)
-        except OSError as error:
-            raise ExportError(f"{folder / file.name}: cannot be written: {error.strerror}") from error

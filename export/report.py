@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .optimize.report import OptimizeReport
+
 
 @dataclass(frozen=True)
 class Parity:
@@ -44,6 +46,7 @@ class ExportReport:
     without_library: Parity | None = None  # of the function bodies; None: `without_reason` says why
     without_reason: str = ""
     unsupported: list[str] = field(default_factory=list)  # ops and dtypes that need the library
+    optimized: OptimizeReport | None = None  # of `optimize`, if it found anything
     notes: list[str] = field(default_factory=list)
 
     @property

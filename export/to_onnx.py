@@ -100,6 +100,12 @@ def main(
         bool, typer.Option(help="Make one node of a sum and the norm that follows it; no bit changes.")
     ] = True,
     verify: Annotated[bool, typer.Option(help="Run the file and compare it with torch.")] = True,
+    optimize: Annotated[
+        bool,
+        typer.Option(
+            help="Optimise a MODEL for ONNX Runtime: fewer nodes, same outputs. Needs function bodies."
+        ),
+    ] = False,
 ) -> None:
     """Export a torch model with twinop's ops to ONNX.
 
@@ -154,6 +160,7 @@ def main(
             replace=replace or (),
             fuse=fuse,
             verify=verify,
+            optimize=optimize,
             library=library,
             progress=status.update,
         )
@@ -195,6 +202,9 @@ def _table(report: "ExportReport") -> Table:
         row("in place of standard nodes", counts(report.replaced))
     if report.fused:
         row("sum and norm in one", counts(report.fused))
+    if report.optimized is not None:
+        headline, *lines = str(report.optimized).splitlines()
+        row("optimised", "\n".join([headline.partition(": ")[2], *(line.strip() for line in lines)]))
     row("opsets", ", ".join(f"{domain} {version}" for domain, version in report.opsets.items()))
     row("exporter", f"{report.exporter}; onnx.checker passed")
     row("size", decimal(report.size) + (f", weights in {report.data_path.name}" if report.data_path else ""))

@@ -150,6 +150,9 @@ def test_options_for_the_example(folder: Path) -> None:
 def test_models_of_ones_own(folder: Path) -> None:
     output = succeed("--model", "my_factories.models:mlp", "-o", "mlp.onnx", "--dynamic", "input:0")
     assert "libcustom" in output and node_types("mlp.onnx") == ["Gemm", "CustomRelu"]
+    output = succeed("--model", "my_factories.models:mlp", "-o", "fast.onnx", "--optimize")
+    assert node_types("fast.onnx") == ["CustomLinear"]
+    assert "2 nodes -> 1; same outputs" in output and "1 linear+bias+relu" in output
     output = succeed(
         *("--model", "my_factories.models:by_name", "-o", "two.onnx", *QUICK),
         *("--dynamic", "images:0=rows", "--dynamic", "mask:0=rows"),

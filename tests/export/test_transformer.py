@@ -14,7 +14,6 @@ from torch import nn
 from twinop import deploy, torch_op
 from twinop.bench.encoder_models import STYLES, TINY, Encoder, batch, encoder
 from twinop.comparison import TOLERANCE, difference
-from twinop.deploy import costs
 from twinop.export import ExportReport, export
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -183,7 +182,7 @@ def exported(
     ],
 )
 def test_both_exporters(style: str, exporter: str, tmp_path: Path) -> None:
-    """Compares at other sizes and without the library; counts twinop's nodes and what each costs."""
+    """Compares at other sizes and without the library; counts twinop's nodes and their runs."""
     path = tmp_path / "encoder.onnx"
     axes = {0: "batch", 1: "tokens"}
     report = exported(style, exporter, path, dynamic={"ids": axes, "mask": axes})
@@ -199,12 +198,9 @@ def test_both_exporters(style: str, exporter: str, tmp_path: Path) -> None:
             expected = encoder(style, TINY)(ids, mask)
         [found] = session.run({"ids": ids, "mask": mask}).values()
         close(found, expected, f"{style} in ONNX Runtime, against torch's own")
-    found_costs = costs(session.executed_on(custom_only=False))
-    ours = {cost.op_type: cost for cost in found_costs if cost.op_type.startswith("Custom")}
-    assert {name: cost.nodes for name, cost in ours.items()} == OPS[style]
-    assert all(cost.provider == CPU and cost.runs == 3 * cost.nodes for cost in ours.values())
-    assert all(cost.microseconds > 0 for cost in ours.values())
-    assert sum(cost.share for cost in found_costs) == pytest.approx(1)
+    ours = session.executed_on()
+    assert Counter(node.op_type for node in ours) == OPS[style]
+    assert all(node.provider == CPU and node.runs == 3 and node.microseconds > 0 for node in ours)
 
 
 @pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])

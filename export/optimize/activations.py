@@ -1,0 +1,68 @@
+"""GELU and SiLU, however they are written.
+
+Matches: a product whose region (`by_value.py`) computes GELU (erf or tanh form) or SiLU, ONNX's `Gelu`,
+`Swish` with its default alpha.
+Writes: CustomGelu, CustomSilu. Both become part of a product that stands before them (`linear.py`).
+Leaves alone: quick GELU, x * sigmoid(1.702 x), because no op computes it; SiLU behind a convolution, which
+ONNX Runtime fuses itself; GELU on the CPU, because ONNX Runtime fuses bias and GELU.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from .by_value import _erf, regions
+from .graph import Work, add_op, attribute, made_by, replace, scalar
+
+_X = np.concatenate([np.linspace(-12, 12, 193), [-0.3, 0.7, 1e-3]])
+FORMULAS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "gelu": lambda x: 0.5 * x * (1 + _erf(x / 2**0.5)),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
+}
+_EXPECTED = {name: formula(_X) for name, formula in FORMULAS.items()}
+_CLOSE = 1e-4  # erf and tanh GELU differ by 4.7e-4; constants that were rounded to fp16 by less than this
+
+
+def rewrite(work: Work) -> None:
+    """Applies this rewrite."""
+    order = {node: index for index, node in enumerate(work.graph)}
+    for node in reversed(work.nodes("Mul", "Div", domain="")):
+        found = _recognised(node, order) if node.graph is not None else None
+        if found is not None:
+            _replace(work, node, *found)
+    for node in work.nodes("Gelu", "Swish", domain=""):
+        name = "gelu_tanh" if attribute(node, "approximate", "none") == "tanh" else "gelu"
+        if node.op_type == "Swish":
+            name = "silu" if attribute(node, "alpha", 1.0) == 1.0 else "swish with an alpha"
+        _replace(work, node, name, node.inputs[0])
+
+
+def _recognised(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] | None:
+    for region in regions(node.outputs[0], order):
+        if not region.has("Erf", "Tanh", "Sigmoid", "Exp"):
+            continue
+        if any(scalar(value) is None for value in region.constants()) or region.has("ReduceMean"):
+            return None
+        result = region(_X)
+        for name, expected in _EXPECTED.items():
+            if np.allclose(result, expected, rtol=_CLOSE, atol=_CLOSE):
+                return name, region.source
+    return None
+
+
+def _replace(work: Work, node: ir.Node, name: str, x: ir.Value | None) -> None:
+    assert x is not None
+    op = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu"}.get(name)
+    if op is None or op not in work.records:
+        work.left[f"{name}: no op computes it"] += 1
+    elif op == "gelu" and work.device == "cpu":
+        work.left[f"{name}: ONNX Runtime fuses it with the bias before it"] += 1
+    elif name == "silu" and made_by(x, "Conv", "BatchNormalization", "ConvTranspose"):
+        work.left["silu behind a convolution: ONNX Runtime fuses it"] += 1
+    else:
+        attributes = {"approximate": "tanh"} if name == "gelu_tanh" else {}
+        replace(node.outputs[0], add_op(node, work.records[op], [x], **attributes))
+        work.made[name] += 1

@@ -1,0 +1,182 @@
+"""Attention in one node of ONNX Runtime's.
+
+Matches: softmax(q @ k^T * scale + mask) @ v on heads [B, H, S, D], as torch's eager code and its exporters
+write it: the scale before or after the product, on q and k or on one of them; masks that are added or
+chosen by Where, several of them; k and v repeated for groups of heads; the guard against rows that are
+hidden altogether.
+Writes: com.microsoft MultiHeadAttention with q, k and v as [B, S, H*D], whose kernels are the fast ones.
+The mask is `attention_bias` [1 or B, 1 or H, S, T]. One that hides the future alone is `unidirectional`;
+one of padding on the right is the length of each sequence, where that was promised (`masks.py`). A mask [B,
+T] as `key_padding_mask` and packed inputs are never written: they are slow.
+Leaves alone: scores that are capped or whose softmax is returned, heads of unknown number, other ranks.
+"""
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from .graph import (
+    MICROSOFT,
+    Dim,
+    Work,
+    add,
+    attribute,
+    dims,
+    int_constant,
+    made_by,
+    only_user,
+    replace,
+    scalar,
+    scores_shape,
+)  # fmt: skip
+from .heads import BSHD, Heads, joined, repeat, repeated, split
+from .scores import LOWEST, Apart, like, scaled, scores_of, transposed
+
+
+def rewrite(work: Work) -> None:
+    """Applies this rewrite."""
+    found = list(attentions(work))
+    if others := len(work.nodes("Softmax", domain="")) - len(found):
+        work.left["softmax: no product reads it"] += others
+    for softmax in found:
+        try:
+            _fuse(work, softmax)
+        except Apart as reason:
+            work.left[f"attention: {reason}"] += 1
+
+
+def attentions(work: Work) -> Iterator[ir.Node]:
+    """Yields each softmax over the last dimension whose result a product reads."""
+    for node in work.nodes("Softmax", domain=""):
+        rank = len(dims(node.outputs[0]) or ())
+        if node.graph is not None and attribute(node, "axis", -1) in (-1, rank - 1):
+            value = _guarded(node)
+            if any(use.node.op_type == "MatMul" for use in value.uses()):
+                yield node
+
+
+def masks_of(softmax: ir.Node) -> list[ir.Value]:
+    """Returns the masks of an attention, or nothing if it is none."""
+    try:
+        return scores_of(softmax, softmax).masks
+    except Apart:
+        return []
+
+
+def _guarded(softmax: ir.Node) -> ir.Value:
+    """Returns the probabilities, behind the guard Where(IsNaN(p), 0, p) if there is one."""
+    value = softmax.outputs[0]
+    users = [use.node for use in value.uses()]
+    choice = next((node for node in users if node.op_type == "Where"), None)
+    if choice is None or {node.op_type for node in users} != {"Where", "IsNaN"}:
+        return value
+    guards = made_by(choice.inputs[0], "IsNaN") and scalar(choice.inputs[1]) == 0
+    return choice.outputs[0] if guards else value
+
+
+def _fuse(work: Work, softmax: ir.Node) -> None:
+    probabilities = _guarded(softmax)
+    after = only_user(probabilities)
+    if after is None or after.inputs[0] is not probabilities:
+        raise Apart("the softmax is read by others")
+    if len(dims(softmax.outputs[0]) or ()) != 4:
+        raise Apart("scores that are not [B, H, S, T]")
+    scores = scores_of(softmax, after)
+    q, on_q = scaled(scores.product.inputs[0])
+    k, on_k = transposed(scores.product.inputs[1])
+    scale = scores.scale * on_q * on_k
+    v = after.inputs[1]
+    assert v is not None
+    (k, times), (v, times_of_v) = repeated(k), repeated(v)
+    parts = [joined(each, after) for each in (q, k, v)]
+    if parts[0] is None or parts[1] is None or parts[2] is None:
+        raise Apart("the number or size of the heads is not known")
+    q3, k3, v3 = parts[0], repeat(parts[1], times, after), repeat(parts[2], times_of_v, after)
+    if not q3.count == k3.count == v3.count or q3.size != k3.size:
+        raise Apart("other heads in q than in k and v")
+    attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale}
+    inputs: list[ir.Value | None] = [q3.value, k3.value, v3.value]
+    inputs += _mask_inputs(work, scores.masks, q3, k3, after, attributes)
+    shape = [*(dims(q3.value) or [None, None])[:2], v3.count * v3.size]
+    result = add(after, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=shape)
+    if probabilities is not softmax.outputs[0]:
+        result = _without_hidden_rows(work, scores.masks, result, after)
+    _deliver(after.outputs[0], result, v3)
+    work.made["attention"] += 1
+
+
+def _mask_inputs(
+    work: Work, masks: list[ir.Value], q: Heads, k: Heads, before: ir.Node, attributes: dict[str, int | float]
+) -> list[ir.Value | None]:
+    """Returns the inputs of the node from the bias on, and sets `unidirectional`."""
+    rest = []
+    lengths: ir.Value | None = None
+    for mask in masks:
+        if mask in work.causal:
+            attributes["unidirectional"] = 1
+        if mask in work.lengths:
+            given = work.lengths[mask]
+            wide = add(before, "Cast", [given], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
+            axes = int_constant(before, [1])
+            lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
+        if mask not in work.causal and mask not in work.lengths:
+            rest.append(_finite(mask, before) if mask in work.infinite else mask)
+    if not rest:
+        return [None, lengths] if lengths is not None else []
+    whole = rest[0]
+    for mask in rest[1:]:
+        whole = add(before, "Add", [whole, mask], shape=_broadcast(dims(whole), dims(mask)))
+    shape, rows, columns = dims(whole), (dims(q.value) or [0, None])[1], (dims(k.value) or [0, None])[1]
+    if shape is None or len(shape) > 4:
+        raise Apart("a mask of unknown rank")
+    if len(rest) > 1 or len(shape) < 4 or None in (rows, columns) or shape[2:] != [rows, columns]:
+        target = scores_shape(before, q.value, k.value)
+        outer = [*([1] * (4 - len(shape))), *shape][:2] if len(rest) == 1 else [None, None]
+        whole = add(before, "Expand", [whole, target], shape=[*outer, rows, columns])
+    return [None, lengths, whole]
+
+
+def _broadcast(a: list[Dim] | None, b: list[Dim] | None) -> list[Dim] | None:
+    """Returns the shape of a sum; a dimension that only one of the two has is that one's."""
+    if a is None or b is None:
+        return None
+    rank = max(len(a), len(b))
+    pairs = zip([1] * (rank - len(a)) + a, [1] * (rank - len(b)) + b, strict=True)
+    return [y if x == 1 else x for x, y in pairs]
+
+
+def _finite(mask: ir.Value, before: ir.Node) -> ir.Value:
+    """Replaces -inf: a row of it alone would become NaN."""
+    return add(before, "Max", [mask, like(before, LOWEST, mask)], shape=dims(mask))
+
+
+def _without_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, before: ir.Node) -> ir.Value:
+    """Makes rows 0 that a mask hides altogether, as the guard behind the softmax did."""
+    for mask in masks:
+        if not work.infinite.get(mask) or mask in work.lengths:
+            continue
+        shape = dims(mask) or []
+        if len(shape) != 4 or shape[1] != 1:
+            raise Apart("a mask that hides whole rows of some heads")
+        kept, limit, zero = [shape[0], shape[2], 1], like(before, LOWEST, mask), like(before, 0.0, mask)
+        largest = add(before, "ReduceMax", [mask, int_constant(before, [3])], shape=[*shape[:3], 1])
+        largest = add(before, "Squeeze", [largest, int_constant(before, [1])], shape=kept)
+        row = add(before, "LessOrEqual", [largest, limit], dtype=ir.DataType.BOOL, shape=kept)
+        result = add(before, "Where", [row, zero, result], dtype=result.dtype, shape=dims(result))
+    return result
+
+
+def _deliver(old: ir.Value, result: ir.Value, heads: Heads) -> None:
+    """Puts the result [B, S, H*D] in place of [B, H, S, D]; readers mostly transpose it back at once."""
+    transpose = only_user(old)
+    width = heads.count * heads.size
+    if transpose is not None and list(attribute(transpose, "perm", ())) == BSHD:
+        reshape = only_user(transpose.outputs[0])
+        shape = dims(reshape.outputs[0]) if reshape is not None and reshape.op_type == "Reshape" else None
+        if reshape is not None and shape is not None and len(shape) == 3 and shape[2] == width:
+            replace(reshape.outputs[0], result)
+            return
+    assert result.producer() is not None
+    node = old.producer()
+    assert node is not None
+    replace(old, split(result, heads.count, heads.size, node))

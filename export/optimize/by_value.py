@@ -1,0 +1,127 @@
+"""Recognises what a few nodes compute by what they return, however it is written.
+
+Exporters and models write one function in many ways: GELU as x * 0.5 * (1 + erf(x / sqrt(2))), or with the
+factors in another order; an RMS norm with Pow, Sqrt and Reciprocal, or with Mul and Div. A region is a set
+of nodes that computes one value from another one and constants. It is evaluated on numbers, and the results
+are compared with the formulas that we have ops for.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph import attribute, constant, dims, ints, is_constant, scalar, standard
+
+LARGEST = 20  # nodes of a region: the tanh form of GELU has 12, a layer norm with all its casts 14
+_erf = np.vectorize(math.erf, otypes=[float])
+
+ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
+    "Add": np.add,
+    "Cast": lambda x: x,
+    "Div": np.divide,
+    "Erf": _erf,
+    "Exp": np.exp,
+    "Identity": lambda x: x,
+    "Mul": np.multiply,
+    "Neg": np.negative,
+    "Pow": np.power,
+    "Reciprocal": np.reciprocal,
+    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "Sqrt": np.sqrt,
+    "Sub": np.subtract,
+    "Tanh": np.tanh,
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes, the last one first, that compute `output` from `source` and constants."""
+
+    output: ir.Value
+    source: ir.Value
+    nodes: Sequence[ir.Node]
+
+    def has(self, *op_types: str) -> bool:
+        """Whether a node has one of these types."""
+        return any(node.op_type in op_types for node in self.nodes)
+
+    def constants(self) -> list[ir.Value]:
+        """Returns the constants that the nodes read."""
+        values = (value for node in self.nodes for value in node.inputs[: 1 if _reduces(node) else None])
+        return [value for value in values if value is not None and is_constant(value)]
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """Computes the output in fp64, for rows x of the source."""
+        found = {self.source: x.astype(np.float64)}
+
+        def read(value: ir.Value | None) -> np.ndarray:
+            if value in found:
+                return found[value]
+            array = constant(value)
+            assert array is not None
+            return array.astype(np.float64).reshape(-1 if array.size > 1 else ())
+
+        with np.errstate(all="ignore"):
+            for node in reversed(self.nodes):
+                if _reduces(node):
+                    result = read(node.inputs[0]).mean(-1, keepdims=True)
+                else:
+                    result = ELEMENTWISE[node.op_type](*(read(v) for v in node.inputs if v is not None))
+                found[node.outputs[0]] = result
+        return found[self.output]
+
+
+def _reduces(node: ir.Node) -> bool:
+    return node.op_type == "ReduceMean"
+
+
+def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
+    """Yields the regions that compute a value, the smallest one first.
+
+    Args:
+        order: the place of each node in its graph.
+    """
+    frontier, nodes = {output}, list[ir.Node]()
+    while len(nodes) < LARGEST:
+        value = max(frontier, key=lambda each: _place(each, order))
+        node = value.producer()
+        if node is None or not _computable(node):
+            return
+        if nodes and (value.is_graph_output() or any(use.node not in nodes for use in value.uses())):
+            return
+        nodes.append(node)
+        read = node.inputs[:1] if _reduces(node) else node.inputs
+        frontier = (frontier - {value}) | {
+            each for each in read if each is not None and not is_constant(each)
+        }
+        if len(frontier) == 1:
+            yield Region(output, next(iter(frontier)), tuple(nodes))
+        if not frontier:
+            return
+
+
+def _place(value: ir.Value, order: Mapping[ir.Node, int]) -> int:
+    node = value.producer()
+    return -1 if node is None else order.get(node, -1)
+
+
+def _computable(node: ir.Node) -> bool:
+    if standard(node.domain):
+        return False
+    if _reduces(node):
+        axes, rank = ints(node, "axes", 1), len(dims(node.inputs[0]) or ())
+        return axes is not None and axes in ([-1], [rank - 1]) and attribute(node, "keepdims", 1) == 1
+    if node.op_type not in ELEMENTWISE or node.outputs[0].dtype in (None, ir.DataType.BOOL):
+        return False
+    if not node.outputs[0].dtype.is_floating_point():
+        return False
+    return all(value is None or not is_constant(value) or _is_row(value) for value in node.inputs)
+
+
+def _is_row(value: ir.Value) -> bool:
+    """Whether a constant is one number or one row of them."""
+    shape = dims(value)
+    return scalar(value) is not None or (shape is not None and all(dim == 1 for dim in shape[:-1]))

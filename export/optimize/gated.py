@@ -1,0 +1,158 @@
+"""Gated products: activation(gate) * up.
+
+Matches: the product of a SiLU or GELU with a tensor of its shape. Gate and up are two products of one x
+with constant weights, or the halves of one product, or any tensors.
+Writes: CustomLinearSwiglu, whose weight has gate and up in one; for tensors of which this is not known
+CustomSwiglu or CustomSwigluPacked (SiLU only).
+Leaves alone: GELU gates that are no products of constants, because no op computes these.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph import (
+    Work,
+    add_op,
+    attribute,
+    constant,
+    dims,
+    initializer,
+    ints,
+    last_dim,
+    made_by,
+    only_user,
+    other_input,
+    replace,
+    same_dims,
+)  # fmt: skip
+from .linear import LAYOUT, Apart, Product, activation_of, flat, packed, product
+
+
+@dataclass(frozen=True)
+class _Half:
+    source: ir.Value
+    index: int
+
+
+def rewrite(work: Work) -> None:
+    """Applies this rewrite."""
+    for node in work.nodes("Mul", domain=""):
+        found = _gate(work, node) if node.graph is not None else None
+        if found is None:
+            continue
+        gate, up, activation = found
+        work.made[activation] -= 1
+        if work.device == "cuda" and _linear(work, node, gate, up, activation):
+            work.made[f"linear+gate ({activation})"] += 1
+        elif activation != "silu" or "swiglu" not in work.records:
+            work.made[activation] += 1
+            work.left[f"{activation} gate: of tensors that are no products with constants"] += 1
+        elif (halves := _halves(gate, up)) is not None and halves[0].index == 0:
+            replace(
+                node.outputs[0], _sized(add_op(node, work.records["swiglu_packed"], [halves[0].source]), node)
+            )
+            work.made["swiglu (packed)"] += 1
+        else:
+            replace(node.outputs[0], _sized(add_op(node, work.records["swiglu"], [up, gate]), node))
+            work.made["swiglu"] += 1
+
+
+def _sized(value: ir.Value, node: ir.Node) -> ir.Value:
+    value.shape = node.outputs[0].shape
+    return value
+
+
+def _gate(work: Work, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
+    """Returns gate, up and the activation of activation(gate) * up."""
+    for activated in node.inputs:
+        maker = activated.producer() if activated is not None else None
+        if maker is None or activated is None or only_user(activated) is not node:
+            continue
+        name = activation_of(work, maker)
+        if name in ("", "relu"):
+            continue
+        up, gate = other_input(node, activated), maker.inputs[0]
+        if up is not None and gate is not None and up is not activated and same_dims(dims(up), dims(gate)):
+            return gate, up, name
+    return None
+
+
+def _linear(work: Work, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str) -> bool:
+    """Writes one product of gate and up, if both come from products."""
+    attributes = {"activation": activation, "layout": LAYOUT}
+    halves = _halves(gate, up)
+    try:
+        if halves is not None:
+            whole = _product_of(halves[0].source)
+            if whole is None or whole.width % 2:
+                return False
+            weight, bias = packed(work, whole), flat(work, whole.bias)
+            if halves[0].index == 1:
+                weight, bias = _joined(work, [(whole, 1), (whole, 0)])
+        else:
+            first, second = _product_of(gate), _product_of(up)
+            if first is None or second is None or first.x is not second.x or first.width != second.width:
+                return False
+            if (first.bias is None) != (second.bias is None):
+                return False
+            whole = first
+            weight, bias = _joined(work, [(first, None), (second, None)])
+    except Apart:
+        return False
+    record = work.records["linear_swiglu"]
+    new = add_op(node, record, [whole.x, weight, bias], **attributes)
+    replace(node.outputs[0], _sized(new, node))
+    return True
+
+
+def _product_of(value: ir.Value) -> Product | None:
+    """Returns the product with constants that makes a value, with or without its bias."""
+    node = value.producer()
+    if node is not None and node.op_type == "Add":
+        node = next((made for each in node.inputs if (made := made_by(each, "MatMul"))), None)
+    found = product(node) if node is not None else None
+    return found if found is not None and found.output is value else None
+
+
+def _joined(work: Work, parts: list[tuple[Product, int | None]]) -> tuple[ir.Value, ir.Value | None]:
+    """Returns gate and up in one weight [2N, K] and one bias.
+
+    Args:
+        parts: of each of them its product, and which half of that it is.
+    """
+    weights, biases = [], []
+    for found, half in parts:
+        weight, bias = constant(found.weight), constant(found.bias)
+        assert weight is not None
+        weight = weight.T if found.layout == "kn" else weight
+        weights.append(weight if half is None else np.split(weight, 2)[half])
+        if bias is not None:
+            biases.append(bias.reshape(-1) if half is None else np.split(bias.reshape(-1), 2)[half])
+    name = f"{parts[0][0].weight.name}_gate_up"
+    bias_value = initializer(work.graph, np.concatenate(biases), f"{name}_bias") if biases else None
+    return initializer(work.graph, np.concatenate(weights), name), bias_value
+
+
+def _halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
+    """Returns the halves of one tensor's last dimension that gate and up are."""
+    first, second = _half(gate), _half(up)
+    if first is None or second is None or first.source is not second.source or first.index == second.index:
+        return None
+    return first, second
+
+
+def _half(value: ir.Value) -> _Half | None:
+    node = made_by(value, "Split", "Slice")
+    source = node.inputs[0] if node is not None else None
+    width, whole = last_dim(value), last_dim(source)
+    if node is None or source is None or width is None or whole != 2 * width:
+        return None
+    rank = len(dims(value) or ())
+    if node.op_type == "Split":
+        on_last = attribute(node, "axis", 0) in (-1, rank - 1)
+        return _Half(source, list(node.outputs).index(value)) if on_last and len(node.outputs) == 2 else None
+    if ints(node, "axes", 3) not in ([-1], [rank - 1]):
+        return None
+    return _Half(source, 0 if ints(node, "starts", 1) == [0] else 1)

@@ -1,0 +1,228 @@
+"""What every rewrite needs: reading values of a graph, and putting new nodes into it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from twinop.record import DOMAIN, Record
+
+MICROSOFT = "com.microsoft"
+Dim = int | str | None
+
+
+@dataclass
+class Work:
+    """A model that is being rewritten, and what was done.
+
+    Attributes:
+        records: twinop's ops by name.
+        made: the number of new nodes by what they compute.
+        left: the number of nodes that were left alone, by what they are and why.
+        lengths: the masks that are read as lengths: by the mask's value the graph input that it comes from.
+        causal: the masks that hide the future, and nothing else that `lengths` does not know.
+        infinite: the masks that hide by -inf; True if they may hide a whole row.
+    """
+
+    model: ir.Model
+    device: str
+    records: Mapping[str, Record]
+    made: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    causal: set[ir.Value] = field(default_factory=set)
+    infinite: dict[ir.Value, bool] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> ir.Graph:
+        """The main graph; subgraphs are left alone."""
+        return self.model.graph
+
+    def nodes(self, *op_types: str, domain: str | None = None) -> list[ir.Node]:
+        """Returns the graph's nodes of these types, in order."""
+        return [
+            node
+            for node in self.graph
+            if node.op_type in op_types and (domain is None or standard(node.domain) == domain)
+        ]
+
+
+def standard(domain: str) -> str:
+    """Returns the domain with one name for the standard one."""
+    return "" if domain == "ai.onnx" else domain
+
+
+def made_by(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:
+    """Returns the node that computes the value, if it is one of these types."""
+    node = value.producer() if value is not None else None
+    if node is not None and node.op_type in op_types and standard(node.domain) == domain:
+        return node
+    return None
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """Returns the value if it is an initializer that no caller can override, or a Constant."""
+    if value is None or value.is_graph_input():
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether `constant` returns something, without reading it."""
+    return (
+        value is not None
+        and not value.is_graph_input()
+        and ir.convenience.get_const_tensor(value) is not None
+    )
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """Returns the number of a constant with one element."""
+    if value is None or not is_constant(value):
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    assert tensor is not None
+    return float(tensor.numpy().reshape(())[()]) if tensor.size == 1 else None
+
+
+def dims(value: ir.Value | None) -> list[Dim] | None:
+    """Returns the shape: numbers, names, and None for a dimension that nothing is known of."""
+    if value is None or value.shape is None:
+        return None
+    return [each if isinstance(each, int) else each.value for each in value.shape.dims]
+
+
+def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
+    """Whether two shapes are known to be equal."""
+    return a is not None and b is not None and list(a) == list(b) and None not in a
+
+
+def last_dim(value: ir.Value | None) -> int | None:
+    """Returns the last dimension, if it is a known number."""
+    shape = dims(value)
+    return shape[-1] if shape and isinstance(shape[-1], int) else None
+
+
+def only_user(value: ir.Value) -> ir.Node | None:
+    """Returns the node that reads the value, if it alone does."""
+    users = {use.node for use in value.uses()}
+    return users.pop() if len(users) == 1 and not value.is_graph_output() else None
+
+
+def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    """Returns the input of a node with two inputs that is not `value`."""
+    first, second = node.inputs
+    return second if first is value else first
+
+
+def ints(node: ir.Node, attribute: str, index: int) -> list[int] | None:
+    """Returns integers that are an attribute or, in later opsets, a constant input."""
+    if attribute in node.attributes:
+        value = node.attributes[attribute].value
+        return [int(each) for each in value] if isinstance(value, Sequence) else [int(value)]
+    found = constant(node.inputs[index]) if len(node.inputs) > index else None
+    return None if found is None else [int(each) for each in found.reshape(-1)]
+
+
+def attribute(node: ir.Node, name: str, default: Any) -> Any:
+    """Returns the attribute's value, or the default."""
+    return node.attributes[name].value if name in node.attributes else default
+
+
+# ------------------------------------------------------------------------------------ new nodes
+
+
+def add(
+    before: ir.Node,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    domain: str = "",
+    dtype: ir.DataType | None = None,
+    shape: Sequence[Dim] | None = None,
+) -> ir.Value:
+    """Puts a node with one output before another one.
+
+    Args:
+        dtype: of the output; by default that of the first input.
+    """
+    graph = before.graph
+    assert graph is not None
+    first = inputs[0] if inputs else None
+    kind = dtype or (first.dtype if first is not None else None)
+    node = ir.node(op_type, inputs, dict(attributes or {}), domain=domain)
+    node.outputs[0].type = ir.TensorType(kind) if kind is not None else None
+    node.outputs[0].shape = None if shape is None else ir.Shape(shape)
+    graph.insert_before(before, node)
+    if domain:
+        graph.opset_imports.setdefault(domain, 1)
+    return node.outputs[0]
+
+
+def add_op(before: ir.Node, record: Record, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
+    """Puts a node of one of twinop's ops before another one; it has the shape of its first input."""
+    given = list(inputs)
+    while given and given[-1] is None:
+        given.pop()
+    return add(before, record.onnx_name, given, attributes, domain=DOMAIN, shape=dims(inputs[0]))
+
+
+def int_constant(before: ir.Node, numbers: int | Sequence[int]) -> ir.Value:
+    """Puts a constant of integers before a node."""
+    tensor = ir.tensor(np.array(numbers, np.int64))
+    value = add(before, "Constant", [], {"value": tensor}, dtype=ir.DataType.INT64, shape=np.shape(numbers))
+    value.const_value = tensor
+    return value
+
+
+def scores_shape(before: ir.Node, q: ir.Value, k: ir.Value) -> ir.Value:
+    """Makes [1, 1, S, T] of q [B, S, ...] and k [B, T, ...], to spread a mask to."""
+    sizes = [
+        add(before, "Shape", [each], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=[1])
+        for each in (q, k)
+    ]
+    return add(before, "Concat", [int_constant(before, [1, 1]), *sizes], {"axis": 0}, shape=[4])
+
+
+def initializer(graph: ir.Graph, array: np.ndarray, near: str) -> ir.Value:
+    """Adds a constant with a name of its own.
+
+    Args:
+        near: the start of its name.
+    """
+    names = (f"{near}_{index}" for index in range(len(graph.initializers) + 1))
+    name = next(each for each in names if each not in graph.initializers)
+    value = ir.val(name, const_value=ir.tensor(np.asarray(array, order="C"), name=name))
+    graph.register_initializer(value)
+    return value
+
+
+def replace(old: ir.Value, new: ir.Value) -> None:
+    """Gives all readers of one value another one, and removes what is not needed any more."""
+    node = old.producer()
+    assert node is not None
+    if old.is_graph_output():
+        if new.is_graph_output() or new.is_graph_input() or new.is_initializer():
+            new = add(node, "Identity", [new], shape=dims(new))
+        old.name, new.name = f"{old.name}_before", old.name
+    if new.shape is None or None in (dims(new) or ()):
+        new.shape = old.shape
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    prune(node)
+
+
+def prune(node: ir.Node | None) -> None:
+    """Removes a node that nothing reads, and then what it alone has read."""
+    if node is None or node.graph is None:
+        return
+    if any(value.uses() or value.is_graph_output() for value in node.outputs):
+        return
+    inputs = [value for value in node.inputs if value is not None]
+    node.graph.remove(node, safe=True)
+    for value in inputs:
+        prune(value.producer())

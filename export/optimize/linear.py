@@ -1,0 +1,203 @@
+"""Products with a constant weight as CustomLinear.
+
+Matches: MatMul and Gemm with a constant weight [K, N] or its transpose, a bias of N numbers that is added,
+an activation behind it (relu, gelu, gelu_tanh, silu).
+Writes: CustomLinear with every weight as [N, K] (`packed`): a model holds one function body for all nodes
+of an op.
+Leaves alone: weights with more than two dimensions, products of size 0, Gemm with other factors than 1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph import (
+    DOMAIN,
+    Work,
+    add,
+    attribute,
+    constant,
+    dims,
+    initializer,
+    is_constant,
+    made_by,
+    only_user,
+    other_input,
+    replace,
+    standard,
+)  # fmt: skip
+
+_ACTIVATIONS = ("relu", "gelu", "silu")
+
+LAYOUT = "nk"
+
+
+@dataclass(frozen=True)
+class Product:
+    """x @ weight + bias.
+
+    Attributes:
+        weight: a constant [K, N], or [N, K] if `layout` is "nk".
+        bias: N numbers, a constant or not.
+        output: the value with the bias in it.
+    """
+
+    node: ir.Node
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+    layout: str
+    output: ir.Value
+
+    @property
+    def width(self) -> int:
+        """N."""
+        width = (dims(self.weight) or [0, 0])[1 if self.layout == "kn" else 0]
+        assert isinstance(width, int)
+        return width
+
+
+class Apart(Exception):
+    """A product that the op does not compute; the text says why."""
+
+
+def product(node: ir.Node) -> Product | None:
+    """Reads a product with a constant weight, and the bias that is added to it; None for other nodes.
+
+    Raises:
+        Apart: the op cannot compute it.
+    """
+    if standard(node.domain) or node.op_type not in ("MatMul", "Gemm"):
+        return None
+    x, weight, *rest = node.inputs
+    turned = attribute(node, "transB", 0)
+    if (transpose := made_by(weight, "Transpose")) is not None and is_constant(transpose.inputs[0]):
+        if list(attribute(transpose, "perm", [1, 0])) != [1, 0]:
+            return None
+        weight, turned = transpose.inputs[0], not turned
+    if x is None or weight is None or not is_constant(weight) or is_constant(x):
+        return None
+    if weight.dtype is None or not weight.dtype.is_floating_point():
+        return None
+    shape = dims(weight) or []
+    if len(shape) != 2:
+        raise Apart(f"a weight of {len(shape)} dimensions")
+    if 0 in shape:
+        raise Apart("of size 0")
+    if len(dims(x) or ()) < 2:
+        raise Apart("an input that is no matrix, or of unknown rank")
+    if attribute(node, "transA", 0) or {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)} != {1.0}:
+        raise Apart("a Gemm with other factors than 1")
+    layout = "nk" if turned else "kn"
+    width = shape[0 if turned else 1]
+    assert isinstance(width, int)
+    bias, output = rest[0] if rest else None, node.outputs[0]
+    if bias is not None:
+        if not _is_bias(bias, width):
+            raise Apart("a Gemm that adds a matrix")
+    elif (addition := only_user(output)) is not None and addition.op_type == "Add":
+        other = other_input(addition, output)
+        if not standard(addition.domain) and _is_bias(other, width):
+            bias, output = other, addition.outputs[0]
+    return Product(node, x, weight, bias, layout, output)
+
+
+def _is_bias(value: ir.Value | None, width: int) -> bool:
+    shape = dims(value)
+    return (
+        shape is not None
+        and shape[-1:] == [width]
+        and all(dim == 1 for dim in shape[:-1])
+        and is_constant(value)
+    )
+
+
+def flat(work: Work, value: ir.Value | None) -> ir.Value | None:
+    """Returns a constant bias with one dimension."""
+    if value is None or len(value.shape or ()) == 1:
+        return value
+    array = constant(value)
+    assert array is not None
+    return initializer(work.graph, array.reshape(-1), f"{value.name}_flat")
+
+
+def activation_of(work: Work, node: ir.Node | None) -> str:
+    """Returns the activation that a node is: relu, gelu, gelu_tanh, silu, or "" for other nodes."""
+    if node is None:
+        return ""
+    ours = {record.node_type: name for name, record in work.records.items() if name in _ACTIVATIONS}
+    plain = {"Relu": "relu", "Gelu": "gelu"}
+    name = ours.get((node.domain, node.op_type)) or ("" if node.domain else plain.get(node.op_type, ""))
+    return f"{name}_tanh" if attribute(node, "approximate", "none") == "tanh" else name
+
+
+def rewrite(work: Work) -> None:
+    """Applies this rewrite."""
+    nodes, with_bias = list[ir.Node](), False
+    for node in work.nodes("MatMul", "Gemm", domain=""):
+        try:
+            found = product(node)
+        except Apart as reason:
+            work.left[f"{node.op_type}: {reason}"] += 1
+        else:
+            nodes += [node] if found is not None else []
+            with_bias = with_bias or (found is not None and found.bias is not None)
+    for node in nodes:
+        found = product(node)  # again: x may have been replaced
+        assert found is not None
+        _replace(work, found, with_bias)
+
+
+def _replace(work: Work, found: Product, with_bias: bool) -> None:
+    """Writes one node.
+
+    Args:
+        with_bias: give it a bias of zeros if it has none: a model holds one function body for all nodes of an
+            op, so either all of them have a bias or none.
+    """
+    output, activation, user = found.output, "none", only_user(found.output)
+    if user is not None and (name := activation_of(work, user)):
+        activation, output = name, user.outputs[0]
+        work.made[activation] -= 1
+    bias = flat(work, found.bias)
+    if bias is None and with_bias:
+        assert found.weight.dtype is not None
+        zeros = np.zeros(found.width, found.weight.dtype.numpy())
+        bias = initializer(work.graph, zeros, f"zeros_{found.width}")
+    inputs = [found.x, packed(work, found), *([bias] if bias is not None else [])]
+    last = output.producer()
+    assert last is not None
+    shape = dims(output) or [*(dims(found.x) or [])[:-1], found.width]
+    attributes = {"activation": activation, "layout": LAYOUT}
+    op_type = work.records["linear"].onnx_name
+    replace(output, add(last, op_type, inputs, attributes, domain=DOMAIN, shape=shape))
+    parts = [
+        "linear",
+        *(["bias"] if found.bias is not None else []),
+        *([activation] * (activation != "none")),
+    ]
+    work.made["+".join(parts)] += 1
+
+
+def packed(work: Work, found: Product) -> ir.Value:
+    """Returns the weight as [N, K]; several products of one weight share the constant."""
+    if found.layout == LAYOUT:
+        return found.weight
+    name = f"{found.weight.name}_nk"
+    if name not in work.graph.initializers:
+        weight = constant(found.weight)
+        assert weight is not None
+        value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(weight.T), name=name))
+        work.graph.register_initializer(value)
+    return work.graph.initializers[name]
+
+
+def columns(work: Work, found: Product, start: int, stop: int) -> tuple[ir.Value, ir.Value | None]:
+    """Returns some columns of the weight and of the bias, as new constants."""
+    weight, bias = constant(found.weight), constant(found.bias)
+    assert weight is not None
+    part = weight[:, start:stop] if found.layout == "kn" else weight[start:stop]
+    name = f"{found.weight.name}_{start}"
+    new = None if bias is None else initializer(work.graph, bias.reshape(-1)[start:stop], f"{name}_bias")
+    return initializer(work.graph, np.ascontiguousarray(part), name), new

@@ -1,0 +1,104 @@
+"""Finds out what the masks of a model's attentions hide, by computing them.
+
+A mask that is 0 up to each token and hides the rest, whatever the inputs are, is causal: exactly so. One
+that hides what the model's 2-dimensional mask input marks with 0, and that input alone, becomes the length
+of each sequence if the user has promised padding on the right.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from twinop.errors import TwinopError
+
+from ..comparison import NotRunnable, run
+from . import inputs
+from .attention import attentions, masks_of
+from .graph import Work, dims
+from .prepare import clean
+
+_HIDDEN = -1e4  # what an exp() of leaves nothing, in fp16 too
+
+
+def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
+    """Fills `work.causal`, `work.lengths` and `work.infinite`.
+
+    Args:
+        sizes: a batch of several and a length that the model takes.
+    """
+    masks = list(dict.fromkeys(mask for softmax in attentions(work) for mask in masks_of(softmax)))
+    masks = [mask for mask in masks if mask.dtype is ir.DataType.FLOAT and len(dims(mask) or ()) in (2, 4)]
+    given = [
+        value for value in work.graph.inputs if inputs.is_mask(value) and value.dtype is not ir.DataType.BOOL
+    ]
+    if not masks:
+        return
+    batch, length = sizes
+    cases = [
+        inputs.generate(work.model, size, tokens, hide=hide, seed=seed)
+        for seed, (size, tokens, hide) in enumerate(
+            [
+                (batch, length, "nothing"),
+                (batch, length, "right"),
+                (batch, length, "left"),
+                (1, length, "right"),
+            ]
+        )
+    ]
+    try:
+        found = _computed(work.model, masks, cases)
+    except (NotRunnable, TwinopError):  # masks that cannot be computed alone stay what they are
+        return
+    for index, mask in enumerate(masks):
+        arrays = [np.asarray(each[index]) for each in found]
+        if any(array.ndim not in (2, 4) for array in arrays):
+            continue
+        if any(np.isneginf(array).any() for array in arrays):
+            work.infinite[mask] = any(np.isneginf(array).all(-1).any() for array in arrays)
+        for causal in (True, False):
+            if all(_is(array, causal, None) for array in arrays):
+                work.causal |= {mask} if causal else set()
+                break
+            if padding != "right" or len(given) != 1:
+                continue
+            padded = [(array, case[str(given[0].name)]) for array, case in zip(arrays, cases, strict=True)]
+            if all(_is(array, causal, np.asarray(shown)) for array, shown in padded if _right(shown)):
+                work.lengths[mask] = given[0]
+                work.causal |= {mask} if causal else set()
+                break
+
+
+def _right(shown: np.ndarray) -> bool:
+    return bool((np.diff(shown.astype(int), axis=1) <= 0).all())
+
+
+def _is(array: np.ndarray, causal: bool, shown: np.ndarray | None) -> bool:
+    """Whether a mask [B, H, S, T] hides just the future (`causal`) and what is not `shown` [B, T]."""
+    wide = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    rows, columns = wide[0, 0].shape
+    if causal and rows != columns:
+        return False
+    expected = np.tril(np.ones((rows, columns), bool)) if causal else np.ones((rows, columns), bool)
+    if shown is not None:
+        if shown.shape[1] != columns:
+            return False
+        expected = expected & (shown != 0)[:, None, None, :]
+    clear = ((wide == 0) | (wide <= _HIDDEN)).all()
+    return bool(clear and ((wide == 0) == expected).all())
+
+
+def _computed(
+    model: ir.Model, values: Sequence[ir.Value], cases: Sequence[inputs.Case]
+) -> list[list[np.ndarray]]:
+    """Computes values of a model for each case."""
+    names = [value.name for value in values]
+    part = model.clone()
+    known = [*part.graph.inputs, *part.graph.initializers.values()]
+    made = {value.name: value for value in [*known, *(each for node in part.graph for each in node.outputs)]}
+    part.graph.outputs[:] = [made[name] for name in names]
+    for value in part.graph.outputs:
+        value.shape = None
+    clean(part)
+    part.functions.clear()
+    return run(ir.to_proto(part).SerializeToString(), False, cases).outputs

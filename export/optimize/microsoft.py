@@ -1,0 +1,222 @@
+"""Takes apart what ONNX Runtime's optimizer has put together, so that the other rewrites find it.
+
+Matches: com.microsoft SkipLayerNormalization, SkipSimplifiedLayerNormalization, EmbedLayerNormalization,
+BiasGelu, FastGelu, Gelu, FusedMatMul, Attention with constant weights, MultiHeadAttention with a bias or a
+mask [B, T].
+Writes: standard operators; MultiHeadAttention with q, k and v apart and a mask that its fast kernels take.
+Leaves alone: attention with a past, and operators with attributes that standard ones lack.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph import (
+    MICROSOFT,
+    Dim,
+    Work,
+    add,
+    attribute,
+    constant,
+    dims,
+    initializer,
+    int_constant,
+    is_constant,
+    last_dim,
+    replace,
+    scores_shape,
+)  # fmt: skip
+
+_LOWEST = float(np.finfo(np.float32).min)
+_TANH = {"approximate": "tanh"}  # the form of FastGelu
+
+
+class _Apart(Exception):
+    """A node that stays; the text says why."""
+
+
+def rewrite(work: Work) -> None:
+    """Applies this rewrite."""
+    for node in work.nodes(*_RULES, domain=MICROSOFT):
+        try:
+            if _RULES[node.op_type](work, node):
+                work.made[f"{node.op_type} taken apart"] += 1
+        except _Apart as reason:
+            work.left[f"{node.op_type}: {reason}"] += 1
+
+
+def _skip_norm(work: Work, node: ir.Node) -> bool:
+    """y = norm(input + skip + bias)."""
+    simple = node.op_type == "SkipSimplifiedLayerNormalization"
+    x, skip, *rows = node.inputs
+    bias = rows.pop() if len(rows) == (2 if simple else 3) else None
+    if bias is not None:
+        x = add(node, "Add", [x, bias], shape=dims(node.inputs[0]))
+    total = add(node, "Add", [x, skip], shape=dims(node.outputs[0]))
+    if len(node.outputs) > 3 and (node.outputs[3].uses() or node.outputs[3].is_graph_output()):
+        replace(node.outputs[3], total)
+    kind = "SimplifiedLayerNormalization" if simple else "LayerNormalization"
+    _norm(node, kind, total, [row for row in rows if row is not None])
+    return True
+
+
+def _norm(node: ir.Node, kind: str, x: ir.Value, rows: list[ir.Value]) -> None:
+    attributes = {"axis": -1, "epsilon": attribute(node, "epsilon", 1e-12)}
+    replace(node.outputs[0], add(node, kind, [x, *rows], attributes, shape=dims(node.outputs[0])))
+
+
+def _embed_norm(work: Work, node: ir.Node) -> bool:
+    """y = norm(word[ids] + segment[types] + position)."""
+    ids, types, word, position, segment, *rest = node.inputs
+    rows, rest = rest[:2], rest[2:]
+    shape = dims(node.outputs[0])
+    total = add(node, "Gather", [word, ids], shape=shape)
+    if segment is not None:
+        total = add(node, "Add", [total, add(node, "Gather", [segment, types], shape=shape)], shape=shape)
+    if len(rest) > 1 and rest[1] is not None:
+        places = add(node, "Gather", [position, rest[1]], shape=shape)
+    else:
+        length = add(node, "Shape", [ids], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=[1])
+        inputs = [position, int_constant(node, [0]), length, int_constant(node, [0])]
+        places = add(node, "Slice", inputs, shape=(shape or [None] * 3)[1:])
+    total = add(node, "Add", [total, places], shape=shape)
+    if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+        if not rest or rest[0] is None:
+            raise _Apart("its mask index is read and it has no mask")
+        lengths = add(
+            node,
+            "ReduceSum",
+            [rest[0], int_constant(node, [1])],
+            {"keepdims": 0},
+            shape=(shape or [None])[:1],
+        )
+        replace(
+            node.outputs[1],
+            add(node, "Cast", [lengths], {"to": 6}, dtype=ir.DataType.INT32, shape=dims(lengths)),
+        )
+    _norm(node, "LayerNormalization", total, [row for row in rows if row is not None])
+    return True
+
+
+def _gelu(work: Work, node: ir.Node) -> bool:
+    x, shape = node.inputs[0], dims(node.outputs[0])
+    if len(node.inputs) > 1 and node.inputs[1] is not None:
+        x = add(node, "Add", node.inputs, shape=shape)
+    form = _TANH if node.op_type == "FastGelu" else {}
+    replace(node.outputs[0], add(node, "Gelu", [x], form, shape=shape))
+    return True
+
+
+def _matmul(work: Work, node: ir.Node) -> bool:
+    if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0):
+        raise _Apart("its batch is transposed")
+    sides = []
+    for value, flag in zip(node.inputs, ("transA", "transB"), strict=True):
+        if attribute(node, flag, 0):
+            found = dims(value)
+            if found is None:
+                raise _Apart("an input of unknown rank")
+            order = [*range(len(found) - 2), len(found) - 1, len(found) - 2]
+            value = add(node, "Transpose", [value], {"perm": order}, shape=[found[i] for i in order])
+        sides.append(value)
+    shape = dims(node.outputs[0])
+    result = add(node, "MatMul", sides, shape=shape)
+    if (alpha := attribute(node, "alpha", 1.0)) != 1.0:
+        number = initializer(work.graph, np.array(alpha, np.float32), "alpha")
+        result = add(node, "Mul", [result, number], shape=shape)
+    replace(node.outputs[0], result)
+    return True
+
+
+def _attention(work: Work, node: ir.Node) -> bool:
+    """Attention with the products of q, k and v inside."""
+    x, weight, bias, mask, past, added = [*node.inputs, *[None] * 6][:6]
+    known = {"num_heads", "unidirectional", "scale", "mask_filter_value", "qkv_hidden_sizes"}
+    if past is not None or not set(node.attributes) <= known:
+        raise _Apart("it has a past, or a form of its own")
+    if x is None or weight is None or not is_constant(weight):
+        raise _Apart("its weight is no constant")
+    array, row = constant(weight), constant(bias)
+    assert array is not None
+    widths = [int(each) for each in attribute(node, "qkv_hidden_sizes", [array.shape[1] // 3] * 3)]
+    parts, start = [], 0
+    for width in widths:
+        shape: list[Dim] = [*(dims(x) or [])[:-1], width]
+        columns = initializer(work.graph, array[:, start : start + width], f"{weight.name}_{start}")
+        part = add(node, "MatMul", [x, columns], shape=shape)
+        if row is not None:
+            piece = initializer(work.graph, row[start : start + width], f"{weight.name}_{start}_bias")
+            part = add(node, "Add", [part, piece], shape=shape)
+        parts.append(part)
+        start += width
+    _multi_head(node, parts, mask, added)
+    return True
+
+
+def _multi_head_attention(work: Work, node: ir.Node) -> bool:
+    q, k, v, bias, mask, added, *past = [*node.inputs, *[None] * 6][: max(6, len(node.inputs))]
+    if q is None or k is None or v is None or any(each is not None for each in past):
+        raise _Apart("it has a past, or packed inputs")
+    if bias is None and (mask is None or len(dims(mask) or ()) != 2):
+        return False
+    if any(len(dims(each) or ()) != 3 for each in (q, k, v)):
+        raise _Apart("k and v that are not [B, T, H*D]")
+    parts = [q, k, v]
+    if bias is not None:
+        row, start = constant(bias), 0
+        if row is None:
+            raise _Apart("its bias is no constant")
+        for index, part in enumerate(parts):
+            width = (dims(part) or [None])[-1]
+            if not isinstance(width, int):
+                raise _Apart("a width that is not known")
+            piece = initializer(work.graph, row[start : start + width], f"{bias.name}_{start}")
+            parts[index] = add(node, "Add", [part, piece], shape=dims(part))
+            start += width
+    _multi_head(node, parts, mask, added)
+    return True
+
+
+def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, added: ir.Value | None) -> None:
+    """Writes the attention of q, k and v; a mask [B, T] of 0 and 1 becomes one that is added."""
+    names = ("num_heads", "unidirectional", "scale")
+    attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
+    rank = len(dims(mask) or ()) if mask is not None else 1
+    if rank == 2:
+        assert mask is not None
+        q, k = (dims(each) or [None] * 3 for each in (parts[0], parts[1]))
+        shown = add(node, "Cast", [mask], {"to": 9}, dtype=ir.DataType.BOOL, shape=dims(mask))
+        axes = int_constant(node, [1, 2])
+        shown = add(node, "Unsqueeze", [shown, axes], dtype=ir.DataType.BOOL, shape=[q[0], 1, 1, k[1]])
+        lowest = attribute(node, "mask_filter_value", _LOWEST)
+        graph = node.graph
+        assert graph is not None
+        zero, low = (initializer(graph, np.array(each, np.float32), "mask") for each in (0.0, lowest))
+        bias = add(node, "Where", [shown, zero, low], dtype=ir.DataType.FLOAT, shape=[q[0], 1, 1, k[1]])
+        if added is not None:
+            bias = add(node, "Add", [bias, added], shape=dims(added))
+        target = scores_shape(node, parts[0], parts[1])
+        added, mask = add(node, "Expand", [bias, target], shape=[q[0], None, q[1], k[1]]), None
+    elif rank != 1:
+        raise _Apart(f"a mask of {rank} dimensions")
+    inputs = [*parts, None, mask, added]
+    while inputs[-1] is None:
+        inputs.pop()
+    shape = [*(dims(parts[0]) or [None, None])[:2], last_dim(parts[2])]
+    replace(
+        node.outputs[0], add(node, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=shape)
+    )
+
+
+_RULES: Mapping[str, Callable[[Work, ir.Node], bool]] = {
+    "Attention": _attention,
+    "BiasGelu": _gelu,
+    "EmbedLayerNormalization": _embed_norm,
+    "FastGelu": _gelu,
+    "FusedMatMul": _matmul,
+    "Gelu": _gelu,
+    "MultiHeadAttention": _multi_head_attention,
+    "SkipLayerNormalization": _skip_norm,
+    "SkipSimplifiedLayerNormalization": _skip_norm,
+}

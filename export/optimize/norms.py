@@ -1,0 +1,122 @@
+"""Layer norms and RMS norms, however they are written.
+
+Matches: chains of primitives over the last dimension (`by_value.py`), LayerNormalization, RMSNormalization
+and ONNX Runtime's SimplifiedLayerNormalization.
+Writes: CustomLayerNorm and CustomRmsNorm, which take over weight and bias.
+Leaves alone: norms over several dimensions, or with more outputs than the norm.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .by_value import Region, regions
+from .graph import Work, add_op, attribute, constant, dims, initializer, last_dim, replace, scalar
+
+_SEED = 0
+_LARGEST_EPS = 0.01
+
+
+@dataclass(frozen=True)
+class _Norm:
+    op: str  # layer_norm or rms_norm
+    source: ir.Value
+    eps: float
+    weight: np.ndarray
+    bias: np.ndarray
+    constants: list[ir.Value]
+
+
+def rewrite(work: Work) -> None:
+    """Applies this rewrite."""
+    order = {node: index for index, node in enumerate(work.graph)}
+    for node in reversed(work.nodes("Mul", "Add", "Div", domain="")):
+        found = _recognised(node.outputs[0], order) if node.graph is not None else None
+        if found is not None:
+            weight = _parameter(work, found.weight, found, "weight")
+            rows = [weight] + ([_parameter(work, found.bias, found, "bias")] if found.bias.any() else [])
+            _replace(work, node, found.op, found.source, rows, found.eps)
+    for node in work.nodes("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"):
+        source, *parameters = node.inputs
+        op = "layer_norm" if node.op_type == "LayerNormalization" else "rms_norm"
+        eps = attribute(node, "epsilon", 1e-5)
+        if source is not None:
+            _replace(work, node, op, source, parameters, eps, attribute(node, "axis", -1))
+
+
+def _recognised(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
+    best = None
+    for region in regions(output, order):
+        if not region.has("ReduceMean"):
+            continue
+        if region.has("Erf", "Tanh", "Sigmoid", "Exp"):
+            break
+        vectors = [value for value in region.constants() if (value.shape or [1])[-1] != 1]
+        width = last_dim(region.source) or (last_dim(vectors[0]) if vectors else None)
+        if width is not None and width > 1 and (found := _norm(region, width)) is not None:
+            if found.op == "layer_norm":
+                return found
+            best = best or found  # of rows from which their mean was taken this is a layer norm: go on
+    return best
+
+
+def _norm(region: Region, width: int) -> _Norm | None:
+    """Returns the norm that a region computes, with the weight and the bias that its results show."""
+    rows = np.random.default_rng(_SEED).standard_normal((8, width)) + 0.5
+    numbers = {number for value in region.constants() if (number := scalar(value)) is not None}
+    for eps in sorted(number for number in numbers if 0 < number < _LARGEST_EPS):
+        for op in ("rms_norm", "layer_norm"):
+            centred = rows - rows.mean(-1, keepdims=True) * (op == "layer_norm")
+            normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+            result, mirrored = region(rows), region(-rows)
+            if result.shape != rows.shape:
+                return None
+            bias = ((result + mirrored) / 2)[0]
+            largest = np.abs(normal).argmax(0), np.arange(width)
+            weight = (result - bias)[largest] / normal[largest]
+            small = rows * 1e-2  # shows eps
+            centred = small - small.mean(-1, keepdims=True) * (op == "layer_norm")
+            expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
+            fits = np.allclose(result, normal * weight + bias) and np.allclose(region(small), expected)
+            if fits and (op == "layer_norm" or np.abs(bias).max() < 1e-9):
+                bias = np.where(np.abs(bias) < 1e-9, 0, bias)
+                return _Norm(op, region.source, eps, weight, bias, region.constants())
+    return None
+
+
+def _parameter(work: Work, array: np.ndarray, norm: _Norm, name: str) -> ir.Value:
+    """Returns the constant of the model with these values, or a new one."""
+    for value in norm.constants:
+        found = constant(value)
+        assert found is not None
+        if found.shape == array.shape and np.allclose(found, array, rtol=1e-6, atol=1e-9):
+            return value
+    dtype = norm.source.dtype
+    assert dtype is not None
+    return initializer(work.graph, array.astype(dtype.numpy()), f"{norm.source.name}_{name}")
+
+
+def _replace(
+    work: Work,
+    node: ir.Node,
+    op: str,
+    source: ir.Value,
+    rows: Sequence[ir.Value | None],
+    eps: float,
+    axis: int = -1,
+) -> None:
+    if op not in work.records:
+        return
+    rank = len(dims(source) or ())
+    reason = ""
+    if axis not in (-1, rank - 1) or any(len(dims(row) or [0]) != 1 for row in rows if row is not None):
+        reason = "over several dimensions"
+    elif any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
+        reason = "its statistics are read"
+    if reason:
+        work.left[f"{node.op_type}: {reason}"] += 1
+        return
+    replace(node.outputs[0], add_op(node, work.records[op], [source, *rows], eps=float(eps)))
+    work.made[op] += 1

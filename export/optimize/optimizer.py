@@ -1,0 +1,117 @@
+"""Optimises an ONNX file for ONNX Runtime with twinop's ops, and keeps nothing that is not proven."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from twinop import deploy
+from twinop.errors import ExportError
+from twinop.library import find_library, read_library
+
+from ..files import publish, work_folder
+from ..fuse_add_norm import fuse_sums
+from . import activations, attention, flat, gated, linear, microsoft, norms, precision, rotary, unpack
+from .graph import Work
+from .prepare import in_fp32, load
+from .report import OptimizeReport
+from .trial import Trial
+
+
+def _add_norms(work: Work) -> None:
+    """A sum and the norm behind it in one node (`export/fuse_add_norm.py`)."""
+    for name, count in fuse_sums(work.model, work.records).items():
+        plain = "layer_norm" if name.endswith("LayerNorm") else "rms_norm"
+        work.made[f"add_{plain}"] += count
+        work.made[plain] -= count
+
+
+REWRITES: Mapping[str, Callable[[Work], None]] = {
+    "microsoft": microsoft.rewrite,
+    "flat": flat.rewrite,
+    "activation": activations.rewrite,
+    "norm": norms.rewrite,
+    "rotary": rotary.rewrite,
+    "attention": attention.rewrite,
+    "gate": gated.rewrite,
+    "unpack": unpack.rewrite,
+    "linear": linear.rewrite,
+    "add_norm": _add_norms,
+}
+"""The rewrites by name, in their order."""
+_CUDA_ONLY = ("flat", "unpack", "linear")  # on the CPU ONNX Runtime's products are the fastest
+DEVICES = ("cuda", "cpu")
+
+
+def optimize(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    device: str = "cuda",
+    padding: str | None = None,
+    inputs_file: str | os.PathLike[str] | None = None,
+    without: Sequence[str] = (),
+    measure: bool = False,
+    library: deploy.Libraries = None,
+    progress: Callable[[str], None] = lambda step: None,
+) -> OptimizeReport:
+    """Optimises an ONNX file, and keeps the result only if it computes what the original computes.
+
+    The rewrites run on the model in fp32, and the result is compared with the original in fp32 on the CPU.
+    Then it is converted to the wanted dtype and compared again, where the CPU provider can run that. A
+    rewrite that changes the results is taken back.
+
+    Args:
+        source: the model.
+        target: the file to write.
+        dtype: float16 or bfloat16; by default the model's own.
+        device: what the model is optimised for, "cuda" or "cpu". The result runs on both.
+        padding: "right" promises that masks hide nothing else than the end of each sequence.
+        inputs_file: an .npz file of inputs to compare on; by default they are made up.
+        without: names of rewrites to leave out.
+        measure: take back rewrites that are not faster on the device at hand.
+        library: libraries that the original needs.
+        progress: called with the name of each step.
+
+    Raises:
+        ExportError: wrong arguments, or a model that cannot be read, run or converted.
+    """
+    source, target = Path(source), Path(target)
+    _check(source, target, dtype, device, padding, without)
+    progress("reading the model")
+    model = load(source)
+    records = dict(read_library(find_library("custom_ops")).records)
+    report = OptimizeReport(source, target, device=device)
+    report.nodes_before = len(model.graph)
+    found = in_fp32(model)
+    given = next(iter(found)).name.lower() if found else "float32"
+    report.dtype = own = dtype or given
+    with work_folder(target) as folder:
+        original, unchanged = source if not found else None, source if own == given else None
+        trial = Trial(model, original, unchanged, folder, records, report, padding, library, progress)
+        trial.make_cases(inputs_file)
+        chosen = [
+            name for name in REWRITES if name not in without and (device == "cuda" or name not in _CUDA_ONLY)
+        ]
+        best = trial.proven({name: REWRITES[name] for name in chosen})
+        if measure:
+            best = trial.faster(best)
+        publish(trial.finished(best, target.name), target.parent)
+    return report
+
+
+def _check(
+    source: Path, target: Path, dtype: str | None, device: str, padding: str | None, without: Sequence[str]
+) -> None:
+    if source.exists() and target.exists() and source.samefile(target):
+        raise ExportError(f"{target}: is the input; name another file to write")
+    if dtype is not None and dtype.startswith(("float8", "fp8")):
+        raise ExportError(f"--dtype {dtype}: fp8 is not supported yet; expected float16 or bfloat16")
+    if dtype not in (None, "float32", *precision.DTYPES):
+        raise ExportError(f"--dtype {dtype}: expected one of: float32, {', '.join(precision.DTYPES)}")
+    if device not in DEVICES:
+        raise ExportError(f"--device {device}: expected one of: {', '.join(DEVICES)}")
+    if padding not in (None, "right"):
+        raise ExportError(f"--padding {padding}: expected right, or nothing for masks of any form")
+    if unknown := [name for name in without if name not in REWRITES]:
+        raise ExportError(f"--without {', '.join(unknown)}: expected some of: {', '.join(REWRITES)}")

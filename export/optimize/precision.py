@@ -1,0 +1,147 @@
+"""Converts a model in fp32 to 16 bits, with fp32 where 16 bits are not enough or not possible.
+
+Operators whose CUDA kernels take 16 bits and compute sums, norms and softmax in fp32 inside are converted.
+All others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin,
+integers turned into floats). What is read by them alone and works on elements stays in fp32 with them.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
+
+from twinop.errors import ExportError
+from twinop.record import DOMAIN
+
+from .graph import MICROSOFT, add, attribute, initializer, standard
+
+DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+
+_ELEMENTS = {"Add", "Div", "Mul", "Neg", "Sub"}
+_SHAPES = {
+    "Concat", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "Reshape", "ScatterElements",
+    "ScatterND", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
+}  # fmt: skip
+_BOTH = _ELEMENTS | _SHAPES | {
+    "ConstantOfShape", "Dropout", "Gelu", "Gemm", "LayerNormalization", "MatMul", "Max", "Min",
+    "RMSNormalization", "Relu", "Sigmoid", "SimplifiedLayerNormalization", "Softmax", "Sum", "Tanh",
+}  # fmt: skip
+_FLOAT16 = {  # no kernels for bfloat16 below opset 22, or none at all
+    "Abs", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "DepthToSpace", "Einsum",
+    "Elu", "GlobalAveragePool", "HardSigmoid", "HardSwish", "LeakyRelu", "MaxPool", "PRelu", "Pad",
+}  # fmt: skip
+_MICROSOFT = {"GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding", "FusedMatMul", "QuickGelu"}
+
+
+def convert(model: ir.Model, dtype: ir.DataType) -> int:
+    """Converts a model in fp32, inputs and outputs too, in place.
+
+    Returns:
+        The number of nodes that compute in fp32.
+
+    Raises:
+        ExportError: the model has subgraphs.
+    """
+    if any(each.type is ir.AttributeType.GRAPH for node in model.graph for each in node.attributes.values()):
+        raise ExportError(
+            "--dtype: the model has If, Loop or Scan nodes, whose subgraphs are not converted. Convert "
+            "the model before the export (model.half(), model.bfloat16())"
+        )
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    graph = model.graph
+    wide = _wide_nodes(graph, dtype)
+    floats = {value for node in graph for value in node.outputs if value.dtype is ir.DataType.FLOAT}
+    floats |= {value for value in graph.inputs if value.dtype is ir.DataType.FLOAT}
+    now: dict[ir.Value, ir.DataType] = {}
+    for given in graph.inputs:
+        if given in floats:
+            _set_dtype(given, dtype, now)
+    changed: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+    for node in list(graph):
+        wanted = ir.DataType.FLOAT if node in wide else dtype
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                continue
+            if value.is_initializer() and value.dtype is ir.DataType.FLOAT and wanted is dtype:
+                node.replace_input_with(index, _narrowed(graph, value, dtype, changed))
+            elif value in now and now[value] is not wanted:
+                if (value, wanted) not in changed:
+                    cast = add(node, "Cast", [value], {"to": wanted}, dtype=wanted)
+                    cast.shape = value.shape
+                    changed[value, wanted] = cast
+                node.replace_input_with(index, changed[value, wanted])
+        for result in node.outputs:
+            if result in floats:
+                _set_dtype(result, wanted, now)
+        _attributes(node, wanted)
+    _outputs(graph, now, dtype)
+    return len(wide)
+
+
+def _set_dtype(value: ir.Value, dtype: ir.DataType, now: dict[ir.Value, ir.DataType]) -> None:
+    value.type = ir.TensorType(dtype)  # copies of a graph share the types of their values
+    now[value] = dtype
+
+
+def _wide_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
+    """Returns the nodes that stay in fp32."""
+    allowed = _BOTH | (_FLOAT16 if dtype is ir.DataType.FLOAT16 else set())
+    wide = set[ir.Node]()
+    for node in reversed(graph):
+        kinds = [value.dtype for value in (*node.inputs, *node.outputs) if value is not None]
+        if ir.DataType.FLOAT not in kinds:
+            continue
+        domain, users = standard(node.domain), [use.node for value in node.outputs for use in value.uses()]
+        if domain == DOMAIN or (domain == MICROSOFT and node.op_type in _MICROSOFT):
+            continue
+        if not domain and node.op_type == "Cast":
+            source = node.inputs[0]
+            if source is not None and source.dtype is not ir.DataType.BOOL:
+                wide.add(node)
+        else:
+            follows = node.op_type in _ELEMENTS | _SHAPES and users and all(user in wide for user in users)
+            if domain or node.op_type not in allowed or follows:
+                wide.add(node)
+    return wide
+
+
+def _narrowed(
+    graph: ir.Graph, value: ir.Value, dtype: ir.DataType, done: dict[tuple[ir.Value, ir.DataType], ir.Value]
+) -> ir.Value:
+    if (value, dtype) not in done:
+        assert value.const_value is not None
+        array = narrow(value.const_value.numpy(), dtype)
+        done[value, dtype] = initializer(graph, array, f"{value.name}_{dtype.name.lower()}")
+    return done[value, dtype]
+
+
+def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """Converts numbers; finite ones stay finite, as the lowest one of a mask must."""
+    limit = float(dtype.max)
+    clipped = np.where(np.isfinite(array), np.clip(array, -limit, limit), array)
+    return clipped.astype(dtype.numpy())
+
+
+def _attributes(node: ir.Node, wanted: ir.DataType) -> None:
+    value = attribute(node, "value", None)
+    filled = node.op_type == "ConstantOfShape" and value is not None and value.dtype is ir.DataType.FLOAT
+    if filled and wanted is not ir.DataType.FLOAT:
+        tensor = ir.tensor(narrow(value.numpy(), wanted), dtype=wanted)
+        node.attributes["value"] = ir.AttrTensor("value", tensor)
+    if node.op_type == "Cast" and ir.DataType(attribute(node, "to", 0)) is ir.DataType.FLOAT:
+        node.attributes["to"] = ir.AttrInt64("to", int(wanted))
+
+
+def _outputs(graph: ir.Graph, now: Mapping[ir.Value, ir.DataType], dtype: ir.DataType) -> None:
+    """Casts outputs that are in fp32."""
+    for index, value in enumerate(tuple(graph.outputs)):
+        last = value.producer()
+        if last is None or now.get(value, dtype) is dtype:
+            continue
+        node = ir.node("Cast", [value], {"to": dtype})
+        graph.append(node)
+        result = node.outputs[0]
+        result.name, value.name = value.name, f"{value.name}_fp32"
+        result.type, result.shape = ir.TensorType(dtype), value.shape
+        graph.outputs[index] = result

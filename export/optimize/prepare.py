@@ -1,0 +1,225 @@
+"""Reads a model and brings it into the form that the rewrites match: fp32, constants folded, shapes known."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    IdentityEliminationPass,
+    RemoveUnusedNodesPass,
+    ShapeInferencePass,
+)
+
+from twinop.errors import ExportError
+from twinop.record import Record
+
+from ..attach import OPSETS
+from ..routes import quiet
+from .graph import attribute, constant, dims, initializer, is_constant, made_by, replace, same_dims, standard
+
+_LARGE = 1024  # elements of a constant; larger ones say nothing about shapes
+_CARRIERS = ("Cast", "Reshape", "Identity", "Expand", "Dropout")
+NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def load(path: Path) -> ir.Model:
+    """Reads a model.
+
+    Raises:
+        ExportError: the file is no model, or its weights are missing.
+    """
+    if path.is_dir() or not path.exists():
+        what = "is a folder" if path.is_dir() else "there is no such file"
+        raise ExportError(f"{path}: {what}; expected an ONNX model")
+    try:
+        model = ir.load(path)
+    except Exception as error:
+        raise ExportError(f"{path}: is no ONNX model: {str(error).splitlines()[0]}") from error
+    if not len(model.graph) and not model.graph.outputs:
+        raise ExportError(f"{path}: is no ONNX model: it has no nodes and no outputs")
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and not Path(tensor.path).is_file():
+            raise ExportError(
+                f"{path}: its weights are in {tensor.location}, which is not there ({value.name}). Put the "
+                "file beside the model"
+            )
+    for value in model.graph.inputs:
+        if value.shape is None and value.dtype is not None:
+            raise ExportError(
+                f"{path}: input {value.name} has no shape, not even the number of its dimensions. Declare "
+                "it, or export the model again: twinop cannot tell what its nodes compute"
+            )
+    return model
+
+
+def prepare(model: ir.Model, records: Mapping[str, Record]) -> None:
+    """Brings a model into the form that the rewrites match, in place.
+
+    Raises:
+        ExportError: its opset cannot be converted.
+    """
+    own = {record.domain for record in records.values()}
+    for key in [key for key in model.functions if key[0] in own]:
+        del model.functions[key]  # bodies: they are attached again
+    _convert_opset(model)
+    with quiet():
+        fold(model, own)
+
+
+def _convert_opset(model: ir.Model) -> None:
+    opset = model.graph.opset_imports.get("", 0)
+    if opset in OPSETS:
+        return
+    target = OPSETS[0] if opset < OPSETS[0] else OPSETS[-1]
+    from onnxscript import version_converter
+
+    try:
+        with quiet():
+            version_converter.convert_version(model, target, fallback=True)
+    except Exception as error:
+        raise ExportError(f"opset {opset} cannot be converted to {target}: {error}") from error
+    if model.graph.opset_imports.get("") != target:
+        raise ExportError(
+            f"opset {opset} cannot be converted to {target}, which function bodies need. Export the model "
+            f"again with opset {OPSETS[0]} to {OPSETS[-1]}"
+        )
+
+
+def fold(model: ir.Model, own: set[str]) -> None:
+    """Folds constants, infers shapes and removes nodes that do nothing."""
+    from onnxscript.optimizer import optimize_ir
+
+    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    for again in (False, True):
+        optimize_ir(model, should_fold=lambda node: False if node.domain in own else None)
+        if not again:
+            infer_shapes(model)
+            _fold_sizes(model)
+    _remove_idle(model)
+    CommonSubexpressionEliminationPass()(model)
+    clean(model)
+
+
+def clean(model: ir.Model) -> None:
+    """Removes nodes that nothing reads, and sorts the rest."""
+    RemoveUnusedNodesPass()(model)
+    model.graph.sort()
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Gives values symbolic shapes, with ONNX Runtime's inference, which follows sizes through sums."""
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+    small = model.clone()
+    hidden = {}
+    for name, value in list(small.graph.initializers.items()):
+        if value.const_value is not None and value.const_value.size > _LARGE:
+            hidden[name] = value
+            del small.graph.initializers[name]
+            value.const_value = None
+            small.graph.inputs.append(value)
+    for node in small.graph.all_nodes():
+        for value in node.outputs:
+            if None in (dims(value) or ()) or any(str(dim).startswith("unk_") for dim in dims(value) or ()):
+                value.shape = None
+    # Its `infer_shapes` writes a file into the current folder where it fails, so these are its steps.
+    inference, complete = SymbolicShapeInference(2**31 - 1, True, False, 0), False
+    try:
+        inference._preprocess(ir.to_proto(small))
+        while inference.run_:
+            complete = inference._infer_impl()
+    except Exception:  # a model that it does not understand keeps the shapes that it has
+        return
+    if not complete:
+        return
+    found = inference.out_mp_
+    inferred = {
+        value.name: value for node in ir.from_proto(found).graph.all_nodes() for value in node.outputs
+    }
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            other = inferred.get(value.name)
+            if other is not None and other.shape is not None:
+                value.shape = other.shape
+                value.type = value.type or other.type
+
+
+def _fold_sizes(model: ir.Model) -> None:
+    """Makes constants of the sizes that nodes take from shapes, where inference has found them."""
+    for node in list(model.graph):
+        shape = made_by(node.inputs[0], "Shape") if node.inputs and not standard(node.domain) else None
+        found = dims(shape.inputs[0]) if shape is not None else None
+        if (
+            shape is None
+            or found is None
+            or shape.attributes.keys() - {"start"}
+            or attribute(shape, "start", 0)
+        ):
+            continue
+        if node.op_type == "Gather":
+            index = constant(node.inputs[1])
+            picked = None if index is None else np.array(found, object)[index]
+        elif node.op_type == "Slice" and len(node.inputs) < 5:
+            bounds = [constant(value) for value in node.inputs[1:3]]
+            if bounds[0] is None or bounds[1] is None:
+                continue
+            picked = np.array(found, object)[slice(int(bounds[0].item()), int(bounds[1].item()))]
+        else:
+            continue
+        if picked is not None and all(isinstance(each, int) for each in np.atleast_1d(picked)):
+            array = np.array(picked, np.int64)
+            replace(node.outputs[0], initializer(model.graph, array, f"{node.outputs[0].name}_size"))
+
+
+def _remove_idle(model: ir.Model) -> None:
+    """Removes nodes that return what they read: shapes show that they do."""
+    IdentityEliminationPass()(model)
+    for node in list(model.graph):
+        if standard(node.domain) or node.op_type not in _CARRIERS or not node.inputs:
+            continue
+        source, result = node.inputs[0], node.outputs[0]
+        if source is None or is_constant(source) or (source.is_graph_input() and result.is_graph_output()):
+            continue
+        if node.op_type == "Cast":
+            idle = source.dtype is not None and attribute(node, "to", None) == source.dtype
+        elif node.op_type == "Dropout":
+            idle = not any(value.uses() for value in node.outputs[1:]) and len(node.inputs) < 3
+        else:
+            idle = same_dims(dims(source), dims(result))
+        if idle:
+            replace(result, source)
+
+
+def in_fp32(model: ir.Model) -> set[ir.DataType]:
+    """Turns every 16-bit float of a model into fp32, in place, and returns which there were."""
+    found = set[ir.DataType]()
+
+    def widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        found.add(tensor.dtype)
+        return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
+
+    for graph in model.graphs():
+        for value in [*graph.inputs, *graph.initializers.values()]:
+            _widen_type(value, found)
+            if value.const_value is not None and value.const_value.dtype in NARROW:
+                value.const_value = widened(value.const_value)
+        for node in graph:
+            for value in node.outputs:
+                _widen_type(value, found)
+            for name, each in list(node.attributes.items()):
+                if each.is_ref():
+                    continue
+                if each.type is ir.AttributeType.TENSOR and each.value.dtype in NARROW:
+                    node.attributes[name] = ir.AttrTensor(name, widened(each.value))
+                elif node.op_type == "Cast" and name == "to" and ir.DataType(each.value) in NARROW:
+                    node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
+    return found
+
+
+def _widen_type(value: ir.Value, found: set[ir.DataType]) -> None:
+    if value.dtype in NARROW:
+        found.add(value.dtype)
+        value.type = ir.TensorType(ir.DataType.FLOAT)

@@ -1,0 +1,154 @@
+"""Walks from the softmax of an attention to the product of q and k."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph import add, attribute, constant, dims, int_constant, made_by, other_input, same_dims, scalar
+from .heads import BSHD
+
+LOWEST = float(np.finfo(np.float32).min)
+_HIDDEN = -1e9  # a score of this or less leaves nothing after the softmax
+
+
+class Apart(Exception):
+    """These nodes are not an attention, or not one that the op computes; the text says why."""
+
+
+@dataclass
+class Scores:
+    """What a softmax reads: the product of q and k^T, times `scale`, plus the masks."""
+
+    product: ir.Node
+    scale: float = 1.0
+    masks: list[ir.Value] = field(default_factory=list)
+
+
+def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
+    """Walks from a softmax to the product of q and k.
+
+    Args:
+        after: where nodes for masks are added.
+    """
+    value, found_scale, masks = softmax.inputs[0], 1.0, list[ir.Value]()
+    while True:
+        node = value.producer() if value is not None else None
+        if node is None or node.domain not in ("", "ai.onnx"):
+            raise Apart("no product of q and k")
+        if node.op_type == "MatMul":
+            if any(constant(each) is not None for each in node.inputs):
+                raise Apart("no product of q and k")
+            return Scores(node, found_scale, masks)
+        if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
+            found_scale *= factor[1]
+            value = factor[0]
+        elif node.op_type == "Add" and found_scale == 1.0:
+            sides = [each for each in node.inputs if _leads_to_product(each)]
+            if len(sides) != 1 or sides[0] is None:
+                raise Apart("no product of q and k")
+            mask = other_input(node, sides[0])
+            assert mask is not None
+            value, masks = sides[0], [*masks, mask]
+        elif node.op_type == "Where" and found_scale == 1.0:
+            value, mask = _chosen(node, after)
+            masks = [*masks, mask]
+        elif node.op_type == "Tanh" or made_by(value, "Mul", "Div", "Tanh"):
+            raise Apart("the scores are capped or scaled by a tensor")
+        else:
+            raise Apart(f"{node.op_type} between the product and the softmax")
+
+
+def _leads_to_product(value: ir.Value | None) -> bool:
+    """Whether a value is the product of two tensors, perhaps scaled or masked."""
+    for _ in range(6):
+        node = value.producer() if value is not None else None
+        if node is None:
+            return False
+        if node.op_type == "MatMul":
+            return len(dims(node.outputs[0]) or ()) >= 3 and not any(
+                constant(each) is not None for each in node.inputs
+            )
+        if (factor := _factor(node)) is not None:
+            value = factor[0]
+        elif node.op_type == "Tanh":
+            value = node.inputs[0]
+        elif node.op_type == "Add":
+            return any(_leads_to_product(each) for each in node.inputs)
+        elif node.op_type == "Where":
+            value = node.inputs[2] if scalar(node.inputs[1]) is not None else node.inputs[1]
+        else:
+            return False
+    return False
+
+
+def _chosen(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """Returns the scores of Where(hidden, -inf, scores), or the other way round, and the mask to add."""
+    hidden, a, b = node.inputs
+    number = scalar(a) if scalar(a) is not None else scalar(b)
+    scores = b if scalar(a) is not None else a
+    if hidden is None or scores is None or number is None or number > _HIDDEN:
+        raise Apart("a mask that replaces scores by a number that counts")
+    if before.op_type == "Softmax":  # only asked for the masks: nothing is written
+        return scores, hidden
+    constants = [like(before, 0.0, scores), like(before, max(number, LOWEST), scores)]
+    first, second = constants[::-1] if scalar(a) is not None else constants
+    return scores, add(before, "Where", [hidden, first, second], dtype=scores.dtype, shape=dims(hidden))
+
+
+def like(before: ir.Node, number: float, value: ir.Value) -> ir.Value:
+    assert value.dtype is not None
+    tensor = ir.tensor(number, dtype=value.dtype)
+    new = add(before, "Constant", [], {"value": tensor}, dtype=value.dtype, shape=[])
+    new.const_value = tensor
+    return new
+
+
+def _factor(node: ir.Node) -> tuple[ir.Value, float] | None:
+    """Returns the tensor and the number of x * number or x / number."""
+    if node.op_type not in ("Mul", "Div"):
+        return None
+    a, b = node.inputs
+    if b is not None and a is not None and (number := scalar(b)) is not None:
+        return a, number if node.op_type == "Mul" else 1 / number
+    if node.op_type == "Mul" and b is not None and (number := scalar(a)) is not None:
+        return b, number
+    return None
+
+
+def scaled(value: ir.Value | None) -> tuple[ir.Value, float]:
+    """Returns a tensor without the numbers that it is multiplied by, and their product."""
+    assert value is not None
+    scale = 1.0
+    while (node := made_by(value, "Mul", "Div")) is not None and (found := _factor(node)) is not None:
+        value, scale = found[0], scale * found[1]
+    return value, scale
+
+
+def transposed(value: ir.Value | None) -> tuple[ir.Value, float]:
+    """Returns k [B, H, T, D] of k^T [B, H, D, T], and what it is multiplied by."""
+    value, scale = scaled(value)
+    if (transpose := made_by(value, "Transpose")) is not None:
+        perm, source = list(attribute(transpose, "perm", ())), transpose.inputs[0]
+        assert source is not None
+        if perm == [0, 1, 3, 2]:
+            k, on_k = scaled(source)
+            return k, scale * on_k
+        shape = dims(source)
+        if perm == [0, 2, 3, 1] and shape is not None:
+            heads = add(transpose, "Transpose", [source], {"perm": BSHD}, shape=[shape[i] for i in BSHD])
+            return heads, scale
+    # torch's dynamo exporter transposes [B*H, T, D], between two reshapes.
+    outer = made_by(value, "Reshape")
+    middle = made_by(outer.inputs[0], "Transpose") if outer is not None else None
+    shape = dims(value)
+    if middle is None or list(attribute(middle, "perm", ())) != [0, 2, 1] or shape is None or len(shape) != 4:
+        raise Apart("k is not transposed")
+    wanted, inner = [shape[0], shape[1], shape[3], shape[2]], made_by(middle.inputs[0], "Reshape")
+    if inner is not None and same_dims(dims(inner.inputs[0]), wanted):
+        k, on_k = scaled(inner.inputs[0])
+        return k, scale * on_k
+    sizes = [each if isinstance(each, int) else -1 for each in wanted]
+    if sizes.count(-1) < 2:
+        return add(middle, "Reshape", [middle.inputs[0], int_constant(middle, sizes)], shape=wanted), scale
+    raise Apart("k is not transposed")

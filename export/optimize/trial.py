@@ -1,0 +1,263 @@
+"""Tries rewrites on a model: each result is compared with the original, and what fails is taken back."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    LiftConstantsToInitializersPass,
+    NameFixPass,
+    ShapeInferencePass,
+)
+
+import twinop
+from twinop import deploy
+from twinop.errors import ExportError, TwinopError
+from twinop.record import Record
+
+from ..attach import attach_to_calls
+from ..calls import find_calls
+from ..comparison import NotRunnable
+from ..files import EXTERNAL_DATA_BYTES, save
+from ..routes import quiet
+from . import compare, masks, precision
+from .graph import MICROSOFT, Work, standard
+from .inputs import Case, hides_left, read
+from .prepare import clean, load, prepare
+from .report import OptimizeReport
+
+Rewrite = Callable[[Work], None]
+Rewrites = Mapping[str, Rewrite]
+_RUNS, _FASTER = 20, 0.99  # timed runs; a rewrite that gains less than 1 % gains nothing
+PROMISED = "twinop.padding"
+"""The metadata that says which padding the model was promised."""
+
+
+class Trial:
+    """A model in fp32, the cases that it is compared on, and what becomes of it."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        original: Path | None,
+        unchanged: Path | None,
+        folder: Path,
+        records: Mapping[str, Record],
+        report: OptimizeReport,
+        padding: str | None,
+        library: deploy.Libraries,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            model: the original in fp32; `prepare` changes it.
+            original: its file, if that is in fp32.
+            unchanged: its file, if the result has the same dtype.
+            folder: where files are written.
+        """
+        self.unchanged = unchanged
+        self.folder, self.records, self.report, self.padding = folder, records, report, padding
+        self.library, self.progress = library, progress
+        self.original = original or save(model, folder / "original.onnx", EXTERNAL_DATA_BYTES)[-1]
+        self.cases: list[Case] = []
+        self.expected: compare.Outputs = []
+        self.sizes = (1, 1)
+        self.base = model
+
+    def make_cases(self, inputs_file: str | os.PathLike[str] | None) -> None:
+        """Runs the original on given inputs or on made up ones, and prepares the model.
+
+        Raises:
+            ExportError: the original does not run.
+        """
+        self.progress("running the original")
+        if inputs_file is not None:
+            self.cases, self.sizes = read(os.fspath(inputs_file), self.base)
+            self.expected = compare.outputs_of(self.original, self.cases, self.library)
+        else:
+            made = compare.make_cases(self.original, self.base, self.padding, self.library)
+            self.cases, self.expected, self.sizes = made
+        self.progress("folding constants, inferring shapes")
+        prepare(self.base, self.records)
+
+    def rewritten(self, rewrites: Rewrites) -> Work:
+        """Applies rewrites to a copy of the model."""
+        work = Work(self.base.clone(), self.report.device, self.records)
+        masks.classify(work, self.sizes, self.padding)
+        for name, rewrite in rewrites.items():
+            self.progress(f"rewriting: {name}")
+            rewrite(work)
+            clean(work.model)
+        CommonSubexpressionEliminationPass()(work.model)
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(work.model)
+        clean(work.model)
+        return work
+
+    def proven(self, rewrites: Rewrites) -> tuple[Rewrites, Work]:
+        """Returns the rewrites that change nothing, and the model with them; the others are reported."""
+        left = dict(rewrites)
+        while True:
+            work = self.rewritten(left)
+            try:
+                self.report.error = self._error(work.model)
+                return left, work
+            except compare.Changed as changed:
+                if not left:
+                    raise ExportError(
+                        f"the model without any rewrite {changed}: this is a defect of twinop"
+                    ) from None
+                name = self._culprit(left)
+                self.report.taken_back[name] = f"{changed}: this is a defect of twinop, please report it"
+                del left[name]
+
+    def _culprit(self, rewrites: Rewrites) -> str:
+        """Returns the first rewrite with which the model computes something else."""
+        names = list(rewrites)
+        for count in range(1, len(names)):
+            try:
+                self._error(self.rewritten({name: rewrites[name] for name in names[:count]}).model)
+            except compare.Changed:
+                return names[count - 1]
+        return names[-1]
+
+    def _error(self, model: ir.Model, accepted: float = compare.ACCEPTED["float32"]) -> float:
+        self.progress("comparing with the original")
+        try:
+            path = self._written(model.clone(), "trial.onnx")[-1]
+            found = compare.outputs_of(path, self.cases, self.library)
+        except NotRunnable as reason:
+            raise compare.Changed(f"cannot be run on the CPU: {reason}") from reason
+        except TwinopError as failure:
+            raise compare.Changed(f"fails: {failure}") from failure
+        error = compare.worst_error(self.expected, found)
+        if not error <= accepted:
+            raise compare.Changed(
+                f"differs from the original: relative error {error:.1e}, accepted {accepted:.0e}"
+            )
+        return error
+
+    def _written(self, model: ir.Model, name: str) -> list[Path]:
+        """Attaches the function bodies and writes a model."""
+        NameFixPass()(model)  # a copied graph does not know which names are taken
+        calls = find_calls(model, self.records)
+        attach_to_calls(model, calls, allow_missing=True)
+        with quiet():
+            ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        model.metadata_props["twinop.version"] = twinop.__version__
+        model.metadata_props.update({record.metadata_key: record.schema_hash for record in calls})
+        return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
+
+    def faster(self, best: tuple[Rewrites, Work]) -> tuple[Rewrites, Work]:
+        """Takes back rewrites without which the model is not slower on the device at hand."""
+        rewrites, work = dict(best[0]), best[1]
+        before, now = self._milliseconds(self.original), self._time(work)
+        for name in list(rewrites):
+            self.progress(f"measuring without {name}")
+            less = {other: rewrite for other, rewrite in rewrites.items() if other != name}
+            other = self.rewritten(less)
+            if other.made == work.made:
+                continue
+            if (alone := self._time(other)) * _FASTER < now * _FASTER**2:
+                self.report.taken_back[name] = (
+                    f"gains no time here ({now:.3g} ms with it, {alone:.3g} without)"
+                )
+                rewrites, work, now = less, other, alone
+        self.report.times = (before, now)
+        return rewrites, work
+
+    def _time(self, work: Work) -> float:
+        model = work.model.clone()
+        if self.report.dtype in precision.DTYPES:
+            precision.convert(model, precision.DTYPES[self.report.dtype])
+        return self._milliseconds(self._written(model, "timed.onnx")[-1])
+
+    def _milliseconds(self, path: Path) -> float:
+        """Returns the median time of a run of the first case."""
+        session = deploy.session(path, library=self.library)
+        wanted = {name: spec.dtype for name, spec in session.inputs.items()}
+        feeds = {name: self.cases[0][name].astype(wanted[name]) for name in wanted}
+        times = []
+        for _ in range(_RUNS + 3):
+            start = time.perf_counter()
+            session.run(feeds)
+            times.append(time.perf_counter() - start)
+        return float(np.median(times[3:])) * 1e3
+
+    def finished(self, best: tuple[Rewrites, Work], name: str) -> Sequence[Path]:
+        """Converts the model, compares it again, writes it and completes the report.
+
+        Raises:
+            ExportError: the converted model differs from the original by more than 16 bits explain.
+        """
+        work, report = best[1], self.report
+        report.made, report.left = dict((+work.made).most_common()), dict(work.left.most_common())
+        if not report.made and self.unchanged is not None:
+            report.nodes_after = report.nodes_before
+            return save(load(self.unchanged), self.folder / name, EXTERNAL_DATA_BYTES)
+        model = work.model
+        dtype = precision.DTYPES.get(report.dtype)
+        if dtype is not None:
+            wide = precision.convert(model, dtype)
+            if wide:
+                report.notes.append(f"{wide} nodes compute in fp32")
+        if work.lengths:
+            model.metadata_props[PROMISED] = "right"
+            report.notes.append(
+                "was promised that masks hide nothing but the end of each sequence (--padding right)"
+            )
+        self.progress("writing and checking")
+        files = self._written(model, name)
+        report.nodes_after = len(model.graph)
+        kinds = Counter(node.op_type for node in model.graph if standard(node.domain) == MICROSOFT)
+        report.needs = [f"{MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
+        if dtype is not None:
+            self._compare_narrow(files[-1], dtype)
+        return files
+
+    def _compare_narrow(self, path: Path, dtype: ir.DataType) -> None:
+        """Compares a model of 16 bits, and the converted original, with the original."""
+        report = self.report
+        try:
+            narrow = self._narrow_error(path, dtype)
+        except NotRunnable as reason:
+            report.notes.append(f"compared in its fp32 form: {reason}")
+            return
+        try:
+            plain = self.unchanged
+            if plain is None:
+                model = self.base.clone()
+                precision.convert(model, dtype)
+                plain = self._written(model, "plain.onnx")[-1]
+            report.own_error = self._narrow_error(plain, dtype)
+        except (NotRunnable, TwinopError):
+            report.own_error = None
+        report.error = narrow
+        accepted = max(compare.FACTOR * (report.own_error or 0.0), compare.ACCEPTED[report.dtype])
+        if not narrow <= accepted:
+            raise ExportError(
+                f"the model in {report.dtype} differs from the original in fp32: relative error {narrow:.1e},"
+                f" accepted {accepted:.1e}. Leave rewrites out with --without, or keep its dtype"
+            )
+
+    def _narrow_error(self, path: Path, dtype: ir.DataType) -> float:
+        # A row that a mask hides altogether is the mean of all values in fp32 only: 16 bits have no number
+        # that swallows every score. The comparison in fp32 has these rows.
+        chosen = [index for index, case in enumerate(self.cases) if not hides_left(case)]
+        cases = [
+            {
+                n: precision.narrow(a, dtype) if a.dtype == np.float32 else a
+                for n, a in self.cases[index].items()
+            }
+            for index in chosen
+        ]
+        try:
+            found = compare.outputs_of(path, cases, self.library)
+        except TwinopError as error:
+            raise NotRunnable(str(error).splitlines()[0]) from error
+        return compare.worst_error([self.expected[index] for index in chosen], found)

@@ -1,0 +1,64 @@
+"""Several products of one whose parts are read apart, such as q, k and v: attention takes them so.
+
+Matches: a product with a constant weight of which only parts of the last dimension are read.
+Writes: a product for each part, with its columns of the weight.
+"""
+
+import onnx_ir as ir
+
+from .graph import Work, add, attribute, dims, ints, last_dim, replace
+from .linear import Apart, Product, columns, product
+
+
+def rewrite(work: Work) -> None:
+    """Applies this rewrite."""
+    for node in work.nodes("MatMul", "Gemm", domain=""):
+        try:
+            found = product(node) if node.graph is not None else None
+        except Apart:
+            continue
+        parts = _parts(found) if found is not None else None
+        if found is None or parts is None:
+            continue
+        for value, start, stop in parts:
+            weight, bias = columns(work, found, start, stop)
+            last = value.producer()
+            assert last is not None
+            shape = [*(dims(found.output) or [])[:-1], stop - start]
+            inputs = [found.x, weight] + ([bias] if bias is not None and node.op_type == "Gemm" else [])
+            attributes = {"transB": int(found.layout == "nk")} if node.op_type == "Gemm" else {}
+            if node.op_type == "MatMul" and found.layout == "nk":
+                weight = add(last, "Transpose", [weight], {"perm": [1, 0]}, shape=[None, stop - start])
+                inputs[1] = weight
+            new = add(last, node.op_type, inputs, attributes, shape=shape)
+            if bias is not None and node.op_type == "MatMul":
+                new = add(last, "Add", [new, bias], shape=shape)
+            replace(value, new)
+        work.made["product of q, k and v apart"] += 1
+
+
+def _parts(found: Product) -> list[tuple[ir.Value, int, int]] | None:
+    """Returns the parts of the last dimension that are read, if nothing else is read."""
+    parts: list[tuple[ir.Value, int, int]] = []
+    rank = len(dims(found.output) or ())
+    if found.output.is_graph_output() or rank == 0:
+        return None
+    for node in {use.node: None for use in found.output.uses()}:
+        if node.op_type == "Split" and attribute(node, "axis", 0) in (-1, rank - 1):
+            start = 0
+            for value in node.outputs:
+                width = last_dim(value)
+                if width is None:
+                    return None
+                parts.append((value, start, start + width))
+                start += width
+        elif node.op_type == "Slice" and ints(node, "axes", 3) in ([-1], [rank - 1]):
+            begin, width = ints(node, "starts", 1), last_dim(node.outputs[0])
+            steps = ints(node, "steps", 4) if len(node.inputs) > 4 else [1]
+            if begin is None or width is None or steps != [1]:
+                return None
+            start = begin[0] % found.width
+            parts.append((node.outputs[0], start, start + width))
+        else:
+            return None
+    return parts or None

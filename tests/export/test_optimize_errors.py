@@ -1,0 +1,188 @@
+"""Tests of `twinop optimize` with input that is wrong: each message, and that no file is written."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from optimizing import parsed, weights
+from typer.testing import CliRunner
+
+from twinop.cli import app
+from twinop.errors import ExportError
+from twinop.export import export
+from twinop.export.optimize import norms, optimize, optimizer
+
+TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    onnx.save(parsed(TEXT, w=weights(4, 3)), tmp_path / "old.onnx")
+    return tmp_path / "old.onnx"
+
+
+def refused(source: Path, target: Path, **options: Any) -> str:
+    with pytest.raises(ExportError) as error:
+        optimize(source, target, **options)
+    assert source == target or target.is_dir() or not target.exists()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float8e4m3fn"}, "fp8 is not supported yet; expected float16 or bfloat16"),
+        ({"dtype": "fp8"}, "fp8 is not supported yet; expected float16 or bfloat16"),
+        ({"dtype": "int8"}, "expected one of: float32, float16, bfloat16"),
+        ({"device": "tpu"}, "--device tpu: expected one of: cuda, cpu"),
+        ({"padding": "left"}, "--padding left: expected right"),
+        ({"without": ["linaer"]}, "--without linaer: expected some of: microsoft, flat, activation"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str, model: Path, tmp_path: Path) -> None:
+    assert message in refused(model, tmp_path / "new.onnx", **options)
+
+
+def test_wrong_places(model: Path, tmp_path: Path) -> None:
+    assert "is the input; name another file" in refused(model, model)
+    assert "is a folder; expected a file name" in refused(model, tmp_path)
+    assert "there is no such file" in refused(tmp_path / "none.onnx", tmp_path / "new.onnx")
+    assert "is a folder; expected an ONNX model" in refused(tmp_path, tmp_path / "new.onnx")
+    assert "cannot be written" in refused(model, tmp_path / "none" / "new.onnx")
+
+
+def test_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.onnx"
+    path.write_bytes(b"no model")
+    assert "damaged.onnx: is no ONNX model" in refused(path, tmp_path / "new.onnx")
+
+
+def test_missing_weights(tmp_path: Path) -> None:
+    path = tmp_path / "large.onnx"
+    onnx.save(
+        parsed(TEXT, w=weights(4, 3)),
+        path,
+        save_as_external_data=True,
+        location="large.data",
+        size_threshold=0,
+    )
+    (tmp_path / "large.data").unlink()
+    assert "its weights are in large.data, which is not there (w)" in refused(path, tmp_path / "new.onnx")
+
+
+def test_no_shapes(tmp_path: Path) -> None:
+    proto = parsed(TEXT, w=weights(4, 3))
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    onnx.save(proto, tmp_path / "old.onnx")
+    message = refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert "input x has no shape" in message and "Declare it, or export the model again" in message
+
+
+def test_subgraphs_are_not_converted(tmp_path: Path) -> None:
+    text = """(float[N, 4] x, bool c) => (float[N, 4] y) {
+        y = If (c) <then_branch = a () => (float[N, 4] p) { p = Relu (x) },
+                    else_branch = b () => (float[N, 4] q) { q = Neg (x) }> }"""
+    onnx.save(parsed(text), tmp_path / "old.onnx")
+    message = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", dtype="float16")
+    assert "whose subgraphs are not converted" in message
+
+
+def test_inputs(model: Path, tmp_path: Path) -> None:
+    given = tmp_path / "inputs.npz"
+    given.write_bytes(b"none")
+    assert "cannot be read as .npz" in refused(model, tmp_path / "new.onnx", inputs_file=given)
+    np.savez(given, z=np.zeros(3))
+    assert "has z; the model also takes x" in refused(model, tmp_path / "new.onnx", inputs_file=given)
+
+
+def test_a_model_that_does_not_run_on_made_up_inputs(tmp_path: Path) -> None:
+    """Rows of another table than the model shows: 700 indices."""
+    text = "(float[N, 4] x) => (float[N, 4] y) { y = Reshape (x, shape) }"
+    onnx.save(parsed(text, shape=np.array([1000, 4])), tmp_path / "old.onnx")
+    message = refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert "does not run on inputs made up for it" in message and "--inputs file.npz: x" in message
+
+
+def test_ops_of_others_without_their_library(tmp_path: Path) -> None:
+    proto = parsed(TEXT, w=weights(4, 3))
+    proto.graph.node.append(onnx.helper.make_node("Theirs", ["y"], ["z"], domain="their.domain"))
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("z", 1, ["N", 3]))
+    proto.opset_import.append(onnx.helper.make_opsetid("their.domain", 1))
+    onnx.save(proto, tmp_path / "old.onnx")
+    assert "Theirs" in refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
+
+
+def test_nothing_recognised(tmp_path: Path) -> None:
+    """The file is the original, and that is no error."""
+    proto = parsed("(float[N, 4] x) => (float[N, 4] y) { a = Identity (x) y = Neg (a) }")
+    onnx.save(proto, tmp_path / "old.onnx")
+    result = CliRunner().invoke(
+        app, ["optimize", str(tmp_path / "old.onnx"), "-o", str(tmp_path / "new.onnx")]
+    )
+    assert result.exit_code == 0, result.output
+    assert "nothing was recognised: the file is the original" in result.output
+    assert [node.op_type for node in onnx.load(tmp_path / "new.onnx").graph.node] == ["Identity", "Neg"]
+
+
+def test_command(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new.onnx"
+    result = CliRunner().invoke(
+        app, ["optimize", str(model), "-o", str(target), "--dtype", "float16", "--without", "norm"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "old.onnx -> new.onnx: 1 nodes -> 1; same outputs" in result.output and "1 linear" in result.output
+    assert [node.op_type for node in onnx.load(target).graph.node] == ["CustomLinear"]
+
+
+def test_export_optimises_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off by default; a file that cannot be optimised is written as it is."""
+    layers, given, path = torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(2, 4), tmp_path / "net.onnx"
+    options: dict[str, Any] = {"exporter": "torchscript", "dynamic": {"input": [0]}}
+    assert list(export(layers, given, path, **options).nodes) == ["Gemm"]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        report = export(layers.to(dtype), given.to(dtype), path, optimize=True, **options)
+        assert report.optimized is not None and report.optimized.made == {"linear+bias": 1}
+        assert list(report.nodes) == ["custom_domain.CustomLinear"] and report.custom_ops == ["CustomLinear"]
+        assert [node.op_type for node in onnx.load(path).graph.node] == ["CustomLinear"]
+    with pytest.raises(ExportError, match="optimize=True needs function bodies"):
+        export(layers, given, path, optimize=True, bodies=False, **options)
+
+    def fail(path: Path) -> None:
+        raise ExportError("it cannot be read")
+
+    monkeypatch.setattr(optimizer, "load", fail)
+    report = export(layers, given.double(), path, optimize=True, **options)
+    assert report.optimized is None and report.notes[-1] == "not optimised: it cannot be read"
+    assert [node.op_type for node in onnx.load(path).graph.node] == ["Gemm"]
+    assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]
+
+
+def wrong(work: Any) -> None:
+    for node in work.nodes("Relu"):
+        node.op_type = "Neg"
+
+
+def unloadable(work: Any) -> None:
+    for node in work.nodes("Relu"):
+        node.op_type = "GlobalLpPool"
+
+
+@pytest.mark.parametrize("broken", [wrong, unloadable])
+def test_a_rewrite_that_changes_the_results_is_taken_back(
+    broken: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewrites = {"first": norms.rewrite, "broken": broken, **optimizer.REWRITES}
+    monkeypatch.setattr(optimizer, "REWRITES", rewrites)
+    text = (
+        "(float[N, 4, 4, 4] x) => (float[N, 4, 4, 4] y) { a = Relu (x) b = MatMul (a, w) y = Identity (b) }"
+    )
+    onnx.save(parsed(text, w=weights(4, 4)), tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert list(report.taken_back) == ["broken"]
+    assert "this is a defect of twinop" in report.taken_back["broken"]
+    assert "taken back: broken" in str(report)
+    assert report.made == {"linear": 1}

@@ -1,0 +1,211 @@
+"""Tests that transformers are recognised in the exports of both exporters, and compute the same."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from export_models import CPU, each_exporter
+from optimizing import exported, nodes, optimized, size_of, types
+from torch import nn
+
+from twinop import deploy
+from twinop.bench.encoder_models import TINY, batch, encoder
+from twinop.comparison import difference
+from twinop.export import export
+from twinop.export.optimize import optimize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MADE = {
+    "bert": {"linear+bias": 10, "linear+bias+gelu": 2, "attention": 2, "layer_norm": 1, "add_layer_norm": 4},
+    "llama": {
+        "linear": 10, "linear+gate (silu)": 2, "attention": 2, "rms_norm": 1, "add_rms_norm": 4,
+        "rotary embedding": 4,
+    },
+}  # fmt: skip
+each_style = pytest.mark.parametrize("style", MADE)
+
+
+def of_one_layer(style: str) -> dict[str, int]:
+    return {name: -(-count // 2) for name, count in MADE[style].items()}
+
+
+@pytest.mark.parametrize(
+    ("style", "attention", "exporter"),
+    [
+        ("bert", "sdpa", "dynamo"),
+        *((style, attention, "torchscript") for style in MADE for attention in ("eager", "sdpa")),
+    ],
+)
+def test_recognised(style: str, attention: str, exporter: str, tmp_path: Path) -> None:
+    """Whatever the exporter writes becomes the same nodes, and runs at other sizes than the export's."""
+    report, model = optimized(exported(style, attention, exporter, tmp_path), tmp_path)
+    assert report.made == (MADE[style] if exporter == "torchscript" else of_one_layer(style))
+    assert not report.left
+    assert not nodes(model, "MatMul", "Gemm", "Softmax", "Erf", "Sigmoid", "LayerNormalization", "ReduceMean")
+    assert not nodes(model, "Transpose")
+    assert [str(dim) for dim in model.graph.outputs[0].shape or ()] == ["batch", "length", str(TINY.width)]
+    ids, mask = torch.randint(0, TINY.vocabulary, (3, 21)), torch.ones(3, 21, dtype=torch.int64)
+    mask[1, :4] = 0  # padding on the left
+    mask[2, 9:] = 0
+    with torch.no_grad():
+        expected = encoder(style, size_of(exporter), attention=attention)(ids, mask)
+    shown = mask.bool()  # torch's sdpa and the exporters differ at hidden tokens
+    for library in (None, False):
+        found = deploy.session(report.path, CPU, library).run({"ids": ids, "mask": mask})
+        y = next(iter(found.values()))
+        assert difference(expected[shown], y[shown]) < 1e-5
+
+
+@each_style
+def test_padding_on_the_right(style: str, tmp_path: Path) -> None:
+    """Its mask becomes lengths, and the file says so."""
+    report, model = optimized(exported(style, "eager", "torchscript", tmp_path), tmp_path, padding="right")
+    attention = nodes(model, "MultiHeadAttention")
+    assert len(attention) == 2
+    for node in attention:
+        assert [value is not None for value in node.inputs] == [True, True, True, False, True]
+        lengths = node.inputs[4]
+        assert lengths is not None and len(lengths.shape or ()) == 1
+        assert node.attributes.get_int("unidirectional", 0) == (style == "llama")
+    assert model.metadata_props["twinop.padding"] == "right"
+    assert "promised" in str(report)
+    ids, mask = batch(TINY, padding=5)
+    with torch.no_grad():
+        expected = encoder(style, TINY)(ids, mask)
+    found = next(iter(deploy.session(report.path, CPU).run({"ids": ids, "mask": mask}).values()))
+    assert difference(expected, found) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@each_style
+def test_conversion(style: str, dtype: str, tmp_path: Path) -> None:
+    path = exported(style, "sdpa", "torchscript", tmp_path)
+    report, model = optimized(path, tmp_path, dtype=dtype)
+    kinds = {value.dtype.name.lower() for node in model.graph for value in node.outputs if value.dtype}
+    assert dtype in kinds
+    assert model.graph.outputs[0].dtype is not None and model.graph.outputs[0].dtype.name.lower() == dtype
+    wide = {node.op_type for node in model.graph for v in node.outputs if v.dtype and v.dtype.name == "FLOAT"}
+    assert wide <= {
+        "Cast",
+        "Mul",
+        "Concat",
+        "Cos",
+        "Sin",
+        "Reshape",
+        "Unsqueeze",
+        "Slice",
+        "Squeeze",
+        "ReduceMax",
+    }
+    if dtype == "float16":
+        assert report.own_error is not None and report.error < 2e-3
+    else:
+        assert "compared in its fp32 form" in str(report)
+
+
+def test_a_model_in_16_bits(tmp_path: Path) -> None:
+    """It is rewritten in fp32, and comes out in its own dtype."""
+    path = exported("llama", "eager", "torchscript", tmp_path, dtype=torch.float16)
+    report, model = optimized(path, tmp_path)
+    assert report.made == MADE["llama"]
+    assert report.dtype == "float16"
+    assert {value.dtype.name for value in model.graph.outputs if value.dtype} == {"FLOAT16"}
+
+
+def test_for_the_cpu(tmp_path: Path) -> None:
+    """Products stay ONNX Runtime's."""
+    report, model = optimized(exported("bert", "eager", "torchscript", tmp_path), tmp_path, device="cpu")
+    assert report.made == {"attention": 2, "layer_norm": 1, "add_layer_norm": 4}
+    assert types(model)["MatMul"] == 12 and "CustomLinear" not in types(model)
+
+
+@pytest.mark.parametrize("name", ["attention", "add_norm", "rotary", "gate"])
+def test_each_rewrite_has_a_switch(name: str, tmp_path: Path) -> None:
+    report, _ = optimized(exported("llama", "eager", "torchscript", tmp_path), tmp_path, without=[name])
+    gone = {
+        "attention": "attention", "add_norm": "add_rms_norm",
+        "rotary": "rotary embedding", "gate": "linear+gate (silu)",
+    }  # fmt: skip
+    assert gone[name] not in report.made
+    assert len(report.made) > 2
+
+
+class VisionBlock(nn.Module):
+    """A block of a vision transformer: q, k and v packed, positions, a class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.norm, self.mlp = nn.LayerNorm(32), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c)
+        x = self.norm(x + self.out(y))
+        return x + self.mlp(x)
+
+
+@each_exporter
+def test_packed_products(exporter: str, tmp_path: Path) -> None:
+    """q, k and v of one product become three, without a transpose between them and attention."""
+    path = tmp_path / "vit.onnx"
+    export(
+        VisionBlock(),
+        torch.randn(2, 5, 32),
+        path,
+        exporter=exporter,
+        dynamic={"x": {0: "batch"}},
+        verify=False,
+    )
+    report, model = optimized(path, tmp_path)
+    assert report.made["attention"] == 1 and report.made["product of q, k and v apart"] == 1
+    assert types(model)["CustomLinear"] == 6
+    assert not nodes(model, "Transpose", "Split", "Gather")
+
+
+def test_grouped_heads(tmp_path: Path) -> None:
+    """One layer by the other exporter; k and v with fewer heads than q are repeated without a transpose."""
+    from transformers import LlamaConfig, LlamaModel
+
+    from twinop.bench.encoder_models import Encoder
+
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    path = tmp_path / "gqa.onnx"
+    lengths = {name: {0: "batch", 1: "length"} for name in ("ids", "mask")}
+    export(Encoder(LlamaModel(config)), batch(TINY), path, dynamic=lengths, verify=False)
+    report, model = optimized(path, tmp_path)
+    assert report.made == of_one_layer("llama")
+    assert not nodes(model, "Transpose")
+
+
+def test_inputs_of_a_file(tmp_path: Path) -> None:
+    path = exported("bert", "eager", "torchscript", tmp_path)
+    ids, mask = batch(TINY)
+    np.savez(tmp_path / "inputs.npz", ids=ids.numpy(), mask=mask.numpy())
+    report, _ = optimized(path, tmp_path, inputs_file=tmp_path / "inputs.npz")
+    assert report.made == MADE["bert"]
+
+
+def test_the_result_is_not_optimised_again(tmp_path: Path) -> None:
+    path = exported("bert", "eager", "torchscript", tmp_path)
+    first, _ = optimized(path, tmp_path)
+    again = tmp_path / "again"
+    again.mkdir()
+    report, model = optimized(first.path, again)
+    assert types(model)["CustomLinear"] == 12
+    onnx.checker.check_model(again / "fast.onnx")
+    assert not report.left
+
+
+def test_measured(tmp_path: Path) -> None:
+    """Whatever it keeps computes the same; the report has both times."""
+    path = exported("bert", "eager", "torchscript", tmp_path)
+    report = optimize(path, tmp_path / "fast.onnx", device="cpu", measure=True)
+    assert report.times is not None and all(time > 0 for time in report.times)
+    assert all("gains no time" in reason for reason in report.taken_back.values())

@@ -1,0 +1,252 @@
+"""Tests of the optimizer's rewrites on small graphs: each spelling, and what is left alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from optimizing import nodes, optimized, parsed, types, weights
+
+UNARY = "(float[N, 6, 8] x) => (float[N, 6, 8] y)"
+
+GELUS = {
+    "ONNX": "y = Gelu (x)",
+    "erf, halved first": "a = Div (x, root) b = Erf (a) c = Add (b, one) d = Mul (x, half) y = Mul (d, c)",
+    "erf, halved last": "a = Mul (x, inverse) b = Erf (a) c = Add (one, b) d = Mul (x, c) y = Mul (d, half)",
+    "erf, halved sum": "a = Div (x, root) b = Erf (a) c = Add (b, one) d = Mul (c, half) y = Mul (x, d)",
+    "tanh, power": (
+        "a = Pow (x, three) b = Mul (a, small) c = Add (x, b) d = Mul (c, factor) e = Tanh (d)"
+        " f = Add (e, one) g = Mul (x, half) y = Mul (g, f)"
+    ),
+    "tanh, products": (
+        "a = Mul (x, x) b = Mul (a, small) c = Add (b, one) d = Mul (x, factor) e = Mul (d, c) f = Tanh (e)"
+        " g = Add (one, f) h = Mul (half, x) y = Mul (h, g)"
+    ),
+}
+NUMBERS = {
+    "root": 2**0.5, "inverse": 0.5**0.5, "one": 1, "half": 0.5, "three": 3, "small": 0.044715,
+    "factor": (2 / np.pi) ** 0.5, "quick": 1.702,
+}  # fmt: skip
+SCALARS = {name: np.array(number, np.float32) for name, number in NUMBERS.items()}
+
+
+@pytest.mark.parametrize("body", GELUS.values(), ids=list(GELUS))
+def test_gelu_however_it_is_written(body: str, tmp_path: Path) -> None:
+    report, model = optimized(parsed(f"{UNARY} {{ {body} }}", **SCALARS), tmp_path)
+    assert types(model) == {"CustomGelu": 1}
+    assert set(report.made) == {"gelu_tanh" if "Tanh" in body else "gelu"}
+
+
+def test_silu_and_what_is_no_activation_of_ours(tmp_path: Path) -> None:
+    """Quick GELU has no op, and ONNX Runtime fuses SiLU with the convolution before it."""
+    text = """(float[N, 4, 8, 8] x) => (float[N, 4, 8, 8] y) {
+        a = Sigmoid (x) b = Mul (a, x)
+        c = Mul (b, quick) d = Sigmoid (c) e = Mul (b, d)
+        f = Conv (e, kernel) g = Sigmoid (f) y = Mul (f, g) }"""
+    report, model = optimized(parsed(text, kernel=weights(4, 4, 1, 1), **SCALARS), tmp_path)
+    assert report.made == {"silu": 1}
+    assert report.left == {
+        "quick_gelu: no op computes it": 1,
+        "silu behind a convolution: ONNX Runtime fuses it": 1,
+    }
+    assert types(model) == {"CustomSilu": 1, "Mul": 3, "Sigmoid": 2, "Conv": 1}
+
+
+NORMS = {
+    "rms": "s = Pow (x, two) m = ReduceMean <keepdims=1> (s, last) v = Add (m, eps) r = Sqrt (v)"
+    " n = Div (x, r) y = Mul (n, w)",
+    "rms, reciprocal": "s = Mul (x, x) m = ReduceMean (s, last) v = Add (eps, m) r = Sqrt (v)"
+    " i = Reciprocal (r) n = Mul (i, x) y = Mul (w, n)",
+    "rms, power": "s = Mul (x, x) m = ReduceMean (s, last) v = Add (eps, m) i = Pow (v, minus_half)"
+    " n = Mul (x, i) y = Mul (w, n)",
+    "layer": "c = ReduceMean (x, last) d = Sub (x, c) s = Pow (d, two) m = ReduceMean (s, last)"
+    " v = Add (m, eps) r = Sqrt (v) n = Div (d, r) k = Mul (n, w) y = Add (k, b)",
+    "layer, no bias": "c = ReduceMean (x, last) d = Sub (x, c) s = Mul (d, d) m = ReduceMean (s, last)"
+    " v = Add (m, eps) r = Sqrt (v) n = Div (d, r) y = Mul (w, n)",
+    "layer, ONNX": "y = LayerNormalization <axis=-1, epsilon=0.001> (x, w, b)",
+    "rms, ONNX Runtime": "y = SimplifiedLayerNormalization <axis=-1, epsilon=0.001> (x, w)",
+}
+ROWS = {
+    "w": weights(8) + 1, "b": weights(8, seed=1), "eps": np.array(1e-3, np.float32),
+    "two": np.array(2, np.float32), "minus_half": np.array(-0.5, np.float32), "last": np.array([-1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_however_they_are_written(name: str, tmp_path: Path) -> None:
+    _, model = optimized(parsed(f"{UNARY} {{ {NORMS[name]} }}", **ROWS), tmp_path)
+    kind = "CustomRmsNorm" if name.startswith("rms") else "CustomLayerNorm"
+    assert types(model) == {kind: 1}
+    [norm] = model.graph
+    assert norm.attributes.get_float("eps", 0) == pytest.approx(1e-3)
+    assert norm.inputs[1] is not None and norm.inputs[1].name == "w"
+
+
+def test_norms_of_other_dimensions_stay(tmp_path: Path) -> None:
+    text = f"{UNARY} {{ y = LayerNormalization <axis=1> (x, w) }}"
+    report, _ = optimized(parsed(text, w=weights(6, 8)), tmp_path)
+    assert report.made == {} and report.left == {"LayerNormalization: over several dimensions": 1}
+
+
+LINEAR = "(float[N, 6, 8] x) => (float[N, 6, 5] y)"
+MATRIX = {"w": weights(8, 5), "t": weights(5, 8), "b": weights(5, seed=1), "row": weights(1, 1, 5)}
+
+
+@pytest.mark.parametrize(
+    ("body", "made"),
+    [
+        ("y = MatMul (x, w)", "linear"),
+        ("a = MatMul (x, w) y = Add (b, a)", "linear+bias"),
+        ("a = MatMul (x, w) y = Add (a, row)", "linear+bias"),
+        ("m = Transpose <perm=[1, 0]> (t) y = MatMul (x, m)", "linear"),
+        ("a = MatMul (x, w) c = Add (a, b) y = Relu (c)", "linear+bias+relu"),
+        ("a = MatMul (x, w) c = Add (a, b) s = Sigmoid (c) y = Mul (s, c)", "linear+bias+silu"),
+        ('a = MatMul (x, w) y = Gelu <approximate="tanh"> (a)', "linear+gelu_tanh"),
+    ],
+)
+def test_products(body: str, made: str, tmp_path: Path) -> None:
+    report, model = optimized(parsed(f"{LINEAR} {{ {body} }}", **MATRIX), tmp_path)
+    assert report.made == {made: 1}
+    [node] = model.graph
+    assert node.op_type == "CustomLinear" and node.attributes.get_string("layout", "nk") == "nk"
+
+
+def test_products_of_matrices_of_tokens(tmp_path: Path) -> None:
+    """A Gemm between two reshapes becomes one product of the tensor, with what stands behind it."""
+    text = """(float[N, 6, 8] x) => (float[N, 6, 5] y) {
+        flat = Reshape (x, to2) a = Gemm (flat, w, b) c = Reshape (a, to3) y = Relu (c) }"""
+    shapes = {"to2": np.array([-1, 8]), "to3": np.array([-1, 6, 5])}
+    report, model = optimized(parsed(text, **MATRIX, **shapes), tmp_path)
+    assert report.made == {"linear+bias+relu": 1} and types(model) == {"CustomLinear": 1}
+
+
+def test_biases_of_some_products_only(tmp_path: Path) -> None:
+    """The function body is one for all nodes, so the others get a bias of zeros."""
+    text = f"{LINEAR} {{ a = MatMul (x, v) c = MatMul (a, w) y = Add (c, b) }}"
+    report, model = optimized(parsed(text, v=weights(8, 8), **MATRIX), tmp_path)
+    assert report.made == {"linear": 1, "linear+bias": 1}
+    assert [len(node.inputs) for node in model.graph] == [3, 3]
+
+
+def test_products_that_stay(tmp_path: Path) -> None:
+    text = """(float[3, 6, 8] x) => (float[3, 6, 5] y, float[N, 5] z, float[3, 6, 0] e) {
+        y = MatMul (x, batched) f = Reshape (x, to2) z = Gemm <alpha=0.5> (f, w, b) e = MatMul (x, empty) }"""
+    given = {"batched": weights(3, 8, 5), "to2": np.array([-1, 8]), "empty": weights(8, 0)}
+    report, _ = optimized(parsed(text, **MATRIX, **given), tmp_path)
+    assert report.made == {}
+    assert report.left == {
+        "MatMul: a weight of 3 dimensions": 1,
+        "Gemm: a Gemm with other factors than 1": 1,
+        "MatMul: of size 0": 1,
+    }
+
+
+GATED = "(float[N, 6, 8] x) => (float[N, 6, 4] y)"
+GATES = {
+    "two products": "g = MatMul (x, v) s = Sigmoid (g) a = Mul (g, s) u = MatMul (x, w) y = Mul (a, u)",
+    "two biases": "p = MatMul (x, v) g = Add (p, b) a = Gelu (g) q = MatMul (x, w) u = Add (q, c)"
+    " y = Mul (u, a)",
+    "halves": "p = MatMul (x, packed) g, u = Split <axis=-1, num_outputs=2> (p) s = Sigmoid (g)"
+    " a = Mul (g, s) y = Mul (a, u)",
+    "halves, up first": "p = MatMul (x, packed) u, g = Split <axis=-1, num_outputs=2> (p) s = Sigmoid (g)"
+    " a = Mul (g, s) y = Mul (a, u)",
+}
+PACKED = {
+    "v": weights(8, 4), "w": weights(8, 4, seed=1), "b": weights(4), "c": weights(4, seed=1),
+    "packed": weights(8, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", GATES.values(), ids=list(GATES))
+def test_gates(body: str, tmp_path: Path) -> None:
+    report, model = optimized(parsed(f"{GATED} {{ {body} }}", **PACKED), tmp_path)
+    assert types(model) == {"CustomLinearSwiglu": 1}
+    assert set(report.made) == {f"linear+gate ({'gelu' if 'Gelu' in body else 'silu'})"}
+
+
+def test_gates_of_other_tensors(tmp_path: Path) -> None:
+    text = """(float[N, 8] x, float[N, 8] z) => (float[N, 8] y, float[N, 4] p) {
+        s = Sigmoid (x) a = Mul (x, s) y = Mul (a, z)
+        g, u = Split <axis=-1, num_outputs=2> (z) t = Sigmoid (g) c = Mul (g, t) p = Mul (c, u) }"""
+    report, model = optimized(parsed(text), tmp_path)
+    assert types(model) == {"CustomSwiglu": 1, "CustomSwigluPacked": 1}
+    assert report.made == {"swiglu": 1, "swiglu (packed)": 1}
+
+
+HEADS = """(float[B, S, 8] q, float[B, T, 8] k, float[B, T, 8] v%s) => (float[B, S, 8] y) {
+    q4 = Reshape (q, apart) k4 = Reshape (k, apart) v4 = Reshape (v, apart)
+    qh = Transpose <perm=[0, 2, 1, 3]> (q4) kt = Transpose <perm=[0, 2, 3, 1]> (k4)
+    vh = Transpose <perm=[0, 2, 1, 3]> (v4) %s
+    o = MatMul (p, vh) ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) }"""
+SHAPES = {
+    "apart": np.array([0, 0, 2, 4]), "joined": np.array([0, 0, 8]), "scale": np.array(0.3, np.float32),
+    "low": np.array(-1e9, np.float32), "cap": np.array(5, np.float32),
+}  # fmt: skip
+SCORES = {
+    "plain": ("", "s = MatMul (qh, kt) p = Softmax (s)"),
+    "scaled after": ("", "s = MatMul (qh, kt) t = Mul (s, scale) p = Softmax (t)"),
+    "scaled before": ("", "r = Mul (qh, scale) s = MatMul (r, kt) p = Softmax (s)"),
+    "divided": ("", "s = MatMul (qh, kt) t = Div (s, scale) p = Softmax (t)"),
+    "added mask": (", float[B, 1, 1, T] m", "s = MatMul (qh, kt) t = Add (s, m) p = Softmax (t)"),
+    "mask of heads": (", float[1, 2, S, T] m", "s = MatMul (qh, kt) t = Add (m, s) p = Softmax (t)"),
+    "two masks": (
+        ", float[B, 1, 1, T] m, float[1, 1, S, T] n",
+        "s = MatMul (qh, kt) t = Add (s, m) r = Add (t, n) p = Softmax (r)",
+    ),
+    "chosen mask": (", bool[B, 1, S, T] m", "s = MatMul (qh, kt) t = Where (m, s, low) p = Softmax (t)"),
+}
+
+
+@pytest.mark.parametrize("case", SCORES.values(), ids=list(SCORES))
+def test_attention(case: tuple[str, str], tmp_path: Path) -> None:
+    report, model = optimized(parsed(HEADS % case, **SHAPES), tmp_path)
+    assert report.made == {"attention": 1}
+    [node] = nodes(model, "MultiHeadAttention")
+    assert [value.name for value in node.inputs[:3] if value is not None] == ["q", "k", "v"]
+    assert node.attributes.get_int("num_heads", 0) == 2
+    assert (len(node.inputs) > 5) == bool(case[0])
+    assert [str(dim) for dim in model.graph.inputs[1].shape or ()] == ["B", "T", "8"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "reason"),
+    [
+        ("s = MatMul (qh, kt) c = Tanh (s) t = Mul (c, cap) p = Softmax (t)", "capped"),
+        ("s = MatMul (qh, kt) t = Abs (s) p = Softmax (t)", "Abs between the product and the softmax"),
+    ],
+)
+def test_attention_that_stays(scores: str, reason: str, tmp_path: Path) -> None:
+    report, _ = optimized(parsed(HEADS % ("", scores), **SHAPES), tmp_path)
+    assert not report.made and reason in next(iter(report.left))
+
+
+def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
+    text = """(float[B, S, 8] x, float[B, S, 8] r, int32[B, S] mask) => (float[B, S, 8] y, float[B, S, 8] z) {
+        a = com.microsoft.Attention <num_heads=2> (x, qkv, qkv_bias, mask)
+        y, mean, deviation, sum = com.microsoft.SkipLayerNormalization <epsilon=0.001> (a, r, w, b, c)
+        p = com.microsoft.FusedMatMul <alpha=0.5, transB=1> (y, m)
+        f = com.microsoft.BiasGelu (p, b)
+        z = com.microsoft.FastGelu (f) }"""
+    given = {
+        "qkv": weights(8, 24),
+        "qkv_bias": weights(24),
+        "w": weights(8) + 1,
+        "b": weights(8),
+        "m": weights(8, 8),
+    }
+    report, model = optimized(parsed(text, c=weights(8, seed=1), **given), tmp_path)
+    kinds = types(model)
+    assert (
+        kinds["CustomLinear"] == 4 and kinds["CustomAddLayerNorm"] == 1 and kinds["MultiHeadAttention"] == 1
+    )
+    assert not nodes(model, "Attention", "SkipLayerNormalization", "FusedMatMul", "BiasGelu", "FastGelu")
+    assert report.made["Attention taken apart"] == 1
+    [attention] = nodes(model, "MultiHeadAttention")
+    assert attention.inputs[4] is None  # a mask [B, T] there is slow
+
+
+def test_older_opsets(tmp_path: Path) -> None:
+    """Function bodies need opset 20: the model is converted."""
+    proto = parsed(f"{LINEAR} {{ y = MatMul (x, w) }}", **MATRIX)
+    proto.opset_import[0].version = 14
+    _, model = optimized(proto, tmp_path)
+    assert model.opset_imports[""] == 20 and types(model) == {"CustomLinear": 1}

@@ -1,0 +1,74 @@
+"""Optimises small models for the tests, and reads what came out."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from twinop.bench.encoder_models import TINY, Size, batch, encoder
+from twinop.export import export
+from twinop.export.optimize import OptimizeReport, optimize
+
+LENGTHS = {name: {0: "batch", 1: "length"} for name in ("ids", "mask")}
+
+
+def parsed(text: str, **constants: np.ndarray) -> onnx.ModelProto:
+    """Makes a model of ONNX's text form, such as `(float[N, 4] x) => (float[N, 4] y) { y = Relu(x) }`."""
+    imports = '["": 20, "com.microsoft": 1, "custom_domain": 1]'
+    model = onnx.parser.parse_model(f"<ir_version: 10, opset_import: {imports}> g {text}")
+    for name, array in constants.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+def optimized(model: onnx.ModelProto | Path, folder: Path, **options: Any) -> tuple[OptimizeReport, ir.Model]:
+    """Optimises a model and returns the report and the new model."""
+    source = model if isinstance(model, Path) else folder / "old.onnx"
+    if not isinstance(model, Path):
+        onnx.save(model, source)
+    report = optimize(source, folder / "fast.onnx", **options)
+    assert not report.taken_back
+    assert not Path("sym_shape_infer_temp.onnx").exists()  # ONNX Runtime's inference leaves it in this folder
+    return report, ir.load(folder / "fast.onnx")
+
+
+def nodes(model: ir.Model, *op_types: str) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type in op_types]
+
+
+def types(model: ir.Model) -> dict[str, int]:
+    return dict(Counter(node.op_type for node in model.graph))
+
+
+def weights(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 0.3
+
+
+def size_of(exporter: str) -> Size:
+    """Returns the size of an exported model: torch.export takes seconds for each layer."""
+    return replace(TINY, layers=1) if exporter == "dynamo" else TINY
+
+
+@cache
+def _exported(style: str, attention: str, exporter: str, dtype: torch.dtype) -> bytes:
+    model = encoder(style, size_of(exporter), attention=attention).to(dtype)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        export(model, batch(TINY, padding=5), path, exporter=exporter, dynamic=LENGTHS, verify=False)
+        return path.read_bytes()
+
+
+def exported(
+    style: str, attention: str, exporter: str, folder: Path, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Exports BERT or Llama in small, as torch alone does it."""
+    path = folder / f"{style}.onnx"
+    path.write_bytes(_exported(style, attention, exporter, dtype))
+    return path
