@@ -4,6 +4,9 @@
     twinop bench compare OLD NEW  # list what became slower
     twinop bench draw REPORT      # draw the plots of a recorded report, such as one op's page
     twinop bench encoder          # a transformer in ONNX Runtime, with and without twinop's nodes
+    twinop bench linear           # products with what is fused with them, beside torch's and ONNX Runtime's
+    twinop bench models           # whole models: torch, ONNX Runtime and its optimizer, and twinop's
+    twinop bench architectures    # stock exports of many architectures, before and after twinop optimize
     twinop bench node-overhead    # the cost of a custom node and of a built-in one
     twinop bench first-call LIB   # the first call of an op in a fresh process
     twinop bench packed-weight    # what packing a constant weight once per session gains

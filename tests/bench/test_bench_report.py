@@ -312,6 +312,17 @@ def test_encoder(tmp_path: Path) -> None:
     assert not any(name.startswith("Custom") for name in rows["stock export"]["nodes"])
 
 
+def test_linear(tmp_path: Path) -> None:
+    text = command("linear", "--device=cpu", "--quick", "--output", str(tmp_path))
+    assert "twinop in ORT / ORT, time" in text
+    (path,) = tmp_path.glob("linear-*.json")
+    report = json.loads(path.read_text())
+    providers = {"twinop in ORT", "twinop in torch", "torch", "torch again", "ORT", "ORT again"}
+    providers.add("twinop in torch, two kernels")
+    assert {row["provider"] for row in report["rows"]} == providers and not report["not_measured"]
+    assert len(report["bars"]) == len({(row["op"], row["shape"]) for row in report["rows"]})
+
+
 @pytest.mark.cuda
 def test_report_on_the_gpu(tmp_path: Path) -> None:
     """Measures every kind of provider and cell once, and compiles in advance."""

@@ -1,0 +1,76 @@
+"""The reports on whole models, with the one model that needs torch alone. No test asserts a speed."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from twinop.bench import models
+from twinop.bench.__main__ import app
+from twinop.bench.model_exports import OURS, STOCK, prepare
+from twinop.bench.model_runs import TWINOP, measure
+from twinop.bench.model_zoo import ROWS
+from twinop.bench.workers import FAILURE, Worker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_row(tmp_path: Path) -> None:
+    """Its exports hold what their columns say, and compute what torch computes."""
+    files = {OURS: str(tmp_path / "ours.onnx"), STOCK: str(tmp_path / "ours-source.onnx")}
+    said = prepare("dit", OURS, "float32", True, files[OURS])
+    assert said["made"]["attention"] == 1 and not said["taken_back"]
+    columns = ["torch eager", "ORT stock", TWINOP]
+    found = measure("dit", True, "cpu", files, columns, rounds=1)
+    assert not found["reasons"]
+    rows = {row["provider"]: row for row in found["rows"]}
+    assert list(rows) == columns and all(row["error"] < 1e-5 for row in rows.values())
+    assert "MultiHeadAttention" in rows[TWINOP]["nodes"]
+    assert not any(name.startswith("Custom") for name in rows["ORT stock"]["nodes"])
+
+
+def test_a_column_that_fails_is_a_reason(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"")
+    found = measure("dit", True, "cpu", {STOCK: str(broken)}, ["torch eager", "ORT stock"], rounds=1)
+    assert [row["provider"] for row in found["rows"]] == ["torch eager"]
+    assert list(found["reasons"]) == ["ORT stock"]
+
+
+def test_rows_that_differ_in_the_mask_share_exports() -> None:
+    first, second = ROWS["bert-fp16"], ROWS["bert-any-mask"]
+    assert first.stored(STOCK) == second.stored(STOCK) and first.stored(OURS) != second.stored(OURS)
+
+
+def test_verdicts_leave_out_wrong_results() -> None:
+    """The fastest other column is no measure if it computes something else."""
+    times = {"torch eager": (20e3, 1e-3), "ORT optimizer": (5e3, 4e-3), TWINOP: (8e3, 1e-3)}
+    rows = [
+        {"op": "bert-any-mask", "provider": column, "median_us": us, "error": error}
+        for column, (us, error) in times.items()
+    ]
+    error, ratio, milliseconds = models.bars(rows)
+    assert error["passed"] and error["value"] == 1
+    assert ratio["what"] == "bert-any-mask: twinop / torch eager, time" and ratio["value"] == 0.4
+    assert ratio["passed"] and not milliseconds["passed"]
+
+
+def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:
+    assert Worker("builtins:dict", tmp_path / "answers").result({"a": 1}, 60) == {"a": 1}
+    gone = Worker("os:missing", tmp_path / "gone").result({}, 60)
+    assert "module 'os' has no attribute 'missing'" in gone[FAILURE]
+    waits = Worker("signal:pause", tmp_path / "waits").result({}, 0.2)
+    assert waits == {FAILURE: "stopped after 0.2 s"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("models", "--rows=nonsense"), "--rows nonsense: expected some of bert-fp16"),
+        (("models", "--columns=nonsense"), "--columns nonsense: expected some of torch eager"),
+        (("architectures", "--models=nonsense"), "--models nonsense: expected some of bert"),
+    ],
+)
+def test_bad_options_are_one_message(arguments: tuple[str, ...], message: str) -> None:
+    done = CliRunner().invoke(app, [*arguments, "--device=cpu"], env={"COLUMNS": "300"})
+    assert done.exit_code == 1 and message in done.output
