@@ -65,19 +65,26 @@ def _llama(size: Size, **options: Any) -> nn.Module:
 STYLES: dict[str, Callable[..., nn.Module]] = {"bert": _bert, "llama": _llama}
 
 
-def encoder(style: str, size: Size, seed: int = 0, attention: str = "eager") -> Encoder:
+def perturbed(model: nn.Module) -> nn.Module:
+    """Changes norms and biases in place; transformers makes them 1 and 0, which would hide errors."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def encoder(style: str, size: Size, seed: int = 0, attention: str = "eager", **options: Any) -> Encoder:
     """Returns a float32 model in eval mode.
 
     Args:
         style: "bert" (layer norms after the sum, GELU) or "llama" (RMS norms before, SwiGLU, causal).
         attention: "eager" (MatMul and Softmax in ONNX) or "sdpa" (one Attention node from opset 23 on).
+        options: more of the configuration.
     """
     torch.manual_seed(seed)
-    model = Encoder(STYLES[style](size, attn_implementation=attention))
-    with torch.no_grad():  # transformers initialises norms to 1 and biases to 0, which would hide errors
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = Encoder(STYLES[style](size, attn_implementation=attention, **options))
+    perturbed(model)
     return model.eval()
 
 
