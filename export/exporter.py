@@ -31,6 +31,7 @@ from .calls import Call, find_calls
 from .files import EXTERNAL_DATA_BYTES, publish, save, work_folder
 from .fuse_add_norm import fuse_sums
 from .inputs import Dynamic, Inputs, bind_inputs, check_dynamic, check_opset, leaves, resized
+from .optimize import check_device
 from .optimize import optimize as optimize_file
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet, run_route
@@ -52,6 +53,7 @@ def export(
     fuse: bool = True,
     verify: bool = True,
     optimize: bool = False,
+    device: str = "cuda",
     library: deploy.Libraries = None,
     external_data_bytes: int = EXTERNAL_DATA_BYTES,
     progress: Callable[[str], None] = lambda step: None,
@@ -83,6 +85,7 @@ def export(
         verify: compare with torch in ONNX Runtime.
         optimize: optimise the file for ONNX Runtime as `twinop optimize` does, and compare it with the file
             that the exporter wrote. Where that fails the file stays as it is, and the report says why.
+        device: what the file is optimised for, "cuda" or "cpu". It runs on both.
         library: the libraries for the comparison, one or several. For each other domain of the model it is
             the one that torch has loaded, and for twinop's own the smallest one that is found with the ops.
         progress: called with the name of each step.
@@ -96,6 +99,7 @@ def export(
         raise ExportError(f"exporter {exporter!r} is not known; expected one of: {', '.join(ROUTES)}")
     if optimize and not bodies:
         raise ExportError("optimize=True needs function bodies, bodies=True: it compares without the library")
+    check_device(device)
     check_opset(opset)
     inputs = bind_inputs(model, args, kwargs)
     axes = check_dynamic(dynamic, inputs.tensors)
@@ -126,7 +130,7 @@ def export(
             comparison.verify(report, files[-1], exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
-            files = _optimized(files, inputs.tensors, _libraries(library, calls), report, fuse)
+            files = _optimized(files, inputs.tensors, _libraries(library, calls), report, fuse, device)
         publish(files, target.parent)
     report.data_path = target.parent / files[0].name if len(files) > 1 else None
     return report
@@ -158,6 +162,7 @@ def _optimized(
     libraries: list[Path],
     report: ExportReport,
     fuse: bool,
+    device: str,
 ) -> list[Path]:
     """Optimises a file into a folder of its own; returns the files to keep."""
     folder = files[-1].parent / "optimized"
@@ -168,10 +173,15 @@ def _optimized(
     without = () if fuse else ("add_norm",)
     try:
         optimized = optimize_file(
-            files[-1], path, inputs_file=given, without=without, library=libraries or None
+            files[-1], path, device=device, inputs_file=given, without=without, library=libraries or None
         )
     except TwinopError as error:
         report.notes.append(f"not optimised: {error}")
+        return files
+    except Exception as error:  # the export itself is good
+        report.notes.append(
+            f"not optimised: {type(error).__name__}: {error}; this is a defect of twinop, please report it"
+        )
         return files
     if optimized.made:
         report.optimized = optimized

@@ -101,11 +101,17 @@ def main(
     ] = True,
     verify: Annotated[bool, typer.Option(help="Run the file and compare it with torch.")] = True,
     optimize: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            help="Optimise a MODEL for ONNX Runtime: fewer nodes, same outputs. Needs function bodies."
+            "--optimize/--no-optimize",
+            help="Optimise a MODEL for ONNX Runtime: fewer nodes, same outputs. [bold]--no-optimize[/] is for "
+            "other runtimes. Default: on, but for --no-bodies.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="What it is optimised for: cuda or cpu. It runs on both.")
+    ] = "cuda",
 ) -> None:
     """Export a torch model with twinop's ops to ONNX.
 
@@ -160,7 +166,8 @@ def main(
             replace=replace or (),
             fuse=fuse,
             verify=verify,
-            optimize=optimize,
+            optimize=model is not None and bodies if optimize is None else optimize,
+            device=device,
             library=library,
             progress=status.update,
         )

@@ -13,16 +13,17 @@ them to 16 bits.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .optimizer import check_device as check_device
     from .optimizer import optimize as optimize
     from .report import OptimizeReport as OptimizeReport
 
-__all__ = ["OptimizeReport", "optimize"]
+__all__ = ["OptimizeReport", "check_device", "optimize"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"twinop.export.optimize has no attribute {name!r}")
-    from .optimizer import optimize
+    from .optimizer import check_device, optimize
     from .report import OptimizeReport
 
-    return {"optimize": optimize, "OptimizeReport": OptimizeReport}[name]
+    return {"OptimizeReport": OptimizeReport, "check_device": check_device, "optimize": optimize}[name]

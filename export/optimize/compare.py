@@ -22,7 +22,15 @@ FACTOR = 1.2  # of the original's own error in 16 bits
 
 
 class Changed(Exception):
-    """A model computes something else than the original; the text says what."""
+    """A model computes something else than the original; the text says what.
+
+    Attributes:
+        rewrite: the one that did it, if that is known.
+    """
+
+    def __init__(self, text: str, rewrite: str = "") -> None:
+        super().__init__(text)
+        self.rewrite = rewrite
 
 
 def relative_error(expected: np.ndarray, found: np.ndarray) -> float:

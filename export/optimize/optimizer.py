@@ -100,6 +100,12 @@ def optimize(
     return report
 
 
+def check_device(device: str) -> None:
+    """Raises ExportError for a device that nothing is optimised for."""
+    if device not in DEVICES:
+        raise ExportError(f"--device {device}: expected one of: {', '.join(DEVICES)}")
+
+
 def _check(
     source: Path, target: Path, dtype: str | None, device: str, padding: str | None, without: Sequence[str]
 ) -> None:
@@ -109,8 +115,7 @@ def _check(
         raise ExportError(f"--dtype {dtype}: fp8 is not supported yet; expected float16 or bfloat16")
     if dtype not in (None, "float32", *precision.DTYPES):
         raise ExportError(f"--dtype {dtype}: expected one of: float32, {', '.join(precision.DTYPES)}")
-    if device not in DEVICES:
-        raise ExportError(f"--device {device}: expected one of: {', '.join(DEVICES)}")
+    check_device(device)
     if padding not in (None, "right"):
         raise ExportError(f"--padding {padding}: expected right, or nothing for masks of any form")
     if unknown := [name for name in without if name not in REWRITES]:

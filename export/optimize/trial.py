@@ -87,12 +87,19 @@ class Trial:
         prepare(self.base, self.records)
 
     def rewritten(self, rewrites: Rewrites) -> Work:
-        """Applies rewrites to a copy of the model."""
+        """Applies rewrites to a copy of the model.
+
+        Raises:
+            Changed: a rewrite fails.
+        """
         work = Work(self.base.clone(), self.report.device, self.records)
         masks.classify(work, self.sizes, self.padding)
         for name, rewrite in rewrites.items():
             self.progress(f"rewriting: {name}")
-            rewrite(work)
+            try:
+                rewrite(work)
+            except Exception as failure:  # on a graph that nobody thought of
+                raise compare.Changed(f"fails: {type(failure).__name__}: {failure}", name) from failure
             clean(work.model)
         CommonSubexpressionEliminationPass()(work.model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(work.model)
@@ -103,8 +110,8 @@ class Trial:
         """Returns the rewrites that change nothing, and the model with them; the others are reported."""
         left = dict(rewrites)
         while True:
-            work = self.rewritten(left)
             try:
+                work = self.rewritten(left)
                 self.report.error = self._error(work.model)
                 return left, work
             except compare.Changed as changed:
@@ -112,7 +119,7 @@ class Trial:
                     raise ExportError(
                         f"the model without any rewrite {changed}: this is a defect of twinop"
                     ) from None
-                name = self._culprit(left)
+                name = changed.rewrite or self._culprit(left)
                 self.report.taken_back[name] = f"{changed}: this is a defect of twinop, please report it"
                 del left[name]
 

@@ -148,11 +148,15 @@ def test_options_for_the_example(folder: Path) -> None:
 
 
 def test_models_of_ones_own(folder: Path) -> None:
-    output = succeed("--model", "my_factories.models:mlp", "-o", "mlp.onnx", "--dynamic", "input:0")
-    assert "libcustom" in output and node_types("mlp.onnx") == ["Gemm", "CustomRelu"]
-    output = succeed("--model", "my_factories.models:mlp", "-o", "fast.onnx", "--optimize")
-    assert node_types("fast.onnx") == ["CustomLinear"]
+    mlp = ("--model", "my_factories.models:mlp", "-o", "mlp.onnx")
+    output = succeed(*mlp, "--dynamic", "input:0")
+    assert "libcustom" in output and node_types("mlp.onnx") == ["CustomLinear"]
     assert "2 nodes -> 1; same outputs" in output and "1 linear+bias+relu" in output
+    for plain in ("--no-optimize", "--no-bodies"):
+        assert "optimised" not in succeed(*mlp, plain)
+        assert node_types("mlp.onnx") == ["Gemm", "CustomRelu"]
+    succeed(*mlp, "--device", "cpu")
+    assert node_types("mlp.onnx") == ["Gemm", "CustomRelu"]  # ONNX Runtime's products are the fastest there
     output = succeed(
         *("--model", "my_factories.models:by_name", "-o", "two.onnx", *QUICK),
         *("--dynamic", "images:0=rows", "--dynamic", "mask:0=rows"),

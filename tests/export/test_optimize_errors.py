@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -138,8 +139,8 @@ def test_command(model: Path, tmp_path: Path) -> None:
     assert [node.op_type for node in onnx.load(target).graph.node] == ["CustomLinear"]
 
 
-def test_export_optimises_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off by default; a file that cannot be optimised is written as it is."""
+def test_export_optimises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python only if asked; a file that cannot be optimised is written as it is."""
     layers, given, path = torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(2, 4), tmp_path / "net.onnx"
     options: dict[str, Any] = {"exporter": "torchscript", "dynamic": {"input": [0]}}
     assert list(export(layers, given, path, **options).nodes) == ["Gemm"]
@@ -151,12 +152,13 @@ def test_export_optimises_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ExportError, match="optimize=True needs function bodies"):
         export(layers, given, path, optimize=True, bodies=False, **options)
 
-    def fail(path: Path) -> None:
-        raise ExportError("it cannot be read")
-
-    monkeypatch.setattr(optimizer, "load", fail)
-    report = export(layers, given.double(), path, optimize=True, **options)
-    assert report.optimized is None and report.notes[-1] == "not optimised: it cannot be read"
+    for error, note in (
+        (ExportError("it cannot be read"), "not optimised: it cannot be read"),
+        (KeyError("x"), "not optimised: KeyError: 'x'; this is a defect of twinop, please report it"),
+    ):
+        monkeypatch.setattr(optimizer, "load", Mock(side_effect=error))
+        report = export(layers, given.double(), path, optimize=True, **options)
+        assert report.optimized is None and report.notes[-1] == note
     assert [node.op_type for node in onnx.load(path).graph.node] == ["Gemm"]
     assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]
 
@@ -171,7 +173,11 @@ def unloadable(work: Any) -> None:
         node.op_type = "GlobalLpPool"
 
 
-@pytest.mark.parametrize("broken", [wrong, unloadable])
+def raises(work: Any) -> None:
+    assert not work.nodes("Relu"), "unknown"
+
+
+@pytest.mark.parametrize("broken", [wrong, unloadable, raises])
 def test_a_rewrite_that_changes_the_results_is_taken_back(
     broken: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
