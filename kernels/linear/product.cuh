@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -9,7 +10,7 @@
 #include <tuple>
 #include <utility>
 
-#include "twinop/linear/cublaslt.h"
+#include "twinop/linear/algorithm_file.h"
 #include "twinop/linear/operands.h"
 #include "twinop/primitives/launch.cuh"
 
@@ -56,10 +57,52 @@ struct Plan {
 
   const CublasLt& lt;
   bool found = false;
-  LtAlgorithm algorithm{};
-  std::size_t workspace_bytes = 0;
+  LtHeuristicResult how{};
   LtLayout weight = nullptr, x = nullptr, y = nullptr;
 };
+
+// What a product reads and writes, but for the matrix that it adds.
+struct Memory {
+  const void* weight;
+  const void* x;
+  void* y;
+  void* workspace;
+  cudaStream_t stream;
+};
+
+// Finds the fastest of `count` ways to compute y, which is not written to: run(memory, i) starts
+// way i and returns whether that worked.
+template <class RunWay>
+Status Measure(Memory at, const Shape3& shape, const RunWay& run, int count, int* best) {
+  constexpr int kRounds = 3, kRuns = 8;
+  const std::size_t bytes = static_cast<std::size_t>(shape.sizes.m) *
+                            static_cast<std::size_t>(shape.sizes.n) * Info(shape.dtype).size;
+  cudaEvent_t events[2] = {};
+  void* y = nullptr;
+  cudaError_t error = cudaMalloc(&y, bytes);
+  for (cudaEvent_t& event : events)
+    if (error == cudaSuccess) error = cudaEventCreate(&event);
+  if (error == cudaSuccess) error = cudaMemsetAsync(y, 0, bytes, at.stream);
+  at.y = y;
+  float least = 0;
+  for (int round = 0; round < kRounds * count && error == cudaSuccess; ++round) {
+    const int way = round % count;
+    bool runs = run(at, way);  // not timed: the first one loads its kernel
+    error = cudaEventRecord(events[0], at.stream);
+    for (int i = 0; i < kRuns; ++i) runs = runs && run(at, way);
+    if (error == cudaSuccess) error = cudaEventRecord(events[1], at.stream);
+    if (error == cudaSuccess) error = cudaEventSynchronize(events[1]);
+    float ms = 0;
+    if (error == cudaSuccess) error = cudaEventElapsedTime(&ms, events[0], events[1]);
+    if (!runs || (least != 0 && ms >= least)) continue;
+    least = ms;
+    *best = way;
+  }
+  for (cudaEvent_t event : events)
+    if (event != nullptr) cudaEventDestroy(event);
+  cudaFree(y);
+  return CudaStatus(error, "measuring a product's algorithms");
+}
 
 inline LtType LtTypeOf(DType dtype) {
   return dtype == DType::kFloat64    ? kLtFloat64
@@ -92,13 +135,27 @@ inline Status Describe(const CublasLt& lt, const Shape3& shape, const void* bias
   return {};
 }
 
+inline LtStatus Run(const CublasLt& lt, LtHandle handle, LtProduct product, const Shape3& shape,
+                    const Plan& plan, const LtHeuristicResult& how, const Memory& at,
+                    const void* c) {
+  static constexpr double kWide[] = {0, 1};
+  static constexpr float kNarrow[] = {0, 1};
+  const auto scale = [&](bool one) {
+    return shape.dtype == DType::kFloat64 ? static_cast<const void*>(&kWide[one]) : &kNarrow[one];
+  };
+  return lt.Multiply(handle, product, scale(true), at.weight, plan.weight, at.x, plan.x,
+                     scale(shape.adds), shape.adds ? c : at.y, plan.y, at.y, plan.y, &how.algorithm,
+                     at.workspace, how.workspace_bytes, at.stream);
+}
+
 // The plans of one device, each found when its shape first comes.
 class Plans {
  public:
   static constexpr std::size_t kMost = 2048;
+  static constexpr int kCandidates = 16;  // that are measured if asked
 
-  Status Find(const CublasLt& lt, const Shape3& shape, LtProduct product, LtHandle* handle,
-              std::shared_ptr<const Plan>* plan) {
+  Status Find(const CublasLt& lt, const Shape3& shape, LtProduct product, const Memory& at,
+              LtHandle* handle, std::shared_ptr<const Plan>* plan) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (handle_ == nullptr) TWINOP_RETURN_IF_LT_ERROR(lt, Create(&handle_));
     *handle = handle_;
@@ -108,7 +165,7 @@ class Plans {
       return {};
     }
     auto fresh = std::make_shared<Plan>(lt);
-    TWINOP_RETURN_IF_ERROR(Choose(lt, shape, product, fresh.get()));
+    TWINOP_RETURN_IF_ERROR(Choose(lt, shape, product, at, fresh.get()));
     if (plans_.size() >= kMost) plans_.clear();
     *plan = plans_[shape.Key()] = std::move(fresh);
     return {};
@@ -124,7 +181,8 @@ class Plans {
     return {};
   }
 
-  Status Choose(const CublasLt& lt, const Shape3& shape, LtProduct product, Plan* plan) const {
+  Status Choose(const CublasLt& lt, const Shape3& shape, LtProduct product, const Memory& at,
+                Plan* plan) const {
     const auto [m, n, k, is_kn] = shape.sizes;
     TWINOP_RETURN_IF_ERROR(Layout(lt, shape.dtype, is_kn ? n : k, is_kn ? k : n, &plan->weight));
     TWINOP_RETURN_IF_ERROR(Layout(lt, shape.dtype, k, m, &plan->x));
@@ -139,13 +197,59 @@ class Plans {
     TWINOP_RETURN_IF_ERROR(set(kLtReductions, kLtWideReductions));
     for (int i = 0; i < kLtOperands; ++i)
       TWINOP_RETURN_IF_ERROR(set(kLtAlignments + i, static_cast<std::uint32_t>(kAlignment)));
-    LtHeuristicResult result{};
+    LtHeuristicResult results[kCandidates]{};
     int count = 0;
+    const int wanted = AlgorithmFile::Get().IsAsked() ? kCandidates : 1;
     const LtStatus status = lt.Heuristic(handle_, product, plan->weight, plan->x, plan->y, plan->y,
-                                         preference.value, 1, &result, &count);
-    plan->found = status == 0 && count == 1 && result.status == 0;
-    plan->algorithm = result.algorithm;
-    plan->workspace_bytes = result.workspace_bytes;
+                                         preference.value, wanted, results, &count);
+    plan->found = status == 0 && count > 0 && results[0].status == 0;
+    plan->how = results[0];
+    if (!plan->found || count == 1) return {};
+    return Fastest(lt, shape, product, at, results, count, plan);
+  }
+
+  // Takes the algorithm that the file names. Where it names none, all are measured, but for a
+  // product that is part of a CUDA graph: that keeps cuBLASLt's first.
+  Status Fastest(const CublasLt& lt, const Shape3& shape, LtProduct product, const Memory& at,
+                 const LtHeuristicResult* results, int count, Plan* plan) const {
+    static std::mutex of_file;  // shared by the devices
+    const std::lock_guard<std::mutex> lock(of_file);
+    AlgorithmFile& file = AlgorithmFile::Get();
+    std::string key;
+    TWINOP_RETURN_IF_ERROR(KeyOf(lt, shape, &key));
+    if (const LtAlgorithm* known = file.Find(key); known != nullptr) {
+      for (int i = 0; i < count; ++i) {
+        if (std::memcmp(known, &results[i].algorithm, sizeof(*known)) != 0) continue;
+        plan->how = results[i];
+        return {};
+      }
+    }
+    cudaStreamCaptureStatus captures = cudaStreamCaptureStatusNone;
+    TWINOP_RETURN_IF_ERROR(CudaStatus(cudaStreamIsCapturing(at.stream, &captures), "a product"));
+    if (captures != cudaStreamCaptureStatusNone) return {};
+    int best = 0;
+    TWINOP_RETURN_IF_ERROR(Measure(
+        at, shape,
+        [&](const Memory& memory, int i) {
+          return Run(lt, handle_, product, shape, *plan, results[i], memory, memory.y) == 0;
+        },
+        count, &best));
+    plan->how = results[best];
+    return file.Add(key, results[best].algorithm);
+  }
+
+  static Status KeyOf(const CublasLt& lt, const Shape3& shape, std::string* key) {
+    int device = 0;
+    cudaDeviceProp properties{};
+    TWINOP_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
+    TWINOP_RETURN_IF_ERROR(
+        CudaStatus(cudaGetDeviceProperties(&properties, device), "asking for the device's name"));
+    const auto [m, n, k, is_kn] = shape.sizes;
+    *key = std::string(properties.name) + ", cuBLASLt " + std::to_string(lt.Version()) + ": " +
+           std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k) +
+           (is_kn ? " kn " : " nk ") + std::string(Info(shape.dtype).name) + ", compute " +
+           std::to_string(ComputeOf(shape.dtype)) + (shape.adds ? ", adds" : "") + ", epilogue " +
+           std::to_string(shape.epilogue);
     return {};
   }
 
@@ -171,26 +275,15 @@ inline Status Multiply(const Call& call, const Operands& at, const Sizes& sizes,
   const Shape3 shape{sizes, dtype, c != nullptr, epilogue};
   Owned<LtProduct> product{lt.ProductDestroy};
   TWINOP_RETURN_IF_ERROR(Describe(lt, shape, at.bias.data, &product));
+  const Memory memory{at.weight.data, at.x.data, y, at.workspace,
+                      static_cast<cudaStream_t>(call.context->stream)};
   LtHandle handle = nullptr;
   std::shared_ptr<const Plan> plan;
   TWINOP_RETURN_IF_ERROR(
-      PlansOf(call.context->device_index).Find(lt, shape, product.value, &handle, &plan));
+      PlansOf(call.context->device_index).Find(lt, shape, product.value, memory, &handle, &plan));
   *done = plan->found;
   if (!plan->found) return {};
-  struct Scale {
-    double wide;
-    float narrow;
-
-    const void* Of(DType dtype) const {
-      return dtype == DType::kFloat64 ? static_cast<const void*>(&wide) : &narrow;
-    }
-  };
-  static constexpr Scale kZero{0, 0}, kOne{1, 1};
-  return LtResult(lt,
-                  lt.Multiply(handle, product.value, kOne.Of(dtype), at.weight.data, plan->weight,
-                              at.x.data, plan->x, (shape.adds ? kOne : kZero).Of(dtype),
-                              shape.adds ? c : y, plan->y, y, plan->y, &plan->algorithm,
-                              at.workspace, plan->workspace_bytes, call.context->stream),
+  return LtResult(lt, Run(lt, handle, product.value, shape, *plan, plan->how, memory, c),
                   "the product");
 }
 
