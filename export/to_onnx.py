@@ -104,8 +104,8 @@ def main(
         bool | None,
         typer.Option(
             "--optimize/--no-optimize",
-            help="Optimise a MODEL for ONNX Runtime: fewer nodes, same outputs. [bold]--no-optimize[/] is for "
-            "other runtimes. Default: on, but for --no-bodies.",
+            help="Optimise a MODEL for ONNX Runtime: fewer nodes, same outputs. [bold]--no-optimize[/] is "
+            "for other runtimes. Default: on, but for --no-bodies.",
             show_default=False,
         ),
     ] = None,

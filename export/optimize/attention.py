@@ -94,8 +94,9 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     q3, k3, v3 = parts[0], repeat(parts[1], times, after), repeat(parts[2], times_of_v, after)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
         raise Apart("other heads in q than in k and v")
-    attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale}
-    inputs: list[ir.Value | None] = [q3.value, k3.value, v3.value]
+    (q_plain, on_q), (k_plain, on_k) = scaled(q3.value), scaled(k3.value)  # before they are heads
+    attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
+    inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value]
     inputs += _mask_inputs(work, scores.masks, q3, k3, after, attributes)
     shape = [*(dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = add(after, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=shape)
@@ -119,7 +120,7 @@ def _mask_inputs(
             wide = add(before, "Cast", [given], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
             axes = int_constant(before, [1])
             lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
-        if mask not in work.causal and mask not in work.lengths:
+        if mask not in work.causal | work.clear and mask not in work.lengths:
             rest.append(_finite(mask, before) if mask in work.infinite else mask)
     if not rest:
         return [None, lengths] if lengths is not None else []

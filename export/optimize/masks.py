@@ -1,8 +1,10 @@
 """Finds out what the masks of a model's attentions hide, by computing them.
 
 A mask that is 0 up to each token and hides the rest, whatever the inputs are, is causal: exactly so. One
-that hides what the model's 2-dimensional mask input marks with 0, and that input alone, becomes the length
-of each sequence if the user has promised padding on the right.
+that hides nothing, whatever the inputs are, is left out. One that hides what the model's 2-dimensional mask
+input marks with 0, and that input alone, becomes the length of each sequence if the user has promised
+padding on the right. A mask that follows from other inputs, such as token ids, stays as it is: a few cases
+do not show all that it may hide.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ _HIDDEN = -1e4  # what an exp() of leaves nothing, in fp16 too
 
 
 def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
-    """Fills `work.causal`, `work.lengths` and `work.infinite`.
+    """Fills `work.causal`, `work.clear`, `work.lengths` and `work.infinite`.
 
     Args:
         sizes: a batch of several and a length that the model takes.
@@ -56,9 +58,11 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
             continue
         if any(np.isneginf(array).any() for array in arrays):
             work.infinite[mask] = any(np.isneginf(array).all(-1).any() for array in arrays)
+        if not all(inputs.is_mask(value) for value in _inputs_of(mask)):
+            continue
         for causal in (True, False):
             if all(_is(array, causal, None) for array in arrays):
-                work.causal |= {mask} if causal else set()
+                (work.causal if causal else work.clear).add(mask)
                 break
             if padding != "right" or len(given) != 1:
                 continue
@@ -67,6 +71,22 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
                 work.lengths[mask] = given[0]
                 work.causal |= {mask} if causal else set()
                 break
+
+
+def _inputs_of(mask: ir.Value) -> set[ir.Value]:
+    """Returns the model's inputs whose values, not only their shapes, a mask is computed from."""
+    found, waiting, seen = set[ir.Value](), [mask], set[ir.Value]()
+    while waiting:
+        value = waiting.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        node = value.producer()
+        if node is None:
+            found |= {value} if value.is_graph_input() else set()
+        elif node.op_type not in ("Shape", "Size"):
+            waiting += [each for each in node.inputs if each is not None]
+    return found
 
 
 def _right(shown: np.ndarray) -> bool:

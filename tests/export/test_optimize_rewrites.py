@@ -219,6 +219,37 @@ def test_attention_that_stays(scores: str, reason: str, tmp_path: Path) -> None:
     assert not report.made and reason in next(iter(report.left))
 
 
+def test_attention_scaled_before_the_heads(tmp_path: Path) -> None:
+    """Whisper and BART multiply what their layer returns."""
+    text = HEADS.replace("q4 = Reshape (q,", "r = Mul (q, scale) q4 = Reshape (r,")
+    _, model = optimized(parsed(text % ("", "s = MatMul (qh, kt) p = Softmax (s)"), **SHAPES), tmp_path)
+    [node] = model.graph
+    assert node.op_type == "MultiHeadAttention" and node.attributes.get_float("scale", 0) == np.float32(0.3)
+
+
+CHOSEN = "e = Expand (%s, shape) m = Where (e, zero, low) s = MatMul (qh, kt) t = Add (s, m) p = Softmax (t)"
+MASKS = {
+    "constant": ("", "c = Identity (all)", 3),
+    "of ids": (", int64[B, T] ids", "i = Equal (ids, nine) n = Not (i) c = Unsqueeze (n, heads)", 6),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_hide_nothing(name: str, tmp_path: Path) -> None:
+    """They are left out if they follow from shapes. Ids may hide what no case has shown."""
+    given, made, inputs = MASKS[name]
+    sizes = "z = Shape <start=0, end=2> (q) w = Shape <start=1, end=2> (k)"
+    shape = "b, r = Split <num_outputs=2> (z) shape = Concat <axis=0> (b, single, r, w)"
+    text = HEADS % (given, f"{made} {sizes} {shape} {CHOSEN % 'c'}")
+    more = {
+        "all": np.array([[[[True]]]]), "single": np.array([1]), "zero": np.array(0, np.float32),
+        "nine": np.array(9), "heads": np.array([1, 2]),
+    }  # fmt: skip
+    _, model = optimized(parsed(text, **SHAPES, **more), tmp_path)
+    [node] = nodes(model, "MultiHeadAttention")
+    assert len(node.inputs) == inputs
+
+
 def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
     text = """(float[B, S, 8] x, float[B, S, 8] r, int32[B, S] mask) => (float[B, S, 8] y, float[B, S, 8] z) {
         a = com.microsoft.Attention <num_heads=2> (x, qkv, qkv_bias, mask)
