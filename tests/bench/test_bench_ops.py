@@ -141,6 +141,7 @@ def test_all_of_ours_and_torchs_are_right(name: str) -> None:
     assert all(cell.gb_per_s(provider) > 0 for cell in cells.values() for provider in cell.rows)
 
 
+@pytest.mark.slow  # torch.compile's first kernel takes half a minute
 def test_compiled_too() -> None:
     where = on_cpu("compile", "eager")
     where.providers.budget = Budget(300, 1)
