@@ -15,6 +15,7 @@ class OptimizeReport:
         error: the largest relative error of the outputs, against the original in fp32.
         own_error: that of the original in the same 16 bits, where both run here.
         times: milliseconds of a run before and after, with `measure`.
+        timed_on: cuda or cpu.
         needs: other runtimes' operators that the file has: it runs in ONNX Runtime only.
     """
 
@@ -30,6 +31,7 @@ class OptimizeReport:
     own_error: float | None = None
     times: tuple[float, float] | None = None
     device: str = ""
+    timed_on: str = ""
     needs: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -37,7 +39,7 @@ class OptimizeReport:
         """The report as lines of text."""
         own = f", the original's own {self.own_error:.1e}" if self.own_error is not None else ""
         times = (
-            f"; {self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.device}"
+            f"; {self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.timed_on}"
             if self.times is not None
             else ""
         )

@@ -186,7 +186,9 @@ class Trial:
 
     def _milliseconds(self, path: Path) -> float:
         """Returns the median time of a run of the first case."""
-        session = deploy.session(path, library=self.library)
+        providers = ["CPUExecutionProvider"] if self.report.device == "cpu" else None
+        session = deploy.session(path, providers, self.library)
+        self.report.timed_on = session.device
         wanted = {name: spec.dtype for name, spec in session.inputs.items()}
         feeds = {name: self.cases[0][name].astype(wanted[name]) for name in wanted}
         times = []
