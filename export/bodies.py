@@ -168,6 +168,37 @@ def _by_value(op, attribute, compute):
 
 
 @body
+def rope(op, q, k, cos, sin, *, layout, inverse):
+    c, s = _angle_by_head(op, cos), _by_value(op, inverse, lambda op, back: _sine(op, sin, back))
+    size = op.Mul(op.Shape(cos, start=2), 2)
+    return tuple(
+        _by_value(op, layout, lambda op, value, x=x: _turned(op, x, c, s, size, value)) for x in (q, k)
+    )
+
+
+def _angle_by_head(op, table):
+    return op.Unsqueeze(table, [2])
+
+
+def _sine(op, sin, back):
+    return _angle_by_head(op, op.Neg(sin) if back else sin)
+
+
+def _turned(op, x, cos, sin, size, layout):
+    """Builds a cos - b sin and b cos + a sin for the pairs (a, b) of each head."""
+    heads = op.Reshape(x, op.Concat(op.Shape(x, end=2), op.Div(op.Shape(x, start=2), size), size, axis=0))
+    if layout == "half":
+        middle = op.Div(size, 2)
+        a, b = op.Slice(heads, [0], middle, [-1]), op.Slice(heads, middle, size, [-1])
+    else:
+        a, b = (op.Slice(heads, [at], size, [-1], [2]) for at in (0, 1))
+    turned = [op.Sub(op.Mul(a, cos), op.Mul(b, sin)), op.Add(op.Mul(b, cos), op.Mul(a, sin))]
+    if layout == "half":
+        return op.Reshape(op.Concat(*turned, axis=-1), op.Shape(x))
+    return op.Reshape(op.Concat(*(op.Unsqueeze(each, [-1]) for each in turned), axis=-1), op.Shape(x))
+
+
+@body
 def softmax(op, x, *, dim):
     return op.Softmax(x, axis=dim)
 

@@ -121,7 +121,10 @@ def _mask_inputs(
             axes = int_constant(before, [1])
             lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
         if mask not in work.causal | work.clear and mask not in work.lengths:
-            rest.append(_finite(mask, before) if mask in work.infinite else mask)
+            if mask in work.padding:
+                rest.append(_padding(work.padding[mask], mask, before))
+            else:
+                rest.append(_finite(mask, before) if mask in work.infinite else mask)
     if not rest:
         return [None, lengths] if lengths is not None else []
     whole = rest[0]
@@ -131,10 +134,22 @@ def _mask_inputs(
     if shape is None or len(shape) > 4:
         raise Apart("a mask of unknown rank")
     if len(rest) > 1 or len(shape) < 4 or None in (rows, columns) or shape[2:] != [rows, columns]:
-        target = scores_shape(before, q.value, k.value)
+        if isinstance(rows, int) and isinstance(columns, int):
+            target = int_constant(before, [1, 1, rows, columns])
+        else:
+            target = scores_shape(before, q.value, k.value)
         outer = [*([1] * (4 - len(shape))), *shape][:2] if len(rest) == 1 else [None, None]
         whole = add(before, "Expand", [whole, target], shape=[*outer, rows, columns])
     return [None, lengths, whole]
+
+
+def _padding(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:
+    """Makes [B, 1, 1, T] of a mask [B, T] of ones and zeros."""
+    batch, tokens = dims(shown) or [None, None]
+    kept = add(before, "Cast", [shown], {"to": ir.DataType.BOOL}, dtype=ir.DataType.BOOL, shape=dims(shown))
+    values = [like(before, number, mask) for number in (0.0, LOWEST)]
+    bias = add(before, "Where", [kept, *values], dtype=mask.dtype, shape=dims(shown))
+    return add(before, "Unsqueeze", [bias, int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
 
 
 def _broadcast(a: list[Dim] | None, b: list[Dim] | None) -> list[Dim] | None:

@@ -23,6 +23,7 @@ class Work:
         made: the number of new nodes by what they compute.
         left: the number of nodes that were left alone, by what they are and why.
         lengths: the masks that are read as lengths: by the mask's value the graph input that it comes from.
+        padding: the masks that hide what a graph input [B, T] marks with 0, by that input.
         causal: the masks that hide the future, and nothing else that `lengths` does not know.
         clear: the masks that hide nothing.
         infinite: the masks that hide by -inf; True if they may hide a whole row.
@@ -34,6 +35,7 @@ class Work:
     made: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    padding: dict[ir.Value, ir.Value] = field(default_factory=dict)
     causal: set[ir.Value] = field(default_factory=set)
     clear: set[ir.Value] = field(default_factory=set)
     infinite: dict[ir.Value, bool] = field(default_factory=dict)

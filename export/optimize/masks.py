@@ -2,9 +2,9 @@
 
 A mask that is 0 up to each token and hides the rest, whatever the inputs are, is causal: exactly so. One
 that hides nothing, whatever the inputs are, is left out. One that hides what the model's 2-dimensional mask
-input marks with 0, and that input alone, becomes the length of each sequence if the user has promised
-padding on the right. A mask that follows from other inputs, such as token ids, stays as it is: a few cases
-do not show all that it may hide.
+input marks with 0, and that input alone, is made of it in a few nodes; if the user has promised padding on
+the right, it becomes the length of each sequence. A mask that follows from other inputs, such as token ids,
+stays as it is: a few cases do not show all that it may hide.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _HIDDEN = -1e4  # what an exp() of leaves nothing, in fp16 too
 
 
 def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
-    """Fills `work.causal`, `work.clear`, `work.lengths` and `work.infinite`.
+    """Fills `work.causal`, `work.clear`, `work.infinite`, `work.lengths` and `work.padding`.
 
     Args:
         sizes: a batch of several and a length that the model takes.
@@ -64,12 +64,18 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
             if all(_is(array, causal, None) for array in arrays):
                 (work.causal if causal else work.clear).add(mask)
                 break
-            if padding != "right" or len(given) != 1:
+            if len(given) != 1:
                 continue
-            padded = [(array, case[str(given[0].name)]) for array, case in zip(arrays, cases, strict=True)]
-            if all(_is(array, causal, np.asarray(shown)) for array, shown in padded if _right(shown)):
+            padded = [
+                (array, np.asarray(case[str(given[0].name)]))
+                for array, case in zip(arrays, cases, strict=True)
+            ]
+            if padding == "right" and all(_is(a, causal, shown) for a, shown in padded if _right(shown)):
                 work.lengths[mask] = given[0]
                 work.causal |= {mask} if causal else set()
+                break
+            if not causal and mask not in work.infinite and all(_is(a, causal, shown) for a, shown in padded):
+                work.padding[mask] = given[0]
                 break
 
 

@@ -10,7 +10,19 @@ from twinop.library import find_library, read_library
 
 from ..files import publish, work_folder
 from ..fuse_add_norm import fuse_sums
-from . import activations, attention, flat, gated, linear, microsoft, norms, precision, rotary, unpack
+from . import (
+    activations,
+    attention,
+    embedding,
+    flat,
+    gated,
+    linear,
+    microsoft,
+    norms,
+    precision,
+    rotary,
+    unpack,
+)
 from .graph import Work
 from .prepare import in_fp32, load
 from .report import OptimizeReport
@@ -27,6 +39,7 @@ def _add_norms(work: Work) -> None:
 
 REWRITES: Mapping[str, Callable[[Work], None]] = {
     "microsoft": microsoft.rewrite,
+    "embedding": embedding.rewrite,
     "flat": flat.rewrite,
     "activation": activations.rewrite,
     "norm": norms.rewrite,

@@ -18,10 +18,13 @@ from twinop.export.optimize import optimize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MADE = {
-    "bert": {"linear+bias": 10, "linear+bias+gelu": 2, "attention": 2, "layer_norm": 1, "add_layer_norm": 4},
+    "bert": {
+        "linear+bias": 10, "linear+bias+gelu": 2, "attention": 2, "layer_norm": 1, "add_layer_norm": 4,
+        "embedding of known ids": 1,
+    },
     "llama": {
         "linear": 10, "linear+gate (silu)": 2, "attention": 2, "rms_norm": 1, "add_rms_norm": 4,
-        "rotary embedding": 4,
+        "rotary embedding of q and k": 2,
     },
 }  # fmt: skip
 each_style = pytest.mark.parametrize("style", MADE)
@@ -56,6 +59,18 @@ def test_recognised(style: str, attention: str, exporter: str, tmp_path: Path) -
         found = deploy.session(report.path, CPU, library).run({"ids": ids, "mask": mask})
         y = next(iter(found.values()))
         assert difference(expected[shown], y[shown]) < 1e-5
+
+
+@pytest.mark.parametrize("padding", ["right", None])
+def test_bert_of_one_length_runs_in_a_cuda_graph(padding: str | None, tmp_path: Path) -> None:
+    """No node computes with shapes: ONNX Runtime runs such nodes on the CPU."""
+    model, path = encoder("bert", size_of("dynamo"), attention="sdpa"), tmp_path / "bert.onnx"
+    open_batch = {name: {0: "batch"} for name in ("ids", "mask")}
+    export(model, batch(TINY, padding=5), path, dynamic=open_batch, verify=False)
+    _, made = optimized(path, tmp_path, padding=padding)
+    kinds = {"Gather", "Add", "CustomLayerNorm", "CustomAddLayerNorm", "CustomLinear", "MultiHeadAttention"}
+    of_mask = {"Cast", "ReduceSum"} if padding else {"Cast", "Where", "Unsqueeze", "Expand"}
+    assert set(types(made)) == kinds | of_mask
 
 
 @each_style
@@ -117,7 +132,8 @@ def test_a_model_in_16_bits(tmp_path: Path) -> None:
 def test_for_the_cpu(tmp_path: Path) -> None:
     """Products stay ONNX Runtime's."""
     report, model = optimized(exported("bert", "eager", "torchscript", tmp_path), tmp_path, device="cpu")
-    assert report.made == {"attention": 2, "layer_norm": 1, "add_layer_norm": 4}
+    embedding = {"embedding of known ids": 1}
+    assert report.made == {"attention": 2, "layer_norm": 1, "add_layer_norm": 4} | embedding
     assert types(model)["MatMul"] == 12 and "CustomLinear" not in types(model)
 
 
@@ -126,7 +142,7 @@ def test_each_rewrite_has_a_switch(name: str, tmp_path: Path) -> None:
     report, _ = optimized(exported("llama", "eager", "torchscript", tmp_path), tmp_path, without=[name])
     gone = {
         "attention": "attention", "add_norm": "add_rms_norm",
-        "rotary": "rotary embedding", "gate": "linear+gate (silu)",
+        "rotary": "rotary embedding of q and k", "gate": "linear+gate (silu)",
     }  # fmt: skip
     assert gone[name] not in report.made
     assert len(report.made) > 2

@@ -250,6 +250,54 @@ def test_masks_that_hide_nothing(name: str, tmp_path: Path) -> None:
     assert len(node.inputs) == inputs
 
 
+EMBEDDED = """(int64[B, S] ids, int64[B, S] types) => (float[B, S, 8] y) {
+    n = Shape (ids) k = Expand (zeros, n) m = Shape <start=1> (ids) l = Slice (long, first, m, axis)
+    a = Gather (words, ids) b = Gather (kinds, %s) c = Add (a, b)
+    d = Gather (places, known) y = Add (%s) }"""
+TABLES = {
+    "words": weights(9, 8), "kinds": weights(2, 8, seed=1), "places": weights(5, 8, seed=2),
+    "zeros": np.zeros((1, 1), np.int64), "long": np.ones((1, 50), np.int64), "known": np.array([[3]]),
+    "first": np.array([0]), "axis": np.array([1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ids", "total"), [("k", "c, d"), ("l", "d, c")], ids=["expanded", "of a buffer of ones"]
+)
+def test_embeddings_of_known_ids(ids: str, total: str, tmp_path: Path) -> None:
+    report, model = optimized(parsed(EMBEDDED % (ids, total), **TABLES), tmp_path)
+    assert types(model) == {"Gather": 1, "Add": 1} and report.made == {"embedding of known ids": 1}
+
+
+def test_embeddings_of_an_input(tmp_path: Path) -> None:
+    report, _ = optimized(parsed(EMBEDDED % ("types", "c, d"), **TABLES), tmp_path)
+    assert not report.made
+
+
+ROTARY = """(float[B, 2, 6, 8] x, float[B, 2, 6, 8] z) => (float[B, 2, 6, 8] y, float[B, 2, 6, 8] u) {
+    f, g = Split <axis=-1, num_outputs=2> (x) n = Neg (g) r = Concat <axis=-1> (n, f)
+    p = Mul (x, cos) q = Mul (r, sin) y = Add (p, q)
+    w = %s
+    h, i = Split <axis=-1, num_outputs=2> (w) m = Neg (i) s = Concat <axis=-1> (m, h)
+    j = Mul (w, cos) k = Mul (s, sin) u = Add (j, k) }"""
+
+
+@pytest.mark.parametrize(
+    ("source", "device", "wanted"),
+    [
+        ("Identity (z)", "cuda", {"CustomRope": 1}),
+        ("Add (y, z)", "cuda", {"RotaryEmbedding": 2}),  # the second one needs the first one
+        ("Identity (z)", "cpu", {"RotaryEmbedding": 2}),
+    ],
+)
+def test_rotary_embedding(source: str, device: str, wanted: dict[str, int], tmp_path: Path) -> None:
+    angles = np.tile(np.random.default_rng(0).random((1, 6, 4)), 2).astype(np.float32)
+    tables = {"cos": np.cos(angles), "sin": np.sin(angles)}
+    _, model = optimized(parsed(ROTARY % source, **tables), tmp_path, device=device)
+    assert types(model) | wanted == types(model)
+    assert not {"Neg", "Split", "Mul"} & set(types(model))
+
+
 def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
     text = """(float[B, S, 8] x, float[B, S, 8] r, int32[B, S] mask) => (float[B, S, 8] y, float[B, S, 8] z) {
         a = com.microsoft.Attention <num_heads=2> (x, qkv, qkv_bias, mask)

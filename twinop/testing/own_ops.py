@@ -23,7 +23,7 @@ def reference(op: str) -> Reference | None:
 
 
 def samples(op: str, dtype: str, size: int) -> list[dict[str, Any]] | None:
-    calls = {"matmul": _matmuls, "linear": _linears, "linear_swiglu": _linear_swiglus}.get(op)
+    calls = {"matmul": _matmuls, "linear": _linears, "linear_swiglu": _linear_swiglus, "rope": _ropes}.get(op)
     return calls and list(calls(size))
 
 
@@ -55,6 +55,19 @@ def _linear_swiglus(size: int) -> Iterator[dict[str, Any]]:
             wide = torch.cat([weight, weight.flip(width) * 0.75], width)
             bias = {"bias": torch.cat([call["bias"]] * 2)} if "bias" in call else {}
             yield call | {"weight": wide} | bias
+
+
+def _ropes(size: int) -> Iterator[dict[str, Any]]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+    pairs = max(size, 1)  # of a head
+    for layout in ("half", "interleaved"):
+        for batch, length, of_q, of_k in ((2, 3, 3, 1), (3, 2, 1, 2), (1, 1, 1, 0), (0, 4, 1, 1)):
+            q, k = (random(batch, length, heads * 2 * pairs) for heads in (of_q, of_k))
+            angles = random(batch if of_k == 2 else 1, length, pairs)
+            tables = {"cos": angles.cos(), "sin": angles.sin()}
+            yield {"q": q, "k": k, "layout": layout, "inverse": batch == 3} | tables
 
 
 def _matmuls(size: int) -> Iterator[dict[str, Any]]:
@@ -185,6 +198,21 @@ def _product_magnitude(
     return sum((each.abs() for each in (bias, residual) if each is not None), total)
 
 
+def _rope_magnitude(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str = "half", inverse: bool = False
+) -> tuple[Tensor, ...]:
+    """The two terms of each sum together."""
+
+    def of(x: Tensor) -> Tensor:
+        pairs = x.abs().unflatten(-1, (x.shape[-1] // (2 * cos.shape[-1]), *((2, -1) if half else (-1, 2))))
+        a, b = pairs.unbind(-2 if half else -1)
+        c, s = cos.abs().unsqueeze(2), sin.abs().unsqueeze(2)
+        return torch.stack([a * c + b * s, b * c + a * s], -2 if half else -1).flatten(2)
+
+    half = layout == "half"
+    return tuple(of(x) if x.numel() else x for x in (q, k))
+
+
 def _linear_magnitude(
     x: Tensor,
     weight: Tensor,
@@ -230,4 +258,5 @@ REFERENCES: dict[str, Reference] = {
     # cuBLASLt's GELU uses the hardware's tanh, and the product before some activations is rounded.
     "linear": Reference(ulps=ulps(8, half=1), magnitude=_linear_magnitude),
     "linear_swiglu": Reference(ulps=ulps(8, half=1), magnitude=_linear_swiglu_magnitude),
+    "rope": Reference(ulps=ulps(2, half=0.6), magnitude=_rope_magnitude),
 }

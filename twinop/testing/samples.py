@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from twinop.errors import TwinopError
+from twinop.errors import RecordError, TwinopError
 from twinop.own_op import DERIVATIVES
 from twinop.record import Record
 from twinop.shapes import input_shapes as shapes_of_inputs
@@ -175,7 +175,7 @@ def make_sample(
     Raises:
         NoSamples: the record does not say what inputs fit, nor does the op's module.
     """
-    if why_not_derived(record):
+    if why_not_derived(record) or not fits(record, shape, attributes):
         sample = next(given_samples(record, dtypes, shape[-1] if shape else 1))
         inputs = {name: None if present and not present[name] else t for name, t in sample.inputs.items()}
         factor = 1 + seed % 8 / 8
@@ -203,6 +203,15 @@ def make_sample(
         else:
             found[entry.name] = draw(seed + 50 * i)
     return Sample(found, dict(attributes or {}))
+
+
+def fits(record: Record, shape: Sequence[int], attributes: Mapping[str, Any] | None = None) -> bool:
+    """Whether the first input may have about this shape; an op may want another number of dimensions."""
+    try:
+        input_shapes(record, shape, attributes)
+    except RecordError:
+        return False
+    return True
 
 
 def given_samples(record: Record, dtypes: Mapping[str, str], size: int) -> Iterator[Sample]:

@@ -1,0 +1,149 @@
+// rope on CUDA: q and k in one kernel, at the speed of memory.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "twinop/primitives/launch.cuh"
+#include "twinop/primitives/vector.cuh"
+#include "twinop/rope/problem.h"
+
+namespace twinop::rope {
+
+// kWidth pairs of a head, as they are computed with.
+template <class Number, int kWidth>
+struct Pairs {
+  Number a[kWidth], b[kWidth];
+};
+
+template <class T, int kWidth>
+__device__ __forceinline__ Vector<T, kWidth> LoadVector(const T* memory) {
+  Vector<T, kWidth> vector;
+  LoadAligned(memory, &vector);
+  return vector;
+}
+
+template <class T, int kWidth>
+__device__ __forceinline__ void StoreVector(const Compute<T> (&numbers)[kWidth], T* memory) {
+  Vector<T, kWidth> vector;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    T rounded;
+    Round(numbers[i], &rounded);
+    vector.Append(i, rounded);
+  }
+  if constexpr (kWidth == 1) {
+    *memory = vector.values[0];
+  } else {
+    StoreAligned(vector, memory);
+  }
+}
+
+// The pairs number chunk * kWidth and those after it: in layout "half" the i-th number of a head
+// and the one half a head after it, in "interleaved" neighbours.
+template <bool kInterleaved, int kWidth, class T>
+__device__ __forceinline__ auto LoadPairs(const T* head, std::int64_t chunk, std::int64_t pairs) {
+  const T* const first = head + chunk * kWidth * (kInterleaved ? 2 : 1);
+  const auto low = LoadVector<T, kWidth>(first);
+  const auto high = LoadVector<T, kWidth>(first + (kInterleaved ? kWidth : pairs));
+  Pairs<Compute<T>, kWidth> found;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    if constexpr (!kInterleaved || kWidth == 1) {
+      found.a[i] = ComputeAt(low, i);
+      found.b[i] = ComputeAt(high, i);
+    } else {
+      const auto& half = i < kWidth / 2 ? low : high;
+      found.a[i] = ComputeAt(half, 2 * i % kWidth);
+      found.b[i] = ComputeAt(half, 2 * i % kWidth + 1);
+    }
+  }
+  return found;
+}
+
+template <bool kInterleaved, int kWidth, class T>
+__device__ __forceinline__ void StorePairs(const Pairs<Compute<T>, kWidth>& pairs,
+                                           std::int64_t chunk, std::int64_t distance, T* head) {
+  T* const first = head + chunk * kWidth * (kInterleaved ? 2 : 1);
+  Compute<T> low[kWidth], high[kWidth];
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    if constexpr (!kInterleaved || kWidth == 1) {
+      low[i] = pairs.a[i];
+      high[i] = pairs.b[i];
+    } else {
+      auto& half = i < kWidth / 2 ? low : high;
+      half[2 * i % kWidth] = pairs.a[i];
+      half[2 * i % kWidth + 1] = pairs.b[i];
+    }
+  }
+  StoreVector<T, kWidth>(low, first);
+  StoreVector<T, kWidth>(high, first + (kInterleaved ? kWidth : distance));
+}
+
+// A token for each threadIdx.z. The threads of a warp cover chunks of a head (x) and heads (y),
+// those of q and then those of k.
+template <class T, class Table, int kWidth, bool kInterleaved>
+static __global__ void RopeKernel(Problem p, const T* q, const T* k, const Table* cos,
+                                  const Table* sin, T* turned_q, T* turned_k) {
+  using Number = Compute<T>;
+  WaitForPreviousKernel();
+  const std::int64_t token =
+      static_cast<std::int64_t>(blockIdx.x) * blockDim.z + static_cast<std::int64_t>(threadIdx.z);
+  if (token >= p.tokens) return;
+  const std::int64_t row = TableRow(p, token) * p.pairs;
+  for (std::int64_t chunk = threadIdx.x; chunk < p.pairs / kWidth; chunk += blockDim.x) {
+    const auto coses = LoadVector<Table, kWidth>(cos + row + chunk * kWidth);
+    const auto sines = LoadVector<Table, kWidth>(sin + row + chunk * kWidth);
+    for (std::int64_t i = threadIdx.y; i < p.q_heads + p.k_heads; i += blockDim.y) {
+      const bool of_q = i < p.q_heads;
+      const std::int64_t at =
+          (of_q ? token * p.q_heads + i : token * p.k_heads + i - p.q_heads) * p.head_size();
+      auto pairs = LoadPairs<kInterleaved, kWidth>((of_q ? q : k) + at, chunk, p.pairs);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const Number angle_sin = Number(ComputeAt(sines, j));
+        Turn(Number(ComputeAt(coses, j)), p.is_inverse ? -angle_sin : angle_sin, &pairs.a[j],
+             &pairs.b[j]);
+      }
+      StorePairs<kInterleaved, kWidth>(pairs, chunk, p.pairs, (of_q ? turned_q : turned_k) + at);
+    }
+  }
+}
+
+template <class T, class Table, int kWidth, bool kInterleaved, class Op>
+Status Launch(const CallOf<Op>& call, const Problem& p) {
+  constexpr std::int64_t kThreads = 128, kHeadsOfThread = 4;
+  const std::int64_t heads = p.q_heads + p.k_heads;
+  const std::int64_t x = std::min<std::int64_t>(p.pairs / kWidth, 32);
+  const std::int64_t y =
+      std::min(kThreads / x, std::max<std::int64_t>(heads / kHeadsOfThread, std::int64_t{1}));
+  const std::int64_t z = std::clamp<std::int64_t>(kThreads / (x * y), 1, 64);  // CUDA's limit
+  const Grid grid{(p.tokens + z - 1) / z, dim3(static_cast<unsigned>(x), static_cast<unsigned>(y),
+                                               static_cast<unsigned>(z))};
+  return LaunchKernel(RopeKernel<T, Table, kWidth, kInterleaved>, Dependent(grid), call, p,
+                      InputData<T>(call, "q"_name), InputData<T>(call, "k"_name),
+                      InputData<Table>(call, "cos"_name), InputData<Table>(call, "sin"_name),
+                      OutputData<T>(call, "turned_q"_name), OutputData<T>(call, "turned_k"_name));
+}
+
+template <class Op>
+Status Cuda(const CallOf<Op>& call) {
+  Problem p;
+  TWINOP_RETURN_IF_ERROR(ProblemOf(call, &p));
+  if (p.tokens == 0 || p.q_heads + p.k_heads == 0) return {};
+  bool aligned = true;
+  for (std::size_t i = 0; i < 4; ++i) aligned = aligned && IsAligned(call.inputs[i].data, 16);
+  for (std::size_t i = 0; i < 2; ++i) aligned = aligned && IsAligned(call.outputs[i].data, 16);
+  return DispatchTypes(call, [&](auto type, auto table) {
+    using T = typename decltype(type)::Type;
+    using Table = typename decltype(table)::Type;
+    constexpr int kWidth = kVectorBytes / sizeof(T);
+    const bool wide = aligned && p.pairs % kWidth == 0;
+    if (p.is_interleaved)
+      return wide ? Launch<T, Table, kWidth, true>(call, p) : Launch<T, Table, 1, true>(call, p);
+    return wide ? Launch<T, Table, kWidth, false>(call, p) : Launch<T, Table, 1, false>(call, p);
+  });
+}
+
+}  // namespace twinop::rope

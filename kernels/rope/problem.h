@@ -1,0 +1,75 @@
+// What rope does on every device: the sizes of a call, and which numbers of a head turn together.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "twinop/kernel.h"
+
+namespace twinop::rope {
+
+struct Problem {
+  std::int64_t tokens;              // of all sequences
+  std::int64_t length;              // of a sequence
+  std::int64_t q_heads, k_heads;    // of a token
+  std::int64_t pairs;               // of a head
+  bool has_batches;                 // cos and sin have rows for each sequence
+  bool is_interleaved, is_inverse;  // attributes
+
+  TWINOP_INLINE std::int64_t head_size() const { return 2 * pairs; }
+};
+
+template <class Op>
+Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
+  const Tensor& q = InputOf(call, "q"_name);
+  const Tensor& k = InputOf(call, "k"_name);
+  const Tensor& cos = InputOf(call, "cos"_name);
+  const std::int64_t size = 2 * cos.sizes[2];
+  if (size == 0) return Status::Error("cos has rows without numbers; expected one for each pair");
+  if (q.sizes[2] % size != 0 || k.sizes[2] % size != 0)
+    return Status::Error("q and k have rows of " + std::to_string(q.sizes[2]) + " and " +
+                         std::to_string(k.sizes[2]) + " numbers; expected whole heads of " +
+                         std::to_string(size) + ": cos has " + std::to_string(size / 2) +
+                         " angles, one for each pair of a head");
+  if (cos.sizes[0] != 1 && cos.sizes[0] != q.sizes[0])
+    return Status::Error("cos is for " + std::to_string(cos.sizes[0]) +
+                         " sequences; expected 1, for all, or " + std::to_string(q.sizes[0]) +
+                         ", as q has");
+  problem->tokens = q.sizes[0] * q.sizes[1];
+  problem->length = q.sizes[1];
+  problem->q_heads = q.sizes[2] / size;
+  problem->k_heads = k.sizes[2] / size;
+  problem->pairs = cos.sizes[2];
+  problem->has_batches = cos.sizes[0] != 1;
+  problem->is_interleaved = AttributeOf<std::string_view>(call, "layout"_name) == "interleaved";
+  problem->is_inverse = AttributeOf<bool>(call, "inverse"_name);
+  return {};
+}
+
+// The row of cos and sin of a token.
+TWINOP_INLINE std::int64_t TableRow(const Problem& problem, std::int64_t token) {
+  return problem.has_batches ? token : token % problem.length;
+}
+
+// Turns (a, b) by an angle.
+template <class T>
+TWINOP_INLINE void Turn(T cos, T sin, T* a, T* b) {
+  const T turned = *a * cos - *b * sin;
+  *b = *b * cos + *a * sin;
+  *a = turned;
+}
+
+// Calls body(Tag<T>{}, Tag<Table>{}) with the types of q and of cos.
+template <class Op, class Body>
+Status DispatchTypes(const CallOf<Op>& call, const Body& body) {
+  const DType table = InputOf(call, "cos"_name).dtype;
+  return Dispatch<float, Half, BFloat16, double>(InputOf(call, "q"_name).dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    if constexpr (sizeof(T) == 2)
+      if (table == DType::kFloat32) return body(tag, Tag<float>{});
+    return body(tag, tag);
+  });
+}
+
+}  // namespace twinop::rope

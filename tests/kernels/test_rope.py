@@ -1,0 +1,105 @@
+"""rope: both layouts, tables of one or of all sequences, errors. The tests of all ops cover the rest."""
+
+import pytest
+import torch
+from linear_calls import random
+from samples import DEVICES
+
+from twinop import torch_op
+from twinop.errors import RecordError
+
+DTYPES = {
+    "float32": (torch.float32, torch.float32),
+    "float16": (torch.float16, torch.float16),
+    "float16, tables in float32": (torch.float16, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "bfloat16, tables in float32": (torch.bfloat16, torch.float32),
+    "float64": (torch.float64, torch.float64),
+}
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: str) -> torch.Tensor:
+    """x * cos + rotate(x) * sin in fp64, as transformers writes it."""
+    heads = x.double().unflatten(-1, (-1, 2 * cos.shape[-1]))
+    if layout == "half":
+        a, b = heads.chunk(2, -1)
+        other = torch.cat([-b, a], -1)
+        tables = [torch.cat([t, t], -1) for t in (cos, sin)]
+    else:
+        other = torch.stack([-heads[..., 1::2], heads[..., ::2]], -1).flatten(-2)
+        tables = [t.repeat_interleave(2, -1) for t in (cos, sin)]
+    c, s = (table.double().unsqueeze(2) for table in tables)
+    return (heads * c + other * s).flatten(2)
+
+
+def given(
+    sizes: tuple[int, ...], tables: int, dtypes: tuple[torch.dtype, ...], device: str
+) -> list[torch.Tensor]:
+    batch, length, q_heads, k_heads, pairs = sizes
+    angles = 3 * random(tables, length, pairs, dtype=torch.float64)
+    q, k = (random(batch, length, heads * 2 * pairs, dtype=dtypes[0]) for heads in (q_heads, k_heads))
+    return [each.to(device) for each in (q, k, angles.cos().to(dtypes[1]), angles.sin().to(dtypes[1]))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=list(DTYPES))
+def test_values(dtypes: tuple[torch.dtype, ...], layout: str, device: str) -> None:
+    """Heads that vectors divide and others, one sequence and several, aligned and not."""
+    for sizes in ((2, 5, 12, 12, 32), (3, 4, 8, 2, 64), (1, 1, 1, 1, 1), (2, 3, 3, 1, 5), (1, 70, 2, 5, 129)):
+        for tables in {1, sizes[0]}:
+            tensors = given(sizes, tables, dtypes, device)
+            shifted = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in tensors]
+            expected = [turned(x, tensors[2], tensors[3], layout) for x in tensors[:2]]
+            for q, k, cos, sin in (tensors, shifted):
+                for found, exact in zip(torch_op.rope(q, k, cos, sin, layout=layout), expected, strict=True):
+                    bound = 1.5 * torch.finfo(q.dtype).eps * float(exact.abs().max())
+                    assert float((found.double() - exact).abs().max()) <= bound, sizes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_inverse_turns_back(layout: str, device: str) -> None:
+    q, k, cos, sin = given((2, 3, 4, 2, 8), 1, DTYPES["float64"], device)
+    there = torch_op.rope(q, k, cos, sin, layout=layout)
+    back = torch_op.rope(*there, cos, sin, layout=layout, inverse=True)
+    assert not torch.equal(there[0], q)
+    torch.testing.assert_close(back, (q, k))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            ((2, 3, 10), (2, 3, 8), (1, 3, 4)),
+            "q and k have rows of 10 and 8 numbers; expected whole heads of 8",
+        ),
+        (((2, 3, 8), (2, 3, 8), (3, 3, 4)), "cos is for 3 sequences; expected 1, for all, or 2, as q has"),
+        (((2, 3, 8), (2, 3, 8), (1, 3, 0)), "cos has rows without numbers; expected one for each pair"),
+        (((2, 3, 8), (2, 4, 8), (1, 3, 4)), r"k has shape \[2, 4, 8\]"),
+        (((2, 3, 8), (2, 3, 8), (1, 5, 4)), r"cos has shape \[1, 5, 4\]"),
+        (((6, 8), (6, 8), (1, 6, 4)), "q"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes: tuple[tuple[int, ...], ...], message: str) -> None:
+    q, k, cos = (random(*each) for each in sizes)
+    with pytest.raises((RuntimeError, RecordError), match=message):
+        torch_op.rope(q, k, cos, cos)
+
+
+@pytest.mark.cuda
+def test_streams_and_graphs() -> None:
+    q, k, cos, sin = given((4, 64, 12, 4, 32), 1, DTYPES["bfloat16"], "cuda")
+    expected = torch_op.rope(q, k, cos, sin)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    copies = [torch.zeros_like(each) for each in (q, k)]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch_op.rope(*copies, cos, sin)
+        with torch.cuda.graph(graph, stream=stream):
+            found = torch_op.rope(*copies, cos, sin)
+        for mine, theirs in zip(copies, (q, k), strict=True):
+            mine.copy_(theirs)
+        graph.replay()
+    stream.synchronize()
+    assert all(map(torch.equal, found, expected))
