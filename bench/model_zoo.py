@@ -239,7 +239,7 @@ ROWS = {
             "bfloat16",
             size=Size(layers=4, width=2048, heads=32, vocabulary=2000, batch=8, tokens=1024),
             share=0.9,
-            **_LLAMA,
+            **(_LLAMA | {"make": _llama_block}),
         ),
         Row(
             "vit",

@@ -107,6 +107,11 @@ def pow(op, a, b):
 
 
 @body
+def addcmul(op, x, a, b):
+    return op.Add(x, op.Mul(a, b))
+
+
+@body
 def matmul(op, a, b, *, variant, tile):
     return op.MatMul(a, b)
 

@@ -6,8 +6,8 @@
 
 `prepare.py` brings a model into one form, in fp32. Each rewrite is a module of its own that says what it
 matches and what it writes: `embedding.py`, `activations.py`, `norms.py`, `rotary.py`, `attention.py`,
-`gated.py`, `unpack.py`, `linear.py`. `trial.py` compares the results with the original, and `precision.py`
-converts them to 16 bits.
+`gated.py`, `unpack.py`, `add_product.py`, `linear.py`. `trial.py` compares the results with the original,
+and `precision.py` converts them to 16 bits.
 """
 
 from typing import TYPE_CHECKING, Any

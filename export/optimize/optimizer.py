@@ -12,6 +12,7 @@ from ..files import publish, work_folder
 from ..fuse_add_norm import fuse_sums
 from . import (
     activations,
+    add_product,
     attention,
     embedding,
     flat,
@@ -47,11 +48,12 @@ REWRITES: Mapping[str, Callable[[Work], None]] = {
     "attention": attention.rewrite,
     "gate": gated.rewrite,
     "unpack": unpack.rewrite,
+    "add_product": add_product.rewrite,
     "linear": linear.rewrite,
     "add_norm": _add_norms,
 }
 """The rewrites by name, in their order."""
-_CUDA_ONLY = ("flat", "unpack", "linear")  # on the CPU ONNX Runtime's products are the fastest
+_CUDA_ONLY = ("flat", "unpack", "add_product", "linear")  # on the CPU ONNX Runtime's own are as fast
 DEVICES = ("cuda", "cpu")
 
 

@@ -1,6 +1,6 @@
-// add, mul, pow -> torch.ops.custom_domain.add, CustomAdd ... with NumPy's broadcasting. The
-// operands and the result have one dtype. Nothing is promoted, except under autocast (to the wider
-// dtype).
+// add, mul, pow, addcmul -> torch.ops.custom_domain.add, CustomAdd ... with NumPy's broadcasting.
+// The operands and the result have one dtype. Nothing is promoted, except under autocast (to the
+// wider dtype).
 #pragma once
 
 #include "twinop/elementwise.h"
@@ -23,6 +23,12 @@ struct Mul {
 template <class T>
 struct Power {
   TWINOP_INLINE T operator()(T a, T b) const { return Pow(a, b); }
+};
+
+// x + a b, as torch.addcmul: a gate before a sum, or a norm's scale and shift for each sequence.
+template <class T>
+struct AddProduct {
+  TWINOP_INLINE T operator()(T x, T a, T b) const { return x + a * b; }
 };
 
 // The derivatives are those of torch's derivatives.yaml, in torch's operators, so second
@@ -50,6 +56,14 @@ TWINOP_ELEMENTWISE(pow, Power,
               .autocast("widest")
               .gradient("a = torch.where(b == 0, 0, grad * (b * torch.pow(a, b - 1))).sum_to_size(a.shape); "
                         "b = torch.where((a == 0) & (b >= 0), 0, grad * (y * torch.log(a))).sum_to_size(b.shape)"))
+
+TWINOP_ELEMENTWISE(addcmul, AddProduct,
+          Record("addcmul(Tensor x, Tensor a, Tensor b) -> Tensor")
+              .shapes("y = broadcast(x, broadcast(a, b))")
+              .in_place("y = x")
+              .autocast("widest")
+              .gradient("x = grad.sum_to_size(x.shape); a = (grad * b).sum_to_size(a.shape); "
+                        "b = (grad * a).sum_to_size(b.shape)"))
 // clang-format on
 
 }  // namespace twinop

@@ -274,6 +274,24 @@ def test_embeddings_of_an_input(tmp_path: Path) -> None:
     assert not report.made
 
 
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ("p = Mul (x, s) y = Add (p, g)", {"CustomAddcmul": 1}),
+        ("p = Mul (g, x) y = Add (x, p)", {"CustomAddcmul": 1}),
+        ("p = Mul (x, g) q = Mul (x, s) y = Add (p, q)", {"CustomAddcmul": 1, "Mul": 1}),
+        ("p = Mul (x, s) q = Add (p, g) y = Mul (p, q)", {"Mul": 2, "Add": 1}),
+    ],
+    ids=["scale and shift", "gate", "two products", "a product that is read twice"],
+)
+def test_sums_with_products(body: str, wanted: dict[str, int], tmp_path: Path) -> None:
+    """The second and third factor are broadcast along the tokens."""
+    text = "(float[B, 6, 8] x, float[B, 1, 8] s, float[B, 1, 8] g) => (float[B, 6, 8] y)"
+    _, model = optimized(parsed(f"{text} {{ {body} }}"), tmp_path)
+    assert types(model) == wanted
+    assert [str(dim) for dim in model.graph.outputs[0].shape or ()] == ["B", "6", "8"]
+
+
 ROTARY = """(float[B, 2, 6, 8] x, float[B, 2, 6, 8] z) => (float[B, 2, 6, 8] y, float[B, 2, 6, 8] u) {
     f, g = Split <axis=-1, num_outputs=2> (x) n = Neg (g) r = Concat <axis=-1> (n, f)
     p = Mul (x, cos) q = Mul (r, sin) y = Add (p, q)
