@@ -70,15 +70,19 @@ def split(heads: ir.Value, count: int, size: int, before: ir.Node) -> ir.Value:
 
 def repeated(value: ir.Value) -> tuple[ir.Value, int]:
     """Returns the heads before each was repeated for several heads of q (`repeat_kv`), and how often."""
-    reshape = made_by(value, "Reshape")
-    expand = made_by(reshape.inputs[0], "Expand") if reshape is not None else None
+    reshaped: ir.Value | None = value
+    while (reshape := made_by(reshaped, "Reshape")) is not None:  # dynamo's exports have two of them
+        reshaped = reshape.inputs[0]
+    expand = made_by(reshaped, "Expand") if reshaped is not value else None
     unsqueeze = made_by(expand.inputs[0], "Unsqueeze") if expand is not None else None
     if unsqueeze is None or ints(unsqueeze, "axes", 1) != [2] or expand is None:
         return value, 1
-    found, source = dims(expand.outputs[0]), unsqueeze.inputs[0]
-    if found is None or len(found) != 5 or not isinstance(found[2], int) or source is None:
+    found, source, whole = dims(expand.outputs[0]), unsqueeze.inputs[0], dims(value)
+    if found is None or len(found) != 5 or source is None or whole is None or len(whole) != 4:
         return value, 1
-    return source, found[2]
+    if not isinstance(found[1], int) or not isinstance(found[2], int) or whole[1] != found[1] * found[2]:
+        return value, 1
+    return (source, found[2]) if whole[2:] == found[3:] else (value, 1)
 
 
 def repeat(heads: Heads, times: int, before: ir.Node) -> Heads:

@@ -182,7 +182,8 @@ def test_packed_products(exporter: str, tmp_path: Path) -> None:
     assert not nodes(model, "Transpose", "Split", "Gather")
 
 
-def test_grouped_heads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axes", [{0: "batch", 1: "length"}, {0: "batch"}], ids=["any length", "one length"])
+def test_grouped_heads(axes: dict[int, str], tmp_path: Path) -> None:
     """One layer by the other exporter; k and v with fewer heads than q are repeated without a transpose."""
     from transformers import LlamaConfig, LlamaModel
 
@@ -193,8 +194,13 @@ def test_grouped_heads(tmp_path: Path) -> None:
         intermediate_size=64, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     path = tmp_path / "gqa.onnx"
-    lengths = {name: {0: "batch", 1: "length"} for name in ("ids", "mask")}
-    export(Encoder(LlamaModel(config)), batch(TINY), path, dynamic=lengths, verify=False)
+    export(
+        Encoder(LlamaModel(config)),
+        batch(TINY),
+        path,
+        dynamic=dict.fromkeys(("ids", "mask"), axes),
+        verify=False,
+    )
     report, model = optimized(path, tmp_path)
     assert report.made == of_one_layer("llama")
     assert not nodes(model, "Transpose")
