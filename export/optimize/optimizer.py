@@ -25,7 +25,7 @@ from . import (
     unpack,
 )
 from .graph import Work
-from .prepare import in_fp32, load
+from .prepare import check_memory, in_fp32, load
 from .report import OptimizeReport
 from .trial import Trial
 
@@ -95,6 +95,7 @@ def optimize(
     _check(source, target, dtype, device, padding, without)
     progress("reading the model")
     model = load(source)
+    check_memory(model)
     records = dict(read_library(find_library("custom_ops")).records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)

@@ -19,6 +19,7 @@ from ..attach import OPSETS
 from ..routes import quiet
 from .graph import attribute, constant, dims, initializer, is_constant, made_by, replace, same_dims, standard
 
+COPIES = 4  # of the weights in fp32: the original, the new model, a session and its packed weights
 _LARGE = 1024  # elements of a constant; larger ones say nothing about shapes
 _CARRIERS = ("Cast", "Reshape", "Identity", "Expand", "Dropout")
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -53,6 +54,27 @@ def load(path: Path) -> ir.Model:
                 "it, or export the model again: twinop cannot tell what its nodes compute"
             )
     return model
+
+
+def check_memory(model: ir.Model) -> None:
+    """Refuses a model whose comparison in fp32 would not fit into memory, before anything is loaded.
+
+    Raises:
+        ExportError: it needs more than is free.
+    """
+    elements = sum(value.const_value.size for value in model.graph.initializers.values() if value.const_value)
+    needed, free = COPIES * 4 * elements, available_bytes()
+    if needed > free:
+        raise ExportError(
+            f"comparing the model in fp32 takes about {needed / 1e9:.3g} GB of memory, and "
+            f"{free / 1e9:.3g} GB are free. Optimise it on a machine with more"
+        )
+
+
+def available_bytes() -> int:
+    """Returns how much memory new processes can take, as Linux estimates it."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def prepare(model: ir.Model, records: Mapping[str, Record]) -> None:
