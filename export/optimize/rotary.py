@@ -1,8 +1,9 @@
 """Rotary position embedding in one node.
 
-Matches: x * cos + rotate_half(x) * sin on heads [B, H, S, D], with cos and sin [1 or B, 1, S, D] as the
-model computes them, the two halves of each row being equal.
-Writes: CustomRope on q and k [B, S, H*D] of one attention together, with the first half of cos and sin:
+Matches: x * cos + rotated(x) * sin on heads [B, H, S, D], with cos and sin [1 or B, 1, S, D] as the model
+computes them. The pairs are (i, i + D/2), as in Llama, or (2i, 2i + 1), as in RoFormer and Cohere; both
+numbers of a pair have the same cos and sin.
+Writes: CustomRope on q and k [B, S, H*D] of one attention together, with one cos and sin of each pair:
 nothing about positions is assumed. One that stands alone, and for the CPU, becomes ONNX Runtime's
 RotaryEmbedding.
 Leaves alone: parts of a head (the rest passes as it is), other orders of the rotated pairs.
@@ -23,6 +24,7 @@ class _Rotation:
     heads: Heads
     cos: ir.Value
     sin: ir.Value
+    layout: str  # of CustomRope
 
 
 def rewrite(work: Work) -> None:
@@ -30,7 +32,9 @@ def rewrite(work: Work) -> None:
     found = list(_rotations(work))
     while found:
         first = found.pop(0)
-        second = next((each for each in found if work.device == "cuda" and _go_together(first, each)), None)
+        second = next(
+            (each for each in found if work.device == "cuda" and _go_together(work, first, each)), None
+        )
         if second is None:
             _replace(first, _alone(first))
             work.made["rotary embedding"] += 1
@@ -46,20 +50,28 @@ def _rotations(work: Work) -> Iterator[_Rotation]:
         found = _parts(node) if node.graph is not None else None
         if found is None:
             continue
-        x, cos, sin = found
+        x, cos, sin, layout = found
         if not _fits(dims(x), dims(cos), dims(sin)):
             work.left["rotary embedding: of another layout than [B, H, S, D]"] += 1
         elif (heads := joined(x, node)) is None:
             work.left["rotary embedding: the number of heads is not known"] += 1
         else:
-            yield _Rotation(node, heads, cos, sin)
+            yield _Rotation(node, heads, cos, sin, layout)
 
 
-def _go_together(a: _Rotation, b: _Rotation) -> bool:
+def _go_together(work: Work, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither needs the other."""
-    if a.cos is not b.cos or a.sin is not b.sin or a.heads.size != b.heads.size:
+    if a.cos is not b.cos or a.sin is not b.sin or (a.heads.size, a.layout) != (b.heads.size, b.layout):
+        return False
+    if _differ(work, *((dims(each.heads.value) or [None])[0] for each in (a, b))):
         return False
     return not (_needs(a.heads.value, b.node) or _needs(b.heads.value, a.node))
+
+
+def _differ(work: Work, a: Dim, b: Dim) -> bool:
+    """Whether two sizes are known to be different ones: names that inference made up may be equal."""
+    given = {dim for value in work.graph.inputs for dim in dims(value) or () if dim is not None}
+    return a != b and all(isinstance(each, int) or each in given for each in (a, b))
 
 
 def _needs(value: ir.Value, node: ir.Node) -> bool:
@@ -78,9 +90,10 @@ def _needs(value: ir.Value, node: ir.Node) -> bool:
 
 
 def _together(work: Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
-    angles = [_angles(a.node, each, a.heads.size) for each in (a.cos, a.sin)]
+    angles = [_angles(a, each) for each in (a.cos, a.sin)]
     inputs = [a.heads.value, b.heads.value, *angles]
-    node = ir.node(work.records["rope"].onnx_name, inputs, domain=DOMAIN, num_outputs=2)
+    name, attributes = work.records["rope"].onnx_name, {"layout": a.layout}
+    node = ir.node(name, inputs, attributes, domain=DOMAIN, num_outputs=2)
     for result, rotation in zip(node.outputs, (a, b), strict=True):
         source = rotation.heads.value
         result.type, result.shape = source.type, source.shape
@@ -91,9 +104,9 @@ def _together(work: Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
 
 def _alone(rotation: _Rotation) -> ir.Value:
     node, heads = rotation.node, rotation.heads
-    caches = [_cache(node, each, heads.size) for each in (rotation.cos, rotation.sin)]
+    caches = [_cache(rotation, each) for each in (rotation.cos, rotation.sin)]
     inputs = [heads.value, _positions(node, rotation.cos), *caches]
-    attributes = {"num_heads": heads.count}
+    attributes = {"num_heads": heads.count, "interleaved": int(rotation.layout == "interleaved")}
     return add(node, "RotaryEmbedding", inputs, attributes, domain=MICROSOFT, shape=dims(heads.value))
 
 
@@ -102,24 +115,26 @@ def _replace(rotation: _Rotation, result: ir.Value) -> None:
     replace(node.outputs[0], split(result, heads.count, heads.size, node))
 
 
-def _parts(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    """Returns x, cos and sin."""
+def _parts(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, str] | None:
+    """Returns x, cos, sin and the layout."""
     products = [made_by(value, "Mul") for value in node.inputs]
     if products[0] is None or products[1] is None:
         return None
     for turned, plain in (products, products[::-1]):
         assert turned is not None and plain is not None
         for rotated in turned.inputs:
-            x = _source_of_rotated(rotated)
+            x, layout = _source_of_halves(rotated), "half"
+            if x is None:
+                x, layout = _source_of_neighbours(rotated), "interleaved"
             if x is None or rotated is None or not any(value is x for value in plain.inputs):
                 continue
             cos, sin = other_input(plain, x), other_input(turned, rotated)
             if cos is not None and sin is not None:
-                return x, cos, sin
+                return x, cos, sin, layout
     return None
 
 
-def _source_of_rotated(value: ir.Value | None) -> ir.Value | None:
+def _source_of_halves(value: ir.Value | None) -> ir.Value | None:
     """Returns x of concat(-x[..., half:], x[..., :half])."""
     concat = made_by(value, "Concat")
     if concat is None or len(concat.inputs) != 2:
@@ -139,7 +154,36 @@ def _source_of_rotated(value: ir.Value | None) -> ir.Value | None:
         return None
     if halves[0].op_type == "Split":
         return x if halves[0] is halves[1] and list(halves[0].outputs) == [first, second] else None
+    if any(ints(each, "steps", 4) not in (None, [1]) for each in halves if each is not None):
+        return None
     return x if ints(halves[1], "starts", 1) == [0] and ints(halves[0], "starts", 1) != [0] else None
+
+
+def _source_of_neighbours(value: ir.Value | None) -> ir.Value | None:
+    """Returns x of stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)."""
+    reshape = made_by(value, "Reshape")
+    concat = made_by(reshape.inputs[0], "Concat") if reshape is not None else None
+    if concat is None or len(concat.inputs) != 2:
+        return None
+    columns = [made_by(each, "Unsqueeze") for each in concat.inputs]
+    negative = made_by(columns[0].inputs[0], "Neg") if columns[0] is not None else None
+    if negative is None or columns[1] is None:
+        return None
+    odd, even = made_by(negative.inputs[0], "Slice"), made_by(columns[1].inputs[0], "Slice")
+    if odd is None or even is None or odd.inputs[0] is not even.inputs[0]:
+        return None
+    x = odd.inputs[0]
+    shape, stacked, flat = dims(x) or [None], dims(concat.outputs[0]) or [None], dims(value) or [None]
+    width = shape[-1]
+    if not isinstance(width, int) or stacked[-2:] != [width // 2, 2] or flat[-1] != width:
+        return None
+    every_second = all(
+        ints(node, "starts", 1) == [start]
+        and ints(node, "steps", 4) == [2]
+        and ints(node, "axes", 3) in ([-1], [len(shape) - 1])
+        for node, start in ((odd, 1), (even, 0))
+    )
+    return x if every_second and len(flat) == len(shape) and len(stacked) == len(shape) + 1 else None
 
 
 def _fits(x: list[Dim] | None, cos: list[Dim] | None, sin: list[Dim] | None) -> bool:
@@ -149,27 +193,31 @@ def _fits(x: list[Dim] | None, cos: list[Dim] | None, sin: list[Dim] | None) -> 
     return padded[1] == 1 and padded[3] == x[3] and padded[2] == x[2] and padded[0] in (1, x[0])
 
 
-def _first_half(before: ir.Node, value: ir.Value, size: int) -> ir.Value:
-    half = [*(dims(value) or [])[:-1], size // 2]
-    bounds = [int_constant(before, [each]) for each in (0, size // 2, -1)]
-    return add(before, "Slice", [value, *bounds], shape=half)
+def _one_of_each_pair(rotation: _Rotation, value: ir.Value) -> ir.Value:
+    """Makes [..., D / 2] of cos or sin."""
+    node, size = rotation.node, rotation.heads.size
+    start_stop_step = (0, size // 2, 1) if rotation.layout == "half" else (0, size, 2)
+    start, stop, step = (int_constant(node, [each]) for each in start_stop_step)
+    inputs = [value, start, stop, int_constant(node, [-1]), step]
+    return add(node, "Slice", inputs, shape=[*(dims(value) or [])[:-1], size // 2])
 
 
-def _angles(before: ir.Node, value: ir.Value, size: int) -> ir.Value:
+def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Makes [1 or B, S, D / 2] of cos or sin."""
-    first = _first_half(before, value, size)
-    shape = dims(first) or []
+    node, single = rotation.node, _one_of_each_pair(rotation, value)
+    shape = dims(single) or []
     if len(shape) == 4:
-        return add(before, "Squeeze", [first, int_constant(before, [1])], shape=[shape[0], *shape[2:]])
+        return add(node, "Squeeze", [single, int_constant(node, [1])], shape=[shape[0], *shape[2:]])
     if len(shape) == 2:
-        return add(before, "Unsqueeze", [first, int_constant(before, [0])], shape=[1, *shape])
-    return first
+        return add(node, "Unsqueeze", [single, int_constant(node, [0])], shape=[1, *shape])
+    return single
 
 
-def _cache(before: ir.Node, value: ir.Value, size: int) -> ir.Value:
+def _cache(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Makes [rows, D / 2] of cos or sin."""
-    rows = [_first_half(before, value, size), int_constant(before, [-1, size // 2])]
-    return add(before, "Reshape", rows, shape=[None, size // 2])
+    node, half = rotation.node, rotation.heads.size // 2
+    rows = [_one_of_each_pair(rotation, value), int_constant(node, [-1, half])]
+    return add(node, "Reshape", rows, shape=[None, half])
 
 
 def _positions(before: ir.Node, cos: ir.Value) -> ir.Value:

@@ -292,30 +292,6 @@ def test_sums_with_products(body: str, wanted: dict[str, int], tmp_path: Path) -
     assert [str(dim) for dim in model.graph.outputs[0].shape or ()] == ["B", "6", "8"]
 
 
-ROTARY = """(float[B, 2, 6, 8] x, float[B, 2, 6, 8] z) => (float[B, 2, 6, 8] y, float[B, 2, 6, 8] u) {
-    f, g = Split <axis=-1, num_outputs=2> (x) n = Neg (g) r = Concat <axis=-1> (n, f)
-    p = Mul (x, cos) q = Mul (r, sin) y = Add (p, q)
-    w = %s
-    h, i = Split <axis=-1, num_outputs=2> (w) m = Neg (i) s = Concat <axis=-1> (m, h)
-    j = Mul (w, cos) k = Mul (s, sin) u = Add (j, k) }"""
-
-
-@pytest.mark.parametrize(
-    ("source", "device", "wanted"),
-    [
-        ("Identity (z)", "cuda", {"CustomRope": 1}),
-        ("Add (y, z)", "cuda", {"RotaryEmbedding": 2}),  # the second one needs the first one
-        ("Identity (z)", "cpu", {"RotaryEmbedding": 2}),
-    ],
-)
-def test_rotary_embedding(source: str, device: str, wanted: dict[str, int], tmp_path: Path) -> None:
-    angles = np.tile(np.random.default_rng(0).random((1, 6, 4)), 2).astype(np.float32)
-    tables = {"cos": np.cos(angles), "sin": np.sin(angles)}
-    _, model = optimized(parsed(ROTARY % source, **tables), tmp_path, device=device)
-    assert types(model) | wanted == types(model)
-    assert not {"Neg", "Split", "Mul"} & set(types(model))
-
-
 def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
     text = """(float[B, S, 8] x, float[B, S, 8] r, int32[B, S] mask) => (float[B, S, 8] y, float[B, S, 8] z) {
         a = com.microsoft.Attention <num_heads=2> (x, qkv, qkv_bias, mask)

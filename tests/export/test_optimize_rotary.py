@@ -1,0 +1,101 @@
+"""Tests of the optimizer's rotary embeddings: both layouts, what goes together, models of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from optimizing import nodes, optimized, parsed, types
+
+from twinop.bench.encoder_models import TINY, Encoder, batch
+from twinop.export import export
+
+HALVES = """f%(n)s, g%(n)s = Split <axis=-1, num_outputs=2> (%(x)s) n%(n)s = Neg (g%(n)s)
+    r%(n)s = Concat <axis=-1> (n%(n)s, f%(n)s)"""
+NEIGHBOURS = """f%(n)s = Slice (%(x)s, zero, far, last, two) g%(n)s = Slice (%(x)s, one, far, last, two)
+    h%(n)s = Neg (g%(n)s) i%(n)s = Unsqueeze (h%(n)s, last) j%(n)s = Unsqueeze (f%(n)s, last)
+    n%(n)s = Concat <axis=-1> (i%(n)s, j%(n)s) r%(n)s = Reshape (n%(n)s, flat)"""
+
+
+def rotary(rotated: str, z: str, source: str) -> str:
+    """Two rotations, y of x and u of w; z is the shape of the input that w is made of."""
+    sums = "p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) %(y)s = Add (p%(n)s, q%(n)s)"
+    names = ({"n": 1, "x": "x", "y": "y"}, {"n": 2, "x": "w", "y": "u"})
+    first, second = (f"{rotated} {sums}" % each for each in names)
+    heads = f"(float[B, 2, 6, 8] x, float[{z}, 2, 6, 8] z) => (float[B, 2, 6, 8] y, float[{z}, 2, 6, 8] u)"
+    return f"{heads} {{ {first} w = {source} {second} }}"
+
+
+INDICES = {
+    "zero": np.array([0]), "one": np.array([1]), "two": np.array([2]), "last": np.array([-1]),
+    "far": np.array([100]), "flat": np.array([0, 0, 0, -1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rotated", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
+@pytest.mark.parametrize(
+    ("z", "source", "device", "wanted"),
+    [
+        ("B", "Identity (z)", "cuda", {"CustomRope": 1}),
+        ("B", "Add (y, z)", "cuda", {"RotaryEmbedding": 2}),  # the second one needs the first one
+        ("C", "Identity (z)", "cuda", {"RotaryEmbedding": 2}),  # another batch
+        ("1", "Identity (z)", "cuda", {"RotaryEmbedding": 2}),
+        ("B", "Identity (z)", "cpu", {"RotaryEmbedding": 2}),
+    ],
+)
+def test_rotary_embedding(
+    rotated: str, z: str, source: str, device: str, wanted: dict[str, int], tmp_path: Path
+) -> None:
+    angles = np.random.default_rng(0).random((1, 6, 4)).astype(np.float32)
+    angles = np.tile(angles, 2) if rotated is HALVES else np.repeat(angles, 2, -1)
+    tables = {"cos": np.cos(angles), "sin": np.sin(angles)} | INDICES
+    _, model = optimized(parsed(rotary(rotated, z, source), **tables), tmp_path, device=device)
+    assert types(model) | wanted == types(model)
+    assert not {"Neg", "Split", "Mul"} & set(types(model))
+    [layout] = {
+        (node.attributes.get_string("layout", "half") == "interleaved")
+        or node.attributes.get_int("interleaved", 0) == 1
+        for node in nodes(model, *wanted)
+    }
+    assert layout == (rotated is NEIGHBOURS)
+
+
+def test_rotations_of_other_pairs_stay(tmp_path: Path) -> None:
+    """Even numbers and odd ones behind each other, not beside each other, are no layout of the op."""
+    apart = NEIGHBOURS.replace("i%(n)s = Unsqueeze (h%(n)s, last) j%(n)s = Unsqueeze (f%(n)s, last)", "")
+    apart = apart.replace("(i%(n)s, j%(n)s)", "(h%(n)s, f%(n)s)")
+    angles = np.random.default_rng(0).random((1, 6, 8)).astype(np.float32)
+    tables = {"cos": np.cos(angles), "sin": np.sin(angles)} | INDICES
+    _, model = optimized(parsed(rotary(apart, "B", "Identity (z)"), **tables), tmp_path)
+    assert not nodes(model, "CustomRope", "RotaryEmbedding")
+
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "intermediate_size": 64, "use_cache": False,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("name", "exporter", "more"),
+    [
+        ("RoFormer", "torchscript", {"embedding_size": 32}),
+        ("Cohere", "dynamo", {"num_key_value_heads": 2}),
+    ],
+)
+def test_models_with_neighbours(name: str, exporter: str, more: dict[str, int], tmp_path: Path) -> None:
+    """q and k turn in one node, before the heads of k are repeated."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**SIZE, **more)
+    path = tmp_path / "model.onnx"
+    axes = {each: {0: "batch", 1: "length"} for each in ("ids", "mask")}
+    model = Encoder(getattr(transformers, f"{name}Model")(config))
+    export(model, batch(TINY), path, exporter=exporter, dynamic=axes, verify=False)
+    report, made = optimized(path, tmp_path)
+    assert report.made["rotary embedding of q and k"] == 1 and report.made["attention"] == 1
+    [rope] = nodes(made, "CustomRope")
+    assert rope.attributes.get_string("layout", "half") == "interleaved"
+    widths = [value.shape[-1] for value in rope.inputs[:2] if value is not None and value.shape is not None]
+    assert widths == [32, 8 * config.to_dict().get("num_key_value_heads", 4)]
