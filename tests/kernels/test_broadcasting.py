@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -81,13 +82,13 @@ def lay_out(tensor: torch.Tensor, layout: dict[str, Any]) -> torch.Tensor:
 
 
 @st.composite
-def broadcast_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+def broadcast_shapes(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], ...]:
     shape = draw(shapes())
-    pair = []
-    for _ in range(2):
+    drawn = []
+    for _ in range(count):
         part = [1 if draw(st.integers(0, 3)) == 0 else size for size in shape]
-        pair.append(tuple(part[draw(st.integers(0, len(part))) if draw(st.integers(0, 2)) == 0 else 0 :]))
-    return tuple(pair)
+        drawn.append(tuple(part[draw(st.integers(0, len(part))) if draw(st.integers(0, 2)) == 0 else 0 :]))
+    return tuple(drawn)
 
 
 def check_strides(record: Record, tensors: list[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
@@ -129,9 +130,9 @@ def test_broadcasting(record: Record, device: str) -> None:
     @settings(max_examples=80, deadline=None)
     @given(st.data())
     def check(data: st.DataObject) -> None:
-        pair = data.draw(broadcast_pairs())
+        drawn = data.draw(broadcast_shapes(len(record.inputs)))
         dtype = data.draw(st.sampled_from(DTYPES))
-        tensors = [values(shape, dtype, seed).to(device) for seed, shape in enumerate(pair)]
+        tensors = [values(shape, dtype, seed).to(device) for seed, shape in enumerate(drawn)]
         tensors = [
             lay_out(tensor, data.draw(layout_of(tuple(tensor.shape)))) if data.draw(st.booleans()) else tensor
             for tensor in tensors
@@ -139,7 +140,7 @@ def test_broadcasting(record: Record, device: str) -> None:
         (result,) = call(record, *tensors)
         whole = [tensor.contiguous() for tensor in torch.broadcast_tensors(*tensors)]
         (expected,) = call(record, *whole)
-        assert_same_bits(result, expected, f"{record.name} {pair} {[t.stride() for t in tensors]}")
+        assert_same_bits(result, expected, f"{record.name} {drawn} {[t.stride() for t in tensors]}")
         if record.name in EXACT:
             torch.testing.assert_close(result, EXACT[record.name](*tensors), rtol=0, atol=0, equal_nan=True)
         check_strides(record, tensors, (result,))
@@ -171,11 +172,12 @@ PAIRS = [
 def test_both_runtimes_broadcast_alike(record: Record, dtype: torch.dtype, device: str) -> None:
     names = {entry.name: str(dtype).removeprefix("torch.") for entry in record.inputs}
     dtypes = names | dict.fromkeys(record.outputs, next(iter(names.values())))
-    session = make_session(one_node_model(record, dtypes, [True, True], {}), library_of(record), device)
+    model = one_node_model(record, dtypes, [True] * len(names), {})
+    session = make_session(model, library_of(record), device)
     for pair in PAIRS:
         inputs = {
             entry.name: values(shape, dtype, seed).to(device)
-            for seed, (entry, shape) in enumerate(zip(record.inputs, pair, strict=True))
+            for seed, (entry, shape) in enumerate(zip(record.inputs, cycle(pair), strict=False))
         }
         (expected,) = call(record, *inputs.values())
         actual = torch.full_like(expected, 123.0, memory_format=torch.contiguous_format)

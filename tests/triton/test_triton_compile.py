@@ -223,3 +223,18 @@ def test_too_much_shared_memory() -> None:
 def test_an_unknown_architecture() -> None:
     message = refusal(gelu_launch(), archs=(80, 42))
     assert message.startswith("compute capability 42: Triton 3.") and "it knows 75, 80, 86," in message
+
+
+def test_a_race_in_cpython_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 may refuse to parse source text in several threads at once."""
+    real, failed = triton.compiler.compile, list[bool]()
+
+    def compile_after_a_failure(*arguments: Any, **options: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise SystemError("AST constructor recursion depth mismatch (before=33, after=28)")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_after_a_failure)
+    (plan,), kernels = compile_plans([plan_of(gelu_launch("bfloat16"))], (90,))
+    assert failed and len(plan.steps) == 1 and len(kernels) == 3

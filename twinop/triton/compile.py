@@ -189,7 +189,7 @@ def _run(pool: ThreadPoolExecutor, sources: Sequence[Source], arch: int, **optio
 
     target = GPUTarget("cuda", arch, 32)
 
-    def run(source: Source) -> Any:
+    def run(source: Source, tries: int = 5) -> Any:
         specialised = dict(source.signature), dict(source.constants), dict(source.attributes)
         try:
             return compile(
@@ -198,7 +198,9 @@ def _run(pool: ThreadPoolExecutor, sources: Sequence[Source], arch: int, **optio
                 options={**source.options, **options},
             )
         except Exception as error:  # whatever the kernel's code makes Triton's compiler raise
-            return error
+            # CPython 3.11 counts the depth of ast.parse for all threads together (gh-106905).
+            again = tries > 1 and isinstance(error, SystemError) and "AST constructor" in str(error)
+            return run(source, tries - 1) if again else error
 
     driver.set_active(_Driver(target))
     try:
