@@ -3,29 +3,108 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
+#include "twinop/primitives/cpu_features.h"
 #include "twinop/rope/problem.h"
 
 namespace twinop::rope {
 
 inline constexpr std::int64_t kGrainElements = 1 << 15;
 
-template <bool kInterleaved, class T, class Table>
-void TurnToken(const Problem& p, std::int64_t heads, const T* x, const Table* cos, const Table* sin,
-               T* y) {
-  using Number = Compute<T>;
-  constexpr std::int64_t kStep = kInterleaved ? 2 : 1;
-  const std::int64_t other = kInterleaved ? 1 : p.pairs;
-  for (std::int64_t head = 0; head < heads; ++head, x += p.head_size(), y += p.head_size()) {
-    for (std::int64_t i = 0; i < p.pairs; ++i) {
-      const Number angle_sin = Number(ToCompute(sin[i]));
-      Number a = ToCompute(x[i * kStep]), b = ToCompute(x[i * kStep + other]);
-      Turn(Number(ToCompute(cos[i])), p.is_inverse ? -angle_sin : angle_sin, &a, &b);
-      Round(a, &y[i * kStep]);
-      Round(b, &y[i * kStep + other]);
-    }
+// Pairs whose numbers lie in buffers at a time. The compiler vectorises loops that each convert,
+// turn or round numbers of 16 bits, but not one loop that does all three.
+inline constexpr std::int64_t kBlock = 64;
+
+// The sum of two NaNs may be either of them: the compiler chooses for each instruction set.
+template <class Number>
+TWINOP_INLINE Number OneNan(Number value) {
+  return value == value ? value : std::numeric_limits<Number>::quiet_NaN();
+}
+
+// One number of cos and one of sin for each of `count` pairs.
+template <class Number>
+using ReadAngles = void(const Problem& p, const void* cos, const void* sin, std::int64_t first,
+                        std::int64_t count, Number* cos_out, Number* sin_out);
+
+template <class Number, class Table>
+void ReadAnglesOf(const Problem& p, const void* cos, const void* sin, std::int64_t first,
+                  std::int64_t count, Number* cos_out, Number* sin_out) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    cos_out[i] = Number(ToCompute(static_cast<const Table*>(cos)[first + i]));
+    const Number angle_sin = Number(ToCompute(static_cast<const Table*>(sin)[first + i]));
+    sin_out[i] = p.is_inverse ? -angle_sin : angle_sin;
   }
 }
+
+template <class T>
+struct Operands {
+  struct Rows {
+    std::int64_t heads;
+    const T* x;
+    T* y;  // may be x
+  };
+  Rows rows[2];  // q and k
+  const void *cos, *sin;
+  ReadAngles<Compute<T>>* read_angles;
+};
+
+template <class T, bool kInterleaved>
+struct TurnTokens {
+  using Number = Compute<T>;
+  static constexpr std::int64_t kStep = kInterleaved ? 2 : 1;
+
+  TWINOP_INLINE static void TurnAndMakeOneNan(Number cos, Number sin, Number* a, Number* b) {
+    Turn(cos, sin, a, b);
+    *a = OneNan(*a);
+    *b = OneNan(*b);
+  }
+
+  // Turns `count` pairs of one head.
+  TWINOP_INLINE static void Head(std::int64_t pairs, std::int64_t count, const Number* cos,
+                                 const Number* sin, const T* x, T* y) {
+    const std::int64_t other = kInterleaved ? 1 : pairs;
+    if constexpr (sizeof(T) > 2) {
+#pragma GCC ivdep
+      for (std::int64_t i = 0; i < count; ++i) {
+        Number a = x[i * kStep], b = x[i * kStep + other];
+        TurnAndMakeOneNan(cos[i], sin[i], &a, &b);
+        y[i * kStep] = a;
+        y[i * kStep + other] = b;
+      }
+    } else {
+      Number a[kBlock], b[kBlock];
+      for (std::int64_t i = 0; i < count; ++i) {
+        a[i] = ToCompute(x[i * kStep]);
+        b[i] = ToCompute(x[i * kStep + other]);
+      }
+      for (std::int64_t i = 0; i < count; ++i) TurnAndMakeOneNan(cos[i], sin[i], &a[i], &b[i]);
+      for (std::int64_t i = 0; i < count; ++i) {
+        Round(a[i], &y[i * kStep]);
+        Round(b[i], &y[i * kStep + other]);
+      }
+    }
+  }
+
+  template <Level kLevel>
+  TWINOP_INLINE static void Run(const Problem& p, const Operands<T>& operands, std::int64_t begin,
+                                std::int64_t end) {
+    Number cos[kBlock], sin[kBlock];
+    for (std::int64_t token = begin; token < end; ++token) {
+      for (std::int64_t first = 0; first < p.pairs; first += kBlock) {
+        const std::int64_t count = std::min(kBlock, p.pairs - first);
+        operands.read_angles(p, operands.cos, operands.sin, TableRow(p, token) * p.pairs + first,
+                             count, cos, sin);
+        for (const auto& rows : operands.rows) {
+          for (std::int64_t head = token * rows.heads; head < (token + 1) * rows.heads; ++head) {
+            const std::int64_t at = head * p.head_size() + first * kStep;
+            Head(p.pairs, count, cos, sin, rows.x + at, rows.y + at);
+          }
+        }
+      }
+    }
+  }
+};
 
 template <class Op>
 Status Cpu(const CallOf<Op>& call) {
@@ -34,21 +113,19 @@ Status Cpu(const CallOf<Op>& call) {
   return DispatchTypes(call, [&](auto type, auto table) {
     using T = typename decltype(type)::Type;
     using Table = typename decltype(table)::Type;
-    const auto* q = InputData<T>(call, "q"_name);
-    const auto* k = InputData<T>(call, "k"_name);
-    const auto* cos = InputData<Table>(call, "cos"_name);
-    const auto* sin = InputData<Table>(call, "sin"_name);
-    T* const turned_q = OutputData<T>(call, "turned_q"_name);
-    T* const turned_k = OutputData<T>(call, "turned_k"_name);
-    const std::int64_t q_width = p.q_heads * p.head_size(), k_width = p.k_heads * p.head_size();
-    const auto turn = p.is_interleaved ? TurnToken<true, T, Table> : TurnToken<false, T, Table>;
-    const std::int64_t grain = kGrainElements / std::max<std::int64_t>(q_width + k_width, 1) + 1;
+    using Function = void(const Problem&, const Operands<T>&, std::int64_t, std::int64_t);
+    const Operands<T> operands{
+        {{p.q_heads, InputData<T>(call, "q"_name), OutputData<T>(call, "turned_q"_name)},
+         {p.k_heads, InputData<T>(call, "k"_name), OutputData<T>(call, "turned_k"_name)}},
+        InputData<Table>(call, "cos"_name),
+        InputData<Table>(call, "sin"_name),
+        ReadAnglesOf<Compute<T>, Table>};
+    Function* const turn = p.is_interleaved ? kByLevel<TurnTokens<T, true>, Function>.Choose()
+                                            : kByLevel<TurnTokens<T, false>, Function>.Choose();
+    const std::int64_t width = (p.q_heads + p.k_heads) * p.head_size();
+    const std::int64_t grain = kGrainElements / std::max<std::int64_t>(width, 1) + 1;
     call.context->ParallelFor(p.tokens, grain, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t token = begin; token < end; ++token) {
-        const std::int64_t row = TableRow(p, token) * p.pairs;
-        turn(p, p.q_heads, q + token * q_width, cos + row, sin + row, turned_q + token * q_width);
-        turn(p, p.k_heads, k + token * k_width, cos + row, sin + row, turned_k + token * k_width);
-      }
+      turn(p, operands, begin, end);
     });
     return Status();
   });

@@ -1,12 +1,15 @@
 """rope: both layouts, tables of one or of all sequences, errors. The tests of all ops cover the rest."""
 
+from typing import Any
+
 import pytest
 import torch
 from linear_calls import random
-from samples import DEVICES
+from samples import DEVICES, RECORDS, library_of
 
 from twinop import torch_op
 from twinop.errors import RecordError
+from twinop.testing.one_node import assert_same_bits, bits, make_session, one_node_model, run_bound
 
 DTYPES = {
     "float32": (torch.float32, torch.float32),
@@ -67,6 +70,42 @@ def test_inverse_turns_back(layout: str, device: str) -> None:
     torch.testing.assert_close(back, (q, k))
 
 
+def in_onnxruntime(device: str, layout: str, dtype: str = "float32", **options: Any) -> Any:
+    record = RECORDS["rope"]
+    dtypes = dict.fromkeys([*(entry.name for entry in record.inputs), *record.outputs], dtype)
+    model = one_node_model(record, dtypes, [True] * 4, {"layout": layout})
+    return make_session(model, library_of(record), device, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_place(dtype: str, layout: str, device: str) -> None:
+    """ONNX Runtime may give an output the memory of its input."""
+    session = in_onnxruntime(device, layout, dtype)
+    for sizes in ((2, 5, 12, 4, 32), (1, 3, 2, 1, 129)):
+        q, k, cos, sin = given(sizes, 1, DTYPES[dtype], device)
+        expected = torch_op.rope(q, k, cos, sin, layout=layout)
+        run_bound(session, {"q": q, "k": k, "cos": cos, "sin": sin}, {"turned_q": q, "turned_k": k})
+        for found, each in zip((q, k), expected, strict=True):
+            assert_same_bits(found, each, f"in place, {sizes}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_nan_is_one(dtype: str, device: str) -> None:
+    """Which of two NaNs a sum returns would depend on the instruction set."""
+    q, k, cos, sin = given((1, 1, 2, 1, 129), 1, DTYPES[dtype], device)
+    integer = bits(q)
+    nan = torch.tensor(float("nan"), dtype=q.dtype, device=device)
+    integer[..., ::3] = bits(nan) + 1
+    integer[..., ::6] = bits(-nan) + 2
+    for layout in ("half", "interleaved"):
+        found, _ = torch_op.rope(integer.view(q.dtype), k, cos, sin, layout=layout)
+        assert bits(found)[found.isnan()].unique().numel() == 1
+        assert 0 < int(found.isnan().sum()) < found.numel()
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -103,3 +142,17 @@ def test_streams_and_graphs() -> None:
         graph.replay()
     stream.synchronize()
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_a_cuda_graph_of_onnxruntime(layout: str) -> None:
+    """ONNX Runtime captures the node in its second run and replays it with other values."""
+    session = in_onnxruntime("cuda", layout, enable_cuda_graph="1")
+    q, k, cos, sin = given((2, 6, 4, 2, 32), 1, DTYPES["float32"], "cuda")
+    outputs = {"turned_q": torch.zeros_like(q), "turned_k": torch.zeros_like(k)}
+    for seed in range(5):
+        q.copy_(random(*q.shape).cuda() + seed)
+        run_bound(session, {"q": q, "k": k, "cos": cos, "sin": sin}, outputs)
+        for found, each in zip(outputs.values(), torch_op.rope(q, k, cos, sin, layout=layout), strict=True):
+            assert torch.equal(found, each)
