@@ -3,8 +3,8 @@
 Matches: a product whose region (`by_value.py`) computes GELU (erf or tanh form) or SiLU, ONNX's `Gelu`,
 `Swish` with its default alpha.
 Writes: CustomGelu, CustomSilu. Both become part of a product that stands before them (`linear.py`).
-Leaves alone: quick GELU, x * sigmoid(1.702 x), because no op computes it; SiLU behind a convolution, which
-ONNX Runtime fuses itself; GELU on the CPU, because ONNX Runtime fuses bias and GELU.
+Leaves alone: quick GELU, x * sigmoid(1.702 x), and SiLU behind a convolution, which ONNX Runtime fuses
+itself; GELU on the CPU, because ONNX Runtime fuses bias and GELU.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,7 +56,9 @@ def _recognised(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Va
 def _replace(work: Work, node: ir.Node, name: str, x: ir.Value | None) -> None:
     assert x is not None
     op = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu"}.get(name)
-    if op is None or op not in work.records:
+    if name == "quick_gelu":
+        work.left["quick GELU: ONNX Runtime fuses it"] += 1
+    elif op is None or op not in work.records:
         work.left[f"{name}: no op computes it"] += 1
     elif op == "gelu" and work.device == "cpu":
         work.left[f"{name}: ONNX Runtime fuses it with the bias before it"] += 1
