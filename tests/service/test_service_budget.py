@@ -3,16 +3,18 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import onnx
 import pytest
 import service_models as models
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_fixtures import Answer, Served, serve, tensor, wait_until
 from service_many import outcomes
 from service_raw import answers_well
-from service_rows import in_flight, message
 
 from twinop.deploy.service.budget import Budget
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
@@ -116,7 +118,6 @@ def test_memory_is_bounded_and_others_are_answered(
 def small(tmp_path: Path) -> Iterator[Served]:
     """A server with room for four messages of the largest size, which waits 8 s for each."""
     models.place(tmp_path, "largest", largest())
-    models.place(tmp_path, "slow", models.slow(400))
     models.place(tmp_path, "relu", models.relu())
     (tmp_path / "twinop.toml").write_text(
         f"[server]\nmax_bytes_in_flight = {8 * MIB}\nmax_request_bytes = {2 * MIB}\nbody_seconds = 8\n"
@@ -163,11 +164,21 @@ def test_slow_grpc_messages_give_their_bytes_back(small: Served) -> None:
 
 
 def test_more_calls_than_allowed(small: Served) -> None:
-    with small.stub() as stub:
-        calls = [stub.ModelInfer.future(message("slow"), timeout=60) for _ in range(20)]
-        wait_until(lambda: in_flight(small, 20))
+    """Calls of Watch stay open until the client ends them."""
+    with grpc.insecure_channel(f"127.0.0.1:{small.grpc_port}") as channel:
+        health = HealthStub(channel)
+        calls = [health.Watch(HealthCheckRequest(), timeout=60) for _ in range(20)]
+        for call in calls:
+            next(call)  # each was accepted
         with pytest.raises(grpc.RpcError) as error:
-            stub.ServerLive(pb.ServerLiveRequest())
+            health.Check(HealthCheckRequest())
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert all(call.result().outputs for call in calls)
-        assert stub.ServerLive(pb.ServerLiveRequest()).live
+        for call in calls:
+            call.cancel()
+
+    def is_allowed() -> bool:
+        with small.stub() as stub, suppress(grpc.RpcError):
+            return bool(stub.ServerLive(pb.ServerLiveRequest()).live)
+        return False
+
+    wait_until(is_allowed)
