@@ -218,6 +218,14 @@ def layer_norm(op, x, weight, bias, *, axis, eps):
     return _affine(op, _divide_by_rms(op, centred, axes, eps), weight, bias)
 
 
+@body
+def ada_layer_norm(op, x, scale, shift, *, eps):
+    centred = op.Sub(x, op.ReduceMean(x, [-1]))
+    between = op.Range(1, op.Sub(op.Size(op.Shape(x)), 1), 1)  # the dimensions that share scale and shift
+    scale, shift = op.Unsqueeze(scale, between), op.Unsqueeze(shift, between)
+    return _affine(op, _divide_by_rms(op, centred, [-1], eps), op.Add(scale, 1.0), shift)
+
+
 @body(defaults={"weight": DefaultInput(lambda attributes: 1 - attributes["offset"], "axis")})
 def rms_norm(op, x, weight, *, axis, eps, offset):
     normal = _divide_by_rms(op, x, _trailing_axes(op, x, axis), eps)

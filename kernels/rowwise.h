@@ -128,6 +128,8 @@ inline Rows RowsAlong(const Tensor& x, std::int64_t dim) {
 struct Defaults {
   // Inputs with one value a column.
   static constexpr auto kColumns = Names();
+  // Whether they have values for each entry of the tensor's first dimension: [B, columns].
+  static constexpr bool kColumnsOfBatch = false;
   static constexpr int kRowOutputs = 1;  // the op's first outputs
   // Sums over all rows, one a column: the op's last outputs (grad_weight, grad_bias).
   static constexpr int kColumnSums = 0;

@@ -61,6 +61,7 @@ from .modules import (
     CustomSwiGLU,
     CustomTanh,
 )
+from .norm_rules import register_norm_rules
 from .registry import Ops, functions, library_of, load, records
 from .replacement import Replacement, replace_modules
 
@@ -87,6 +88,7 @@ __all__ = [
 ]
 
 register_linear_rules()
+register_norm_rules()
 load(find_library("custom_ops"))
 
 

@@ -1,4 +1,5 @@
-// layer_norm -> torch.ops.custom_domain.layer_norm, CustomLayerNorm; add_layer_norm with it.
+// layer_norm, add_layer_norm, ada_layer_norm -> torch.ops.custom_domain.layer_norm,
+// CustomLayerNorm ...
 #pragma once
 
 #include "twinop/math/math.h"
@@ -80,6 +81,23 @@ struct AddLayerNorm : rowwise::Defaults {
   }
 };
 
+// Adaptive layer norm (Peebles and Xie, Scalable Diffusion Models with Transformers,
+// arXiv:2212.09748): y = layer_norm(x) * (1 + scale) + shift. x is [B, ..., C]; scale and shift
+// [B, C] are computed from what the sequence is conditioned on. The norm has no weights.
+template <class T>
+struct AdaLayerNorm : LayerNorm<T> {
+  static constexpr auto kColumns = rowwise::Names("scale", "shift");
+  static constexpr bool kColumnsOfBatch = true;
+  using typename LayerNorm<T>::One;
+  using typename LayerNorm<T>::Columns;
+
+  using LayerNorm<T>::LayerNorm;
+
+  TWINOP_INLINE One Result(const One& centred, const Columns& column) const {
+    return LayerNorm<T>::Result(centred, {column[0] + T(1), column[1]});
+  }
+};
+
 // With xhat = (x - mean) * rstd and g = dL/dy * weight:
 //   dL/dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_sum
 //   dL/dweight = sum over rows of dL/dy * xhat,   dL/dbias = sum over rows of dL/dy
@@ -151,6 +169,15 @@ TWINOP_ROWWISE(add_layer_norm, AddLayerNorm,
               .in_place("y = x; sum = residual")
               .gradient("x, weight, bias = layer_norm_backward(grad_y, sum, weight, bias, grad_sum, -1, eps); "
                         "residual = grad_x"))
+
+TWINOP_ROWWISE(ada_layer_norm, AdaLayerNorm,
+          Record("ada_layer_norm(Tensor x, Tensor scale, Tensor shift, float eps=1e-6) -> Tensor")
+              .dtypes("float32; float16; bfloat16; float64; "
+                      "float16 scale=float32 shift=float32; bfloat16 scale=float32 shift=float32")
+              .rows("-1")
+              .input_shapes("x = [x[0]] + x[1:-1] + x[-1:]; scale = [x[0]] + x[-1:]; shift = scale")
+              .limits("eps >= 0")
+              .in_place("y = x"))
 
 TWINOP_ROWWISE(layer_norm_backward, LayerNormBackward,
           NormBackward("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight=None, Tensor? bias=None, "

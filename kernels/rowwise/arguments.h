@@ -1,6 +1,7 @@
 // The arguments that a row-wise loop or kernel takes from a call.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "twinop/rowwise.h"
@@ -19,6 +20,16 @@ struct Arguments {
   S* outputs[F::kRowOutputs];      // dense; null: not wanted
   W* sums[F::kColumnSums + 1];     // null: not wanted
   Rows rows;
+  // With kColumnsOfBatch: rows that share the values of a column input, and the elements from them
+  // to those of the next rows.
+  std::int64_t column_rows, column_strides[kColumns + 1];
+
+  // The column input of a row, or of the last one; null: absent.
+  TWINOP_INLINE const W* Column(int c, std::int64_t row) const {
+    if constexpr (!F::kColumnsOfBatch) return columns[c];
+    row = row < rows.count ? row : rows.count - 1;
+    return columns[c] + row / column_rows * column_strides[c];
+  }
 };
 
 template <class F, class S, class W, class Op>
@@ -30,8 +41,14 @@ Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
     arguments.inputs[i] = input.template as<const S>();
     arguments.strides[i] = input.data == nullptr ? 0 : RowStride(input, rows);
   }
-  for (int i = 0; i < kColumnInputs<F>; ++i)
-    arguments.columns[i] = call.inputs[kColumnIndices<F, Op>[i]].template as<const W>();
+  for (int i = 0; i < kColumnInputs<F>; ++i) {
+    const Tensor& input = call.inputs[kColumnIndices<F, Op>[i]];
+    arguments.columns[i] = input.template as<const W>();
+    if constexpr (F::kColumnsOfBatch) {
+      arguments.column_rows = rows.count / std::max<std::int64_t>(input.sizes[0], 1);
+      arguments.column_strides[i] = RowStride(input, rows);
+    }
+  }
   for (int i = 0; i < F::kRowOutputs; ++i) arguments.outputs[i] = call.outputs[i].template as<S>();
   for (int i = 0; i < F::kColumnSums; ++i) {
     const Tensor& sum = call.outputs[F::kRowOutputs + i];

@@ -57,6 +57,7 @@ constexpr bool CheckFunctor() {
                 "`Values<T, kRowOutputs> Result(const Values<T, rows>&, const Values<T, columns>&) "
                 "const` is missing");
   static_assert(!kSums || F::kColumnSums == 2, "there are two column sums, or none");
+  static_assert(!(F::kColumnsOfBatch && kSums), "column inputs of a batch have no column sums");
   static_assert(sizeof(F) <= kMaxFunctorBytes, "a row-wise functor has at most 64 bytes");
   static_assert(F::kLateInputs == 0 || F::kLateInputs == 1, "kLateInputs is 0 or 1");
   static_assert(F::kPreparedOutput < 0 || kRowInputs<F> == 2,

@@ -142,7 +142,7 @@ class SliceBatches
     if constexpr (kWithColumns) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        const W* const column = arguments_.columns[c];
+        const W* const column = arguments_.Column(c, row);
         if (column == nullptr) continue;
         if constexpr (kSource == Source::kPipeline) {
           Load<kWhole>(static_cast<const W*>(Base::Column(c)), first, batch.columns[c]);

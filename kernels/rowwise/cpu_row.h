@@ -60,6 +60,7 @@ struct RowWorker {
 
   // The start of the current row, or of the first of the current interleaved rows.
   const S* in[kInputs];
+  const W* columns[kColumnInputs<F> + 1];
   S* out[F::kRowOutputs];
   T* row_buffer;
   const S* limits[kInputs];  // the end of this thread's rows
@@ -85,14 +86,20 @@ struct RowWorker {
       Round(initial.ColumnDefault(j), &neutral);
       std::fill_n(staging.columns[j], kLanes, neutral);
       std::fill_n(staging.tail_columns[j], kLanes, neutral);
-      if (arguments.columns[j] != nullptr)
-        std::copy_n(arguments.columns[j] + body, tail, staging.tail_columns[j]);
     }
+    SetColumns(0);
     for (int s = 0; s < F::kColumnSums; ++s) {
       std::fill_n(staging.sums[s], kLanes, T(0));
       std::fill_n(staging.tail_sums[s], kLanes, T(0));
     }
     for (std::int64_t i = 0; i < kLanes; ++i) staging.tail_mask[i] = i < tail ? T(1) : T(0);
+  }
+
+  TWINOP_INLINE void SetColumns(std::int64_t row) {
+    for (int j = 0; j < kColumnInputs<F>; ++j) {
+      columns[j] = arguments.Column(j, row);
+      if (columns[j] != nullptr) std::copy_n(columns[j] + body, tail, staging.tail_columns[j]);
+    }
   }
 
   TWINOP_INLINE void Finish() const {
@@ -113,6 +120,7 @@ struct RowWorker {
       out[k] = arguments.outputs[k];
       if (out[k] != nullptr) out[k] += dense;
     }
+    if constexpr (F::kColumnsOfBatch) SetColumns(row);
     row_buffer = stack_buffer;
     if constexpr (std::is_same_v<S, T>)
       if (stack_buffer == nullptr) row_buffer = out[0];
@@ -149,8 +157,7 @@ struct RowWorker {
       window.buffer[j] = row_buffer + j * body + c;
     }
     for (int j = 0; j < kColumnInputs<F>; ++j)
-      window.columns[j] =
-          arguments.columns[j] == nullptr ? staging.columns[j] : arguments.columns[j] + c;
+      window.columns[j] = columns[j] == nullptr ? staging.columns[j] : columns[j] + c;
     for (int k = 0; k < F::kRowOutputs; ++k)
       window.out[k] = arguments.outputs[k] == nullptr || stride != 1 ? staging.out[k] : out[k] + c;
     for (int s = 0; s < F::kColumnSums; ++s)

@@ -98,7 +98,8 @@ struct Launch {
       aligned = aligned && IsAligned(arguments.inputs[i], kVectorBytes) &&
                 (rows.count == 1 || arguments.strides[i] % kWidth == 0);
     for (int i = 0; i < kColumnInputs<F>; ++i)
-      aligned = aligned && IsAligned(arguments.columns[i], kVectorBytes);
+      aligned = aligned && IsAligned(arguments.columns[i], kVectorBytes) &&
+                (!F::kColumnsOfBatch || arguments.column_strides[i] % kWidth == 0);
     for (int i = 0; i < F::kRowOutputs; ++i)
       aligned = aligned && IsAligned(arguments.outputs[i], kVectorBytes);
     return aligned;
@@ -202,8 +203,9 @@ struct Launch {
 
   // Which of the sources for sm_90 have kernels. Norms have them for the widths of models. Only
   // rows over a vocabulary, which have no column inputs, are wider than registers, or wide and
-  // misaligned. Wide float64 rows come from global memory.
-  static constexpr bool kHasClusters = sizeof(S) < 8;
+  // misaligned. Wide float64 rows, and those with column inputs of a batch, come from global
+  // memory.
+  static constexpr bool kHasClusters = sizeof(S) < 8 && !F::kColumnsOfBatch;
   static constexpr bool kVocabulary = kColumnInputs<F> == 0 && !kSums;
   static constexpr bool kHasRegisters = kHasClusters && !kSums;
   static constexpr bool kHasRegistersLong = kVocabulary && kResident == 1 && sizeof(S) == 4;

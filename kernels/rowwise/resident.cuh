@@ -55,7 +55,7 @@ class ResidentRows : ResidentValues<Traits> {
         (kColumns == 0 || Traits::kAccess != RowAccess::kVectors || kTuning == Tuning::kLatency);
     const bool exists = kKnown || row < arguments_.rows.count;
     RawRow raw = {};
-    if constexpr (kKeepsColumns) KeepColumns();
+    if constexpr (kKeepsColumns) KeepColumns(row);
     if constexpr (kPrepares) {
       Access::LoadPrepared(row, exists, &raw[0]);
     } else {
@@ -69,7 +69,7 @@ class ResidentRows : ResidentValues<Traits> {
   // Takes rows until there are no more, and sums the columns on the way. The next row is loaded
   // while this one is reduced.
   __device__ __forceinline__ void RunAndSum(Sum* partials) {
-    KeepColumns();
+    KeepColumns(0);
     Base::BeginRows();
     const std::int64_t count = arguments_.rows.count;
     const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kGroups;
@@ -105,10 +105,10 @@ class ResidentRows : ResidentValues<Traits> {
   using Base::Forget;
   using Base::resident_columns_;
 
-  __device__ __forceinline__ void KeepColumns() {
+  __device__ __forceinline__ void KeepColumns(std::int64_t row) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k)
-      Access::template LoadColumns<false>(functor_, k, resident_columns_[k]);
+      Access::template LoadColumns<false>(functor_, row, k, resident_columns_[k]);
   }
 
   __device__ __forceinline__ void LoadRow(std::int64_t row, RawRow& raw) const {
@@ -144,7 +144,7 @@ class ResidentRows : ResidentValues<Traits> {
       } else {
         Write<false, false>(functor, values, row, exists, raw, results);
       }
-    } else if (!kKeepsColumns && PlainColumns()) {
+    } else if (!kKeepsColumns && PlainColumns(row)) {
       Write<true, false>(functor, values, row, exists, raw, results);
     } else {
       Write<false, false>(functor, values, row, exists, raw, results);
@@ -166,7 +166,7 @@ class ResidentRows : ResidentValues<Traits> {
     ColumnVectors ahead[2];
     const auto load_ahead = [&](int k) {
       if (!kKeepsColumns && k < kVectors)
-        Access::template LoadColumns<kPlain>(functor_, k, ahead[k % 2]);
+        Access::template LoadColumns<kPlain>(functor_, row, k, ahead[k % 2]);
     };
     load_ahead(0);
     // The next vector is loaded before this one is unpacked: over the branches of a misaligned

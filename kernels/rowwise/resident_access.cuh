@@ -242,18 +242,18 @@ class ResidentAccess {
   }
 
   // Whether this thread's part of the column inputs is loaded without checks.
-  __device__ __forceinline__ bool PlainColumns() const {
+  __device__ __forceinline__ bool PlainColumns(std::int64_t row) const {
     bool plain = kAccess == RowAccess::kVectors || whole_;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const auto place = reinterpret_cast<std::uintptr_t>(arguments_.columns[c]);
+      const auto place = reinterpret_cast<std::uintptr_t>(arguments_.Column(c, row));
       plain = plain && place != 0 && (kDirect || place % kVectorBytes == 0);
     }
     return plain;
   }
 
   template <bool kPlain>
-  __device__ __forceinline__ void LoadColumns(const F& functor, int k,
+  __device__ __forceinline__ void LoadColumns(const F& functor, std::int64_t row, int k,
                                               ColumnVectors& columns) const {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -270,7 +270,7 @@ class ResidentAccess {
           continue;
         }
       }
-      Load<kPlain>(arguments_.columns[c], k, count, &columns[c]);
+      Load<kPlain>(arguments_.Column(c, row), k, count, &columns[c]);
     }
   }
 

@@ -87,6 +87,42 @@ def test_norms_of_other_dimensions_stay(tmp_path: Path) -> None:
     assert report.made == {} and report.left == {"LayerNormalization: over several dimensions": 1}
 
 
+MODULATED = "n = LayerNormalization <axis=-1, epsilon=0.01> (x, ones)"
+MODULATIONS = {
+    "as DiT": "s = Unsqueeze (scale, middle) t = Unsqueeze (shift, middle) a = Add (s, one) b = Mul (n, a)"
+    " y = Add (b, t)",
+    "other orders": "both = Concat <axis=1> (scale, shift) u = Unsqueeze (both, middle)"
+    " s, t = Split <axis=-1, num_outputs=2> (u) a = Add (one, s) b = Mul (a, n) y = Add (t, b)",
+}
+CONDITIONED = "(float[N, 6, 8] x, float[N, 8] scale, float[N, 8] shift) => (float[N, 6, 8] y)"
+CONSTANTS = {"ones": np.ones(8, np.float32), "middle": np.array([1]), "w": weights(8), **SCALARS}
+
+
+@pytest.mark.parametrize("name", MODULATIONS)
+def test_scale_and_shift_of_each_sequence(name: str, tmp_path: Path) -> None:
+    text = f"{CONDITIONED} {{ {MODULATED} {MODULATIONS[name]} }}"
+    report, model = optimized(parsed(text, **CONSTANTS), tmp_path)
+    assert report.made == {"ada_layer_norm": 1}
+    [norm] = nodes(model, "CustomAdaLayerNorm")
+    assert norm.attributes.get_float("eps", 0) == pytest.approx(0.01)
+    if name == "as DiT":
+        assert types(model) == {"CustomAdaLayerNorm": 1}
+
+
+def test_other_scales_of_a_norm_are_a_product_and_a_sum(tmp_path: Path) -> None:
+    """Of a norm with weights, of each token, of a batch of one, without the one."""
+    weighted = MODULATED.replace("ones", "w")
+    for norm, sizes, text in (
+        (weighted, "N, 1, 8", "a = Add (s, one) b = Mul (n, a) y = Add (b, t)"),
+        (MODULATED, "N, 6, 8", "a = Add (s, one) b = Mul (n, a) y = Add (b, t)"),
+        (MODULATED, "1, 1, 8", "a = Add (s, one) b = Mul (n, a) y = Add (b, t)"),
+        (MODULATED, "N, 1, 8", "b = Mul (n, s) y = Add (b, t)"),
+    ):
+        inputs = f"(float[N, 6, 8] x, float[{sizes}] s, float[{sizes}] t) => (float[N, 6, 8] y)"
+        report, _ = optimized(parsed(f"{inputs} {{ {norm} {text} }}", **CONSTANTS), tmp_path)
+        assert report.made == {"layer_norm": 1, "sum with a product": 1}, (norm, sizes, text)
+
+
 LINEAR = "(float[N, 6, 8] x) => (float[N, 6, 5] y)"
 MATRIX = {"w": weights(8, 5), "t": weights(5, 8), "b": weights(5, seed=1), "row": weights(1, 1, 5)}
 

@@ -65,7 +65,7 @@ class Served:
 
     @contextmanager
     def stub(self) -> Iterator[Any]:
-        """Open a connection for gRPC calls. It is a new one: gRPC would use one again that is being closed."""
+        """Open a new connection for gRPC calls. By default gRPC uses one again that is being closed."""
         address, new = f"127.0.0.1:{self.grpc_port}", [("grpc.use_local_subchannel_pool", 1)]
         with grpc.insecure_channel(address, new) as channel:
             yield GRPCInferenceServiceStub(channel)

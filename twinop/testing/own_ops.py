@@ -23,7 +23,7 @@ def reference(op: str) -> Reference | None:
 
 
 def samples(op: str, dtype: str, size: int) -> list[dict[str, Any]] | None:
-    calls = {"matmul": _matmuls, "linear": _linears, "linear_swiglu": _linear_swiglus, "rope": _ropes}.get(op)
+    calls = _CALLS.get(op)
     return calls and list(calls(size))
 
 
@@ -70,6 +70,14 @@ def _ropes(size: int) -> Iterator[dict[str, Any]]:
             yield {"q": q, "k": k, "layout": layout, "inverse": batch == 3} | tables
 
 
+def _ada_layer_norms(size: int) -> Iterator[dict[str, Any]]:
+    for rows in ((2, 3), (3,), (1, 2, 2), (2, 0), (0, 3)):
+        random = torch.Generator().manual_seed(sum(rows) + size)
+        x = torch.randn(*rows, size, generator=random)
+        scale, shift = torch.randn(2, rows[0], size, generator=random)
+        yield {"x": x, "scale": scale, "shift": shift}
+
+
 def _matmuls(size: int) -> Iterator[dict[str, Any]]:
     shapes = [((size, size + 2), (size + 2, 3)), ((2, 3, size), (2, size, 5))]
     if size:  # ONNX Runtime's own MatMul leaves the results of empty sums unset where operands broadcast
@@ -79,6 +87,15 @@ def _matmuls(size: int) -> Iterator[dict[str, Any]]:
         inputs = {"a": torch.randn(a, generator=generator), "b": torch.randn(b, generator=generator)}
         for attributes in ({}, {"variant": "naive"}, {"tile": 8}, {"tile": 32}):
             yield inputs | attributes
+
+
+_CALLS = {
+    "matmul": _matmuls,
+    "linear": _linears,
+    "linear_swiglu": _linear_swiglus,
+    "rope": _ropes,
+    "ada_layer_norm": _ada_layer_norms,
+}
 
 
 # ---------------------------------------------------------------------------- references
@@ -149,6 +166,15 @@ def _layer_norm_magnitude(
     size = centred.abs() + _mean(x**2, dims).sqrt()
     normal = size / (_mean(centred**2, dims) + narrow(eps)).sqrt()
     return _affine(normal, None if weight is None else weight.abs(), None if bias is None else bias.abs())
+
+
+def _of_batch(x: Tensor, rows: Tensor) -> Tensor:
+    """Returns [B, C] as it broadcasts to x [B, ..., C]."""
+    return rows.reshape(rows.shape[0], *[1] * (x.dim() - 2), rows.shape[-1])
+
+
+def _ada_layer_norm_magnitude(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
+    return _layer_norm_magnitude(x, 1 + _of_batch(x, scale.abs()), _of_batch(x, shift), -1, eps)
 
 
 def _rms_norm(
@@ -250,6 +276,7 @@ REFERENCES: dict[str, Reference] = {
     # Rows of thousands of equal values, whose roundings all go one way; others stay below 3. Bodies: ONNX
     # Runtime adds rows up in order.
     "layer_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_layer_norm_magnitude),
+    "ada_layer_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_ada_layer_norm_magnitude),
     "rms_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_rms_norm_magnitude),
     "add_layer_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_add_layer_norm_magnitude),
     "add_rms_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_add_rms_norm_magnitude),

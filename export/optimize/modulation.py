@@ -1,0 +1,96 @@
+"""Adaptive layer norm of diffusion transformers (adaLN): a norm whose scale and shift belong to the sequence.
+
+Matches: layer_norm(x) * (1 + scale) + shift in any order of the operands, with x [B, ..., C], and scale and
+shift [B, 1, ..., C], of a norm that has no weights.
+Writes: CustomAdaLayerNorm.
+Leaves alone: scale and shift of a batch of one for several sequences, or for each token.
+"""
+
+import onnx_ir as ir
+
+from twinop.record import DOMAIN
+
+from .graph import (
+    Dim,
+    Work,
+    add,
+    add_op,
+    attribute,
+    constant,
+    dims,
+    int_constant,
+    made_by,
+    only_user,
+    replace,
+    scalar,
+)
+
+
+def rewrite(work: Work) -> None:
+    """Applies this rewrite."""
+    record = work.records["ada_layer_norm"]
+    norm_type = work.records["layer_norm"].onnx_name
+    for norm in work.nodes(norm_type, domain=DOMAIN):
+        normal, x = norm.outputs[0], norm.inputs[0]
+        scaled = _other_operand(normal, "Mul")
+        shifted = _other_operand(scaled[0].outputs[0], "Add") if scaled is not None else None
+        if scaled is None or shifted is None or attribute(norm, "axis", -1) != -1 or _has_weights(norm):
+            continue
+        scale, shift = _without_one(scaled[1]), shifted[1]
+        if scale is None or not all(_is_of_batch(each, dims(x)) for each in (scale, shift)):
+            continue
+        rows = [_as_rows(norm, each) for each in (scale, shift)]
+        eps = attribute(norm, "eps", 1e-5)
+        replace(shifted[0].outputs[0], add_op(norm, record, [x, *rows], eps=eps))
+        work.made["layer_norm"] -= 1
+        work.made["ada_layer_norm"] += 1
+
+
+def _has_weights(norm: ir.Node) -> bool:
+    """Whether a norm has others than the ones and zeros that exports write where a model has none."""
+    for parameter, neutral in zip(norm.inputs[1:], (1, 0), strict=False):
+        if parameter is not None and not (
+            (found := constant(parameter)) is not None and (found == neutral).all()
+        ):
+            return True
+    return False
+
+
+def _other_operand(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | None:
+    """Returns the only node that reads the value, if it has the type, and its other operand."""
+    node = only_user(value)
+    if node is None or node is not made_by(node.outputs[0], op_type):
+        return None
+    others = [each for each in node.inputs if each is not value]
+    return (node, others[0]) if len(others) == 1 and others[0] is not None else None
+
+
+def _without_one(value: ir.Value) -> ir.Value | None:
+    """Returns `scale` of 1 + scale."""
+    node = made_by(value, "Add")
+    if node is None:
+        return None
+    scales = [each for each in node.inputs if scalar(each) != 1]
+    return scales[0] if len(scales) == 1 else None
+
+
+def _is_of_batch(value: ir.Value, x: list[Dim] | None) -> bool:
+    """Whether a value is [B, 1, ..., C] where x is [B, ..., C]."""
+    shape = dims(value)
+    if shape is None or x is None or len(x) < 2 or len(shape) != len(x) or None in (x[0], x[-1]):
+        return False
+    return shape == [x[0], *[1] * (len(x) - 2), x[-1]]
+
+
+def _as_rows(before: ir.Node, value: ir.Value) -> ir.Value:
+    """Makes [B, C] of [B, 1, ..., C]."""
+    shape = dims(value)
+    assert shape is not None
+    source = made_by(value, "Unsqueeze")
+    if source is not None and len(dims(source.inputs[0]) or ()) == 2:
+        assert source.inputs[0] is not None
+        return source.inputs[0]
+    if len(shape) == 2:
+        return value
+    middle = int_constant(before, range(1, len(shape) - 1))
+    return add(before, "Squeeze", [value, middle], shape=[shape[0], shape[-1]])
