@@ -91,7 +91,7 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     parts = [joined(each, after) for each in (q, k, v)]
     if parts[0] is None or parts[1] is None or parts[2] is None:
         raise Apart("the number or size of the heads is not known")
-    q3, k3, v3 = parts[0], repeat(parts[1], times, after), repeat(parts[2], times_of_v, after)
+    q3, k3, v3 = parts[0], repeat(work, parts[1], times, after), repeat(work, parts[2], times_of_v, after)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
         raise Apart("other heads in q than in k and v")
     (q_plain, on_q), (k_plain, on_k) = scaled(q3.value), scaled(k3.value)  # before they are heads

@@ -204,6 +204,7 @@ def test_grouped_heads(axes: dict[int, str], tmp_path: Path) -> None:
     report, model = optimized(path, tmp_path)
     assert report.made == of_one_layer("llama")
     assert not nodes(model, "Transpose")
+    assert len(nodes(model, "CustomMul")) == 2  # of k and of v
 
 
 def test_inputs_of_a_file(tmp_path: Path) -> None:
