@@ -148,9 +148,11 @@ def _input_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Reco
 
 
 def _output_problems(node: onnx.NodeProto, record: Record) -> Iterator[str]:
-    if len(node.output) != len(record.outputs) or not all(node.output):
+    required = [name for name in record.outputs if name not in record.optional_outputs]
+    given = dict(zip(record.outputs, node.output, strict=False))
+    if len(node.output) > len(record.outputs) or not all(given.get(name) for name in required):
         named = [name or "(unnamed)" for name in node.output]
-        yield f"outputs {', '.join(named) or 'none'}; the node must name all of: {', '.join(record.outputs)}"
+        yield f"outputs {', '.join(named) or 'none'}; the node must name all of: {', '.join(required)}"
 
 
 def _attribute_problems(given: Any, declared: Attribute, record: Record) -> Iterator[str]:

@@ -72,6 +72,7 @@ def attach_to_calls(
             body.check(record)
             _insert_default_inputs(record, found, body)
             function = trace(body, found, opset, by_rank=True)
+            _omit_outputs(record, found, function)
             model.functions[function.identifier()] = function
         for graph in graphs_of(model):
             if graph is model.graph or any(node.domain == record.domain for node in graph):
@@ -89,6 +90,22 @@ def _normalize(call: Call) -> None:
     for value, name in zip(node.outputs, record.outputs, strict=True):
         if not value.name:
             value.name = f"{node.name or node.outputs[0].name}_{name}"
+
+
+def _omit_outputs(record: Record, calls: Sequence[Call], function: ir.Function) -> None:
+    """Removes optional outputs at the end that no node's reader reads: then the kernel does not write them.
+
+    Where one node has readers, all keep the output: the callers of a function name all of its outputs.
+    """
+    for name in reversed(record.outputs):
+        last = [call.node.outputs[-1] for call in calls]
+        if name not in record.optional_outputs or any(
+            value.uses() or value.is_graph_output() for value in last
+        ):
+            break
+        for call in calls:
+            call.node.resize_outputs(len(call.node.outputs) - 1)
+        function.outputs.pop()
 
 
 def _insert_default_inputs(record: Record, calls: Sequence[Call], body: Body) -> None:

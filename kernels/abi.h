@@ -113,8 +113,9 @@ typedef struct twinop_op {
   const char* choices;
   const char* rows;
   const char* layout; /* "elementwise" or "contiguous" */
-  const char* memory; /* inputs that lie in host memory on every device, "lengths = host" */
-  twinop_launch cpu;  /* null: the op does not run on this device */
+  const char*
+      memory; /* inputs in host memory, outputs that may be absent: "n = host; s = optional" */
+  twinop_launch cpu; /* null: the op does not run on this device */
   twinop_launch cuda;
   /* Computes the bytes of scratch memory that a call needs from the shapes of its inputs, its
    * attributes and the addresses of its tensors; null: none. It reads no data. */

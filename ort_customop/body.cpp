@@ -132,7 +132,10 @@ Status FunctionBody::Run(OrtKernelContext* context, const Call& call) {
     TWINOP_RETURN_IF_ORT_ERROR(
         api, api->KernelContext_GetOutput(context, i, call.outputs[i].sizes, call.outputs[i].rank,
                                           &outputs[i]));
-  return RunSession(session, inputs, outputs);
+  Status status = RunSession(session, inputs, outputs);
+  for (std::size_t i = 0; i < record.schema.output_count; ++i)
+    if (!call.outputs[i].present) api->ReleaseValue(outputs[i]);  // the node omits it
+  return status;
 }
 
 // Runs the body on some elements of an elementwise call, as tensors of the same ranks.

@@ -58,6 +58,7 @@ Status AllocateOutputs(const Kernel& kernel, OrtKernelContext* context, const Te
     OrtValue* value = nullptr;
     TWINOP_RETURN_IF_ORT_ERROR(
         kernel.api, kernel.api->KernelContext_GetOutput(context, i, sizes[i], tensor.rank, &value));
+    if (value == nullptr) continue;  // the node omits it
     TWINOP_RETURN_IF_ORT_ERROR(kernel.api, kernel.api->GetTensorMutableData(value, &tensor.data));
     tensor.sizes = sizes[i];
     tensor.numel = Numel(tensor.sizes, tensor.rank);

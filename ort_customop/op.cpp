@@ -96,8 +96,8 @@ Op MakeOp(const Record& record, std::int32_t domain_version, std::size_t combina
   };
   op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
   op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };  // one dtype
-  op.GetOutputCharacteristic = [](const OrtCustomOp*, std::size_t) {
-    return INPUT_OUTPUT_REQUIRED;
+  op.GetOutputCharacteristic = [](const OrtCustomOp* op, std::size_t i) {
+    return Self(op).record->optional_outputs[i] ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
   op.GetInputMemoryType = [](const OrtCustomOp* op, std::size_t i) {
     return Self(op).record->host_inputs[i] ? OrtMemTypeCPUInput : OrtMemTypeDefault;

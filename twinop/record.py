@@ -196,6 +196,11 @@ class Record:
         """The inputs that are in host memory on every device."""
         return frozenset(name for name, place in entries(self.memory).items() if place == "host")
 
+    @cached_property
+    def optional_outputs(self) -> frozenset[str]:
+        """The outputs that a node may omit."""
+        return frozenset(name for name, what in entries(self.memory).items() if what == "optional")
+
     @property
     def has_repeated_input(self) -> bool:
         """Whether the last input is a list of tensors."""

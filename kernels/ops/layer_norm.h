@@ -167,6 +167,7 @@ TWINOP_ROWWISE(add_layer_norm, AddLayerNorm,
               .input_shapes("residual = x; weight = x[-1:]; bias = x[-1:]")
               .limits("eps >= 0")
               .in_place("y = x; sum = residual")
+              .memory("sum = optional")
               .gradient("x, weight, bias = layer_norm_backward(grad_y, sum, weight, bias, grad_sum, -1, eps); "
                         "residual = grad_x"))
 

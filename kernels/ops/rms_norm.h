@@ -131,6 +131,7 @@ TWINOP_ROWWISE(add_rms_norm, AddRmsNorm,
               .input_shapes("residual = x; weight = x[-1:]; bias = x[-1:]")
               .limits("eps >= 0; offset in 0 | 1")
               .in_place("y = x; sum = residual")
+              .memory("sum = optional")
               .gradient("x, weight, bias = rms_norm_backward(grad_y, sum, weight, bias, grad_sum, -1, eps, offset); "
                         "residual = grad_x"))
 

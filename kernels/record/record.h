@@ -55,7 +55,7 @@ struct Record {
   // first. Other inputs, and all inputs of an op without `rows`, are contiguous.
   std::string_view rows_text = "";
   // Inputs that lie in host memory on every device, "lengths = host", because the launcher itself
-  // reads them.
+  // reads them; outputs that it does not write where their data is null, "sum = optional".
   std::string_view memory_text = "";
 
   // The library's domain, which is known when the library is loaded.
@@ -80,6 +80,7 @@ struct Record {
   bool has_limits = false;
   bool broadcasts = false;
   bool host_inputs[kMaxArguments] = {};
+  bool optional_outputs[kMaxOutputs] = {};
   std::uint8_t combination_count = 0;
   DType input_types[kMaxCombinations][kMaxArguments] = {};
   DType output_types[kMaxCombinations][kMaxOutputs] = {};
@@ -228,6 +229,7 @@ struct Record {
       std::string_view text = Entry(in_place_text, schema.outputs[i].view());
       in_place_inputs[i] =
           static_cast<std::int8_t>(text.empty() ? Schema::kNotFound : schema.FindInput(text));
+      optional_outputs[i] = Entry(memory_text, schema.outputs[i].view()) == "optional";
     }
     for (std::size_t i = 0; i < schema.input_count; ++i) {
       input_shape_texts[i] = Entry(input_shapes_text, schema.input(i).name.view());

@@ -86,16 +86,24 @@ constexpr void ValidateGradient(const Record& record) {
   }
 }
 
-// "lengths = host"
+// "lengths = host; sum = optional"
 constexpr void ValidateMemory(const Record& record) {
-  ValidateEntries(record.memory_text,
-                  [&](std::string_view name) { return record.schema.FindInput(name) >= 0; });
-  for (std::size_t i = 0; i < record.schema.input_count; ++i)
-    if (!Entry(record.memory_text, record.schema.input(i).name.view()).empty() &&
-        !record.host_inputs[i])
-      throw "a record's memory is host";
+  const Schema& schema = record.schema;
+  bool on_host = false;
+  ValidateEntries(record.memory_text, [&](std::string_view name) {
+    return schema.FindInput(name) >= 0 || schema.FindOutput(name) >= 0;
+  });
+  for (std::size_t i = 0; i < schema.input_count; ++i) {
+    if (!Entry(record.memory_text, schema.input(i).name.view()).empty() && !record.host_inputs[i])
+      throw "a record's memory is host for inputs";
+    on_host = on_host || record.host_inputs[i];
+  }
+  for (std::size_t i = 0; i < schema.output_count; ++i)
+    if (!Entry(record.memory_text, schema.outputs[i].view()).empty() && !record.optional_outputs[i])
+      throw "a record's memory is optional for outputs";
   if (record.host_inputs[0]) throw "a record's first input is in the device's memory";
-  if (!record.memory_text.empty() && (record.is_elementwise || !record.rows_text.empty()))
+  if (record.optional_outputs[0]) throw "a record's first output is not optional";
+  if (on_host && (record.is_elementwise || !record.rows_text.empty()))
     throw "an op with inputs in host memory is neither elementwise nor row-wise";
 }
 

@@ -89,6 +89,21 @@ def check_no_bit_changes(norm: str, domain: str, dtype: str, providers: list[str
 
 
 @each_norm
+def test_a_sum_that_nothing_reads_is_not_written(norm: str) -> None:
+    """The node and its function omit it, unless another node of the op needs it."""
+    feeds = {"x": torch.randn(SHAPE), "residual": torch.randn(SHAPE), "weight": torch.randn(16)}
+    expected = deploy.session(ir.to_proto(graph(norm)), CPU).run(feeds)["y"]
+    for read in (False, True):
+        found = graph(norm, outputs=("y", "sum") if read else ("y",))
+        found.graph.outputs[0].shape = ir.Shape(SHAPE)
+        fuse_sums(found, RECORDS)
+        proto = ir.to_proto(attach_bodies(found))
+        assert [len(each.output) for each in (proto.graph.node[0], proto.functions[0])] == [1 + read] * 2
+        for session in (deploy.session(proto, CPU), deploy.session(proto, CPU, library=False)):
+            torch.testing.assert_close(session.run(feeds)["y"], expected, atol=1e-5, rtol=1e-5)
+
+
+@each_norm
 def test_other_readers_of_the_sum(norm: str) -> None:
     """A node before the norm, a second norm and the graph read the sum; a weight is made between the two."""
     more = (

@@ -108,6 +108,7 @@ def may_name() -> set[Path]:
         ROOT / "torch_op/second_derivatives.py",
         ROOT / "torch_op/modules.py",
         ROOT / "torch_op/linear_rules.py",
+        ROOT / "torch_op/norm_rules.py",
         ROOT / "kernels/linear/body.h",  # a model with other ops of the library
         ROOT / "twinop/testing/own_ops.py",
         ROOT / "twinop/testing/matrix/test_results.py",  # dim and x of any row-wise op

@@ -84,6 +84,8 @@ MALFORMED_RECORDS = [
     (("autocast", "fp32"), "autocast is keep, widest or lower"),
     (("memory", "w = host"), "names no argument or output"),
     (("memory", "x = device"), "memory is host"),
+    (("memory", "y = host"), "memory is optional for outputs"),
+    (("memory", "y = optional"), "first output is not optional"),
     (("memory", "x = host"), "first input is in the device's memory"),
 ]
 

@@ -1,0 +1,32 @@
+"""An output that a node omits is not written, and the others keep their bits."""
+
+import pytest
+from samples import DEVICES, RECORDS
+
+from twinop.testing.one_node import assert_same_bits, make_session, one_node_model, run_bound
+from twinop.testing.ort_runner import poisoned
+from twinop.testing.samples import run_in_torch, samples, wide_samples
+from twinop.testing.under_test import library_of
+
+OPTIONAL = [name for name, record in RECORDS.items() if record.optional_outputs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_the_others_keep_their_bits(name: str, device: str) -> None:
+    record = RECORDS[name]
+    assert {*record.outputs[1:]} == record.optional_outputs
+    for dtypes in record.combinations:
+        sessions = {}
+        for sample in (*samples(record, dtypes), *wide_samples(record, dtypes)):
+            sample = sample.to(device)
+            present = [given is not None for given in sample.inputs.values()]
+            key = f"{present}{sample.attributes}"
+            if key not in sessions:
+                model = one_node_model(record, dtypes, present, sample.attributes)
+                del model.graph.node[0].output[1:], model.graph.output[1:]
+                sessions[key] = make_session(model, library_of(record), device)
+            expected = run_in_torch(record, sample)[0]
+            found = poisoned(expected)
+            run_bound(sessions[key], sample.tensors(), {record.outputs[0]: found})
+            assert_same_bits(found, expected, f"{name} {dtypes}")
