@@ -124,14 +124,16 @@ def choose(names: str | None, library: Path | None = None) -> dict[str, Entry]:
 def built_entries() -> dict[str, Entry]:
     """Returns the entries of the built ops.
 
-    An elementwise or row-wise op that the table of peers does not name has an entry derived from its record.
+    An elementwise or row-wise op of floats that the table of peers does not name has an entry derived from
+    its record.
     """
     records = torch_op.records()
     found = {name: entry for name, entry in ENTRIES.items() if entry.op in records}
     known = {entry.op for entry in ENTRIES.values()}
     for name, record in records.items():
         own = record.domain == DOMAIN and not record.is_backward
-        if own and name not in known and (record.is_elementwise or record.rows):
+        floats = all("int" not in dtype for dtype in record.combinations[0].values())
+        if own and name not in known and floats and (record.is_elementwise or record.rows):
             found[name] = entry_of(record)
     return found
 

@@ -240,6 +240,13 @@ def add_layer_norm(op, x, residual, weight, bias, *, eps):
 
 
 @body(defaults={"bias": DefaultInput(0)})
+def embed_layer_norm(op, table, ids, rows, weight, bias, *, eps):
+    total = op.rounded(op.Add(op.Gather(table, ids), rows), table)
+    centred = op.Sub(total, op.ReduceMean(total, [-1]))
+    return _affine(op, _divide_by_rms(op, centred, [-1], eps), weight, bias), total
+
+
+@body(defaults={"bias": DefaultInput(0)})
 def add_rms_norm(op, x, residual, weight, bias, *, eps, offset):
     total = op.rounded(op.Add(x, residual), x)
     weight = op.Add(weight, op.CastLike(offset, weight))

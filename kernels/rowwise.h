@@ -130,6 +130,9 @@ struct Defaults {
   static constexpr auto kColumns = Names();
   // Whether they have values for each entry of the tensor's first dimension: [B, columns].
   static constexpr bool kColumnsOfBatch = false;
+  // Whether the first input is a table, whose rows an input `ids` [B, S] of int32 or int64 chooses.
+  // The second one then is [1 or B, S, columns].
+  static constexpr bool kGathers = false;
   static constexpr int kRowOutputs = 1;  // the op's first outputs
   // Sums over all rows, one a column: the op's last outputs (grad_weight, grad_bias).
   static constexpr int kColumnSums = 0;
@@ -236,6 +239,7 @@ template <class F, class Op>
 Rows RowsOf(const CallOf<Op>& call) {
   constexpr RowDimension kDimension = Op::kRecord.row_dimension;
   const Tensor& first = call.inputs[kRowIndices<F, Op>[0]];
+  if constexpr (F::kGathers) return {InputOf(call, "ids"_name).numel, first.sizes[1], 1};
   const std::int64_t axis = kDimension.Of(call.attributes);
   return kDimension.to_the_end ? RowsBehind(first, axis) : RowsAlong(first, axis);
 }

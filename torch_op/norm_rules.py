@@ -1,5 +1,6 @@
-"""The derivative of `ada_layer_norm`, whose scale and shift belong to a batch's entries."""
+"""Derivatives of norms that formulas of a record do not express: of a batch's scale, of a table's rows."""
 
+import torch
 from torch import Tensor
 
 from twinop.own_op import DERIVATIVES
@@ -22,6 +23,29 @@ def _ada_layer_norm_backward(
     return grad_x, sum_of_batch(grad * normal), sum_of_batch(grad)
 
 
+def _embed_layer_norm_backward(
+    grad_y: Tensor,
+    grad_sum: Tensor,
+    table: Tensor,
+    ids: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    sum: Tensor,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    grad, grad_weight, grad_bias = functions["layer_norm_backward"](
+        grad_y, sum, weight, bias, grad_sum, -1, eps
+    )
+    wide = grad if grad.dtype == torch.float64 else grad.float()  # many terms may meet in one row
+    of_table = torch.zeros_like(table, dtype=wide.dtype)
+    of_table = of_table.index_add(0, ids.flatten() % table.shape[0], wide.flatten(0, 1)).to(table.dtype)
+    of_rows = wide if len(rows) == len(ids) else wide.sum(0, keepdim=True)
+    return of_table, None, of_rows.to(rows.dtype), grad_weight, grad_bias if bias is not None else None
+
+
 def register_norm_rules() -> None:
-    """Registers the derivative."""
+    """Registers the derivatives."""
     DERIVATIVES["ada_layer_norm"] = _ada_layer_norm_backward
+    DERIVATIVES["embed_layer_norm"] = _embed_layer_norm_backward

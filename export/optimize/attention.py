@@ -17,10 +17,10 @@ import onnx_ir as ir
 
 from .graph import (
     MICROSOFT,
-    Dim,
     Work,
     add,
     attribute,
+    broadcast_dims,
     dims,
     int_constant,
     made_by,
@@ -129,7 +129,7 @@ def _mask_inputs(
         return [None, lengths] if lengths is not None else []
     whole = rest[0]
     for mask in rest[1:]:
-        whole = add(before, "Add", [whole, mask], shape=_broadcast(dims(whole), dims(mask)))
+        whole = add(before, "Add", [whole, mask], shape=broadcast_dims(dims(whole), dims(mask)))
     shape, rows, columns = dims(whole), (dims(q.value) or [0, None])[1], (dims(k.value) or [0, None])[1]
     if shape is None or len(shape) > 4:
         raise Apart("a mask of unknown rank")
@@ -150,15 +150,6 @@ def _padding(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:
     values = [like(before, number, mask) for number in (0.0, LOWEST)]
     bias = add(before, "Where", [kept, *values], dtype=mask.dtype, shape=dims(shown))
     return add(before, "Unsqueeze", [bias, int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
-
-
-def _broadcast(a: list[Dim] | None, b: list[Dim] | None) -> list[Dim] | None:
-    """Returns the shape of a sum; a dimension that only one of the two has is that one's."""
-    if a is None or b is None:
-        return None
-    rank = max(len(a), len(b))
-    pairs = zip([1] * (rank - len(a)) + a, [1] * (rank - len(b)) + b, strict=True)
-    return [y if x == 1 else x for x, y in pairs]
 
 
 def _finite(mask: ir.Value, before: ir.Node) -> ir.Value:

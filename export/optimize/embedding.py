@@ -1,15 +1,33 @@
-"""Embeddings whose ids are known.
+"""Embeddings whose ids are known, and the norm behind a lookup.
 
 Matches: a sum with rows of a constant table, looked up by constant ids (positions) or by ids that are all
 the same (token types that nobody gives: slices and expansions of a buffer of zeros).
 Writes: the sum with these rows as a constant. Constants that are added one after the other become one.
-Leaves alone: ids that are inputs of the model.
+Leaves alone: ids that are inputs of the model. `fuse_norms` makes the lookup of such ids [B, S], sums with
+rows [1 or B, S, C] and the layer norm behind them one CustomEmbedLayerNorm.
 """
 
 import numpy as np
 import onnx_ir as ir
 
-from .graph import Work, add, attribute, constant, dims, initializer, made_by, only_user, replace, same_dims
+from twinop.record import DOMAIN
+
+from .graph import (
+    Dim,
+    Work,
+    add,
+    attribute,
+    broadcast_dims,
+    constant,
+    dims,
+    initializer,
+    int_constant,
+    made_by,
+    only_user,
+    prune,
+    replace,
+    same_dims,
+)  # fmt: skip
 
 _CARRIERS = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 
@@ -33,6 +51,78 @@ def rewrite(work: Work) -> None:
             replace(node.outputs[0], add(node, "Add", [other, total], shape=dims(node.outputs[0])))
             work.made["embedding of known ids"] += looked_up is not None
             break
+
+
+def fuse_norms(work: Work) -> None:
+    """Makes a lookup, the sums behind it and a layer norm one node."""
+    record = work.records["embed_layer_norm"]
+    for norm in work.nodes(work.records["layer_norm"].onnx_name, domain=DOMAIN):
+        total, shape = norm.inputs[0], dims(norm.inputs[0])
+        if (
+            shape is None
+            or len(shape) != 3
+            or len(norm.inputs) < 2
+            or attribute(norm, "axis", -1) not in (-1, 2)
+        ):
+            continue
+        terms = _terms(total, norm)
+        lookup = next((term for term in terms if _is_lookup(term, shape)), None)
+        if lookup is None or len(terms) < 2:
+            continue
+        node = lookup.producer()
+        assert node is not None and total is not None
+        rows = _rows_of_all(norm, [term for term in terms if term is not lookup], shape)
+        if rows is None:
+            continue
+        inputs = [*node.inputs, rows, *norm.inputs[1:]]
+        attributes = {"eps": attribute(norm, "eps", 1e-5)}
+        fused = ir.node(record.onnx_name, inputs, attributes, domain=DOMAIN, num_outputs=2)
+        last = total.producer()
+        assert last is not None
+        old = [*norm.outputs, total]
+        ir.convenience.replace_nodes_and_values(work.graph, norm, [last, norm], [fused], old, fused.outputs)
+        for term in terms:
+            prune(term.producer())
+        work.graph.sort()
+        work.made["layer_norm"] -= 1
+        work.made["embed_layer_norm"] += 1
+
+
+def _terms(value: ir.Value | None, reader: ir.Node) -> list[ir.Value]:
+    """Returns what a sum adds up; the partial sums have no other reader. The whole sum may have some."""
+    node = made_by(value, "Add")
+    if node is None or value is None:
+        return [] if value is None else [value]
+    return [
+        term
+        for each in node.inputs
+        if each is not None
+        for term in (_terms(each, node) if only_user(each) is node else [each])
+    ]
+
+
+def _is_lookup(value: ir.Value, shape: list[Dim]) -> bool:
+    """Whether a value is the rows of a table that ids [B, S] choose."""
+    gather = made_by(value, "Gather")
+    if gather is None or attribute(gather, "axis", 0) != 0 or len(dims(gather.inputs[0]) or ()) != 2:
+        return False
+    return _are_ids(gather.inputs[1]) and same_dims(dims(gather.inputs[1]), shape[:2])
+
+
+def _rows_of_all(before: ir.Node, terms: list[ir.Value], shape: list[Dim]) -> ir.Value | None:
+    """Adds values up, and returns the sum as [1 or B, S, C]; None if it is not known to have this shape."""
+    terms = sorted(terms, key=lambda term: len(dims(term) or ()))
+    total = terms[0]
+    for term in terms[1:]:
+        total = add(before, "Add", [total, term], shape=broadcast_dims(dims(total), dims(term)))
+    found = dims(total)
+    if found == shape[1:]:
+        return add(before, "Unsqueeze", [total, int_constant(before, [0])], shape=[1, *shape[1:]])
+    return total if found in (shape, [1, *shape[1:]]) and None not in shape else None
+
+
+def _are_ids(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype in (ir.DataType.INT64, ir.DataType.INT32)
 
 
 def _sum_before(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, np.ndarray] | None:

@@ -105,6 +105,15 @@ def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
     return a is not None and b is not None and list(a) == list(b) and None not in a
 
 
+def broadcast_dims(a: list[Dim] | None, b: list[Dim] | None) -> list[Dim] | None:
+    """Returns the shape of a sum; a dimension that only one of the two has is that one's."""
+    if a is None or b is None:
+        return None
+    rank = max(len(a), len(b))
+    pairs = zip([1] * (rank - len(a)) + a, [1] * (rank - len(b)) + b, strict=True)
+    return [y if x == 1 else x for x, y in pairs]
+
+
 def last_dim(value: ir.Value | None) -> int | None:
     """Returns the last dimension, if it is a known number."""
     shape = dims(value)

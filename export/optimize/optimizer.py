@@ -52,6 +52,7 @@ REWRITES: Mapping[str, Callable[[Work], None]] = {
     "modulation": modulation.rewrite,
     "add_product": add_product.rewrite,
     "linear": linear.rewrite,
+    "embed_norm": embedding.fuse_norms,
     "add_norm": _add_norms,
 }
 """The rewrites by name, in their order."""

@@ -3,14 +3,35 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "twinop/rowwise.h"
 
 namespace twinop::rowwise {
 
+// The rows of a functor with kGathers.
+struct Gather {
+  const void* ids;
+  bool ids_are_32_bits;
+  std::int64_t ids_columns, ids_stride;  // S, and the elements from one sequence to the next
+  std::int64_t input_rows[2];            // of the table and of the second input
+
+  // Negative ids count from the table's end. Others outside of it never get here on the CPU, and
+  // read the first or last row on CUDA.
+  TWINOP_INLINE std::int64_t Row(int j, std::int64_t row) const {
+    if (j == 1) return row % input_rows[1];
+    const std::int64_t place = row / ids_columns * ids_stride + row % ids_columns;
+    std::int64_t id = ids_are_32_bits ? static_cast<const std::int32_t*>(ids)[place]
+                                      : static_cast<const std::int64_t*>(ids)[place];
+    if (id < 0) id += input_rows[0];
+    return id < 0 ? 0 : id < input_rows[0] ? id : input_rows[0] - 1;
+  }
+};
+struct NoGather {};
+
 // The tensors of a call: rows have element type S, column inputs and column sums have W.
 template <class F, class S, class W>
-struct Arguments {
+struct Arguments : std::conditional_t<F::kGathers, Gather, NoGather> {
   static constexpr int kInputs = kRowInputs<F>;
   static constexpr int kColumns = kColumnInputs<F>;
 
@@ -23,6 +44,12 @@ struct Arguments {
   // With kColumnsOfBatch: rows that share the values of a column input, and the elements from them
   // to those of the next rows.
   std::int64_t column_rows, column_strides[kColumns + 1];
+
+  // The row of the j-th input that goes into a row of the results.
+  TWINOP_INLINE std::int64_t InputRow(int j, std::int64_t row) const {
+    if constexpr (F::kGathers) return this->Row(j, row);
+    return row;
+  }
 
   // The column input of a row, or of the last one; null: absent.
   TWINOP_INLINE const W* Column(int c, std::int64_t row) const {
@@ -47,6 +74,17 @@ Arguments<F, S, W> MakeArguments(const CallOf<Op>& call, const Rows& rows) {
     if constexpr (F::kColumnsOfBatch) {
       arguments.column_rows = rows.count / std::max<std::int64_t>(input.sizes[0], 1);
       arguments.column_strides[i] = RowStride(input, rows);
+    }
+  }
+  if constexpr (F::kGathers) {
+    const Tensor& ids = InputOf(call, "ids"_name);
+    arguments.ids = ids.data;
+    arguments.ids_are_32_bits = ids.dtype == DType::kInt32;
+    arguments.ids_columns = ids.sizes[1];
+    arguments.ids_stride = ids.strides == nullptr ? ids.sizes[1] : ids.strides[0];
+    for (int i = 0; i < 2; ++i) {
+      const Tensor& input = call.inputs[kRowIndices<F, Op>[i]];
+      arguments.input_rows[i] = input.numel / std::max<std::int64_t>(rows.columns, 1);
     }
   }
   for (int i = 0; i < F::kRowOutputs; ++i) arguments.outputs[i] = call.outputs[i].template as<S>();

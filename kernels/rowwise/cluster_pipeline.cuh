@@ -218,7 +218,8 @@ class RowSlices {
   // ---------------------------------------------------------------------------------- a row
 
   __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
-    return reads_.Of(arguments_.inputs[j] + row * arguments_.strides[j] + begin_);
+    return reads_.Of(arguments_.inputs[j] + arguments_.InputRow(j, row) * arguments_.strides[j] +
+                     begin_);
   }
   __device__ __forceinline__ S* Output(int o, std::int64_t row) const {
     return arguments_.outputs[o] + row * arguments_.rows.columns + begin_;

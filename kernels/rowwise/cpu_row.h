@@ -77,7 +77,7 @@ struct RowWorker {
         body(tensors.rows.columns - tail) {
     for (int j = 0; j < kInputs; ++j) {
       limits[j] = arguments.inputs[j];
-      if (limits[j] != nullptr) limits[j] += (end - 1) * arguments.strides[j] + body + tail;
+      if (limits[j] != nullptr) limits[j] += LastRow(j, end) * arguments.strides[j] + body + tail;
       std::fill_n(staging.in[j], kLanes, S{});
       std::fill_n(staging.tail_in[j], kLanes, S{});
     }
@@ -95,6 +95,11 @@ struct RowWorker {
     for (std::int64_t i = 0; i < kLanes; ++i) staging.tail_mask[i] = i < tail ? T(1) : T(0);
   }
 
+  // The last row of an input that this thread may read. (Nobody writes to a table meanwhile.)
+  TWINOP_INLINE std::int64_t LastRow(int j, std::int64_t end) const {
+    if constexpr (F::kGathers) return arguments.input_rows[j] - 1;
+    return end - 1;
+  }
   TWINOP_INLINE void SetColumns(std::int64_t row) {
     for (int j = 0; j < kColumnInputs<F>; ++j) {
       columns[j] = arguments.Column(j, row);
@@ -114,7 +119,8 @@ struct RowWorker {
         stride == 1 ? row * rows.columns : row / stride * rows.columns * stride + row % stride;
     for (int j = 0; j < kInputs; ++j) {
       in[j] = arguments.inputs[j];
-      if (in[j] != nullptr) in[j] += stride == 1 ? row * arguments.strides[j] : dense;
+      if (in[j] != nullptr)
+        in[j] += stride == 1 ? arguments.InputRow(j, row) * arguments.strides[j] : dense;
     }
     for (int k = 0; k < F::kRowOutputs; ++k) {
       out[k] = arguments.outputs[k];

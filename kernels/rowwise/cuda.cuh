@@ -96,7 +96,7 @@ struct Launch {
     bool aligned = true;
     for (int i = 0; i < kRowInputs<F>; ++i)
       aligned = aligned && IsAligned(arguments.inputs[i], kVectorBytes) &&
-                (rows.count == 1 || arguments.strides[i] % kWidth == 0);
+                ((rows.count == 1 && !F::kGathers) || arguments.strides[i] % kWidth == 0);
     for (int i = 0; i < kColumnInputs<F>; ++i)
       aligned = aligned && IsAligned(arguments.columns[i], kVectorBytes) &&
                 (!F::kColumnsOfBatch || arguments.column_strides[i] % kWidth == 0);
@@ -203,9 +203,9 @@ struct Launch {
 
   // Which of the sources for sm_90 have kernels. Norms have them for the widths of models. Only
   // rows over a vocabulary, which have no column inputs, are wider than registers, or wide and
-  // misaligned. Wide float64 rows, and those with column inputs of a batch, come from global
-  // memory.
-  static constexpr bool kHasClusters = sizeof(S) < 8 && !F::kColumnsOfBatch;
+  // misaligned. Wide float64 rows, and those of a table or with column inputs of a batch,
+  // come from global memory.
+  static constexpr bool kHasClusters = sizeof(S) < 8 && !F::kColumnsOfBatch && !F::kGathers;
   static constexpr bool kVocabulary = kColumnInputs<F> == 0 && !kSums;
   static constexpr bool kHasRegisters = kHasClusters && !kSums;
   static constexpr bool kHasRegistersLong = kVocabulary && kResident == 1 && sizeof(S) == 4;

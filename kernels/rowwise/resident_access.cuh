@@ -110,7 +110,8 @@ class ResidentAccess {
   }
 
   __device__ __forceinline__ const S* Input(int j, std::int64_t row) const {
-    const S* const input = Offset(arguments_.inputs[j], row * arguments_.strides[j]);
+    const S* const input =
+        Offset(arguments_.inputs[j], arguments_.InputRow(j, row) * arguments_.strides[j]);
     // The L2 hint slows down the reads of one realigned row, and speeds up those of two.
     return kDirect || F::kPreparedOutput >= 0 ? reads_.Of(input) : input;
   }

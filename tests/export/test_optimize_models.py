@@ -19,7 +19,7 @@ from twinop.export.optimize import optimize
 pytestmark = pytest.mark.usefixtures("one_thread")
 MADE = {
     "bert": {
-        "linear+bias": 10, "linear+bias+gelu": 2, "attention": 2, "layer_norm": 1, "add_layer_norm": 4,
+        "linear+bias": 10, "linear+bias+gelu": 2, "attention": 2, "embed_layer_norm": 1, "add_layer_norm": 4,
         "embedding of known ids": 1,
     },
     "llama": {
@@ -66,7 +66,7 @@ def test_bert_of_one_length_runs_in_a_cuda_graph(tmp_path: Path) -> None:
     model, path = encoder("bert", size_of("dynamo"), attention="sdpa"), tmp_path / "bert.onnx"
     open_batch = {name: {0: "batch"} for name in ("ids", "mask")}
     export(model, batch(TINY, padding=5), path, dynamic=open_batch, verify=False)
-    kinds = {"Gather", "Add", "CustomLayerNorm", "CustomAddLayerNorm", "CustomLinear", "MultiHeadAttention"}
+    kinds = {"CustomEmbedLayerNorm", "CustomAddLayerNorm", "CustomLinear", "MultiHeadAttention"}
     of_masks = {"right": {"Cast", "ReduceSum"}, None: {"Cast", "Where", "Unsqueeze", "Expand"}}
     for padding, of_mask in of_masks.items():
         _, made = optimized(path, tmp_path, padding=padding)
@@ -133,7 +133,7 @@ def test_for_the_cpu(tmp_path: Path) -> None:
     """Products stay ONNX Runtime's."""
     report, model = optimized(exported("bert", "eager", "torchscript", tmp_path), tmp_path, device="cpu")
     embedding = {"embedding of known ids": 1}
-    assert report.made == {"attention": 2, "layer_norm": 1, "add_layer_norm": 4} | embedding
+    assert report.made == {"attention": 2, "embed_layer_norm": 1, "add_layer_norm": 4} | embedding
     assert types(model)["MatMul"] == 12 and "CustomLinear" not in types(model)
 
 

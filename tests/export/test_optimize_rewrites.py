@@ -1,4 +1,4 @@
-"""Tests of the optimizer's rewrites on small graphs: each spelling, and what is left alone."""
+"""Tests of the rewrites of products, attention and activations on small graphs, and of what stays."""
 
 from pathlib import Path
 
@@ -49,78 +49,6 @@ def test_silu_and_what_is_no_activation_of_ours(tmp_path: Path) -> None:
         "silu behind a convolution: ONNX Runtime fuses it": 1,
     }
     assert types(model) == {"CustomSilu": 1, "Mul": 3, "Sigmoid": 2, "Conv": 1}
-
-
-NORMS = {
-    "rms": "s = Pow (x, two) m = ReduceMean <keepdims=1> (s, last) v = Add (m, eps) r = Sqrt (v)"
-    " n = Div (x, r) y = Mul (n, w)",
-    "rms, reciprocal": "s = Mul (x, x) m = ReduceMean (s, last) v = Add (eps, m) r = Sqrt (v)"
-    " i = Reciprocal (r) n = Mul (i, x) y = Mul (w, n)",
-    "rms, power": "s = Mul (x, x) m = ReduceMean (s, last) v = Add (eps, m) i = Pow (v, minus_half)"
-    " n = Mul (x, i) y = Mul (w, n)",
-    "layer": "c = ReduceMean (x, last) d = Sub (x, c) s = Pow (d, two) m = ReduceMean (s, last)"
-    " v = Add (m, eps) r = Sqrt (v) n = Div (d, r) k = Mul (n, w) y = Add (k, b)",
-    "layer, no bias": "c = ReduceMean (x, last) d = Sub (x, c) s = Mul (d, d) m = ReduceMean (s, last)"
-    " v = Add (m, eps) r = Sqrt (v) n = Div (d, r) y = Mul (w, n)",
-    "layer, ONNX": "y = LayerNormalization <axis=-1, epsilon=0.001> (x, w, b)",
-    "rms, ONNX Runtime": "y = SimplifiedLayerNormalization <axis=-1, epsilon=0.001> (x, w)",
-}
-ROWS = {
-    "w": weights(8) + 1, "b": weights(8, seed=1), "eps": np.array(1e-3, np.float32),
-    "two": np.array(2, np.float32), "minus_half": np.array(-0.5, np.float32), "last": np.array([-1]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_however_they_are_written(name: str, tmp_path: Path) -> None:
-    _, model = optimized(parsed(f"{UNARY} {{ {NORMS[name]} }}", **ROWS), tmp_path)
-    kind = "CustomRmsNorm" if name.startswith("rms") else "CustomLayerNorm"
-    assert types(model) == {kind: 1}
-    [norm] = model.graph
-    assert norm.attributes.get_float("eps", 0) == pytest.approx(1e-3)
-    assert norm.inputs[1] is not None and norm.inputs[1].name == "w"
-
-
-def test_norms_of_other_dimensions_stay(tmp_path: Path) -> None:
-    text = f"{UNARY} {{ y = LayerNormalization <axis=1> (x, w) }}"
-    report, _ = optimized(parsed(text, w=weights(6, 8)), tmp_path)
-    assert report.made == {} and report.left == {"LayerNormalization: over several dimensions": 1}
-
-
-MODULATED = "n = LayerNormalization <axis=-1, epsilon=0.01> (x, ones)"
-MODULATIONS = {
-    "as DiT": "s = Unsqueeze (scale, middle) t = Unsqueeze (shift, middle) a = Add (s, one) b = Mul (n, a)"
-    " y = Add (b, t)",
-    "other orders": "both = Concat <axis=1> (scale, shift) u = Unsqueeze (both, middle)"
-    " s, t = Split <axis=-1, num_outputs=2> (u) a = Add (one, s) b = Mul (a, n) y = Add (t, b)",
-}
-CONDITIONED = "(float[N, 6, 8] x, float[N, 8] scale, float[N, 8] shift) => (float[N, 6, 8] y)"
-CONSTANTS = {"ones": np.ones(8, np.float32), "middle": np.array([1]), "w": weights(8), **SCALARS}
-
-
-@pytest.mark.parametrize("name", MODULATIONS)
-def test_scale_and_shift_of_each_sequence(name: str, tmp_path: Path) -> None:
-    text = f"{CONDITIONED} {{ {MODULATED} {MODULATIONS[name]} }}"
-    report, model = optimized(parsed(text, **CONSTANTS), tmp_path)
-    assert report.made == {"ada_layer_norm": 1}
-    [norm] = nodes(model, "CustomAdaLayerNorm")
-    assert norm.attributes.get_float("eps", 0) == pytest.approx(0.01)
-    if name == "as DiT":
-        assert types(model) == {"CustomAdaLayerNorm": 1}
-
-
-def test_other_scales_of_a_norm_are_a_product_and_a_sum(tmp_path: Path) -> None:
-    """Of a norm with weights, of each token, of a batch of one, without the one."""
-    weighted = MODULATED.replace("ones", "w")
-    for norm, sizes, text in (
-        (weighted, "N, 1, 8", "a = Add (s, one) b = Mul (n, a) y = Add (b, t)"),
-        (MODULATED, "N, 6, 8", "a = Add (s, one) b = Mul (n, a) y = Add (b, t)"),
-        (MODULATED, "1, 1, 8", "a = Add (s, one) b = Mul (n, a) y = Add (b, t)"),
-        (MODULATED, "N, 1, 8", "b = Mul (n, s) y = Add (b, t)"),
-    ):
-        inputs = f"(float[N, 6, 8] x, float[{sizes}] s, float[{sizes}] t) => (float[N, 6, 8] y)"
-        report, _ = optimized(parsed(f"{inputs} {{ {norm} {text} }}", **CONSTANTS), tmp_path)
-        assert report.made == {"layer_norm": 1, "sum with a product": 1}, (norm, sizes, text)
 
 
 LINEAR = "(float[N, 6, 8] x) => (float[N, 6, 5] y)"
@@ -284,30 +212,6 @@ def test_masks_that_hide_nothing(name: str, tmp_path: Path) -> None:
     _, model = optimized(parsed(text, **SHAPES, **more), tmp_path)
     [node] = nodes(model, "MultiHeadAttention")
     assert len(node.inputs) == inputs
-
-
-EMBEDDED = """(int64[B, S] ids, int64[B, S] types) => (float[B, S, 8] y) {
-    n = Shape (ids) k = Expand (zeros, n) m = Shape <start=1> (ids) l = Slice (long, first, m, axis)
-    a = Gather (words, ids) b = Gather (kinds, %s) c = Add (a, b)
-    d = Gather (places, known) y = Add (%s) }"""
-TABLES = {
-    "words": weights(9, 8), "kinds": weights(2, 8, seed=1), "places": weights(5, 8, seed=2),
-    "zeros": np.zeros((1, 1), np.int64), "long": np.ones((1, 50), np.int64), "known": np.array([[3]]),
-    "first": np.array([0]), "axis": np.array([1]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("ids", "total"), [("k", "c, d"), ("l", "d, c")], ids=["expanded", "of a buffer of ones"]
-)
-def test_embeddings_of_known_ids(ids: str, total: str, tmp_path: Path) -> None:
-    report, model = optimized(parsed(EMBEDDED % (ids, total), **TABLES), tmp_path)
-    assert types(model) == {"Gather": 1, "Add": 1} and report.made == {"embedding of known ids": 1}
-
-
-def test_embeddings_of_an_input(tmp_path: Path) -> None:
-    report, _ = optimized(parsed(EMBEDDED % ("types", "c, d"), **TABLES), tmp_path)
-    assert not report.made
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_elementwise_ops_copy_nothing(record: Record, view: str) -> None:
     assert same(op(*expanded), op(*(tensor.contiguous() for tensor in expanded)))
 
 
-ROWS = [record for record in ALL.values() if record.rows]
+ROWS = [record for record in ALL.values() if record.rows and "int64" not in record.combinations[0].values()]
 
 
 def row_views(

@@ -78,6 +78,17 @@ def _ada_layer_norms(size: int) -> Iterator[dict[str, Any]]:
         yield {"x": x, "scale": scale, "shift": shift}
 
 
+def _embed_layer_norms(size: int) -> Iterator[dict[str, Any]]:
+    for (batch, length), own_rows in (((3, 2), True), ((2, 3), False), ((1, 1), False), ((0, 4), True)):
+        random = torch.Generator().manual_seed(batch + length + size)
+        table, weight = torch.randn(7, size, generator=random), torch.randn(size, generator=random)
+        rows = torch.randn(batch if own_rows else 1, length, size, generator=random)
+        ids = torch.randint(7, (batch, length), generator=random)
+        yield {"table": table, "ids": ids, "rows": rows, "weight": weight} | (
+            {"bias": weight.flip(0)} if own_rows else {}
+        )
+
+
 def _matmuls(size: int) -> Iterator[dict[str, Any]]:
     shapes = [((size, size + 2), (size + 2, 3)), ((2, 3, size), (2, size, 5))]
     if size:  # ONNX Runtime's own MatMul leaves the results of empty sums unset where operands broadcast
@@ -95,6 +106,7 @@ _CALLS = {
     "linear_swiglu": _linear_swiglus,
     "rope": _ropes,
     "ada_layer_norm": _ada_layer_norms,
+    "embed_layer_norm": _embed_layer_norms,
 }
 
 
@@ -197,6 +209,13 @@ def _add_layer_norm_magnitude(
     return _layer_norm_magnitude(total, weight, bias, -1, eps), total.abs()
 
 
+def _embed_layer_norm_magnitude(
+    table: Tensor, ids: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    total = table[ids.long()] + rows
+    return _layer_norm_magnitude(total, weight, bias, -1, eps), total.abs()
+
+
 def _add_rms_norm_magnitude(
     x: Tensor,
     residual: Tensor,
@@ -276,6 +295,7 @@ REFERENCES: dict[str, Reference] = {
     # Rows of thousands of equal values, whose roundings all go one way; others stay below 3. Bodies: ONNX
     # Runtime adds rows up in order.
     "layer_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_layer_norm_magnitude),
+    "embed_layer_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_embed_layer_norm_magnitude),
     "ada_layer_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_ada_layer_norm_magnitude),
     "rms_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_rms_norm_magnitude),
     "add_layer_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_add_layer_norm_magnitude),
