@@ -173,12 +173,24 @@ def _by_value(op, attribute, compute):
 
 
 @body
-def rope(op, q, k, cos, sin, *, layout, inverse):
+def rope(op, q, k, cos, sin, *, layout, inverse, head_size):
     c, s = _angle_by_head(op, cos), _by_value(op, inverse, lambda op, back: _sine(op, sin, back))
-    size = op.Mul(op.Shape(cos, start=2), 2)
-    return tuple(
-        _by_value(op, layout, lambda op, value, x=x: _turned(op, x, c, s, size, value)) for x in (q, k)
-    )
+    turning = op.Mul(op.Shape(cos, start=2), 2)
+    size = turning
+    if head_size.values != {0}:
+        given = op.CastLike(head_size, turning)
+        size = op.Where(op.Equal(given, 0), turning, given)
+
+    def turned(x):
+        shape = op.Concat(op.Shape(x, end=2), op.Div(op.Shape(x, start=2), size), size, axis=0)
+        heads = op.Reshape(x, shape)
+        first = heads if size is turning else op.Slice(heads, [0], turning, [-1])
+        new = _by_value(op, layout, lambda op, value: _turned(op, first, c, s, turning, value))
+        if size is not turning:
+            new = op.Concat(new, op.Slice(heads, turning, size, [-1]), axis=-1)
+        return op.Reshape(new, op.Shape(x))
+
+    return turned(q), turned(k)
 
 
 def _angle_by_head(op, table):
@@ -189,9 +201,8 @@ def _sine(op, sin, back):
     return _angle_by_head(op, op.Neg(sin) if back else sin)
 
 
-def _turned(op, x, cos, sin, size, layout):
+def _turned(op, heads, cos, sin, size, layout):
     """Builds a cos - b sin and b cos + a sin for the pairs (a, b) of each head."""
-    heads = op.Reshape(x, op.Concat(op.Shape(x, end=2), op.Div(op.Shape(x, start=2), size), size, axis=0))
     if layout == "half":
         middle = op.Div(size, 2)
         a, b = op.Slice(heads, [0], middle, [-1]), op.Slice(heads, middle, size, [-1])
@@ -199,8 +210,9 @@ def _turned(op, x, cos, sin, size, layout):
         a, b = (op.Slice(heads, [at], size, [-1], [2]) for at in (0, 1))
     turned = [op.Sub(op.Mul(a, cos), op.Mul(b, sin)), op.Add(op.Mul(b, cos), op.Mul(a, sin))]
     if layout == "half":
-        return op.Reshape(op.Concat(*turned, axis=-1), op.Shape(x))
-    return op.Reshape(op.Concat(*(op.Unsqueeze(each, [-1]) for each in turned), axis=-1), op.Shape(x))
+        return op.Concat(*turned, axis=-1)
+    pairs = op.Concat(*(op.Unsqueeze(each, [-1]) for each in turned), axis=-1)
+    return op.Reshape(pairs, op.Shape(heads))
 
 
 @body

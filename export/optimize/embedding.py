@@ -106,6 +106,8 @@ def _is_lookup(value: ir.Value, shape: list[Dim]) -> bool:
     gather = made_by(value, "Gather")
     if gather is None or attribute(gather, "axis", 0) != 0 or len(dims(gather.inputs[0]) or ()) != 2:
         return False
+    if only_user(value) is None:  # it would be read from the table twice
+        return False
     return _are_ids(gather.inputs[1]) and same_dims(dims(gather.inputs[1]), shape[:2])
 
 

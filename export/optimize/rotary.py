@@ -2,11 +2,12 @@
 
 Matches: x * cos + rotated(x) * sin on heads [B, H, S, D], with cos and sin [1 or B, 1, S, D] as the model
 computes them. The pairs are (i, i + D/2), as in Llama, or (2i, 2i + 1), as in RoFormer and Cohere; both
-numbers of a pair have the same cos and sin.
+numbers of a pair have the same cos and sin. Of a head the first numbers may turn and the others pass, as in
+GPT-NeoX.
 Writes: CustomRope on q and k [B, S, H*D] of one attention together, with one cos and sin of each pair:
 nothing about positions is assumed. One that stands alone, and for the CPU, becomes ONNX Runtime's
 RotaryEmbedding.
-Leaves alone: parts of a head (the rest passes as it is), other orders of the rotated pairs.
+Leaves alone: other orders of the rotated pairs.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,22 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from .graph import DOMAIN, MICROSOFT, Dim, Work, add, dims, int_constant, ints, made_by, other_input, replace
+from .graph import (
+    DOMAIN,
+    MICROSOFT,
+    Dim,
+    Work,
+    add,
+    attribute,
+    dims,
+    int_constant,
+    ints,
+    last_dim,
+    made_by,
+    only_user,
+    other_input,
+    replace,
+)  # fmt: skip
 from .heads import Heads, joined, split
 
 
@@ -25,6 +41,7 @@ class _Rotation:
     cos: ir.Value
     sin: ir.Value
     layout: str  # of CustomRope
+    turning: int  # numbers of a head, the first ones
 
 
 def rewrite(work: Work) -> None:
@@ -51,18 +68,21 @@ def _rotations(work: Work) -> Iterator[_Rotation]:
         if found is None:
             continue
         x, cos, sin, layout = found
-        if not _fits(dims(x), dims(cos), dims(sin)):
+        turning, whole = last_dim(x), _of_a_part(node, x)
+        if turning is None or not _fits(dims(x), dims(cos), dims(sin)):
             work.left["rotary embedding: of another layout than [B, H, S, D]"] += 1
-        elif (heads := joined(x, node)) is None:
+            continue
+        node, x = whole or (node, x)
+        if (heads := joined(x, node)) is None:
             work.left["rotary embedding: the number of heads is not known"] += 1
         else:
-            yield _Rotation(node, heads, cos, sin, layout)
+            yield _Rotation(node, heads, cos, sin, layout, turning)
 
 
 def _go_together(work: Work, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither needs the other."""
     if a.cos is not b.cos or a.sin is not b.sin or (a.heads.size, a.layout) != (b.heads.size, b.layout):
-        return False
+        return False  # cos has as many numbers as turn
     if _differ(work, *((dims(each.heads.value) or [None])[0] for each in (a, b))):
         return False
     return not (_needs(a.heads.value, b.node) or _needs(b.heads.value, a.node))
@@ -92,8 +112,8 @@ def _needs(value: ir.Value, node: ir.Node) -> bool:
 def _together(work: Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
     angles = [_angles(a, each) for each in (a.cos, a.sin)]
     inputs = [a.heads.value, b.heads.value, *angles]
-    name, attributes = work.records["rope"].onnx_name, {"layout": a.layout}
-    node = ir.node(name, inputs, attributes, domain=DOMAIN, num_outputs=2)
+    attributes: dict[str, str | int] = {"layout": a.layout, "head_size": _head_size(a)}
+    node = ir.node(work.records["rope"].onnx_name, inputs, attributes, domain=DOMAIN, num_outputs=2)
     for result, rotation in zip(node.outputs, (a, b), strict=True):
         source = rotation.heads.value
         result.type, result.shape = source.type, source.shape
@@ -106,13 +126,45 @@ def _alone(rotation: _Rotation) -> ir.Value:
     node, heads = rotation.node, rotation.heads
     caches = [_cache(rotation, each) for each in (rotation.cos, rotation.sin)]
     inputs = [heads.value, _positions(node, rotation.cos), *caches]
-    attributes = {"num_heads": heads.count, "interleaved": int(rotation.layout == "interleaved")}
+    attributes = {
+        "num_heads": heads.count,
+        "interleaved": int(rotation.layout == "interleaved"),
+        "rotary_embedding_dim": rotation.turning if _head_size(rotation) else 0,
+    }
     return add(node, "RotaryEmbedding", inputs, attributes, domain=MICROSOFT, shape=dims(heads.value))
 
 
 def _replace(rotation: _Rotation, result: ir.Value) -> None:
     node, heads = rotation.node, rotation.heads
     replace(node.outputs[0], split(result, heads.count, heads.size, node))
+
+
+def _head_size(rotation: _Rotation) -> int:
+    """Returns the size of a head of which only a part turns, else 0."""
+    return rotation.heads.size if rotation.heads.size != rotation.turning else 0
+
+
+def _of_a_part(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value] | None:
+    """Returns concat(rotated x, rest) and what x and the rest are the two parts of, if the node is in one."""
+    concat = only_user(node.outputs[0])
+    if concat is None or concat.op_type != "Concat" or len(concat.inputs) != 2:
+        return None
+    rest = concat.inputs[1]
+    parts = [made_by(each, "Slice", "Split") for each in (x, rest)]
+    if parts[0] is None or parts[1] is None or rest is None or concat.inputs[0] is not node.outputs[0]:
+        return None
+    whole = parts[0].inputs[0]
+    turning, passing, size = (last_dim(each) for each in (x, rest, whole))
+    if parts[1].inputs[0] is not whole or whole is None or turning is None or passing is None:
+        return None
+    if turning + passing != size or attribute(concat, "axis", 0) not in (-1, 3):
+        return None
+    if parts[0].op_type == "Split":
+        in_order = parts[0] is parts[1] and list(parts[0].outputs) == [x, rest]
+    else:
+        in_order = all(ints(part, "steps", 4) in (None, [1]) for part in parts if part is not None)
+        in_order &= ints(parts[0], "starts", 1) == [0] and ints(parts[1], "starts", 1) == [turning]
+    return (concat, whole) if in_order else None
 
 
 def _parts(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, str] | None:
@@ -195,7 +247,7 @@ def _fits(x: list[Dim] | None, cos: list[Dim] | None, sin: list[Dim] | None) -> 
 
 def _one_of_each_pair(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Makes [..., D / 2] of cos or sin."""
-    node, size = rotation.node, rotation.heads.size
+    node, size = rotation.node, rotation.turning
     start_stop_step = (0, size // 2, 1) if rotation.layout == "half" else (0, size, 2)
     start, stop, step = (int_constant(node, [each]) for each in start_stop_step)
     inputs = [value, start, stop, int_constant(node, [-1]), step]
@@ -215,7 +267,7 @@ def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
 
 def _cache(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Makes [rows, D / 2] of cos or sin."""
-    node, half = rotation.node, rotation.heads.size // 2
+    node, half = rotation.node, rotation.turning // 2
     rows = [_one_of_each_pair(rotation, value), int_constant(node, [-1, half])]
     return add(node, "Reshape", rows, shape=[None, half])
 

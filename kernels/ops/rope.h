@@ -15,8 +15,9 @@ namespace twinop {
 //
 // q [B, S, Hq * D] and k [B, S, Hk * D] are as linear layers make them; cos and sin [1 or B, S,
 // D/2] have a number for each pair. Layout "half" has the pairs (i, i + D/2), as Llama;
-// "interleaved" has (2i, 2i + 1), as GPT-J. `inverse` turns back, which is the derivative; cos and
-// sin have none.
+// "interleaved" has (2i, 2i + 1), as GPT-J. Of heads of a larger `head_size` only the first D
+// numbers turn, as in GPT-NeoX. `inverse` turns back, which is the derivative; cos and sin have
+// none.
 template <class Op>
 Status LaunchRope(const CallOf<Op>& call) {
 #if defined(__CUDACC__)
@@ -28,16 +29,18 @@ Status LaunchRope(const CallOf<Op>& call) {
 
 // clang-format off
 TWINOP_OP(rope,
-          Record("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, str layout=\"half\", bool inverse=False)"
-                 " -> (Tensor turned_q, Tensor turned_k)")
+          Record("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, str layout=\"half\", bool inverse=False, "
+                 "int head_size=0) -> (Tensor turned_q, Tensor turned_k)")
               .dtypes("float32; float16; float16 cos=float32 sin=float32; bfloat16; "
                       "bfloat16 cos=float32 sin=float32; float64")
               .shapes("turned_k = k")
               .input_shapes("q = [q[0], q[1], q[2]]; k = [q[0], q[1], k[2]]; cos = [cos[0], q[1], cos[2]]; "
                             "sin = cos")
               .choices("layout = half | interleaved")
+              .limits("head_size >= 0")
               .in_place("turned_q = q; turned_k = k")
-              .gradient("q, k = rope(grad_turned_q, grad_turned_k, cos, sin, layout, not inverse)"),
+              .gradient("q, k = rope(grad_turned_q, grad_turned_k, cos, sin, layout, not inverse, "
+                        "head_size)"),
           LaunchRope)
 // clang-format on
 

@@ -97,10 +97,17 @@ struct TurnTokens {
                              count, cos, sin);
         for (const auto& rows : operands.rows) {
           for (std::int64_t head = token * rows.heads; head < (token + 1) * rows.heads; ++head) {
-            const std::int64_t at = head * p.head_size() + first * kStep;
+            const std::int64_t at = head * p.head_size + first * kStep;
             Head(p.pairs, count, cos, sin, rows.x + at, rows.y + at);
           }
         }
+      }
+      const std::int64_t turning = 2 * p.pairs;
+      for (const auto& rows : operands.rows) {
+        if (turning == p.head_size || rows.x == rows.y) continue;
+        for (std::int64_t head = token * rows.heads; head < (token + 1) * rows.heads; ++head)
+          std::copy(rows.x + head * p.head_size + turning, rows.x + (head + 1) * p.head_size,
+                    rows.y + head * p.head_size + turning);
       }
     }
   }
@@ -122,7 +129,7 @@ Status Cpu(const CallOf<Op>& call) {
         ReadAnglesOf<Compute<T>, Table>};
     Function* const turn = p.is_interleaved ? kByLevel<TurnTokens<T, true>, Function>.Choose()
                                             : kByLevel<TurnTokens<T, false>, Function>.Choose();
-    const std::int64_t width = (p.q_heads + p.k_heads) * p.head_size();
+    const std::int64_t width = (p.q_heads + p.k_heads) * p.head_size;
     const std::int64_t grain = kGrainElements / std::max<std::int64_t>(width, 1) + 1;
     call.context->ParallelFor(p.tokens, grain, [&](std::int64_t begin, std::int64_t end) {
       turn(p, operands, begin, end);

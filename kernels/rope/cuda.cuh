@@ -98,7 +98,7 @@ static __global__ void RopeKernel(Problem p, const T* q, const T* k, const Table
     for (std::int64_t i = threadIdx.y; i < p.q_heads + p.k_heads; i += blockDim.y) {
       const bool of_q = i < p.q_heads;
       const std::int64_t at =
-          (of_q ? token * p.q_heads + i : token * p.k_heads + i - p.q_heads) * p.head_size();
+          (of_q ? token * p.q_heads + i : token * p.k_heads + i - p.q_heads) * p.head_size;
       auto pairs = LoadPairs<kInterleaved, kWidth>((of_q ? q : k) + at, chunk, p.pairs);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
@@ -107,6 +107,22 @@ static __global__ void RopeKernel(Problem p, const T* q, const T* k, const Table
              &pairs.b[j]);
       }
       StorePairs<kInterleaved, kWidth>(pairs, chunk, p.pairs, (of_q ? turned_q : turned_k) + at);
+    }
+  }
+  // The numbers that pass. They may be in place already.
+  for (std::int64_t n = 2 * p.pairs + threadIdx.x * kWidth; n < p.head_size;
+       n += blockDim.x * kWidth) {
+    for (std::int64_t i = threadIdx.y; i < p.q_heads + p.k_heads; i += blockDim.y) {
+      const bool of_q = i < p.q_heads;
+      const std::int64_t at =
+          (of_q ? token * p.q_heads + i : token * p.k_heads + i - p.q_heads) * p.head_size + n;
+      const auto numbers = LoadVector<T, kWidth>((of_q ? q : k) + at);
+      T* const target = (of_q ? turned_q : turned_k) + at;
+      if constexpr (kWidth == 1) {
+        *target = numbers.values[0];
+      } else {
+        StoreAligned(numbers, target);
+      }
     }
   }
 }
@@ -139,7 +155,7 @@ Status Cuda(const CallOf<Op>& call) {
     using T = typename decltype(type)::Type;
     using Table = typename decltype(table)::Type;
     constexpr int kWidth = kVectorBytes / sizeof(T);
-    const bool wide = aligned && p.pairs % kWidth == 0;
+    const bool wide = aligned && p.pairs % kWidth == 0 && p.head_size % kWidth == 0;
     if (p.is_interleaved)
       return wide ? Launch<T, Table, kWidth, true>(call, p) : Launch<T, Table, 1, true>(call, p);
     return wide ? Launch<T, Table, kWidth, false>(call, p) : Launch<T, Table, 1, false>(call, p);

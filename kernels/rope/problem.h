@@ -13,11 +13,10 @@ struct Problem {
   std::int64_t tokens;              // of all sequences
   std::int64_t length;              // of a sequence
   std::int64_t q_heads, k_heads;    // of a token
-  std::int64_t pairs;               // of a head
+  std::int64_t head_size;           // numbers of a head
+  std::int64_t pairs;               // of its first numbers, which turn; the others pass
   bool has_batches;                 // cos and sin have rows for each sequence
   bool is_interleaved, is_inverse;  // attributes
-
-  TWINOP_INLINE std::int64_t head_size() const { return 2 * pairs; }
 };
 
 template <class Op>
@@ -25,12 +24,19 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
   const Tensor& q = InputOf(call, "q"_name);
   const Tensor& k = InputOf(call, "k"_name);
   const Tensor& cos = InputOf(call, "cos"_name);
-  const std::int64_t size = 2 * cos.sizes[2];
-  if (size == 0) return Status::Error("cos has rows without numbers; expected one for each pair");
+  const std::int64_t turning = 2 * cos.sizes[2];
+  const std::int64_t given = AttributeOf<std::int64_t>(call, "head_size"_name);
+  const std::int64_t size = given == 0 ? turning : given;
+  if (turning == 0)
+    return Status::Error("cos has rows without numbers; expected one for each pair");
+  if (size < turning)
+    return Status::Error("head_size is " + std::to_string(size) + ", and cos has " +
+                         std::to_string(turning / 2) + " angles; expected a size of at least " +
+                         std::to_string(turning) + ", or 0 for heads of pairs alone");
   if (q.sizes[2] % size != 0 || k.sizes[2] % size != 0)
     return Status::Error("q and k have rows of " + std::to_string(q.sizes[2]) + " and " +
                          std::to_string(k.sizes[2]) + " numbers; expected whole heads of " +
-                         std::to_string(size) + ": cos has " + std::to_string(size / 2) +
+                         std::to_string(size) + ": cos has " + std::to_string(turning / 2) +
                          " angles, one for each pair of a head");
   if (cos.sizes[0] != 1 && cos.sizes[0] != q.sizes[0])
     return Status::Error("cos is for " + std::to_string(cos.sizes[0]) +
@@ -40,6 +46,7 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
   problem->length = q.sizes[1];
   problem->q_heads = q.sizes[2] / size;
   problem->k_heads = k.sizes[2] / size;
+  problem->head_size = size;
   problem->pairs = cos.sizes[2];
   problem->has_batches = cos.sizes[0] != 1;
   problem->is_interleaved = AttributeOf<std::string_view>(call, "layout"_name) == "interleaved";

@@ -99,3 +99,53 @@ def test_models_with_neighbours(name: str, exporter: str, more: dict[str, int], 
     assert rope.attributes.get_string("layout", "half") == "interleaved"
     widths = [value.shape[-1] for value in rope.inputs[:2] if value is not None and value.shape is not None]
     assert widths == [32, 8 * config.to_dict().get("num_key_value_heads", 4)]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("name", "exporter"), [("GPTNeoX", "dynamo"), ("Phi", "torchscript")])
+def test_models_that_turn_a_part_of_each_head(name: str, exporter: str, tmp_path: Path) -> None:
+    import transformers
+
+    share = {"GPTNeoX": {"rotary_pct": 0.25}, "Phi": {"partial_rotary_factor": 0.5}}[name]
+    config = getattr(transformers, f"{name}Config")(**SIZE | {"hidden_size": 64}, **share)
+    path = tmp_path / "model.onnx"
+    axes = {each: {0: "batch", 1: "length"} for each in ("ids", "mask")}
+    model = Encoder(getattr(transformers, f"{name}Model")(config))
+    export(model, batch(TINY), path, exporter=exporter, dynamic=axes, verify=False)
+    report, made = optimized(path, tmp_path)
+    assert report.made["rotary embedding of q and k"] == 1 and report.made["attention"] == 1
+    [rope] = nodes(made, "CustomRope")
+    assert rope.attributes.get_int("head_size", 0) == 16
+    assert not nodes(made, "Neg")
+
+
+def part(rotated: str, cut: str) -> str:
+    """One rotation of 8 of 12 numbers."""
+    names = {"n": 1, "x": "w"}
+    turned = (
+        f"{rotated} p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) t = Add (p%(n)s, q%(n)s)"
+    ) % names
+    body = f"{cut} {turned} y = Concat <axis=-1> (t, rest)"
+    return f"(float[B, 2, 6, 12] x) => (float[B, 2, 6, 12] y) {{ {body} }}"
+
+
+@pytest.mark.parametrize(
+    ("cut", "wanted"),
+    [
+        ("w, rest = Split <axis=-1> (x, parts)", 8),
+        ("w = Slice (x, zero, eight, last) rest = Slice (x, eight, far, last)", 8),
+        ("w = Slice (x, four, far, last) rest = Slice (x, zero, four, last)", 0),  # the last ones turn
+    ],
+    ids=["split", "slices", "the other part"],
+)
+@pytest.mark.parametrize("rotated", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
+def test_a_part_of_a_head(rotated: str, cut: str, wanted: int, tmp_path: Path) -> None:
+    """One alone becomes ONNX Runtime's node."""
+    angles = np.random.default_rng(0).random((1, 6, 4)).astype(np.float32)
+    angles = np.tile(angles, 2) if rotated is HALVES else np.repeat(angles, 2, -1)
+    more = {"parts": np.array([8, 4]), "eight": np.array([8]), "four": np.array([4])}
+    tables = {"cos": np.cos(angles), "sin": np.sin(angles)} | INDICES | more
+    _, model = optimized(parsed(part(rotated, cut), **tables), tmp_path)
+    [node] = nodes(model, "RotaryEmbedding")
+    assert node.attributes.get_int("rotary_embedding_dim", 0) == wanted
+    assert bool(nodes(model, "Concat")) == (wanted == 0)

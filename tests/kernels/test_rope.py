@@ -62,6 +62,55 @@ def test_values(dtypes: tuple[torch.dtype, ...], layout: str, device: str) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_the_end_of_a_head_passes(dtype: str, layout: str, device: str) -> None:
+    """It keeps its bits; the numbers before it turn as in heads of their own. In place, too."""
+    for passing, sizes in ((96, (2, 5, 4, 2, 16)), (3, (1, 3, 2, 1, 5)), (1, (2, 2, 1, 3, 129))):
+        q, k, cos, sin = given(sizes, 1, DTYPES[dtype], device)
+        turning = 2 * sizes[-1]
+        rest = [
+            random(*x.shape[:2], heads, passing, dtype=x.dtype).to(device)
+            for x, heads in zip((q, k), sizes[2:4], strict=True)
+        ]
+        alone = torch_op.rope(q, k, cos, sin, layout=layout)
+        whole, expected = (
+            [
+                torch.cat([x.unflatten(-1, (-1, turning)), y], -1).flatten(2)
+                for x, y in zip(each, rest, strict=True)
+            ]
+            for each in ((q, k), alone)
+        )
+        size = turning + passing
+        for found, exact in zip(
+            torch_op.rope(*whole, cos, sin, layout=layout, head_size=size), expected, strict=True
+        ):
+            assert_same_bits(found, exact, f"{sizes}")
+        session = in_onnxruntime(device, layout, dtype, head_size=size)
+        run_bound(
+            session,
+            {"q": whole[0], "k": whole[1], "cos": cos, "sin": sin},
+            {"turned_q": whole[0], "turned_k": whole[1]},
+        )
+        for found, exact in zip(whole, expected, strict=True):
+            assert_same_bits(found, exact, f"in place, {sizes}")
+
+
+def test_a_head_size_that_is_too_small() -> None:
+    q, k, cos = random(2, 3, 12), random(2, 3, 12), random(1, 3, 4)
+    with pytest.raises(
+        (RuntimeError, RecordError),
+        match="head_size is 6, and cos has 4 angles; expected a size of at least 8, or 0",
+    ):
+        torch_op.rope(q, k, cos, cos, head_size=6)
+    with pytest.raises(
+        (RuntimeError, RecordError),
+        match="q and k have rows of 12 and 12 numbers; expected whole heads of 10",
+    ):
+        torch_op.rope(q, k, cos, cos, head_size=10)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_inverse_turns_back(layout: str, device: str) -> None:
     q, k, cos, sin = given((2, 3, 4, 2, 8), 1, DTYPES["float64"], device)
     there = torch_op.rope(q, k, cos, sin, layout=layout)
@@ -70,10 +119,12 @@ def test_inverse_turns_back(layout: str, device: str) -> None:
     torch.testing.assert_close(back, (q, k))
 
 
-def in_onnxruntime(device: str, layout: str, dtype: str = "float32", **options: Any) -> Any:
+def in_onnxruntime(
+    device: str, layout: str, dtype: str = "float32", head_size: int = 0, **options: Any
+) -> Any:
     record = RECORDS["rope"]
     dtypes = dict.fromkeys([*(entry.name for entry in record.inputs), *record.outputs], dtype)
-    model = one_node_model(record, dtypes, [True] * 4, {"layout": layout})
+    model = one_node_model(record, dtypes, [True] * 4, {"layout": layout, "head_size": head_size})
     return make_session(model, library_of(record), device, **options)
 
 

@@ -1,5 +1,6 @@
 """What twinop's own ops mean in fp64, and their calls, where records and function bodies do not say it."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,14 @@ def _ropes(size: int) -> Iterator[dict[str, Any]]:
         return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
     pairs = max(size, 1)  # of a head
-    for layout in ("half", "interleaved"):
+    for layout, passing in itertools.product(("half", "interleaved"), (0, 3)):
         for batch, length, of_q, of_k in ((2, 3, 3, 1), (3, 2, 1, 2), (1, 1, 1, 0), (0, 4, 1, 1)):
-            q, k = (random(batch, length, heads * 2 * pairs) for heads in (of_q, of_k))
+            head = 2 * pairs + passing
+            q, k = (random(batch, length, heads * head) for heads in (of_q, of_k))
             angles = random(batch if of_k == 2 else 1, length, pairs)
             tables = {"cos": angles.cos(), "sin": angles.sin()}
-            yield {"q": q, "k": k, "layout": layout, "inverse": batch == 3} | tables
+            attributes = {"layout": layout, "inverse": batch == 3, "head_size": head if passing else 0}
+            yield {"q": q, "k": k} | attributes | tables
 
 
 def _ada_layer_norms(size: int) -> Iterator[dict[str, Any]]:
@@ -244,15 +247,25 @@ def _product_magnitude(
 
 
 def _rope_magnitude(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str = "half", inverse: bool = False
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layout: str = "half",
+    inverse: bool = False,
+    head_size: int = 0,
 ) -> tuple[Tensor, ...]:
     """The two terms of each sum together."""
+    turning = 2 * cos.shape[-1]
+    size = head_size or turning
 
     def of(x: Tensor) -> Tensor:
-        pairs = x.abs().unflatten(-1, (x.shape[-1] // (2 * cos.shape[-1]), *((2, -1) if half else (-1, 2))))
+        heads = x.abs().unflatten(-1, (x.shape[-1] // size, size))
+        pairs = heads[..., :turning].unflatten(-1, (2, -1) if half else (-1, 2))
         a, b = pairs.unbind(-2 if half else -1)
         c, s = cos.abs().unsqueeze(2), sin.abs().unsqueeze(2)
-        return torch.stack([a * c + b * s, b * c + a * s], -2 if half else -1).flatten(2)
+        turned = torch.stack([a * c + b * s, b * c + a * s], -2 if half else -1).flatten(-2)
+        return torch.cat([turned, heads[..., turning:]], -1).flatten(2)
 
     half = layout == "half"
     return tuple(of(x) if x.numel() else x for x in (q, k))
