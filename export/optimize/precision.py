@@ -2,7 +2,8 @@
 
 Operators whose CUDA kernels take 16 bits and compute sums, norms and softmax in fp32 inside are converted.
 All others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin,
-integers turned into floats). What is read by them alone and works on elements stays in fp32 with them.
+integers turned into floats). What is read by them alone and works on elements stays in fp32 with them. If,
+Loop and Scan stay in fp32 with all of their subgraphs, and get what they capture in fp32.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-from twinop.errors import ExportError
 from twinop.record import DOMAIN
 
 from .graph import MICROSOFT, add, attribute, initializer, standard
@@ -40,15 +40,7 @@ def convert(model: ir.Model, dtype: ir.DataType) -> int:
 
     Returns:
         The number of nodes that compute in fp32.
-
-    Raises:
-        ExportError: the model has subgraphs.
     """
-    if any(each.type is ir.AttributeType.GRAPH for node in model.graph for each in node.attributes.values()):
-        raise ExportError(
-            "--dtype: the model has If, Loop or Scan nodes, whose subgraphs are not converted. Convert "
-            "the model before the export (model.half(), model.bfloat16())"
-        )
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
     wide = _wide_nodes(graph, dtype)
@@ -58,7 +50,7 @@ def convert(model: ir.Model, dtype: ir.DataType) -> int:
     for given in graph.inputs:
         if given in floats:
             _set_dtype(given, dtype, now)
-    changed: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+    changed: Casts = {}
     for node in list(graph):
         wanted = ir.DataType.FLOAT if node in wide else dtype
         for index, value in enumerate(node.inputs):
@@ -67,17 +59,48 @@ def convert(model: ir.Model, dtype: ir.DataType) -> int:
             if value.is_initializer() and value.dtype is ir.DataType.FLOAT and wanted is dtype:
                 node.replace_input_with(index, _narrowed(graph, value, dtype, changed))
             elif value in now and now[value] is not wanted:
-                if (value, wanted) not in changed:
-                    cast = add(node, "Cast", [value], {"to": wanted}, dtype=wanted)
-                    cast.shape = value.shape
-                    changed[value, wanted] = cast
-                node.replace_input_with(index, changed[value, wanted])
+                node.replace_input_with(index, _cast(node, value, wanted, changed))
+        for subgraph in _subgraphs(node):
+            _widen_captured(node, subgraph, now, changed)
         for result in node.outputs:
             if result in floats:
                 _set_dtype(result, wanted, now)
         _attributes(node, wanted)
     _outputs(graph, now, dtype)
     return len(wide)
+
+
+Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
+
+
+def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType, done: Casts) -> ir.Value:
+    if (value, dtype) not in done:
+        done[value, dtype] = add(before, "Cast", [value], {"to": dtype}, dtype=dtype)
+        done[value, dtype].shape = value.shape
+    return done[value, dtype]
+
+
+def _subgraphs(node: ir.Node) -> list[ir.Graph]:
+    return [each.as_graph() for each in node.attributes.values() if each.type is ir.AttributeType.GRAPH]
+
+
+def _widen_captured(
+    node: ir.Node, subgraph: ir.Graph, now: Mapping[ir.Value, ir.DataType], done: Casts
+) -> None:
+    """Gives a subgraph the values of the main graph that it reads in fp32."""
+
+    def in_fp32(value: ir.Value | None) -> ir.Value | None:
+        narrow = value is not None and now.get(value, ir.DataType.FLOAT) is not ir.DataType.FLOAT
+        return _cast(node, value, ir.DataType.FLOAT, done) if narrow and value is not None else value
+
+    for inner in subgraph:
+        for index, value in enumerate(inner.inputs):
+            inner.replace_input_with(index, in_fp32(value))
+        for deeper in _subgraphs(inner):
+            _widen_captured(node, deeper, now, done)
+    for index, value in enumerate(tuple(subgraph.outputs)):
+        if (wide := in_fp32(value)) is not None and wide is not value:
+            subgraph.outputs[index] = wide
 
 
 def _set_dtype(value: ir.Value, dtype: ir.DataType, now: dict[ir.Value, ir.DataType]) -> None:
@@ -101,15 +124,13 @@ def _wide_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
             if source is not None and source.dtype is not ir.DataType.BOOL:
                 wide.add(node)
         else:
-            follows = node.op_type in _ELEMENTS | _SHAPES and users and all(user in wide for user in users)
+            follows = node.op_type in _ELEMENTS | _SHAPES and users and wide.issuperset(users)
             if domain or node.op_type not in allowed or follows:
                 wide.add(node)
     return wide
 
 
-def _narrowed(
-    graph: ir.Graph, value: ir.Value, dtype: ir.DataType, done: dict[tuple[ir.Value, ir.DataType], ir.Value]
-) -> ir.Value:
+def _narrowed(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, done: Casts) -> ir.Value:
     if (value, dtype) not in done:
         assert value.const_value is not None
         array = narrow(value.const_value.numpy(), dtype)

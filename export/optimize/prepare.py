@@ -7,7 +7,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
-    IdentityEliminationPass,
     RemoveUnusedNodesPass,
     ShapeInferencePass,
 )
@@ -197,15 +196,22 @@ def _fold_sizes(model: ir.Model) -> None:
 
 
 def _remove_idle(model: ir.Model) -> None:
-    """Removes nodes that return what they read: shapes show that they do."""
-    IdentityEliminationPass()(model)
+    """Removes nodes that return what they read: shapes show that they do.
+
+    Those of subgraphs stay: a branch of an If may return what it captures by an Identity alone.
+    """
     for node in list(model.graph):
         if standard(node.domain) or node.op_type not in _CARRIERS or not node.inputs:
             continue
         source, result = node.inputs[0], node.outputs[0]
-        if source is None or is_constant(source) or (source.is_graph_input() and result.is_graph_output()):
+        given = source is not None and (source.is_graph_input() or is_constant(source))
+        if source is None or (given and result.is_graph_output()):
             continue
-        if node.op_type == "Cast":
+        if node.op_type == "Identity":
+            idle = True
+        elif is_constant(source):
+            idle = False
+        elif node.op_type == "Cast":
             idle = source.dtype is not None and attribute(node, "to", None) == source.dtype
         elif node.op_type == "Dropout":
             idle = not any(value.uses() for value in node.outputs[1:]) and len(node.inputs) < 3

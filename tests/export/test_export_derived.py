@@ -25,7 +25,7 @@ from twinop.shapes import Unknown
 FOLDER = Path(twinop.export.__file__).resolve().parent
 # The command line has CustomReLU's own option.
 MAY_NAME = {"to_onnx.py": {"variant"}}
-GENERIC = {"axis", "dim", "add"}  # and single letters: names that any code has
+GENERIC = {"axis", "dim", "add", "table"}  # and single letters: names that any code has
 
 
 def words(path: Path) -> set[str]:

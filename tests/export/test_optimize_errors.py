@@ -91,15 +91,6 @@ def test_no_shapes(tmp_path: Path) -> None:
     assert "input x has no shape" in message and "Declare it, or export the model again" in message
 
 
-def test_subgraphs_are_not_converted(tmp_path: Path) -> None:
-    text = """(float[N, 4] x, bool c) => (float[N, 4] y) {
-        y = If (c) <then_branch = a () => (float[N, 4] p) { p = Relu (x) },
-                    else_branch = b () => (float[N, 4] q) { q = Neg (x) }> }"""
-    onnx.save(parsed(text), tmp_path / "old.onnx")
-    message = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", dtype="float16")
-    assert "whose subgraphs are not converted" in message
-
-
 def test_inputs(model: Path, tmp_path: Path) -> None:
     given = tmp_path / "inputs.npz"
     given.write_bytes(b"none")

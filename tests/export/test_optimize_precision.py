@@ -1,0 +1,45 @@
+"""Tests of --dtype on models with subgraphs: they stay in fp32, and get what they capture in fp32."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from optimizing import optimized, parsed, weights
+
+INPUTS = "(float[N, 4] x, bool c) => (float[N, 4] y)"
+CHOICE = """p = MatMul (x, w)
+    q = If (c) <then_branch = a () => (float[N, 4] t) { s = Sin (p) t = Add (s, x) },
+                else_branch = b () => (float[N, 4] e) { e = Identity (p) }>
+    y = MatMul (q, w)"""
+LOOP = """p = MatMul (x, w)
+    q = Loop (times, , p) <body = l (int64 i, bool more, float[N, 4] before) => (bool go, float[N, 4] after) {
+        go = Identity (more) r = Tanh (before) after = Add (r, p) }>
+    y = Relu (q)"""
+NESTED = """p = MatMul (x, w)
+    q = If (c) <then_branch = a () => (float[N, 4] t) {
+                    t = Loop (times, , x) <body = l (int64 i, bool more, float[N, 4] before)
+                        => (bool go, float[N, 4] after) { go = Identity (more) after = Add (before, p) }> },
+                else_branch = b () => (float[N, 4] e) { e = Neg (x) }>
+    y = Add (q, p)"""
+COUNTED = """p = MatMul (x, w)
+    r = If (c) <then_branch = a () => (int64[2] t) { t = Shape (p) },
+                else_branch = b () => (int64[2] e) { z = ReduceMax <keepdims=0> (p) o = Cast <to=7> (z)
+                    m = Unsqueeze (o, zero) e = Concat <axis=0> (m, m) }>
+    f = Cast <to=1> (r) g = ReduceMax <keepdims=0> (f) y = Mul (p, g)"""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("body", [CHOICE, LOOP, NESTED, COUNTED], ids=["if", "loop", "nested", "integers"])
+def test_subgraphs_stay_in_fp32(body: str, dtype: str, tmp_path: Path) -> None:
+    given = {"w": weights(4, 4), "times": np.array(3), "zero": np.array([0])}
+    report, model = optimized(parsed(f"{INPUTS} {{ {body} }}", **given), tmp_path, dtype=dtype)
+    assert report.dtype == dtype
+    wanted = ir.DataType[dtype.upper()]
+    assert {value.dtype for value in (*model.graph.inputs, *model.graph.outputs)} == {
+        wanted,
+        ir.DataType.BOOL,
+    }
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.graph is not model.graph:
+            assert wanted not in {value.dtype for value in node.outputs}
