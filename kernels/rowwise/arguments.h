@@ -27,11 +27,23 @@ struct Gather {
     return id < 0 ? 0 : id < input_rows[0] ? id : input_rows[0] - 1;
   }
 };
-struct NoGather {};
+
+// The column inputs of a functor with kColumnsOfBatch.
+template <int kColumns>
+struct BatchColumns {
+  std::int64_t column_rows;               // that share the values
+  std::int64_t column_strides[kColumns];  // elements to the values of the next rows
+};
+
+struct NoMore {};
+template <class F>
+using MoreArguments = std::conditional_t<
+    F::kGathers, Gather,
+    std::conditional_t<F::kColumnsOfBatch, BatchColumns<kColumnInputs<F>>, NoMore>>;
 
 // The tensors of a call: rows have element type S, column inputs and column sums have W.
 template <class F, class S, class W>
-struct Arguments : std::conditional_t<F::kGathers, Gather, NoGather> {
+struct Arguments : MoreArguments<F> {
   static constexpr int kInputs = kRowInputs<F>;
   static constexpr int kColumns = kColumnInputs<F>;
 
@@ -41,21 +53,24 @@ struct Arguments : std::conditional_t<F::kGathers, Gather, NoGather> {
   S* outputs[F::kRowOutputs];      // dense; null: not wanted
   W* sums[F::kColumnSums + 1];     // null: not wanted
   Rows rows;
-  // With kColumnsOfBatch: rows that share the values of a column input, and the elements from them
-  // to those of the next rows.
-  std::int64_t column_rows, column_strides[kColumns + 1];
 
   // The row of the j-th input that goes into a row of the results.
   TWINOP_INLINE std::int64_t InputRow(int j, std::int64_t row) const {
-    if constexpr (F::kGathers) return this->Row(j, row);
-    return row;
+    if constexpr (F::kGathers) {
+      return this->Row(j, row);
+    } else {
+      return row;
+    }
   }
 
   // The column input of a row, or of the last one; null: absent.
   TWINOP_INLINE const W* Column(int c, std::int64_t row) const {
-    if constexpr (!F::kColumnsOfBatch) return columns[c];
-    row = row < rows.count ? row : rows.count - 1;
-    return columns[c] + row / column_rows * column_strides[c];
+    if constexpr (F::kColumnsOfBatch) {
+      row = row < rows.count ? row : rows.count - 1;
+      return columns[c] + row / this->column_rows * this->column_strides[c];
+    } else {
+      return columns[c];
+    }
   }
 };
 

@@ -98,8 +98,10 @@ struct Launch {
       aligned = aligned && IsAligned(arguments.inputs[i], kVectorBytes) &&
                 ((rows.count == 1 && !F::kGathers) || arguments.strides[i] % kWidth == 0);
     for (int i = 0; i < kColumnInputs<F>; ++i)
-      aligned = aligned && IsAligned(arguments.columns[i], kVectorBytes) &&
-                (!F::kColumnsOfBatch || arguments.column_strides[i] % kWidth == 0);
+      aligned = aligned && IsAligned(arguments.columns[i], kVectorBytes);
+    if constexpr (F::kColumnsOfBatch)
+      for (std::int64_t stride : arguments.column_strides)
+        aligned = aligned && stride % kWidth == 0;
     for (int i = 0; i < F::kRowOutputs; ++i)
       aligned = aligned && IsAligned(arguments.outputs[i], kVectorBytes);
     return aligned;

@@ -177,7 +177,7 @@ def test_one_started_anew_loads_what_the_others_have(tmp_path: Path) -> None:
 
 
 def test_sigterm_lets_all_answer(tmp_path: Path) -> None:
-    place(tmp_path, "slow", slow(3000))
+    place(tmp_path, "slow", slow(1000))
     with serve(tmp_path, *TWO) as served:
         connections = [served.connect(60) for _ in range(MANY)]
         for connection in connections:
