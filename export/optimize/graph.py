@@ -121,9 +121,12 @@ def last_dim(value: ir.Value | None) -> int | None:
 
 
 def only_user(value: ir.Value) -> ir.Node | None:
-    """Returns the node that reads the value, if it alone does."""
-    users = {use.node for use in value.uses()}
-    return users.pop() if len(users) == 1 and not value.is_graph_output() else None
+    """Returns the node that reads the value, if it alone does and is not in a subgraph."""
+    users, made = {use.node for use in value.uses()}, value.producer()
+    if len(users) != 1 or value.is_graph_output():
+        return None
+    user = users.pop()
+    return user if made is None or user.graph is made.graph else None
 
 
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:

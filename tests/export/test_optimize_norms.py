@@ -67,6 +67,17 @@ def test_scale_and_shift_of_each_sequence(name: str, tmp_path: Path) -> None:
         assert types(model) == {"CustomAdaLayerNorm": 1}
 
 
+def test_a_subgraph_that_reads_the_norm(tmp_path: Path) -> None:
+    """Its nodes are not part of what is recognised."""
+    branch = "then_branch = f () => (float[N, 6, 8] p) { a = Add (s, one) b = Mul (n, a) p = Add (b, t) }"
+    other = "else_branch = g () => (float[N, 6, 8] q) { q = Identity (x) }"
+    inputs = "(float[N, 6, 8] x, float[N, 1, 8] s, float[N, 1, 8] t, bool c) => (float[N, 6, 8] y)"
+    text = f"{inputs} {{ {MODULATED} y = If (c) <{branch}, {other}> }}"
+    report, model = optimized(parsed(text, **CONSTANTS), tmp_path)
+    assert report.made == {"layer_norm": 1}
+    assert types(model) == {"CustomLayerNorm": 1, "If": 1}
+
+
 def test_other_scales_of_a_norm_are_a_product_and_a_sum(tmp_path: Path) -> None:
     """Of a norm with weights, of each token, of a batch of one, without the one."""
     weighted = MODULATED.replace("ones", "w")
