@@ -104,7 +104,7 @@ TWINOP_ROWWISE(ada_layer_norm, AdaLayerNorm,
               .dtypes("float32; float16; bfloat16; float64; "
                       "float16 scale=float32 shift=float32; bfloat16 scale=float32 shift=float32")
               .rows("-1")
-              .input_shapes("x = [x[0]] + x[1:-1] + x[-1:]; scale = [x[0]] + x[-1:]; shift = scale")
+              .input_shapes("x = x[:1] + [x[1]] + x[2:]; scale = x[:1] + x[-1:]; shift = scale")
               .limits("eps >= 0")
               .in_place("y = x"))
 

@@ -42,5 +42,5 @@ def test_scale_of_every_sequence_is_expected() -> None:
     for scale in (torch.ones(4), torch.ones(3, 4), torch.ones(2, 1, 4)):
         with pytest.raises((RecordError, RuntimeError), match=r"scale has shape .* expected .* = \[2, 4\]"):
             torch_op.ada_layer_norm(x, scale, scale)
-    with pytest.raises((RecordError, RuntimeError), match=r"x has shape \[4\], expected"):
+    with pytest.raises((RecordError, RuntimeError), match="x has 1 dimension, expected at least 2"):
         torch_op.ada_layer_norm(torch.ones(4), torch.ones(4, 4), torch.ones(4, 4))
