@@ -17,7 +17,7 @@ from .model_zoo import RIGHT, ROWS, Row
 
 STOCK, ORTS, OURS = "stock", "optimizer", "twinop"
 KINDS = (STOCK, ORTS, OURS)
-FEW = 2  # exports and comparisons take a batch of two; the batch dimension stays open
+FEW = 2  # exports and comparisons take a batch of two, as the batch dimension stays open
 
 
 def dtype_of(row: Row, device: torch.device) -> torch.dtype:
@@ -26,11 +26,15 @@ def dtype_of(row: Row, device: torch.device) -> torch.dtype:
     return dtype if device.type == "cuda" else torch.float32
 
 
-def dynamo(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], path: Path, exporter: str = "dynamo"
+def torch_export(
+    row: Row,
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    path: Path,
+    exporter: str = "dynamo",
 ) -> Path:
-    """Writes torch's own export with an open batch dimension."""
-    dynamic = {name: {0: "batch"} for name in inputs}
+    """Writes torch's own export with an open batch dimension, but for a row that runs as a CUDA graph."""
+    dynamic = None if row.graph else {name: {0: "batch"} for name in inputs}
     export(model, tuple(inputs.values()), path, exporter=exporter, dynamic=dynamic, verify=False)
     return path
 
@@ -46,16 +50,16 @@ def prepare(name: str, kind: str, dtype: str, small: bool, path: str) -> dict[st
         What the optimizers say of it.
     """
     row, target, given = ROWS[name], Path(path), getattr(torch, dtype)
-    inputs = row.batch(small, FEW)
+    inputs = row.batch(small, None if row.graph else FEW)
     narrow = {
         each: tensor.to(given) if tensor.is_floating_point() else tensor for each, tensor in inputs.items()
     }
     if kind == STOCK:
-        dynamo(row.model(small, row.exported).to(given), narrow, target)
+        torch_export(row, row.model(small, row.exported).to(given), narrow, target)
         return {}
     source = target.with_name(f"{target.stem}-source.onnx")
     if kind == OURS:
-        dynamo(row.model(small, row.exported), inputs, source)
+        torch_export(row, row.model(small, row.exported), inputs, source)
         np.savez(target.with_suffix(".npz"), **{each: tensor.numpy() for each, tensor in inputs.items()})  # type: ignore[arg-type]
         made = optimize(
             source,
@@ -81,7 +85,7 @@ def _orts(
     from onnxruntime.transformers import optimizer
 
     model = row.model(small, attention="eager")  # the form that it recognises
-    dynamo(model.to(torch.bfloat16) if dtype is torch.bfloat16 else model, inputs, source, "torchscript")
+    torch_export(row, model.to(dtype) if dtype is torch.bfloat16 else model, inputs, source, "torchscript")
     size = row.small if small else row.size
     made = optimizer.optimize_model(
         str(source),

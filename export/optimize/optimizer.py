@@ -21,6 +21,7 @@ from . import (
     microsoft,
     modulation,
     norms,
+    pack,
     precision,
     rotary,
     unpack,
@@ -52,11 +53,12 @@ REWRITES: Mapping[str, Callable[[Work], None]] = {
     "modulation": modulation.rewrite,
     "add_product": add_product.rewrite,
     "linear": linear.rewrite,
+    "pack": pack.rewrite,
     "embed_norm": embedding.fuse_norms,
     "add_norm": _add_norms,
 }
 """The rewrites by name, in their order."""
-_CUDA_ONLY = ("flat", "unpack", "add_product", "linear")  # on the CPU ONNX Runtime's own are as fast
+_CUDA_ONLY = ("flat", "unpack", "add_product", "linear", "pack")  # on the CPU ONNX Runtime's own are as fast
 DEVICES = ("cuda", "cpu")
 
 

@@ -91,6 +91,24 @@ def test_biases_of_some_products_only(tmp_path: Path) -> None:
     assert [len(node.inputs) for node in model.graph] == [3, 3]
 
 
+QKV = """(float[%s, 6, 8] x) => (float[%s, 6, 5] y) {
+    q = MatMul (x, w) k = MatMul (x, t5) r = Add (k, b) a = MatMul (x, w3) z = Relu (a)
+    c = Add (q, r) d = ReduceSum (z, last) y = Add (c, d) }"""
+
+
+@pytest.mark.parametrize("batch", ["2", "171", "N"])
+def test_products_of_the_same_few_rows(batch: str, tmp_path: Path) -> None:
+    """Two products become one where the rows are known and few; the one with an activation stays apart."""
+    given = {"t5": weights(8, 5, seed=2), "w3": weights(8, 3), "last": np.array([-1])}
+    report, model = optimized(parsed(QKV % (batch, batch), **MATRIX, **given), tmp_path)
+    few = batch == "2"
+    assert report.made.get("products of the same rows as one", 0) == few
+    assert [node.inputs[1].shape.dims for node in nodes(model, "CustomLinear")] == (  # type: ignore[union-attr]
+        [(10, 8), (3, 8)] if few else [(5, 8), (5, 8), (3, 8)]
+    )
+    assert types(model).get("Split", 0) == few
+
+
 def test_products_that_stay(tmp_path: Path) -> None:
     text = """(float[3, 6, 8] x) => (float[3, 6, 5] y, float[N, 5] z, float[3, 6, 0] e) {
         y = MatMul (x, batched) f = Reshape (x, to2) z = Gemm <alpha=0.5> (f, w, b) e = MatMul (x, empty) }"""

@@ -1,0 +1,55 @@
+"""Products of the same few rows as one product, such as q, k and v: a split costs less than two products.
+
+Matches: CustomLinear nodes of one input, without activation and residual, if the number of rows is known and
+small.
+Writes: one CustomLinear with their weights on top of each other, and a Split.
+"""
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph import DOMAIN, Work, add, attribute, constant, dims, initializer, int_constant, is_constant, replace
+from .linear import LAYOUT
+
+FEW_ROWS = 1024
+"""With more rows the copies of the Split cost more than the products do."""
+
+
+def rewrite(work: Work) -> None:
+    """Applies this rewrite."""
+    groups = defaultdict[tuple[ir.Value, int], list[ir.Node]](list)
+    for node in work.nodes(work.records["linear"].onnx_name, domain=DOMAIN):
+        x, *constants = node.inputs
+        if x is None or not _has_few_rows(x) or not all(is_constant(each) for each in constants):
+            continue
+        plain = attribute(node, "activation", "none") == "none" and attribute(node, "layout", LAYOUT) == LAYOUT
+        if plain and len(constants) <= 2:
+            groups[x, len(constants)].append(node)
+    for (x, _), nodes in groups.items():
+        if len(nodes) > 1:
+            _pack(work, x, nodes)
+
+
+def _has_few_rows(x: ir.Value) -> bool:
+    rows = (dims(x) or [None])[:-1]
+    known = [dim for dim in rows if isinstance(dim, int)]
+    return 0 < len(known) == len(rows) and 0 < math.prod(known) <= FEW_ROWS
+
+
+def _pack(work: Work, x: ir.Value, nodes: list[ir.Node]) -> None:
+    """Writes one product in the place of the first."""
+    first = nodes[0]
+    parts = [[constant(value) for value in node.inputs[1:]] for node in nodes]
+    widths = [len(weight) for weight, *_ in parts]
+    packed = [initializer(work.graph, np.concatenate(each), "packed") for each in zip(*parts, strict=True)]
+    rows = (dims(x) or [])[:-1]
+    y = add(first, first.op_type, [x, *packed], first.attributes, domain=DOMAIN, shape=[*rows, sum(widths)])
+    split = ir.node("Split", [y, int_constant(first, widths)], {"axis": -1}, num_outputs=len(nodes))
+    work.graph.insert_before(first, split)
+    for node, width, part in zip(nodes, widths, split.outputs, strict=True):
+        part.type, part.shape = y.type, ir.Shape([*rows, width])
+        replace(node.outputs[0], part)
+    work.made["products of the same rows as one"] += 1
