@@ -20,7 +20,7 @@ from twinop.export import export
 from . import report
 from .architecture_list import ARCHITECTURES, TINY, WIDE
 from .cases import relative_error
-from .model_exports import FEW, dynamo
+from .model_exports import FEW, torch_export
 from .model_runs import in_ort, on_stream
 from .recording import Commit, Device, Output, Recording
 from .timing import DeviceTimer, host_times
@@ -54,7 +54,7 @@ def prepare(name: str, dtype: str, small: bool, folder: str) -> dict[str, Any]:
     inputs = {each: x.to(kind) if x.is_floating_point() else x for each, x in inputs.items()}
     count = FEW
     try:
-        dynamo(model, {each: x[:FEW] for each, x in inputs.items()}, where / "stock.onnx")
+        torch_export(model, {each: x[:FEW] for each, x in inputs.items()}, where / "stock.onnx")
     except ExportError:  # Swin's views fix the batch
         count = size.batch
         export(model, tuple(inputs.values()), where / "stock.onnx", verify=False)

@@ -27,14 +27,14 @@ def dtype_of(row: Row, device: torch.device) -> torch.dtype:
 
 
 def torch_export(
-    row: Row,
     model: nn.Module,
     inputs: Mapping[str, torch.Tensor],
     path: Path,
     exporter: str = "dynamo",
+    fixed: bool = False,
 ) -> Path:
-    """Writes torch's own export with an open batch dimension, but for a row that runs as a CUDA graph."""
-    dynamic = None if row.graph else {name: {0: "batch"} for name in inputs}
+    """Writes torch's own export, with an open batch dimension if it is not `fixed`."""
+    dynamic = None if fixed else {name: {0: "batch"} for name in inputs}
     export(model, tuple(inputs.values()), path, exporter=exporter, dynamic=dynamic, verify=False)
     return path
 
@@ -55,11 +55,11 @@ def prepare(name: str, kind: str, dtype: str, small: bool, path: str) -> dict[st
         each: tensor.to(given) if tensor.is_floating_point() else tensor for each, tensor in inputs.items()
     }
     if kind == STOCK:
-        torch_export(row, row.model(small, row.exported).to(given), narrow, target)
+        torch_export(row.model(small, row.exported).to(given), narrow, target, fixed=row.graph)
         return {}
     source = target.with_name(f"{target.stem}-source.onnx")
     if kind == OURS:
-        torch_export(row, row.model(small, row.exported), inputs, source)
+        torch_export(row.model(small, row.exported), inputs, source, fixed=row.graph)
         np.savez(target.with_suffix(".npz"), **{each: tensor.numpy() for each, tensor in inputs.items()})  # type: ignore[arg-type]
         made = optimize(
             source,
@@ -85,7 +85,8 @@ def _orts(
     from onnxruntime.transformers import optimizer
 
     model = row.model(small, attention="eager")  # the form that it recognises
-    torch_export(row, model.to(dtype) if dtype is torch.bfloat16 else model, inputs, source, "torchscript")
+    given = model.to(dtype) if dtype is torch.bfloat16 else model
+    torch_export(given, inputs, source, "torchscript", fixed=row.graph)
     size = row.small if small else row.size
     made = optimizer.optimize_model(
         str(source),

@@ -1,14 +1,20 @@
 """The columns of `twinop bench models`: a model in torch and in ONNX Runtime, each as a run to time."""
 
+import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
 from torch import Tensor, nn
+
+from twinop.library import find_library
 
 from . import runtime
 from .cases import relative_error
@@ -17,7 +23,8 @@ from .model_zoo import ROWS
 from .providers import reason_of
 from .timing import DeviceTimer, Run, host_times
 
-EAGER, COMPILE, AUTOTUNE, TWINOP = "torch eager", "torch.compile", "max-autotune", "twinop"
+EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "max-autotune"
+TWINOP, MEASURED = "twinop", "twinop, measured"
 COLUMNS = {
     EAGER: "",
     COMPILE: "default",
@@ -25,8 +32,10 @@ COLUMNS = {
     "ORT stock": STOCK,
     "ORT optimizer": ORTS,
     TWINOP: OURS,
+    MEASURED: OURS,
 }
 """The columns: torch.compile's mode, or the kind of export."""
+ALGORITHMS = "TWINOP_LINEAR_ALGORITHMS"
 
 
 def measure(
@@ -60,7 +69,10 @@ def measure(
                 continue
             try:
                 if kind in KINDS:
-                    run, output, fact = in_ort(files[kind], inputs, expected, dtype, timer, row.graph)
+                    with measuring_library() if column == MEASURED else nullcontext("custom_ops") as library:
+                        run, output, fact = in_ort(
+                            files[kind], inputs, expected, dtype, timer, row.graph, library
+                        )
                 else:
                     run, output, fact = in_torch(model, kind, tuple(inputs.values()), timer, row.graph)
                 error = relative_error(output() * shown, expected * shown)
@@ -96,6 +108,21 @@ def on_stream(timer: DeviceTimer | None) -> Iterator[None]:
     torch.cuda.synchronize(timer.stream.device)
     with torch.cuda.stream(timer.stream):
         yield
+
+
+@contextmanager
+def measuring_library() -> Iterator[Path]:
+    """Yields a copy of the ops whose products measure cuBLASLt's algorithms when a shape first comes.
+
+    A library decides this once for its process; the copy has a state of its own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(shutil.copy(find_library("custom_ops"), folder))
+        os.environ[ALGORITHMS] = str(Path(folder) / "algorithms.txt")
+        try:
+            yield library
+        finally:
+            del os.environ[ALGORITHMS]
 
 
 Ran = tuple[Run, Any, dict[str, Any]]
@@ -135,6 +162,7 @@ def in_ort(
     dtype: torch.dtype,
     timer: DeviceTimer | None,
     graph: bool,
+    library: str | Path = "custom_ops",
 ) -> Ran:
     """Runs an export in ONNX Runtime, with its full graph optimisation; in a CUDA graph if it can."""
     proto = onnx.load(path)
@@ -152,6 +180,7 @@ def in_ort(
             session = runtime.open_session(
                 proto,
                 output.device,
+                library=library,
                 cpu_threads=2,
                 stream=stream,
                 cuda_graph=graph,

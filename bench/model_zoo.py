@@ -213,7 +213,6 @@ _BERT: dict[str, Any] = {
     "inputs": text,
     "small": TINY,
     "model_type": "bert",
-    "autotune": True,
 }
 # ONNX Runtime's optimizer has no type for Llama: its own conversion of Llama passes gpt2.
 _LLAMA: dict[str, Any] = _BERT | {"make": _llama, "padding": RIGHT, "model_type": "gpt2"}
@@ -221,7 +220,9 @@ _LLAMA: dict[str, Any] = _BERT | {"make": _llama, "padding": RIGHT, "model_type"
 ROWS = {
     row.name: row
     for row in (
-        Row("bert-fp16", "float16", size=BASE, padding=RIGHT, most_ms=6.6, share=0.87, **_BERT),
+        Row(
+            "bert-fp16", "float16", size=BASE, padding=RIGHT, autotune=True, most_ms=6.6, share=0.87, **_BERT
+        ),
         Row("bert-bf16", "bfloat16", size=BASE, padding=RIGHT, most_ms=6.6, **_BERT),
         Row("bert-any-mask", "float16", size=BASE, padding=ANY, shares="bert-fp16", most_ms=7.3, **_BERT),
         Row(
@@ -230,15 +231,17 @@ ROWS = {
             size=replace(BASE, batch=1, tokens=128),
             padding=RIGHT,
             graph=True,
+            autotune=True,
             **_BERT,
         ),
-        Row("llama-bf16", "bfloat16", size=BASE, most_ms=8.4, **_LLAMA),
+        Row("llama-bf16", "bfloat16", size=BASE, autotune=True, most_ms=8.4, **_LLAMA),
         Row("llama-fp16", "float16", size=BASE, most_ms=8.4, **_LLAMA),
         Row(
             "llama-block",
             "bfloat16",
             size=Size(layers=4, width=2048, heads=32, vocabulary=2000, batch=8, tokens=1024),
             share=0.9,
+            autotune=True,
             **(_LLAMA | {"make": _llama_block}),
         ),
         Row(

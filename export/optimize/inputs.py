@@ -59,9 +59,10 @@ def is_mask(value: ir.Value) -> bool:
 
 
 def mask(sizes: list[int], hide: str) -> np.ndarray:
-    """Makes [batch, length] of ones, with zeros at one end of every sequence but the first."""
+    """Makes [batch, length] of ones, with zeros at one end of every sequence but the first of several."""
     batch, length = sizes
-    hidden = np.minimum(2 * np.arange(batch), length - 1)[:, None] if hide != "nothing" else 0
+    counts = 2 * np.arange(batch) + 2 * (batch == 1)
+    hidden = np.minimum(counts, length - 1)[:, None] if hide != "nothing" else 0
     at = np.arange(length)[None, :]
     return np.broadcast_to(at < length - hidden if hide == "right" else at >= hidden, (batch, length))
 

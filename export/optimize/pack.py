@@ -11,11 +11,23 @@ from collections import defaultdict
 import numpy as np
 import onnx_ir as ir
 
-from .graph import DOMAIN, Work, add, attribute, constant, dims, initializer, int_constant, is_constant, replace
+from .graph import (
+    DOMAIN,
+    Work,
+    add,
+    attribute,
+    constant,
+    dims,
+    initializer,
+    int_constant,
+    is_constant,
+    last_dim,
+    replace,
+)  # fmt: skip
 from .linear import LAYOUT
 
-FEW_ROWS = 1024
-"""With more rows the copies of the Split cost more than the products do."""
+MOST = 3 << 20
+"""Elements of the product. With more, the copies of the Split cost more than the kernels saved (on an H200)."""
 
 
 def rewrite(work: Work) -> None:
@@ -23,20 +35,24 @@ def rewrite(work: Work) -> None:
     groups = defaultdict[tuple[ir.Value, int], list[ir.Node]](list)
     for node in work.nodes(work.records["linear"].onnx_name, domain=DOMAIN):
         x, *constants = node.inputs
-        if x is None or not _has_few_rows(x) or not all(is_constant(each) for each in constants):
+        if x is None or _rows(x) == 0 or not all(is_constant(each) for each in constants):
             continue
-        plain = attribute(node, "activation", "none") == "none" and attribute(node, "layout", LAYOUT) == LAYOUT
+        plain = (
+            attribute(node, "activation", "none") == "none" and attribute(node, "layout", LAYOUT) == LAYOUT
+        )
         if plain and len(constants) <= 2:
             groups[x, len(constants)].append(node)
     for (x, _), nodes in groups.items():
-        if len(nodes) > 1:
+        width = sum(last_dim(node.outputs[0]) or 0 for node in nodes)
+        if len(nodes) > 1 and _rows(x) * width <= MOST:
             _pack(work, x, nodes)
 
 
-def _has_few_rows(x: ir.Value) -> bool:
+def _rows(x: ir.Value) -> int:
+    """Returns the number of rows, or 0 if it is not known."""
     rows = (dims(x) or [None])[:-1]
     known = [dim for dim in rows if isinstance(dim, int)]
-    return 0 < len(known) == len(rows) and 0 < math.prod(known) <= FEW_ROWS
+    return math.prod(known) if 0 < len(known) == len(rows) else 0
 
 
 def _pack(work: Work, x: ir.Value, nodes: list[ir.Node]) -> None:

@@ -96,7 +96,7 @@ QKV = """(float[%s, 6, 8] x) => (float[%s, 6, 5] y) {
     c = Add (q, r) d = ReduceSum (z, last) y = Add (c, d) }"""
 
 
-@pytest.mark.parametrize("batch", ["2", "171", "N"])
+@pytest.mark.parametrize("batch", ["2", "60000", "N"])
 def test_products_of_the_same_few_rows(batch: str, tmp_path: Path) -> None:
     """Two products become one where the rows are known and few; the one with an activation stays apart."""
     given = {"t5": weights(8, 5, seed=2), "w3": weights(8, 3), "last": np.array([-1])}
@@ -207,6 +207,17 @@ def test_attention_scaled_before_the_heads(tmp_path: Path) -> None:
     _, model = optimized(parsed(text % ("", "s = MatMul (qh, kt) p = Softmax (s)"), **SHAPES), tmp_path)
     [node] = model.graph
     assert node.op_type == "MultiHeadAttention" and node.attributes.get_float("scale", 0) == np.float32(0.3)
+
+
+def test_mask_of_one_sequence(tmp_path: Path) -> None:
+    """With a fixed batch of one, the only sequence has to show what the mask hides."""
+    made = """m = Cast <to=1> (mask) n = Sub (one, m) c = Mul (n, low) bias = Unsqueeze (c, heads)
+        s = MatMul (qh, kt) t = Add (s, bias) p = Softmax (t)"""
+    text = (HEADS % (", int64[B, T] mask", made)).replace("B,", "1,").replace("S,", "9,").replace("T]", "9]")
+    more = {"one": np.array(1, np.float32), "heads": np.array([1, 2])}
+    _, model = optimized(parsed(text.replace("T,", "9,"), **SHAPES, **more), tmp_path)
+    [node] = nodes(model, "MultiHeadAttention")
+    assert len(node.inputs) == 6
 
 
 CHOSEN = "e = Expand (%s, shape) m = Where (e, zero, low) s = MatMul (qh, kt) t = Add (s, m) p = Softmax (t)"
