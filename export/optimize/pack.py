@@ -27,7 +27,7 @@ from .graph import (
 from .linear import LAYOUT
 
 MOST = 3 << 20
-"""Elements of the product. With more, the copies of the Split cost more than the kernels saved (on an H200)."""
+"""Elements of the product. With more, the Split costs more than it saves (measured on an H200)."""
 
 
 def rewrite(work: Work) -> None:
