@@ -59,7 +59,7 @@ def _pack(work: Work, x: ir.Value, nodes: list[ir.Node]) -> None:
     """Writes one product in the place of the first."""
     first = nodes[0]
     parts = [[constant(value) for value in node.inputs[1:]] for node in nodes]
-    widths = [len(weight) for weight, *_ in parts]
+    widths = [last_dim(node.outputs[0]) or 0 for node in nodes]
     packed = [initializer(work.graph, np.concatenate(each), "packed") for each in zip(*parts, strict=True)]
     rows = (dims(x) or [])[:-1]
     y = add(first, first.op_type, [x, *packed], first.attributes, domain=DOMAIN, shape=[*rows, sum(widths)])

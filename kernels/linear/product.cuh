@@ -1,14 +1,17 @@
 // A product with cuBLASLt: y = activation(x W + bias + residual).
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "twinop/linear/algorithm_file.h"
 #include "twinop/linear/operands.h"
@@ -74,7 +77,7 @@ struct Memory {
 // way i and returns whether that worked.
 template <class RunWay>
 Status Measure(Memory at, const Shape3& shape, const RunWay& run, int count, int* best) {
-  constexpr int kRounds = 3, kRuns = 8;
+  constexpr int kRounds = 16, kRuns = 8;
   const std::size_t bytes = static_cast<std::size_t>(shape.sizes.m) *
                             static_cast<std::size_t>(shape.sizes.n) * Info(shape.dtype).size;
   cudaEvent_t events[2] = {};
@@ -84,7 +87,7 @@ Status Measure(Memory at, const Shape3& shape, const RunWay& run, int count, int
     if (error == cudaSuccess) error = cudaEventCreate(&event);
   if (error == cudaSuccess) error = cudaMemsetAsync(y, 0, bytes, at.stream);
   at.y = y;
-  float least = 0;
+  std::vector<float> sums(static_cast<std::size_t>(count));  // of milliseconds
   for (int round = 0; round < kRounds * count && error == cudaSuccess; ++round) {
     const int way = round % count;
     bool runs = run(at, way);  // not timed: the first one loads its kernel
@@ -94,10 +97,9 @@ Status Measure(Memory at, const Shape3& shape, const RunWay& run, int count, int
     if (error == cudaSuccess) error = cudaEventSynchronize(events[1]);
     float ms = 0;
     if (error == cudaSuccess) error = cudaEventElapsedTime(&ms, events[0], events[1]);
-    if (!runs || (least != 0 && ms >= least)) continue;
-    least = ms;
-    *best = way;
+    sums[static_cast<std::size_t>(way)] += runs ? ms : std::numeric_limits<float>::infinity();
   }
+  *best = static_cast<int>(std::min_element(sums.begin(), sums.end()) - sums.begin());
   for (cudaEvent_t event : events)
     if (event != nullptr) cudaEventDestroy(event);
   cudaFree(y);

@@ -219,14 +219,17 @@ class ResidentRows : ResidentValues<Traits> {
   ResidentColumnSums<Traits> sums_;
 };
 
-// Addresses that depend on a table's ids or on a batch's entry take more registers.
+// Addresses that depend on a table's ids or on a batch's entry take more registers. With kLatency
+// there are no more for a block of kLatencyThreads.
 template <class Traits>
 constexpr int kRegisterLimit =
     ResidentRegisters(sizeof(typename Traits::S), Traits::F::kColumnSums > 0,
                       kEarlyInputs<typename Traits::F>,
                       kColumnInputs<typename Traits::F> > 0 ? sizeof(typename Traits::W) : 0,
                       Traits::kLanes, Traits::kVectors, Traits::kTuning, Traits::kAccess) +
-    (Traits::F::kGathers || Traits::F::kColumnsOfBatch ? 16 : 0);
+    ((Traits::F::kGathers || Traits::F::kColumnsOfBatch) && Traits::kTuning != Tuning::kLatency
+         ? 16
+         : 0);
 
 template <class Traits>
 __global__ void __maxnreg__(kRegisterLimit<Traits>)
