@@ -24,7 +24,7 @@ from .providers import reason_of
 from .timing import DeviceTimer, Run, host_times
 
 EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "max-autotune"
-TWINOP, MEASURED = "twinop", "twinop, measured"
+TWINOP, MEASURED = "twinop", "twinop measured"
 COLUMNS = {
     EAGER: "",
     COMPILE: "default",
