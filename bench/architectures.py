@@ -2,10 +2,12 @@
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +31,7 @@ from .workers import FAILURE, Worker
 STOCK, OURS, AGAIN = "stock export", "twinop", "stock export again"
 EXPORT_LIMIT, TIMING_LIMIT = 150.0, 40.0  # seconds
 EXPORTS, THREADS = 8, 2  # processes at a time, and threads of each
+SPARE = 3  # processes that are ready to measure
 LEAST_ERROR = 1e-4  # below it, the order of sums makes the difference
 SLOWER = 0.02  # the share by which an optimised model may miss its stock export's time
 
@@ -85,11 +88,11 @@ def measure(dtype: str, device: str, folder: str, rounds: int) -> dict[str, Any]
             facts[name] |= {"error": relative_error(output() * shown, expected * shown)}
         again = runs | {AGAIN: runs[STOCK]}
         if timer is None:
-            times = wall = host_times(again, rounds=rounds, seconds=0.5)
+            times = wall = host_times(again, rounds=rounds, seconds=0.2)
         else:
             times = timer.times(again, rounds=rounds)
             after = partial(torch.cuda.synchronize, where)
-            wall = host_times(again, rounds=rounds, seconds=0.5, after=after)
+            wall = host_times(again, rounds=rounds, seconds=0.2, after=after)
     shape = "x".join(str(size) for size in next(iter(inputs.values())).shape)
     return {
         name: {"shape": shape}
@@ -164,18 +167,23 @@ def main(
                 return worker.result(arguments, EXPORT_LIMIT)
 
             waiting = {name: pool.submit(prepared, name) for name in names}
-            worker = Worker(f"{__name__}:measure", Path(temporary) / "0")
+            numbers = count()
+
+            def ready() -> Worker:
+                return Worker(f"{__name__}:measure", Path(temporary) / str(next(numbers)))
+
+            spare = deque(ready() for _ in range(SPARE))  # they import while others run
             with report.progress("architectures", len(names)) as step:
-                for index, name in enumerate(names):
+                for name in names:
                     step(name)
                     said = waiting[name].result()
                     if FAILURE in said:
                         missing[name] = said[FAILURE]
                         continue
                     made[name] = said
-                    current, worker = worker, Worker(f"{__name__}:measure", Path(temporary) / str(index + 1))
+                    spare.append(ready())
                     arguments = {"dtype": kind, "device": str(where), "folder": str(folder[name])}
-                    times = current.result(arguments | {"rounds": 5 if small else 31}, TIMING_LIMIT)
+                    times = spare.popleft().result(arguments | {"rounds": 5 if small else 31}, TIMING_LIMIT)
                     if FAILURE in times:
                         missing[name] = times[FAILURE]
                         continue
@@ -183,7 +191,8 @@ def main(
                     rows += [label | {"provider": provider} | each for provider, each in times.items()]
                     verdicts += bars(name, times)
                     write(last=False)
-            worker.stop()
+            for worker in spare:
+                worker.stop()
         table = [
             row_of(name, made[name], {row["provider"]: row for row in rows if row["op"] == name})
             for name in dict.fromkeys(row["op"] for row in rows)
