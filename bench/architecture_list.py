@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .encoder_models import Encoder, Size, batch, perturbed
 from .model_zoo import Values, normal
 
+_EAGER = {"attn_implementation": "eager"}  # of the other, torch's exporters make views that do not fit
 WIDE = Size(layers=4, width=256, heads=4, vocabulary=2000, batch=8, tokens=128)
 TINY = Size(layers=2, width=32, heads=4, vocabulary=64, batch=2, tokens=16)
 
@@ -85,14 +86,14 @@ def opt(size: Size) -> dict[str, Any]:
 def t5(size: Size) -> dict[str, Any]:
     return {
         "vocab_size": size.vocabulary, "d_model": size.width, "d_kv": size.width // size.heads,
-        "d_ff": 4 * size.width, "num_layers": size.layers, "num_heads": size.heads,
+        "d_ff": 4 * size.width, "num_layers": size.layers, "num_heads": size.heads, **_EAGER,
     }  # fmt: skip
 
 
 def bart(size: Size) -> dict[str, Any]:
     ends = ("encoder", "decoder")
     return {
-        "vocab_size": size.vocabulary, "d_model": size.width, "use_cache": False,
+        "vocab_size": size.vocabulary, "d_model": size.width, "use_cache": False, **_EAGER,
         **{f"{end}_layers": size.layers for end in ends},
         **{f"{end}_attention_heads": size.heads for end in ends},
         **{f"{end}_ffn_dim": 4 * size.width for end in ends},
@@ -141,7 +142,7 @@ ARCHITECTURES = {
     "vit": Architecture("ViTModel", vision, image=True),
     "deit": Architecture("DeiTModel", vision, image=True),
     "dinov2": Architecture("Dinov2Model", vision, image=True),
-    "swin": Architecture("SwinModel", lambda size: {"attn_implementation": "eager"}, image=True),
+    "swin": Architecture("SwinModel", lambda size: _EAGER, image=True),
     "convnext": Architecture("ConvNextModel", nothing, image=True),
     "segformer": Architecture("SegformerModel", nothing, image=True),
     **_images(

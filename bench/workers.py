@@ -65,9 +65,9 @@ class Worker:
             found: dict[str, Any] = json.loads(self._result.read_text())
             return found
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return {
-            FAILURE: f"the process ended with {self._process.returncode}: {lines[-1] if lines else ''}"[:300]
-        }
+        last = lines[-1] if lines else ""  # ONNX Runtime's begins with a signature and ends with the reason
+        said = last if len(last) <= 300 else f"{last[:80]} ... {last[-220:]}"
+        return {FAILURE: f"the process ended with {self._process.returncode}: {said}"}
 
     def stop(self) -> None:
         """Ends the process and those that it started."""
