@@ -135,6 +135,32 @@ def _finish(figure: Any, axes: Any) -> None:
     figure.legend(lines.values(), lines.keys(), loc="outside right center", frameon=False)
 
 
+# ------------------------------------------------------------------------------------------- models
+
+
+def draw_models(panels: Mapping[str, Mapping[str, float]], machine: str, path: Path) -> None:
+    """Draws the report on whole models: a panel for each, with a bar for each column that computes the same.
+
+    Args:
+        panels: milliseconds by the model's title and the column.
+    """
+    across = 3
+    down = -(-len(panels) // across)
+    with _figure(down, across, (15.5, 2.3 * down), path) as (figure, axes):
+        for axis in axes.flat[len(panels) :]:
+            axis.axis("off")
+        for axis, (title, columns) in zip(axes.flat, panels.items(), strict=False):
+            names = list(columns)[::-1]
+            ours = [name.startswith("twinop") for name in names]
+            colors = ["#1f4e9e" if mine else "#b5b5b5" for mine in ours]
+            drawn = axis.barh(names, [columns[name] for name in names], color=colors)
+            axis.bar_label(drawn, fmt=" %.2f", fontsize=8)
+            axis.margins(x=0.14)
+            axis.set_title("\n".join(title.split(", ", 1)), fontsize=9)
+            axis.tick_params(labelsize=8)
+        figure.suptitle(f"Whole models, ms: {machine}")
+
+
 # ------------------------------------------------------------------------------------------- the service
 
 

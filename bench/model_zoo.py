@@ -50,6 +50,15 @@ class Row:
     most_ms: float | None = None
     share: float = 1.0
 
+    @property
+    def title(self) -> str:
+        """What the documentation calls it."""
+        where = ", as a CUDA graph" if self.graph else ""
+        mask = {RIGHT: ", right padding", ANY: ", any mask", "": ""}[self.padding]
+        shape = "64 x 224 x 224" if self.make is _vit else f"{self.size.batch} x {self.size.tokens}"
+        kinds = {"float16": "fp16", "bfloat16": "bf16"}
+        return f"{NAMES[self.make]}, {shape}{mask}, {kinds[self.dtype]}{where}"
+
     def model(self, small: bool, attention: str = "sdpa") -> nn.Module:
         """Returns the model in float32 and eval mode; always with the same weights."""
         torch.manual_seed(0)
@@ -208,6 +217,15 @@ def _dit(size: Size, attention: str) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------- rows
 
+NAMES: dict[Make, str] = {
+    _bert: "BERT base",
+    _llama: "Llama-like, 12 layers of 768",
+    _llama_block: "Llama-like, 4 layers of 2048, 8 heads for k and v",
+    _vit: "ViT-B/16",
+    _whisper: "Whisper-small encoder",
+    _t5: "T5-base encoder",
+    _dit: "DiT block",
+}
 _BERT: dict[str, Any] = {
     "make": _bert,
     "inputs": text,

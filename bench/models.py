@@ -15,7 +15,7 @@ from twinop.console import clear_errors, err, out
 
 from . import report
 from .model_exports import KINDS, dtype_of
-from .model_runs import AUTOTUNE, COLUMNS, EAGER, MEASURED, TWINOP
+from .model_runs import AUTOTUNE, COLUMNS, COMPILE, EAGER, MEASURED, TWINOP
 from .model_zoo import ROWS, Row
 from .recording import Commit, Device, Output, Recording
 from .workers import FAILURE, Worker
@@ -123,27 +123,56 @@ def measured(
         exports.stop()
 
 
-def bars(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns verdicts on the faster of twinop's columns: its error, and its time against the others'.
+def judged(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns a model's columns by name, without those whose error says that they compute something else."""
+    columns = {each["provider"]: each for each in rows if each["op"] == name}
+    limit = WRONG * columns[EAGER]["error"] if EAGER in columns else float("inf")
+    return {column: each for column, each in columns.items() if each["error"] <= limit}
 
-    Only columns that compute the same are compared.
-    """
+
+def what_counts(name: str) -> str:
+    """Returns the time that a model is judged by: a model in a CUDA graph waits for the host, too."""
+    return "wall_us" if ROWS[name].graph else "median_us"
+
+
+def bars(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns verdicts on the faster of twinop's columns: its error, and its time against the others'."""
     found = []
     for name in dict.fromkeys(row["op"] for row in rows):
-        row, columns = ROWS[name], {each["provider"]: each for each in rows if each["op"] == name}
-        if EAGER not in columns or TWINOP not in columns:
+        row, us, columns = ROWS[name], what_counts(name), judged(name, rows)
+        all_columns = {each["provider"]: each for each in rows if each["op"] == name}
+        if EAGER not in columns or TWINOP not in all_columns:
             continue
-        limit = WRONG * columns[EAGER]["error"]
-        what = "wall_us" if row.graph else "median_us"
-        us = {each: values[what] for each, values in columns.items() if values["error"] <= limit}
-        ours = min((each for each in OURS if each in columns), key=lambda each: columns[each][what])
-        best = min((each for each in us if each not in OURS), key=us.__getitem__)
-        ratio, time = columns[ours]["error"] / columns[EAGER]["error"], columns[ours][what]
+        ours = min((each for each in OURS if each in all_columns), key=lambda each: all_columns[each][us])
+        best = min((each for each in columns if each not in OURS), key=lambda each: columns[each][us])
+        ratio, time = all_columns[ours]["error"] / columns[EAGER]["error"], all_columns[ours][us]
         found.append(report.bar(f"{name}: {ours} / {EAGER}, relative error", ratio, WRONG))
-        found.append(report.bar(f"{name}: {ours} / {best}, time", time / us[best], row.share))
+        found.append(report.bar(f"{name}: {ours} / {best}, time", time / columns[best][us], row.share))
         if row.most_ms is not None:
             found.append(report.bar(f"{name}: {ours}, ms on an H200", time * 1e-3, row.most_ms))
     return found
+
+
+def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Returns the milliseconds of the columns that compute the same, by model."""
+    return {
+        ROWS[name].title: {
+            column: each[what_counts(name)] * 1e-3 for column, each in judged(name, rows).items()
+        }
+        for name in dict.fromkeys(row["op"] for row in rows)
+    }
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of the documentation: a model's times in ms, and the fastest other column's share."""
+    shown = [COMPILE, "ORT optimizer", *OURS]
+    lines = ["| model | " + " | ".join(shown) + " | of the fastest other |", "|---" * (len(shown) + 2) + "|"]
+    for title, columns in panels(rows).items():
+        best = min((each for each in columns if each not in OURS), key=columns.__getitem__)
+        ours = min(columns[each] for each in OURS if each in columns)
+        times = [f"{columns[each]:.2f}" if each in columns else "-" for each in shown]
+        lines.append(f"| {title} | " + " | ".join(times) + f" | {ours / columns[best]:.2f} ({best}) |")
+    return "\n".join(lines)
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

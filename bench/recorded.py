@@ -8,9 +8,9 @@ import typer
 
 from twinop.console import clear_errors, out
 
-from . import report
+from . import models, report
 from .cells import OURS, cells_of, numeric_verdicts, verdicts
-from .figures import draw_ops, draw_serve
+from .figures import draw_models, draw_ops, draw_serve
 from .recording import Output, output_folder, read_json, read_ops
 from .report import BenchError
 
@@ -100,7 +100,7 @@ def compare(
 
 def draw(
     recorded: Annotated[
-        Path, typer.Argument(metavar="REPORT", help="The JSON file of an ops or serve report.")
+        Path, typer.Argument(metavar="REPORT", help="The JSON file of an ops, models or serve report.")
     ],
     op: Annotated[
         str | None,
@@ -124,6 +124,9 @@ def draw(
         title = report.machine_title(document["environment"])
         if document["benchmark"] == "serve" and op is None:
             draw_serve(document["rows"], title, stem.with_suffix(".png"))
+            return
+        if document["benchmark"] == "models" and op is None:
+            draw_models(models.panels(document["rows"]), title, stem.with_suffix(".png"))
             return
         rows = read_ops(recorded)["rows"]
         known = list(dict.fromkeys(row["op"] for row in rows))

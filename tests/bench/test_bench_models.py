@@ -1,5 +1,6 @@
 """The reports on whole models, with the one model that needs torch alone. No test asserts a speed."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,29 @@ def test_verdicts_leave_out_wrong_results() -> None:
     assert error["passed"] and error["value"] == 1
     assert ratio["what"] == "bert-any-mask: twinop measured / torch eager, time" and ratio["value"] == 0.4
     assert ratio["passed"] and not milliseconds["passed"]
+
+
+def test_the_documentation_says_what_was_recorded() -> None:
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "bench/results/models-nvidia-h200.json").read_text())["rows"]
+    assert models.markdown(rows) in (root / "docs/guide/performance.md").read_text()
+    shares = sorted(bar["value"] for bar in models.bars(rows) if bar["what"].endswith(", time"))
+    claim = f"{shares[0]:.2f} to {shares[-2]:.2f} of the time"
+    readme = (root / "README.md").read_text()
+    assert claim in readme and f"as a CUDA graph, {shares[-1]:.2f}." in readme
+
+
+def test_a_plot_of_a_record(tmp_path: Path) -> None:
+    rows = [
+        {"op": "dit", "provider": column, "median_us": us, "wall_us": us, "error": error}
+        for column, us, error in (("torch eager", 650, 1e-3), ("ORT stock", 9, 1.0), (TWINOP, 450, 1e-3))
+    ]
+    assert models.panels(rows) == {"DiT block, 8 x 1024, fp16": {"torch eager": 0.65, TWINOP: 0.45}}
+    record = tmp_path / "models-gpu.json"
+    record.write_text(json.dumps({"benchmark": "models", "environment": {"gpu": "GPU"}, "rows": rows}))
+    done = CliRunner().invoke(app, ["draw", str(record), f"--output={tmp_path}"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "models-gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:
