@@ -36,7 +36,7 @@ class Commands(LazyGroup):
         "report": "about 2 minutes on two CPU cores, 11 on an H200",
         "encoder": "about a minute on an H200",
         "linear": "about a minute on an H200",
-        "models": "about 8 minutes on an H200",
+        "models": "about 12 minutes on an H200",
         "architectures": "about 5 minutes on an H200",
         "serve": "about 25 minutes",
         "soak": "about 4 minutes",
