@@ -1,0 +1,66 @@
+"""Tests that optimised models run at any length: on CUDA, ONNX Runtime chooses the kernel of an attention."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from export_models import CPU
+from optimizing import exported, optimized, parsed
+
+from twinop import deploy
+from twinop.bench.cases import relative_error
+from twinop.bench.encoder_models import TINY, encoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+PROVIDERS = {"cpu": CPU, "cuda": [("CUDAExecutionProvider", {"use_tf32": 0}), *CPU]}
+ATTENTION = """(float[B, S, width] q, float[B, T, width] k, float[B, T, width] v%s) => (float[B, S, width] y) {
+    q4 = Reshape (q, apart) k4 = Reshape (k, apart) v4 = Reshape (v, apart)
+    qh = Transpose <perm=[0, 2, 1, 3]> (q4) kt = Transpose <perm=[0, 2, 3, 1]> (k4)
+    vh = Transpose <perm=[0, 2, 1, 3]> (v4) s = MatMul (qh, kt) %s
+    o = MatMul (p, vh) ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) }"""
+HEADS, BATCH = 3, 5
+
+
+@each_device
+@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("tokens", [1, 7, 49, 64])
+@pytest.mark.parametrize("mask", ["", "float[B, 1, 1, T] m", "float[1, 3, S, T] m", "float[B, 3, S, T] m"])
+def test_attention_at_any_length(mask: str, tokens: int, size: int, device: str, tmp_path: Path) -> None:
+    scores = "t = Add (s, m) p = Softmax (t)" if mask else "p = Softmax (s)"
+    text = (ATTENTION % (f", {mask}" if mask else "", scores)).replace("width", str(HEADS * size))
+    shapes = {"apart": np.array([0, 0, HEADS, size]), "joined": np.array([0, 0, HEADS * size])}
+    dtype = "float32" if device == "cpu" else "float16"
+    report, _ = optimized(parsed(text, **shapes), tmp_path, dtype=dtype)
+    assert report.made == {"attention": 1}
+    kind, generator = getattr(torch, dtype), torch.Generator().manual_seed(tokens)
+    dims = {"B": BATCH, "S": tokens, "T": tokens}
+    shape = [dims.get(dim) or int(dim) for dim in mask[6 : mask.find("]")].split(", ")] if mask else []
+    inputs = {
+        name: torch.randn(sizes, generator=generator).to(kind)
+        for name, sizes in dict.fromkeys("qkv", (BATCH, tokens, HEADS * size)).items()
+    } | ({"m": torch.randn(shape, generator=generator).to(kind)} if mask else {})
+    [found] = deploy.session(report.path, PROVIDERS[device]).run(inputs).values()
+    q, k, v = (inputs[name].double().unflatten(-1, (HEADS, size)).transpose(1, 2) for name in "qkv")
+    bias = inputs["m"].double() if mask else 0
+    expected = ((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    assert relative_error(found, expected) < (1e-5 if device == "cpu" else 1e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("padding", ["right", None])
+@pytest.mark.parametrize("style", ["bert", "llama"])
+def test_transformers_at_any_length(style: str, padding: str | None, dtype: str, tmp_path: Path) -> None:
+    path = exported(style, "sdpa", "torchscript", tmp_path)
+    report, _ = optimized(path, tmp_path, padding=padding, dtype=dtype)
+    session = deploy.session(report.path, PROVIDERS["cuda"])
+    for batch, tokens in ((3, 21), (1, 1), (2, 16), (1, 33)):
+        ids, mask = torch.randint(0, TINY.vocabulary, (batch, tokens)), torch.ones(batch, tokens).long()
+        mask[-1, max(1, tokens - 4) :] = 0
+        with torch.no_grad():
+            expected = encoder(style, TINY)(ids, mask)
+        [found] = session.run({"ids": ids, "mask": mask}).values()
+        shown = mask.bool()
+        assert relative_error(found[shown], expected[shown].double()) < (1e-2 if dtype == "float16" else 8e-2)
