@@ -1,10 +1,11 @@
 """Stock exports of many architectures, before and after `twinop optimize`: `twinop bench architectures`."""
 
+import os
 import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -159,7 +160,8 @@ def main(
                 last=last, settings=settings, not_measured=missing, exports=made, bars=verdicts, rows=rows
             )
 
-        with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(EXPORTS) as pool:
+        exports = max(1, min(EXPORTS, len(os.sched_getaffinity(0)) // THREADS))
+        with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(exports) as pool:
             folder = {name: Path(temporary) / name.replace(" ", "-") for name in names}
 
             def prepared(name: str) -> dict[str, Any]:
@@ -168,12 +170,15 @@ def main(
                 return worker.result(arguments, EXPORT_LIMIT)
 
             waiting = {name: pool.submit(prepared, name) for name in names}
-            numbers = count()
+            numbers, ahead = count(), SPARE
+            if where.type == "cpu":  # nothing may run beside what is measured
+                wait(waiting.values())
+                ahead = 0
 
             def ready() -> Worker:
                 return Worker(f"{__name__}:measure", Path(temporary) / str(next(numbers)))
 
-            spare = deque(ready() for _ in range(SPARE))  # they import while others run
+            spare = deque(ready() for _ in range(ahead))  # they import while others run
             with report.progress("architectures", len(names)) as step:
                 for name in names:
                     step(name)

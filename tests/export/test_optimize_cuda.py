@@ -15,7 +15,7 @@ from twinop.bench.encoder_models import TINY, encoder
 pytestmark = pytest.mark.usefixtures("one_thread")
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 PROVIDERS = {"cpu": CPU, "cuda": [("CUDAExecutionProvider", {"use_tf32": 0}), *CPU]}
-ATTENTION = """(float[B, S, width] q, float[B, T, width] k, float[B, T, width] v%s) => (float[B, S, width] y) {
+ATTENTION = """(float[B, S, W] q, float[B, T, W] k, float[B, T, W] v%s) => (float[B, S, W] y) {
     q4 = Reshape (q, apart) k4 = Reshape (k, apart) v4 = Reshape (v, apart)
     qh = Transpose <perm=[0, 2, 1, 3]> (q4) kt = Transpose <perm=[0, 2, 3, 1]> (k4)
     vh = Transpose <perm=[0, 2, 1, 3]> (v4) s = MatMul (qh, kt) %s
@@ -29,7 +29,7 @@ HEADS, BATCH = 3, 5
 @pytest.mark.parametrize("mask", ["", "float[B, 1, 1, T] m", "float[1, 3, S, T] m", "float[B, 3, S, T] m"])
 def test_attention_at_any_length(mask: str, tokens: int, size: int, device: str, tmp_path: Path) -> None:
     scores = "t = Add (s, m) p = Softmax (t)" if mask else "p = Softmax (s)"
-    text = (ATTENTION % (f", {mask}" if mask else "", scores)).replace("width", str(HEADS * size))
+    text = (ATTENTION % (f", {mask}" if mask else "", scores)).replace("W]", f"{HEADS * size}]")
     shapes = {"apart": np.array([0, 0, HEADS, size]), "joined": np.array([0, 0, HEADS * size])}
     dtype = "float32" if device == "cpu" else "float16"
     report, _ = optimized(parsed(text, **shapes), tmp_path, dtype=dtype)
