@@ -1,6 +1,7 @@
 """Tests that optimised models run at any length: on CUDA, ONNX Runtime chooses the kernel of an attention."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from twinop.bench.encoder_models import TINY, encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-PROVIDERS = {"cpu": CPU, "cuda": [("CUDAExecutionProvider", {"use_tf32": 0}), *CPU]}
+PROVIDERS: dict[str, list[Any]] = {"cpu": CPU, "cuda": [("CUDAExecutionProvider", {"use_tf32": 0}), *CPU]}
 ATTENTION = """(float[B, S, W] q, float[B, T, W] k, float[B, T, W] v%s) => (float[B, S, W] y) {
     q4 = Reshape (q, apart) k4 = Reshape (k, apart) v4 = Reshape (v, apart)
     qh = Transpose <perm=[0, 2, 1, 3]> (q4) kt = Transpose <perm=[0, 2, 3, 1]> (k4)
