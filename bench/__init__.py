@@ -3,7 +3,6 @@
     twinop bench                  # every op beside its peers and a plain copy; see --help
     twinop bench compare OLD NEW  # list what became slower
     twinop bench draw REPORT      # draw the plots of a recorded report, such as one op's page
-    twinop bench encoder          # a transformer in ONNX Runtime, with and without twinop's nodes
     twinop bench linear           # products with what is fused with them, beside torch's and ONNX Runtime's
     twinop bench models           # whole models: torch, ONNX Runtime and its optimizer, and twinop's
     twinop bench architectures    # stock exports of many architectures, before and after twinop optimize

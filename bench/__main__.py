@@ -20,7 +20,6 @@ class Commands(LazyGroup):
         "report": "twinop.bench.ops_report:main",
         "compare": "twinop.bench.recorded:compare",
         "draw": "twinop.bench.recorded:draw",
-        "encoder": "twinop.bench.encoder:main",
         "linear": "twinop.bench.linear:main",
         "models": "twinop.bench.models:main",
         "architectures": "twinop.bench.architectures:main",
@@ -34,7 +33,6 @@ class Commands(LazyGroup):
     }
     takes: ClassVar = {
         "report": "about 2 minutes on two CPU cores, 11 on an H200",
-        "encoder": "about a minute on an H200",
         "linear": "about a minute on an H200",
         "models": "about 12 minutes on an H200",
         "architectures": "about 5 minutes on an H200",

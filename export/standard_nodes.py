@@ -1,8 +1,8 @@
 """Replaces standard operators in a model with twinop's ops that compute the same.
 
 `torch_op.replace_modules` does this to modules; what a model writes as functions and operators (`x + mask`,
-`torch.softmax`, the bias of a linear layer) is only seen here. ONNX Runtime's own kernels can be much slower:
-see bench/results/encoder-nvidia-h200.json for sums in bfloat16.
+`torch.softmax`, the bias of a linear layer) is only seen here. ONNX Runtime's own kernels can be much
+slower, such as those of sums in bfloat16.
 
 A function body tells which operator an op can replace: a body that is a single standard node on the op's
 inputs says that the two are the same.

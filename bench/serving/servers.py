@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,13 +85,19 @@ def _row(width: int) -> dict[str, np.ndarray]:
 
 
 def _encoder() -> onnx.ModelProto:
-    import torch
+    from twinop.export import export
+    from twinop.torch_op import replace_modules
 
-    from ..encoder import exported
-    from ..encoder_models import Size
+    from ..encoder_models import Size, batch, encoder
 
     size = Size(layers=4, width=256, heads=4, vocabulary=2000, batch=2, tokens=64)
-    return exported("bert", size, torch.float32, True, "torchscript")
+    model, dynamic = encoder("bert", size), {name: {0: "batch"} for name in ("ids", "mask")}
+    replace_modules(model)
+    options: dict[str, Any] = {"exporter": "torchscript", "replace": ("add", "softmax"), "verify": False}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "encoder.onnx"
+        export(model, batch(size), path, dynamic=dynamic, **options)
+        return onnx.load(path)
 
 
 def _sentence() -> dict[str, np.ndarray]:

@@ -1,6 +1,5 @@
 """The output of the reports: files, plots, commands, messages."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -229,7 +228,7 @@ def test_the_plot_of_the_service(tmp_path: Path) -> None:
     ("benchmark", "options", "message"),
     [
         ("ops", ["--op=gelu"], "--op gelu: expected some of softmax, relu, all"),
-        ("encoder", [], "a report of 'encoder', expected one of 'ops'"),
+        ("linear", [], "a report of 'linear', expected one of 'ops'"),
         ("serve", ["--op=relu"], "a report of 'serve', expected one of 'ops'"),
     ],
 )
@@ -300,16 +299,6 @@ def test_report_on_the_cpu(tmp_path: Path) -> None:
 )
 def test_bad_options_are_one_message(options: list[str], message: str) -> None:
     assert message in command("report", "--device=cpu", *options, code=1)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_encoder(tmp_path: Path) -> None:
-    text = command("encoder", "--device=cpu", "--quick", "--styles=llama", "--output", str(tmp_path))
-    assert "llama │ float32 │ 2x16 │ twinop" in text
-    (path,) = tmp_path.glob("encoder-*.json")
-    rows = {row["provider"]: row for row in json.loads(path.read_text())["rows"]}
-    assert any(name.startswith("Custom") for name in rows["twinop"]["nodes"])
-    assert not any(name.startswith("Custom") for name in rows["stock export"]["nodes"])
 
 
 def test_linear(tmp_path: Path) -> None:
