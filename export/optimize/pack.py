@@ -51,7 +51,7 @@ def rewrite(work: Work) -> None:
 def _rows(x: ir.Value) -> int:
     """Returns the number of rows, or 0 if it is not known."""
     rows = (dims(x) or [None])[:-1]
-    known = [dim for dim in rows if isinstance(dim, int)]
+    known = [size for size in rows if isinstance(size, int)]
     return math.prod(known) if 0 < len(known) == len(rows) else 0
 
 

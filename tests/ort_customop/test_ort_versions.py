@@ -23,7 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+OFTEN = [
+    pytest.param(version, marks=[pytest.mark.slow] if version.startswith("1.20") else [])
+    for version in SUPPORTED
+]
+
+
+@pytest.mark.parametrize("version", OFTEN)
 def test_every_case(version: str, folder: Path) -> None:
     script = Path(__file__).with_name("ort_matrix.py")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
