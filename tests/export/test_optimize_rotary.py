@@ -81,7 +81,7 @@ SIZE: dict[str, Any] = {
     ("name", "exporter", "more"),
     [
         ("RoFormer", "torchscript", {"embedding_size": 32}),
-        ("Cohere", "dynamo", {"num_key_value_heads": 2}),
+        pytest.param("Cohere", "dynamo", {"num_key_value_heads": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_models_with_neighbours(name: str, exporter: str, more: dict[str, int], tmp_path: Path) -> None:

@@ -92,7 +92,9 @@ def test_one_function_serves_all_attributes() -> None:
         torch.testing.assert_close(evaluate_body(norm.record, [x], call)[0], expected)
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["open", "known"])
+@pytest.mark.parametrize(
+    "known", [pytest.param(False, id="open"), pytest.param(True, id="known", marks=pytest.mark.slow)]
+)
 def test_one_function_serves_several_ranks(known: bool) -> None:
     tensors = [torch.randn(shape) for shape in ((4, 6), (2, 4, 6), (2, 3, 4, 6))]
     shapes = [list(x.shape) if known else [f"d{i}" for i in range(x.dim())] for x in tensors]
