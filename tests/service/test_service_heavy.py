@@ -108,13 +108,15 @@ def tensors() -> bytes:
     return b'{"inputs":[%b{}]}' % (b'{"name":"x"},' * (JSON_LIMIT // 13 - 2))
 
 
-@pytest.mark.parametrize("body", [numbers, tensors], ids=["numbers", "tensors"])
-def test_others_are_answered_during_the_largest_json(served: Served, body: Callable[[], bytes]) -> None:
+@pytest.mark.parametrize(("body", "status"), [(numbers, 200), (tensors, 400)], ids=["numbers", "tensors"])
+def test_others_are_answered_during_the_largest_json(
+    served: Served, body: Callable[[], bytes], status: int
+) -> None:
     content = body()
     assert JSON_LIMIT * 0.9 < len(content) <= JSON_LIMIT
     answers: list[Answer] = []
-    assert answered_during(served, lambda: answers.append(post(served, content))) >= 1
-    assert len(answers) == 1
+    assert is_answered_during(served, lambda: answers.append(post(served, content)))
+    assert {answer.status for answer in answers} == {status}
 
 
 def test_json_answers_have_the_same_limit(served: Served) -> None:
@@ -165,18 +167,24 @@ def test_others_are_answered_during_large_binaries(served: Served) -> None:
     request = pb.ModelInferRequest(model_name="int8", raw_input_contents=[bytes(size)])
     request.inputs.add(name="x", datatype="INT8", shape=[1, size])
     data, answers = request.SerializeToString(), list[bytes]()
-    assert answered_during(served, lambda: answers.append(sent(served, data))) >= 1
-    assert len(answers) == 1 and len(answers[0]) > size
+    assert is_answered_during(served, lambda: answers.append(sent(served, data)))
+    assert answers and all(len(answer) > size for answer in answers)
 
 
-def answered_during(served: Served, send: Callable[[], None]) -> int:
-    """Return how many other requests are answered between the start and the end of `send`."""
-    sender, answered = threading.Thread(target=send), 0
-    sender.start()
-    while sender.is_alive():
-        assert served.infer("relu", X).status == 200
-        answered += sender.is_alive()
-    return answered
+def is_answered_during(served: Served, send: Callable[[], None]) -> bool:
+    """Return whether another request is answered between the start and the end of `send`.
+
+    A busy machine may pause this thread for as long as `send` takes, so `send` is called several times.
+    """
+    for _ in range(20):
+        sender = threading.Thread(target=send)
+        sender.start()
+        while sender.is_alive():
+            assert served.infer("relu", X).status == 200
+            if sender.is_alive():
+                sender.join()
+                return True
+    return False
 
 
 # -------------------------------------------------------------------------------- much memory
