@@ -3,6 +3,7 @@
 import ctypes
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from .custom_nodes import Model
 from .errors import FeedError, RunError
 from .node_providers import NodeRun, Profile
 from .registration import SealedLibrary
-from .tensor_specs import Spec, kind_of, require_all, unknown_name, wrong_arguments
+from .tensor_specs import RIGHT_PADDED, Spec, kind_of, require_all, unknown_name, wrong_arguments
 
 
 class Session:
@@ -59,8 +60,10 @@ class Session:
         required = [Spec.of(each, each.name in scalars) for each in inner.get_inputs()]
         optional = [Spec.of(each, each.name in scalars) for each in inner.get_overridable_initializers()]
         self.inputs = {spec.name: spec for spec in (*required, *optional)}
+        if (mask := self.inputs.get(model.metadata.get(RIGHT_PADDED, ""))) is not None:
+            self.inputs[mask.name] = replace(mask, right_padded=True)
         self.outputs = {each.name: Spec.of(each, each.name in scalars) for each in inner.get_outputs()}
-        self.required = [spec for spec in required if not spec.type.startswith("optional")]
+        self.required = [self.inputs[spec.name] for spec in required if not spec.type.startswith("optional")]
         self._names = list(self.outputs)
         self._profile = profile
         self._module = onnxruntime
@@ -98,7 +101,8 @@ class Session:
             On a GPU the work is queued on the current stream, like that of any torch op.
 
         Raises:
-            FeedError: a name, kind, dtype, shape or device does not fit.
+            FeedError: a name, kind, dtype, shape or device does not fit, or a mask in the CPU's memory has
+                its zeros at another place than the model was optimised for.
             RunError: ONNX Runtime or a kernel refused the run.
         """
         if not isinstance(feeds, dict | Mapping) or isinstance(outputs, str) or hasattr(outputs, "shape"):
@@ -162,6 +166,8 @@ class Session:
             dtype = spec.numpy_dtype
             if dtype is not None and not (_same(value.dtype, dtype) and spec.accepts(value.shape)):
                 raise spec.mismatch(value.dtype.name, value.shape)
+            if spec.right_padded and (error := spec.padding_error(value)) is not None:
+                raise error
             arrays[name] = value
         if self.foreign:
             return self._run_foreign(arrays, names, options)
@@ -202,6 +208,9 @@ class Session:
             ):
                 element = element_type(value.data_type())
                 raise spec.mismatch(dtype_name(element) if element else value.data_type(), value.shape())
+            readable = spec.right_padded and value.device_name().lower() == "cpu"
+            if readable and (error := spec.padding_error(to_numpy(value, spec))) is not None:
+                raise error
             values[name] = value
         found = self._run_ort_values(values, names, options)
         return {name: self._module.OrtValue(value) for name, value in found.items()}

@@ -11,6 +11,9 @@ from twinop.dtypes import dtype_name, element_type, numpy_dtype
 
 from .errors import FeedError
 
+RIGHT_PADDED = "twinop.right_padded"
+"""The metadata that names the mask of a model made with `twinop optimize --padding right`."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -22,6 +25,7 @@ class Spec:
         shape: sizes, names of dynamic dimensions, and None; or None for an unknown rank.
         fixed: axis and size of the dimensions that are not dynamic.
         label: the element type in messages, if it is not called as in numpy.
+        right_padded: whether this is a mask [B, T] whose rows must be ones, then zeros (`RIGHT_PADDED`).
     """
 
     name: str
@@ -31,6 +35,7 @@ class Spec:
     fixed: tuple[tuple[int, int], ...] = ()
     numpy_dtype: np.dtype | None = None
     label: str = ""
+    right_padded: bool = False
 
     @classmethod
     def of(cls, argument: Any, is_scalar: bool) -> "Spec":
@@ -81,6 +86,8 @@ class Spec:
     def random(self, shape: Sequence[int], generator: np.random.Generator) -> np.ndarray:
         """Returns normally distributed floats, integers 0 and 1, which are valid indices, or strings."""
         assert self.numpy_dtype is not None
+        if self.right_padded:
+            return np.ones(shape, self.numpy_dtype)
         if self.numpy_dtype.kind == "O":
             return np.full(shape, "a", object)
         if self.numpy_dtype.kind in "biu":
@@ -106,6 +113,18 @@ class Spec:
                 if shape[axis] != size
             )
         return FeedError(f"input {self.name} is {given}, the model takes {self}: {what}")
+
+    def padding_error(self, mask: np.ndarray) -> FeedError | None:
+        """Returns the error for a mask whose rows are not ones, then zeros; None if they are."""
+        shown = mask == 1
+        wrong = ((~shown & (mask != 0)).any(1)) | (shown[:, 1:] > shown[:, :-1]).any(1)
+        if not wrong.any():
+            return None
+        return FeedError(
+            f"input {self.name}, row {int(wrong.argmax())}: expected ones, then zeros. The model was made "
+            "with `twinop optimize --padding right`, so its attention reads only the lengths. "
+            "Pad sequences at their end, or optimise the model again without --padding right"
+        )
 
 
 def unknown_name(kind: str, name: Any, known: Mapping[str, Any]) -> FeedError:

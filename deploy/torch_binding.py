@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twinop.dtypes import to_tensor
+from twinop.dtypes import to_array, to_tensor
 
 from .errors import FeedError, RunError
 from .inference_session import (
@@ -130,6 +130,9 @@ class TensorRunner:
         try:
             if tensor.is_neg():
                 tensor = tensor.resolve_neg()
+            readable = spec.right_padded and device.type == "cpu"  # a GPU's memory takes a synchronization
+            if readable and (error := spec.padding_error(to_array(tensor))) is not None:
+                raise error
             if not tensor.is_contiguous():
                 return tensor.contiguous()
             if tensor.data_ptr() % _ALIGNMENT and device.type == "cuda":

@@ -92,6 +92,8 @@ class Version:
                 )
             if array.dtype != spec.numpy_dtype or not spec.accepts(array.shape):
                 raise invalid(str(spec.mismatch(OF_DTYPE[array.dtype].name, array.shape)))
+            if spec.right_padded and (error := spec.padding_error(array)) is not None:
+                raise invalid(str(error))
             if array.size == 0 and not loaded.settings.allow_empty:
                 raise invalid(
                     f"input {name} is empty: its shape is {list(array.shape)}. Send at least one element, or "

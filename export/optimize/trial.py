@@ -17,6 +17,7 @@ from onnx_ir.passes.common import (
 
 import twinop
 from twinop import deploy
+from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError
 from twinop.record import Record
 
@@ -34,8 +35,6 @@ from .report import OptimizeReport
 Rewrite = Callable[[Work], None]
 Rewrites = Mapping[str, Rewrite]
 _RUNS, _FASTER = 20, 0.99  # timed runs; a rewrite that gains less than 1 % gains nothing
-PROMISED = "twinop.padding"
-"""The metadata that says which padding the model was promised."""
 
 
 class Trial:
@@ -216,9 +215,10 @@ class Trial:
             if wide:
                 report.notes.append(f"{wide} nodes compute in fp32")
         if work.lengths:
-            model.metadata_props[PROMISED] = "right"
+            [mask] = {str(value.name) for value in work.lengths.values()}
+            model.metadata_props[RIGHT_PADDED] = mask
             report.notes.append(
-                "was promised that masks hide nothing but the end of each sequence (--padding right)"
+                f"was promised that {mask} hides nothing but the end of each sequence (--padding right)"
             )
         self.progress("writing and checking")
         files = self._written(model, name)

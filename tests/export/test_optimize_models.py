@@ -84,7 +84,7 @@ def test_padding_on_the_right(style: str, tmp_path: Path) -> None:
         lengths = node.inputs[4]
         assert lengths is not None and len(lengths.shape or ()) == 1
         assert node.attributes.get_int("unidirectional", 0) == (style == "llama")
-    assert model.metadata_props["twinop.padding"] == "right"
+    assert model.metadata_props["twinop.right_padded"] == "mask"
     assert "promised" in str(report)
     ids, mask = batch(TINY, padding=5)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from service_fixtures import Answer, Served, receive, serve, tensor
 from service_rows import message
 
 from twinop.deploy.service.protocol import SERVICE, pb
+from twinop.deploy.tensor_specs import RIGHT_PADDED
 
 LIMIT = 1 << 20  # max_request_bytes
 CODES = grpc.StatusCode
@@ -27,6 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     models.place(folder, "add", models.add())
     models.place(folder, "gather", models.gather())
     models.place(folder, "strings", models.strings())
+    models.place(folder, "padded", models.relu(metadata={RIGHT_PADDED: "x"}))
     models.place(folder, "batched", models.relu(), settings="max_batch_size = 4")
     with serve(folder, "--max-request-bytes", str(LIMIT)) as served:
         yield served
@@ -77,6 +79,9 @@ NOT_FITTING = {
     "unknown model": Misfit("no model 'nope'; models: add, batched", [GOOD], "nope", 404, CODES.NOT_FOUND),
     "path for a model": Misfit("no model '..'", [GOOD], "..", 404, CODES.NOT_FOUND),
     "unknown input": Misfit("model relu has no input 'z'; its inputs: x (FP32[N, 4])", [Z]),
+    "padding": Misfit(
+        "input x, row 0: expected ones, then zeros", of_shape(1, 4, data=[0, 1, 1, 0]), "padded"
+    ),
     "input beside": Misfit("model relu has no input 'z'", [GOOD, Z]),
     "input missing": Misfit("input missing: b (FP32[N, 4]); given: a", [GOOD | {"name": "a"}], "add"),
     "no input": Misfit("input missing: a (FP32[N, 4]), b (FP32[N, 4]); given: none", [], "add"),
