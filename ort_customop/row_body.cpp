@@ -16,7 +16,7 @@ constexpr std::int64_t kPieceRows = 16;
 constexpr std::int64_t kPieceWork = 1 << 23;
 
 std::int64_t PieceRows(std::int64_t rows, std::int64_t work_of_row) {
-  const std::int64_t pieces = std::max(1U, std::thread::hardware_concurrency());
+  static const std::int64_t pieces = std::max(1U, std::thread::hardware_concurrency());
   return std::max({kPieceRows, kPieceWork / std::max<std::int64_t>(work_of_row, 1),
                    (rows + pieces - 1) / pieces});
 }

@@ -1,6 +1,7 @@
 // The checks of shapes, and the shapes of outputs (check.h).
 #include <algorithm>
 #include <charconv>
+#include <optional>
 
 #include "twinop/record/check.h"
 
@@ -62,14 +63,15 @@ std::string TooFewDimensions(const Record& record, const Tensor* inputs) {
 // Evaluates a shape expression on the sizes of `inputs`.
 Status EvaluateShape(const Record& record, std::string_view text, const Tensor* inputs,
                      const Attribute* attributes, std::int64_t* sizes, std::size_t* rank) {
-  Shape shapes[kMaxArguments];
+  std::optional<Shape> shapes[kMaxArguments];  // few are written: a shape is large
   const Shape* present[kMaxArguments] = {};
   try {
     for (std::size_t i = 0; i < record.schema.input_count; ++i) {
       if (!inputs[i].present) continue;
+      Shape& shape = shapes[i].emplace();
       for (std::size_t k = 0; k < inputs[i].rank; ++k)
-        shapes[i].Push(Dim{inputs[i].sizes[k], nullptr});
-      present[i] = &shapes[i];
+        shape.Push(Dim{inputs[i].sizes[k], nullptr});
+      present[i] = &shape;
     }
     const ShapeScope scope{&record.schema, present, attributes};
     const Shape shape = ShapeExpression(text, scope).EvaluateShape();
