@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from .graph import (
     MICROSOFT,
+    UnsupportedPattern,
     Work,
     add,
     attribute,
@@ -30,7 +31,7 @@ from .graph import (
     scores_shape,
 )  # fmt: skip
 from .heads import BSHD, Heads, joined, repeat, repeated, split
-from .scores import LOWEST, Apart, like, scaled, scores_of, transposed
+from .scores import LOWEST, like, scaled, scores_of, transposed
 
 
 def rewrite(work: Work) -> None:
@@ -41,7 +42,7 @@ def rewrite(work: Work) -> None:
     for softmax in found:
         try:
             _fuse(work, softmax)
-        except Apart as reason:
+        except UnsupportedPattern as reason:
             work.left[f"attention: {reason}"] += 1
 
 
@@ -59,7 +60,7 @@ def masks_of(softmax: ir.Node) -> list[ir.Value]:
     """Returns the masks of an attention, or nothing if it is none."""
     try:
         return scores_of(softmax, softmax).masks
-    except Apart:
+    except UnsupportedPattern:
         return []
 
 
@@ -78,9 +79,9 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     probabilities = _guarded(softmax)
     after = only_user(probabilities)
     if after is None or after.inputs[0] is not probabilities:
-        raise Apart("the softmax is read by others")
+        raise UnsupportedPattern("the softmax is read by others")
     if len(dims(softmax.outputs[0]) or ()) != 4:
-        raise Apart("scores that are not [B, H, S, T]")
+        raise UnsupportedPattern("scores that are not [B, H, S, T]")
     scores = scores_of(softmax, after)
     q, on_q = scaled(scores.product.inputs[0])
     k, on_k = transposed(scores.product.inputs[1])
@@ -90,10 +91,10 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     (k, times), (v, times_of_v) = repeated(k), repeated(v)
     parts = [joined(each, after) for each in (q, k, v)]
     if parts[0] is None or parts[1] is None or parts[2] is None:
-        raise Apart("the number or size of the heads is not known")
+        raise UnsupportedPattern("the number or size of the heads is not known")
     q3, k3, v3 = parts[0], repeat(work, parts[1], times, after), repeat(work, parts[2], times_of_v, after)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
-        raise Apart("other heads in q than in k and v")
+        raise UnsupportedPattern("other heads in q than in k and v")
     (q_plain, on_q), (k_plain, on_k) = scaled(q3.value), scaled(k3.value)  # before they are heads
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value]
@@ -132,7 +133,7 @@ def _mask_inputs(
         whole = add(before, "Add", [whole, mask], shape=broadcast_dims(dims(whole), dims(mask)))
     shape, rows, columns = dims(whole), (dims(q.value) or [0, None])[1], (dims(k.value) or [0, None])[1]
     if shape is None or len(shape) > 4:
-        raise Apart("a mask of unknown rank")
+        raise UnsupportedPattern("a mask of unknown rank")
     if len(rest) > 1 or len(shape) < 4 or None in (rows, columns) or shape[2:] != [rows, columns]:
         if isinstance(rows, int) and isinstance(columns, int):
             target = int_constant(before, [1, 1, rows, columns])
@@ -164,7 +165,7 @@ def _without_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, be
             continue
         shape = dims(mask) or []
         if len(shape) != 4 or shape[1] != 1:
-            raise Apart("a mask that hides whole rows of some heads")
+            raise UnsupportedPattern("a mask that hides whole rows of some heads")
         kept, limit, zero = [shape[0], shape[2], 1], like(before, LOWEST, mask), like(before, 0.0, mask)
         largest = add(before, "ReduceMax", [mask, int_constant(before, [3])], shape=[*shape[:3], 1])
         largest = add(before, "Squeeze", [largest, int_constant(before, [1])], shape=kept)

@@ -7,8 +7,8 @@ Writes: MatMul and Add on [B, S, K], so that what stands behind them is found: a
 
 import onnx_ir as ir
 
-from .graph import Work, add, dims, made_by, only_user, replace, same_dims
-from .linear import Apart, flat, product
+from .graph import UnsupportedPattern, Work, add, dims, made_by, only_user, replace, same_dims
+from .linear import flat, product
 
 
 def rewrite(work: Work) -> None:
@@ -16,7 +16,7 @@ def rewrite(work: Work) -> None:
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
             found = product(node) if node.graph is not None else None
-        except Apart:
+        except UnsupportedPattern:
             continue
         before = made_by(found.x, "Reshape") if found is not None else None
         after = only_user(found.output) if found is not None else None

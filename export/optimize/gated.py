@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .graph import (
+    UnsupportedPattern,
     Work,
     add_op,
     attribute,
@@ -27,7 +28,7 @@ from .graph import (
     replace,
     same_dims,
 )  # fmt: skip
-from .linear import LAYOUT, Apart, Product, activation_of, flat, packed, product
+from .linear import LAYOUT, Product, activation_of, flat, packed, product
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _linear(work: Work, node: ir.Node, gate: ir.Value, up: ir.Value, activation:
                 return False
             whole = first
             weight, bias = _joined(work, [(first, None), (second, None)])
-    except Apart:
+    except UnsupportedPattern:
         return False
     record = work.records["linear_swiglu"]
     new = add_op(node, record, [whole.x, weight, bias], **attributes)

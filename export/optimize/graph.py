@@ -14,6 +14,10 @@ MICROSOFT = "com.microsoft"
 Dim = int | str | None
 
 
+class UnsupportedPattern(Exception):
+    """Nodes that look like a rewrite's pattern and that it does not support; the text says why."""
+
+
 @dataclass
 class Work:
     """A model that is being rewritten, and what was done.

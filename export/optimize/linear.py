@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from .graph import (
     DOMAIN,
+    UnsupportedPattern,
     Work,
     add,
     attribute,
@@ -58,15 +59,11 @@ class Product:
         return width
 
 
-class Apart(Exception):
-    """A product that the op does not compute; the text says why."""
-
-
 def product(node: ir.Node) -> Product | None:
     """Reads a product with a constant weight, and the bias that is added to it; None for other nodes.
 
     Raises:
-        Apart: the op cannot compute it.
+        UnsupportedPattern: the op cannot compute it.
     """
     if standard(node.domain) or node.op_type not in ("MatMul", "Gemm"):
         return None
@@ -82,20 +79,20 @@ def product(node: ir.Node) -> Product | None:
         return None
     shape = dims(weight) or []
     if len(shape) != 2:
-        raise Apart(f"a weight of {len(shape)} dimensions")
+        raise UnsupportedPattern(f"a weight of {len(shape)} dimensions")
     if 0 in shape:
-        raise Apart("of size 0")
+        raise UnsupportedPattern("of size 0")
     if len(dims(x) or ()) < 2:
-        raise Apart("an input that is no matrix, or of unknown rank")
+        raise UnsupportedPattern("an input that is no matrix, or of unknown rank")
     if attribute(node, "transA", 0) or {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)} != {1.0}:
-        raise Apart("a Gemm with other factors than 1")
+        raise UnsupportedPattern("a Gemm with other factors than 1")
     layout = "nk" if turned else "kn"
     width = shape[0 if turned else 1]
     assert isinstance(width, int)
     bias, output = rest[0] if rest else None, node.outputs[0]
     if bias is not None:
         if not _is_bias(bias, width):
-            raise Apart("a Gemm that adds a matrix")
+            raise UnsupportedPattern("a Gemm that adds a matrix")
     elif (addition := only_user(output)) is not None and addition.op_type == "Add":
         other = other_input(addition, output)
         if not standard(addition.domain) and _is_bias(other, width):
@@ -138,7 +135,7 @@ def rewrite(work: Work) -> None:
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
             found = product(node)
-        except Apart as reason:
+        except UnsupportedPattern as reason:
             work.left[f"{node.op_type}: {reason}"] += 1
         else:
             nodes += [node] if found is not None else []

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from .graph import (
     MICROSOFT,
     Dim,
+    UnsupportedPattern,
     Work,
     add,
     attribute,
@@ -32,17 +33,13 @@ _LOWEST = float(np.finfo(np.float32).min)
 _TANH = {"approximate": "tanh"}  # the form of FastGelu
 
 
-class _Apart(Exception):
-    """A node that stays; the text says why."""
-
-
 def rewrite(work: Work) -> None:
     """Applies this rewrite."""
     for node in work.nodes(*_RULES, domain=MICROSOFT):
         try:
             if _RULES[node.op_type](work, node):
                 work.made[f"{node.op_type} taken apart"] += 1
-        except _Apart as reason:
+        except UnsupportedPattern as reason:
             work.left[f"{node.op_type}: {reason}"] += 1
 
 
@@ -83,7 +80,7 @@ def _embed_norm(work: Work, node: ir.Node) -> bool:
     total = add(node, "Add", [total, places], shape=shape)
     if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
         if not rest or rest[0] is None:
-            raise _Apart("its mask index is read and it has no mask")
+            raise UnsupportedPattern("its mask index is read and it has no mask")
         lengths = add(
             node,
             "ReduceSum",
@@ -110,13 +107,13 @@ def _gelu(work: Work, node: ir.Node) -> bool:
 
 def _matmul(work: Work, node: ir.Node) -> bool:
     if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0):
-        raise _Apart("its batch is transposed")
+        raise UnsupportedPattern("its batch is transposed")
     sides = []
     for value, flag in zip(node.inputs, ("transA", "transB"), strict=True):
         if attribute(node, flag, 0):
             found = dims(value)
             if found is None:
-                raise _Apart("an input of unknown rank")
+                raise UnsupportedPattern("an input of unknown rank")
             order = [*range(len(found) - 2), len(found) - 1, len(found) - 2]
             value = add(node, "Transpose", [value], {"perm": order}, shape=[found[i] for i in order])
         sides.append(value)
@@ -134,9 +131,9 @@ def _attention(work: Work, node: ir.Node) -> bool:
     x, weight, bias, mask, past, added = [*node.inputs, *[None] * 6][:6]
     known = {"num_heads", "unidirectional", "scale", "mask_filter_value", "qkv_hidden_sizes"}
     if past is not None or not set(node.attributes) <= known:
-        raise _Apart("it has a past, or a form of its own")
+        raise UnsupportedPattern("it has a past, or a form of its own")
     if x is None or weight is None or not is_constant(weight):
-        raise _Apart("its weight is no constant")
+        raise UnsupportedPattern("its weight is no constant")
     array, row = constant(weight), constant(bias)
     assert array is not None
     widths = [int(each) for each in attribute(node, "qkv_hidden_sizes", [array.shape[1] // 3] * 3)]
@@ -157,20 +154,20 @@ def _attention(work: Work, node: ir.Node) -> bool:
 def _multi_head_attention(work: Work, node: ir.Node) -> bool:
     q, k, v, bias, mask, added, *past = [*node.inputs, *[None] * 6][: max(6, len(node.inputs))]
     if q is None or k is None or v is None or any(each is not None for each in past):
-        raise _Apart("it has a past, or packed inputs")
+        raise UnsupportedPattern("it has a past, or packed inputs")
     if bias is None and (mask is None or len(dims(mask) or ()) != 2):
         return False
     if any(len(dims(each) or ()) != 3 for each in (q, k, v)):
-        raise _Apart("k and v that are not [B, T, H*D]")
+        raise UnsupportedPattern("k and v that are not [B, T, H*D]")
     parts = [q, k, v]
     if bias is not None:
         row, start = constant(bias), 0
         if row is None:
-            raise _Apart("its bias is no constant")
+            raise UnsupportedPattern("its bias is no constant")
         for index, part in enumerate(parts):
             width = (dims(part) or [None])[-1]
             if not isinstance(width, int):
-                raise _Apart("a width that is not known")
+                raise UnsupportedPattern("a width that is not known")
             piece = initializer(work.graph, row[start : start + width], f"{bias.name}_{start}")
             parts[index] = add(node, "Add", [part, piece], shape=dims(part))
             start += width
@@ -199,7 +196,7 @@ def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, add
         target = scores_shape(node, parts[0], parts[1])
         added, mask = add(node, "Expand", [bias, target], shape=[q[0], None, q[1], k[1]]), None
     elif rank != 1:
-        raise _Apart(f"a mask of {rank} dimensions")
+        raise UnsupportedPattern(f"a mask of {rank} dimensions")
     inputs = [*parts, None, mask, added]
     while inputs[-1] is None:
         inputs.pop()

@@ -5,15 +5,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from .graph import add, attribute, constant, dims, int_constant, made_by, other_input, same_dims, scalar
+from .graph import (
+    UnsupportedPattern,
+    add,
+    attribute,
+    constant,
+    dims,
+    int_constant,
+    made_by,
+    other_input,
+    same_dims,
+    scalar,
+)
 from .heads import BSHD
 
 LOWEST = float(np.finfo(np.float32).min)
 _HIDDEN = -1e9  # a score of this or less leaves nothing after the softmax
-
-
-class Apart(Exception):
-    """These nodes are not an attention, or not one that the op computes; the text says why."""
 
 
 @dataclass
@@ -35,10 +42,10 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
     while True:
         node = value.producer() if value is not None else None
         if node is None or node.domain not in ("", "ai.onnx"):
-            raise Apart("no product of q and k")
+            raise UnsupportedPattern("no product of q and k")
         if node.op_type == "MatMul":
             if any(constant(each) is not None for each in node.inputs):
-                raise Apart("no product of q and k")
+                raise UnsupportedPattern("no product of q and k")
             return Scores(node, found_scale, masks)
         if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
             found_scale *= factor[1]
@@ -46,7 +53,7 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
         elif node.op_type == "Add" and found_scale == 1.0:
             sides = [each for each in node.inputs if _leads_to_product(each)]
             if len(sides) != 1 or sides[0] is None:
-                raise Apart("no product of q and k")
+                raise UnsupportedPattern("no product of q and k")
             mask = other_input(node, sides[0])
             assert mask is not None
             value, masks = sides[0], [*masks, mask]
@@ -54,9 +61,9 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
             value, mask = _chosen(node, after)
             masks = [*masks, mask]
         elif node.op_type == "Tanh" or made_by(value, "Mul", "Div", "Tanh"):
-            raise Apart("the scores are capped or scaled by a tensor")
+            raise UnsupportedPattern("the scores are capped or scaled by a tensor")
         else:
-            raise Apart(f"{node.op_type} between the product and the softmax")
+            raise UnsupportedPattern(f"{node.op_type} between the product and the softmax")
 
 
 def _leads_to_product(value: ir.Value | None) -> bool:
@@ -88,7 +95,7 @@ def _chosen(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
     number = scalar(a) if scalar(a) is not None else scalar(b)
     scores = b if scalar(a) is not None else a
     if hidden is None or scores is None or number is None or number > _HIDDEN:
-        raise Apart("a mask that replaces scores by a number that counts")
+        raise UnsupportedPattern("a mask that replaces scores by a number that counts")
     if before.op_type == "Softmax":  # only asked for the masks: nothing is written
         return scores, hidden
     constants = [like(before, 0.0, scores), like(before, max(number, LOWEST), scores)]
@@ -143,7 +150,7 @@ def transposed(value: ir.Value | None) -> tuple[ir.Value, float]:
     middle = made_by(outer.inputs[0], "Transpose") if outer is not None else None
     shape = dims(value)
     if middle is None or list(attribute(middle, "perm", ())) != [0, 2, 1] or shape is None or len(shape) != 4:
-        raise Apart("k is not transposed")
+        raise UnsupportedPattern("k is not transposed")
     wanted, inner = [shape[0], shape[1], shape[3], shape[2]], made_by(middle.inputs[0], "Reshape")
     if inner is not None and same_dims(dims(inner.inputs[0]), wanted):
         k, on_k = scaled(inner.inputs[0])
@@ -151,4 +158,4 @@ def transposed(value: ir.Value | None) -> tuple[ir.Value, float]:
     sizes = [each if isinstance(each, int) else -1 for each in wanted]
     if sizes.count(-1) < 2:
         return add(middle, "Reshape", [middle.inputs[0], int_constant(middle, sizes)], shape=wanted), scale
-    raise Apart("k is not transposed")
+    raise UnsupportedPattern("k is not transposed")

@@ -6,8 +6,8 @@ Writes: a product for each part, with its columns of the weight.
 
 import onnx_ir as ir
 
-from .graph import Work, add, attribute, dims, ints, last_dim, replace
-from .linear import Apart, Product, columns, product
+from .graph import UnsupportedPattern, Work, add, attribute, dims, ints, last_dim, replace
+from .linear import Product, columns, product
 
 
 def rewrite(work: Work) -> None:
@@ -15,7 +15,7 @@ def rewrite(work: Work) -> None:
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
             found = product(node) if node.graph is not None else None
-        except Apart:
+        except UnsupportedPattern:
             continue
         parts = _parts(found) if found is not None else None
         if found is None or parts is None:
