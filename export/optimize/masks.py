@@ -49,7 +49,7 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
         )
     ]
     try:
-        found = _computed(work.model, masks, cases)
+        found = _compute(work.model, masks, cases)
     except (NotRunnable, TwinopError):  # masks that cannot be computed alone stay what they are
         return
     for index, mask in enumerate(masks):
@@ -61,7 +61,7 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
         if not all(inputs.is_mask(value) for value in _inputs_of(mask)):
             continue
         for causal in (True, False):
-            if all(_is(array, causal, None) for array in arrays):
+            if all(_hides_exactly(array, causal, None) for array in arrays):
                 (work.causal if causal else work.clear).add(mask)
                 break
             if len(given) != 1:
@@ -70,11 +70,14 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
                 (array, np.asarray(case[str(given[0].name)]))
                 for array, case in zip(arrays, cases, strict=True)
             ]
-            if padding == "right" and all(_is(a, causal, shown) for a, shown in padded if _right(shown)):
+            on_right = [(array, shown) for array, shown in padded if _is_right_padded(shown)]
+            if padding == "right" and all(_hides_exactly(array, causal, shown) for array, shown in on_right):
                 work.lengths[mask] = given[0]
                 work.causal |= {mask} if causal else set()
                 break
-            if not causal and mask not in work.infinite and all(_is(a, causal, shown) for a, shown in padded):
+            if causal or mask in work.infinite:
+                continue
+            if all(_hides_exactly(array, False, shown) for array, shown in padded):
                 work.padding[mask] = given[0]
                 break
 
@@ -95,11 +98,11 @@ def _inputs_of(mask: ir.Value) -> set[ir.Value]:
     return found
 
 
-def _right(shown: np.ndarray) -> bool:
+def _is_right_padded(shown: np.ndarray) -> bool:
     return bool((np.diff(shown.astype(int), axis=1) <= 0).all())
 
 
-def _is(array: np.ndarray, causal: bool, shown: np.ndarray | None) -> bool:
+def _hides_exactly(array: np.ndarray, causal: bool, shown: np.ndarray | None) -> bool:
     """Whether a mask [B, H, S, T] hides just the future (`causal`) and what is not `shown` [B, T]."""
     wide = array.reshape((1,) * (4 - array.ndim) + array.shape)
     rows, columns = wide[0, 0].shape
@@ -114,7 +117,7 @@ def _is(array: np.ndarray, causal: bool, shown: np.ndarray | None) -> bool:
     return bool(clear and ((wide == 0) == expected).all())
 
 
-def _computed(
+def _compute(
     model: ir.Model, values: Sequence[ir.Value], cases: Sequence[inputs.Case]
 ) -> list[list[np.ndarray]]:
     """Computes values of a model for each case."""

@@ -24,11 +24,11 @@ _SHAPES = {
     "ScatterND", "Shape", "Size", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
     "Where",
 }  # fmt: skip
-_BOTH = _ELEMENTS | _SHAPES | {
+_ANY_16 = _ELEMENTS | _SHAPES | {
     "ConstantOfShape", "Dropout", "Gelu", "Gemm", "LayerNormalization", "MatMul", "Max", "Min",
     "RMSNormalization", "Relu", "Sigmoid", "SimplifiedLayerNormalization", "Softmax", "Sum", "Tanh",
 }  # fmt: skip
-_FLOAT16 = {  # no kernels for bfloat16 below opset 22, or none at all
+_FLOAT16_ONLY = {  # no kernels for bfloat16 below opset 22, or none at all
     "Abs", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "DepthToSpace", "Einsum",
     "Elu", "GlobalAveragePool", "HardSigmoid", "HardSwish", "LeakyRelu", "MaxPool", "PRelu", "Pad",
 }  # fmt: skip
@@ -43,41 +43,41 @@ def convert(model: ir.Model, dtype: ir.DataType) -> int:
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
-    wide = _wide_nodes(graph, dtype)
+    wide = _fp32_nodes(graph, dtype)
     floats = {value for node in graph for value in node.outputs if value.dtype is ir.DataType.FLOAT}
     floats |= {value for value in graph.inputs if value.dtype is ir.DataType.FLOAT}
-    now: dict[ir.Value, ir.DataType] = {}
+    dtypes: dict[ir.Value, ir.DataType] = {}
     for given in graph.inputs:
         if given in floats:
-            _set_dtype(given, dtype, now)
-    changed: Casts = {}
+            _set_dtype(given, dtype, dtypes)
+    casts: Casts = {}
     for node in list(graph):
         wanted = ir.DataType.FLOAT if node in wide else dtype
         for index, value in enumerate(node.inputs):
             if value is None:
                 continue
             if value.is_initializer() and value.dtype is ir.DataType.FLOAT and wanted is dtype:
-                node.replace_input_with(index, _narrowed(graph, value, dtype, changed))
-            elif value in now and now[value] is not wanted:
-                node.replace_input_with(index, _cast(node, value, wanted, changed))
+                node.replace_input_with(index, _narrowed(graph, value, dtype, casts))
+            elif value in dtypes and dtypes[value] is not wanted:
+                node.replace_input_with(index, _cast(node, value, wanted, casts))
         for subgraph in _subgraphs(node):
-            _widen_captured(node, subgraph, now, changed)
+            _widen_captured(node, subgraph, dtypes, casts)
         for result in node.outputs:
             if result in floats:
-                _set_dtype(result, wanted, now)
-        _attributes(node, wanted)
-    _outputs(graph, now, dtype)
+                _set_dtype(result, wanted, dtypes)
+        _convert_attributes(node, wanted)
+    _cast_outputs(graph, dtypes, dtype)
     return len(wide)
 
 
 Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
 
 
-def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType, done: Casts) -> ir.Value:
-    if (value, dtype) not in done:
-        done[value, dtype] = add(before, "Cast", [value], {"to": dtype}, dtype=dtype)
-        done[value, dtype].shape = value.shape
-    return done[value, dtype]
+def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType, casts: Casts) -> ir.Value:
+    if (value, dtype) not in casts:
+        casts[value, dtype] = add(before, "Cast", [value], {"to": dtype}, dtype=dtype)
+        casts[value, dtype].shape = value.shape
+    return casts[value, dtype]
 
 
 def _subgraphs(node: ir.Node) -> list[ir.Graph]:
@@ -85,32 +85,32 @@ def _subgraphs(node: ir.Node) -> list[ir.Graph]:
 
 
 def _widen_captured(
-    node: ir.Node, subgraph: ir.Graph, now: Mapping[ir.Value, ir.DataType], done: Casts
+    node: ir.Node, subgraph: ir.Graph, dtypes: Mapping[ir.Value, ir.DataType], casts: Casts
 ) -> None:
     """Gives a subgraph the values of the main graph that it reads in fp32."""
 
     def in_fp32(value: ir.Value | None) -> ir.Value | None:
-        narrow = value is not None and now.get(value, ir.DataType.FLOAT) is not ir.DataType.FLOAT
-        return _cast(node, value, ir.DataType.FLOAT, done) if narrow and value is not None else value
+        narrow = value is not None and dtypes.get(value, ir.DataType.FLOAT) is not ir.DataType.FLOAT
+        return _cast(node, value, ir.DataType.FLOAT, casts) if narrow and value is not None else value
 
     for inner in subgraph:
         for index, value in enumerate(inner.inputs):
             inner.replace_input_with(index, in_fp32(value))
         for deeper in _subgraphs(inner):
-            _widen_captured(node, deeper, now, done)
+            _widen_captured(node, deeper, dtypes, casts)
     for index, value in enumerate(tuple(subgraph.outputs)):
         if (wide := in_fp32(value)) is not None and wide is not value:
             subgraph.outputs[index] = wide
 
 
-def _set_dtype(value: ir.Value, dtype: ir.DataType, now: dict[ir.Value, ir.DataType]) -> None:
+def _set_dtype(value: ir.Value, dtype: ir.DataType, dtypes: dict[ir.Value, ir.DataType]) -> None:
     value.type = ir.TensorType(dtype)  # copies of a graph share the types of their values
-    now[value] = dtype
+    dtypes[value] = dtype
 
 
-def _wide_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
+def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
     """Returns the nodes that stay in fp32."""
-    allowed = _BOTH | (_FLOAT16 if dtype is ir.DataType.FLOAT16 else set())
+    allowed = _ANY_16 | (_FLOAT16_ONLY if dtype is ir.DataType.FLOAT16 else set())
     wide = set[ir.Node]()
     for node in reversed(graph):
         kinds = [value.dtype for value in (*node.inputs, *node.outputs) if value is not None]
@@ -130,12 +130,12 @@ def _wide_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
     return wide
 
 
-def _narrowed(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, done: Casts) -> ir.Value:
-    if (value, dtype) not in done:
+def _narrowed(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, casts: Casts) -> ir.Value:
+    if (value, dtype) not in casts:
         assert value.const_value is not None
         array = narrow(value.const_value.numpy(), dtype)
-        done[value, dtype] = initializer(graph, array, f"{value.name}_{dtype.name.lower()}")
-    return done[value, dtype]
+        casts[value, dtype] = initializer(graph, array, f"{value.name}_{dtype.name.lower()}")
+    return casts[value, dtype]
 
 
 def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
@@ -145,7 +145,7 @@ def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     return clipped.astype(dtype.numpy())
 
 
-def _attributes(node: ir.Node, wanted: ir.DataType) -> None:
+def _convert_attributes(node: ir.Node, wanted: ir.DataType) -> None:
     value = attribute(node, "value", None)
     filled = node.op_type == "ConstantOfShape" and value is not None and value.dtype is ir.DataType.FLOAT
     if filled and wanted is not ir.DataType.FLOAT:
@@ -155,11 +155,11 @@ def _attributes(node: ir.Node, wanted: ir.DataType) -> None:
         node.attributes["to"] = ir.AttrInt64("to", int(wanted))
 
 
-def _outputs(graph: ir.Graph, now: Mapping[ir.Value, ir.DataType], dtype: ir.DataType) -> None:
+def _cast_outputs(graph: ir.Graph, dtypes: Mapping[ir.Value, ir.DataType], dtype: ir.DataType) -> None:
     """Casts outputs that are in fp32."""
     for index, value in enumerate(tuple(graph.outputs)):
         last = value.producer()
-        if last is None or now.get(value, dtype) is dtype:
+        if last is None or dtypes.get(value, dtype) is dtype:
             continue
         node = ir.node("Cast", [value], {"to": dtype})
         graph.append(node)
