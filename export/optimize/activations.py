@@ -1,6 +1,6 @@
 """GELU and SiLU, however they are written.
 
-Matches: a product whose region (`by_value.py`) computes GELU (erf or tanh form) or SiLU, ONNX's `Gelu`,
+Matches: a product whose region (`regions.py`) computes GELU (erf or tanh form) or SiLU, ONNX's `Gelu`,
 `Swish` with its default alpha.
 Writes: CustomGelu, CustomSilu. Both become part of a product that stands before them (`linear.py`).
 Leaves alone: quick GELU, x * sigmoid(1.702 x), and SiLU behind a convolution, which ONNX Runtime fuses
@@ -12,25 +12,25 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from .by_value import _erf, regions
-from .graph import Work, add_op, attribute, made_by, replace, scalar
+from .graph import Work, add_op, attribute, producer, replace, scalar
+from .regions import erf, regions
 
 _X = np.concatenate([np.linspace(-12, 12, 193), [-0.3, 0.7, 1e-3]])
-FORMULAS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "gelu": lambda x: 0.5 * x * (1 + _erf(x / 2**0.5)),
+_FORMULAS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "gelu": lambda x: 0.5 * x * (1 + erf(x / 2**0.5)),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "silu": lambda x: x / (1 + np.exp(-x)),
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
 }
-_EXPECTED = {name: formula(_X) for name, formula in FORMULAS.items()}
-_CLOSE = 1e-4  # erf and tanh GELU differ by 4.7e-4; constants that were rounded to fp16 by less than this
+_EXPECTED = {name: formula(_X) for name, formula in _FORMULAS.items()}
+_TOLERANCE = 1e-4  # erf and tanh GELU differ by 4.7e-4; constants that were rounded to fp16 by less than this
 
 
 def rewrite(work: Work) -> None:
     """Applies this rewrite."""
     order = {node: index for index, node in enumerate(work.graph)}
     for node in reversed(work.nodes("Mul", "Div", domain="")):
-        found = _recognised(node, order) if node.graph is not None else None
+        found = _match(node, order) if node.graph is not None else None
         if found is not None:
             _replace(work, node, *found)
     for node in work.nodes("Gelu", "Swish", domain=""):
@@ -40,7 +40,7 @@ def rewrite(work: Work) -> None:
         _replace(work, node, name, node.inputs[0])
 
 
-def _recognised(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] | None:
+def _match(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] | None:
     for region in regions(node.outputs[0], order):
         if not region.has("Erf", "Tanh", "Sigmoid", "Exp"):
             continue
@@ -48,7 +48,7 @@ def _recognised(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Va
             return None
         result = region(_X)
         for name, expected in _EXPECTED.items():
-            if np.allclose(result, expected, rtol=_CLOSE, atol=_CLOSE):
+            if np.allclose(result, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
                 return name, region.source
     return None
 
@@ -62,7 +62,7 @@ def _replace(work: Work, node: ir.Node, name: str, x: ir.Value | None) -> None:
         work.left[f"{name}: no op computes it"] += 1
     elif op == "gelu" and work.device == "cpu":
         work.left[f"{name}: ONNX Runtime fuses it with the bias before it"] += 1
-    elif name == "silu" and made_by(x, "Conv", "BatchNormalization", "ConvTranspose"):
+    elif name == "silu" and producer(x, "Conv", "BatchNormalization", "ConvTranspose"):
         work.left["silu behind a convolution: ONNX Runtime fuses it"] += 1
     else:
         attributes = {"approximate": "tanh"} if name == "gelu_tanh" else {}

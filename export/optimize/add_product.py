@@ -7,7 +7,7 @@ Writes: CustomAddcmul. A norm behind the sum stays a node of its own: two passes
 
 import onnx_ir as ir
 
-from .graph import DOMAIN, Work, add, dims, made_by, only_user, replace
+from .graph import DOMAIN, Work, add, dims, only_user, producer, replace
 
 
 def rewrite(work: Work) -> None:
@@ -18,7 +18,7 @@ def rewrite(work: Work) -> None:
         if node.graph is None or result.dtype is not ir.DataType.FLOAT or not dims(result):
             continue
         for product, x in (node.inputs, node.inputs[::-1]):
-            multiply = made_by(product, "Mul")
+            multiply = producer(product, "Mul")
             if multiply is None or product is None or only_user(product) is not node:
                 continue
             new = add(node, op_type, [x, *multiply.inputs], domain=DOMAIN, shape=dims(result))

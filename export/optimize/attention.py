@@ -24,14 +24,14 @@ from .graph import (
     broadcast_dims,
     dims,
     int_constant,
-    made_by,
     only_user,
+    producer,
     replace,
     scalar,
     scores_shape,
 )  # fmt: skip
-from .heads import BSHD, Heads, joined, repeat, repeated, split
-from .scores import LOWEST, like, scaled, scores_of, transposed
+from .heads import SWAP_S_H, Heads, merged_heads, repeat_heads, split_heads, without_repeats
+from .scores import LOWEST, constant_like, scores_of, unscaled, untransposed
 
 
 def rewrite(work: Work) -> None:
@@ -51,7 +51,7 @@ def attentions(work: Work) -> Iterator[ir.Node]:
     for node in work.nodes("Softmax", domain=""):
         rank = len(dims(node.outputs[0]) or ())
         if node.graph is not None and attribute(node, "axis", -1) in (-1, rank - 1):
-            value = _guarded(node)
+            value = _after_nan_guard(node)
             if any(use.node.op_type == "MatMul" for use in value.uses()):
                 yield node
 
@@ -64,46 +64,47 @@ def masks_of(softmax: ir.Node) -> list[ir.Value]:
         return []
 
 
-def _guarded(softmax: ir.Node) -> ir.Value:
+def _after_nan_guard(softmax: ir.Node) -> ir.Value:
     """Returns the probabilities, behind the guard Where(IsNaN(p), 0, p) if there is one."""
     value = softmax.outputs[0]
     users = [use.node for use in value.uses()]
     choice = next((node for node in users if node.op_type == "Where"), None)
     if choice is None or {node.op_type for node in users} != {"Where", "IsNaN"}:
         return value
-    guards = made_by(choice.inputs[0], "IsNaN") and scalar(choice.inputs[1]) == 0
+    guards = producer(choice.inputs[0], "IsNaN") and scalar(choice.inputs[1]) == 0
     return choice.outputs[0] if guards else value
 
 
 def _fuse(work: Work, softmax: ir.Node) -> None:
-    probabilities = _guarded(softmax)
+    probabilities = _after_nan_guard(softmax)
     after = only_user(probabilities)
     if after is None or after.inputs[0] is not probabilities:
         raise UnsupportedPattern("the softmax is read by others")
     if len(dims(softmax.outputs[0]) or ()) != 4:
         raise UnsupportedPattern("scores that are not [B, H, S, T]")
     scores = scores_of(softmax, after)
-    q, on_q = scaled(scores.product.inputs[0])
-    k, on_k = transposed(scores.product.inputs[1])
+    q, on_q = unscaled(scores.product.inputs[0])
+    k, on_k = untransposed(scores.product.inputs[1])
     scale = scores.scale * on_q * on_k
     v = after.inputs[1]
     assert v is not None
-    (k, times), (v, times_of_v) = repeated(k), repeated(v)
-    parts = [joined(each, after) for each in (q, k, v)]
+    (k, times), (v, times_of_v) = without_repeats(k), without_repeats(v)
+    parts = [merged_heads(each, after) for each in (q, k, v)]
     if parts[0] is None or parts[1] is None or parts[2] is None:
         raise UnsupportedPattern("the number or size of the heads is not known")
-    q3, k3, v3 = parts[0], repeat(work, parts[1], times, after), repeat(work, parts[2], times_of_v, after)
+    q3, k3 = parts[0], repeat_heads(work, parts[1], times, after)
+    v3 = repeat_heads(work, parts[2], times_of_v, after)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
         raise UnsupportedPattern("other heads in q than in k and v")
-    (q_plain, on_q), (k_plain, on_k) = scaled(q3.value), scaled(k3.value)  # before they are heads
+    (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # before they are heads
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value]
     inputs += _mask_inputs(work, scores.masks, q3, k3, after, attributes)
     shape = [*(dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = add(after, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=shape)
     if probabilities is not softmax.outputs[0]:
-        result = _without_hidden_rows(work, scores.masks, result, after)
-    _deliver(after.outputs[0], result, v3)
+        result = _zero_hidden_rows(work, scores.masks, result, after)
+    _replace_output(after.outputs[0], result, v3)
     work.made["attention"] += 1
 
 
@@ -123,9 +124,9 @@ def _mask_inputs(
             lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
         if mask not in work.causal | work.clear and mask not in work.lengths:
             if mask in work.padding:
-                rest.append(_padding(work.padding[mask], mask, before))
+                rest.append(_padding_bias(work.padding[mask], mask, before))
             else:
-                rest.append(_finite(mask, before) if mask in work.infinite else mask)
+                rest.append(_without_infinity(mask, before) if mask in work.infinite else mask)
     if not rest:
         return [None, lengths] if lengths is not None else []
     whole = rest[0]
@@ -144,21 +145,21 @@ def _mask_inputs(
     return [None, lengths, whole]
 
 
-def _padding(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:
+def _padding_bias(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:
     """Makes [B, 1, 1, T] of a mask [B, T] of ones and zeros."""
     batch, tokens = dims(shown) or [None, None]
     kept = add(before, "Cast", [shown], {"to": ir.DataType.BOOL}, dtype=ir.DataType.BOOL, shape=dims(shown))
-    values = [like(before, number, mask) for number in (0.0, LOWEST)]
+    values = [constant_like(before, number, mask) for number in (0.0, LOWEST)]
     bias = add(before, "Where", [kept, *values], dtype=mask.dtype, shape=dims(shown))
     return add(before, "Unsqueeze", [bias, int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
 
 
-def _finite(mask: ir.Value, before: ir.Node) -> ir.Value:
+def _without_infinity(mask: ir.Value, before: ir.Node) -> ir.Value:
     """Replaces -inf: a row of it alone would become NaN."""
-    return add(before, "Max", [mask, like(before, LOWEST, mask)], shape=dims(mask))
+    return add(before, "Max", [mask, constant_like(before, LOWEST, mask)], shape=dims(mask))
 
 
-def _without_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, before: ir.Node) -> ir.Value:
+def _zero_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, before: ir.Node) -> ir.Value:
     """Makes rows 0 that a mask hides altogether, as the guard behind the softmax did."""
     for mask in masks:
         if not work.infinite.get(mask) or mask in work.lengths:
@@ -166,7 +167,8 @@ def _without_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, be
         shape = dims(mask) or []
         if len(shape) != 4 or shape[1] != 1:
             raise UnsupportedPattern("a mask that hides whole rows of some heads")
-        kept, limit, zero = [shape[0], shape[2], 1], like(before, LOWEST, mask), like(before, 0.0, mask)
+        limit, zero = (constant_like(before, number, mask) for number in (LOWEST, 0.0))
+        kept = [shape[0], shape[2], 1]
         largest = add(before, "ReduceMax", [mask, int_constant(before, [3])], shape=[*shape[:3], 1])
         largest = add(before, "Squeeze", [largest, int_constant(before, [1])], shape=kept)
         row = add(before, "LessOrEqual", [largest, limit], dtype=ir.DataType.BOOL, shape=kept)
@@ -174,11 +176,11 @@ def _without_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, be
     return result
 
 
-def _deliver(old: ir.Value, result: ir.Value, heads: Heads) -> None:
+def _replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
     """Puts the result [B, S, H*D] in place of [B, H, S, D]; readers mostly transpose it back at once."""
     transpose = only_user(old)
     width = heads.count * heads.size
-    if transpose is not None and list(attribute(transpose, "perm", ())) == BSHD:
+    if transpose is not None and list(attribute(transpose, "perm", ())) == SWAP_S_H:
         reshape = only_user(transpose.outputs[0])
         shape = dims(reshape.outputs[0]) if reshape is not None and reshape.op_type == "Reshape" else None
         if reshape is not None and shape is not None and len(shape) == 3 and shape[2] == width:
@@ -187,4 +189,4 @@ def _deliver(old: ir.Value, result: ir.Value, heads: Heads) -> None:
     assert result.producer() is not None
     node = old.producer()
     assert node is not None
-    replace(old, split(result, heads.count, heads.size, node))
+    replace(old, split_heads(result, heads.count, heads.size, node))

@@ -21,7 +21,7 @@ ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-
 FACTOR = 1.2  # of the original's own error in 16 bits
 
 
-class Changed(Exception):
+class NotEquivalent(Exception):
     """A model computes something else than the original; the text says what.
 
     Attributes:

@@ -22,14 +22,14 @@ from .graph import (
     dims,
     initializer,
     int_constant,
-    made_by,
     only_user,
+    producer,
     prune,
     replace,
     same_dims,
 )  # fmt: skip
 
-_CARRIERS = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
+_PASS_THROUGH = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 
 
 def rewrite(work: Work) -> None:
@@ -40,7 +40,7 @@ def rewrite(work: Work) -> None:
         for value, other in (node.inputs, node.inputs[::-1]):
             if other is None or not same_dims(dims(other), dims(node.outputs[0])):
                 continue
-            looked_up, before = _rows(value), _sum_before(other, node)
+            looked_up, before = _known_rows(value), _constant_term(other, node)
             rows = looked_up
             if before is not None:
                 known = constant(value) if rows is None else rows
@@ -71,7 +71,7 @@ def fuse_norms(work: Work) -> None:
             continue
         node = lookup.producer()
         assert node is not None and total is not None
-        rows = _rows_of_all(norm, [term for term in terms if term is not lookup], shape)
+        rows = _sum_of_terms(norm, [term for term in terms if term is not lookup], shape)
         if rows is None:
             continue
         inputs = [*node.inputs, rows, *norm.inputs[1:]]
@@ -90,7 +90,7 @@ def fuse_norms(work: Work) -> None:
 
 def _terms(value: ir.Value | None, reader: ir.Node) -> list[ir.Value]:
     """Returns what a sum adds up; the partial sums have no other reader. The whole sum may have some."""
-    node = made_by(value, "Add")
+    node = producer(value, "Add")
     if node is None or value is None:
         return [] if value is None else [value]
     return [
@@ -103,7 +103,7 @@ def _terms(value: ir.Value | None, reader: ir.Node) -> list[ir.Value]:
 
 def _is_lookup(value: ir.Value, shape: list[Dim]) -> bool:
     """Whether a value is the rows of a table that ids [B, S] choose."""
-    gather = made_by(value, "Gather")
+    gather = producer(value, "Gather")
     if gather is None or attribute(gather, "axis", 0) != 0 or len(dims(gather.inputs[0]) or ()) != 2:
         return False
     if only_user(value) is None:  # it would be read from the table twice
@@ -111,7 +111,7 @@ def _is_lookup(value: ir.Value, shape: list[Dim]) -> bool:
     return _are_ids(gather.inputs[1]) and same_dims(dims(gather.inputs[1]), shape[:2])
 
 
-def _rows_of_all(before: ir.Node, terms: list[ir.Value], shape: list[Dim]) -> ir.Value | None:
+def _sum_of_terms(before: ir.Node, terms: list[ir.Value], shape: list[Dim]) -> ir.Value | None:
     """Adds values up, and returns the sum as [1 or B, S, C]; None if it is not known to have this shape."""
     terms = sorted(terms, key=lambda term: len(dims(term) or ()))
     total = terms[0]
@@ -127,9 +127,9 @@ def _are_ids(value: ir.Value | None) -> bool:
     return value is not None and value.dtype in (ir.DataType.INT64, ir.DataType.INT32)
 
 
-def _sum_before(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, np.ndarray] | None:
+def _constant_term(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, np.ndarray] | None:
     """Returns x and the constant of a sum x + constant that this node alone reads."""
-    node = made_by(value, "Add")
+    node = producer(value, "Add")
     if node is None or only_user(value) is not reader:
         return None
     for x, other in (node.inputs, node.inputs[::-1]):
@@ -139,25 +139,25 @@ def _sum_before(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, np.ndarray]
     return None
 
 
-def _rows(value: ir.Value | None) -> np.ndarray | None:
+def _known_rows(value: ir.Value | None) -> np.ndarray | None:
     """Returns the rows of a lookup, to be broadcast."""
-    gather = made_by(value, "Gather")
+    gather = producer(value, "Gather")
     if gather is None or attribute(gather, "axis", 0) != 0:
         return None
     table = constant(gather.inputs[0])
     if table is None or table.ndim != 2 or not np.issubdtype(table.dtype, np.floating):
         return None
-    ids = _ids(gather.inputs[1])
+    ids = _known_ids(gather.inputs[1])
     return None if ids is None else table[ids]
 
 
-def _ids(value: ir.Value | None) -> np.ndarray | None:
+def _known_ids(value: ir.Value | None) -> np.ndarray | None:
     """Returns ids as a constant that broadcasts to them, if they are known."""
-    expand = made_by(value, "Expand")
+    expand = producer(value, "Expand")
     exact = constant(expand.inputs[0] if expand is not None else value)
     if exact is not None:
         return exact
-    node = made_by(value, *_CARRIERS, "ConstantOfShape")
+    node = producer(value, *_PASS_THROUGH, "ConstantOfShape")
     while node is not None:
         if node.op_type == "ConstantOfShape":
             fill = attribute(node, "value", None)
@@ -167,5 +167,5 @@ def _ids(value: ir.Value | None) -> np.ndarray | None:
         if found is not None:
             same = found.size and (found == found.flat[0]).all() and np.issubdtype(found.dtype, np.integer)
             return found.reshape(-1)[0] if same else None
-        node = made_by(node.inputs[0], *_CARRIERS, "ConstantOfShape")
+        node = producer(node.inputs[0], *_PASS_THROUGH, "ConstantOfShape")
     return None

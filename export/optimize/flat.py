@@ -7,31 +7,31 @@ Writes: MatMul and Add on [B, S, K], so that what stands behind them is found: a
 
 import onnx_ir as ir
 
-from .graph import UnsupportedPattern, Work, add, dims, made_by, only_user, replace, same_dims
-from .linear import flat, product
+from .graph import UnsupportedPattern, Work, add, dims, only_user, producer, replace, same_dims
+from .linear import bias_vector, match_linear
 
 
 def rewrite(work: Work) -> None:
     """Applies this rewrite."""
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
-            found = product(node) if node.graph is not None else None
+            linear = match_linear(node) if node.graph is not None else None
         except UnsupportedPattern:
             continue
-        before = made_by(found.x, "Reshape") if found is not None else None
-        after = only_user(found.output) if found is not None else None
-        if found is None or before is None or after is None or after.op_type != "Reshape":
+        before = producer(linear.x, "Reshape") if linear is not None else None
+        after = only_user(linear.output) if linear is not None else None
+        if linear is None or before is None or after is None or after.op_type != "Reshape":
             continue
         source, shape = before.inputs[0], dims(after.outputs[0])
         outer = (dims(source) or [])[:-1]
-        if source is None or len(outer) < 2 or not same_dims([*outer, found.width], shape):
+        if source is None or len(outer) < 2 or not same_dims([*outer, linear.width], shape):
             continue
-        if not same_dims(dims(source), [*outer, (dims(found.x) or [None])[-1]]):
+        if not same_dims(dims(source), [*outer, (dims(linear.x) or [None])[-1]]):
             continue
-        weight: ir.Value = found.weight
-        if found.layout == "nk":
+        weight: ir.Value = linear.weight
+        if linear.layout == "nk":
             weight = add(after, "Transpose", [weight], {"perm": [1, 0]})
         result = add(after, "MatMul", [source, weight], shape=shape)
-        if found.bias is not None:
-            result = add(after, "Add", [result, flat(work, found.bias)], shape=shape)
+        if linear.bias is not None:
+            result = add(after, "Add", [result, bias_vector(work, linear.bias)], shape=shape)
         replace(after.outputs[0], result)

@@ -22,13 +22,13 @@ from .graph import (
     initializer,
     ints,
     last_dim,
-    made_by,
     only_user,
     other_input,
+    producer,
     replace,
     same_dims,
 )  # fmt: skip
-from .linear import LAYOUT, Product, activation_of, flat, packed, product
+from .linear import LAYOUT, Linear, activation_of, bias_vector, match_linear, weight_nk
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,31 @@ class _Half:
 def rewrite(work: Work) -> None:
     """Applies this rewrite."""
     for node in work.nodes("Mul", domain=""):
-        found = _gate(work, node) if node.graph is not None else None
+        found = _match(work, node) if node.graph is not None else None
         if found is None:
             continue
         gate, up, activation = found
         work.made[activation] -= 1
-        if work.device == "cuda" and _linear(work, node, gate, up, activation):
+        if work.device == "cuda" and _linear_swiglu(work, node, gate, up, activation):
             work.made[f"linear+gate ({activation})"] += 1
         elif activation != "silu" or "swiglu" not in work.records:
             work.made[activation] += 1
             work.left[f"{activation} gate: of tensors that are no products with constants"] += 1
         elif (halves := _halves(gate, up)) is not None and halves[0].index == 0:
-            replace(
-                node.outputs[0], _sized(add_op(node, work.records["swiglu_packed"], [halves[0].source]), node)
-            )
+            new = add_op(node, work.records["swiglu_packed"], [halves[0].source])
+            replace(node.outputs[0], _with_shape(new, node))
             work.made["swiglu (packed)"] += 1
         else:
-            replace(node.outputs[0], _sized(add_op(node, work.records["swiglu"], [up, gate]), node))
+            replace(node.outputs[0], _with_shape(add_op(node, work.records["swiglu"], [up, gate]), node))
             work.made["swiglu"] += 1
 
 
-def _sized(value: ir.Value, node: ir.Node) -> ir.Value:
+def _with_shape(value: ir.Value, node: ir.Node) -> ir.Value:
     value.shape = node.outputs[0].shape
     return value
 
 
-def _gate(work: Work, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
+def _match(work: Work, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
     """Returns gate, up and the activation of activation(gate) * up."""
     for activated in node.inputs:
         maker = activated.producer() if activated is not None else None
@@ -80,44 +79,44 @@ def _gate(work: Work, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
     return None
 
 
-def _linear(work: Work, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str) -> bool:
+def _linear_swiglu(work: Work, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str) -> bool:
     """Writes one product of gate and up, if both come from products."""
     attributes = {"activation": activation, "layout": LAYOUT}
     halves = _halves(gate, up)
     try:
         if halves is not None:
-            whole = _product_of(halves[0].source)
+            whole = _linear_of(halves[0].source)
             if whole is None or whole.width % 2:
                 return False
-            weight, bias = packed(work, whole), flat(work, whole.bias)
+            weight, bias = weight_nk(work, whole), bias_vector(work, whole.bias)
             if halves[0].index == 1:
-                weight, bias = _joined(work, [(whole, 1), (whole, 0)])
+                weight, bias = _concatenated(work, [(whole, 1), (whole, 0)])
         else:
-            first, second = _product_of(gate), _product_of(up)
+            first, second = _linear_of(gate), _linear_of(up)
             if first is None or second is None or first.x is not second.x or first.width != second.width:
                 return False
             if (first.bias is None) != (second.bias is None):
                 return False
             whole = first
-            weight, bias = _joined(work, [(first, None), (second, None)])
+            weight, bias = _concatenated(work, [(first, None), (second, None)])
     except UnsupportedPattern:
         return False
     record = work.records["linear_swiglu"]
     new = add_op(node, record, [whole.x, weight, bias], **attributes)
-    replace(node.outputs[0], _sized(new, node))
+    replace(node.outputs[0], _with_shape(new, node))
     return True
 
 
-def _product_of(value: ir.Value) -> Product | None:
+def _linear_of(value: ir.Value) -> Linear | None:
     """Returns the product with constants that makes a value, with or without its bias."""
     node = value.producer()
     if node is not None and node.op_type == "Add":
-        node = next((made for each in node.inputs if (made := made_by(each, "MatMul"))), None)
-    found = product(node) if node is not None else None
+        node = next((made for each in node.inputs if (made := producer(each, "MatMul"))), None)
+    found = match_linear(node) if node is not None else None
     return found if found is not None and found.output is value else None
 
 
-def _joined(work: Work, parts: list[tuple[Product, int | None]]) -> tuple[ir.Value, ir.Value | None]:
+def _concatenated(work: Work, parts: list[tuple[Linear, int | None]]) -> tuple[ir.Value, ir.Value | None]:
     """Returns gate and up in one weight [2N, K] and one bias.
 
     Args:
@@ -145,7 +144,7 @@ def _halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
 
 
 def _half(value: ir.Value) -> _Half | None:
-    node = made_by(value, "Split", "Slice")
+    node = producer(value, "Split", "Slice")
     source = node.inputs[0] if node is not None else None
     width, whole = last_dim(value), last_dim(source)
     if node is None or source is None or width is None or whole != 2 * width:

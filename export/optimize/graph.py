@@ -63,7 +63,7 @@ def standard(domain: str) -> str:
     return "" if domain == "ai.onnx" else domain
 
 
-def made_by(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:
+def producer(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:
     """Returns the node that computes the value, if it is one of these types."""
     node = value.producer() if value is not None else None
     if node is not None and node.op_type in op_types and standard(node.domain) == domain:

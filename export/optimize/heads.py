@@ -10,9 +10,21 @@ import onnx_ir as ir
 
 from twinop.record import DOMAIN
 
-from .graph import Dim, Work, add, attribute, constant, dims, initializer, int_constant, ints, made_by, scalar
+from .graph import (
+    Dim,
+    Work,
+    add,
+    attribute,
+    constant,
+    dims,
+    initializer,
+    int_constant,
+    ints,
+    producer,
+    scalar,
+)
 
-BSHD = [0, 2, 1, 3]
+SWAP_S_H = [0, 2, 1, 3]
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Heads:
     copied: bool = False
 
 
-def joined(value: ir.Value, before: ir.Node) -> Heads | None:
+def merged_heads(value: ir.Value, before: ir.Node) -> Heads | None:
     """Returns the heads [B, H, S, D] of a value as [B, S, H*D], or None if H or D is not known.
 
     Args:
@@ -41,17 +53,17 @@ def joined(value: ir.Value, before: ir.Node) -> Heads | None:
     count, size = shape[1], shape[3]
     if (part := _part_of_packed(value, count, size, before)) is not None:
         return Heads(part, count, size)
-    transpose = made_by(value, "Transpose")
-    copied = transpose is None or list(attribute(transpose, "perm", ())) != BSHD
+    transpose = producer(value, "Transpose")
+    copied = transpose is None or list(attribute(transpose, "perm", ())) != SWAP_S_H
     if copied:
         apart: ir.Value | None = add(
-            before, "Transpose", [value], {"perm": BSHD}, shape=[shape[0], shape[2], count, size]
+            before, "Transpose", [value], {"perm": SWAP_S_H}, shape=[shape[0], shape[2], count, size]
         )
     else:
         assert transpose is not None
         apart = transpose.inputs[0]
     assert apart is not None
-    if (reshape := made_by(apart, "Reshape")) is not None:
+    if (reshape := producer(apart, "Reshape")) is not None:
         source = reshape.inputs[0]
         found = dims(source)
         if found is not None and len(found) == 3 and found[2] == count * size:
@@ -63,21 +75,21 @@ def joined(value: ir.Value, before: ir.Node) -> Heads | None:
     )
 
 
-def split(heads: ir.Value, count: int, size: int, before: ir.Node) -> ir.Value:
+def split_heads(heads: ir.Value, count: int, size: int, before: ir.Node) -> ir.Value:
     """Makes [B, H, S, D] of [B, S, H*D]; `joined` takes this back."""
     outer = (dims(heads) or [None, None])[:2]
     apart = _reshape(before, heads, [0, 0, count, size], [*outer, count, size])
     shape = [outer[0], count, outer[1], size]
-    return add(before, "Transpose", [apart], {"perm": BSHD}, shape=shape)
+    return add(before, "Transpose", [apart], {"perm": SWAP_S_H}, shape=shape)
 
 
-def repeated(value: ir.Value) -> tuple[ir.Value, int]:
+def without_repeats(value: ir.Value) -> tuple[ir.Value, int]:
     """Returns the heads before each was repeated for several heads of q (`repeat_kv`), and how often."""
     reshaped: ir.Value | None = value
-    while (reshape := made_by(reshaped, "Reshape")) is not None:  # dynamo's exports have two of them
+    while (reshape := producer(reshaped, "Reshape")) is not None:  # dynamo's exports have two of them
         reshaped = reshape.inputs[0]
-    expand = made_by(reshaped, "Expand") if reshaped is not value else None
-    unsqueeze = made_by(expand.inputs[0], "Unsqueeze") if expand is not None else None
+    expand = producer(reshaped, "Expand") if reshaped is not value else None
+    unsqueeze = producer(expand.inputs[0], "Unsqueeze") if expand is not None else None
     if unsqueeze is None or ints(unsqueeze, "axes", 1) != [2] or expand is None:
         return value, 1
     found, source, whole = dims(expand.outputs[0]), unsqueeze.inputs[0], dims(value)
@@ -88,7 +100,7 @@ def repeated(value: ir.Value) -> tuple[ir.Value, int]:
     return (source, found[2]) if whole[2:] == found[3:] else (value, 1)
 
 
-def repeat(work: Work, heads: Heads, times: int, before: ir.Node) -> Heads:
+def repeat_heads(work: Work, heads: Heads, times: int, before: ir.Node) -> Heads:
     """Repeats each head [B, S, H*D] -> [B, S, H*times*D].
 
     On CUDA by a product with ones, which runs at the speed of memory, as ONNX Runtime's Expand does not.
@@ -115,12 +127,12 @@ def _part_of_packed(value: ir.Value, count: int, size: int, before: ir.Node) -> 
     index of the first dimension.
     """
     index: float | None
-    if (gather := made_by(value, "Gather")) is not None and attribute(gather, "axis", 0) == 0:
+    if (gather := producer(value, "Gather")) is not None and attribute(gather, "axis", 0) == 0:
         permuted, index = gather.inputs[0], scalar(gather.inputs[1])
-    elif (squeeze := made_by(value, "Squeeze")) is not None and ints(squeeze, "axes", 1) == [0]:
+    elif (squeeze := producer(value, "Squeeze")) is not None and ints(squeeze, "axes", 1) == [0]:
         parts = squeeze.inputs[0]
         assert parts is not None
-        node = made_by(parts, "Split", "Slice")
+        node = producer(parts, "Split", "Slice")
         if node is None:
             return None
         permuted = node.inputs[0]
@@ -131,10 +143,10 @@ def _part_of_packed(value: ir.Value, count: int, size: int, before: ir.Node) -> 
             index = None if starts is None else float(starts.reshape(-1)[0])
     else:
         return None
-    transpose = made_by(permuted, "Transpose")
+    transpose = producer(permuted, "Transpose")
     if transpose is None or list(attribute(transpose, "perm", ())) != [2, 0, 3, 1, 4] or index is None:
         return None
-    reshape = made_by(transpose.inputs[0], "Reshape")
+    reshape = producer(transpose.inputs[0], "Reshape")
     source = reshape.inputs[0] if reshape is not None else None
     packed, found = (dims(reshape.outputs[0]), dims(source)) if reshape is not None else (None, None)
     if packed is None or found is None or len(found) != 3 or packed[3:] != [count, size]:

@@ -10,7 +10,7 @@ from twinop.errors import ExportError
 from .graph import attribute, constant, dims
 
 Case = dict[str, np.ndarray]
-CARRIES = (
+_PASS_THROUGH = (
     "Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose",
     "Unsqueeze",
 )  # fmt: skip
@@ -18,7 +18,7 @@ CARRIES = (
 
 # Batch and length: odd, a batch of one, and lengths for models that refuse short ones.
 SIZES = ((3, 7), (1, 13), (2, 64), (1, 224))
-_UNBOUNDED = 2  # integers of unknown meaning are 0 or 1, as masks and types are
+_UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, as masks and types are
 
 
 def generate(model: ir.Model, batch: int, length: int, *, hide: str, seed: int = 0) -> Case:
@@ -82,13 +82,13 @@ def rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
             table = constant(node.inputs[0])
             if table is not None:
                 found.append(table.shape[attribute(node, "axis", 0)])
-        elif node.op_type in CARRIES and use.idx == 0 and node.outputs[0] not in seen:
+        elif node.op_type in _PASS_THROUGH and use.idx == 0 and node.outputs[0] not in seen:
             below = rows(node.outputs[0], seen | {value})
-            found += [below] if below != _UNBOUNDED else []
-    return min(found, default=_UNBOUNDED)
+            found += [below] if below != _UNKNOWN_ROWS else []
+    return min(found, default=_UNKNOWN_ROWS)
 
 
-def read(path: str, model: ir.Model) -> tuple[list[Case], tuple[int, int]]:
+def read_npz(path: str, model: ir.Model) -> tuple[list[Case], tuple[int, int]]:
     """Reads the inputs of a model from an .npz file, and the batch and length of a mask among them.
 
     Raises:

@@ -22,9 +22,9 @@ from .graph import (
     dims,
     initializer,
     is_constant,
-    made_by,
     only_user,
     other_input,
+    producer,
     replace,
     standard,
 )  # fmt: skip
@@ -35,7 +35,7 @@ LAYOUT = "nk"
 
 
 @dataclass(frozen=True)
-class Product:
+class Linear:
     """x @ weight + bias.
 
     Attributes:
@@ -59,7 +59,7 @@ class Product:
         return width
 
 
-def product(node: ir.Node) -> Product | None:
+def match_linear(node: ir.Node) -> Linear | None:
     """Reads a product with a constant weight, and the bias that is added to it; None for other nodes.
 
     Raises:
@@ -68,11 +68,11 @@ def product(node: ir.Node) -> Product | None:
     if standard(node.domain) or node.op_type not in ("MatMul", "Gemm"):
         return None
     x, weight, *rest = node.inputs
-    turned = attribute(node, "transB", 0)
-    if (transpose := made_by(weight, "Transpose")) is not None and is_constant(transpose.inputs[0]):
+    is_nk = attribute(node, "transB", 0)
+    if (transpose := producer(weight, "Transpose")) is not None and is_constant(transpose.inputs[0]):
         if list(attribute(transpose, "perm", [1, 0])) != [1, 0]:
             return None
-        weight, turned = transpose.inputs[0], not turned
+        weight, is_nk = transpose.inputs[0], not is_nk
     if x is None or weight is None or not is_constant(weight) or is_constant(x):
         return None
     if weight.dtype is None or not weight.dtype.is_floating_point():
@@ -86,8 +86,8 @@ def product(node: ir.Node) -> Product | None:
         raise UnsupportedPattern("an input that is no matrix, or of unknown rank")
     if attribute(node, "transA", 0) or {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)} != {1.0}:
         raise UnsupportedPattern("a Gemm with other factors than 1")
-    layout = "nk" if turned else "kn"
-    width = shape[0 if turned else 1]
+    layout = "nk" if is_nk else "kn"
+    width = shape[0 if is_nk else 1]
     assert isinstance(width, int)
     bias, output = rest[0] if rest else None, node.outputs[0]
     if bias is not None:
@@ -97,7 +97,7 @@ def product(node: ir.Node) -> Product | None:
         other = other_input(addition, output)
         if not standard(addition.domain) and _is_bias(other, width):
             bias, output = other, addition.outputs[0]
-    return Product(node, x, weight, bias, layout, output)
+    return Linear(node, x, weight, bias, layout, output)
 
 
 def _is_bias(value: ir.Value | None, width: int) -> bool:
@@ -110,7 +110,7 @@ def _is_bias(value: ir.Value | None, width: int) -> bool:
     )
 
 
-def flat(work: Work, value: ir.Value | None) -> ir.Value | None:
+def bias_vector(work: Work, value: ir.Value | None) -> ir.Value | None:
     """Returns a constant bias with one dimension."""
     if value is None or len(value.shape or ()) == 1:
         return value
@@ -134,67 +134,67 @@ def rewrite(work: Work) -> None:
     nodes, with_bias = list[ir.Node](), False
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
-            found = product(node)
+            linear = match_linear(node)
         except UnsupportedPattern as reason:
             work.left[f"{node.op_type}: {reason}"] += 1
         else:
-            nodes += [node] if found is not None else []
-            with_bias = with_bias or (found is not None and found.bias is not None)
+            nodes += [node] if linear is not None else []
+            with_bias = with_bias or (linear is not None and linear.bias is not None)
     for node in nodes:
-        found = product(node)  # again: x may have been replaced
-        assert found is not None
-        _replace(work, found, with_bias)
+        linear = match_linear(node)  # again: x may have been replaced
+        assert linear is not None
+        _replace(work, linear, with_bias)
 
 
-def _replace(work: Work, found: Product, with_bias: bool) -> None:
+def _replace(work: Work, linear: Linear, with_bias: bool) -> None:
     """Writes one node.
 
     Args:
         with_bias: give it a bias of zeros if it has none: a model holds one function body for all nodes of an
             op, so either all of them have a bias or none.
     """
-    output, activation, user = found.output, "none", only_user(found.output)
+    output, activation, user = linear.output, "none", only_user(linear.output)
     if user is not None and (name := activation_of(work, user)):
         activation, output = name, user.outputs[0]
         work.made[activation] -= 1
-    bias = flat(work, found.bias)
+    bias = bias_vector(work, linear.bias)
     if bias is None and with_bias:
-        assert found.weight.dtype is not None
-        zeros = np.zeros(found.width, found.weight.dtype.numpy())
-        bias = initializer(work.graph, zeros, f"zeros_{found.width}")
-    inputs = [found.x, packed(work, found), *([bias] if bias is not None else [])]
+        assert linear.weight.dtype is not None
+        zeros = np.zeros(linear.width, linear.weight.dtype.numpy())
+        bias = initializer(work.graph, zeros, f"zeros_{linear.width}")
+    inputs = [linear.x, weight_nk(work, linear), *([bias] if bias is not None else [])]
     last = output.producer()
     assert last is not None
-    shape = dims(output) or [*(dims(found.x) or [])[:-1], found.width]
+    shape = dims(output) or [*(dims(linear.x) or [])[:-1], linear.width]
     attributes = {"activation": activation, "layout": LAYOUT}
     op_type = work.records["linear"].onnx_name
     replace(output, add(last, op_type, inputs, attributes, domain=DOMAIN, shape=shape))
     parts = [
         "linear",
-        *(["bias"] if found.bias is not None else []),
+        *(["bias"] if linear.bias is not None else []),
         *([activation] * (activation != "none")),
     ]
     work.made["+".join(parts)] += 1
 
 
-def packed(work: Work, found: Product) -> ir.Value:
+def weight_nk(work: Work, linear: Linear) -> ir.Value:
     """Returns the weight as [N, K]; several products of one weight share the constant."""
-    if found.layout == LAYOUT:
-        return found.weight
-    name = f"{found.weight.name}_nk"
+    if linear.layout == LAYOUT:
+        return linear.weight
+    name = f"{linear.weight.name}_nk"
     if name not in work.graph.initializers:
-        weight = constant(found.weight)
+        weight = constant(linear.weight)
         assert weight is not None
         value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(weight.T), name=name))
         work.graph.register_initializer(value)
     return work.graph.initializers[name]
 
 
-def columns(work: Work, found: Product, start: int, stop: int) -> tuple[ir.Value, ir.Value | None]:
+def slice_columns(work: Work, linear: Linear, start: int, stop: int) -> tuple[ir.Value, ir.Value | None]:
     """Returns some columns of the weight and of the bias, as new constants."""
-    weight, bias = constant(found.weight), constant(found.bias)
+    weight, bias = constant(linear.weight), constant(linear.bias)
     assert weight is not None
-    part = weight[:, start:stop] if found.layout == "kn" else weight[start:stop]
-    name = f"{found.weight.name}_{start}"
+    part = weight[:, start:stop] if linear.layout == "kn" else weight[start:stop]
+    name = f"{linear.weight.name}_{start}"
     new = None if bias is None else initializer(work.graph, bias.reshape(-1)[start:stop], f"{name}_bias")
     return initializer(work.graph, np.ascontiguousarray(part), name), new

@@ -19,8 +19,8 @@ from .graph import (
     constant,
     dims,
     int_constant,
-    made_by,
     only_user,
+    producer,
     replace,
     scalar,
 )
@@ -36,8 +36,8 @@ def rewrite(work: Work) -> None:
         shifted = _other_operand(scaled[0].outputs[0], "Add") if scaled is not None else None
         if scaled is None or shifted is None or attribute(norm, "axis", -1) != -1 or _has_weights(norm):
             continue
-        scale, shift = _without_one(scaled[1]), shifted[1]
-        if scale is None or not all(_is_of_batch(each, dims(x)) for each in (scale, shift)):
+        scale, shift = _scale_of(scaled[1]), shifted[1]
+        if scale is None or not all(_is_per_sequence(each, dims(x)) for each in (scale, shift)):
             continue
         rows = [_as_rows(norm, each) for each in (scale, shift)]
         eps = attribute(norm, "eps", 1e-5)
@@ -59,22 +59,22 @@ def _has_weights(norm: ir.Node) -> bool:
 def _other_operand(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | None:
     """Returns the only node that reads the value, if it has the type, and its other operand."""
     node = only_user(value)
-    if node is None or node is not made_by(node.outputs[0], op_type):
+    if node is None or node is not producer(node.outputs[0], op_type):
         return None
     others = [each for each in node.inputs if each is not value]
     return (node, others[0]) if len(others) == 1 and others[0] is not None else None
 
 
-def _without_one(value: ir.Value) -> ir.Value | None:
+def _scale_of(value: ir.Value) -> ir.Value | None:
     """Returns `scale` of 1 + scale."""
-    node = made_by(value, "Add")
+    node = producer(value, "Add")
     if node is None:
         return None
     scales = [each for each in node.inputs if scalar(each) != 1]
     return scales[0] if len(scales) == 1 else None
 
 
-def _is_of_batch(value: ir.Value, x: list[Dim] | None) -> bool:
+def _is_per_sequence(value: ir.Value, x: list[Dim] | None) -> bool:
     """Whether a value is [B, 1, ..., C] where x is [B, ..., C]."""
     shape = dims(value)
     if shape is None or x is None or len(x) < 2 or len(shape) != len(x) or None in (x[0], x[-1]):
@@ -86,7 +86,7 @@ def _as_rows(before: ir.Node, value: ir.Value) -> ir.Value:
     """Makes [B, C] of [B, 1, ..., C]."""
     shape = dims(value)
     assert shape is not None
-    source = made_by(value, "Unsqueeze")
+    source = producer(value, "Unsqueeze")
     if source is not None and len(dims(source.inputs[0]) or ()) == 2:
         assert source.inputs[0] is not None
         return source.inputs[0]

@@ -1,6 +1,6 @@
 """Layer norms and RMS norms, however they are written.
 
-Matches: chains of primitives over the last dimension (`by_value.py`), LayerNormalization, RMSNormalization
+Matches: chains of primitives over the last dimension (`regions.py`), LayerNormalization, RMSNormalization
 and ONNX Runtime's SimplifiedLayerNormalization.
 Writes: CustomLayerNorm and CustomRmsNorm, which take over weight and bias.
 Leaves alone: norms over several dimensions, or with more outputs than the norm.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .by_value import Region, regions
 from .graph import Work, add_op, attribute, constant, dims, initializer, last_dim, replace, scalar
+from .regions import Region, regions
 
 _SEED = 0
 _LARGEST_EPS = 0.01
@@ -33,7 +33,7 @@ def rewrite(work: Work) -> None:
     """Applies this rewrite."""
     order = {node: index for index, node in enumerate(work.graph)}
     for node in reversed(work.nodes("Mul", "Add", "Div", domain="")):
-        found = _recognised(node.outputs[0], order) if node.graph is not None else None
+        found = _match(node.outputs[0], order) if node.graph is not None else None
         if found is not None:
             weight = _parameter(work, found.weight, found, "weight")
             rows = [weight] + ([_parameter(work, found.bias, found, "bias")] if found.bias.any() else [])
@@ -46,7 +46,7 @@ def rewrite(work: Work) -> None:
             _replace(work, node, op, source, parameters, eps, attribute(node, "axis", -1))
 
 
-def _recognised(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
+def _match(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
     best = None
     for region in regions(output, order):
         if not region.has("ReduceMean"):
@@ -55,14 +55,14 @@ def _recognised(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
             break
         vectors = [value for value in region.constants() if (value.shape or [1])[-1] != 1]
         width = last_dim(region.source) or (last_dim(vectors[0]) if vectors else None)
-        if width is not None and width > 1 and (found := _norm(region, width)) is not None:
+        if width is not None and width > 1 and (found := _fit(region, width)) is not None:
             if found.op == "layer_norm":
                 return found
             best = best or found  # of rows from which their mean was taken this is a layer norm: go on
     return best
 
 
-def _norm(region: Region, width: int) -> _Norm | None:
+def _fit(region: Region, width: int) -> _Norm | None:
     """Returns the norm that a region computes, with the weight and the bias that its results show."""
     rows = np.random.default_rng(_SEED).standard_normal((8, width)) + 0.5
     numbers = {number for value in region.constants() if (number := scalar(value)) is not None}

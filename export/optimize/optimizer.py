@@ -27,7 +27,7 @@ from . import (
     unpack,
 )
 from .graph import Work
-from .prepare import check_memory, in_fp32, load
+from .prepare import check_memory, convert_to_fp32, load
 from .report import OptimizeReport
 from .trial import Trial
 
@@ -104,7 +104,7 @@ def optimize(
     records = dict(read_library(find_library("custom_ops")).records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
-    found = in_fp32(model)
+    found = convert_to_fp32(model)
     given = next(iter(found)).name.lower() if found else "float32"
     report.dtype = own = dtype or given
     with work_folder(target) as folder:
@@ -114,10 +114,10 @@ def optimize(
         chosen = [
             name for name in REWRITES if name not in without and (device == "cuda" or name not in _CUDA_ONLY)
         ]
-        best = trial.proven({name: REWRITES[name] for name in chosen})
+        best = trial.verify({name: REWRITES[name] for name in chosen})
         if measure:
-            best = trial.faster(best)
-        publish(trial.finished(best, target.name), target.parent)
+            best = trial.drop_slow(best)
+        publish(trial.finish(best, target.name), target.parent)
     return report
 
 

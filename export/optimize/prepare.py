@@ -16,12 +16,12 @@ from twinop.record import Record
 
 from ..attach import OPSETS
 from ..routes import quiet
-from .graph import attribute, constant, dims, initializer, is_constant, made_by, replace, same_dims, standard
+from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims, standard
 
-COPIES = 4  # of the weights in fp32: the original, the new model, a session and its packed weights
+_FP32_COPIES = 4  # of the weights in fp32: the original, the new model, a session and its packed weights
 _LARGE = 1024  # elements of a constant; larger ones say nothing about shapes
-_CARRIERS = ("Cast", "Reshape", "Identity", "Expand", "Dropout")
-NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_POSSIBLE_NO_OPS = ("Cast", "Reshape", "Identity", "Expand", "Dropout")
+_FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def load(path: Path) -> ir.Model:
@@ -62,7 +62,7 @@ def check_memory(model: ir.Model) -> None:
         ExportError: it needs more than is free.
     """
     elements = sum(value.const_value.size for value in model.graph.initializers.values() if value.const_value)
-    needed, free = COPIES * 4 * elements, available_bytes()
+    needed, free = _FP32_COPIES * 4 * elements, available_bytes()
     if needed > free:
         raise ExportError(
             f"comparing the model in fp32 takes about {needed / 1e9:.3g} GB of memory, and "
@@ -119,7 +119,7 @@ def fold(model: ir.Model, own: set[str]) -> None:
         if not again:
             infer_shapes(model)
             _fold_sizes(model)
-    _remove_idle(model)
+    _remove_no_ops(model)
     CommonSubexpressionEliminationPass()(model)
     clean(model)
 
@@ -171,7 +171,7 @@ def infer_shapes(model: ir.Model) -> None:
 def _fold_sizes(model: ir.Model) -> None:
     """Makes constants of the sizes that nodes take from shapes, where inference has found them."""
     for node in list(model.graph):
-        shape = made_by(node.inputs[0], "Shape") if node.inputs and not standard(node.domain) else None
+        shape = producer(node.inputs[0], "Shape") if node.inputs and not standard(node.domain) else None
         found = dims(shape.inputs[0]) if shape is not None else None
         if (
             shape is None
@@ -195,33 +195,33 @@ def _fold_sizes(model: ir.Model) -> None:
             replace(node.outputs[0], initializer(model.graph, array, f"{node.outputs[0].name}_size"))
 
 
-def _remove_idle(model: ir.Model) -> None:
+def _remove_no_ops(model: ir.Model) -> None:
     """Removes nodes that return what they read: shapes show that they do.
 
     Those of subgraphs stay: a branch of an If may return what it captures by an Identity alone.
     """
     for node in list(model.graph):
-        if standard(node.domain) or node.op_type not in _CARRIERS or not node.inputs:
+        if standard(node.domain) or node.op_type not in _POSSIBLE_NO_OPS or not node.inputs:
             continue
         source, result = node.inputs[0], node.outputs[0]
         given = source is not None and (source.is_graph_input() or is_constant(source))
         if source is None or (given and result.is_graph_output()):
             continue
         if node.op_type == "Identity":
-            idle = True
+            is_no_op = True
         elif is_constant(source):
-            idle = False
+            is_no_op = False
         elif node.op_type == "Cast":
-            idle = source.dtype is not None and attribute(node, "to", None) == source.dtype
+            is_no_op = source.dtype is not None and attribute(node, "to", None) == source.dtype
         elif node.op_type == "Dropout":
-            idle = not any(value.uses() for value in node.outputs[1:]) and len(node.inputs) < 3
+            is_no_op = not any(value.uses() for value in node.outputs[1:]) and len(node.inputs) < 3
         else:
-            idle = same_dims(dims(source), dims(result))
-        if idle:
+            is_no_op = same_dims(dims(source), dims(result))
+        if is_no_op:
             replace(result, source)
 
 
-def in_fp32(model: ir.Model) -> set[ir.DataType]:
+def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
     """Turns every 16-bit float of a model into fp32, in place, and returns which there were."""
     found = set[ir.DataType]()
 
@@ -232,7 +232,7 @@ def in_fp32(model: ir.Model) -> set[ir.DataType]:
     for graph in model.graphs():
         for value in [*graph.inputs, *graph.initializers.values()]:
             _widen_type(value, found)
-            if value.const_value is not None and value.const_value.dtype in NARROW:
+            if value.const_value is not None and value.const_value.dtype in _FLOATS_16:
                 value.const_value = widened(value.const_value)
         for node in graph:
             for value in node.outputs:
@@ -240,14 +240,14 @@ def in_fp32(model: ir.Model) -> set[ir.DataType]:
             for name, each in list(node.attributes.items()):
                 if each.is_ref():
                     continue
-                if each.type is ir.AttributeType.TENSOR and each.value.dtype in NARROW:
+                if each.type is ir.AttributeType.TENSOR and each.value.dtype in _FLOATS_16:
                     node.attributes[name] = ir.AttrTensor(name, widened(each.value))
-                elif node.op_type == "Cast" and name == "to" and ir.DataType(each.value) in NARROW:
+                elif node.op_type == "Cast" and name == "to" and ir.DataType(each.value) in _FLOATS_16:
                     node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
     return found
 
 
 def _widen_type(value: ir.Value, found: set[ir.DataType]) -> None:
-    if value.dtype in NARROW:
+    if value.dtype in _FLOATS_16:
         found.add(value.dtype)
         value.type = ir.TensorType(ir.DataType.FLOAT)

@@ -15,14 +15,14 @@ import onnx_ir as ir
 
 from .graph import attribute, constant, dims, ints, is_constant, scalar, standard
 
-LARGEST = 20  # nodes of a region: the tanh form of GELU has 12, a layer norm with all its casts 14
-_erf = np.vectorize(math.erf, otypes=[float])
+_MAX_NODES = 20  # nodes of a region: the tanh form of GELU has 12, a layer norm with all its casts 14
+erf = np.vectorize(math.erf, otypes=[float])
 
-ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
+_ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "Add": np.add,
     "Cast": lambda x: x,
     "Div": np.divide,
-    "Erf": _erf,
+    "Erf": erf,
     "Exp": np.exp,
     "Identity": lambda x: x,
     "Mul": np.multiply,
@@ -50,7 +50,7 @@ class Region:
 
     def constants(self) -> list[ir.Value]:
         """Returns the constants that the nodes read."""
-        values = (value for node in self.nodes for value in node.inputs[: 1 if _reduces(node) else None])
+        values = (value for node in self.nodes for value in node.inputs[: 1 if _is_mean(node) else None])
         return [value for value in values if value is not None and is_constant(value)]
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
@@ -66,15 +66,15 @@ class Region:
 
         with np.errstate(all="ignore"):
             for node in reversed(self.nodes):
-                if _reduces(node):
+                if _is_mean(node):
                     result = read(node.inputs[0]).mean(-1, keepdims=True)
                 else:
-                    result = ELEMENTWISE[node.op_type](*(read(v) for v in node.inputs if v is not None))
+                    result = _ELEMENTWISE[node.op_type](*(read(v) for v in node.inputs if v is not None))
                 found[node.outputs[0]] = result
         return found[self.output]
 
 
-def _reduces(node: ir.Node) -> bool:
+def _is_mean(node: ir.Node) -> bool:
     return node.op_type == "ReduceMean"
 
 
@@ -85,15 +85,15 @@ def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
         order: the place of each node in its graph.
     """
     frontier, nodes = {output}, list[ir.Node]()
-    while len(nodes) < LARGEST:
-        value = max(frontier, key=lambda each: _place(each, order))
+    while len(nodes) < _MAX_NODES:
+        value = max(frontier, key=lambda each: _index(each, order))
         node = value.producer()
         if node is None or not _computable(node):
             return
         if nodes and (value.is_graph_output() or any(use.node not in nodes for use in value.uses())):
             return
         nodes.append(node)
-        read = node.inputs[:1] if _reduces(node) else node.inputs
+        read = node.inputs[:1] if _is_mean(node) else node.inputs
         frontier = (frontier - {value}) | {
             each for each in read if each is not None and not is_constant(each)
         }
@@ -103,7 +103,7 @@ def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
             return
 
 
-def _place(value: ir.Value, order: Mapping[ir.Node, int]) -> int:
+def _index(value: ir.Value, order: Mapping[ir.Node, int]) -> int:
     node = value.producer()
     return -1 if node is None else order.get(node, -1)
 
@@ -111,10 +111,10 @@ def _place(value: ir.Value, order: Mapping[ir.Node, int]) -> int:
 def _computable(node: ir.Node) -> bool:
     if standard(node.domain):
         return False
-    if _reduces(node):
+    if _is_mean(node):
         axes, rank = ints(node, "axes", 1), len(dims(node.inputs[0]) or ())
         return axes is not None and axes in ([-1], [rank - 1]) and attribute(node, "keepdims", 1) == 1
-    if node.op_type not in ELEMENTWISE or node.outputs[0].dtype in (None, ir.DataType.BOOL):
+    if node.op_type not in _ELEMENTWISE or node.outputs[0].dtype in (None, ir.DataType.BOOL):
         return False
     if not node.outputs[0].dtype.is_floating_point():
         return False

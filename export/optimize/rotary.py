@@ -26,12 +26,12 @@ from .graph import (
     int_constant,
     ints,
     last_dim,
-    made_by,
     only_user,
     other_input,
+    producer,
     replace,
 )  # fmt: skip
-from .heads import Heads, joined, split
+from .heads import Heads, merged_heads, split_heads
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Rotation:
     cos: ir.Value
     sin: ir.Value
     layout: str  # of CustomRope
-    turning: int  # numbers of a head, the first ones
+    rotary_dim: int  # numbers of a head, the first ones
 
 
 def rewrite(work: Work) -> None:
@@ -50,42 +50,42 @@ def rewrite(work: Work) -> None:
     while found:
         first = found.pop(0)
         second = next(
-            (each for each in found if work.device == "cuda" and _go_together(work, first, each)), None
+            (each for each in found if work.device == "cuda" and _can_fuse(work, first, each)), None
         )
         if second is None:
-            _replace(first, _alone(first))
+            _replace(first, _single(first))
             work.made["rotary embedding"] += 1
         else:
             found.remove(second)
-            for rotation, result in zip((first, second), _together(work, first, second), strict=True):
+            for rotation, result in zip((first, second), _fused(work, first, second), strict=True):
                 _replace(rotation, result)
             work.made["rotary embedding of q and k"] += 1
 
 
 def _rotations(work: Work) -> Iterator[_Rotation]:
     for node in work.nodes("Add", domain=""):
-        found = _parts(node) if node.graph is not None else None
+        found = _match(node) if node.graph is not None else None
         if found is None:
             continue
         x, cos, sin, layout = found
-        turning, whole = last_dim(x), _of_a_part(node, x)
-        if turning is None or not _fits(dims(x), dims(cos), dims(sin)):
+        rotary_dim, whole = last_dim(x), _partial_rotation(node, x)
+        if rotary_dim is None or not _fits(dims(x), dims(cos), dims(sin)):
             work.left["rotary embedding: of another layout than [B, H, S, D]"] += 1
             continue
         node, x = whole or (node, x)
-        if (heads := joined(x, node)) is None:
+        if (heads := merged_heads(x, node)) is None:
             work.left["rotary embedding: the number of heads is not known"] += 1
         else:
-            yield _Rotation(node, heads, cos, sin, layout, turning)
+            yield _Rotation(node, heads, cos, sin, layout, rotary_dim)
 
 
-def _go_together(work: Work, a: _Rotation, b: _Rotation) -> bool:
+def _can_fuse(work: Work, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither needs the other."""
     if a.cos is not b.cos or a.sin is not b.sin or (a.heads.size, a.layout) != (b.heads.size, b.layout):
         return False  # cos has as many numbers as turn
     if _differ(work, *((dims(each.heads.value) or [None])[0] for each in (a, b))):
         return False
-    return not (_needs(a.heads.value, b.node) or _needs(b.heads.value, a.node))
+    return not (_depends_on(a.heads.value, b.node) or _depends_on(b.heads.value, a.node))
 
 
 def _differ(work: Work, a: Dim, b: Dim) -> bool:
@@ -94,7 +94,7 @@ def _differ(work: Work, a: Dim, b: Dim) -> bool:
     return a != b and all(isinstance(each, int) or each in given for each in (a, b))
 
 
-def _needs(value: ir.Value, node: ir.Node) -> bool:
+def _depends_on(value: ir.Value, node: ir.Node) -> bool:
     """Whether a value is computed from what a node returns."""
     waiting, seen = [value], set[ir.Value]()
     while waiting:
@@ -109,7 +109,7 @@ def _needs(value: ir.Value, node: ir.Node) -> bool:
     return False
 
 
-def _together(work: Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
+def _fused(work: Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
     angles = [_angles(a, each) for each in (a.cos, a.sin)]
     inputs = [a.heads.value, b.heads.value, *angles]
     attributes: dict[str, str | int] = {"layout": a.layout, "head_size": _head_size(a)}
@@ -122,54 +122,54 @@ def _together(work: Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
     return list(node.outputs)
 
 
-def _alone(rotation: _Rotation) -> ir.Value:
+def _single(rotation: _Rotation) -> ir.Value:
     node, heads = rotation.node, rotation.heads
     caches = [_cache(rotation, each) for each in (rotation.cos, rotation.sin)]
     inputs = [heads.value, _positions(node, rotation.cos), *caches]
     attributes = {
         "num_heads": heads.count,
         "interleaved": int(rotation.layout == "interleaved"),
-        "rotary_embedding_dim": rotation.turning if _head_size(rotation) else 0,
+        "rotary_embedding_dim": rotation.rotary_dim if _head_size(rotation) else 0,
     }
     return add(node, "RotaryEmbedding", inputs, attributes, domain=MICROSOFT, shape=dims(heads.value))
 
 
 def _replace(rotation: _Rotation, result: ir.Value) -> None:
     node, heads = rotation.node, rotation.heads
-    replace(node.outputs[0], split(result, heads.count, heads.size, node))
+    replace(node.outputs[0], split_heads(result, heads.count, heads.size, node))
 
 
 def _head_size(rotation: _Rotation) -> int:
     """Returns the size of a head of which only a part turns, else 0."""
-    return rotation.heads.size if rotation.heads.size != rotation.turning else 0
+    return rotation.heads.size if rotation.heads.size != rotation.rotary_dim else 0
 
 
-def _of_a_part(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value] | None:
+def _partial_rotation(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     """Returns concat(rotated x, rest) and what x and the rest are the two parts of, if the node is in one."""
     concat = only_user(node.outputs[0])
     if concat is None or concat.op_type != "Concat" or len(concat.inputs) != 2:
         return None
     rest = concat.inputs[1]
-    parts = [made_by(each, "Slice", "Split") for each in (x, rest)]
+    parts = [producer(each, "Slice", "Split") for each in (x, rest)]
     if parts[0] is None or parts[1] is None or rest is None or concat.inputs[0] is not node.outputs[0]:
         return None
     whole = parts[0].inputs[0]
-    turning, passing, size = (last_dim(each) for each in (x, rest, whole))
-    if parts[1].inputs[0] is not whole or whole is None or turning is None or passing is None:
+    rotary_dim, rest_dim, size = (last_dim(each) for each in (x, rest, whole))
+    if parts[1].inputs[0] is not whole or whole is None or rotary_dim is None or rest_dim is None:
         return None
-    if turning + passing != size or attribute(concat, "axis", 0) not in (-1, 3):
+    if rotary_dim + rest_dim != size or attribute(concat, "axis", 0) not in (-1, 3):
         return None
     if parts[0].op_type == "Split":
         in_order = parts[0] is parts[1] and list(parts[0].outputs) == [x, rest]
     else:
         in_order = all(ints(part, "steps", 4) in (None, [1]) for part in parts if part is not None)
-        in_order &= ints(parts[0], "starts", 1) == [0] and ints(parts[1], "starts", 1) == [turning]
+        in_order &= ints(parts[0], "starts", 1) == [0] and ints(parts[1], "starts", 1) == [rotary_dim]
     return (concat, whole) if in_order else None
 
 
-def _parts(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, str] | None:
+def _match(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, str] | None:
     """Returns x, cos, sin and the layout."""
-    products = [made_by(value, "Mul") for value in node.inputs]
+    products = [producer(value, "Mul") for value in node.inputs]
     if products[0] is None or products[1] is None:
         return None
     for turned, plain in (products, products[::-1]):
@@ -177,7 +177,7 @@ def _parts(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, str] | None:
         for rotated in turned.inputs:
             x, layout = _source_of_halves(rotated), "half"
             if x is None:
-                x, layout = _source_of_neighbours(rotated), "interleaved"
+                x, layout = _source_of_interleaved(rotated), "interleaved"
             if x is None or rotated is None or not any(value is x for value in plain.inputs):
                 continue
             cos, sin = other_input(plain, x), other_input(turned, rotated)
@@ -188,14 +188,14 @@ def _parts(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, str] | None:
 
 def _source_of_halves(value: ir.Value | None) -> ir.Value | None:
     """Returns x of concat(-x[..., half:], x[..., :half])."""
-    concat = made_by(value, "Concat")
+    concat = producer(value, "Concat")
     if concat is None or len(concat.inputs) != 2:
         return None
-    negative = made_by(concat.inputs[0], "Neg")
+    negative = producer(concat.inputs[0], "Neg")
     if negative is None:
         return None
     second, first = negative.inputs[0], concat.inputs[1]
-    halves = [made_by(each, "Slice", "Split") for each in (second, first)]
+    halves = [producer(each, "Slice", "Split") for each in (second, first)]
     if halves[0] is None or halves[1] is None:
         return None
     x = halves[0].inputs[0]
@@ -211,17 +211,17 @@ def _source_of_halves(value: ir.Value | None) -> ir.Value | None:
     return x if ints(halves[1], "starts", 1) == [0] and ints(halves[0], "starts", 1) != [0] else None
 
 
-def _source_of_neighbours(value: ir.Value | None) -> ir.Value | None:
+def _source_of_interleaved(value: ir.Value | None) -> ir.Value | None:
     """Returns x of stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)."""
-    reshape = made_by(value, "Reshape")
-    concat = made_by(reshape.inputs[0], "Concat") if reshape is not None else None
+    reshape = producer(value, "Reshape")
+    concat = producer(reshape.inputs[0], "Concat") if reshape is not None else None
     if concat is None or len(concat.inputs) != 2:
         return None
-    columns = [made_by(each, "Unsqueeze") for each in concat.inputs]
-    negative = made_by(columns[0].inputs[0], "Neg") if columns[0] is not None else None
+    columns = [producer(each, "Unsqueeze") for each in concat.inputs]
+    negative = producer(columns[0].inputs[0], "Neg") if columns[0] is not None else None
     if negative is None or columns[1] is None:
         return None
-    odd, even = made_by(negative.inputs[0], "Slice"), made_by(columns[1].inputs[0], "Slice")
+    odd, even = producer(negative.inputs[0], "Slice"), producer(columns[1].inputs[0], "Slice")
     if odd is None or even is None or odd.inputs[0] is not even.inputs[0]:
         return None
     x = odd.inputs[0]
@@ -245,9 +245,9 @@ def _fits(x: list[Dim] | None, cos: list[Dim] | None, sin: list[Dim] | None) -> 
     return padded[1] == 1 and padded[3] == x[3] and padded[2] == x[2] and padded[0] in (1, x[0])
 
 
-def _one_of_each_pair(rotation: _Rotation, value: ir.Value) -> ir.Value:
+def _one_per_pair(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Makes [..., D / 2] of cos or sin."""
-    node, size = rotation.node, rotation.turning
+    node, size = rotation.node, rotation.rotary_dim
     start_stop_step = (0, size // 2, 1) if rotation.layout == "half" else (0, size, 2)
     start, stop, step = (int_constant(node, [each]) for each in start_stop_step)
     inputs = [value, start, stop, int_constant(node, [-1]), step]
@@ -256,7 +256,7 @@ def _one_of_each_pair(rotation: _Rotation, value: ir.Value) -> ir.Value:
 
 def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Makes [1 or B, S, D / 2] of cos or sin."""
-    node, single = rotation.node, _one_of_each_pair(rotation, value)
+    node, single = rotation.node, _one_per_pair(rotation, value)
     shape = dims(single) or []
     if len(shape) == 4:
         return add(node, "Squeeze", [single, int_constant(node, [1])], shape=[shape[0], *shape[2:]])
@@ -267,8 +267,8 @@ def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
 
 def _cache(rotation: _Rotation, value: ir.Value) -> ir.Value:
     """Makes [rows, D / 2] of cos or sin."""
-    node, half = rotation.node, rotation.turning // 2
-    rows = [_one_of_each_pair(rotation, value), int_constant(node, [-1, half])]
+    node, half = rotation.node, rotation.rotary_dim // 2
+    rows = [_one_per_pair(rotation, value), int_constant(node, [-1, half])]
     return add(node, "Reshape", rows, shape=[None, half])
 
 

@@ -12,12 +12,12 @@ from .graph import (
     constant,
     dims,
     int_constant,
-    made_by,
     other_input,
+    producer,
     same_dims,
     scalar,
 )
-from .heads import BSHD
+from .heads import SWAP_S_H
 
 LOWEST = float(np.finfo(np.float32).min)
 _HIDDEN = -1e9  # a score of this or less leaves nothing after the softmax
@@ -58,9 +58,9 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
             assert mask is not None
             value, masks = sides[0], [*masks, mask]
         elif node.op_type == "Where" and found_scale == 1.0:
-            value, mask = _chosen(node, after)
+            value, mask = _mask_of_where(node, after)
             masks = [*masks, mask]
-        elif node.op_type == "Tanh" or made_by(value, "Mul", "Div", "Tanh"):
+        elif node.op_type == "Tanh" or producer(value, "Mul", "Div", "Tanh"):
             raise UnsupportedPattern("the scores are capped or scaled by a tensor")
         else:
             raise UnsupportedPattern(f"{node.op_type} between the product and the softmax")
@@ -89,7 +89,7 @@ def _leads_to_product(value: ir.Value | None) -> bool:
     return False
 
 
-def _chosen(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
+def _mask_of_where(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
     """Returns the scores of Where(hidden, -inf, scores), or the other way round, and the mask to add."""
     hidden, a, b = node.inputs
     number = scalar(a) if scalar(a) is not None else scalar(b)
@@ -98,12 +98,12 @@ def _chosen(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
         raise UnsupportedPattern("a mask that replaces scores by a number that counts")
     if before.op_type == "Softmax":  # only asked for the masks: nothing is written
         return scores, hidden
-    constants = [like(before, 0.0, scores), like(before, max(number, LOWEST), scores)]
+    constants = [constant_like(before, 0.0, scores), constant_like(before, max(number, LOWEST), scores)]
     first, second = constants[::-1] if scalar(a) is not None else constants
     return scores, add(before, "Where", [hidden, first, second], dtype=scores.dtype, shape=dims(hidden))
 
 
-def like(before: ir.Node, number: float, value: ir.Value) -> ir.Value:
+def constant_like(before: ir.Node, number: float, value: ir.Value) -> ir.Value:
     assert value.dtype is not None
     tensor = ir.tensor(number, dtype=value.dtype)
     new = add(before, "Constant", [], {"value": tensor}, dtype=value.dtype, shape=[])
@@ -123,37 +123,37 @@ def _factor(node: ir.Node) -> tuple[ir.Value, float] | None:
     return None
 
 
-def scaled(value: ir.Value | None) -> tuple[ir.Value, float]:
+def unscaled(value: ir.Value | None) -> tuple[ir.Value, float]:
     """Returns a tensor without the numbers that it is multiplied by, and their product."""
     assert value is not None
     scale = 1.0
-    while (node := made_by(value, "Mul", "Div")) is not None and (found := _factor(node)) is not None:
+    while (node := producer(value, "Mul", "Div")) is not None and (found := _factor(node)) is not None:
         value, scale = found[0], scale * found[1]
     return value, scale
 
 
-def transposed(value: ir.Value | None) -> tuple[ir.Value, float]:
+def untransposed(value: ir.Value | None) -> tuple[ir.Value, float]:
     """Returns k [B, H, T, D] of k^T [B, H, D, T], and what it is multiplied by."""
-    value, scale = scaled(value)
-    if (transpose := made_by(value, "Transpose")) is not None:
+    value, scale = unscaled(value)
+    if (transpose := producer(value, "Transpose")) is not None:
         perm, source = list(attribute(transpose, "perm", ())), transpose.inputs[0]
         assert source is not None
         if perm == [0, 1, 3, 2]:
-            k, on_k = scaled(source)
+            k, on_k = unscaled(source)
             return k, scale * on_k
         shape = dims(source)
         if perm == [0, 2, 3, 1] and shape is not None:
-            heads = add(transpose, "Transpose", [source], {"perm": BSHD}, shape=[shape[i] for i in BSHD])
-            return heads, scale
+            swapped = [shape[i] for i in SWAP_S_H]
+            return add(transpose, "Transpose", [source], {"perm": SWAP_S_H}, shape=swapped), scale
     # torch's dynamo exporter transposes [B*H, T, D], between two reshapes.
-    outer = made_by(value, "Reshape")
-    middle = made_by(outer.inputs[0], "Transpose") if outer is not None else None
+    outer = producer(value, "Reshape")
+    middle = producer(outer.inputs[0], "Transpose") if outer is not None else None
     shape = dims(value)
     if middle is None or list(attribute(middle, "perm", ())) != [0, 2, 1] or shape is None or len(shape) != 4:
         raise UnsupportedPattern("k is not transposed")
-    wanted, inner = [shape[0], shape[1], shape[3], shape[2]], made_by(middle.inputs[0], "Reshape")
+    wanted, inner = [shape[0], shape[1], shape[3], shape[2]], producer(middle.inputs[0], "Reshape")
     if inner is not None and same_dims(dims(inner.inputs[0]), wanted):
-        k, on_k = scaled(inner.inputs[0])
+        k, on_k = unscaled(inner.inputs[0])
         return k, scale * on_k
     sizes = [each if isinstance(each, int) else -1 for each in wanted]
     if sizes.count(-1) < 2:

@@ -28,7 +28,7 @@ from ..files import EXTERNAL_DATA_BYTES, save
 from ..routes import quiet
 from . import compare, masks, precision
 from .graph import MICROSOFT, Work, standard
-from .inputs import Case, hides_left, read
+from .inputs import Case, hides_left, read_npz
 from .prepare import clean, load, prepare
 from .report import OptimizeReport
 
@@ -77,7 +77,7 @@ class Trial:
         """
         self.progress("running the original")
         if inputs_file is not None:
-            self.cases, self.sizes = read(os.fspath(inputs_file), self.base)
+            self.cases, self.sizes = read_npz(os.fspath(inputs_file), self.base)
             self.expected = compare.outputs_of(self.original, self.cases, self.library)
         else:
             made = compare.make_cases(self.original, self.base, self.padding, self.library)
@@ -85,7 +85,7 @@ class Trial:
         self.progress("folding constants, inferring shapes")
         prepare(self.base, self.records)
 
-    def rewritten(self, rewrites: Rewrites) -> Work:
+    def apply(self, rewrites: Rewrites) -> Work:
         """Applies rewrites to a copy of the model.
 
         Raises:
@@ -98,57 +98,57 @@ class Trial:
             try:
                 rewrite(work)
             except Exception as failure:  # on a graph that nobody thought of
-                raise compare.Changed(f"fails: {type(failure).__name__}: {failure}", name) from failure
+                raise compare.NotEquivalent(f"fails: {type(failure).__name__}: {failure}", name) from failure
             clean(work.model)
         CommonSubexpressionEliminationPass()(work.model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(work.model)
         clean(work.model)
         return work
 
-    def proven(self, rewrites: Rewrites) -> tuple[Rewrites, Work]:
+    def verify(self, rewrites: Rewrites) -> tuple[Rewrites, Work]:
         """Returns the rewrites that change nothing, and the model with them; the others are reported."""
         left = dict(rewrites)
         while True:
             try:
-                work = self.rewritten(left)
-                self.report.error = self._error(work.model)
+                work = self.apply(left)
+                self.report.error = self._verify_fp32(work.model)
                 return left, work
-            except compare.Changed as changed:
+            except compare.NotEquivalent as changed:
                 if not left:
                     raise ExportError(
                         f"the model without any rewrite {changed}: this is a defect of twinop"
                     ) from None
-                name = changed.rewrite or self._culprit(left)
+                name = changed.rewrite or self._first_wrong(left)
                 self.report.taken_back[name] = f"{changed}: this is a defect of twinop, please report it"
                 del left[name]
 
-    def _culprit(self, rewrites: Rewrites) -> str:
+    def _first_wrong(self, rewrites: Rewrites) -> str:
         """Returns the first rewrite with which the model computes something else."""
         names = list(rewrites)
         for count in range(1, len(names)):
             try:
-                self._error(self.rewritten({name: rewrites[name] for name in names[:count]}).model)
-            except compare.Changed:
+                self._verify_fp32(self.apply({name: rewrites[name] for name in names[:count]}).model)
+            except compare.NotEquivalent:
                 return names[count - 1]
         return names[-1]
 
-    def _error(self, model: ir.Model, accepted: float = compare.ACCEPTED["float32"]) -> float:
+    def _verify_fp32(self, model: ir.Model, accepted: float = compare.ACCEPTED["float32"]) -> float:
         self.progress("comparing with the original")
         try:
-            path = self._written(model.clone(), "trial.onnx")[-1]
+            path = self._write(model.clone(), "trial.onnx")[-1]
             found = compare.outputs_of(path, self.cases, self.library)
         except NotRunnable as reason:
-            raise compare.Changed(f"cannot be run on the CPU: {reason}") from reason
+            raise compare.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
-            raise compare.Changed(f"fails: {failure}") from failure
+            raise compare.NotEquivalent(f"fails: {failure}") from failure
         error = compare.worst_error(self.expected, found)
         if not error <= accepted:
-            raise compare.Changed(
+            raise compare.NotEquivalent(
                 f"differs from the original: relative error {error:.1e}, accepted {accepted:.0e}"
             )
         return error
 
-    def _written(self, model: ir.Model, name: str) -> list[Path]:
+    def _write(self, model: ir.Model, name: str) -> list[Path]:
         """Attaches the function bodies and writes a model."""
         NameFixPass()(model)  # a copied graph does not know which names are taken
         calls = find_calls(model, self.records)
@@ -159,14 +159,14 @@ class Trial:
         model.metadata_props.update({record.metadata_key: record.schema_hash for record in calls})
         return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
 
-    def faster(self, best: tuple[Rewrites, Work]) -> tuple[Rewrites, Work]:
+    def drop_slow(self, best: tuple[Rewrites, Work]) -> tuple[Rewrites, Work]:
         """Takes back rewrites without which the model is not slower on the device at hand."""
         rewrites, work = dict(best[0]), best[1]
         before, now = self._milliseconds(self.original), self._time(work)
         for name in list(rewrites):
             self.progress(f"measuring without {name}")
             less = {other: rewrite for other, rewrite in rewrites.items() if other != name}
-            other = self.rewritten(less)
+            other = self.apply(less)
             if other.made == work.made:
                 continue
             if (alone := self._time(other)) * _FASTER < now * _FASTER**2:
@@ -181,7 +181,7 @@ class Trial:
         model = work.model.clone()
         if self.report.dtype in precision.DTYPES:
             precision.convert(model, precision.DTYPES[self.report.dtype])
-        return self._milliseconds(self._written(model, "timed.onnx")[-1])
+        return self._milliseconds(self._write(model, "timed.onnx")[-1])
 
     def _milliseconds(self, path: Path) -> float:
         """Returns the median time of a run of the first case."""
@@ -197,7 +197,7 @@ class Trial:
             times.append(time.perf_counter() - start)
         return float(np.median(times[3:])) * 1e3
 
-    def finished(self, best: tuple[Rewrites, Work], name: str) -> Sequence[Path]:
+    def finish(self, best: tuple[Rewrites, Work], name: str) -> Sequence[Path]:
         """Converts the model, compares it again, writes it and completes the report.
 
         Raises:
@@ -221,7 +221,7 @@ class Trial:
                 f"was promised that {mask} hides nothing but the end of each sequence (--padding right)"
             )
         self.progress("writing and checking")
-        files = self._written(model, name)
+        files = self._write(model, name)
         report.nodes_after = len(model.graph)
         kinds = Counter(node.op_type for node in model.graph if standard(node.domain) == MICROSOFT)
         report.needs = [f"{MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
@@ -233,7 +233,7 @@ class Trial:
         """Compares a model of 16 bits, and the converted original, with the original."""
         report = self.report
         try:
-            narrow = self._narrow_error(path, dtype)
+            narrow = self._error_in(path, dtype)
         except NotRunnable as reason:
             report.notes.append(f"compared in its fp32 form: {reason}")
             return
@@ -242,8 +242,8 @@ class Trial:
             if plain is None:
                 model = self.base.clone()
                 precision.convert(model, dtype)
-                plain = self._written(model, "plain.onnx")[-1]
-            report.own_error = self._narrow_error(plain, dtype)
+                plain = self._write(model, "plain.onnx")[-1]
+            report.own_error = self._error_in(plain, dtype)
         except (NotRunnable, TwinopError):
             report.own_error = None
         report.error = narrow
@@ -254,7 +254,7 @@ class Trial:
                 f" accepted {accepted:.1e}. Leave rewrites out with --without, or keep its dtype"
             )
 
-    def _narrow_error(self, path: Path, dtype: ir.DataType) -> float:
+    def _error_in(self, path: Path, dtype: ir.DataType) -> float:
         # A row that a mask hides altogether is the mean of all values in fp32 only: 16 bits have no number
         # that swallows every score. The comparison in fp32 has these rows.
         chosen = [index for index, case in enumerate(self.cases) if not hides_left(case)]

@@ -7,27 +7,27 @@ Writes: a product for each part, with its columns of the weight.
 import onnx_ir as ir
 
 from .graph import UnsupportedPattern, Work, add, attribute, dims, ints, last_dim, replace
-from .linear import Product, columns, product
+from .linear import Linear, match_linear, slice_columns
 
 
 def rewrite(work: Work) -> None:
     """Applies this rewrite."""
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
-            found = product(node) if node.graph is not None else None
+            linear = match_linear(node) if node.graph is not None else None
         except UnsupportedPattern:
             continue
-        parts = _parts(found) if found is not None else None
-        if found is None or parts is None:
+        parts = _parts(linear) if linear is not None else None
+        if linear is None or parts is None:
             continue
         for value, start, stop in parts:
-            weight, bias = columns(work, found, start, stop)
+            weight, bias = slice_columns(work, linear, start, stop)
             last = value.producer()
             assert last is not None
-            shape = [*(dims(found.output) or [])[:-1], stop - start]
-            inputs = [found.x, weight] + ([bias] if bias is not None and node.op_type == "Gemm" else [])
-            attributes = {"transB": int(found.layout == "nk")} if node.op_type == "Gemm" else {}
-            if node.op_type == "MatMul" and found.layout == "nk":
+            shape = [*(dims(linear.output) or [])[:-1], stop - start]
+            inputs = [linear.x, weight] + ([bias] if bias is not None and node.op_type == "Gemm" else [])
+            attributes = {"transB": int(linear.layout == "nk")} if node.op_type == "Gemm" else {}
+            if node.op_type == "MatMul" and linear.layout == "nk":
                 weight = add(last, "Transpose", [weight], {"perm": [1, 0]}, shape=[None, stop - start])
                 inputs[1] = weight
             new = add(last, node.op_type, inputs, attributes, shape=shape)
@@ -37,13 +37,13 @@ def rewrite(work: Work) -> None:
         work.made["product of q, k and v apart"] += 1
 
 
-def _parts(found: Product) -> list[tuple[ir.Value, int, int]] | None:
+def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:
     """Returns the parts of the last dimension that are read, if nothing else is read."""
     parts: list[tuple[ir.Value, int, int]] = []
-    rank = len(dims(found.output) or ())
-    if found.output.is_graph_output() or rank == 0:
+    rank = len(dims(linear.output) or ())
+    if linear.output.is_graph_output() or rank == 0:
         return None
-    for node in {use.node: None for use in found.output.uses()}:
+    for node in {use.node: None for use in linear.output.uses()}:
         if node.op_type == "Split" and attribute(node, "axis", 0) in (-1, rank - 1):
             start = 0
             for value in node.outputs:
@@ -57,7 +57,7 @@ def _parts(found: Product) -> list[tuple[ir.Value, int, int]] | None:
             steps = ints(node, "steps", 4) if len(node.inputs) > 4 else [1]
             if begin is None or width is None or steps != [1]:
                 return None
-            start = begin[0] % found.width
+            start = begin[0] % linear.width
             parts.append((node.outputs[0], start, start + width))
         else:
             return None
