@@ -4,10 +4,9 @@
 
     print(optimize("old.onnx", "fast.onnx", dtype="bfloat16"))
 
-`prepare.py` brings a model into one form, in fp32. Each rewrite is a module of its own that says what it
-matches and what it writes: `embedding.py`, `activations.py`, `norms.py`, `rotary.py`, `attention.py`,
-`gated.py`, `unpack.py`, `add_product.py`, `linear.py`. `trial.py` compares the results with the original,
-and `precision.py` converts them to 16 bits.
+`prepare.py` converts a model to fp32, folds constants and infers shapes. Then the rewrites run, in the order
+of `REWRITES` in `optimizer.py`. Each is a module whose docstring says what it matches and what it writes.
+`trial.py` compares the result with the original, and `precision.py` converts it to 16 bits.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -10,43 +10,47 @@ from twinop.console import clear_errors, err, out
 
 def main(
     source: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="An ONNX file from anywhere.", show_default=False)
+        Path, typer.Argument(metavar="MODEL", help="The ONNX file to optimise.", show_default=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)],
     dtype: Annotated[
         str | None,
-        typer.Option(help="float16 or bfloat16: converts the model. Default: as it is.", show_default=False),
+        typer.Option(
+            help="Convert the model to float16 or bfloat16. Default: keep its dtype.", show_default=False
+        ),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="What it is optimised for: cuda or cpu. It runs on both.")
-    ] = "cuda",
+    device: Annotated[str, typer.Option(help="Optimise for cuda or cpu. The file runs on both.")] = "cuda",
     padding: Annotated[
         str | None,
         typer.Option(
-            help="[bold]right[/] promises that masks hide only the end of each sequence, which is faster.",
+            help="[bold]right[/]: you promise that masks hide only the end of each sequence. This is faster.",
             show_default=False,
         ),
     ] = None,
     inputs: Annotated[
         Path | None,
-        typer.Option(help="An .npz file of inputs to compare on. Default: made up.", show_default=False),
+        typer.Option(
+            help="An .npz file of inputs for the comparison. Default: generated.", show_default=False
+        ),
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(help="A rewrite to leave out; repeat it for others.", show_default=False),
+        typer.Option(
+            help="A rewrite to leave out, such as attention; repeat it for others.", show_default=False
+        ),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Keep only what is faster on this machine.")
+        bool, typer.Option("--measure", help="Leave out rewrites that make it slower on this machine.")
     ] = False,
     library: Annotated[
         list[Path] | None,
-        typer.Option(help="A library that the model needs; repeat it for others.", show_default=False),
+        typer.Option(help="A library of ops that the model needs; repeat it for others.", show_default=False),
     ] = None,
 ) -> None:
     """Optimise an ONNX file for ONNX Runtime.
 
-    Products with constant weights take over biases and activations; attention, norms and
-    gates become one node each. The result is compared with the original before it is kept.
+    Matrix products are fused with their biases and activations; attention, norms and gates
+    become one node each. The result is compared with the original before it is kept.
 
     Examples:
 

@@ -14,18 +14,18 @@ from . import inputs
 from .inputs import Case
 
 Outputs = list[list[np.ndarray]]
-"""Of each case."""
+"""The outputs of each case."""
 
 ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-2}
-"""The error that is accepted in any case: two ways of summing."""
-FACTOR = 1.2  # of the original's own error in 16 bits
+"""The relative error that is always accepted: sums in another order have as much."""
+FACTOR = 1.2  # times the error of the original in 16 bits is accepted, too
 
 
 class NotEquivalent(Exception):
-    """A model computes something else than the original; the text says what.
+    """A rewritten model fails or computes something else than the original; the text says which.
 
     Attributes:
-        rewrite: the one that did it, if that is known.
+        rewrite: the name of the rewrite that is the cause, if it is known.
     """
 
     def __init__(self, text: str, rewrite: str = "") -> None:
@@ -34,7 +34,7 @@ class NotEquivalent(Exception):
 
 
 def relative_error(expected: np.ndarray, found: np.ndarray) -> float:
-    """Returns |found - expected| / |expected|, as roots of sums of squares; infinite for other shapes."""
+    """Returns |found - expected| / |expected| in the 2-norm; infinity if shapes or NaN and inf differ."""
     if expected.shape != found.shape:
         return float("inf")
     a, b = expected.astype(np.float64), found.astype(np.float64)
@@ -46,7 +46,7 @@ def relative_error(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def worst_error(expected: Outputs, found: Outputs) -> float:
-    """Returns the largest error of all outputs of all cases."""
+    """Returns the largest relative error of all outputs of all cases."""
     pairs = [(a, b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True)]
     return max((relative_error(np.asarray(a), np.asarray(b)) for a, b in pairs), default=0.0)
 
@@ -54,14 +54,14 @@ def worst_error(expected: Outputs, found: Outputs) -> float:
 def make_cases(
     original: Path, model: ir.Model, padding: str | None, library: deploy.Libraries
 ) -> tuple[list[Case], Outputs, tuple[int, int]]:
-    """Makes inputs that the original takes, and runs it on them.
+    """Generates inputs that the original accepts, and runs it on them.
 
     Args:
         original: the file of the model in fp32.
-        padding: "right" if masks hide nothing else than the end of a sequence.
+        padding: "right" if masks hide nothing but the end of a sequence.
 
     Returns:
-        The cases, the original's outputs for them, and a batch and a length that it takes.
+        The cases, the original's outputs for them, and a batch and a length that it accepts.
 
     Raises:
         ExportError: the original does not run on any of the inputs that were tried.
@@ -80,16 +80,16 @@ def make_cases(
         except (TwinopError, NotRunnable) as error:
             reasons.append(str(error).splitlines()[0])
     raise ExportError(
-        f"the original does not run on inputs made up for it ({reasons[0]}). Give it inputs with "
+        f"the original does not run on generated inputs ({reasons[0]}). Give it inputs with "
         f"--inputs file.npz: {', '.join(str(value.name) for value in model.graph.inputs)}"
     )
 
 
 def outputs_of(path: Path, cases: Sequence[Case], library: deploy.Libraries | bool) -> Outputs:
-    """Runs a model on the CPU provider.
+    """Returns the outputs of a model on the CPU provider.
 
     Raises:
-        NotRunnable: an operator has no kernel there.
+        NotRunnable: an operator has no CPU kernel.
         ExportError: it fails for another reason.
     """
     return run(path, library, cases).outputs

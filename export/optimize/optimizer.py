@@ -1,4 +1,4 @@
-"""Optimises an ONNX file for ONNX Runtime with twinop's ops, and keeps nothing that is not proven."""
+"""Runs the rewrites on an ONNX file, and keeps those that do not change the results."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ from .trial import Trial
 
 
 def _add_norms(work: Work) -> None:
-    """A sum and the norm behind it in one node (`export/fuse_add_norm.py`)."""
+    """Fuses a sum and the norm that reads it (`export/fuse_add_norm.py`)."""
     for name, count in fuse_sums(work.model, work.records).items():
         plain = "layer_norm" if name.endswith("LayerNorm") else "rms_norm"
         work.made[f"add_{plain}"] += count
@@ -57,8 +57,8 @@ REWRITES: Mapping[str, Callable[[Work], None]] = {
     "embed_norm": embedding.fuse_norms,
     "add_norm": _add_norms,
 }
-"""The rewrites by name, in their order."""
-_CUDA_ONLY = ("flat", "unpack", "add_product", "linear", "pack")  # on the CPU ONNX Runtime's own are as fast
+"""The rewrites by name, in the order in which they run."""
+_CUDA_ONLY = ("flat", "unpack", "add_product", "linear", "pack")  # ONNX Runtime is as fast on the CPU
 DEVICES = ("cuda", "cpu")
 
 
@@ -77,20 +77,20 @@ def optimize(
 ) -> OptimizeReport:
     """Optimises an ONNX file, and keeps the result only if it computes what the original computes.
 
-    The rewrites run on the model in fp32, and the result is compared with the original in fp32 on the CPU.
-    Then it is converted to the wanted dtype and compared again, where the CPU provider can run that. A
-    rewrite that changes the results is taken back.
+    The rewrites run on the model in fp32. The result is compared with the original in fp32 on the CPU, and a
+    rewrite that changes the results is taken back. Then the model is converted to the wanted dtype and
+    compared again, if the CPU provider can run it.
 
     Args:
-        source: the model.
+        source: the ONNX file to optimise.
         target: the file to write.
-        dtype: float16 or bfloat16; by default the model's own.
+        dtype: "float16" or "bfloat16"; by default the model's own.
         device: what the model is optimised for, "cuda" or "cpu". The result runs on both.
-        padding: "right" promises that masks hide nothing else than the end of each sequence.
-        inputs_file: an .npz file of inputs to compare on; by default they are made up.
+        padding: "right" promises that masks hide nothing but the end of each sequence.
+        inputs_file: an .npz file of inputs for the comparison; by default they are generated.
         without: names of rewrites to leave out.
-        measure: take back rewrites that are not faster on the device at hand.
-        library: libraries that the original needs.
+        measure: also take back rewrites that make the model slower on this machine.
+        library: libraries of custom ops that the original needs.
         progress: called with the name of each step.
 
     Raises:
@@ -104,11 +104,12 @@ def optimize(
     records = dict(read_library(find_library("custom_ops")).records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
-    found = convert_to_fp32(model)
-    given = next(iter(found)).name.lower() if found else "float32"
-    report.dtype = own = dtype or given
+    narrow_types = convert_to_fp32(model)
+    source_dtype = next(iter(narrow_types)).name.lower() if narrow_types else "float32"
+    report.dtype = dtype or source_dtype
     with work_folder(target) as folder:
-        original, unchanged = source if not found else None, source if own == given else None
+        original = source if not narrow_types else None
+        unchanged = source if report.dtype == source_dtype else None
         trial = Trial(model, original, unchanged, folder, records, report, padding, library, progress)
         trial.make_cases(inputs_file)
         chosen = [
@@ -122,7 +123,7 @@ def optimize(
 
 
 def check_device(device: str) -> None:
-    """Raises ExportError for a device that nothing is optimised for."""
+    """Raises ExportError unless the device is one that models can be optimised for."""
     if device not in DEVICES:
         raise ExportError(f"--device {device}: expected one of: {', '.join(DEVICES)}")
 
@@ -138,6 +139,6 @@ def _check(
         raise ExportError(f"--dtype {dtype}: expected one of: float32, {', '.join(precision.DTYPES)}")
     check_device(device)
     if padding not in (None, "right"):
-        raise ExportError(f"--padding {padding}: expected right, or nothing for masks of any form")
+        raise ExportError(f"--padding {padding}: expected right, or no --padding for masks of any form")
     if unknown := [name for name in without if name not in REWRITES]:
         raise ExportError(f"--without {', '.join(unknown)}: expected some of: {', '.join(REWRITES)}")

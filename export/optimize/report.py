@@ -1,4 +1,4 @@
-"""What an optimisation did, as the command shows it."""
+"""The report of `twinop optimize`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,14 +9,14 @@ class OptimizeReport:
     """What `optimize` returns.
 
     Attributes:
-        made: new nodes by what they compute.
-        left: nodes that were left alone, by what they are and why.
-        taken_back: rewrites that changed the results or, with `measure`, gained no time: why, by name.
-        error: the largest relative error of the outputs, against the original in fp32.
-        own_error: that of the original in the same 16 bits, where both run here.
+        made: the number of new nodes, by what they compute.
+        left: the number of patterns that were left alone, by pattern and reason.
+        taken_back: by rewrite, why it was taken back: it changed the results or gained no time (`measure`).
+        error: the largest relative error of the outputs, compared with the original in fp32.
+        own_error: the same error of the original in 16 bits, if both run on this machine.
         times: milliseconds of a run before and after, with `measure`.
-        timed_on: cuda or cpu.
-        needs: other runtimes' operators that the file has: it runs in ONNX Runtime only.
+        timed_on: the device of these times, "cuda" or "cpu".
+        needs: operators of the file that only ONNX Runtime has.
     """
 
     source: Path
@@ -37,7 +37,7 @@ class OptimizeReport:
 
     def __str__(self) -> str:
         """The report as lines of text."""
-        own = f", the original's own {self.own_error:.1e}" if self.own_error is not None else ""
+        own = f"; the original in {self.dtype}: {self.own_error:.1e}" if self.own_error is not None else ""
         times = (
             f"; {self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.timed_on}"
             if self.times is not None

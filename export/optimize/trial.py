@@ -1,4 +1,4 @@
-"""Tries rewrites on a model: each result is compared with the original, and what fails is taken back."""
+"""Applies rewrites to a model and compares the results with the original."""
 
 import os
 import time
@@ -34,11 +34,11 @@ from .report import OptimizeReport
 
 Rewrite = Callable[[Work], None]
 Rewrites = Mapping[str, Rewrite]
-_RUNS, _FASTER = 20, 0.99  # timed runs; a rewrite that gains less than 1 % gains nothing
+_RUNS, _FASTER = 20, 0.99  # timed runs; less than 1 % is noise
 
 
 class Trial:
-    """A model in fp32, the cases that it is compared on, and what becomes of it."""
+    """A model in fp32, the inputs for the comparison, and the original's outputs for them."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Trial:
         library: deploy.Libraries,
         progress: Callable[[str], None],
     ) -> None:
-        """Reads nothing yet.
+        """Saves the original in fp32, unless it is in such a file.
 
         Args:
-            model: the original in fp32; `prepare` changes it.
-            original: its file, if that is in fp32.
-            unchanged: its file, if the result has the same dtype.
+            model: the original in fp32; `make_cases` prepares it in place.
+            original: the original's file, if that is in fp32.
+            unchanged: the original's file, if the result has the same dtype.
             folder: where files are written.
         """
         self.unchanged = unchanged
@@ -70,7 +70,7 @@ class Trial:
         self.base = model
 
     def make_cases(self, inputs_file: str | os.PathLike[str] | None) -> None:
-        """Runs the original on given inputs or on made up ones, and prepares the model.
+        """Runs the original on the given inputs, or on generated ones, and prepares the model.
 
         Raises:
             ExportError: the original does not run.
@@ -80,8 +80,8 @@ class Trial:
             self.cases, self.sizes = read_npz(os.fspath(inputs_file), self.base)
             self.expected = compare.outputs_of(self.original, self.cases, self.library)
         else:
-            made = compare.make_cases(self.original, self.base, self.padding, self.library)
-            self.cases, self.expected, self.sizes = made
+            generated = compare.make_cases(self.original, self.base, self.padding, self.library)
+            self.cases, self.expected, self.sizes = generated
         self.progress("folding constants, inferring shapes")
         prepare(self.base, self.records)
 
@@ -89,7 +89,7 @@ class Trial:
         """Applies rewrites to a copy of the model.
 
         Raises:
-            Changed: a rewrite fails.
+            NotEquivalent: a rewrite raises an exception.
         """
         work = Work(self.base.clone(), self.report.device, self.records)
         masks.classify(work, self.sizes, self.padding)
@@ -97,7 +97,7 @@ class Trial:
             self.progress(f"rewriting: {name}")
             try:
                 rewrite(work)
-            except Exception as failure:  # on a graph that nobody thought of
+            except Exception as failure:  # on a graph that it was not written for
                 raise compare.NotEquivalent(f"fails: {type(failure).__name__}: {failure}", name) from failure
             clean(work.model)
         CommonSubexpressionEliminationPass()(work.model)
@@ -106,24 +106,24 @@ class Trial:
         return work
 
     def verify(self, rewrites: Rewrites) -> tuple[Rewrites, Work]:
-        """Returns the rewrites that change nothing, and the model with them; the others are reported."""
-        left = dict(rewrites)
+        """Returns the rewrites that keep the results, and the model with them; reports the others."""
+        kept = dict(rewrites)
         while True:
             try:
-                work = self.apply(left)
+                work = self.apply(kept)
                 self.report.error = self._verify_fp32(work.model)
-                return left, work
-            except compare.NotEquivalent as changed:
-                if not left:
+                return kept, work
+            except compare.NotEquivalent as reason:
+                if not kept:
                     raise ExportError(
-                        f"the model without any rewrite {changed}: this is a defect of twinop"
+                        f"the model without any rewrite {reason}: this is a defect of twinop"
                     ) from None
-                name = changed.rewrite or self._first_wrong(left)
-                self.report.taken_back[name] = f"{changed}: this is a defect of twinop, please report it"
-                del left[name]
+                name = reason.rewrite or self._first_wrong(kept)
+                self.report.taken_back[name] = f"{reason}: this is a defect of twinop, please report it"
+                del kept[name]
 
     def _first_wrong(self, rewrites: Rewrites) -> str:
-        """Returns the first rewrite with which the model computes something else."""
+        """Returns the first rewrite that changes the results."""
         names = list(rewrites)
         for count in range(1, len(names)):
             try:
@@ -132,7 +132,13 @@ class Trial:
                 return names[count - 1]
         return names[-1]
 
-    def _verify_fp32(self, model: ir.Model, accepted: float = compare.ACCEPTED["float32"]) -> float:
+    def _verify_fp32(self, model: ir.Model) -> float:
+        """Returns the error of a model in fp32.
+
+        Raises:
+            NotEquivalent: the model does not run, or the error is too large.
+        """
+        accepted = compare.ACCEPTED["float32"]
         self.progress("comparing with the original")
         try:
             path = self._write(model.clone(), "trial.onnx")[-1]
@@ -150,7 +156,7 @@ class Trial:
 
     def _write(self, model: ir.Model, name: str) -> list[Path]:
         """Attaches the function bodies and writes a model."""
-        NameFixPass()(model)  # a copied graph does not know which names are taken
+        NameFixPass()(model)  # a cloned graph does not know which names are taken
         calls = find_calls(model, self.records)
         attach_to_calls(model, calls, allow_missing=True)
         with quiet():
@@ -160,7 +166,7 @@ class Trial:
         return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
 
     def drop_slow(self, best: tuple[Rewrites, Work]) -> tuple[Rewrites, Work]:
-        """Takes back rewrites without which the model is not slower on the device at hand."""
+        """Takes back rewrites without which the model is faster on this device."""
         rewrites, work = dict(best[0]), best[1]
         before, now = self._milliseconds(self.original), self._time(work)
         for name in list(rewrites):
@@ -169,11 +175,11 @@ class Trial:
             other = self.apply(less)
             if other.made == work.made:
                 continue
-            if (alone := self._time(other)) * _FASTER < now * _FASTER**2:
+            if (time_without := self._time(other)) < now * _FASTER:
                 self.report.taken_back[name] = (
-                    f"gains no time here ({now:.3g} ms with it, {alone:.3g} without)"
+                    f"gains no time here ({now:.3g} ms with it, {time_without:.3g} without)"
                 )
-                rewrites, work, now = less, other, alone
+                rewrites, work, now = less, other, time_without
         self.report.times = (before, now)
         return rewrites, work
 
@@ -201,7 +207,7 @@ class Trial:
         """Converts the model, compares it again, writes it and completes the report.
 
         Raises:
-            ExportError: the converted model differs from the original by more than 16 bits explain.
+            ExportError: the error of the model in 16 bits is too large.
         """
         work, report = best[1], self.report
         report.made, report.left = dict((+work.made).most_common()), dict(work.left.most_common())
@@ -217,23 +223,21 @@ class Trial:
         if work.lengths:
             [mask] = {str(value.name) for value in work.lengths.values()}
             model.metadata_props[RIGHT_PADDED] = mask
-            report.notes.append(
-                f"was promised that {mask} hides nothing but the end of each sequence (--padding right)"
-            )
+            report.notes.append(f"--padding right: {mask} may hide nothing but the end of each sequence")
         self.progress("writing and checking")
         files = self._write(model, name)
         report.nodes_after = len(model.graph)
         kinds = Counter(node.op_type for node in model.graph if standard(node.domain) == MICROSOFT)
         report.needs = [f"{MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
         if dtype is not None:
-            self._compare_narrow(files[-1], dtype)
+            self._compare_16_bits(files[-1], dtype)
         return files
 
-    def _compare_narrow(self, path: Path, dtype: ir.DataType) -> None:
-        """Compares a model of 16 bits, and the converted original, with the original."""
+    def _compare_16_bits(self, path: Path, dtype: ir.DataType) -> None:
+        """Compares the model in 16 bits, and the original converted to 16 bits, with the original in fp32."""
         report = self.report
         try:
-            narrow = self._error_in(path, dtype)
+            error = self._error_in(path, dtype)
         except NotRunnable as reason:
             report.notes.append(f"compared in its fp32 form: {reason}")
             return
@@ -246,17 +250,20 @@ class Trial:
             report.own_error = self._error_in(plain, dtype)
         except (NotRunnable, TwinopError):
             report.own_error = None
-        report.error = narrow
+        report.error = error
         accepted = max(compare.FACTOR * (report.own_error or 0.0), compare.ACCEPTED[report.dtype])
-        if not narrow <= accepted:
+        if not error <= accepted:
             raise ExportError(
-                f"the model in {report.dtype} differs from the original in fp32: relative error {narrow:.1e},"
+                f"the model in {report.dtype} differs from the original in fp32: relative error {error:.1e},"
                 f" accepted {accepted:.1e}. Leave rewrites out with --without, or keep its dtype"
             )
 
     def _error_in(self, path: Path, dtype: ir.DataType) -> float:
-        # A row that a mask hides altogether is the mean of all values in fp32 only: 16 bits have no number
-        # that swallows every score. The comparison in fp32 has these rows.
+        """Returns the error of a model in 16 bits.
+
+        It leaves out cases with fully masked rows. Their result is the mean of all values only if the mask's
+        lowest number absorbs every score, as in fp32. The comparison in fp32 has these cases.
+        """
         chosen = [index for index, case in enumerate(self.cases) if not hides_left(case)]
         cases = [
             {

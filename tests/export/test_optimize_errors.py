@@ -99,12 +99,12 @@ def test_inputs(model: Path, tmp_path: Path) -> None:
     assert "has z; the model also takes x" in refused(model, tmp_path / "new.onnx", inputs_file=given)
 
 
-def test_a_model_that_does_not_run_on_made_up_inputs(tmp_path: Path) -> None:
+def test_a_model_that_does_not_run_on_generated_inputs(tmp_path: Path) -> None:
     """Rows of another table than the model shows: 700 indices."""
     text = "(float[N, 4] x) => (float[N, 4] y) { y = Reshape (x, shape) }"
     onnx.save(parsed(text, shape=np.array([1000, 4])), tmp_path / "old.onnx")
     message = refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
-    assert "does not run on inputs made up for it" in message and "--inputs file.npz: x" in message
+    assert "does not run on generated inputs" in message and "--inputs file.npz: x" in message
 
 
 def test_ops_of_others_without_their_library(tmp_path: Path) -> None:
