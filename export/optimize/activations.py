@@ -1,10 +1,10 @@
-"""GELU and SiLU, however they are written.
+"""Fuses GELU and SiLU, however they are written.
 
-Matches: a product whose region (`regions.py`) computes GELU (erf or tanh form) or SiLU, ONNX's `Gelu`,
+Matches: a Mul or Div whose region (`regions.py`) computes GELU (erf or tanh form) or SiLU; ONNX's `Gelu`, and
 `Swish` with its default alpha.
-Writes: CustomGelu, CustomSilu. Both become part of a product that stands before them (`linear.py`).
-Leaves alone: quick GELU, x * sigmoid(1.702 x), and SiLU behind a convolution, which ONNX Runtime fuses
-itself; GELU on the CPU, because ONNX Runtime fuses bias and GELU.
+Writes: CustomGelu, CustomSilu. `linear.py` fuses them with the matrix product before them.
+Leaves alone: quick GELU, x * sigmoid(1.702 x), and SiLU after a convolution, because ONNX Runtime fuses them;
+GELU on the CPU, because ONNX Runtime fuses it with the bias.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ _FORMULAS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
 }
 _EXPECTED = {name: formula(_X) for name, formula in _FORMULAS.items()}
-_TOLERANCE = 1e-4  # erf and tanh GELU differ by 4.7e-4; constants that were rounded to fp16 by less than this
+_TOLERANCE = 1e-4  # erf and tanh GELU differ by 4.7e-4, constants rounded to fp16 cost less than this
 
 
 def rewrite(work: Work) -> None:
@@ -63,7 +63,7 @@ def _replace(work: Work, node: ir.Node, name: str, x: ir.Value | None) -> None:
     elif op == "gelu" and work.device == "cpu":
         work.left[f"{name}: ONNX Runtime fuses it with the bias before it"] += 1
     elif name == "silu" and producer(x, "Conv", "BatchNormalization", "ConvTranspose"):
-        work.left["silu behind a convolution: ONNX Runtime fuses it"] += 1
+        work.left["silu after a convolution: ONNX Runtime fuses it"] += 1
     else:
         attributes = {"approximate": "tanh"} if name == "gelu_tanh" else {}
         replace(node.outputs[0], add_op(node, work.records[op], [x], **attributes))

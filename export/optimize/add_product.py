@@ -1,8 +1,8 @@
-"""A sum with a product of elements, in one node.
+"""Fuses x + a * b.
 
-Matches: x + a * b, where nothing else reads the product: gates of residuals, scale and shift of a norm that
+Matches: x + a * b, where nothing else reads the product: gated residuals, scale and shift of a norm that
 depend on the input (adaLN in diffusion transformers), layer scale in vision transformers.
-Writes: CustomAddcmul. A norm behind the sum stays a node of its own: two passes instead of three.
+Writes: CustomAddcmul. A norm after the sum stays a node of its own: two passes over memory instead of three.
 """
 
 import onnx_ir as ir
@@ -23,5 +23,5 @@ def rewrite(work: Work) -> None:
                 continue
             new = add(node, op_type, [x, *multiply.inputs], domain=DOMAIN, shape=dims(result))
             replace(result, new)
-            work.made["sum with a product"] += 1
+            work.made["addcmul"] += 1
             break

@@ -1,14 +1,14 @@
-"""Attention in one node of ONNX Runtime's.
+"""Fuses attention into one node of ONNX Runtime.
 
 Matches: softmax(q @ k^T * scale + mask) @ v on heads [B, H, S, D], as torch's eager code and its exporters
-write it: the scale before or after the product, on q and k or on one of them; masks that are added or
-chosen by Where, several of them; k and v repeated for groups of heads; the guard against rows that are
-hidden altogether.
-Writes: com.microsoft MultiHeadAttention with q, k and v as [B, S, H*D], whose kernels are the fast ones.
-The mask is `attention_bias` [1 or B, 1 or H, S, T]. One that hides the future alone is `unidirectional`;
-one of padding on the right is the length of each sequence, where that was promised (`masks.py`). A mask [B,
-T] as `key_padding_mask` and packed inputs are never written: they are slow.
-Leaves alone: scores that are capped or whose softmax is returned, heads of unknown number, other ranks.
+write it. The scale may be before or after the product, on q, on k or on both. Masks are added or selected by
+Where, and there may be several. k and v may be repeated for groups of heads. A guard may replace the NaN of
+fully masked rows.
+Writes: com.microsoft MultiHeadAttention with q, k and v as [B, S, H*D], the layout with the fast kernels. The
+mask is `attention_bias` [1 or B, 1 or H, S, T]. A causal mask becomes `unidirectional`. A mask of padding on
+the right becomes the length of each sequence, if that was promised (`masks.py`). A `key_padding_mask` [B, T]
+and packed inputs are never written, because their kernels are slow.
+Leaves alone: scores that are capped or whose softmax is returned, an unknown number of heads, other ranks.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def rewrite(work: Work) -> None:
     """Applies this rewrite."""
     found = list(attentions(work))
     if others := len(work.nodes("Softmax", domain="")) - len(found):
-        work.left["softmax: no product reads it"] += others
+        work.left["softmax: no MatMul reads it"] += others
     for softmax in found:
         try:
             _fuse(work, softmax)
@@ -47,7 +47,7 @@ def rewrite(work: Work) -> None:
 
 
 def attentions(work: Work) -> Iterator[ir.Node]:
-    """Yields each softmax over the last dimension whose result a product reads."""
+    """Yields each softmax over the last dimension whose result a MatMul reads."""
     for node in work.nodes("Softmax", domain=""):
         rank = len(dims(node.outputs[0]) or ())
         if node.graph is not None and attribute(node, "axis", -1) in (-1, rank - 1):
@@ -57,7 +57,7 @@ def attentions(work: Work) -> Iterator[ir.Node]:
 
 
 def masks_of(softmax: ir.Node) -> list[ir.Value]:
-    """Returns the masks of an attention, or nothing if it is none."""
+    """Returns the masks of an attention, or none if its form is not supported."""
     try:
         return scores_of(softmax, softmax).masks
     except UnsupportedPattern:
@@ -65,7 +65,7 @@ def masks_of(softmax: ir.Node) -> list[ir.Value]:
 
 
 def _after_nan_guard(softmax: ir.Node) -> ir.Value:
-    """Returns the probabilities, behind the guard Where(IsNaN(p), 0, p) if there is one."""
+    """Returns the probabilities p, after the guard Where(IsNaN(p), 0, p) if there is one."""
     value = softmax.outputs[0]
     users = [use.node for use in value.uses()]
     choice = next((node for node in users if node.op_type == "Where"), None)
@@ -79,7 +79,7 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     probabilities = _after_nan_guard(softmax)
     after = only_user(probabilities)
     if after is None or after.inputs[0] is not probabilities:
-        raise UnsupportedPattern("the softmax is read by others")
+        raise UnsupportedPattern("the softmax has other readers")
     if len(dims(softmax.outputs[0]) or ()) != 4:
         raise UnsupportedPattern("scores that are not [B, H, S, T]")
     scores = scores_of(softmax, after)
@@ -95,8 +95,8 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     q3, k3 = parts[0], repeat_heads(work, parts[1], times, after)
     v3 = repeat_heads(work, parts[2], times_of_v, after)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
-        raise UnsupportedPattern("other heads in q than in k and v")
-    (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # before they are heads
+        raise UnsupportedPattern("q, k and v differ in the number or size of heads")
+    (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # scaled before the heads
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value]
     inputs += _mask_inputs(work, scores.masks, q3, k3, after, attributes)
@@ -111,7 +111,7 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
 def _mask_inputs(
     work: Work, masks: list[ir.Value], q: Heads, k: Heads, before: ir.Node, attributes: dict[str, int | float]
 ) -> list[ir.Value | None]:
-    """Returns the inputs of the node from the bias on, and sets `unidirectional`."""
+    """Returns the inputs of the node from the bias on, and sets `unidirectional` in `attributes`."""
     rest = []
     lengths: ir.Value | None = None
     for mask in masks:
@@ -146,7 +146,7 @@ def _mask_inputs(
 
 
 def _padding_bias(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:
-    """Makes [B, 1, 1, T] of a mask [B, T] of ones and zeros."""
+    """Returns an additive mask [B, 1, 1, T] from a mask [B, T] of ones and zeros."""
     batch, tokens = dims(shown) or [None, None]
     kept = add(before, "Cast", [shown], {"to": ir.DataType.BOOL}, dtype=ir.DataType.BOOL, shape=dims(shown))
     values = [constant_like(before, number, mask) for number in (0.0, LOWEST)]
@@ -155,12 +155,12 @@ def _padding_bias(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:
 
 
 def _without_infinity(mask: ir.Value, before: ir.Node) -> ir.Value:
-    """Replaces -inf: a row of it alone would become NaN."""
+    """Replaces -inf by the lowest number, because the softmax of a row of -inf is NaN."""
     return add(before, "Max", [mask, constant_like(before, LOWEST, mask)], shape=dims(mask))
 
 
 def _zero_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, before: ir.Node) -> ir.Value:
-    """Makes rows 0 that a mask hides altogether, as the guard behind the softmax did."""
+    """Sets fully masked rows of the result to 0, as the guard after the softmax did."""
     for mask in masks:
         if not work.infinite.get(mask) or mask in work.lengths:
             continue
@@ -177,7 +177,7 @@ def _zero_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, befor
 
 
 def _replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
-    """Puts the result [B, S, H*D] in place of [B, H, S, D]; readers mostly transpose it back at once."""
+    """Replaces [B, H, S, D] by the result [B, S, H*D]; most readers transpose it back at once."""
     transpose = only_user(old)
     width = heads.count * heads.size
     if transpose is not None and list(attribute(transpose, "perm", ())) == SWAP_S_H:

@@ -1,10 +1,10 @@
-"""Embeddings whose ids are known, and the norm behind a lookup.
+"""Folds embeddings of constant ids, and fuses a lookup with the norm after it.
 
-Matches: a sum with rows of a constant table, looked up by constant ids (positions) or by ids that are all
-the same (token types that nobody gives: slices and expansions of a buffer of zeros).
-Writes: the sum with these rows as a constant. Constants that are added one after the other become one.
-Leaves alone: ids that are inputs of the model. `fuse_norms` makes the lookup of such ids [B, S], sums with
-rows [1 or B, S, C] and the layer norm behind them one CustomEmbedLayerNorm.
+Matches: a sum with rows of a constant table, looked up by constant ids (positions) or by ids that are all the
+same (default token types: slices and expansions of a buffer of zeros).
+Writes: the sum with these rows as a constant. Consecutive sums with constants become one.
+Leaves alone: ids that are inputs of the model. `fuse_norms` fuses the lookup of such ids [B, S], the sums
+with rows [1 or B, S, C] and the layer norm after them into one CustomEmbedLayerNorm.
 """
 
 import numpy as np
@@ -54,7 +54,7 @@ def rewrite(work: Work) -> None:
 
 
 def fuse_norms(work: Work) -> None:
-    """Makes a lookup, the sums behind it and a layer norm one node."""
+    """Fuses a lookup, the sums after it and a layer norm into one node."""
     record = work.records["embed_layer_norm"]
     for norm in work.nodes(work.records["layer_norm"].onnx_name, domain=DOMAIN):
         total, shape = norm.inputs[0], dims(norm.inputs[0])
@@ -89,7 +89,7 @@ def fuse_norms(work: Work) -> None:
 
 
 def _terms(value: ir.Value | None, reader: ir.Node) -> list[ir.Value]:
-    """Returns what a sum adds up; the partial sums have no other reader. The whole sum may have some."""
+    """Returns the terms of a sum. Only the whole sum may have readers other than `reader`."""
     node = producer(value, "Add")
     if node is None or value is None:
         return [] if value is None else [value]
@@ -102,17 +102,17 @@ def _terms(value: ir.Value | None, reader: ir.Node) -> list[ir.Value]:
 
 
 def _is_lookup(value: ir.Value, shape: list[Dim]) -> bool:
-    """Whether a value is the rows of a table that ids [B, S] choose."""
+    """Whether a value is a lookup of ids [B, S] in a table, for one reader."""
     gather = producer(value, "Gather")
     if gather is None or attribute(gather, "axis", 0) != 0 or len(dims(gather.inputs[0]) or ()) != 2:
         return False
-    if only_user(value) is None:  # it would be read from the table twice
+    if only_user(value) is None:  # the lookup would be computed twice
         return False
     return _are_ids(gather.inputs[1]) and same_dims(dims(gather.inputs[1]), shape[:2])
 
 
 def _sum_of_terms(before: ir.Node, terms: list[ir.Value], shape: list[Dim]) -> ir.Value | None:
-    """Adds values up, and returns the sum as [1 or B, S, C]; None if it is not known to have this shape."""
+    """Returns the sum of the terms as [1 or B, S, C], or None if it is not known to have this shape."""
     terms = sorted(terms, key=lambda term: len(dims(term) or ()))
     total = terms[0]
     for term in terms[1:]:
@@ -128,7 +128,7 @@ def _are_ids(value: ir.Value | None) -> bool:
 
 
 def _constant_term(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, np.ndarray] | None:
-    """Returns x and the constant of a sum x + constant that this node alone reads."""
+    """Returns x and the constant of x + constant, if `reader` is its only reader."""
     node = producer(value, "Add")
     if node is None or only_user(value) is not reader:
         return None
@@ -140,7 +140,7 @@ def _constant_term(value: ir.Value, reader: ir.Node) -> tuple[ir.Value, np.ndarr
 
 
 def _known_rows(value: ir.Value | None) -> np.ndarray | None:
-    """Returns the rows of a lookup, to be broadcast."""
+    """Returns the rows of a lookup, or rows that broadcast to them, if they are constant."""
     gather = producer(value, "Gather")
     if gather is None or attribute(gather, "axis", 0) != 0:
         return None
@@ -152,7 +152,7 @@ def _known_rows(value: ir.Value | None) -> np.ndarray | None:
 
 
 def _known_ids(value: ir.Value | None) -> np.ndarray | None:
-    """Returns ids as a constant that broadcasts to them, if they are known."""
+    """Returns constant ids, or ids that broadcast to them; None if they are not constant."""
     expand = producer(value, "Expand")
     exact = constant(expand.inputs[0] if expand is not None else value)
     if exact is not None:

@@ -1,8 +1,8 @@
-"""Products of matrices whose rows are tokens, as products of the tensor of tokens.
+"""Removes the reshapes around matrix products of flattened tokens.
 
 Matches: x [B, S, K] reshaped to [B*S, K], a MatMul or Gemm with a constant weight, the result reshaped to
 [B, S, N].
-Writes: MatMul and Add on [B, S, K], so that what stands behind them is found: activations, attention, sums.
+Writes: MatMul and Add on [B, S, K], so that other rewrites match what follows: activations, attention, sums.
 """
 
 import onnx_ir as ir

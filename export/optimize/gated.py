@@ -1,10 +1,10 @@
-"""Gated products: activation(gate) * up.
+"""Fuses gated products: activation(gate) * up.
 
-Matches: the product of a SiLU or GELU with a tensor of its shape. Gate and up are two products of one x
-with constant weights, or the halves of one product, or any tensors.
-Writes: CustomLinearSwiglu, whose weight has gate and up in one; for tensors of which this is not known
-CustomSwiglu or CustomSwigluPacked (SiLU only).
-Leaves alone: GELU gates that are no products of constants, because no op computes these.
+Matches: a SiLU or GELU times a tensor of its shape. Gate and up may be two matrix products of one x with
+constant weights, the halves of one such product, or any tensors.
+Writes: CustomLinearSwiglu, whose weight holds gate and up; for other tensors CustomSwiglu or
+CustomSwigluPacked (SiLU only).
+Leaves alone: GELU gates of other tensors, because no op computes these.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from .linear import LAYOUT, Linear, activation_of, bias_vector, match_linear, we
 @dataclass(frozen=True)
 class _Half:
     source: ir.Value
-    index: int
+    index: int  # 0 or 1
 
 
 def rewrite(work: Work) -> None:
@@ -49,7 +49,7 @@ def rewrite(work: Work) -> None:
             work.made[f"linear+gate ({activation})"] += 1
         elif activation != "silu" or "swiglu" not in work.records:
             work.made[activation] += 1
-            work.left[f"{activation} gate: of tensors that are no products with constants"] += 1
+            work.left[f"{activation} gate: no products with constant weights"] += 1
         elif (halves := _halves(gate, up)) is not None and halves[0].index == 0:
             new = add_op(node, work.records["swiglu_packed"], [halves[0].source])
             replace(node.outputs[0], _with_shape(new, node))
@@ -80,7 +80,7 @@ def _match(work: Work, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
 
 
 def _linear_swiglu(work: Work, node: ir.Node, gate: ir.Value, up: ir.Value, activation: str) -> bool:
-    """Writes one product of gate and up, if both come from products."""
+    """Writes one product of gate and up, if both are products with constant weights; returns whether."""
     attributes = {"activation": activation, "layout": LAYOUT}
     halves = _halves(gate, up)
     try:
@@ -108,10 +108,10 @@ def _linear_swiglu(work: Work, node: ir.Node, gate: ir.Value, up: ir.Value, acti
 
 
 def _linear_of(value: ir.Value) -> Linear | None:
-    """Returns the product with constants that makes a value, with or without its bias."""
+    """Returns the product with a constant weight whose output, with its bias, is the value."""
     node = value.producer()
     if node is not None and node.op_type == "Add":
-        node = next((made for each in node.inputs if (made := producer(each, "MatMul"))), None)
+        node = next((matmul for each in node.inputs if (matmul := producer(each, "MatMul"))), None)
     found = match_linear(node) if node is not None else None
     return found if found is not None and found.output is value else None
 
@@ -120,7 +120,7 @@ def _concatenated(work: Work, parts: list[tuple[Linear, int | None]]) -> tuple[i
     """Returns gate and up in one weight [2N, K] and one bias.
 
     Args:
-        parts: of each of them its product, and which half of that it is.
+        parts: the product of gate and that of up, and which half of it each is (None for all of it).
     """
     weights, biases = [], []
     for found, half in parts:
@@ -136,7 +136,7 @@ def _concatenated(work: Work, parts: list[tuple[Linear, int | None]]) -> tuple[i
 
 
 def _halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
-    """Returns the halves of one tensor's last dimension that gate and up are."""
+    """Returns the halves of one tensor's last dimension that gate and up are, else None."""
     first, second = _half(gate), _half(up)
     if first is None or second is None or first.source is not second.source or first.index == second.index:
         return None

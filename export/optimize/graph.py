@@ -1,4 +1,4 @@
-"""What every rewrite needs: reading values of a graph, and putting new nodes into it."""
+"""Helpers of the rewrites: they read the values of a graph and insert nodes."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,22 @@ Dim = int | str | None
 
 
 class UnsupportedPattern(Exception):
-    """Nodes that look like a rewrite's pattern and that it does not support; the text says why."""
+    """The nodes have a rewrite's pattern in a form that it does not support; the text says why."""
 
 
 @dataclass
 class Work:
-    """A model that is being rewritten, and what was done.
+    """The model that the rewrites change, what is known of its masks, and what the report counts.
 
     Attributes:
         records: twinop's ops by name.
         made: the number of new nodes by what they compute.
-        left: the number of nodes that were left alone, by what they are and why.
-        lengths: the masks that are read as lengths: by the mask's value the graph input that it comes from.
-        padding: the masks that hide what a graph input [B, T] marks with 0, by that input.
-        causal: the masks that hide the future, and nothing else that `lengths` does not know.
-        clear: the masks that hide nothing.
-        infinite: the masks that hide by -inf; True if they may hide a whole row.
+        left: the number of patterns that were left alone, by pattern and reason.
+        lengths: masks of padding on the right, and the graph input [B, T] that each is computed from.
+        padding: masks that hide what a graph input [B, T] marks with 0, and that input.
+        causal: masks that hide the future and, if they are in `lengths` too, padding on the right.
+        clear: masks that hide nothing.
+        infinite: masks that hide with -inf; True if they may hide a whole row.
     """
 
     model: ir.Model
@@ -46,7 +46,7 @@ class Work:
 
     @property
     def graph(self) -> ir.Graph:
-        """The main graph; subgraphs are left alone."""
+        """The main graph; rewrites do not change subgraphs."""
         return self.model.graph
 
     def nodes(self, *op_types: str, domain: str | None = None) -> list[ir.Node]:
@@ -59,12 +59,12 @@ class Work:
 
 
 def standard(domain: str) -> str:
-    """Returns the domain with one name for the standard one."""
+    """Returns the domain, with "" for "ai.onnx"."""
     return "" if domain == "ai.onnx" else domain
 
 
 def producer(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:
-    """Returns the node that computes the value, if it is one of these types."""
+    """Returns the node that computes the value, if it has one of these types."""
     node = value.producer() if value is not None else None
     if node is not None and node.op_type in op_types and standard(node.domain) == domain:
         return node
@@ -72,7 +72,7 @@ def producer(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Nod
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
-    """Returns the value if it is an initializer that no caller can override, or a Constant."""
+    """Returns the array of a Constant or of an initializer that no caller can override, else None."""
     if value is None or value.is_graph_input():
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -80,7 +80,7 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether `constant` returns something, without reading it."""
+    """Whether `constant` returns an array; does not read it."""
     return (
         value is not None
         and not value.is_graph_input()
@@ -89,7 +89,7 @@ def is_constant(value: ir.Value | None) -> bool:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """Returns the number of a constant with one element."""
+    """Returns the number of a constant with one element, else None."""
     if value is None or not is_constant(value):
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -98,7 +98,7 @@ def scalar(value: ir.Value | None) -> float | None:
 
 
 def dims(value: ir.Value | None) -> list[Dim] | None:
-    """Returns the shape: numbers, names, and None for a dimension that nothing is known of."""
+    """Returns the shape: numbers, symbolic names, and None for unknown dimensions."""
     if value is None or value.shape is None:
         return None
     return [each if isinstance(each, int) else each.value for each in value.shape.dims]
@@ -110,7 +110,7 @@ def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
 
 
 def broadcast_dims(a: list[Dim] | None, b: list[Dim] | None) -> list[Dim] | None:
-    """Returns the shape of a sum; a dimension that only one of the two has is that one's."""
+    """Returns the shape that two shapes broadcast to, or None if one is unknown."""
     if a is None or b is None:
         return None
     rank = max(len(a), len(b))
@@ -125,12 +125,12 @@ def last_dim(value: ir.Value | None) -> int | None:
 
 
 def only_user(value: ir.Value) -> ir.Node | None:
-    """Returns the node that reads the value, if it alone does and is not in a subgraph."""
-    users, made = {use.node for use in value.uses()}, value.producer()
+    """Returns the node that reads the value, if there is only one and it is not in a subgraph."""
+    users, source = {use.node for use in value.uses()}, value.producer()
     if len(users) != 1 or value.is_graph_output():
         return None
     user = users.pop()
-    return user if made is None or user.graph is made.graph else None
+    return user if source is None or user.graph is source.graph else None
 
 
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
@@ -140,7 +140,7 @@ def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
 
 
 def ints(node: ir.Node, attribute: str, index: int) -> list[int] | None:
-    """Returns integers that are an attribute or, in later opsets, a constant input."""
+    """Returns integers from an attribute or, in later opsets, from a constant input."""
     if attribute in node.attributes:
         value = node.attributes[attribute].value
         return [int(each) for each in value] if isinstance(value, Sequence) else [int(value)]
@@ -166,7 +166,7 @@ def add(
     dtype: ir.DataType | None = None,
     shape: Sequence[Dim] | None = None,
 ) -> ir.Value:
-    """Puts a node with one output before another one.
+    """Inserts a node with one output before another node, and returns the output.
 
     Args:
         dtype: of the output; by default that of the first input.
@@ -185,7 +185,7 @@ def add(
 
 
 def add_op(before: ir.Node, record: Record, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
-    """Puts a node of one of twinop's ops before another one; it has the shape of its first input."""
+    """Inserts a node of a twinop op before another node; its output has the shape of its first input."""
     given = list(inputs)
     while given and given[-1] is None:
         given.pop()
@@ -193,7 +193,7 @@ def add_op(before: ir.Node, record: Record, inputs: Sequence[ir.Value | None], *
 
 
 def int_constant(before: ir.Node, numbers: int | Sequence[int]) -> ir.Value:
-    """Puts a constant of integers before a node."""
+    """Inserts an int64 constant before a node."""
     tensor = ir.tensor(np.array(numbers, np.int64))
     value = add(before, "Constant", [], {"value": tensor}, dtype=ir.DataType.INT64, shape=np.shape(numbers))
     value.const_value = tensor
@@ -201,7 +201,7 @@ def int_constant(before: ir.Node, numbers: int | Sequence[int]) -> ir.Value:
 
 
 def scores_shape(before: ir.Node, q: ir.Value, k: ir.Value) -> ir.Value:
-    """Makes [1, 1, S, T] of q [B, S, ...] and k [B, T, ...], to spread a mask to."""
+    """Computes the shape [1, 1, S, T] from q [B, S, ...] and k [B, T, ...], to expand a mask to it."""
     sizes = [
         add(before, "Shape", [each], {"start": 1, "end": 2}, dtype=ir.DataType.INT64, shape=[1])
         for each in (q, k)
@@ -209,13 +209,9 @@ def scores_shape(before: ir.Node, q: ir.Value, k: ir.Value) -> ir.Value:
     return add(before, "Concat", [int_constant(before, [1, 1]), *sizes], {"axis": 0}, shape=[4])
 
 
-def initializer(graph: ir.Graph, array: np.ndarray, near: str) -> ir.Value:
-    """Adds a constant with a name of its own.
-
-    Args:
-        near: the start of its name.
-    """
-    names = (f"{near}_{index}" for index in range(len(graph.initializers) + 1))
+def initializer(graph: ir.Graph, array: np.ndarray, prefix: str) -> ir.Value:
+    """Adds an initializer with a unique name that starts with `prefix`."""
+    names = (f"{prefix}_{index}" for index in range(len(graph.initializers) + 1))
     name = next(each for each in names if each not in graph.initializers)
     value = ir.val(name, const_value=ir.tensor(np.asarray(array, order="C"), name=name))
     graph.register_initializer(value)
@@ -223,7 +219,7 @@ def initializer(graph: ir.Graph, array: np.ndarray, near: str) -> ir.Value:
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
-    """Gives all readers of one value another one, and removes what is not needed any more."""
+    """Replaces a value for all its readers, and removes nodes that nothing reads any more."""
     node = old.producer()
     assert node is not None
     if old.is_graph_output():
@@ -237,7 +233,7 @@ def replace(old: ir.Value, new: ir.Value) -> None:
 
 
 def prune(node: ir.Node | None) -> None:
-    """Removes a node that nothing reads, and then what it alone has read."""
+    """Removes a node that nothing reads, and then the nodes that only it has read."""
     if node is None or node.graph is None:
         return
     if any(value.uses() or value.is_graph_output() for value in node.outputs):

@@ -1,6 +1,6 @@
-"""Finds what stands behind heads [B, H, S, D]: [B, S, H*D], as a linear layer makes it.
+"""Converts heads [B, H, S, D] to [B, S, H*D], the layout of linear layers and fast attention.
 
-ONNX Runtime's fast attention takes the second, so the transposes between the two go.
+A transpose between the two is then not needed.
 """
 
 from dataclasses import dataclass
@@ -25,27 +25,23 @@ from .graph import (
 )
 
 SWAP_S_H = [0, 2, 1, 3]
+"""The permutation between [B, H, S, D] and [B, S, H, D]."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """A tensor [B, S, count * size].
-
-    Attributes:
-        copied: whether a transpose was added to make it.
-    """
+    """A tensor [B, S, count * size]."""
 
     value: ir.Value
     count: int
     size: int
-    copied: bool = False
 
 
 def merged_heads(value: ir.Value, before: ir.Node) -> Heads | None:
     """Returns the heads [B, H, S, D] of a value as [B, S, H*D], or None if H or D is not known.
 
     Args:
-        before: where nodes are added if some are needed.
+        before: where nodes are inserted if no value of the graph has this form.
     """
     shape = dims(value)
     if shape is None or len(shape) != 4 or not isinstance(shape[1], int) or not isinstance(shape[3], int):
@@ -54,37 +50,32 @@ def merged_heads(value: ir.Value, before: ir.Node) -> Heads | None:
     if (part := _part_of_packed(value, count, size, before)) is not None:
         return Heads(part, count, size)
     transpose = producer(value, "Transpose")
-    copied = transpose is None or list(attribute(transpose, "perm", ())) != SWAP_S_H
-    if copied:
-        apart: ir.Value | None = add(
-            before, "Transpose", [value], {"perm": SWAP_S_H}, shape=[shape[0], shape[2], count, size]
-        )
+    if transpose is not None and list(attribute(transpose, "perm", ())) == SWAP_S_H:
+        bshd = transpose.inputs[0]
     else:
-        assert transpose is not None
-        apart = transpose.inputs[0]
-    assert apart is not None
-    if (reshape := producer(apart, "Reshape")) is not None:
+        bshd = add(before, "Transpose", [value], {"perm": SWAP_S_H}, shape=[shape[0], shape[2], count, size])
+    assert bshd is not None
+    if (reshape := producer(bshd, "Reshape")) is not None:
         source = reshape.inputs[0]
         found = dims(source)
         if found is not None and len(found) == 3 and found[2] == count * size:
             assert source is not None
-            return Heads(source, count, size, copied)
-    outer = dims(apart) or [None, None]
-    return Heads(
-        _reshape(before, apart, [0, 0, count * size], [*outer[:2], count * size]), count, size, copied
-    )
+            return Heads(source, count, size)
+    outer = dims(bshd) or [None, None]
+    width = count * size
+    return Heads(_reshape(before, bshd, [0, 0, width], [*outer[:2], width]), count, size)
 
 
 def split_heads(heads: ir.Value, count: int, size: int, before: ir.Node) -> ir.Value:
-    """Makes [B, H, S, D] of [B, S, H*D]; `joined` takes this back."""
+    """Returns [B, S, H*D] as [B, H, S, D]; `merged_heads` is the inverse."""
     outer = (dims(heads) or [None, None])[:2]
-    apart = _reshape(before, heads, [0, 0, count, size], [*outer, count, size])
+    bshd = _reshape(before, heads, [0, 0, count, size], [*outer, count, size])
     shape = [outer[0], count, outer[1], size]
-    return add(before, "Transpose", [apart], {"perm": SWAP_S_H}, shape=shape)
+    return add(before, "Transpose", [bshd], {"perm": SWAP_S_H}, shape=shape)
 
 
 def without_repeats(value: ir.Value) -> tuple[ir.Value, int]:
-    """Returns the heads before each was repeated for several heads of q (`repeat_kv`), and how often."""
+    """Returns the heads before `repeat_kv` repeated each for several heads of q, and how often it did."""
     reshaped: ir.Value | None = value
     while (reshape := producer(reshaped, "Reshape")) is not None:  # dynamo's exports have two of them
         reshaped = reshape.inputs[0]
@@ -101,30 +92,30 @@ def without_repeats(value: ir.Value) -> tuple[ir.Value, int]:
 
 
 def repeat_heads(work: Work, heads: Heads, times: int, before: ir.Node) -> Heads:
-    """Repeats each head [B, S, H*D] -> [B, S, H*times*D].
+    """Repeats each head: [B, S, H*D] -> [B, S, H*times*D].
 
-    On CUDA by a product with ones, which runs at the speed of memory, as ONNX Runtime's Expand does not.
+    On CUDA it multiplies by ones: twinop's mul runs at memory bandwidth, and ONNX Runtime's Expand does not.
     """
     if times == 1:
         return heads
     outer = (dims(heads.value) or [None, None])[:2]
     count, size = heads.count, heads.size
-    apart = _reshape(before, heads.value, [0, 0, count, 1, size], [*outer, count, 1, size])
+    single = _reshape(before, heads.value, [0, 0, count, 1, size], [*outer, count, 1, size])
     shape = [*outer, count, times, size]
-    if work.device == "cuda" and apart.dtype is not None:
-        ones = initializer(work.graph, np.ones((times, 1), apart.dtype.numpy()), "ones")
-        wide = add(before, work.records["mul"].onnx_name, [apart, ones], domain=DOMAIN, shape=shape)
+    if work.device == "cuda" and single.dtype is not None:
+        ones = initializer(work.graph, np.ones((times, 1), single.dtype.numpy()), "ones")
+        wide = add(before, work.records["mul"].onnx_name, [single, ones], domain=DOMAIN, shape=shape)
     else:
-        wide = add(before, "Expand", [apart, int_constant(before, [1, 1, 1, times, 1])], shape=shape)
+        wide = add(before, "Expand", [single, int_constant(before, [1, 1, 1, times, 1])], shape=shape)
     width = count * times * size
-    return Heads(_reshape(before, wide, [0, 0, width], [*outer, width]), count * times, size, True)
+    return Heads(_reshape(before, wide, [0, 0, width], [*outer, width]), count * times, size)
 
 
 def _part_of_packed(value: ir.Value, count: int, size: int, before: ir.Node) -> ir.Value | None:
-    """Returns q, k or v of [B, S, 3*H*D] as a slice of it.
+    """Returns q, k or v as a slice of the packed product [B, S, 3*H*D].
 
-    Vision transformers reshape the product to [B, S, 3, H, D], permute it to [3, B, H, S, D] and take an
-    index of the first dimension.
+    Vision transformers reshape this product to [B, S, 3, H, D], permute it to [3, B, H, S, D] and index the
+    first dimension.
     """
     index: float | None
     if (gather := producer(value, "Gather")) is not None and attribute(gather, "axis", 0) == 0:

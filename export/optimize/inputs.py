@@ -1,4 +1,4 @@
-"""Makes inputs for a model that nothing else is known of."""
+"""Generates inputs for a model from nothing but its graph."""
 
 from collections.abc import Mapping
 
@@ -14,19 +14,19 @@ _PASS_THROUGH = (
     "Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose",
     "Unsqueeze",
 )  # fmt: skip
-"""Operators that pass on the elements of their first input."""
+"""Operators whose output has elements of their first input."""
 
-# Batch and length: odd, a batch of one, and lengths for models that refuse short ones.
+# (batch, length) to try: odd sizes, a batch of one, and lengths for models that refuse short ones.
 SIZES = ((3, 7), (1, 13), (2, 64), (1, 224))
-_UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, as masks and types are
+_UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, like masks and token types
 
 
 def generate(model: ir.Model, batch: int, length: int, *, hide: str, seed: int = 0) -> Case:
-    """Makes one case: ids within the rows that they select, masks of 0 and 1, and normal numbers.
+    """Generates one case: ids within the tables that they index, masks of 0 and 1, and normal numbers.
 
     Args:
-        length: of every open dimension but the first.
-        hide: what masks hide: "right", "left" or "nothing".
+        length: of every dynamic dimension but the first.
+        hide: which end of the sequences masks hide: "right", "left" or "nothing".
     """
     rng = np.random.default_rng(seed)
     case = {}
@@ -40,26 +40,26 @@ def generate(model: ir.Model, batch: int, length: int, *, hide: str, seed: int =
         dtype = value.dtype
         assert dtype is not None and value.name is not None
         if is_mask(value):
-            shown = mask(sizes, hide)
+            shown = padding_mask(sizes, hide)
             hides = dtype is ir.DataType.BOOL and "padding" in value.name  # torch's key_padding_mask
             case[value.name] = (~shown if hides else shown).astype(dtype.numpy())
         elif dtype.is_floating_point():
             case[value.name] = np.asarray(rng.standard_normal(sizes), dtype.numpy())
         elif dtype.is_integer():
-            case[value.name] = np.asarray(rng.integers(0, rows(value), sizes), dtype.numpy())
+            case[value.name] = np.asarray(rng.integers(0, table_rows(value), sizes), dtype.numpy())
         else:
             case[value.name] = np.asarray(rng.random(sizes) < 0.5, dtype.numpy())
     return case
 
 
 def is_mask(value: ir.Value) -> bool:
-    """Whether an input is a mask of 0 and 1: by its name, which is all that tells."""
+    """Whether an input is a padding mask of 0 and 1. Only its name tells."""
     name = str(value.name).lower()
     return ("mask" in name or "padding" in name) and len(dims(value) or ()) == 2
 
 
-def mask(sizes: list[int], hide: str) -> np.ndarray:
-    """Makes [batch, length] of ones, with zeros at one end of every sequence but the first of several."""
+def padding_mask(sizes: list[int], hide: str) -> np.ndarray:
+    """Returns a mask [batch, length] of ones; each sequence but the first of several has zeros at one end."""
     batch, length = sizes
     counts = 2 * np.arange(batch) + 2 * (batch == 1)
     hidden = np.minimum(counts, length - 1)[:, None] if hide != "nothing" else 0
@@ -73,8 +73,8 @@ def hides_left(case: Case) -> bool:
     return any((array[:, 0] == 0).any() for array in masks)
 
 
-def rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
-    """Returns the number of rows of the smallest table that integers select from."""
+def table_rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
+    """Returns the number of rows of the smallest table that an input of integers indexes."""
     found = []
     for use in value.uses():
         node = use.node
@@ -83,7 +83,7 @@ def rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
             if table is not None:
                 found.append(table.shape[attribute(node, "axis", 0)])
         elif node.op_type in _PASS_THROUGH and use.idx == 0 and node.outputs[0] not in seen:
-            below = rows(node.outputs[0], seen | {value})
+            below = table_rows(node.outputs[0], seen | {value})
             found += [below] if below != _UNKNOWN_ROWS else []
     return min(found, default=_UNKNOWN_ROWS)
 

@@ -1,10 +1,9 @@
-"""Products with a constant weight as CustomLinear.
+"""Fuses matrix products with a constant weight.
 
-Matches: MatMul and Gemm with a constant weight [K, N] or its transpose, a bias of N numbers that is added,
-an activation behind it (relu, gelu, gelu_tanh, silu).
-Writes: CustomLinear with every weight as [N, K] (`packed`): a model holds one function body for all nodes
-of an op.
-Leaves alone: weights with more than two dimensions, products of size 0, Gemm with other factors than 1.
+Matches: MatMul and Gemm with a constant weight [K, N] or its transpose, a bias [N] that is added, and an
+activation after it (relu, gelu, gelu_tanh, silu).
+Writes: CustomLinear with each weight as [N, K]: a model holds one function body for all nodes of an op.
+Leaves alone: weights of other ranks, dimensions of size 0, Gemm with alpha or beta other than 1.
 """
 
 from dataclasses import dataclass
@@ -36,12 +35,12 @@ LAYOUT = "nk"
 
 @dataclass(frozen=True)
 class Linear:
-    """x @ weight + bias.
+    """A matrix product with a constant weight, x @ weight + bias.
 
     Attributes:
         weight: a constant [K, N], or [N, K] if `layout` is "nk".
-        bias: N numbers, a constant or not.
-        output: the value with the bias in it.
+        bias: a constant with N elements.
+        output: the result with the bias.
     """
 
     node: ir.Node
@@ -60,10 +59,10 @@ class Linear:
 
 
 def match_linear(node: ir.Node) -> Linear | None:
-    """Reads a product with a constant weight, and the bias that is added to it; None for other nodes.
+    """Returns the matrix product that a node computes, with the bias added to it; None for other nodes.
 
     Raises:
-        UnsupportedPattern: the op cannot compute it.
+        UnsupportedPattern: CustomLinear cannot compute it.
     """
     if standard(node.domain) or node.op_type not in ("MatMul", "Gemm"):
         return None
@@ -81,18 +80,18 @@ def match_linear(node: ir.Node) -> Linear | None:
     if len(shape) != 2:
         raise UnsupportedPattern(f"a weight of {len(shape)} dimensions")
     if 0 in shape:
-        raise UnsupportedPattern("of size 0")
+        raise UnsupportedPattern("a dimension of size 0")
     if len(dims(x) or ()) < 2:
-        raise UnsupportedPattern("an input that is no matrix, or of unknown rank")
+        raise UnsupportedPattern("an input of unknown rank or with less than two dimensions")
     if attribute(node, "transA", 0) or {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)} != {1.0}:
-        raise UnsupportedPattern("a Gemm with other factors than 1")
+        raise UnsupportedPattern("transA is set, or alpha or beta is not 1")
     layout = "nk" if is_nk else "kn"
     width = shape[0 if is_nk else 1]
     assert isinstance(width, int)
     bias, output = rest[0] if rest else None, node.outputs[0]
     if bias is not None:
         if not _is_bias(bias, width):
-            raise UnsupportedPattern("a Gemm that adds a matrix")
+            raise UnsupportedPattern("it adds a matrix")
     elif (addition := only_user(output)) is not None and addition.op_type == "Add":
         other = other_input(addition, output)
         if not standard(addition.domain) and _is_bias(other, width):
@@ -111,7 +110,7 @@ def _is_bias(value: ir.Value | None, width: int) -> bool:
 
 
 def bias_vector(work: Work, value: ir.Value | None) -> ir.Value | None:
-    """Returns a constant bias with one dimension."""
+    """Returns a constant bias as [N]."""
     if value is None or len(value.shape or ()) == 1:
         return value
     array = constant(value)
@@ -120,12 +119,12 @@ def bias_vector(work: Work, value: ir.Value | None) -> ir.Value | None:
 
 
 def activation_of(work: Work, node: ir.Node | None) -> str:
-    """Returns the activation that a node is: relu, gelu, gelu_tanh, silu, or "" for other nodes."""
+    """Returns the activation that a node computes: relu, gelu, gelu_tanh, silu, or "" for other nodes."""
     if node is None:
         return ""
-    ours = {record.node_type: name for name, record in work.records.items() if name in _ACTIVATIONS}
+    own = {record.node_type: name for name, record in work.records.items() if name in _ACTIVATIONS}
     plain = {"Relu": "relu", "Gelu": "gelu"}
-    name = ours.get((node.domain, node.op_type)) or ("" if node.domain else plain.get(node.op_type, ""))
+    name = own.get((node.domain, node.op_type)) or ("" if node.domain else plain.get(node.op_type, ""))
     return f"{name}_tanh" if attribute(node, "approximate", "none") == "tanh" else name
 
 
@@ -147,10 +146,10 @@ def rewrite(work: Work) -> None:
 
 
 def _replace(work: Work, linear: Linear, with_bias: bool) -> None:
-    """Writes one node.
+    """Replaces the product, its bias and its activation by one node.
 
     Args:
-        with_bias: give it a bias of zeros if it has none: a model holds one function body for all nodes of an
+        with_bias: add a bias of zeros if there is none. A model holds one function body for all nodes of an
             op, so either all of them have a bias or none.
     """
     output, activation, user = linear.output, "none", only_user(linear.output)
@@ -178,7 +177,7 @@ def _replace(work: Work, linear: Linear, with_bias: bool) -> None:
 
 
 def weight_nk(work: Work, linear: Linear) -> ir.Value:
-    """Returns the weight as [N, K]; several products of one weight share the constant."""
+    """Returns the weight as [N, K]. Products with the same weight share the constant."""
     if linear.layout == LAYOUT:
         return linear.weight
     name = f"{linear.weight.name}_nk"
@@ -191,7 +190,7 @@ def weight_nk(work: Work, linear: Linear) -> ir.Value:
 
 
 def slice_columns(work: Work, linear: Linear, start: int, stop: int) -> tuple[ir.Value, ir.Value | None]:
-    """Returns some columns of the weight and of the bias, as new constants."""
+    """Returns the output columns from start to stop of the weight and the bias, as new constants."""
     weight, bias = constant(linear.weight), constant(linear.bias)
     assert weight is not None
     part = weight[:, start:stop] if linear.layout == "kn" else weight[start:stop]

@@ -1,10 +1,10 @@
-"""Finds out what the masks of a model's attentions hide, by computing them.
+"""Classifies the masks of a model's attentions by computing them on generated inputs.
 
-A mask that is 0 up to each token and hides the rest, whatever the inputs are, is causal: exactly so. One
-that hides nothing, whatever the inputs are, is left out. One that hides what the model's 2-dimensional mask
-input marks with 0, and that input alone, is made of it in a few nodes; if the user has promised padding on
-the right, it becomes the length of each sequence. A mask that follows from other inputs, such as token ids,
-stays as it is: a few cases do not show all that it may hide.
+A mask that always hides the later tokens, and nothing else, is causal. One that never hides anything is left
+out. One that hides what the 2-dimensional mask input marks with 0, and depends on no other input, is computed
+from that input in a few nodes. If the user has promised padding on the right, it becomes the length of each
+sequence. A mask that depends on other inputs, such as token ids, stays as it is: a few cases do not show
+everything that it may hide.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from .attention import attentions, masks_of
 from .graph import Work, dims
 from .prepare import clean
 
-_HIDDEN = -1e4  # what an exp() of leaves nothing, in fp16 too
+_HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
 
 
 def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
     """Fills `work.causal`, `work.clear`, `work.infinite`, `work.lengths` and `work.padding`.
 
     Args:
-        sizes: a batch of several and a length that the model takes.
+        sizes: a batch of several sequences and a length that the model accepts.
     """
     masks = list(dict.fromkeys(mask for softmax in attentions(work) for mask in masks_of(softmax)))
     masks = [mask for mask in masks if mask.dtype is ir.DataType.FLOAT and len(dims(mask) or ()) in (2, 4)]
@@ -50,7 +50,7 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
     ]
     try:
         found = _compute(work.model, masks, cases)
-    except (NotRunnable, TwinopError):  # masks that cannot be computed alone stay what they are
+    except (NotRunnable, TwinopError):  # masks that cannot be computed alone stay as they are
         return
     for index, mask in enumerate(masks):
         arrays = [np.asarray(each[index]) for each in found]
@@ -83,7 +83,7 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
 
 
 def _inputs_of(mask: ir.Value) -> set[ir.Value]:
-    """Returns the model's inputs whose values, not only their shapes, a mask is computed from."""
+    """Returns the model inputs whose values, and not only shapes, a mask is computed from."""
     found, waiting, seen = set[ir.Value](), [mask], set[ir.Value]()
     while waiting:
         value = waiting.pop()
@@ -103,7 +103,7 @@ def _is_right_padded(shown: np.ndarray) -> bool:
 
 
 def _hides_exactly(array: np.ndarray, causal: bool, shown: np.ndarray | None) -> bool:
-    """Whether a mask [B, H, S, T] hides just the future (`causal`) and what is not `shown` [B, T]."""
+    """Whether a mask [B, H, S, T] hides just the future (if `causal`) and what is 0 in `shown` [B, T]."""
     wide = array.reshape((1,) * (4 - array.ndim) + array.shape)
     rows, columns = wide[0, 0].shape
     if causal and rows != columns:
@@ -124,8 +124,9 @@ def _compute(
     names = [value.name for value in values]
     part = model.clone()
     known = [*part.graph.inputs, *part.graph.initializers.values()]
-    made = {value.name: value for value in [*known, *(each for node in part.graph for each in node.outputs)]}
-    part.graph.outputs[:] = [made[name] for name in names]
+    known += [value for node in part.graph for value in node.outputs]
+    by_name = {value.name: value for value in known}
+    part.graph.outputs[:] = [by_name[name] for name in names]
     for value in part.graph.outputs:
         value.shape = None
     clean(part)

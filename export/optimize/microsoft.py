@@ -1,10 +1,10 @@
-"""Takes apart what ONNX Runtime's optimizer has put together, so that the other rewrites find it.
+"""Splits fused nodes of ONNX Runtime's optimizer into operators that the other rewrites match.
 
 Matches: com.microsoft SkipLayerNormalization, SkipSimplifiedLayerNormalization, EmbedLayerNormalization,
 BiasGelu, FastGelu, Gelu, FusedMatMul, Attention with constant weights, MultiHeadAttention with a bias or a
 mask [B, T].
-Writes: standard operators; MultiHeadAttention with q, k and v apart and a mask that its fast kernels take.
-Leaves alone: attention with a past, and operators with attributes that standard ones lack.
+Writes: standard operators; MultiHeadAttention with separate q, k and v and a mask that its fast kernels take.
+Leaves alone: attention with a KV cache, and nodes with attributes that standard operators lack.
 """
 
 from collections.abc import Callable, Mapping
@@ -127,13 +127,13 @@ def _matmul(work: Work, node: ir.Node) -> bool:
 
 
 def _attention(work: Work, node: ir.Node) -> bool:
-    """Attention with the products of q, k and v inside."""
+    """Attention that computes q, k and v from x itself."""
     x, weight, bias, mask, past, added = [*node.inputs, *[None] * 6][:6]
     known = {"num_heads", "unidirectional", "scale", "mask_filter_value", "qkv_hidden_sizes"}
     if past is not None or not set(node.attributes) <= known:
-        raise UnsupportedPattern("it has a past, or a form of its own")
+        raise UnsupportedPattern("it has a KV cache or unknown attributes")
     if x is None or weight is None or not is_constant(weight):
-        raise UnsupportedPattern("its weight is no constant")
+        raise UnsupportedPattern("its weight is not constant")
     array, row = constant(weight), constant(bias)
     assert array is not None
     widths = [int(each) for each in attribute(node, "qkv_hidden_sizes", [array.shape[1] // 3] * 3)]
@@ -154,20 +154,20 @@ def _attention(work: Work, node: ir.Node) -> bool:
 def _multi_head_attention(work: Work, node: ir.Node) -> bool:
     q, k, v, bias, mask, added, *past = [*node.inputs, *[None] * 6][: max(6, len(node.inputs))]
     if q is None or k is None or v is None or any(each is not None for each in past):
-        raise UnsupportedPattern("it has a past, or packed inputs")
+        raise UnsupportedPattern("it has a KV cache or packed inputs")
     if bias is None and (mask is None or len(dims(mask) or ()) != 2):
         return False
     if any(len(dims(each) or ()) != 3 for each in (q, k, v)):
-        raise UnsupportedPattern("k and v that are not [B, T, H*D]")
+        raise UnsupportedPattern("q, k or v is not [B, T, H*D]")
     parts = [q, k, v]
     if bias is not None:
         row, start = constant(bias), 0
         if row is None:
-            raise UnsupportedPattern("its bias is no constant")
+            raise UnsupportedPattern("its bias is not constant")
         for index, part in enumerate(parts):
             width = (dims(part) or [None])[-1]
             if not isinstance(width, int):
-                raise UnsupportedPattern("a width that is not known")
+                raise UnsupportedPattern("an unknown number of columns")
             piece = initializer(work.graph, row[start : start + width], f"{bias.name}_{start}")
             parts[index] = add(node, "Add", [part, piece], shape=dims(part))
             start += width
@@ -176,7 +176,7 @@ def _multi_head_attention(work: Work, node: ir.Node) -> bool:
 
 
 def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, added: ir.Value | None) -> None:
-    """Writes the attention of q, k and v; a mask [B, T] of 0 and 1 becomes one that is added."""
+    """Writes the attention of q, k and v; a mask [B, T] of 0 and 1 becomes an additive mask."""
     names = ("num_heads", "unidirectional", "scale")
     attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
     rank = len(dims(mask) or ()) if mask is not None else 1

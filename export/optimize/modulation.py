@@ -1,9 +1,9 @@
-"""Adaptive layer norm of diffusion transformers (adaLN): a norm whose scale and shift belong to the sequence.
+"""Fuses the adaptive layer norm of diffusion transformers (adaLN): each sequence has its scale and shift.
 
 Matches: layer_norm(x) * (1 + scale) + shift in any order of the operands, with x [B, ..., C], and scale and
 shift [B, 1, ..., C], of a norm that has no weights.
 Writes: CustomAdaLayerNorm.
-Leaves alone: scale and shift of a batch of one for several sequences, or for each token.
+Leaves alone: one scale and shift for a batch of several sequences, or for each token.
 """
 
 import onnx_ir as ir
@@ -47,7 +47,7 @@ def rewrite(work: Work) -> None:
 
 
 def _has_weights(norm: ir.Node) -> bool:
-    """Whether a norm has others than the ones and zeros that exports write where a model has none."""
+    """Whether a norm has weights, and not only the ones and zeros that exporters write for none."""
     for parameter, neutral in zip(norm.inputs[1:], (1, 0), strict=False):
         if parameter is not None and not (
             (found := constant(parameter)) is not None and (found == neutral).all()
@@ -57,7 +57,7 @@ def _has_weights(norm: ir.Node) -> bool:
 
 
 def _other_operand(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | None:
-    """Returns the only node that reads the value, if it has the type, and its other operand."""
+    """Returns the only reader of the value, if it has the type, and its other operand."""
     node = only_user(value)
     if node is None or node is not producer(node.outputs[0], op_type):
         return None
@@ -83,7 +83,7 @@ def _is_per_sequence(value: ir.Value, x: list[Dim] | None) -> bool:
 
 
 def _as_rows(before: ir.Node, value: ir.Value) -> ir.Value:
-    """Makes [B, C] of [B, 1, ..., C]."""
+    """Returns [B, 1, ..., C] as [B, C]."""
     shape = dims(value)
     assert shape is not None
     source = producer(value, "Unsqueeze")

@@ -1,9 +1,9 @@
-"""Layer norms and RMS norms, however they are written.
+"""Fuses layer norms and RMS norms, however they are written.
 
-Matches: chains of primitives over the last dimension (`regions.py`), LayerNormalization, RMSNormalization
-and ONNX Runtime's SimplifiedLayerNormalization.
-Writes: CustomLayerNorm and CustomRmsNorm, which take over weight and bias.
-Leaves alone: norms over several dimensions, or with more outputs than the norm.
+Matches: chains of operators over the last dimension (`regions.py`), LayerNormalization, RMSNormalization and
+ONNX Runtime's SimplifiedLayerNormalization.
+Writes: CustomLayerNorm and CustomRmsNorm, with weight and bias.
+Leaves alone: norms over several dimensions, norms whose other outputs are read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,12 +58,12 @@ def _match(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
         if width is not None and width > 1 and (found := _fit(region, width)) is not None:
             if found.op == "layer_norm":
                 return found
-            best = best or found  # of rows from which their mean was taken this is a layer norm: go on
+            best = best or found  # an RMS norm of centred rows may be part of a layer norm: go on
     return best
 
 
 def _fit(region: Region, width: int) -> _Norm | None:
-    """Returns the norm that a region computes, with the weight and the bias that its results show."""
+    """Returns the norm that a region computes, with the weight and bias that follow from its results."""
     rows = np.random.default_rng(_SEED).standard_normal((8, width)) + 0.5
     numbers = {number for value in region.constants() if (number := scalar(value)) is not None}
     for eps in sorted(number for number in numbers if 0 < number < _LARGEST_EPS):
@@ -76,7 +76,7 @@ def _fit(region: Region, width: int) -> _Norm | None:
             bias = ((result + mirrored) / 2)[0]
             largest = np.abs(normal).argmax(0), np.arange(width)
             weight = (result - bias)[largest] / normal[largest]
-            small = rows * 1e-2  # shows eps
+            small = rows * 1e-2  # eps makes a difference here
             centred = small - small.mean(-1, keepdims=True) * (op == "layer_norm")
             expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
             fits = np.allclose(result, normal * weight + bias) and np.allclose(region(small), expected)

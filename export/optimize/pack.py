@@ -1,8 +1,8 @@
-"""Products of the same few rows as one product, such as q, k and v: a split costs less than two products.
+"""Merges matrix products of one input, such as q, k and v.
 
-Matches: CustomLinear nodes of one input, without activation and residual, if the number of rows is known and
-small.
-Writes: one CustomLinear with their weights on top of each other, and a Split.
+Matches: CustomLinear nodes with the same input, without activation and residual, if the number of rows is
+known and small.
+Writes: one CustomLinear with the concatenated weights, and a Split, which costs less than several products.
 """
 
 import math
@@ -27,7 +27,7 @@ from .graph import (
 from .linear import LAYOUT
 
 _MAX_ELEMENTS = 3 << 20
-"""Elements of the product. With more, the Split costs more than it saves (measured on an H200)."""
+"""Elements of the merged output. With more, the Split costs more than it saves (measured on an H200)."""
 
 
 def rewrite(work: Work) -> None:
@@ -56,7 +56,7 @@ def _rows(x: ir.Value) -> int:
 
 
 def _pack(work: Work, x: ir.Value, nodes: list[ir.Node]) -> None:
-    """Writes one product in the place of the first."""
+    """Writes one product before the first one, and replaces all of them."""
     first = nodes[0]
     parts = [[constant(value) for value in node.inputs[1:]] for node in nodes]
     widths = [last_dim(node.outputs[0]) or 0 for node in nodes]
@@ -68,4 +68,4 @@ def _pack(work: Work, x: ir.Value, nodes: list[ir.Node]) -> None:
     for node, width, part in zip(nodes, widths, split.outputs, strict=True):
         part.type, part.shape = y.type, ir.Shape([*rows, width])
         replace(node.outputs[0], part)
-    work.made["products of the same rows as one"] += 1
+    work.made["products of one input merged"] += 1

@@ -1,9 +1,9 @@
-"""Converts a model in fp32 to 16 bits, with fp32 where 16 bits are not enough or not possible.
+"""Converts a model from fp32 to 16 bits, and keeps fp32 where 16 bits are not enough or not possible.
 
-Operators whose CUDA kernels take 16 bits and compute sums, norms and softmax in fp32 inside are converted.
-All others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin,
-integers turned into floats). What is read by them alone and works on elements stays in fp32 with them. If,
-Loop and Scan stay in fp32 with all of their subgraphs, and get what they capture in fp32.
+Operators are converted if their CUDA kernels take 16 bits and compute sums, norms and softmax in fp32. All
+others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
+cast to floats). An elementwise operator that only such nodes read stays in fp32 with them. If, Loop and Scan
+stay in fp32 with all of their subgraphs, and get captured values in fp32.
 """
 
 from collections.abc import Mapping
@@ -28,15 +28,18 @@ _ANY_16 = _ELEMENTS | _SHAPES | {
     "ConstantOfShape", "Dropout", "Gelu", "Gemm", "LayerNormalization", "MatMul", "Max", "Min",
     "RMSNormalization", "Relu", "Sigmoid", "SimplifiedLayerNormalization", "Softmax", "Sum", "Tanh",
 }  # fmt: skip
-_FLOAT16_ONLY = {  # no kernels for bfloat16 below opset 22, or none at all
+_FLOAT16_ONLY = {  # bfloat16 has no kernels below opset 22, or none at all
     "Abs", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "DepthToSpace", "Einsum",
     "Elu", "GlobalAveragePool", "HardSigmoid", "HardSwish", "LeakyRelu", "MaxPool", "PRelu", "Pad",
 }  # fmt: skip
 _MICROSOFT = {"GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding", "FusedMatMul", "QuickGelu"}
 
+Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
+"""A value in another dtype, by the value and the dtype."""
+
 
 def convert(model: ir.Model, dtype: ir.DataType) -> int:
-    """Converts a model in fp32, inputs and outputs too, in place.
+    """Converts a model in fp32 with its inputs and outputs, in place.
 
     Returns:
         The number of nodes that compute in fp32.
@@ -70,9 +73,6 @@ def convert(model: ir.Model, dtype: ir.DataType) -> int:
     return len(wide)
 
 
-Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
-
-
 def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType, casts: Casts) -> ir.Value:
     if (value, dtype) not in casts:
         casts[value, dtype] = add(before, "Cast", [value], {"to": dtype}, dtype=dtype)
@@ -87,7 +87,7 @@ def _subgraphs(node: ir.Node) -> list[ir.Graph]:
 def _widen_captured(
     node: ir.Node, subgraph: ir.Graph, dtypes: Mapping[ir.Value, ir.DataType], casts: Casts
 ) -> None:
-    """Gives a subgraph the values of the main graph that it reads in fp32."""
+    """Casts the values of the main graph that a subgraph reads to fp32."""
 
     def in_fp32(value: ir.Value | None) -> ir.Value | None:
         narrow = value is not None and dtypes.get(value, ir.DataType.FLOAT) is not ir.DataType.FLOAT
@@ -139,7 +139,7 @@ def _narrowed(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, casts: Casts
 
 
 def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    """Converts numbers; finite ones stay finite, as the lowest one of a mask must."""
+    """Converts an array. Finite numbers stay finite: the lowest one of a mask must not become -inf."""
     limit = float(dtype.max)
     clipped = np.where(np.isfinite(array), np.clip(array, -limit, limit), array)
     return clipped.astype(dtype.numpy())

@@ -18,8 +18,8 @@ from ..attach import OPSETS
 from ..routes import quiet
 from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims, standard
 
-_FP32_COPIES = 4  # of the weights in fp32: the original, the new model, a session and its packed weights
-_LARGE = 1024  # elements of a constant; larger ones say nothing about shapes
+_FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights
+_LARGE = 1024  # elements; larger constants are not shapes
 _POSSIBLE_NO_OPS = ("Cast", "Reshape", "Identity", "Expand", "Dropout")
 _FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -110,11 +110,11 @@ def _convert_opset(model: ir.Model) -> None:
 
 
 def fold(model: ir.Model, own: set[str]) -> None:
-    """Folds constants, infers shapes and removes nodes that do nothing."""
+    """Folds constants, infers shapes and removes no-ops."""
     from onnxscript.optimizer import optimize_ir
 
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
-    for again in (False, True):
+    for again in (False, True):  # the sizes that inference finds make more constants
         optimize_ir(model, should_fold=lambda node: False if node.domain in own else None)
         if not again:
             infer_shapes(model)
@@ -131,14 +131,12 @@ def clean(model: ir.Model) -> None:
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Gives values symbolic shapes, with ONNX Runtime's inference, which follows sizes through sums."""
+    """Infers symbolic shapes with ONNX Runtime's inference, which can compute with symbolic sizes."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     small = model.clone()
-    hidden = {}
     for name, value in list(small.graph.initializers.items()):
         if value.const_value is not None and value.const_value.size > _LARGE:
-            hidden[name] = value
             del small.graph.initializers[name]
             value.const_value = None
             small.graph.inputs.append(value)
@@ -146,13 +144,13 @@ def infer_shapes(model: ir.Model) -> None:
         for value in node.outputs:
             if None in (dims(value) or ()) or any(str(dim).startswith("unk_") for dim in dims(value) or ()):
                 value.shape = None
-    # Its `infer_shapes` writes a file into the current folder where it fails, so these are its steps.
+    # These are the steps of its `infer_shapes`, which writes a file into the current folder if it fails.
     inference, complete = SymbolicShapeInference(2**31 - 1, True, False, 0), False
     try:
         inference._preprocess(ir.to_proto(small))
         while inference.run_:
             complete = inference._infer_impl()
-    except Exception:  # a model that it does not understand keeps the shapes that it has
+    except Exception:  # the model keeps the shapes that it has
         return
     if not complete:
         return
@@ -169,7 +167,7 @@ def infer_shapes(model: ir.Model) -> None:
 
 
 def _fold_sizes(model: ir.Model) -> None:
-    """Makes constants of the sizes that nodes take from shapes, where inference has found them."""
+    """Replaces sizes that nodes take from a Shape by constants, where inference has found them."""
     for node in list(model.graph):
         shape = producer(node.inputs[0], "Shape") if node.inputs and not standard(node.domain) else None
         found = dims(shape.inputs[0]) if shape is not None else None
@@ -196,9 +194,9 @@ def _fold_sizes(model: ir.Model) -> None:
 
 
 def _remove_no_ops(model: ir.Model) -> None:
-    """Removes nodes that return what they read: shapes show that they do.
+    """Removes nodes whose shapes and dtypes show that they return their input.
 
-    Those of subgraphs stay: a branch of an If may return what it captures by an Identity alone.
+    Nodes of subgraphs stay: a branch of an If needs an Identity to return a captured value.
     """
     for node in list(model.graph):
         if standard(node.domain) or node.op_type not in _POSSIBLE_NO_OPS or not node.inputs:
@@ -222,7 +220,7 @@ def _remove_no_ops(model: ir.Model) -> None:
 
 
 def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
-    """Turns every 16-bit float of a model into fp32, in place, and returns which there were."""
+    """Converts every 16-bit float of a model to fp32, in place, and returns the 16-bit types that it had."""
     found = set[ir.DataType]()
 
     def widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

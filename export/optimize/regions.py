@@ -1,9 +1,9 @@
-"""Recognises what a few nodes compute by what they return, however it is written.
+"""Recognises what a few nodes compute by evaluating them, however it is written.
 
 Exporters and models write one function in many ways: GELU as x * 0.5 * (1 + erf(x / sqrt(2))), or with the
 factors in another order; an RMS norm with Pow, Sqrt and Reciprocal, or with Mul and Div. A region is a set
-of nodes that computes one value from another one and constants. It is evaluated on numbers, and the results
-are compared with the formulas that we have ops for.
+of nodes that computes one value from another value and constants. The rewrites evaluate it on numbers, and
+compare the results with the formulas of twinop's ops.
 """
 
 import math
@@ -38,7 +38,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes, the last one first, that compute `output` from `source` and constants."""
+    """Nodes that compute `output` from `source` and constants, the last node first."""
 
     output: ir.Value
     source: ir.Value
@@ -54,7 +54,7 @@ class Region:
         return [value for value in values if value is not None and is_constant(value)]
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Computes the output in fp64, for rows x of the source."""
+        """Returns the output in fp64 for x, rows of the source."""
         found = {self.source: x.astype(np.float64)}
 
         def read(value: ir.Value | None) -> np.ndarray:
@@ -79,10 +79,10 @@ def _is_mean(node: ir.Node) -> bool:
 
 
 def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
-    """Yields the regions that compute a value, the smallest one first.
+    """Yields the regions that compute a value, the smallest first.
 
     Args:
-        order: the place of each node in its graph.
+        order: the index of each node in its graph.
     """
     frontier, nodes = {output}, list[ir.Node]()
     while len(nodes) < _MAX_NODES:
@@ -122,6 +122,6 @@ def _computable(node: ir.Node) -> bool:
 
 
 def _is_row(value: ir.Value) -> bool:
-    """Whether a constant is one number or one row of them."""
+    """Whether a constant is one number or one row of numbers."""
     shape = dims(value)
     return scalar(value) is not None or (shape is not None and all(dim == 1 for dim in shape[:-1]))

@@ -1,13 +1,12 @@
-"""Rotary position embedding in one node.
+"""Fuses rotary position embedding.
 
-Matches: x * cos + rotated(x) * sin on heads [B, H, S, D], with cos and sin [1 or B, 1, S, D] as the model
-computes them. The pairs are (i, i + D/2), as in Llama, or (2i, 2i + 1), as in RoFormer and Cohere; both
-numbers of a pair have the same cos and sin. Of a head the first numbers may turn and the others pass, as in
-GPT-NeoX.
-Writes: CustomRope on q and k [B, S, H*D] of one attention together, with one cos and sin of each pair:
-nothing about positions is assumed. One that stands alone, and for the CPU, becomes ONNX Runtime's
+Matches: x * cos + rotated(x) * sin on heads [B, H, S, D], with cos and sin [1 or B, 1, S, D] that the model
+computes. The pairs are (i, i + D/2), as in Llama, or (2i, 2i + 1), as in RoFormer and Cohere; both elements
+of a pair have the same angle. Only the first elements of a head may be rotated, as in GPT-NeoX.
+Writes: CustomRope on q and k [B, S, H*D] of one attention together. It takes one cos and sin for each pair,
+so nothing about positions is assumed. A single tensor, and every tensor on the CPU, gets ONNX Runtime's
 RotaryEmbedding.
-Leaves alone: other orders of the rotated pairs.
+Leaves alone: other orders of the pairs.
 """
 
 from collections.abc import Iterator
@@ -36,12 +35,12 @@ from .heads import Heads, merged_heads, split_heads
 
 @dataclass(frozen=True)
 class _Rotation:
-    node: ir.Node  # whose output is the result
+    node: ir.Node  # its output is the result
     heads: Heads
     cos: ir.Value
     sin: ir.Value
-    layout: str  # of CustomRope
-    rotary_dim: int  # numbers of a head, the first ones
+    layout: str  # as in CustomRope
+    rotary_dim: int  # the first elements of a head, which are rotated
 
 
 def rewrite(work: Work) -> None:
@@ -80,16 +79,16 @@ def _rotations(work: Work) -> Iterator[_Rotation]:
 
 
 def _can_fuse(work: Work, a: _Rotation, b: _Rotation) -> bool:
-    """Whether one node can compute both: they have the same angles, and neither needs the other."""
+    """Whether one node can compute both: they have the same angles, and neither depends on the other."""
     if a.cos is not b.cos or a.sin is not b.sin or (a.heads.size, a.layout) != (b.heads.size, b.layout):
-        return False  # cos has as many numbers as turn
+        return False  # the same cos: rotary_dim is the same
     if _differ(work, *((dims(each.heads.value) or [None])[0] for each in (a, b))):
         return False
     return not (_depends_on(a.heads.value, b.node) or _depends_on(b.heads.value, a.node))
 
 
 def _differ(work: Work, a: Dim, b: Dim) -> bool:
-    """Whether two sizes are known to be different ones: names that inference made up may be equal."""
+    """Whether two sizes are known to differ. Symbolic names that inference invented may be equal."""
     given = {dim for value in work.graph.inputs for dim in dims(value) or () if dim is not None}
     return a != b and all(isinstance(each, int) or each in given for each in (a, b))
 
@@ -99,17 +98,18 @@ def _depends_on(value: ir.Value, node: ir.Node) -> bool:
     waiting, seen = [value], set[ir.Value]()
     while waiting:
         each = waiting.pop()
-        made = each.producer()
-        if each in seen or made is None:
+        source = each.producer()
+        if each in seen or source is None:
             continue
-        if made is node:
+        if source is node:
             return True
         seen.add(each)
-        waiting += [read for read in made.inputs if read is not None]
+        waiting += [read for read in source.inputs if read is not None]
     return False
 
 
 def _fused(work: Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
+    """Inserts CustomRope for two rotations, and returns its outputs."""
     angles = [_angles(a, each) for each in (a.cos, a.sin)]
     inputs = [a.heads.value, b.heads.value, *angles]
     attributes: dict[str, str | int] = {"layout": a.layout, "head_size": _head_size(a)}
@@ -123,6 +123,7 @@ def _fused(work: Work, a: _Rotation, b: _Rotation) -> list[ir.Value]:
 
 
 def _single(rotation: _Rotation) -> ir.Value:
+    """Inserts RotaryEmbedding for one rotation, and returns its output."""
     node, heads = rotation.node, rotation.heads
     caches = [_cache(rotation, each) for each in (rotation.cos, rotation.sin)]
     inputs = [heads.value, _positions(node, rotation.cos), *caches]
@@ -140,12 +141,12 @@ def _replace(rotation: _Rotation, result: ir.Value) -> None:
 
 
 def _head_size(rotation: _Rotation) -> int:
-    """Returns the size of a head of which only a part turns, else 0."""
+    """Returns the size of a head of which only a part is rotated, else 0."""
     return rotation.heads.size if rotation.heads.size != rotation.rotary_dim else 0
 
 
 def _partial_rotation(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value] | None:
-    """Returns concat(rotated x, rest) and what x and the rest are the two parts of, if the node is in one."""
+    """Returns concat(rotated x, rest), and the tensor that x and the rest are parts of, if there is one."""
     concat = only_user(node.outputs[0])
     if concat is None or concat.op_type != "Concat" or len(concat.inputs) != 2:
         return None
@@ -168,19 +169,19 @@ def _partial_rotation(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value] | 
 
 
 def _match(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, str] | None:
-    """Returns x, cos, sin and the layout."""
+    """Returns x, cos, sin and the layout of a rotation that ends in this Add."""
     products = [producer(value, "Mul") for value in node.inputs]
     if products[0] is None or products[1] is None:
         return None
-    for turned, plain in (products, products[::-1]):
-        assert turned is not None and plain is not None
-        for rotated in turned.inputs:
+    for with_sin, with_cos in (products, products[::-1]):
+        assert with_sin is not None and with_cos is not None
+        for rotated in with_sin.inputs:
             x, layout = _source_of_halves(rotated), "half"
             if x is None:
                 x, layout = _source_of_interleaved(rotated), "interleaved"
-            if x is None or rotated is None or not any(value is x for value in plain.inputs):
+            if x is None or rotated is None or not any(value is x for value in with_cos.inputs):
                 continue
-            cos, sin = other_input(plain, x), other_input(turned, rotated)
+            cos, sin = other_input(with_cos, x), other_input(with_sin, rotated)
             if cos is not None and sin is not None:
                 return x, cos, sin, layout
     return None
@@ -246,7 +247,7 @@ def _fits(x: list[Dim] | None, cos: list[Dim] | None, sin: list[Dim] | None) -> 
 
 
 def _one_per_pair(rotation: _Rotation, value: ir.Value) -> ir.Value:
-    """Makes [..., D / 2] of cos or sin."""
+    """Returns cos or sin as [..., D / 2], one element for each pair."""
     node, size = rotation.node, rotation.rotary_dim
     start_stop_step = (0, size // 2, 1) if rotation.layout == "half" else (0, size, 2)
     start, stop, step = (int_constant(node, [each]) for each in start_stop_step)
@@ -255,7 +256,7 @@ def _one_per_pair(rotation: _Rotation, value: ir.Value) -> ir.Value:
 
 
 def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
-    """Makes [1 or B, S, D / 2] of cos or sin."""
+    """Returns cos or sin as [1 or B, S, D / 2], for CustomRope."""
     node, single = rotation.node, _one_per_pair(rotation, value)
     shape = dims(single) or []
     if len(shape) == 4:
@@ -266,14 +267,14 @@ def _angles(rotation: _Rotation, value: ir.Value) -> ir.Value:
 
 
 def _cache(rotation: _Rotation, value: ir.Value) -> ir.Value:
-    """Makes [rows, D / 2] of cos or sin."""
+    """Returns cos or sin as [rows, D / 2], for RotaryEmbedding."""
     node, half = rotation.node, rotation.rotary_dim // 2
     rows = [_one_per_pair(rotation, value), int_constant(node, [-1, half])]
     return add(node, "Reshape", rows, shape=[None, half])
 
 
 def _positions(before: ir.Node, cos: ir.Value) -> ir.Value:
-    """Makes the cache's row of each token: [1] with the first one, or [B, S] for rows of each sequence."""
+    """Returns position_ids for `_cache`: [1] with the first row, or [B, S] if each sequence has its rows."""
     shape = dims(cos) or []
     if len(shape) < 3 or shape[0] == 1:
         return int_constant(before, [0])

@@ -1,4 +1,4 @@
-"""Walks from the softmax of an attention to the product of q and k."""
+"""Walks from the softmax of an attention back to the product of q and k."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from .graph import (
 from .heads import SWAP_S_H
 
 LOWEST = float(np.finfo(np.float32).min)
-_HIDDEN = -1e9  # a score of this or less leaves nothing after the softmax
+_HIDDEN = -1e9  # a score of this or less is 0 after the softmax
 
 
 @dataclass
@@ -33,10 +33,13 @@ class Scores:
 
 
 def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
-    """Walks from a softmax to the product of q and k.
+    """Walks from a softmax back to the product of q and k.
 
     Args:
-        after: where nodes for masks are added.
+        after: where nodes for masks are inserted; the softmax itself to insert none.
+
+    Raises:
+        UnsupportedPattern: there is no such product, or something unknown before the softmax.
     """
     value, found_scale, masks = softmax.inputs[0], 1.0, list[ir.Value]()
     while True:
@@ -67,7 +70,7 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
 
 
 def _leads_to_product(value: ir.Value | None) -> bool:
-    """Whether a value is the product of two tensors, perhaps scaled or masked."""
+    """Whether a value is a MatMul of two tensors that are not constant, perhaps scaled or masked."""
     for _ in range(6):
         node = value.producer() if value is not None else None
         if node is None:
@@ -90,13 +93,13 @@ def _leads_to_product(value: ir.Value | None) -> bool:
 
 
 def _mask_of_where(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """Returns the scores of Where(hidden, -inf, scores), or the other way round, and the mask to add."""
+    """Returns the scores and the mask to add of Where(hidden, -inf, scores) or Where(shown, scores, -inf)."""
     hidden, a, b = node.inputs
     number = scalar(a) if scalar(a) is not None else scalar(b)
     scores = b if scalar(a) is not None else a
     if hidden is None or scores is None or number is None or number > _HIDDEN:
-        raise UnsupportedPattern("a mask that replaces scores by a number that counts")
-    if before.op_type == "Softmax":  # only asked for the masks: nothing is written
+        raise UnsupportedPattern("Where replaces scores by a number that does not hide them")
+    if before.op_type == "Softmax":  # `masks_of` inserts no nodes
         return scores, hidden
     constants = [constant_like(before, 0.0, scores), constant_like(before, max(number, LOWEST), scores)]
     first, second = constants[::-1] if scalar(a) is not None else constants
@@ -104,6 +107,7 @@ def _mask_of_where(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
 
 
 def constant_like(before: ir.Node, number: float, value: ir.Value) -> ir.Value:
+    """Inserts a constant scalar with the dtype of a value."""
     assert value.dtype is not None
     tensor = ir.tensor(number, dtype=value.dtype)
     new = add(before, "Constant", [], {"value": tensor}, dtype=value.dtype, shape=[])
@@ -124,7 +128,7 @@ def _factor(node: ir.Node) -> tuple[ir.Value, float] | None:
 
 
 def unscaled(value: ir.Value | None) -> tuple[ir.Value, float]:
-    """Returns a tensor without the numbers that it is multiplied by, and their product."""
+    """Returns a tensor before it was multiplied by numbers, and the product of these."""
     assert value is not None
     scale = 1.0
     while (node := producer(value, "Mul", "Div")) is not None and (found := _factor(node)) is not None:
@@ -133,7 +137,7 @@ def unscaled(value: ir.Value | None) -> tuple[ir.Value, float]:
 
 
 def untransposed(value: ir.Value | None) -> tuple[ir.Value, float]:
-    """Returns k [B, H, T, D] of k^T [B, H, D, T], and what it is multiplied by."""
+    """Returns k [B, H, T, D] of scale * k^T [B, H, D, T], and the scale."""
     value, scale = unscaled(value)
     if (transpose := producer(value, "Transpose")) is not None:
         perm, source = list(attribute(transpose, "perm", ())), transpose.inputs[0]

@@ -223,7 +223,9 @@ class Trial:
         if work.lengths:
             [mask] = {str(value.name) for value in work.lengths.values()}
             model.metadata_props[RIGHT_PADDED] = mask
-            report.notes.append(f"--padding right: {mask} may hide nothing but the end of each sequence")
+            report.notes.append(
+                f"--padding right promised that {mask} hides nothing but the end of each sequence"
+            )
         self.progress("writing and checking")
         files = self._write(model, name)
         report.nodes_after = len(model.graph)

@@ -1,6 +1,6 @@
-"""Several products of one whose parts are read apart, such as q, k and v: attention takes them so.
+"""Splits a matrix product whose parts are read, such as packed q, k and v: attention takes these one by one.
 
-Matches: a product with a constant weight of which only parts of the last dimension are read.
+Matches: a product with a constant weight, whose readers are only Splits and Slices of the last dimension.
 Writes: a product for each part, with its columns of the weight.
 """
 
@@ -34,11 +34,11 @@ def rewrite(work: Work) -> None:
             if bias is not None and node.op_type == "MatMul":
                 new = add(last, "Add", [new, bias], shape=shape)
             replace(value, new)
-        work.made["product of q, k and v apart"] += 1
+        work.made["packed product split"] += 1
 
 
 def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:
-    """Returns the parts of the last dimension that are read, if nothing else is read."""
+    """Returns each part of the last dimension as (value, start, stop), if all readers read such parts."""
     parts: list[tuple[ir.Value, int, int]] = []
     rank = len(dims(linear.output) or ())
     if linear.output.is_graph_output() or rank == 0:

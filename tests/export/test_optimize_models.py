@@ -177,7 +177,7 @@ def test_packed_products(exporter: str, tmp_path: Path) -> None:
         verify=False,
     )
     report, model = optimized(path, tmp_path)
-    assert report.made["attention"] == 1 and report.made["product of q, k and v apart"] == 1
+    assert report.made["attention"] == 1 and report.made["packed product split"] == 1
     assert types(model)["CustomLinear"] == 6
     assert not nodes(model, "Transpose", "Split", "Gather")
 
