@@ -115,18 +115,18 @@ def _mask_inputs(
     rest = []
     lengths: ir.Value | None = None
     for mask in masks:
-        if mask in work.causal:
+        if mask in work.causal_masks:
             attributes["unidirectional"] = 1
-        if mask in work.lengths:
-            given = work.lengths[mask]
+        if mask in work.right_padding_masks:
+            given = work.right_padding_masks[mask]
             wide = add(before, "Cast", [given], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
             axes = int_constant(before, [1])
             lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
-        if mask not in work.causal | work.clear and mask not in work.lengths:
-            if mask in work.padding:
-                rest.append(_padding_bias(work.padding[mask], mask, before))
+        if mask not in work.causal_masks | work.empty_masks and mask not in work.right_padding_masks:
+            if mask in work.padding_masks:
+                rest.append(_padding_bias(work.padding_masks[mask], mask, before))
             else:
-                rest.append(_without_infinity(mask, before) if mask in work.infinite else mask)
+                rest.append(_without_infinity(mask, before) if mask in work.infinite_masks else mask)
     if not rest:
         return [None, lengths] if lengths is not None else []
     whole = rest[0]
@@ -162,7 +162,7 @@ def _without_infinity(mask: ir.Value, before: ir.Node) -> ir.Value:
 def _zero_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, before: ir.Node) -> ir.Value:
     """Sets fully masked rows of the result to 0, as the guard after the softmax did."""
     for mask in masks:
-        if not work.infinite.get(mask) or mask in work.lengths:
+        if not work.infinite_masks.get(mask) or mask in work.right_padding_masks:
             continue
         shape = dims(mask) or []
         if len(shape) != 4 or shape[1] != 1:

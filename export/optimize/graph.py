@@ -26,11 +26,11 @@ class Work:
         records: twinop's ops by name.
         made: the number of new nodes by what they compute.
         left: the number of patterns that were left alone, by pattern and reason.
-        lengths: masks of padding on the right, and the graph input [B, T] that each is computed from.
-        padding: masks that hide what a graph input [B, T] marks with 0, and that input.
-        causal: masks that hide the future and, if they are in `lengths` too, padding on the right.
-        clear: masks that hide nothing.
-        infinite: masks that hide with -inf; True if they may hide a whole row.
+        right_padding_masks: masks that become lengths, and the graph input [B, T] of each.
+        padding_masks: masks that hide what a graph input [B, T] marks with 0, and that input.
+        causal_masks: masks that hide the future; they may be in `right_padding_masks`, too.
+        empty_masks: masks that hide nothing.
+        infinite_masks: masks that hide with -inf; True if they may hide a whole row.
     """
 
     model: ir.Model
@@ -38,11 +38,11 @@ class Work:
     records: Mapping[str, Record]
     made: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
-    lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    padding: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    causal: set[ir.Value] = field(default_factory=set)
-    clear: set[ir.Value] = field(default_factory=set)
-    infinite: dict[ir.Value, bool] = field(default_factory=dict)
+    right_padding_masks: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    padding_masks: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    causal_masks: set[ir.Value] = field(default_factory=set)
+    empty_masks: set[ir.Value] = field(default_factory=set)
+    infinite_masks: dict[ir.Value, bool] = field(default_factory=dict)
 
     @property
     def graph(self) -> ir.Graph:

@@ -24,7 +24,7 @@ _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
 
 
 def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
-    """Fills `work.causal`, `work.clear`, `work.infinite`, `work.lengths` and `work.padding`.
+    """Computes the masks of all attentions, and fills the fields of `work` that end in `_masks`.
 
     Args:
         sizes: a batch of several sequences and a length that the model accepts.
@@ -57,12 +57,12 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
         if any(array.ndim not in (2, 4) for array in arrays):
             continue
         if any(np.isneginf(array).any() for array in arrays):
-            work.infinite[mask] = any(np.isneginf(array).all(-1).any() for array in arrays)
+            work.infinite_masks[mask] = any(np.isneginf(array).all(-1).any() for array in arrays)
         if not all(inputs.is_mask(value) for value in _inputs_of(mask)):
             continue
         for causal in (True, False):
             if all(_hides_exactly(array, causal, None) for array in arrays):
-                (work.causal if causal else work.clear).add(mask)
+                (work.causal_masks if causal else work.empty_masks).add(mask)
                 break
             if len(given) != 1:
                 continue
@@ -72,13 +72,13 @@ def classify(work: Work, sizes: tuple[int, int], padding: str | None) -> None:
             ]
             on_right = [(array, shown) for array, shown in padded if _is_right_padded(shown)]
             if padding == "right" and all(_hides_exactly(array, causal, shown) for array, shown in on_right):
-                work.lengths[mask] = given[0]
-                work.causal |= {mask} if causal else set()
+                work.right_padding_masks[mask] = given[0]
+                work.causal_masks |= {mask} if causal else set()
                 break
-            if causal or mask in work.infinite:
+            if causal or mask in work.infinite_masks:
                 continue
             if all(_hides_exactly(array, False, shown) for array, shown in padded):
-                work.padding[mask] = given[0]
+                work.padding_masks[mask] = given[0]
                 break
 
 

@@ -220,8 +220,8 @@ class Trial:
             wide = precision.convert(model, dtype)
             if wide:
                 report.notes.append(f"{wide} nodes compute in fp32")
-        if work.lengths:
-            [mask] = {str(value.name) for value in work.lengths.values()}
+        if work.right_padding_masks:
+            [mask] = {str(value.name) for value in work.right_padding_masks.values()}
             model.metadata_props[RIGHT_PADDED] = mask
             report.notes.append(
                 f"--padding right promised that {mask} hides nothing but the end of each sequence"
