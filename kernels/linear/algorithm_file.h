@@ -1,5 +1,5 @@
-// Which of cuBLASLt's algorithms was the fastest for a product: a text file with a line for each,
-// if the environment names one (TWINOP_LINEAR_ALGORITHMS).
+// The text file that TWINOP_LINEAR_ALGORITHMS names: cuBLASLt's fastest algorithm for each product,
+// one per line.
 #pragma once
 
 #include <cerrno>
@@ -15,7 +15,7 @@ namespace twinop::linear {
 
 class AlgorithmFile {
  public:
-  // The process's file; its path is empty where nobody asked for one.
+  // The process's file; its path is empty if the environment names none.
   static AlgorithmFile& Get() {
     static auto& file = *new AlgorithmFile;
     return file;
@@ -50,7 +50,7 @@ class AlgorithmFile {
     if (path != nullptr) path_ = path;
   }
 
-  // Lines that cannot be read are left out; their products are measured again.
+  // Skips lines that it cannot parse; their products are measured again.
   void Read() {
     read_ = true;
     std::ifstream file(path_);

@@ -1,5 +1,6 @@
-// What runs on the CPU of ONNX Runtime: its own Gemm, and our kernels for the activation, in fp32
-// for 16-bit tensors. A model of two-dimensional tensors (twinop_op.row_body in kernels/abi.h).
+// The body that ONNX Runtime runs on the CPU: its own Gemm and twinop's kernels for the activation.
+// 16-bit tensors are computed in fp32. All tensors have two dimensions (twinop_op.row_body in
+// kernels/abi.h).
 #pragma once
 
 #include <cstdint>
@@ -52,7 +53,7 @@ class GraphWriter {
     return Add("Cast", {value}, IntAttribute("to", OnnxCode(to)));
   }
 
-  // The model, with `value` as its output y.
+  // Returns the model, with `value` as its output y.
   std::string Finish(std::string_view value, DType dtype) {
     AddNode("Identity", "", {value}, {"y"}, {});
     graph_.Add(kGraphName, "body");
@@ -118,7 +119,7 @@ Status Body(const CallOf<Op>& call, const std::string** model) {
     y = graph.Add("Mul", {AddActivation(&graph, halves[0], activation), halves[1]});
   }
   if (narrow) y = graph.Cast(y, dtype);
-  // The library keeps each model once, because its address tells the adapter that it is the same.
+  // Equal models are one string, because the adapter compares models by their address.
   static std::mutex mutex;
   static auto& models = *new std::set<std::string>;
   const std::lock_guard<std::mutex> lock(mutex);

@@ -1,5 +1,5 @@
-// cuBLASLt as the process has it: torch's, ONNX Runtime's or an installed one, found at run time.
-// The types have the layout of those in its header, of major versions 12 and 13.
+// cuBLASLt, found at run time: torch's, ONNX Runtime's or an installed one. The types have the
+// layout of those in its header, in major versions 12 and 13.
 #pragma once
 
 #include <dlfcn.h>
@@ -34,11 +34,11 @@ struct LtHeuristicResult {
 enum LtType { kLtFloat32 = 0, kLtFloat64 = 1, kLtFloat16 = 2, kLtBFloat16 = 14 };
 enum LtCompute { kLtCompute32 = 68, kLtCompute64 = 70, kLtComputeTf32 = 77 };
 enum LtProductAttribute { kLtTransposeA = 3, kLtEpilogue = 7, kLtBiasPointer = 8 };
-// Parts of an epilogue; kLtDefault stands for none.
+// Bits of an epilogue; kLtDefault is no epilogue.
 inline constexpr std::uint32_t kLtDefault = 1, kLtRelu = 2, kLtBias = 4, kLtTanhGelu = 32;
 enum LtPreferenceAttribute { kLtWorkspaceBytes = 1, kLtReductions = 3, kLtAlignments = 5 };
-// Where K is split, partial sums in the compute type, in one order. Other schemes round partial
-// sums to the type of the result.
+// Split-K reduces partial sums in the compute type, in a fixed order. Other schemes round them to
+// the type of the result.
 inline constexpr std::uint32_t kLtWideReductions = 2;
 inline constexpr int kLtOperands = 4;  // with an alignment each: weight, x, residual, y
 

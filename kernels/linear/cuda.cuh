@@ -1,5 +1,5 @@
-// linear and linear_swiglu on CUDA: cuBLASLt's product with as much as its epilogue can do, and our
-// kernels for the rest.
+// linear and linear_swiglu on CUDA: cuBLASLt computes the product and what its epilogues can do,
+// twinop's kernels the rest.
 #pragma once
 
 #include <string_view>
@@ -29,8 +29,8 @@ Status LaunchOnCuda(const twinop_call* call);
 
 namespace twinop::linear {
 
-// y = bias + residual, each where there is one. What an empty product leaves, and what cuBLASLt
-// adds its product to where it has no epilogue for the bias.
+// y = bias + residual, each if present: the result for k = 0, and the matrix that cuBLASLt adds its
+// product to if it has no epilogue for the bias.
 template <class T>
 static __global__ void FillKernel(T* y, const T* bias, const T* residual, std::int64_t n,
                                   std::int64_t count) {
@@ -73,14 +73,14 @@ inline Status Activate(const Call& call, const Tensor& y, std::string_view activ
                activation == "gelu_tanh" ? "tanh" : "none");
 }
 
-// The activation in cuBLASLt's epilogue, or 0. Its GELU is the tanh form with the hardware's tanh,
-// which is accurate enough for 16 bits only.
+// Returns the epilogue that computes the activation, or 0. cuBLASLt's GELU is the tanh form with
+// the hardware's tanh, which is accurate enough for 16 bits only.
 inline std::uint32_t EpilogueOf(std::string_view activation, DType dtype) {
   if (activation == "relu") return kLtRelu;
   return activation == "gelu_tanh" && Info(dtype).size == 2 ? kLtTanhGelu : 0;
 }
 
-// Computes y, [m, n], whose memory is `y.data`.
+// Computes y [m, n] into `y.data`, with the largest epilogue that cuBLASLt has an algorithm for.
 inline Status Compute(const Call& call, const Operands& at, const Sizes& sizes, const Tensor& y,
                       std::string_view activation) {
   const std::uint32_t bias = at.bias.data != nullptr ? kLtBias : 0;
@@ -116,7 +116,7 @@ inline Status Copy(const Call& call, void* to, const void* from, const Tensor& t
       "copying a tensor");
 }
 
-// Runs `compute(operands, y)` on aligned operands.
+// Runs `compute(operands, y)` on aligned operands, copying those that are not.
 template <class Op, class Body>
 Status WithOperands(const CallOf<Op>& call, const Body& compute) {
   const Operands at = OperandsOf(call);

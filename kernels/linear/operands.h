@@ -1,5 +1,4 @@
-// What the parts of `linear` share: the sizes of a call, and where its operands and its scratch
-// lie.
+// The sizes of a call of `linear`, and the addresses of its operands and of its scratch memory.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +8,9 @@
 
 namespace twinop::linear {
 
-// cuBLASLt's algorithms differ in the workspace that they need. This is what torch gives it too.
+// The largest workspace of an algorithm that cuBLASLt may choose. torch gives it as much.
 inline constexpr std::int64_t kWorkspaceBytes = 32 << 20;
-// cuBLASLt chooses by alignment as well. Copies of operands with less keep the bits the same.
+// cuBLASLt also chooses by alignment. Operands with less are copied to keep the same bits.
 inline constexpr std::size_t kAlignment = 16;
 
 // y = x W, with x [m, k] and W [n, k], or [k, n] if `is_kn`.
@@ -31,27 +30,27 @@ Sizes SizesOf(const CallOf<Op>& call) {
   return sizes;
 }
 
-// Takes pieces of the scratch memory, or only counts them where there is none yet.
-struct Pieces {
+// Allocates from the scratch memory, or only counts the bytes if there is none yet.
+struct Arena {
   char* memory = nullptr;
   std::int64_t used = 0;
 
-  void* Take(std::int64_t bytes) {
-    char* const piece = memory == nullptr ? nullptr : memory + used;
+  void* Allocate(std::int64_t bytes) {
+    char* const block = memory == nullptr ? nullptr : memory + used;
     used += (bytes + 255) / 256 * 256;
-    return piece;
+    return block;
   }
 };
 
-// A tensor, and where the product has it: in scratch memory if its own is not aligned.
+// A tensor, and the aligned memory that the product uses: the tensor's, or scratch memory.
 struct Operand {
   const Tensor* tensor = nullptr;
   void* data = nullptr;
 
   Operand() = default;
-  Operand(const Tensor& tensor, Pieces* pieces) : tensor(&tensor), data(tensor.data) {
+  Operand(const Tensor& tensor, Arena* arena) : tensor(&tensor), data(tensor.data) {
     const bool aligned = reinterpret_cast<std::uintptr_t>(data) % kAlignment == 0;
-    if (!aligned) data = pieces->Take(tensor.bytes());
+    if (!aligned) data = arena->Allocate(tensor.bytes());
   }
   bool is_moved() const { return tensor != nullptr && data != tensor->data; }
 };
@@ -59,27 +58,27 @@ struct Operand {
 struct Operands {
   void* workspace;
   Operand x, weight, bias, residual, y;
-  void* packed = nullptr;  // the product of linear_swiglu
+  void* packed = nullptr;  // gate and up of linear_swiglu
   std::int64_t scratch_bytes;
 };
 
 template <class Op>
 Operands OperandsOf(const CallOf<Op>& call) {
-  Pieces pieces{static_cast<char*>(call.scratch)};
+  Arena arena{static_cast<char*>(call.scratch)};
   Operands operands;
-  operands.workspace = pieces.Take(kWorkspaceBytes);
-  operands.x = Operand(InputOf(call, "x"_name), &pieces);
-  operands.weight = Operand(InputOf(call, "weight"_name), &pieces);
-  operands.bias = Operand(InputOf(call, "bias"_name), &pieces);
-  if (call.outputs != nullptr) operands.y = Operand(OutputOf(call, "y"_name), &pieces);
+  operands.workspace = arena.Allocate(kWorkspaceBytes);
+  operands.x = Operand(InputOf(call, "x"_name), &arena);
+  operands.weight = Operand(InputOf(call, "weight"_name), &arena);
+  operands.bias = Operand(InputOf(call, "bias"_name), &arena);
+  if (call.outputs != nullptr) operands.y = Operand(OutputOf(call, "y"_name), &arena);
   if constexpr (Op::kRecord.schema.FindInput("residual") >= 0) {
-    operands.residual = Operand(InputOf(call, "residual"_name), &pieces);
+    operands.residual = Operand(InputOf(call, "residual"_name), &arena);
   } else {
     const Sizes sizes = SizesOf(call);
     const auto size = static_cast<std::int64_t>(Info(InputOf(call, "x"_name).dtype).size);
-    operands.packed = pieces.Take(sizes.m * sizes.n * size);
+    operands.packed = arena.Allocate(sizes.m * sizes.n * size);
   }
-  operands.scratch_bytes = pieces.used;
+  operands.scratch_bytes = arena.used;
   return operands;
 }
 

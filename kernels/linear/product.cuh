@@ -25,7 +25,7 @@ inline Status LtResult(const CublasLt& lt, LtStatus status, const char* what) {
 }
 #define TWINOP_RETURN_IF_LT_ERROR(lt, call) TWINOP_RETURN_IF_ERROR(LtResult(lt, (lt).call, #call))
 
-// A description of cuBLASLt's, which is destroyed with the scope.
+// A descriptor of cuBLASLt that is destroyed at the end of its scope.
 template <class Description>
 struct Owned {
   LtStatus (*destroy)(Description);
@@ -36,16 +36,16 @@ struct Owned {
   }
 };
 
-// What decides the algorithm. Row-major matrices are column-major ones transposed, so cuBLASLt
+// What an algorithm is chosen for. Row-major matrices are transposed column-major ones, so cuBLASLt
 // computes y^T = W^T x^T: W is its A, and x its B.
-struct Shape3 {
+struct Problem {
   Sizes sizes;
   DType dtype;
-  bool adds;  // to the product: C of y = A B + C
+  bool has_c;  // y = A B + C
   std::uint32_t epilogue;
 
   auto Key() const {
-    return std::make_tuple(sizes.m, sizes.n, sizes.k, sizes.is_kn, dtype, adds, epilogue);
+    return std::make_tuple(sizes.m, sizes.n, sizes.k, sizes.is_kn, dtype, has_c, epilogue);
   }
 };
 
@@ -60,11 +60,11 @@ struct Plan {
 
   const CublasLt& lt;
   bool found = false;
-  LtHeuristicResult how{};
+  LtHeuristicResult heuristic{};
   LtLayout weight = nullptr, x = nullptr, y = nullptr;
 };
 
-// What a product reads and writes, but for the matrix that it adds.
+// The memory of a product, except C.
 struct Memory {
   const void* weight;
   const void* x;
@@ -73,13 +73,13 @@ struct Memory {
   cudaStream_t stream;
 };
 
-// Finds the fastest of `count` ways to compute y, which is not written to: run(memory, i) starts
-// way i and returns whether that worked.
-template <class RunWay>
-Status Measure(Memory at, const Shape3& shape, const RunWay& run, int count, int* best) {
+// Finds the fastest of `count` algorithms. run(memory, i) launches algorithm i and returns whether
+// that worked. y is not written to; the algorithms write to a temporary.
+template <class Launch>
+Status Measure(Memory at, const Problem& problem, const Launch& run, int count, int* best) {
   constexpr int kRounds = 16, kRuns = 8;
-  const std::size_t bytes = static_cast<std::size_t>(shape.sizes.m) *
-                            static_cast<std::size_t>(shape.sizes.n) * Info(shape.dtype).size;
+  const std::size_t bytes = static_cast<std::size_t>(problem.sizes.m) *
+                            static_cast<std::size_t>(problem.sizes.n) * Info(problem.dtype).size;
   cudaEvent_t events[2] = {};
   void* y = nullptr;
   cudaError_t error = cudaMalloc(&y, bytes);
@@ -89,15 +89,15 @@ Status Measure(Memory at, const Shape3& shape, const RunWay& run, int count, int
   at.y = y;
   std::vector<float> sums(static_cast<std::size_t>(count));  // of milliseconds
   for (int round = 0; round < kRounds * count && error == cudaSuccess; ++round) {
-    const int way = round % count;
-    bool runs = run(at, way);  // not timed: the first one loads its kernel
+    const int i = round % count;
+    bool runs = run(at, i);  // warm-up: the first run loads the kernel
     error = cudaEventRecord(events[0], at.stream);
-    for (int i = 0; i < kRuns; ++i) runs = runs && run(at, way);
+    for (int j = 0; j < kRuns; ++j) runs = runs && run(at, i);
     if (error == cudaSuccess) error = cudaEventRecord(events[1], at.stream);
     if (error == cudaSuccess) error = cudaEventSynchronize(events[1]);
     float ms = 0;
     if (error == cudaSuccess) error = cudaEventElapsedTime(&ms, events[0], events[1]);
-    sums[static_cast<std::size_t>(way)] += runs ? ms : std::numeric_limits<float>::infinity();
+    sums[static_cast<std::size_t>(i)] += runs ? ms : std::numeric_limits<float>::infinity();
   }
   *best = static_cast<int>(std::min_element(sums.begin(), sums.end()) - sums.begin());
   for (cudaEvent_t event : events)
@@ -123,53 +123,54 @@ inline LtCompute ComputeOf(DType dtype) {
   return dtype == DType::kFloat32 && tf32 ? kLtComputeTf32 : kLtCompute32;
 }
 
-inline Status Describe(const CublasLt& lt, const Shape3& shape, const void* bias,
+inline Status Describe(const CublasLt& lt, const Problem& problem, const void* bias,
                        Owned<LtProduct>* product) {
-  const LtType scale = shape.dtype == DType::kFloat64 ? kLtFloat64 : kLtFloat32;
-  const std::int32_t transpose = shape.sizes.is_kn ? 0 : 1;
-  TWINOP_RETURN_IF_LT_ERROR(lt, ProductCreate(&product->value, ComputeOf(shape.dtype), scale));
+  const LtType scale = problem.dtype == DType::kFloat64 ? kLtFloat64 : kLtFloat32;
+  const std::int32_t transpose = problem.sizes.is_kn ? 0 : 1;
+  TWINOP_RETURN_IF_LT_ERROR(lt, ProductCreate(&product->value, ComputeOf(problem.dtype), scale));
   TWINOP_RETURN_IF_LT_ERROR(
       lt, ProductSet(product->value, kLtTransposeA, &transpose, sizeof(transpose)));
   TWINOP_RETURN_IF_LT_ERROR(
-      lt, ProductSet(product->value, kLtEpilogue, &shape.epilogue, sizeof(shape.epilogue)));
-  if ((shape.epilogue & kLtBias) != 0)
+      lt, ProductSet(product->value, kLtEpilogue, &problem.epilogue, sizeof(problem.epilogue)));
+  if ((problem.epilogue & kLtBias) != 0)
     TWINOP_RETURN_IF_LT_ERROR(lt, ProductSet(product->value, kLtBiasPointer, &bias, sizeof(bias)));
   return {};
 }
 
-inline LtStatus Run(const CublasLt& lt, LtHandle handle, LtProduct product, const Shape3& shape,
-                    const Plan& plan, const LtHeuristicResult& how, const Memory& at,
+inline LtStatus Run(const CublasLt& lt, LtHandle handle, LtProduct product, const Problem& problem,
+                    const Plan& plan, const LtHeuristicResult& heuristic, const Memory& at,
                     const void* c) {
-  static constexpr double kWide[] = {0, 1};
-  static constexpr float kNarrow[] = {0, 1};
+  static constexpr double kScales64[] = {0, 1};
+  static constexpr float kScales32[] = {0, 1};
   const auto scale = [&](bool one) {
-    return shape.dtype == DType::kFloat64 ? static_cast<const void*>(&kWide[one]) : &kNarrow[one];
+    return problem.dtype == DType::kFloat64 ? static_cast<const void*>(&kScales64[one])
+                                            : &kScales32[one];
   };
   return lt.Multiply(handle, product, scale(true), at.weight, plan.weight, at.x, plan.x,
-                     scale(shape.adds), shape.adds ? c : at.y, plan.y, at.y, plan.y, &how.algorithm,
-                     at.workspace, how.workspace_bytes, at.stream);
+                     scale(problem.has_c), problem.has_c ? c : at.y, plan.y, at.y, plan.y,
+                     &heuristic.algorithm, at.workspace, heuristic.workspace_bytes, at.stream);
 }
 
-// The plans of one device, each found when its shape first comes.
+// The plans of one device. A plan is made when its problem first occurs.
 class Plans {
  public:
-  static constexpr std::size_t kMost = 2048;
-  static constexpr int kCandidates = 16;  // that are measured if asked
+  static constexpr std::size_t kMaxPlans = 2048;
+  static constexpr int kCandidates = 16;  // algorithms to measure, with an algorithm file
 
-  Status Find(const CublasLt& lt, const Shape3& shape, LtProduct product, const Memory& at,
+  Status Find(const CublasLt& lt, const Problem& problem, LtProduct product, const Memory& at,
               LtHandle* handle, std::shared_ptr<const Plan>* plan) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (handle_ == nullptr) TWINOP_RETURN_IF_LT_ERROR(lt, Create(&handle_));
     *handle = handle_;
-    const auto known = plans_.find(shape.Key());
+    const auto known = plans_.find(problem.Key());
     if (known != plans_.end()) {
       *plan = known->second;
       return {};
     }
     auto fresh = std::make_shared<Plan>(lt);
-    TWINOP_RETURN_IF_ERROR(Choose(lt, shape, product, at, fresh.get()));
-    if (plans_.size() >= kMost) plans_.clear();
-    *plan = plans_[shape.Key()] = std::move(fresh);
+    TWINOP_RETURN_IF_ERROR(Choose(lt, problem, product, at, fresh.get()));
+    if (plans_.size() >= kMaxPlans) plans_.clear();
+    *plan = plans_[problem.Key()] = std::move(fresh);
     return {};
   }
 
@@ -183,12 +184,12 @@ class Plans {
     return {};
   }
 
-  Status Choose(const CublasLt& lt, const Shape3& shape, LtProduct product, const Memory& at,
+  Status Choose(const CublasLt& lt, const Problem& problem, LtProduct product, const Memory& at,
                 Plan* plan) const {
-    const auto [m, n, k, is_kn] = shape.sizes;
-    TWINOP_RETURN_IF_ERROR(Layout(lt, shape.dtype, is_kn ? n : k, is_kn ? k : n, &plan->weight));
-    TWINOP_RETURN_IF_ERROR(Layout(lt, shape.dtype, k, m, &plan->x));
-    TWINOP_RETURN_IF_ERROR(Layout(lt, shape.dtype, n, m, &plan->y));
+    const auto [m, n, k, is_kn] = problem.sizes;
+    TWINOP_RETURN_IF_ERROR(Layout(lt, problem.dtype, is_kn ? n : k, is_kn ? k : n, &plan->weight));
+    TWINOP_RETURN_IF_ERROR(Layout(lt, problem.dtype, k, m, &plan->x));
+    TWINOP_RETURN_IF_ERROR(Layout(lt, problem.dtype, n, m, &plan->y));
     Owned<LtPreference> preference{lt.PreferenceDestroy};
     TWINOP_RETURN_IF_LT_ERROR(lt, PreferenceCreate(&preference.value));
     const auto set = [&](int attribute, auto value) {
@@ -205,24 +206,24 @@ class Plans {
     const LtStatus status = lt.Heuristic(handle_, product, plan->weight, plan->x, plan->y, plan->y,
                                          preference.value, wanted, results, &count);
     plan->found = status == 0 && count > 0 && results[0].status == 0;
-    plan->how = results[0];
+    plan->heuristic = results[0];
     if (!plan->found || count == 1) return {};
-    return Fastest(lt, shape, product, at, results, count, plan);
+    return Fastest(lt, problem, product, at, results, count, plan);
   }
 
-  // Takes the algorithm that the file names. Where it names none, all are measured, but for a
-  // product that is part of a CUDA graph: that keeps cuBLASLt's first.
-  Status Fastest(const CublasLt& lt, const Shape3& shape, LtProduct product, const Memory& at,
+  // Takes the algorithm of the file, or measures all and adds the fastest to the file. While a CUDA
+  // graph is captured nothing can be measured, and the plan keeps cuBLASLt's first algorithm.
+  Status Fastest(const CublasLt& lt, const Problem& problem, LtProduct product, const Memory& at,
                  const LtHeuristicResult* results, int count, Plan* plan) const {
-    static std::mutex of_file;  // shared by the devices
-    const std::lock_guard<std::mutex> lock(of_file);
+    static std::mutex file_mutex;  // shared by the devices
+    const std::lock_guard<std::mutex> lock(file_mutex);
     AlgorithmFile& file = AlgorithmFile::Get();
     std::string key;
-    TWINOP_RETURN_IF_ERROR(KeyOf(lt, shape, &key));
+    TWINOP_RETURN_IF_ERROR(KeyOf(lt, problem, &key));
     if (const LtAlgorithm* known = file.Find(key); known != nullptr) {
       for (int i = 0; i < count; ++i) {
         if (std::memcmp(known, &results[i].algorithm, sizeof(*known)) != 0) continue;
-        plan->how = results[i];
+        plan->heuristic = results[i];
         return {};
       }
     }
@@ -231,61 +232,61 @@ class Plans {
     if (captures != cudaStreamCaptureStatusNone) return {};
     int best = 0;
     TWINOP_RETURN_IF_ERROR(Measure(
-        at, shape,
+        at, problem,
         [&](const Memory& memory, int i) {
-          return Run(lt, handle_, product, shape, *plan, results[i], memory, memory.y) == 0;
+          return Run(lt, handle_, product, problem, *plan, results[i], memory, memory.y) == 0;
         },
         count, &best));
-    plan->how = results[best];
+    plan->heuristic = results[best];
     return file.Add(key, results[best].algorithm);
   }
 
-  static Status KeyOf(const CublasLt& lt, const Shape3& shape, std::string* key) {
+  static Status KeyOf(const CublasLt& lt, const Problem& problem, std::string* key) {
     int device = 0;
     cudaDeviceProp properties{};
     TWINOP_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
     TWINOP_RETURN_IF_ERROR(
         CudaStatus(cudaGetDeviceProperties(&properties, device), "asking for the device's name"));
-    const auto [m, n, k, is_kn] = shape.sizes;
+    const auto [m, n, k, is_kn] = problem.sizes;
     *key = std::string(properties.name) + ", cuBLASLt " + std::to_string(lt.Version()) + ": " +
            std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k) +
-           (is_kn ? " kn " : " nk ") + std::string(Info(shape.dtype).name) + ", compute " +
-           std::to_string(ComputeOf(shape.dtype)) + (shape.adds ? ", adds" : "") + ", epilogue " +
-           std::to_string(shape.epilogue);
+           (is_kn ? " kn " : " nk ") + std::string(Info(problem.dtype).name) + ", compute " +
+           std::to_string(ComputeOf(problem.dtype)) + (problem.has_c ? ", adds" : "") +
+           ", epilogue " + std::to_string(problem.epilogue);
     return {};
   }
 
   std::mutex mutex_;
   LtHandle handle_ = nullptr;
-  std::map<decltype(std::declval<Shape3>().Key()), std::shared_ptr<const Plan>> plans_;
+  std::map<decltype(std::declval<Problem>().Key()), std::shared_ptr<const Plan>> plans_;
 };
 
 inline Plans& PlansOf(int device) {
-  static auto& plans = *new std::map<int, Plans>;  // never deleted, as the CUDA context
+  static auto& plans = *new std::map<int, Plans>;  // never deleted, like the CUDA context
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   return plans[device];
 }
 
-// y = epilogue(x W + bias) + c; `c` may be y or null. Sets `*done` to false, and does nothing,
-// where cuBLASLt has no algorithm for the epilogue.
+// y = activation(x W + c + bias), with the activation and the bias that `epilogue` has; `c` may be
+// y or null. Sets `*done` to false, and does nothing, if cuBLASLt has no algorithm for this.
 inline Status Multiply(const Call& call, const Operands& at, const Sizes& sizes, DType dtype,
                        const void* c, void* y, std::uint32_t epilogue, bool* done) {
   const CublasLt* found = nullptr;
   TWINOP_RETURN_IF_ERROR(GetCublasLt(&found));
   const CublasLt& lt = *found;
-  const Shape3 shape{sizes, dtype, c != nullptr, epilogue};
+  const Problem problem{sizes, dtype, c != nullptr, epilogue};
   Owned<LtProduct> product{lt.ProductDestroy};
-  TWINOP_RETURN_IF_ERROR(Describe(lt, shape, at.bias.data, &product));
+  TWINOP_RETURN_IF_ERROR(Describe(lt, problem, at.bias.data, &product));
   const Memory memory{at.weight.data, at.x.data, y, at.workspace,
                       static_cast<cudaStream_t>(call.context->stream)};
   LtHandle handle = nullptr;
   std::shared_ptr<const Plan> plan;
   TWINOP_RETURN_IF_ERROR(
-      PlansOf(call.context->device_index).Find(lt, shape, product.value, memory, &handle, &plan));
+      PlansOf(call.context->device_index).Find(lt, problem, product.value, memory, &handle, &plan));
   *done = plan->found;
   if (!plan->found) return {};
-  return LtResult(lt, Run(lt, handle, product.value, shape, *plan, plan->how, memory, c),
+  return LtResult(lt, Run(lt, handle, product.value, problem, *plan, plan->heuristic, memory, c),
                   "the product");
 }
 

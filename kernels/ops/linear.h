@@ -10,12 +10,11 @@
 
 namespace twinop {
 
-// y = activation(x W + bias + residual). W is `weight`, as torch's layers have it
-// ([N, K], layout "nk") or as ONNX has it ([K, N], "kn"). On CUDA the product is cuBLASLt's; on the
-// CPU it is the framework's own.
+// y = activation(x W + bias + residual). W is `weight`, as torch's layers have it ([N, K], layout
+// "nk") or as ONNX has it ([K, N], "kn"). On CUDA cuBLASLt computes the product; on the CPU the
+// framework does.
 //
-// linear_swiglu: the columns of W are a gate and then as many others; y = activation(gate) *
-// others.
+// linear_swiglu: the first half of the columns of x W is a gate; y = activation(gate) * the others.
 #if defined(__CUDACC__)
 template <class Op>
 Status LaunchLinear(const CallOf<Op>& call) {
