@@ -9,8 +9,8 @@
 namespace twinop {
 
 // The embeddings of BERT and its relatives: sum = table[ids] + rows, rounded to the tensors' type,
-// and y = layer_norm(sum) * weight + bias. ids [B, S] choose rows of table [V, C]; rows [1 or B, S,
-// C] are the embeddings of the positions and of whatever else there is.
+// and y = layer_norm(sum) * weight + bias. ids [B, S] index the rows of table [V, C]; rows [1 or B,
+// S, C] is the sum of the other embeddings, such as those of the positions.
 template <class T>
 struct EmbedLayerNorm : AddLayerNorm<T> {
   static constexpr auto kRows = rowwise::Names("table", "rows");
@@ -46,7 +46,7 @@ Status LaunchEmbedLayerNorm(const CallOf<Op>& call) {
                          " sequences; expected 1, for all, or " + std::to_string(ids.sizes[0]) +
                          ", as ids has");
   if (entries == 0) return Status::Error("the table has no rows to choose from");
-#if !defined(__CUDACC__)  // on CUDA the host does not see them
+#if !defined(__CUDACC__)  // on CUDA the host cannot read the ids
   TWINOP_RETURN_IF_ERROR(CheckIds(ids, entries));
 #endif
   return rowwise::Launcher<EmbedLayerNorm>(call);

@@ -11,7 +11,7 @@ namespace twinop {
 
 // Adaptive layer norm (Peebles and Xie, Scalable Diffusion Models with Transformers,
 // arXiv:2212.09748): y = layer_norm(x) * (1 + scale) + shift. x is [B, ..., C]; scale and shift
-// [B, C] are computed from what the sequence is conditioned on. The norm has no weights.
+// [B, C] are computed from the condition of each sequence. The norm has no weights.
 template <class T>
 struct AdaLayerNorm : LayerNorm<T> {
   static constexpr auto kColumns = rowwise::Names("scale", "shift");
@@ -29,7 +29,7 @@ struct AdaLayerNorm : LayerNorm<T> {
 // With xhat = (x - mean) * rstd and g = dL/dy * weight:
 //   dL/dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_sum
 //   dL/dweight = sum over rows of dL/dy * xhat,   dL/dbias = sum over rows of dL/dy
-// The statistics are computed again from x, which is cheaper than a tensor written by forward.
+// The statistics are computed again from x, which is cheaper than storing them in the forward pass.
 template <class T>
 struct LayerNormBackward : rowwise::Defaults {
   static constexpr auto kRows = rowwise::Names("grad_y", "x", "grad_sum");

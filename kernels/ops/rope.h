@@ -11,13 +11,13 @@
 namespace twinop {
 
 // Rotary position embedding of q and k at once (Su et al., RoFormer, arXiv:2104.09864): each pair
-// of numbers (a, b) of a head becomes (a cos - b sin, b cos + a sin).
+// of elements (a, b) of a head becomes (a cos - b sin, b cos + a sin).
 //
-// q [B, S, Hq * D] and k [B, S, Hk * D] are as linear layers make them; cos and sin [1 or B, S,
-// D/2] have a number for each pair. Layout "half" has the pairs (i, i + D/2), as Llama;
-// "interleaved" has (2i, 2i + 1), as GPT-J. Of heads of a larger `head_size` only the first D
-// numbers turn, as in GPT-NeoX. `inverse` turns back, which is the derivative; cos and sin have
-// none.
+// q [B, S, Hq * D] and k [B, S, Hk * D] have the layout of linear layers; cos and sin [1 or B, S,
+// D/2] have an element for each pair. Layout "half" has the pairs (i, i + D/2), as Llama;
+// "interleaved" has (2i, 2i + 1), as GPT-J. Of heads with a larger `head_size` only the first D
+// elements are rotated, as in GPT-NeoX. `inverse` rotates back, which is the derivative; cos and
+// sin have none.
 template <class Op>
 Status LaunchRope(const CallOf<Op>& call) {
 #if defined(__CUDACC__)

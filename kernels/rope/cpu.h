@@ -12,17 +12,18 @@ namespace twinop::rope {
 
 inline constexpr std::int64_t kGrainElements = 1 << 15;
 
-// Pairs whose numbers lie in buffers at a time. The compiler vectorises loops that each convert,
-// turn or round numbers of 16 bits, but not one loop that does all three.
+// Pairs in a buffer. For 16-bit types, the compiler vectorises three loops that convert, rotate and
+// round, but not one loop that does all three.
 inline constexpr std::int64_t kBlock = 64;
 
-// The sum of two NaNs may be either of them: the compiler chooses for each instruction set.
+// Makes every NaN the same. The sum of two may be either of them: the compiler chooses for each
+// instruction set.
 template <class Number>
 TWINOP_INLINE Number OneNan(Number value) {
   return value == value ? value : std::numeric_limits<Number>::quiet_NaN();
 }
 
-// One number of cos and one of sin for each of `count` pairs.
+// Reads cos and sin of `count` pairs.
 template <class Number>
 using ReadAngles = void(const Problem& p, const void* cos, const void* sin, std::int64_t first,
                         std::int64_t count, Number* cos_out, Number* sin_out);
@@ -50,17 +51,17 @@ struct Operands {
 };
 
 template <class T, bool kInterleaved>
-struct TurnTokens {
+struct RotateTokens {
   using Number = Compute<T>;
   static constexpr std::int64_t kStep = kInterleaved ? 2 : 1;
 
-  TWINOP_INLINE static void TurnAndMakeOneNan(Number cos, Number sin, Number* a, Number* b) {
+  TWINOP_INLINE static void RotateWithOneNan(Number cos, Number sin, Number* a, Number* b) {
     Turn(cos, sin, a, b);
     *a = OneNan(*a);
     *b = OneNan(*b);
   }
 
-  // Turns `count` pairs of one head.
+  // Rotates `count` pairs of one head.
   TWINOP_INLINE static void Head(std::int64_t pairs, std::int64_t count, const Number* cos,
                                  const Number* sin, const T* x, T* y) {
     const std::int64_t other = kInterleaved ? 1 : pairs;
@@ -68,7 +69,7 @@ struct TurnTokens {
 #pragma GCC ivdep
       for (std::int64_t i = 0; i < count; ++i) {
         Number a = x[i * kStep], b = x[i * kStep + other];
-        TurnAndMakeOneNan(cos[i], sin[i], &a, &b);
+        RotateWithOneNan(cos[i], sin[i], &a, &b);
         y[i * kStep] = a;
         y[i * kStep + other] = b;
       }
@@ -78,7 +79,7 @@ struct TurnTokens {
         a[i] = ToCompute(x[i * kStep]);
         b[i] = ToCompute(x[i * kStep + other]);
       }
-      for (std::int64_t i = 0; i < count; ++i) TurnAndMakeOneNan(cos[i], sin[i], &a[i], &b[i]);
+      for (std::int64_t i = 0; i < count; ++i) RotateWithOneNan(cos[i], sin[i], &a[i], &b[i]);
       for (std::int64_t i = 0; i < count; ++i) {
         Round(a[i], &y[i * kStep]);
         Round(b[i], &y[i * kStep + other]);
@@ -102,12 +103,12 @@ struct TurnTokens {
           }
         }
       }
-      const std::int64_t turning = 2 * p.pairs;
+      const std::int64_t rotated = 2 * p.pairs;
       for (const auto& rows : operands.rows) {
-        if (turning == p.head_size || rows.x == rows.y) continue;
+        if (rotated == p.head_size || rows.x == rows.y) continue;
         for (std::int64_t head = token * rows.heads; head < (token + 1) * rows.heads; ++head)
-          std::copy(rows.x + head * p.head_size + turning, rows.x + (head + 1) * p.head_size,
-                    rows.y + head * p.head_size + turning);
+          std::copy(rows.x + head * p.head_size + rotated, rows.x + (head + 1) * p.head_size,
+                    rows.y + head * p.head_size + rotated);
       }
     }
   }
@@ -127,12 +128,12 @@ Status Cpu(const CallOf<Op>& call) {
         InputData<Table>(call, "cos"_name),
         InputData<Table>(call, "sin"_name),
         ReadAnglesOf<Compute<T>, Table>};
-    Function* const turn = p.is_interleaved ? kByLevel<TurnTokens<T, true>, Function>.Choose()
-                                            : kByLevel<TurnTokens<T, false>, Function>.Choose();
+    Function* const rotate = p.is_interleaved ? kByLevel<RotateTokens<T, true>, Function>.Choose()
+                                              : kByLevel<RotateTokens<T, false>, Function>.Choose();
     const std::int64_t width = (p.q_heads + p.k_heads) * p.head_size;
     const std::int64_t grain = kGrainElements / std::max<std::int64_t>(width, 1) + 1;
     call.context->ParallelFor(p.tokens, grain, [&](std::int64_t begin, std::int64_t end) {
-      turn(p, operands, begin, end);
+      rotate(p, operands, begin, end);
     });
     return Status();
   });

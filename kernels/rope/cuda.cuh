@@ -1,4 +1,4 @@
-// rope on CUDA: q and k in one kernel, at the speed of memory.
+// rope on CUDA: q and k in one kernel, at memory bandwidth.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace twinop::rope {
 
-// kWidth pairs of a head, as they are computed with.
+// kWidth pairs of a head, in the compute type.
 template <class Number, int kWidth>
 struct Pairs {
   Number a[kWidth], b[kWidth];
@@ -39,13 +39,14 @@ __device__ __forceinline__ void StoreVector(const Compute<T> (&numbers)[kWidth],
   }
 }
 
-// The pairs number chunk * kWidth and those after it: in layout "half" the i-th number of a head
-// and the one half a head after it, in "interleaved" neighbours.
+// Loads the kWidth pairs from chunk * kWidth on. A pair is the i-th element of a head and the one
+// `distance` after it in layout "half", two neighbours in "interleaved".
 template <bool kInterleaved, int kWidth, class T>
-__device__ __forceinline__ auto LoadPairs(const T* head, std::int64_t chunk, std::int64_t pairs) {
+__device__ __forceinline__ auto LoadPairs(const T* head, std::int64_t chunk,
+                                          std::int64_t distance) {
   const T* const first = head + chunk * kWidth * (kInterleaved ? 2 : 1);
   const auto low = LoadVector<T, kWidth>(first);
-  const auto high = LoadVector<T, kWidth>(first + (kInterleaved ? kWidth : pairs));
+  const auto high = LoadVector<T, kWidth>(first + (kInterleaved ? kWidth : distance));
   Pairs<Compute<T>, kWidth> found;
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
@@ -81,8 +82,8 @@ __device__ __forceinline__ void StorePairs(const Pairs<Compute<T>, kWidth>& pair
   StoreVector<T, kWidth>(high, first + (kInterleaved ? kWidth : distance));
 }
 
-// A token for each threadIdx.z. The threads of a warp cover chunks of a head (x) and heads (y),
-// those of q and then those of k.
+// threadIdx.z is a token, threadIdx.y a head (those of q and then those of k), and threadIdx.x a
+// chunk of the head.
 template <class T, class Table, int kWidth, bool kInterleaved>
 static __global__ void RopeKernel(Problem p, const T* q, const T* k, const Table* cos,
                                   const Table* sin, T* turned_q, T* turned_k) {
@@ -109,7 +110,7 @@ static __global__ void RopeKernel(Problem p, const T* q, const T* k, const Table
       StorePairs<kInterleaved, kWidth>(pairs, chunk, p.pairs, (of_q ? turned_q : turned_k) + at);
     }
   }
-  // The numbers that pass. They may be in place already.
+  // Copies the elements that are not rotated. They may be in place already.
   for (std::int64_t n = 2 * p.pairs + threadIdx.x * kWidth; n < p.head_size;
        n += blockDim.x * kWidth) {
     for (std::int64_t i = threadIdx.y; i < p.q_heads + p.k_heads; i += blockDim.y) {
@@ -129,11 +130,11 @@ static __global__ void RopeKernel(Problem p, const T* q, const T* k, const Table
 
 template <class T, class Table, int kWidth, bool kInterleaved, class Op>
 Status Launch(const CallOf<Op>& call, const Problem& p) {
-  constexpr std::int64_t kThreads = 128, kHeadsOfThread = 4;
+  constexpr std::int64_t kThreads = 128, kHeadsPerThread = 4;
   const std::int64_t heads = p.q_heads + p.k_heads;
   const std::int64_t x = std::min<std::int64_t>(p.pairs / kWidth, 32);
   const std::int64_t y =
-      std::min(kThreads / x, std::max<std::int64_t>(heads / kHeadsOfThread, std::int64_t{1}));
+      std::min(kThreads / x, std::max<std::int64_t>(heads / kHeadsPerThread, std::int64_t{1}));
   const std::int64_t z = std::clamp<std::int64_t>(kThreads / (x * y), 1, 64);  // CUDA's limit
   const Grid grid{(p.tokens + z - 1) / z, dim3(static_cast<unsigned>(x), static_cast<unsigned>(y),
                                                static_cast<unsigned>(z))};

@@ -1,4 +1,4 @@
-// What rope does on every device: the sizes of a call, and which numbers of a head turn together.
+// The part of rope that all devices share: the sizes of a call, and the rotation of a pair.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ struct Problem {
   std::int64_t tokens;              // of all sequences
   std::int64_t length;              // of a sequence
   std::int64_t q_heads, k_heads;    // of a token
-  std::int64_t head_size;           // numbers of a head
-  std::int64_t pairs;               // of its first numbers, which turn; the others pass
+  std::int64_t head_size;           // elements of a head
+  std::int64_t pairs;               // of its first elements, which are rotated; the rest is copied
   bool has_batches;                 // cos and sin have rows for each sequence
   bool is_interleaved, is_inverse;  // attributes
 };
@@ -24,19 +24,19 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
   const Tensor& q = InputOf(call, "q"_name);
   const Tensor& k = InputOf(call, "k"_name);
   const Tensor& cos = InputOf(call, "cos"_name);
-  const std::int64_t turning = 2 * cos.sizes[2];
+  const std::int64_t rotated = 2 * cos.sizes[2];
   const std::int64_t given = AttributeOf<std::int64_t>(call, "head_size"_name);
-  const std::int64_t size = given == 0 ? turning : given;
-  if (turning == 0)
+  const std::int64_t size = given == 0 ? rotated : given;
+  if (rotated == 0)
     return Status::Error("cos has rows without numbers; expected one for each pair");
-  if (size < turning)
+  if (size < rotated)
     return Status::Error("head_size is " + std::to_string(size) + ", and cos has " +
-                         std::to_string(turning / 2) + " angles; expected a size of at least " +
-                         std::to_string(turning) + ", or 0 for heads of pairs alone");
+                         std::to_string(rotated / 2) + " angles; expected a size of at least " +
+                         std::to_string(rotated) + ", or 0 for heads of pairs alone");
   if (q.sizes[2] % size != 0 || k.sizes[2] % size != 0)
     return Status::Error("q and k have rows of " + std::to_string(q.sizes[2]) + " and " +
                          std::to_string(k.sizes[2]) + " numbers; expected whole heads of " +
-                         std::to_string(size) + ": cos has " + std::to_string(turning / 2) +
+                         std::to_string(size) + ": cos has " + std::to_string(rotated / 2) +
                          " angles, one for each pair of a head");
   if (cos.sizes[0] != 1 && cos.sizes[0] != q.sizes[0])
     return Status::Error("cos is for " + std::to_string(cos.sizes[0]) +
@@ -54,17 +54,17 @@ Status ProblemOf(const CallOf<Op>& call, Problem* problem) {
   return {};
 }
 
-// The row of cos and sin of a token.
+// Returns the row of cos and sin for a token.
 TWINOP_INLINE std::int64_t TableRow(const Problem& problem, std::int64_t token) {
   return problem.has_batches ? token : token % problem.length;
 }
 
-// Turns (a, b) by an angle.
+// Rotates (a, b) by an angle.
 template <class T>
 TWINOP_INLINE void Turn(T cos, T sin, T* a, T* b) {
-  const T turned = *a * cos - *b * sin;
+  const T rotated = *a * cos - *b * sin;
   *b = *b * cos + *a * sin;
-  *a = turned;
+  *a = rotated;
 }
 
 // Calls body(Tag<T>{}, Tag<Table>{}) with the types of q and of cos.
