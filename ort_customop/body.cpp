@@ -10,14 +10,14 @@
 namespace twinop::ort {
 namespace {
 
-constexpr int kFirstMinor = 23;  // older Python packages of ORT let no library make a session
+constexpr int kFirstMinor = 23;  // in older Python packages of ORT a library cannot make a session
 
-// An elementwise op runs on pieces of so many elements, on the threads of the model's session. The
-// pieces do not depend on the number of threads. Their intermediate tensors fit in a cache.
+// Elements of a piece of an elementwise op. Pieces run on the threads of the model's session, and
+// do not depend on their number. The intermediate tensors of a piece fit in a cache.
 constexpr std::int64_t kPiece = 1 << 16;
 
-// Reads the ranks of the node's inputs from the model. Returns false where some are not known: ORT
-// shows an unknown rank as 0, and has no type of an absent input.
+// Reads the ranks of the node's inputs from the model. Returns false if one is not known: ORT
+// reports an unknown rank as 0, and no type for an absent input.
 bool ReadRanks(const Op& op, const OrtKernelInfo* info, Tensor* inputs) {
   const OrtApi* api = op.api;
   const Schema& schema = op.record->schema;
@@ -37,8 +37,8 @@ bool ReadRanks(const Op& op, const OrtKernelInfo* info, Tensor* inputs) {
   return true;
 }
 
-// Nodes with equal bodies share a session, which takes time and memory: the layers of a model, and
-// the sessions of a pool.
+// Nodes with equal bodies, as in the layers of a model or in a pool of sessions, share a session:
+// each one costs time and memory.
 Status FindOrOpen(const OrtApi* api, std::string_view body, const std::string& node,
                   std::shared_ptr<OrtSession>* session) {
   using Sessions = std::map<std::pair<const void*, std::string>, std::weak_ptr<OrtSession>>;
@@ -65,7 +65,7 @@ Status InBody(const Status& error) {
 
 Status OpenSession(const OrtApi* api, const std::string& model, OrtSessionOptions* options,
                    std::shared_ptr<OrtSession>* session) {
-  OrtEnv* env = nullptr;  // the process has one, which each session keeps
+  OrtEnv* env = nullptr;  // the only one of the process; each session keeps it
   TWINOP_RETURN_IF_ORT_ERROR(api, api->CreateEnv(ORT_LOGGING_LEVEL_WARNING, "twinop", &env));
   const std::shared_ptr<OrtEnv> owned_env(env, api->ReleaseEnv);
   TWINOP_RETURN_IF_ORT_ERROR(api, api->SetIntraOpNumThreads(options, 1));

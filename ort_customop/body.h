@@ -1,5 +1,5 @@
-// Runs an op without a CPU kernel on ONNX Runtime's CPU provider: its function body, in a session
-// inside the model's.
+// Runs ops without a CPU kernel on ONNX Runtime's CPU provider. The kernel of a node runs the op's
+// function body in a session of its own, inside the model's session.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace twinop::ort {
 
-// What ORT made, with the function that releases it.
+// An object of ORT, and the function that releases it.
 template <class T>
 using Owned = std::unique_ptr<T, void(ORT_API_CALL*)(T*)>;
 
@@ -31,14 +31,14 @@ class Body {
 
  protected:
   explicit Body(const Op& op) : op_(op) {}
-  // Runs a session on values by the schema's order; null inputs are absent.
+  // Runs a session on values in the schema's order; null inputs are absent.
   Status RunSession(OrtSession* session, const OrtValue* const* inputs, OrtValue** outputs) const;
 
   const Op& op_;
 };
 
-// A body that may have a model for each combination of ranks. So a model is loaded when the first
-// call needs it, and at creation where the ranks are known then.
+// A body that may have another model for each combination of ranks. A model is loaded when the
+// first call needs it, or at creation if the ranks are known then.
 class FunctionBody : public Body {
  public:
   static Status Create(const Op& op, const Attribute* attributes, const OrtKernelInfo* info,
@@ -62,7 +62,7 @@ class FunctionBody : public Body {
   Status AddCase(const Tensor* inputs, Case* added) const;
 
   const Attribute* attributes_;
-  std::mutex mutex_;                          // of those who add a case
+  std::mutex mutex_;                          // held while a case is added
   std::atomic<const Case*> first_ = nullptr;  // read without the mutex
 };
 
@@ -79,13 +79,13 @@ class RowBody : public Body {
   Status RunRows(const Call& call, std::int64_t begin, std::int64_t end) const;
 
   bool has_rows_[kMaxArguments] = {};     // the input has a row for each row of the first
-  bool is_constant_[kMaxArguments] = {};  // the session has the input
+  bool is_constant_[kMaxArguments] = {};  // an initializer of the session
   std::shared_ptr<OrtMemoryInfo> memory_;
   std::vector<std::shared_ptr<OrtValue>> constants_;
   std::shared_ptr<OrtSession> session_;
 };
 
-// An error of a body's session.
+// Returns an error of a body's session, with a prefix that says so.
 Status InBody(const Status& error);
 
 // Makes a session without threads of its own: the thread that runs it does the work.

@@ -10,14 +10,14 @@
 namespace twinop::ort {
 namespace {
 
-// How many rows a piece has: a piece for each core of the machine, of at least so many rows and
-// products of an element of x and one of y. It does not depend on the threads of the session.
+// A piece has at least so many rows and multiply-adds, and there are at most as many pieces as the
+// machine has cores. The number of the session's threads does not matter.
 constexpr std::int64_t kPieceRows = 16;
-constexpr std::int64_t kPieceWork = 1 << 23;
+constexpr std::int64_t kPieceMultiplyAdds = 1 << 23;
 
-std::int64_t PieceRows(std::int64_t rows, std::int64_t work_of_row) {
+std::int64_t PieceRows(std::int64_t rows, std::int64_t multiply_adds_of_row) {
   static const std::int64_t pieces = std::max(1U, std::thread::hardware_concurrency());
-  return std::max({kPieceRows, kPieceWork / std::max<std::int64_t>(work_of_row, 1),
+  return std::max({kPieceRows, kPieceMultiplyAdds / std::max<std::int64_t>(multiply_adds_of_row, 1),
                    (rows + pieces - 1) / pieces});
 }
 
@@ -33,8 +33,8 @@ std::shared_ptr<OrtValue> Share(const OrtApi* api, OrtValue* value) {
   return {value, api->ReleaseValue};
 }
 
-// Makes a view of a constant of the node, and describes it as an initializer whose data the
-// session's options have.
+// Makes a view of a constant input, and describes it in `message` as an initializer whose data
+// comes with the session's options.
 Status ViewConstant(const OrtApi* api, const OrtMemoryInfo* memory, std::string_view name,
                     DType dtype, const OrtValue* value, std::shared_ptr<OrtValue>* view,
                     Message* message) {
@@ -70,7 +70,7 @@ Status ViewConstant(const OrtApi* api, const OrtMemoryInfo* memory, std::string_
   return {};
 }
 
-// Whether the node names its input `i`.
+// Sets `*present` to whether the node has its input `i`.
 Status IsPresent(const OrtApi* api, const OrtKernelInfo* info, std::size_t i, bool* present) {
   std::size_t count = 0, size = 0;
   TWINOP_RETURN_IF_ORT_ERROR(api, api->KernelInfo_GetInputCount(info, &count));

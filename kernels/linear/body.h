@@ -119,7 +119,7 @@ Status Body(const CallOf<Op>& call, const std::string** model) {
     y = graph.Add("Mul", {AddActivation(&graph, halves[0], activation), halves[1]});
   }
   if (narrow) y = graph.Cast(y, dtype);
-  // Equal models are one string, because the adapter compares models by their address.
+  // Models are kept while the library is loaded; equal ones have one address (kernels/abi.h).
   static std::mutex mutex;
   static auto& models = *new std::set<std::string>;
   const std::lock_guard<std::mutex> lock(mutex);
