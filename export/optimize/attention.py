@@ -155,7 +155,7 @@ def _padding_bias(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:
 
 
 def _without_infinity(mask: ir.Value, before: ir.Node) -> ir.Value:
-    """Replaces -inf by the lowest number, because the softmax of a row of -inf is NaN."""
+    """Replaces -inf with the lowest number, because the softmax of a row of -inf is NaN."""
     return add(before, "Max", [mask, constant_like(before, LOWEST, mask)], shape=dims(mask))
 
 
@@ -177,7 +177,7 @@ def _zero_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, befor
 
 
 def _replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
-    """Replaces [B, H, S, D] by the result [B, S, H*D]; most readers transpose it back at once."""
+    """Replaces [B, H, S, D] with the result [B, S, H*D]; most readers transpose it back at once."""
     transpose = only_user(old)
     width = heads.count * heads.size
     if transpose is not None and list(attribute(transpose, "perm", ())) == SWAP_S_H:

@@ -146,7 +146,7 @@ def rewrite(work: Work) -> None:
 
 
 def _replace(work: Work, linear: Linear, with_bias: bool) -> None:
-    """Replaces the product, its bias and its activation by one node.
+    """Replaces the product, its bias and its activation with one node.
 
     Args:
         with_bias: add a bias of zeros if there is none. A model holds one function body for all nodes of an

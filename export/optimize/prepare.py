@@ -167,7 +167,7 @@ def infer_shapes(model: ir.Model) -> None:
 
 
 def _fold_sizes(model: ir.Model) -> None:
-    """Replaces sizes that nodes take from a Shape by constants, where inference has found them."""
+    """Replaces sizes that nodes take from a Shape with constants, where inference has found them."""
     for node in list(model.graph):
         shape = producer(node.inputs[0], "Shape") if node.inputs and not standard(node.domain) else None
         found = dims(shape.inputs[0]) if shape is not None else None

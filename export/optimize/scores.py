@@ -98,7 +98,7 @@ def _mask_of_where(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
     number = scalar(a) if scalar(a) is not None else scalar(b)
     scores = b if scalar(a) is not None else a
     if hidden is None or scores is None or number is None or number > _HIDDEN:
-        raise UnsupportedPattern("Where replaces scores by a number that does not hide them")
+        raise UnsupportedPattern("Where replaces scores with a number that does not hide them")
     if before.op_type == "Softmax":  # `masks_of` inserts no nodes
         return scores, hidden
     constants = [constant_like(before, 0.0, scores), constant_like(before, max(number, LOWEST), scores)]
