@@ -76,35 +76,36 @@ def _after_nan_guard(softmax: ir.Node) -> ir.Value:
 
 
 def _fuse(work: Work, softmax: ir.Node) -> None:
+    """Replaces the attention around a softmax with one node."""
     probabilities = _after_nan_guard(softmax)
-    after = only_user(probabilities)
-    if after is None or after.inputs[0] is not probabilities:
+    matmul = only_user(probabilities)
+    if matmul is None or matmul.inputs[0] is not probabilities:
         raise UnsupportedPattern("the softmax has other readers")
     if len(dims(softmax.outputs[0]) or ()) != 4:
         raise UnsupportedPattern("scores that are not [B, H, S, T]")
-    scores = scores_of(softmax, after)
+    scores = scores_of(softmax, matmul)
     q, on_q = unscaled(scores.product.inputs[0])
     k, on_k = untransposed(scores.product.inputs[1])
     scale = scores.scale * on_q * on_k
-    v = after.inputs[1]
+    v = matmul.inputs[1]
     assert v is not None
     (k, times), (v, times_of_v) = without_repeats(k), without_repeats(v)
-    parts = [merged_heads(each, after) for each in (q, k, v)]
+    parts = [merged_heads(each, matmul) for each in (q, k, v)]
     if parts[0] is None or parts[1] is None or parts[2] is None:
         raise UnsupportedPattern("the number or size of the heads is not known")
-    q3, k3 = parts[0], repeat_heads(work, parts[1], times, after)
-    v3 = repeat_heads(work, parts[2], times_of_v, after)
+    q3, k3 = parts[0], repeat_heads(work, parts[1], times, matmul)
+    v3 = repeat_heads(work, parts[2], times_of_v, matmul)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
         raise UnsupportedPattern("q, k and v differ in the number or size of heads")
-    (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # scaled before the heads
+    (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # before the split into heads
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value]
-    inputs += _mask_inputs(work, scores.masks, q3, k3, after, attributes)
+    inputs += _mask_inputs(work, scores.masks, q3, k3, matmul, attributes)
     shape = [*(dims(q3.value) or [None, None])[:2], v3.count * v3.size]
-    result = add(after, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=shape)
+    result = add(matmul, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=shape)
     if probabilities is not softmax.outputs[0]:
-        result = _zero_hidden_rows(work, scores.masks, result, after)
-    _replace_output(after.outputs[0], result, v3)
+        result = _zero_hidden_rows(work, scores.masks, result, matmul)
+    _replace_output(matmul.outputs[0], result, v3)
     work.made["attention"] += 1
 
 
@@ -112,37 +113,37 @@ def _mask_inputs(
     work: Work, masks: list[ir.Value], q: Heads, k: Heads, before: ir.Node, attributes: dict[str, int | float]
 ) -> list[ir.Value | None]:
     """Returns the inputs of the node from the bias on, and sets `unidirectional` in `attributes`."""
-    rest = []
+    biases = []
     lengths: ir.Value | None = None
     for mask in masks:
         if mask in work.causal_masks:
             attributes["unidirectional"] = 1
         if mask in work.right_padding_masks:
-            given = work.right_padding_masks[mask]
-            wide = add(before, "Cast", [given], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
+            shown = work.right_padding_masks[mask]
+            wide = add(before, "Cast", [shown], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
             axes = int_constant(before, [1])
             lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
         if mask not in work.causal_masks | work.empty_masks and mask not in work.right_padding_masks:
             if mask in work.padding_masks:
-                rest.append(_padding_bias(work.padding_masks[mask], mask, before))
+                biases.append(_padding_bias(work.padding_masks[mask], mask, before))
             else:
-                rest.append(_without_infinity(mask, before) if mask in work.infinite_masks else mask)
-    if not rest:
+                biases.append(_without_infinity(mask, before) if mask in work.infinite_masks else mask)
+    if not biases:
         return [None, lengths] if lengths is not None else []
-    whole = rest[0]
-    for mask in rest[1:]:
-        whole = add(before, "Add", [whole, mask], shape=broadcast_dims(dims(whole), dims(mask)))
-    shape, rows, columns = dims(whole), (dims(q.value) or [0, None])[1], (dims(k.value) or [0, None])[1]
+    bias = biases[0]
+    for mask in biases[1:]:
+        bias = add(before, "Add", [bias, mask], shape=broadcast_dims(dims(bias), dims(mask)))
+    shape, rows, columns = dims(bias), (dims(q.value) or [0, None])[1], (dims(k.value) or [0, None])[1]
     if shape is None or len(shape) > 4:
         raise UnsupportedPattern("a mask of unknown rank")
-    if len(rest) > 1 or len(shape) < 4 or None in (rows, columns) or shape[2:] != [rows, columns]:
+    if len(biases) > 1 or len(shape) < 4 or None in (rows, columns) or shape[2:] != [rows, columns]:
         if isinstance(rows, int) and isinstance(columns, int):
             target = int_constant(before, [1, 1, rows, columns])
         else:
             target = scores_shape(before, q.value, k.value)
-        outer = [*([1] * (4 - len(shape))), *shape][:2] if len(rest) == 1 else [None, None]
-        whole = add(before, "Expand", [whole, target], shape=[*outer, rows, columns])
-    return [None, lengths, whole]
+        outer = [*([1] * (4 - len(shape))), *shape][:2] if len(biases) == 1 else [None, None]
+        bias = add(before, "Expand", [bias, target], shape=[*outer, rows, columns])
+    return [None, lengths, bias]
 
 
 def _padding_bias(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:

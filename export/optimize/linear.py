@@ -82,7 +82,7 @@ def match_linear(node: ir.Node) -> Linear | None:
     if 0 in shape:
         raise UnsupportedPattern("a dimension of size 0")
     if len(dims(x) or ()) < 2:
-        raise UnsupportedPattern("an input of unknown rank or with less than two dimensions")
+        raise UnsupportedPattern("an input of unknown rank or with fewer than two dimensions")
     if attribute(node, "transA", 0) or {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)} != {1.0}:
         raise UnsupportedPattern("transA is set, or alpha or beta is not 1")
     layout = "nk" if is_nk else "kn"

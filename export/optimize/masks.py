@@ -113,8 +113,8 @@ def _hides_exactly(array: np.ndarray, causal: bool, shown: np.ndarray | None) ->
         if shown.shape[1] != columns:
             return False
         expected = expected & (shown != 0)[:, None, None, :]
-    clear = ((wide == 0) | (wide <= _HIDDEN)).all()
-    return bool(clear and ((wide == 0) == expected).all())
+    is_binary = ((wide == 0) | (wide <= _HIDDEN)).all()
+    return bool(is_binary and ((wide == 0) == expected).all())
 
 
 def _compute(
