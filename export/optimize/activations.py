@@ -27,7 +27,6 @@ _TOLERANCE = 1e-4  # erf and tanh GELU differ by 4.7e-4, constants rounded to fp
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     order = {node: index for index, node in enumerate(work.graph)}
     for node in reversed(work.nodes("Mul", "Div", domain="")):
         found = _match(node, order) if node.graph is not None else None

@@ -11,7 +11,6 @@ from .graph import DOMAIN, Work, add, dims, only_user, producer, replace
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     op_type = work.records["addcmul"].onnx_name
     for node in work.nodes("Add", domain=""):
         result = node.outputs[0]

@@ -35,7 +35,6 @@ from .scores import LOWEST, constant_like, scores_of, unscaled, untransposed
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     found = list(attentions(work))
     if others := len(work.nodes("Softmax", domain="")) - len(found):
         work.left["softmax: no MatMul reads it"] += others

@@ -33,7 +33,6 @@ _PASS_THROUGH = ("Expand", "GatherElements", "Gather", "Identity", "Reshape", "S
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     for node in work.nodes("Add", domain=""):
         if node.graph is None:
             continue

@@ -12,7 +12,6 @@ from .linear import bias_vector, match_linear
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
             linear = match_linear(node) if node.graph is not None else None

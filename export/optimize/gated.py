@@ -38,7 +38,6 @@ class _Half:
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     for node in work.nodes("Mul", domain=""):
         found = _match(work, node) if node.graph is not None else None
         if found is None:

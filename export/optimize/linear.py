@@ -129,7 +129,6 @@ def activation_of(work: Work, node: ir.Node | None) -> str:
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     nodes, with_bias = list[ir.Node](), False
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:

@@ -34,7 +34,6 @@ _TANH = {"approximate": "tanh"}  # the form of FastGelu
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     for node in work.nodes(*_RULES, domain=MICROSOFT):
         try:
             if _RULES[node.op_type](work, node):

@@ -27,7 +27,6 @@ from .graph import (
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     record = work.records["ada_layer_norm"]
     norm_type = work.records["layer_norm"].onnx_name
     for norm in work.nodes(norm_type, domain=DOMAIN):

@@ -30,7 +30,6 @@ class _Norm:
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     order = {node: index for index, node in enumerate(work.graph)}
     for node in reversed(work.nodes("Mul", "Add", "Div", domain="")):
         found = _match(node.outputs[0], order) if node.graph is not None else None

@@ -31,7 +31,6 @@ _MAX_ELEMENTS = 3 << 20
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     groups = defaultdict[tuple[ir.Value, int], list[ir.Node]](list)
     for node in work.nodes(work.records["linear"].onnx_name, domain=DOMAIN):
         x, *constants = node.inputs

@@ -44,7 +44,6 @@ class _Rotation:
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     found = list(_rotations(work))
     while found:
         first = found.pop(0)

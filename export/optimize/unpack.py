@@ -11,7 +11,6 @@ from .linear import Linear, match_linear, slice_columns
 
 
 def rewrite(work: Work) -> None:
-    """Applies this rewrite."""
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
             linear = match_linear(node) if node.graph is not None else None
