@@ -55,7 +55,7 @@ def encoder(**more: Any) -> Callable[[Size], dict[str, Any]]:
 
 
 def decoder(**more: Any) -> Callable[[Size], dict[str, Any]]:
-    """Without a cache of keys and values, which is no tensor."""
+    """Without a cache of keys and values, which is not a tensor."""
     special = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return lambda size: size.options() | special | {"num_key_value_heads": 2} | more
 

@@ -60,7 +60,7 @@ def replace_nodes(
         The number of new nodes by type.
 
     Raises:
-        ExportError: an op is not loaded, or is no standard operator.
+        ExportError: an op is not loaded, or is not a standard operator.
     """
     records = records_or_loaded(records)
     opset = model.graph.opset_imports.get("", 20)

@@ -154,7 +154,7 @@ def _differentiated(record: Record, function: Callable[..., Any]) -> _Formula:
     """Differentiates a backward op that is written in torch's operators, in fp32 where it is narrower.
 
     Raises:
-        RecordError: the function takes what is no input or attribute of the op.
+        RecordError: the function takes what is not an input or attribute of the op.
     """
     used = list(inspect.signature(function).parameters)
     inputs = [entry.name for entry in record.inputs if entry.name in used]

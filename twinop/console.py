@@ -21,7 +21,7 @@ out: "Console"
 err: "Console"
 
 _PIPE_WIDTH = 10_000
-"""Columns where the output is no terminal: tables and lines keep their words and paths whole."""
+"""Columns where the output is not a terminal: tables and lines keep their words and paths whole."""
 
 
 def __getattr__(name: str) -> Any:

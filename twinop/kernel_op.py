@@ -238,7 +238,7 @@ def _check_dtypes(launcher: Launcher, record: Record, dtypes: Sequence[str]) -> 
         named = dict(part.partition("=")[::2] for part in others)
         if unknown := [name for name in named if name not in tensors]:
             raise RecordError(
-                f"{_place(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0]} is no tensor of "
+                f"{_place(launcher)}: {text!r} in dtypes of {record.name}: {unknown[0]} is not a tensor of "
                 f"{record.schema}"
             )
         if unknown := [dtype for dtype in (first, *named.values()) if dtype not in _DTYPES]:

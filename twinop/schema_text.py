@@ -94,7 +94,7 @@ def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, str |
         raise _error(
             schema,
             place,
-            f"{text!r} is no argument; expected one of Tensor, Tensor?, Tensor[], int, float, bool, str, "
+            f"{text!r} is not an argument; expected one of Tensor, Tensor?, Tensor[], int, float, bool, str, "
             "int[], then a name, and a default: float eps=1e-6",
         )
     kind, name, default = found.groups()
@@ -108,7 +108,7 @@ def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, str |
             value = None
         is_bool_elsewhere = isinstance(value, bool) and kind != "bool"
         if not isinstance(value, _LITERALS[kind]) or is_bool_elsewhere:  # type: ignore[arg-type]
-            raise _error(schema, place + found.start(3), f"{text!r}: its default is no {kind}")
+            raise _error(schema, place + found.start(3), f"{text!r}: its default is not of type {kind}")
     return kind, name, default
 
 

@@ -70,7 +70,7 @@ def named(tensor: str, name: Any) -> Datatype:
     """
     found = DATATYPES.get(name) if isinstance(name, str) else None
     if found is None:
-        raise invalid(f"input {tensor}: datatype {shown(name)} is none of {', '.join(DATATYPES)}")
+        raise invalid(f"input {tensor}: datatype {shown(name)} is not one of {', '.join(DATATYPES)}")
     return found
 
 

@@ -113,7 +113,7 @@ def _refused(config: Any, model: str) -> Iterator[str]:
         yield "model_transaction_policy: decoupled answers"
     for each in (*config.input, *config.output):
         if each.data_type not in model_config_pb2.DataType.values():
-            yield f"data_type of {each.name}: {each.data_type} is none of Triton's"
+            yield f"data_type of {each.name}: {each.data_type} is not one of Triton's"
         if each.HasField("reshape") and not is_vector(each, config.max_batch_size > 0):
             yield f"reshape of {each.name}: clients send what the model takes"
         if each.is_shape_tensor:

@@ -96,7 +96,7 @@ class _Connection(HttpToolsProtocol):
         )
 
     def send_400_response(self, msg: str) -> None:
-        content = orjson.dumps({"error": "this is no request of HTTP/1.1, or its head is malformed"})
+        content = orjson.dumps({"error": "this is not an HTTP/1.1 request, or its head is malformed"})
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-length: {len(content)}\r\n".encode()
         self.transport.write(head + b"content-type: application/json\r\nconnection: close\r\n\r\n" + content)
         self.transport.close()

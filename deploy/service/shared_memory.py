@@ -80,7 +80,7 @@ class _Region:
             said = f"the segment {shown(key)} cannot be opened: {error.strerror}"
             raise invalid(f"region {name}: {said}") from None
         if not stat.S_ISREG(os.fstat(self.file).st_mode):
-            raise invalid(f"region {name}: {shown(key)} is no segment of shared memory")
+            raise invalid(f"region {name}: {shown(key)} is not a shared memory segment")
         self.require(offset + size, "the region")
 
     def __del__(self) -> None:

@@ -131,4 +131,6 @@ def record_run(request: Request, result: Result) -> None:
 def _require_url(name: str, endpoint: str) -> None:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError(f"{name}: {endpoint!r} is no URL of a collector, such as http://localhost:4318")
+        raise SettingsError(
+            f"{name}: {endpoint!r} is not the URL of a collector, such as http://localhost:4318"
+        )

@@ -59,7 +59,7 @@ def read(config: Any) -> dict[str, Any]:
     """Return the settings `session` and `provider_options`, unchecked.
 
     Raises:
-        ValueError: an accelerator, a level, a mode or a precision is none of Triton's.
+        ValueError: an accelerator, a level, a mode or a precision is not one of Triton's.
     """
     session = {
         name: config.parameters[ours].string_value
@@ -91,5 +91,5 @@ def read(config: Any) -> dict[str, Any]:
 def _name_of(what: str, value: Any, values: Mapping[str, Any]) -> str:
     names = {theirs: name for name, theirs in values.items()}
     if value not in names:
-        raise ValueError(f"{what}: {value!r} is none of {', '.join(map(str, names))}")
+        raise ValueError(f"{what}: {value!r} is not one of {', '.join(map(str, names))}")
     return names[value]

@@ -30,7 +30,8 @@ def main(
     inputs: Annotated[
         Path | None,
         typer.Option(
-            help="An .npz file of inputs for the comparison. Default: generated.", show_default=False
+            help="An .npz file of inputs to compare and measure on. Default: small generated ones.",
+            show_default=False,
         ),
     ] = None,
     without: Annotated[
@@ -40,7 +41,7 @@ def main(
         ),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Leave out rewrites that make it slower on this machine.")
+        bool, typer.Option("--measure", help="Revert rewrites that gain no time on this machine.")
     ] = False,
     library: Annotated[
         list[Path] | None,

@@ -37,7 +37,7 @@ def rewrite(work: Work) -> None:
     for node in work.nodes(*_RULES, domain=MICROSOFT):
         try:
             if _RULES[node.op_type](work, node):
-                work.made[f"{node.op_type} taken apart"] += 1
+                work.made[f"{node.op_type} decomposed"] += 1
         except UnsupportedPattern as reason:
             work.left[f"{node.op_type}: {reason}"] += 1
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from twinop import deploy
+from twinop.deploy.cuda import has_gpu
 from twinop.errors import ExportError
 from twinop.library import find_library, read_library
 
@@ -12,19 +13,19 @@ from ..files import publish, work_folder
 from ..fuse_add_norm import fuse_sums
 from . import (
     activations,
-    add_product,
+    ada_layer_norm,
+    addcmul,
     attention,
     embedding,
-    flat,
     gated,
     linear,
+    merge_linear,
     microsoft,
-    modulation,
     norms,
-    pack,
     precision,
     rotary,
-    unpack,
+    split_linear,
+    unflatten,
 )
 from .graph import Work
 from .prepare import check_memory, convert_to_fp32, load
@@ -43,22 +44,28 @@ def _add_norms(work: Work) -> None:
 REWRITES: Mapping[str, Callable[[Work], None]] = {
     "microsoft": microsoft.rewrite,
     "embedding": embedding.rewrite,
-    "flat": flat.rewrite,
+    "unflatten": unflatten.rewrite,
     "activation": activations.rewrite,
     "norm": norms.rewrite,
     "rotary": rotary.rewrite,
     "attention": attention.rewrite,
-    "gate": gated.rewrite,
-    "unpack": unpack.rewrite,
-    "modulation": modulation.rewrite,
-    "add_product": add_product.rewrite,
+    "gated": gated.rewrite,
+    "split_linear": split_linear.rewrite,
+    "ada_layer_norm": ada_layer_norm.rewrite,
+    "addcmul": addcmul.rewrite,
     "linear": linear.rewrite,
-    "pack": pack.rewrite,
+    "merge_linear": merge_linear.rewrite,
     "embed_norm": embedding.fuse_norms,
     "add_norm": _add_norms,
 }
 """The rewrites by name, in the order in which they run."""
-_CUDA_ONLY = ("flat", "unpack", "add_product", "linear", "pack")  # ONNX Runtime is as fast on the CPU
+_CUDA_ONLY = (
+    "unflatten",
+    "split_linear",
+    "addcmul",
+    "linear",
+    "merge_linear",
+)  # ONNX Runtime is as fast on the CPU
 DEVICES = ("cuda", "cpu")
 
 
@@ -78,7 +85,7 @@ def optimize(
     """Optimises an ONNX file, and keeps the result only if it computes what the original computes.
 
     The rewrites run on the model in fp32. The result is compared with the original in fp32 on the CPU, and a
-    rewrite that changes the results is taken back. Then the model is converted to the wanted dtype and
+    rewrite that changes the results is reverted. Then the model is converted to the wanted dtype and
     compared again, if the CPU provider can run it.
 
     Args:
@@ -89,7 +96,7 @@ def optimize(
         padding: "right" promises that masks hide nothing but the end of each sequence.
         inputs_file: an .npz file of inputs for the comparison; by default they are generated.
         without: names of rewrites to leave out.
-        measure: also take back rewrites that make the model slower on this machine.
+        measure: also revert rewrites that do not make the model faster on this machine.
         library: libraries of custom ops that the original needs.
         progress: called with the name of each step.
 
@@ -105,7 +112,7 @@ def optimize(
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
     narrow_types = convert_to_fp32(model)
-    source_dtype = next(iter(narrow_types)).name.lower() if narrow_types else "float32"
+    source_dtype = min((each.name.lower() for each in narrow_types), default="float32")
     report.dtype = dtype or source_dtype
     with work_folder(target) as folder:
         original = source if not narrow_types else None
@@ -118,7 +125,10 @@ def optimize(
         best = trial.verify({name: REWRITES[name] for name in chosen})
         if measure:
             best = trial.drop_slow(best)
-        publish(trial.finish(best, target.name), target.parent)
+        files = trial.finish(best, target.name)
+        if report.made and (measure or device == "cpu" or has_gpu()):
+            trial.time(files[-1])
+        publish(files, target.parent)
     return report
 
 

@@ -28,7 +28,7 @@ def load(path: Path) -> ir.Model:
     """Reads a model.
 
     Raises:
-        ExportError: the file is no model, or its weights are missing.
+        ExportError: the file is not a model, or its weights are missing.
     """
     if path.is_dir() or not path.exists():
         what = "is a folder" if path.is_dir() else "there is no such file"
@@ -36,9 +36,9 @@ def load(path: Path) -> ir.Model:
     try:
         model = ir.load(path)
     except Exception as error:
-        raise ExportError(f"{path}: is no ONNX model: {str(error).splitlines()[0]}") from error
+        raise ExportError(f"{path}: is not an ONNX model: {str(error).splitlines()[0]}") from error
     if not len(model.graph) and not model.graph.outputs:
-        raise ExportError(f"{path}: is no ONNX model: it has no nodes and no outputs")
+        raise ExportError(f"{path}: is not an ONNX model: it has no nodes and no outputs")
     for value in model.graph.initializers.values():
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor) and not Path(tensor.path).is_file():

@@ -11,11 +11,12 @@ class OptimizeReport:
     Attributes:
         made: the number of new nodes, by what they compute.
         left: the number of patterns that were left alone, by pattern and reason.
-        taken_back: by rewrite, why it was taken back: it changed the results or gained no time (`measure`).
+        reverted: by rewrite, why it was reverted: it changed the results or gained no time (`measure`).
         error: the largest relative error of the outputs, compared with the original in fp32.
         own_error: the same error of the original in 16 bits, if both run on this machine.
-        times: milliseconds of a run before and after, with `measure`.
-        timed_on: the device of these times, "cuda" or "cpu".
+        times: milliseconds of a run of the source and of the result, if this machine has the device.
+        timed_on: the device of these times, such as "cuda:0" or "cpu".
+        timed_shape: the shape of the first input in these runs.
         needs: operators of the file that only ONNX Runtime has.
     """
 
@@ -26,23 +27,23 @@ class OptimizeReport:
     nodes_after: int = 0
     made: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
-    taken_back: dict[str, str] = field(default_factory=dict)
+    reverted: dict[str, str] = field(default_factory=dict)
     error: float = 0.0
     own_error: float | None = None
     times: tuple[float, float] | None = None
     device: str = ""
     timed_on: str = ""
+    timed_shape: tuple[int, ...] = ()
     needs: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """The report as lines of text."""
         own = f"; the original in {self.dtype}: {self.own_error:.1e}" if self.own_error is not None else ""
-        times = (
-            f"; {self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.timed_on}"
-            if self.times is not None
-            else ""
-        )
+        times = ""
+        if self.times is not None:
+            shape = f", first input {list(self.timed_shape)}"
+            times = f"; {self.times[0]:.3g} -> {self.times[1]:.3g} ms on {self.timed_on}{shape}"
         lines = [
             f"{self.source.name} -> {self.path.name}: {self.nodes_before} nodes -> {self.nodes_after}; same "
             f"outputs (relative error {self.error:.1e}{own}){times}"
@@ -51,7 +52,7 @@ class OptimizeReport:
             lines.append("  nothing was recognised: the file is the original")
         lines += [f"  {count} {what}" for what, count in self.made.items()]
         lines += [f"  left alone: {count} {what}" for what, count in self.left.items()]
-        lines += [f"  taken back: {name}: {reason}" for name, reason in self.taken_back.items()]
+        lines += [f"  reverted: {name}: {reason}" for name, reason in self.reverted.items()]
         if self.needs:
             lines.append(f"  needs ONNX Runtime: {', '.join(self.needs)}")
         lines += [f"  note: {note}" for note in self.notes]

@@ -34,7 +34,8 @@ from .report import OptimizeReport
 
 Rewrite = Callable[[Work], None]
 Rewrites = Mapping[str, Rewrite]
-_RUNS, _FASTER = 20, 0.99  # timed runs; less than 1 % is noise
+_RUNS, _WARM_UP = 20, 3
+_FASTER = 0.99  # less than 1 % is noise
 
 
 class Trial:
@@ -119,7 +120,7 @@ class Trial:
                         f"the model without any rewrite {reason}: this is a defect of twinop"
                     ) from None
                 name = reason.rewrite or self._first_wrong(kept)
-                self.report.taken_back[name] = f"{reason}: this is a defect of twinop, please report it"
+                self.report.reverted[name] = f"{reason}: this is a defect of twinop, please report it"
                 del kept[name]
 
     def _first_wrong(self, rewrites: Rewrites) -> str:
@@ -166,42 +167,54 @@ class Trial:
         return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
 
     def drop_slow(self, best: tuple[Rewrites, Work]) -> tuple[Rewrites, Work]:
-        """Takes back rewrites without which the model is faster on this device."""
+        """Reverts rewrites that do not make the model faster on this device."""
         rewrites, work = dict(best[0]), best[1]
-        before, now = self._milliseconds(self.original), self._time(work)
+        path = self._write_converted(work, "all")
         for name in list(rewrites):
             self.progress(f"measuring without {name}")
             less = {other: rewrite for other, rewrite in rewrites.items() if other != name}
             other = self.apply(less)
             if other.made == work.made:
                 continue
-            if (time_without := self._time(other)) < now * _FASTER:
-                self.report.taken_back[name] = (
+            other_path = self._write_converted(other, f"without_{name}")
+            now, time_without = self._milliseconds(path, other_path)
+            if now > time_without * _FASTER:
+                self.report.reverted[name] = (
                     f"gains no time here ({now:.3g} ms with it, {time_without:.3g} without)"
                 )
-                rewrites, work, now = less, other, time_without
-        self.report.times = (before, now)
+                rewrites, work, path = less, other, other_path
         return rewrites, work
 
-    def _time(self, work: Work) -> float:
+    def _write_converted(self, work: Work, name: str) -> Path:
         model = work.model.clone()
         if self.report.dtype in precision.DTYPES:
             precision.convert(model, precision.DTYPES[self.report.dtype])
-        return self._milliseconds(self._write(model, "timed.onnx")[-1])
+        return self._write(model, f"{name}.onnx")[-1]
 
-    def _milliseconds(self, path: Path) -> float:
-        """Returns the median time of a run of the first case."""
+    def time(self, path: Path) -> None:
+        """Adds to the report how long the source and the result in `path` take."""
+        self.progress("measuring")
+        try:
+            before, after = self._milliseconds(self.report.source, path)
+        except TwinopError:  # the CPU provider lacks kernels for a source in 16 bits
+            return
+        self.report.times = (before, after)
+        self.report.timed_shape = next(iter(self.cases[0].values())).shape
+
+    def _milliseconds(self, *paths: Path) -> list[float]:
+        """Returns the median time of a run of each model on the first case. The models run in turn."""
         providers = ["CPUExecutionProvider"] if self.report.device == "cpu" else None
-        session = deploy.session(path, providers, self.library)
-        self.report.timed_on = session.device
-        wanted = {name: spec.dtype for name, spec in session.inputs.items()}
-        feeds = {name: self.cases[0][name].astype(wanted[name]) for name in wanted}
-        times = []
-        for _ in range(_RUNS + 3):
-            start = time.perf_counter()
-            session.run(feeds)
-            times.append(time.perf_counter() - start)
-        return float(np.median(times[3:])) * 1e3
+        sessions = [deploy.session(path, providers, self.library) for path in paths]
+        self.report.timed_on = sessions[0].device
+        times: list[list[float]] = [[] for _ in sessions]
+        for _ in range(_WARM_UP + _RUNS):
+            for session, samples in zip(sessions, times, strict=True):
+                given = session.inputs.items()
+                feeds = {name: self.cases[0][name].astype(spec.numpy_dtype) for name, spec in given}
+                start = time.perf_counter()
+                session.run(feeds)
+                samples.append(time.perf_counter() - start)
+        return [float(np.median(samples[_WARM_UP:])) * 1e3 for samples in times]
 
     def finish(self, best: tuple[Rewrites, Work], name: str) -> Sequence[Path]:
         """Converts the model, compares it again, writes it and completes the report.

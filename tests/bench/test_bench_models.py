@@ -44,7 +44,7 @@ def test_rows_that_differ_in_the_mask_share_exports() -> None:
 
 
 def test_verdicts_leave_out_wrong_results() -> None:
-    """The fastest other column is no measure if it computes something else."""
+    """The fastest other column does not count if it computes something else."""
     times = {
         "torch eager": (20e3, 1e-3),
         "ORT optimizer": (5e3, 4e-3),

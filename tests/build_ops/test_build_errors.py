@@ -152,7 +152,7 @@ def test_what_compilers_say(said: str, message: str) -> None:
         (
             "times(Tensor x)",
             "times(Tenso x)",
-            "times.h:13: the record does not parse: op schema: 'Tenso x' is no argument; expected one of",
+            "times.h:13: the record does not parse: op schema: 'Tenso x' is not an argument; expected one of",
         ),
         (
             'Record("times',

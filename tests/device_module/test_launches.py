@@ -148,7 +148,7 @@ def test_what_the_driver_refuses(
 
 
 def test_what_a_launch_needs_is_that_of_the_architecture(packed: Packed, in_process: InProcess) -> None:
-    """Too much shared memory for one GPU is no matter on another."""
+    """Too much shared memory for one GPU does not matter on another."""
     code = kernel(images=(Image("80", b"", shared=100_000), Image("90", b"", threads=256, shared=300_000)))
     library = packed(op_of(LAUNCH), code)
     requests = [Request([At((1,))], device=device) for device in (1, 0)]

@@ -41,7 +41,7 @@ def refused(source: Path, target: Path, **options: Any) -> str:
         ({"dtype": "int8"}, "expected one of: float32, float16, bfloat16"),
         ({"device": "tpu"}, "--device tpu: expected one of: cuda, cpu"),
         ({"padding": "left"}, "--padding left: expected right"),
-        ({"without": ["linaer"]}, "--without linaer: expected some of: microsoft, embedding, flat"),
+        ({"without": ["linaer"]}, "--without linaer: expected some of: microsoft, embedding, unflatten"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str, model: Path, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_wrong_places(model: Path, tmp_path: Path) -> None:
 def test_no_model(tmp_path: Path) -> None:
     path = tmp_path / "damaged.onnx"
     path.write_bytes(b"no model")
-    assert "damaged.onnx: is no ONNX model" in refused(path, tmp_path / "new.onnx")
+    assert "damaged.onnx: is not an ONNX model" in refused(path, tmp_path / "new.onnx")
 
 
 def test_missing_weights(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_ops_of_others_without_their_library(tmp_path: Path) -> None:
 
 
 def test_nothing_recognised(tmp_path: Path) -> None:
-    """The file is the original, and that is no error."""
+    """The file is the original, and that is not an error."""
     proto = parsed("(float[N, 4] x) => (float[N, 4] y) { a = Identity (x) y = Neg (a) }")
     onnx.save(proto, tmp_path / "old.onnx")
     result = CliRunner().invoke(
@@ -177,7 +177,7 @@ def raises(work: Any) -> None:
 
 
 @pytest.mark.parametrize("broken", [wrong, unloadable, raises])
-def test_a_rewrite_that_changes_the_results_is_taken_back(
+def test_a_rewrite_that_changes_the_results_is_reverted(
     broken: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewrites = {"first": norms.rewrite, "broken": broken, **optimizer.REWRITES}
@@ -187,7 +187,7 @@ def test_a_rewrite_that_changes_the_results_is_taken_back(
     )
     onnx.save(parsed(text, w=weights(4, 4)), tmp_path / "old.onnx")
     report = optimize(tmp_path / "old.onnx", tmp_path / "new.onnx")
-    assert list(report.taken_back) == ["broken"]
-    assert "this is a defect of twinop" in report.taken_back["broken"]
-    assert "taken back: broken" in str(report)
+    assert list(report.reverted) == ["broken"]
+    assert "this is a defect of twinop" in report.reverted["broken"]
+    assert "reverted: broken" in str(report)
     assert report.made == {"linear": 1}

@@ -1,5 +1,6 @@
 """Tests that transformers are recognised in the exports of both exporters, and compute the same."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,10 @@ from torch import nn
 from twinop import deploy
 from twinop.bench.encoder_models import TINY, batch, encoder
 from twinop.comparison import difference
+from twinop.deploy.cuda import has_gpu
 from twinop.export import export
 from twinop.export.optimize import optimize
+from twinop.export.optimize.trial import Trial
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MADE = {
@@ -137,12 +140,12 @@ def test_for_the_cpu(tmp_path: Path) -> None:
     assert types(model)["MatMul"] == 12 and "CustomLinear" not in types(model)
 
 
-@pytest.mark.parametrize("name", ["attention", "add_norm", "rotary", "gate"])
+@pytest.mark.parametrize("name", ["attention", "add_norm", "rotary", "gated"])
 def test_each_rewrite_has_a_switch(name: str, tmp_path: Path) -> None:
     report, _ = optimized(exported("llama", "eager", "torchscript", tmp_path), tmp_path, without=[name])
     gone = {
         "attention": "attention", "add_norm": "add_rms_norm",
-        "rotary": "rotary embedding of q and k", "gate": "linear+gate (silu)",
+        "rotary": "rotary embedding of q and k", "gated": "linear+gate (silu)",
     }  # fmt: skip
     assert gone[name] not in report.made
     assert len(report.made) > 2
@@ -226,9 +229,28 @@ def test_the_result_is_not_optimised_again(tmp_path: Path) -> None:
     assert not report.left
 
 
-def test_measured(tmp_path: Path) -> None:
-    """Whatever it keeps computes the same; the report has both times."""
+@pytest.mark.parametrize(("without", "kept"), [(1.02, True), (1.0, False)])
+def test_measure_reverts_what_gains_no_time(
+    without: float, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trial, "_milliseconds", lambda self, *paths: [1.0, without])
     path = exported("bert", "eager", "torchscript", tmp_path)
     report = optimize(path, tmp_path / "fast.onnx", device="cpu", measure=True)
+    assert bool(report.made) is kept
+    reason = "gains no time here (1 ms with it, 1 without)"
+    assert report.reverted == ({} if kept else dict.fromkeys(("embedding", "norm", "attention"), reason))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_times_of_the_source_and_the_result(dtype: torch.dtype, tmp_path: Path) -> None:
+    """They are in the report without a switch, where this machine has the device."""
+    path = exported("bert", "eager", "torchscript", tmp_path, dtype=dtype)
+    report = optimize(path, tmp_path / "fast.onnx", device="cpu")
     assert report.times is not None and all(time > 0 for time in report.times)
-    assert all("gains no time" in reason for reason in report.taken_back.values())
+    assert re.search(r"; [\d.e+-]+ -> [\d.e+-]+ ms on cpu, first input \[3, 7\]\n", str(report))
+
+
+@pytest.mark.skipif(has_gpu(), reason="this machine has the device")
+def test_no_times_of_another_device(tmp_path: Path) -> None:
+    report = optimize(exported("bert", "eager", "torchscript", tmp_path), tmp_path / "fast.onnx")
+    assert report.times is None and " ms " not in str(report)

@@ -281,7 +281,7 @@ def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
         kinds["CustomLinear"] == 4 and kinds["CustomAddLayerNorm"] == 1 and kinds["MultiHeadAttention"] == 1
     )
     assert not nodes(model, "Attention", "SkipLayerNormalization", "FusedMatMul", "BiasGelu", "FastGelu")
-    assert report.made["Attention taken apart"] == 1
+    assert report.made["Attention decomposed"] == 1
     [attention] = nodes(model, "MultiHeadAttention")
     assert attention.inputs[4] is None  # a mask [B, T] there is slow
 

@@ -61,7 +61,7 @@ def test_rotary_embedding(
 
 
 def test_rotations_of_other_pairs_stay(tmp_path: Path) -> None:
-    """Even numbers and odd ones behind each other, not beside each other, are no layout of the op."""
+    """Even numbers and odd ones behind each other, not beside each other, are not a layout of the op."""
     apart = NEIGHBOURS.replace("i%(n)s = Unsqueeze (h%(n)s, last) j%(n)s = Unsqueeze (f%(n)s, last)", "")
     apart = apart.replace("(i%(n)s, j%(n)s)", "(h%(n)s, f%(n)s)")
     angles = np.random.default_rng(0).random((1, 6, 8)).astype(np.float32)

@@ -34,7 +34,7 @@ def optimized(model: onnx.ModelProto | Path, folder: Path, **options: Any) -> tu
     if not isinstance(model, Path):
         onnx.save(model, source)
     report = optimize(source, folder / "fast.onnx", **options)
-    assert not report.taken_back
+    assert not report.reverted
     assert not Path("sym_shape_infer_temp.onnx").exists()  # ONNX Runtime's inference leaves it in this folder
     return report, ir.load(folder / "fast.onnx")
 

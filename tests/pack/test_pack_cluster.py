@@ -58,14 +58,14 @@ def check(kind, value, where):
         kind = re.sub(r"^K8sIoApi[A-Z][a-z]+", "", kind)
         model = getattr(kserve, kind, None) or getattr(client, kind)
         names = {there: here for here, there in model.attribute_map.items()}
-        assert set(value) <= set(names), f"{where}: {set(value) - set(names)} are no fields of {kind}"
+        assert set(value) <= set(names), f"{where}: {set(value) - set(names)} are not fields of {kind}"
         for name, each in value.items():
             check(model.openapi_types[names[name]], each, f"{where}.{name}")
         model(**{names[name]: each for name, each in value.items()})  # says what is required and missing
 
 
 def expect(found, *known):
-    assert found in known, f"{found!r} is none of {known}"
+    assert found in known, f"{found!r} is not one of {known}"
 
 
 def check_document(path, type_name):

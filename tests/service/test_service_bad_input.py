@@ -107,7 +107,7 @@ NOT_FITTING = {
     "negative shape": Misfit("whole numbers >= 0", of_shape(-1, 4)),
     "enormous shape": Misfit("is larger than any tensor can be", of_shape(2**40, 2**40, data=[1])),
     "large shape": Misfit("34359738368", of_shape(2**33, 4, data=[1])),
-    "unknown datatype": Misfit("datatype 'FLOAT' is none of", of_shape(1, 4, datatype="FLOAT")),
+    "unknown datatype": Misfit("datatype 'FLOAT' is not one of", of_shape(1, 4, datatype="FLOAT")),
     "batch too large": Misfit(
         "5 rows in one request; model batched takes up to 4", of_shape(5, 4, data=[0] * 20), "batched"
     ),
@@ -161,7 +161,7 @@ def test_a_run_that_fails(served: Served) -> None:
     assert good.json["outputs"][0]["data"] == [0, 1, 2, 3]
 
 
-# -------------------------------------------------------------------------------- what is no request
+# -------------------------------------------------------------------------------- what is not a request
 
 
 def post(served: Served, body: bytes, model: str = "relu", **headers: str) -> Answer:

@@ -22,8 +22,8 @@ X = {"datatype": "FP32", "shape": [2], "data": [1, 2]}
 RAW = {"datatype": "FP32", "shape": [2], "parameters": {"binary_data_size": 8}}
 
 BAD_TENSORS = {
-    "no datatype": (X | {"datatype": None}, "datatype None is none of BOOL, UINT8"),
-    "unknown datatype": (X | {"datatype": "FLOAT"}, "datatype 'FLOAT' is none of"),
+    "no datatype": (X | {"datatype": None}, "datatype None is not one of BOOL, UINT8"),
+    "unknown datatype": (X | {"datatype": "FLOAT"}, "datatype 'FLOAT' is not one of"),
     "no shape": ({"datatype": "FP32", "data": []}, "shape must be a list of whole numbers, not None"),
     "shape is a number": (X | {"shape": 2}, "shape must be a list of whole numbers, not 2"),
     "negative shape": (X | {"shape": [-1]}, r"shape \[-1\] must be a list of whole numbers >= 0"),

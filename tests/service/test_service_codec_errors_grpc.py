@@ -31,7 +31,7 @@ BAD_MESSAGES = {
     "raw too short": (message_with(raw=[b"\0" * 7]), r"7 bytes of data, but FP32 of shape \[2\] has 8"),
     "negative shape": (message_with(raw=[b""], shape=[-1]), r"shape \[-1\] must be"),
     "enormous shape": (message_with(raw=[b""], shape=[2**62, 2**62]), "larger than any tensor"),
-    "unknown datatype": (message_with(raw=[b""], datatype="TENSOR"), "datatype 'TENSOR' is none of"),
+    "unknown datatype": (message_with(raw=[b""], datatype="TENSOR"), "datatype 'TENSOR' is not one of"),
     "typed too short": (
         message_with(contents={"fp32_contents": [1]}),
         r"1 elements in contents, but shape \[2\] has 2",

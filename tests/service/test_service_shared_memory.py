@@ -175,7 +175,7 @@ def test_a_segment_that_is_cut_short(client: Any, protocol: str, segment: Path, 
         ("a\0b", "must be the name of a segment"),
         ("{}-link", "cannot be opened: Too many levels of symbolic links"),
         ("{}-folder", "cannot be opened: Is a directory"),
-        ("{}-pipe", "is no segment of shared memory"),
+        ("{}-pipe", "is not a shared memory segment"),
     ],
 )
 def test_refused_keys(client: Any, segment: Path, key: str, said: str) -> None:

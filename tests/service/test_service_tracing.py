@@ -123,7 +123,9 @@ def test_a_collector_that_hangs_does_not_hold_the_end_up(
 @pytest.mark.parametrize("name", [ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
 def test_an_endpoint_that_is_none(monkeypatch: pytest.MonkeyPatch, name: str, endpoint: str) -> None:
     monkeypatch.setenv(name, endpoint)
-    with pytest.raises(SettingsError, match=f"{name}: '{endpoint}' is no URL of a collector, such as http:"):
+    with pytest.raises(
+        SettingsError, match=f"{name}: '{endpoint}' is not the URL of a collector, such as http:"
+    ):
         spans.configure()
 
 

@@ -99,10 +99,10 @@ def test_a_library_that_is_there(tmp_path: Path) -> None:
         ('max_batch_size: 4 input { name: "x" dims: [ 1, 1 ] reshape { } }', "reshape of x"),
         ('input { name: "x" allow_ragged_batch: true }', "allow_ragged_batch of x"),
         ("batch_input { }", "batch_input"),
-        ("optimization { graph { level: 3 } }", "optimization.graph.level: 3 is none of -1, 0, 1, 2"),
+        ("optimization { graph { level: 3 } }", "optimization.graph.level: 3 is not one of -1, 0, 1, 2"),
         (
             'parameters { key: "execution_mode" value { string_value: "2" } }',
-            "execution_mode: '2' is none of 0, 1",
+            "execution_mode: '2' is not one of 0, 1",
         ),
         (
             'optimization { execution_accelerators { gpu_execution_accelerator { name: "x" } } }',
@@ -111,7 +111,7 @@ def test_a_library_that_is_there(tmp_path: Path) -> None:
         (
             'optimization { execution_accelerators { gpu_execution_accelerator { name: "tensorrt" '
             'parameters { key: "precision_mode" value: "FP8" } } } }',
-            "precision_mode: 'FP8' is none of FP16, BF16, INT8",
+            "precision_mode: 'FP8' is not one of FP16, BF16, INT8",
         ),
         ("instance_group { kind: KIND_CPU } instance_group { kind: KIND_GPU }", "CPU and on GPUs at once"),
         ("instance_group { kind: KIND_GPU gpus: 1 }", "CUDA_VISIBLE_DEVICES"),

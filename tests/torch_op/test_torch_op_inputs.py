@@ -119,7 +119,7 @@ def test_other_ops_copy_views() -> None:
     assert same(ops.double_and_sum(x[:, :3]), ops.double_and_sum(x[:, :3].contiguous()))
     assert copies(lambda: ops.double_and_sum(x[:2])) == 0
     w = torch.randn(12)[::2]
-    assert copies(lambda: ops.layer_norm(x, w)) == 1  # a weight is no row
+    assert copies(lambda: ops.layer_norm(x, w)) == 1  # a weight is not a row
     assert torch.equal(ops.layer_norm(x, w), ops.layer_norm(x, w.contiguous()))
 
 

@@ -194,7 +194,7 @@ def test_mistakes_of_a_declaration() -> None:
     [
         ("fp32", "'fp32' in dtypes of act: fp32 is not supported; expected one of float32, "),
         ("float32 y=float8_e5m2", "float8_e5m2 is not supported"),
-        ("float32 z=float16", "z is no tensor of act(Tensor x) -> Tensor"),
+        ("float32 z=float16", "z is not a tensor of act(Tensor x) -> Tensor"),
         ("", "nothing is not supported"),
     ],
 )
@@ -215,11 +215,11 @@ def _named(parameters: str) -> Any:
     [
         ("act", "", "expected name(arguments) -> results"),
         ("act(Tensor x) > Tensor", "> T", "expected name(arguments) -> results"),
-        ("act(x) -> Tensor", "x", "'x' is no argument; expected one of Tensor"),
-        ("act(Tensor x, flot a=1) -> Tensor", "flot", "'flot a=1' is no argument"),
+        ("act(x) -> Tensor", "x", "'x' is not an argument; expected one of Tensor"),
+        ("act(Tensor x, flot a=1) -> Tensor", "flot", "'flot a=1' is not an argument"),
         ("act(float a) -> Tensor", "float", "an op needs at least one Tensor"),
         ("act(float a, Tensor x) -> Tensor", "Tensor x", "tensors come before attributes"),
-        ("act(Tensor x, int n=1.5) -> Tensor", "1.5", "its default is no int"),
+        ("act(Tensor x, int n=1.5) -> Tensor", "1.5", "its default is not of type int"),
         ("act(Tensor x=None) -> Tensor", "Tensor x", "only a Tensor? has a default"),
         ("act(Tensor x) -> int", "int", "it returns Tensor"),
         ("act(Tensor x) -> (Tensor y, int n)", "int", "it returns Tensor"),
@@ -231,7 +231,7 @@ def _named(parameters: str) -> Any:
             "Tensor x16",
             "it has 17 arguments",
         ),
-        ("act(Tensor x,\n    flot a) -> Tensor", "flot", "'flot a' is no argument"),
+        ("act(Tensor x,\n    flot a) -> Tensor", "flot", "'flot a' is not an argument"),
     ],
 )
 def test_schemas_that_do_not_parse(schema: str, place: str, said: str) -> None:

@@ -68,7 +68,7 @@ def build(
 
     Raises:
         BuildError: a compiler is missing or too old, the sources do not compile, or a file cannot be written.
-        LibraryError: the result is no library.
+        LibraryError: the result is not a library.
         TwinopError: an op has a name that it cannot have.
     """
     options = options or Options()

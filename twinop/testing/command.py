@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
     """Runs the tests of a target; returns pytest's exit code.
 
     Raises:
-        TwinopError: the target is no library, project or Python file.
+        TwinopError: the target is not a library, project or Python file.
     """
     import pytest
 

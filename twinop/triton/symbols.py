@@ -272,7 +272,7 @@ def tightest(decisions: Sequence[Decision]) -> tuple[Expression, ...]:
 
 
 def _bound(decision: Decision) -> tuple[Any, int] | None:
-    """Returns what a decision bounds, from above or below, and the limit; None: it is no bound."""
+    """Returns what a decision bounds, from above or below, and the limit; None: it is not a bound."""
     match decision.condition.code:
         case (*value, (Opcode.CONSTANT_INT, int(limit)), (Opcode.LESS_EQUAL, _)):
             return (tuple(value), decision.held), limit

@@ -67,7 +67,7 @@ def variants(launch: TracedLaunch, guards: Sequence[Expression] = ()) -> list[So
 
 
 def _below_16(guard: Expression) -> Expression | None:
-    """Returns what a guard bounds below 16, if it does: it is no multiple of 16."""
+    """Returns what a guard bounds below 16, if it does: it is not a multiple of 16."""
     match guard.code:
         case (*value, (Opcode.CONSTANT_INT, int(limit)), (Opcode.LESS_EQUAL, _)) if limit < 16:
             return Expression(tuple(value))
@@ -191,7 +191,7 @@ def _patterns(expressions: tuple[Expression, ...]) -> list[frozenset[Expression]
     """Returns which of the expressions can be multiples of 16 at once: most of them first, none at the end.
 
     Where there are more sets than `MOST_DIVISIBLE`, those are kept that leave out first sizes of tensors. A
-    first size is no stride, and seldom the length of a row.
+    first size is not a stride, and seldom the length of a row.
     """
     possible = set(_sampled_patterns(expressions)) - {frozenset()}
 

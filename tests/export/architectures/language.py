@@ -36,7 +36,7 @@ def encoder(name: str, kind: str, **sizes: Any) -> Architecture:
 
 
 def decoder(name: str, kind: str, **sizes: Any) -> Architecture:
-    """Without its cache of keys and values, which is no tensor."""
+    """Without its cache of keys and values, which is not a tensor."""
     return Architecture(name, hugging(kind, **sizes, use_cache=False), tokens, LENGTH, library="transformers")
 
 
