@@ -69,8 +69,7 @@ Status EvaluateShape(const Record& record, std::string_view text, const Tensor* 
     for (std::size_t i = 0; i < record.schema.input_count; ++i) {
       if (!inputs[i].present) continue;
       Shape& shape = shapes[i].emplace();
-      for (std::size_t k = 0; k < inputs[i].rank; ++k)
-        shape.Push(Dim{inputs[i].sizes[k], nullptr});
+      for (std::size_t k = 0; k < inputs[i].rank; ++k) shape.Push(Dim{inputs[i].sizes[k], nullptr});
       present[i] = &shape;
     }
     const ShapeScope scope{&record.schema, present, attributes};
