@@ -23,6 +23,9 @@ from .inputs import Inputs
 from .torchscript import register_symbolics
 
 _TORCHSCRIPT_OPSET = 20  # the newest that the TorchScript exporter writes
+_LOGGERS = (
+    "torch.onnx", "torch.export", "onnxscript", "onnx_ir", "onnxruntime.tools.symbolic_shape_infer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ def quiet() -> Iterator[list[warnings.WarningMessage]]:
     """Silences the exporters and collects the tracer's warnings, which say where a model may be wrong."""
     # torch prints the whole graph of a model that its TorchScript exporter refuses.
     silenced = mock.patch.object(torch._C, "_jit_onnx_log", lambda *_: None, create=True)
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     kept: list[warnings.WarningMessage] = []
     try:

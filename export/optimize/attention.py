@@ -12,6 +12,7 @@ Leaves alone: scores that are capped or whose softmax is returned, an unknown nu
 """
 
 from collections.abc import Iterator
+from math import inf
 
 import onnx_ir as ir
 
@@ -97,52 +98,76 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
         raise UnsupportedPattern("q, k and v differ in the number or size of heads")
     (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # before the split into heads
+    batches, rows = zip(*((dims(each.value) or [None, None])[:2] for each in (q3, k3)), strict=True)
+    if work.may_differ(*batches):
+        raise UnsupportedPattern("q and k of batches that may differ")
+    bias, lengths, causal = _masks(work, scores.masks, matmul, square=not work.may_differ(*rows))
+    is_finite = bias is None or work.finite_masks.issuperset(scores.masks)
+    has_guard = probabilities is not softmax.outputs[0] and not is_finite
+    if has_guard and causal:
+        # Both together may hide a whole row that neither hides alone.
+        raise UnsupportedPattern("a guard of rows that a causal mask and another one hide together")
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
-    inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value]
-    inputs += _mask_inputs(work, scores.masks, q3, k3, matmul, attributes)
+    attributes |= {"unidirectional": 1} if causal else {}
+    finite = _without_infinity(bias, matmul) if has_guard and bias is not None else bias
+    inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value, None, lengths]
+    inputs += [_spread(finite, q3, k3, matmul)] if finite is not None else []
+    while inputs[-1] is None:
+        inputs.pop()
     shape = [*(dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = add(matmul, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=shape)
-    if probabilities is not softmax.outputs[0]:
-        result = _zero_hidden_rows(work, scores.masks, result, matmul)
+    if has_guard and bias is not None:
+        result = _zero_hidden_rows(bias, result, matmul)
     _replace_output(matmul.outputs[0], result, v3)
     work.made["attention"] += 1
 
 
-def _mask_inputs(
-    work: Work, masks: list[ir.Value], q: Heads, k: Heads, before: ir.Node, attributes: dict[str, int | float]
-) -> list[ir.Value | None]:
-    """Returns the inputs of the node from the bias on, and sets `unidirectional` in `attributes`."""
-    biases = []
+def _masks(
+    work: Work, masks: list[ir.Value], before: ir.Node, square: bool
+) -> tuple[ir.Value | None, ir.Value | None, bool]:
+    """Returns the mask to add, the lengths of the sequences, and whether the attention is causal.
+
+    Args:
+        square: there are as many queries as keys.
+    """
+    bias: ir.Value | None = None
     lengths: ir.Value | None = None
+    causal = False
     for mask in masks:
-        if mask in work.causal_masks:
-            attributes["unidirectional"] = 1
-        if mask in work.right_padding_masks:
+        if mask in work.empty_masks:
+            continue
+        if mask in work.causal_masks and square:
+            causal = True
+            if mask not in work.right_padding_masks:
+                continue
+        if mask in work.right_padding_masks and (square or mask not in work.causal_masks):
             shown = work.right_padding_masks[mask]
             wide = add(before, "Cast", [shown], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
             axes = int_constant(before, [1])
             lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
-        if mask not in work.causal_masks | work.empty_masks and mask not in work.right_padding_masks:
-            if mask in work.padding_masks:
-                biases.append(_padding_bias(work.padding_masks[mask], mask, before))
-            else:
-                biases.append(_without_infinity(mask, before) if mask in work.infinite_masks else mask)
-    if not biases:
-        return [None, lengths] if lengths is not None else []
-    bias = biases[0]
-    for mask in biases[1:]:
-        bias = add(before, "Add", [bias, mask], shape=broadcast_dims(dims(bias), dims(mask)))
+            continue
+        if mask in work.padding_masks:
+            mask = _padding_bias(work.padding_masks[mask], mask, before)
+        if bias is None:
+            bias = mask
+        else:
+            bias = add(before, "Add", [bias, mask], shape=broadcast_dims(dims(bias), dims(mask)))
+    return bias, lengths, causal
+
+
+def _spread(bias: ir.Value, q: Heads, k: Heads, before: ir.Node) -> ir.Value:
+    """Returns a mask as [1 or B, 1 or H, S, T]."""
     shape, rows, columns = dims(bias), (dims(q.value) or [0, None])[1], (dims(k.value) or [0, None])[1]
     if shape is None or len(shape) > 4:
         raise UnsupportedPattern("a mask of unknown rank")
-    if len(biases) > 1 or len(shape) < 4 or None in (rows, columns) or shape[2:] != [rows, columns]:
-        if isinstance(rows, int) and isinstance(columns, int):
-            target = int_constant(before, [1, 1, rows, columns])
-        else:
-            target = scores_shape(before, q.value, k.value)
-        outer = [*([1] * (4 - len(shape))), *shape][:2] if len(biases) == 1 else [None, None]
-        bias = add(before, "Expand", [bias, target], shape=[*outer, rows, columns])
-    return [None, lengths, bias]
+    if len(shape) == 4 and None not in (rows, columns) and shape[2:] == [rows, columns]:
+        return bias
+    if isinstance(rows, int) and isinstance(columns, int):
+        target = int_constant(before, [1, 1, rows, columns])
+    else:
+        target = scores_shape(before, q.value, k.value)
+    outer = [*([1] * (4 - len(shape))), *shape][:2]
+    return add(before, "Expand", [bias, target], shape=[*outer, rows, columns])
 
 
 def _padding_bias(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:
@@ -159,21 +184,17 @@ def _without_infinity(mask: ir.Value, before: ir.Node) -> ir.Value:
     return add(before, "Max", [mask, constant_like(before, LOWEST, mask)], shape=dims(mask))
 
 
-def _zero_hidden_rows(work: Work, masks: list[ir.Value], result: ir.Value, before: ir.Node) -> ir.Value:
-    """Sets fully masked rows of the result to 0, as the guard after the softmax did."""
-    for mask in masks:
-        if not work.infinite_masks.get(mask) or mask in work.right_padding_masks:
-            continue
-        shape = dims(mask) or []
-        if len(shape) != 4 or shape[1] != 1:
-            raise UnsupportedPattern("a mask that hides whole rows of some heads")
-        limit, zero = (constant_like(before, number, mask) for number in (LOWEST, 0.0))
-        kept = [shape[0], shape[2], 1]
-        largest = add(before, "ReduceMax", [mask, int_constant(before, [3])], shape=[*shape[:3], 1])
-        largest = add(before, "Squeeze", [largest, int_constant(before, [1])], shape=kept)
-        row = add(before, "LessOrEqual", [largest, limit], dtype=ir.DataType.BOOL, shape=kept)
-        result = add(before, "Where", [row, zero, result], dtype=result.dtype, shape=dims(result))
-    return result
+def _zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Value:
+    """Sets the rows of the result to 0 that a mask hides with -inf altogether, as the NaN guard did."""
+    shape = dims(mask) or []
+    if len(shape) != 4 or shape[1] != 1:
+        raise UnsupportedPattern("a mask that may hide whole rows of some heads")
+    lowest, zero = (constant_like(before, number, mask) for number in (-inf, 0.0))
+    kept = [shape[0], shape[2], 1]
+    largest = add(before, "ReduceMax", [mask, int_constant(before, [3])], shape=[*shape[:3], 1])
+    largest = add(before, "Squeeze", [largest, int_constant(before, [1])], shape=kept)
+    row = add(before, "LessOrEqual", [largest, lowest], dtype=ir.DataType.BOOL, shape=kept)
+    return add(before, "Where", [row, zero, result], dtype=result.dtype, shape=dims(result))
 
 
 def _replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:

@@ -1,7 +1,10 @@
 """Compares an optimised model with the original."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,14 +14,15 @@ from twinop.errors import ExportError, TwinopError
 
 from ..comparison import NotRunnable, run
 from . import inputs
-from .inputs import Case
+from .inputs import Case, Sizes
 
-Outputs = list[list[np.ndarray]]
-"""The outputs of each case."""
+Outputs = list[list[Any]]
+"""The outputs of each case: arrays, or lists of arrays for sequences."""
 
 ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-2}
 """The relative error that is always accepted: sums in another order have as much."""
 FACTOR = 1.2  # times the error of the original in 16 bits is accepted, too
+_LARGE, _TIMES_TYPICAL = 1e4, 1e3  # what hides scores and logits is larger than the numbers around it
 
 
 class NotEquivalent(Exception):
@@ -33,27 +37,64 @@ class NotEquivalent(Exception):
         self.rewrite = rewrite
 
 
-def relative_error(expected: np.ndarray, found: np.ndarray) -> float:
-    """Returns |found - expected| / |expected| in the 2-norm; infinity if shapes or NaN and inf differ."""
+def relative_error(expected: Any, found: Any) -> float:
+    """Returns |found - expected| / |expected| in the 2-norm; infinity if shapes or NaN and inf differ.
+
+    Numbers that are much larger than the typical one, such as the lowest number in masked logits, have an
+    error of their own: beside them, no other number would count.
+    """
+    if isinstance(expected, list):  # a sequence
+        pairs = zip(expected, found, strict=False)
+        return (
+            max((relative_error(*pair) for pair in pairs), default=0.0)
+            if len(expected) == len(found)
+            else inf
+        )
+    expected, found = np.asarray(expected), np.asarray(found)
     if expected.shape != found.shape:
-        return float("inf")
+        return inf
+    if expected.dtype.kind in "OSU":
+        return 0.0 if (expected == found).all() else inf
     a, b = expected.astype(np.float64), found.astype(np.float64)
     finite = np.isfinite(a)
-    if not np.array_equal(finite, np.isfinite(b)):
-        return float("inf")
-    scale = float(np.linalg.norm(a[finite]))
-    return float(np.linalg.norm(a[finite] - b[finite])) / (scale or 1.0)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(b[finite]).all():
+        return inf
+    a, b = a[finite], b[finite]
+    typical = np.median(np.abs(a[a != 0])) if a.any() else 0.0
+    large = np.abs(a) > max(_LARGE, _TIMES_TYPICAL * typical)
+    return max(_norm_error(a[part], b[part]) for part in (large, ~large))
+
+
+def _norm_error(a: np.ndarray, b: np.ndarray) -> float:
+    with np.errstate(over="ignore"):
+        scale = float(np.abs(a).max(initial=0.0)) or 1.0  # the square of the lowest number overflows
+        return float(np.linalg.norm((a - b) / scale)) / (float(np.linalg.norm(a / scale)) or 1.0)
 
 
 def worst_error(expected: Outputs, found: Outputs) -> float:
     """Returns the largest relative error of all outputs of all cases."""
     pairs = [(a, b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True)]
-    return max((relative_error(np.asarray(a), np.asarray(b)) for a, b in pairs), default=0.0)
+    return max((relative_error(a, b) for a, b in pairs), default=0.0)
+
+
+def shows_nothing(outputs: Outputs) -> str:
+    """Returns which output has numbers but no finite one in any case, or "": it cannot be compared."""
+    sizes = 0
+    for index, values in enumerate(zip(*outputs, strict=True)):
+        arrays = [
+            np.asarray(each) for value in values for each in (value if isinstance(value, list) else [value])
+        ]
+        size = sum(array.size for array in arrays)
+        sizes += size
+        numbers = [array.astype(np.float64) for array in arrays if array.dtype.kind not in "OSU"]
+        if size and len(numbers) == len(arrays) and not any(np.isfinite(array).any() for array in numbers):
+            return f"output {index} of the original has no finite number"
+    return "" if sizes else "the outputs of the original have no elements"
 
 
 def make_cases(
     original: Path, model: ir.Model, padding: str | None, library: deploy.Libraries
-) -> tuple[list[Case], Outputs, tuple[int, int]]:
+) -> tuple[list[Case], Outputs, Sizes]:
     """Generates inputs that the original accepts, and runs it on them.
 
     Args:
@@ -61,28 +102,42 @@ def make_cases(
         padding: "right" if masks hide nothing but the end of a sequence.
 
     Returns:
-        The cases, the original's outputs for them, and a batch and a length that it accepts.
+        The cases, the original's outputs for them, and sizes that it accepts.
 
     Raises:
-        ExportError: the original does not run on any of the inputs that were tried.
+        ExportError: the original cannot be loaded, or returns nothing finite for the inputs that were tried.
     """
-    reasons = []
-    for batch, length in inputs.SIZES:
-        other = (1, length + 2 * (length % 2))
-        kinds = [((batch, length), "right"), ((batch, length), "left"), (other, "nothing")]
-        cases = [
-            inputs.generate(model, *sizes, hide=hide, seed=seed)
-            for seed, (sizes, hide) in enumerate(kinds)
-            if hide != "left" or padding != "right"
-        ]
-        try:
-            return cases, run(original, library, cases).outputs, (batch, length)
-        except (TwinopError, NotRunnable) as error:
-            reasons.append(str(error).splitlines()[0])
+    reasons: list[str] = []
+    for sizes in inputs.SIZES:
+        other = replace(sizes, batch=1, length=sizes.length + 2 * (sizes.length % 2))
+        kinds = [(sizes, "right"), (sizes, "left"), (other, "nothing")]
+        for positive in (False, True):
+            cases = [
+                inputs.generate(model, each, hide=hide, seed=seed, positive=positive)
+                for seed, (each, hide) in enumerate(kinds)
+                if hide != "left" or padding != "right"
+            ]
+            try:
+                outputs = run(original, library, cases).outputs
+            except (TwinopError, NotRunnable) as error:
+                if not reasons:
+                    _require_loadable(original, library)
+                reasons.append(str(error).splitlines()[0])
+                break
+            if not (reason := shows_nothing(outputs)):
+                return cases, outputs, sizes
+            reasons.append(reason)
     raise ExportError(
         f"the original does not run on generated inputs ({reasons[0]}). Give it inputs with "
         f"--inputs file.npz: {', '.join(str(value.name) for value in model.graph.inputs)}"
     )
+
+
+def _require_loadable(original: Path, library: deploy.Libraries) -> None:
+    try:
+        run(original, library)
+    except (TwinopError, NotRunnable) as error:
+        raise ExportError(f"the original cannot be loaded on the CPU: {error}") from error
 
 
 def outputs_of(path: Path, cases: Sequence[Case], library: deploy.Libraries | bool) -> Outputs:

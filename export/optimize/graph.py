@@ -30,7 +30,7 @@ class Work:
         padding_masks: masks that hide what a graph input [B, T] marks with 0, and that input.
         causal_masks: masks that hide the future; they may be in `right_padding_masks`, too.
         empty_masks: masks that hide nothing.
-        infinite_masks: masks that hide with -inf; True if they may hide a whole row.
+        finite_masks: masks that hide with finite numbers, so that no row of a softmax is NaN.
     """
 
     model: ir.Model
@@ -42,12 +42,17 @@ class Work:
     padding_masks: dict[ir.Value, ir.Value] = field(default_factory=dict)
     causal_masks: set[ir.Value] = field(default_factory=set)
     empty_masks: set[ir.Value] = field(default_factory=set)
-    infinite_masks: dict[ir.Value, bool] = field(default_factory=dict)
+    finite_masks: set[ir.Value] = field(default_factory=set)
 
     @property
     def graph(self) -> ir.Graph:
         """The main graph; rewrites do not change subgraphs."""
         return self.model.graph
+
+    def may_differ(self, a: Dim, b: Dim) -> bool:
+        """Whether two sizes are known not to be one: names that inference has made up may be equal."""
+        given = {dim for value in self.graph.inputs for dim in dims(value) or () if dim is not None}
+        return a != b and all(isinstance(each, int) or each in given for each in (a, b))
 
     def nodes(self, *op_types: str, domain: str | None = None) -> list[ir.Node]:
         """Returns the graph's nodes of these types, in order."""

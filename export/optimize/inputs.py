@@ -1,6 +1,7 @@
 """Generates inputs for a model from nothing but its graph."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -16,51 +17,97 @@ _PASS_THROUGH = (
 )  # fmt: skip
 """Operators whose output has elements of their first input."""
 
-# (batch, length) to try: odd sizes, a batch of one, and lengths for models that refuse short ones.
-SIZES = ((3, 7), (1, 13), (2, 64), (1, 224))
 _UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, like masks and token types
 
 
-def generate(model: ir.Model, batch: int, length: int, *, hide: str, seed: int = 0) -> Case:
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of dynamic dimensions.
+
+    Attributes:
+        batch: of the first dimension of each input.
+        length: of all others.
+        step: by how much the lengths of two names differ: a query and a memory may have other lengths.
+    """
+
+    batch: int
+    length: int
+    step: int = 0
+
+
+# To try: odd sizes, a batch of one, and lengths for models that refuse short ones; lengths that differ by
+# name first.
+SIZES = [
+    Sizes(batch, length, step) for batch, length in ((3, 7), (1, 13), (2, 64), (1, 224)) for step in (2, 0)
+]
+
+
+def generate(model: ir.Model, sizes: Sizes, *, hide: str, seed: int = 0, positive: bool = False) -> Case:
     """Generates one case: ids within the tables that they index, masks of 0 and 1, and normal numbers.
 
     Args:
-        length: of every dynamic dimension but the first.
+        sizes: of the dynamic dimensions. Dimensions of one name have one size.
         hide: which end of the sequences masks hide: "right", "left" or "nothing".
+        positive: generate positive floats only, for logarithms and roots.
     """
     rng = np.random.default_rng(seed)
-    case = {}
+    case, shapes = {}, _shapes(model, sizes)
     for value in model.graph.inputs:
         if value.name in model.graph.initializers:
             continue
-        sizes = [
-            dim if isinstance(dim, int) else (length if at else batch)
-            for at, dim in enumerate(dims(value) or [])
-        ]
-        dtype = value.dtype
+        dtype, shape = value.dtype, shapes[str(value.name)]
         assert dtype is not None and value.name is not None
         if is_mask(value):
-            shown = padding_mask(sizes, hide)
-            hides = dtype is ir.DataType.BOOL and "padding" in value.name  # torch's key_padding_mask
-            case[value.name] = (~shown if hides else shown).astype(dtype.numpy())
+            array = padding_mask(shape, hide) != _is_inverted(value.name, dtype.numpy())
         elif dtype.is_floating_point():
-            case[value.name] = np.asarray(rng.standard_normal(sizes), dtype.numpy())
+            normal = rng.standard_normal(shape)
+            array = np.abs(normal) + 0.1 if positive else normal
         elif dtype.is_integer():
-            case[value.name] = np.asarray(rng.integers(0, table_rows(value), sizes), dtype.numpy())
+            array = rng.integers(0, table_rows(value), shape)
+        elif hide == "nothing" and "mask" in value.name.lower():
+            array = np.ones(shape, bool)
         else:
-            case[value.name] = np.asarray(rng.random(sizes) < 0.5, dtype.numpy())
+            array = rng.random(shape) < 0.5
+            if array.ndim >= 3:  # a mask of scores: some rows hide everything, others nothing
+                array[..., :1, :] = False
+                array[..., 1:2, :] = True
+        case[value.name] = np.asarray(array, dtype.numpy())
     return case
+
+
+def _shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
+    """Returns the shapes of the inputs. The role of a name is that of its first place."""
+    by_name: dict[str, int] = {}
+    lengths, shapes = 0, {}
+    for value in model.graph.inputs:
+        shape = []
+        for axis, dim in enumerate(dims(value) or []):
+            if isinstance(dim, str) and dim not in by_name:
+                by_name[dim] = sizes.length + sizes.step * lengths if axis else sizes.batch
+                lengths += axis > 0
+            size = by_name[dim] if isinstance(dim, str) else dim
+            shape.append(size if size is not None else sizes.length if axis else sizes.batch)
+        shapes[str(value.name)] = shape
+    return shapes
+
+
+def _is_inverted(name: str, dtype: np.dtype) -> bool:
+    """Whether a mask hides what is 1, as torch's `key_padding_mask` does."""
+    return dtype == np.bool_ and "padding" in name.lower()
 
 
 def is_mask(value: ir.Value) -> bool:
     """Whether an input is a padding mask of 0 and 1. Only its name tells."""
-    name = str(value.name).lower()
-    return ("mask" in name or "padding" in name) and len(dims(value) or ()) == 2
+    return _is_mask_name(str(value.name)) and len(dims(value) or ()) == 2
 
 
-def padding_mask(sizes: list[int], hide: str) -> np.ndarray:
+def _is_mask_name(name: str) -> bool:
+    return "mask" in name.lower() or "padding" in name.lower()
+
+
+def padding_mask(shape: list[int], hide: str) -> np.ndarray:
     """Returns a mask [batch, length] of ones; each sequence but the first of several has zeros at one end."""
-    batch, length = sizes
+    batch, length = shape
     counts = 2 * np.arange(batch) + 2 * (batch == 1)
     hidden = np.minimum(counts, length - 1)[:, None] if hide != "nothing" else 0
     at = np.arange(length)[None, :]
@@ -68,9 +115,11 @@ def padding_mask(sizes: list[int], hide: str) -> np.ndarray:
 
 
 def hides_left(case: Case) -> bool:
-    """Whether a mask of a case hides the first token of a sequence."""
-    masks = [array for name, array in case.items() if "mask" in name.lower() and array.ndim == 2]
-    return any((array[:, 0] == 0).any() for array in masks)
+    """Whether a padding mask of a case hides the first token of a sequence."""
+    masks = {name: array for name, array in case.items() if _is_mask_name(name) and array.ndim == 2}
+    return any(
+        ((array[:, :1] != 0) == _is_inverted(name, array.dtype)).any() for name, array in masks.items()
+    )
 
 
 def table_rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
@@ -88,16 +137,18 @@ def table_rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
     return min(found, default=_UNKNOWN_ROWS)
 
 
-def read_npz(path: str, model: ir.Model) -> tuple[list[Case], tuple[int, int]]:
-    """Reads the inputs of a model from an .npz file, and the batch and length of a mask among them.
+def read_npz(path: str, model: ir.Model) -> tuple[list[Case], Sizes]:
+    """Reads the inputs of a model from an .npz file, and the sizes of a padding mask among them.
 
     Raises:
         ExportError: the file cannot be read, or an input is missing.
     """
     wanted = [str(value.name) for value in model.graph.inputs if value.name not in model.graph.initializers]
     try:
-        with np.load(path) as file:
-            given: Mapping[str, np.ndarray] = {name: file[name] for name in file.files}
+        file = np.load(path)
+        if isinstance(file, np.ndarray):
+            raise ValueError("it holds one array without a name; numpy.savez writes several with names")
+        given: Mapping[str, np.ndarray] = {name: file[name] for name in file.files}
     except Exception as error:
         raise ExportError(f"--inputs {path}: cannot be read as .npz: {error}") from error
     if missing := [name for name in wanted if name not in given]:
@@ -109,5 +160,6 @@ def read_npz(path: str, model: ir.Model) -> tuple[list[Case], tuple[int, int]]:
         name: given[name].astype(np.float32) if given[name].dtype == np.float16 else given[name]
         for name in wanted
     }
-    shapes = [case[str(value.name)].shape for value in model.graph.inputs if is_mask(value)]
-    return [case], ((shapes[0][0], shapes[0][1]) if shapes else SIZES[0])
+    masks = [case[str(value.name)] for value in model.graph.inputs if is_mask(value)]
+    sizes = [Sizes(*array.shape) for array in masks if array.ndim == 2 and array.size]
+    return [case], sizes[0] if sizes else SIZES[0]

@@ -7,6 +7,7 @@ stay in fp32 with all of their subgraphs, and get captured values in fp32.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -138,11 +139,18 @@ def _narrowed(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, casts: Casts
     return casts[value, dtype]
 
 
-def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    """Converts an array. Finite numbers stay finite: the lowest one of a mask must not become -inf."""
+def clip(value: Any, dtype: ir.DataType) -> Any:
+    """Limits the finite numbers of an array to those of a dtype; values of other kinds stay."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+        return value
     limit = float(dtype.max)
-    clipped = np.where(np.isfinite(array), np.clip(array, -limit, limit), array)
-    return clipped.astype(dtype.numpy())
+    return np.where(np.isfinite(value), np.clip(value, -limit, limit), value)
+
+
+def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """Converts numbers. Finite ones stay finite, such as the lowest one of a mask."""
+    narrowed: np.ndarray = clip(array, dtype).astype(dtype.numpy())
+    return narrowed
 
 
 def _convert_attributes(node: ir.Node, wanted: ir.DataType) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
@@ -132,8 +133,6 @@ def clean(model: ir.Model) -> None:
 
 def infer_shapes(model: ir.Model) -> None:
     """Infers symbolic shapes with ONNX Runtime's inference, which can compute with symbolic sizes."""
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-
     small = model.clone()
     for name, value in list(small.graph.initializers.items()):
         if value.const_value is not None and value.const_value.size > _LARGE:
@@ -144,17 +143,13 @@ def infer_shapes(model: ir.Model) -> None:
         for value in node.outputs:
             if None in (dims(value) or ()) or any(str(dim).startswith("unk_") for dim in dims(value) or ()):
                 value.shape = None
-    # These are the steps of its `infer_shapes`, which writes a file into the current folder if it fails.
-    inference, complete = SymbolicShapeInference(2**31 - 1, True, False, 0), False
-    try:
-        inference._preprocess(ir.to_proto(small))
-        while inference.run_:
-            complete = inference._infer_impl()
-    except Exception:  # the model keeps the shapes that it has
+    proto = ir.to_proto(small)
+    given = {dim for value in model.graph.inputs for dim in dims(value) or () if isinstance(dim, str)}
+    found, merged = _symbolic_shapes(proto, auto_merge=True)
+    if any(name in given and (isinstance(into, int) or into in given) for name, into in merged.items()):
+        found, _ = _symbolic_shapes(proto, auto_merge=False)  # in a sum, one of the two may be 1
+    if found is None:
         return
-    if not complete:
-        return
-    found = inference.out_mp_
     inferred = {
         value.name: value for node in ir.from_proto(found).graph.all_nodes() for value in node.outputs
     }
@@ -164,6 +159,27 @@ def infer_shapes(model: ir.Model) -> None:
             if other is not None and other.shape is not None:
                 value.shape = other.shape
                 value.type = value.type or other.type
+
+
+def _symbolic_shapes(
+    proto: onnx.ModelProto, auto_merge: bool
+) -> tuple[onnx.ModelProto | None, dict[str, str | int]]:
+    """Returns a model with shapes, or None, and which names of dimensions were merged into others.
+
+    Args:
+        auto_merge: take two dimensions for one if they meet in a sum.
+    """
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+    # These are the steps of its `infer_shapes`, which writes a file into the current folder if it fails.
+    inference, complete = SymbolicShapeInference(2**31 - 1, auto_merge, False, 0), False
+    try:
+        inference._preprocess(proto)
+        while inference.run_:
+            complete = inference._infer_impl()
+    except Exception:  # the model keeps the shapes that it has
+        return None, {}
+    return inference.out_mp_ if complete else None, inference.suggested_merge_
 
 
 def _fold_sizes(model: ir.Model) -> None:

@@ -101,7 +101,9 @@ def _mask_of_where(node: ir.Node, before: ir.Node) -> tuple[ir.Value, ir.Value]:
         raise UnsupportedPattern("Where replaces scores with a number that does not hide them")
     if before.op_type == "Softmax":  # `masks_of` inserts no nodes
         return scores, hidden
-    constants = [constant_like(before, 0.0, scores), constant_like(before, max(number, LOWEST), scores)]
+    # The sum of a score and the lowest number is that number, as Where returns one number for all scores.
+    lowest = number if np.isneginf(number) else LOWEST
+    constants = [constant_like(before, 0.0, scores), constant_like(before, lowest, scores)]
     first, second = constants[::-1] if scalar(a) is not None else constants
     return scores, add(before, "Where", [hidden, first, second], dtype=scores.dtype, shape=dims(hidden))
 

@@ -28,7 +28,7 @@ from ..files import EXTERNAL_DATA_BYTES, save
 from ..routes import quiet
 from . import compare, masks, precision
 from .graph import MICROSOFT, Work, standard
-from .inputs import Case, hides_left, read_npz
+from .inputs import Case, Sizes, hides_left, read_npz
 from .prepare import clean, load, prepare
 from .report import OptimizeReport
 
@@ -67,7 +67,7 @@ class Trial:
         self.original = original or save(model, folder / "original.onnx", EXTERNAL_DATA_BYTES)[-1]
         self.cases: list[Case] = []
         self.expected: compare.Outputs = []
-        self.sizes = (1, 1)
+        self.sizes = Sizes(1, 1)
         self.base = model
 
     def make_cases(self, inputs_file: str | os.PathLike[str] | None) -> None:
@@ -80,6 +80,11 @@ class Trial:
         if inputs_file is not None:
             self.cases, self.sizes = read_npz(os.fspath(inputs_file), self.base)
             self.expected = compare.outputs_of(self.original, self.cases, self.library)
+            if reason := compare.shows_nothing(self.expected):
+                raise ExportError(
+                    f"--inputs {inputs_file}: {reason}, so nothing can be compared. Give inputs of at "
+                    "least one row, for which the original returns finite numbers"
+                )
         else:
             generated = compare.make_cases(self.original, self.base, self.padding, self.library)
             self.cases, self.expected, self.sizes = generated
@@ -280,6 +285,8 @@ class Trial:
         lowest number absorbs every score, as in fp32. The comparison in fp32 has these cases.
         """
         chosen = [index for index, case in enumerate(self.cases) if not hides_left(case)]
+        if not chosen:
+            raise NotRunnable("all inputs have a mask that hides the first token")
         cases = [
             {
                 n: precision.narrow(a, dtype) if a.dtype == np.float32 else a
@@ -291,4 +298,5 @@ class Trial:
             found = compare.outputs_of(path, cases, self.library)
         except TwinopError as error:
             raise NotRunnable(str(error).splitlines()[0]) from error
-        return compare.worst_error([self.expected[index] for index in chosen], found)
+        expected = [[precision.clip(each, dtype) for each in self.expected[index]] for index in chosen]
+        return compare.worst_error(expected, found)

@@ -99,7 +99,7 @@ MALFORMED = {
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
 def test_malformed(served: Served, data: bytes) -> None:
     answer = split(served.exchange(data))
-    assert answer.status == 400 and "no request of HTTP/1.1, or its head is malformed" in answer.error
+    assert answer.status == 400 and "not an HTTP/1.1 request, or its head is malformed" in answer.error
     assert answer.headers["connection"] == "close"
 
 

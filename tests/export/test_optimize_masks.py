@@ -1,0 +1,198 @@
+"""Tests that attention computes the same for masks, lengths and inputs that the comparison did not see."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from export_models import CPU
+from optimizing import nodes, optimized, parsed, weights
+
+from twinop import deploy
+from twinop.errors import ExportError
+from twinop.export.optimize import optimize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LOWEST = float(np.finfo(np.float32).min)
+ATTENTION = """(float[B, S, 16] x, float[{batch}, {keys}, 16] m{inputs}) => (float[B, S, 16] y) {{
+    q0 = MatMul (x, wq) k0 = MatMul (m, wk) v0 = MatMul (m, wv)
+    q1 = Reshape (q0, apart) k1 = Reshape (k0, apart) v1 = Reshape (v0, apart)
+    q = Transpose <perm=[0, 2, 1, 3]> (q1) k = Transpose <perm=[0, 2, 3, 1]> (k1)
+    v = Transpose <perm=[0, 2, 1, 3]> (v1) s = MatMul (q, k)
+    n1 = Shape <start=1, end=2> (x) t1 = Shape <start=1, end=2> (m) n = Squeeze (n1) t = Squeeze (t1)
+    i0 = Range (zero, n, one) i = Unsqueeze (i0, axis1) j = Range (zero, t, one)
+    {mask}
+    o = MatMul (p, v) o1 = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (o1, joined) }}"""
+CONSTANTS = {
+    **{name: weights(16, 16, seed=seed) for seed, name in enumerate(("wq", "wk", "wv"))},
+    "apart": np.array([0, 0, 2, 8]), "joined": np.array([0, 0, 16]),
+    "zero": np.array(0), "one": np.array(1), "axis1": np.array([1]), "axes12": np.array([1, 2]),
+    "far": np.array(12), "seven": np.array(7), "shown": np.float32(0),
+    "lowest": np.float32(LOWEST), "infinite": np.float32(-np.inf),
+}  # fmt: skip
+CAUSAL = "c = GreaterOrEqual (i, j) bias = Where (c, shown, lowest) r = Add (s, bias) p = Softmax (r)"
+GUARD = " p0 = Softmax (r) nan = IsNaN (p0) p = Where (nan, shown, p0)"
+
+
+def attention(mask: str, inputs: str = "", batch: str = "B", keys: str = "S") -> onnx.ModelProto:
+    return parsed(ATTENTION.format(mask=mask, inputs=inputs, batch=batch, keys=keys), **CONSTANTS)
+
+
+def feeds(queries: int, keys: int, batch: int = 2, keys_batch: int | None = None) -> dict[str, np.ndarray]:
+    return {"x": weights(batch, queries, 16), "m": weights(keys_batch or batch, keys, 16, seed=1)}
+
+
+def check_same(folder: Path, inputs: dict[str, np.ndarray]) -> None:
+    """Checks that both files of `optimized` return the same."""
+    [expected], [found] = (
+        deploy.session(folder / name, CPU).run(inputs).values() for name in ("old.onnx", "fast.onnx")
+    )
+    assert expected.shape == found.shape
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "d = Sub (i, j) a = GreaterOrEqual (d, zero) b = Less (d, far) c = And (a, b) "
+        "bias = Where (c, shown, lowest) r = Add (s, bias) p = Softmax (r)",
+        "d0 = Sub (i, j) d = Abs (d0) c = LessOrEqual (d, far) bias = Where (c, shown, lowest) "
+        "r = Add (s, bias) p = Softmax (r)",
+        "a = Div (i, far) b = Div (j, far) c = Equal (a, b) bias = Where (c, shown, lowest) "
+        "r = Add (s, bias) p = Softmax (r)",
+    ],
+    ids=["causal", "both sides", "chunks"],
+)
+def test_a_window_that_short_sequences_do_not_show(mask: str, tmp_path: Path) -> None:
+    report, _ = optimized(attention(mask), tmp_path)
+    assert report.made["attention"] == 1
+    for length in (9, 30):
+        check_same(tmp_path, feeds(length, length))
+
+
+def test_a_causal_mask_is_unidirectional(tmp_path: Path) -> None:
+    _, model = optimized(attention(CAUSAL), tmp_path)
+    [node] = nodes(model, "MultiHeadAttention")
+    assert node.attributes.get_int("unidirectional") == 1
+    check_same(tmp_path, feeds(30, 30))
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, f"d = Sub (t, n) i2 = Add (i, d) {CAUSAL.replace('(i,', '(i2,')}"])
+def test_a_causal_mask_of_more_or_fewer_keys_than_queries(mask: str, tmp_path: Path) -> None:
+    """The first and the last query may see one key only: top left, or bottom right."""
+    report, model = optimized(attention(mask, keys="T"), tmp_path)
+    assert report.made["attention"] == 1
+    [node] = nodes(model, "MultiHeadAttention")
+    assert "unidirectional" not in node.attributes
+    for queries, keys in ((5, 5), (3, 9), (9, 5)):
+        check_same(tmp_path, feeds(queries, keys))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask"),
+    [
+        ("bool", "bias = Where (mask, shown, infinite) r = Add (s, bias)"),
+        ("bool", "r = Where (mask, s, infinite)"),
+        ("float", "r = Add (s, mask)"),
+    ],
+    ids=["bias", "chosen scores", "float"],
+)
+def test_a_guard_of_rows_that_a_mask_hides(kind: str, mask: str, tmp_path: Path) -> None:
+    report, _ = optimized(attention(mask + GUARD, f", {kind}[B, 1, S, S] mask"), tmp_path)
+    assert report.made["attention"] == 1
+    shown = np.ones((2, 1, 5, 5), bool)
+    shown[:, :, 1], shown[0, 0, 3, 2:] = False, False
+    given = shown if kind == "bool" else np.where(shown, np.float32(0), np.float32(-np.inf))
+    check_same(tmp_path, feeds(5, 5) | {"mask": given})
+
+
+@pytest.mark.parametrize("lowest", ["lowest", "infinite"])
+def test_causal_and_padding_masks_that_are_summed_first(lowest: str, tmp_path: Path) -> None:
+    """As transformers before 4.36. Two lowest numbers add up to -inf; rows of it are NaN in both."""
+    mask = (
+        f"u = Cast <to=9> (attention_mask) b = Where (u, shown, {lowest}) pad = Unsqueeze (b, axes12) "
+        f"c = GreaterOrEqual (i, j) cb = Where (c, shown, {lowest}) both = Add (cb, pad) r = Add (s, both) "
+        "p = Softmax (r)"
+    )
+    report, _ = optimized(attention(mask, ", int64[B, S] attention_mask"), tmp_path)
+    assert report.made["attention"] == 1
+    shown = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    check_same(tmp_path, feeds(5, 5) | {"attention_mask": shown})
+
+
+def test_a_mask_of_ids_in_a_subgraph(tmp_path: Path) -> None:
+    branch = (
+        "{0}b () => (float[B, 1, 1, S] {0}o) {{ {0}e = Equal (ids, seven) {0}w = Where ({0}e, lowest, shown) "
+        "{0}o = Unsqueeze ({0}w, axes12) }}"
+    )
+    mask = (
+        f"c = Less (n, one) bias = If (c) <then_branch = {branch.format('t')}, else_branch = "
+        f"{branch.format('e')}> r = Add (s, bias) p = Softmax (r)"
+    )
+    optimized(attention(mask, ", int64[B, S] ids"), tmp_path)
+    check_same(tmp_path, feeds(5, 5) | {"ids": np.array([[1, 1, 1, 7, 7]] * 2)})
+
+
+def test_batches_that_may_differ(tmp_path: Path) -> None:
+    report, _ = optimized(attention("p = Softmax (s)", batch="C"), tmp_path)
+    assert report.left == {"attention: q and k of batches that may differ": 1}
+    check_same(tmp_path, feeds(4, 4, batch=3, keys_batch=1))
+
+
+def test_dimensions_of_other_names_may_be_one(tmp_path: Path) -> None:
+    text = """(float[N, 4] x, float[M, 4] z) => (float[K, 3] y) {
+        r = Relu (z) a = Add (x, r) s = Shape (a) e = Expand (r, s) y = MatMul (e, w) }"""
+    optimized(parsed(text, w=weights(4, 3)), tmp_path)
+    check_same(tmp_path, {"x": weights(3, 4), "z": weights(1, 4)})
+
+
+# -------------------------------------------------------------------------------- the comparison
+
+GATE = """(float[N, 8] x) => (float[N, 6] y) { h = MatMul (x, w) a, b = Split <axis=-1, num_outputs=2> (h)
+    s = Sigmoid (a) t = Mul (a, s) u = Mul (t, b) %s }"""
+
+
+def wrong(work: object) -> None:
+    """Is a rewrite that changes the results."""
+    for node in work.nodes("Sigmoid"):  # type: ignore[attr-defined]
+        node.op_type = "Tanh"
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "l = Log (x) n = ReduceSum <keepdims=1> (l) y = Add (u, n)",
+        "y = Add (u, low)",
+        "y = Concat <axis=0> (u, low)",
+    ],
+    ids=["NaN for negative inputs", "one lowest number", "a row of lowest numbers"],
+)
+def test_the_comparison_sees_every_number(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinop.export.optimize.optimizer.REWRITES", {"wrong": wrong})
+    low = np.array([[LOWEST, 0, 0, 0, 0, 0]] if "Add" in output else [[LOWEST] * 6], np.float32)
+    onnx.save(parsed(GATE % output, w=weights(8, 12), low=low), tmp_path / "old.onnx")
+    report = optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx")
+    assert "differs from the original" in report.reverted["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(0, "the outputs of the original have no elements"), (3, "has no finite number")]
+)
+def test_inputs_that_show_nothing(rows: int, expected: str, tmp_path: Path) -> None:
+    model = parsed("(float[N, 8] x) => (float[N, 4] y) { l = Log (x) y = MatMul (l, w) }", w=weights(8, 4))
+    onnx.save(model, tmp_path / "old.onnx")
+    np.savez(tmp_path / "inputs.npz", x=-np.ones((rows, 8), np.float32))
+    with pytest.raises(
+        ExportError, match=f"{expected}.* nothing can be compared. Give inputs of at least one"
+    ):
+        optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx", inputs_file=tmp_path / "inputs.npz")
+
+
+def test_inverted_masks_in_16_bits(tmp_path: Path) -> None:
+    """torch's padding masks hide what is True. The comparison in 16 bits leaves none of the cases out."""
+    mask = "b = Where (padding_mask, lowest, shown) bias = Unsqueeze (b, axes12) r = Add (s, bias)"
+    model = attention(f"{mask} p = Softmax (r)", ", bool[B, S] padding_mask")
+    report, _ = optimized(model, tmp_path, dtype="float16")
+    assert 0 < report.error < 1e-2
