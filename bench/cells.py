@@ -133,8 +133,8 @@ def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
 def numeric_verdicts(rows: Sequence[Row]) -> list[Verdict]:
     """Returns the verdicts on errors: twinop is never the worst, and 16-bit elementwise ops stay in 1 ulp."""
     found: list[Verdict] = []
-    for op, dtype, family in dict.fromkeys((row["op"], row["dtype"], row["family"]) for row in rows):
-        errors = {r["provider"]: r["max_ulp"] for r in rows if (r["op"], r["dtype"]) == (op, dtype)}
+    for (op, dtype, family), providers in report.by_cell(rows, "op", "dtype", "family").items():
+        errors = {name: row["max_ulp"] for name, row in providers.items()}
         others = [error for name, error in errors.items() if name not in OURS]
         bounds = {"numerics, never the worst": max(others) + 1e-3} if others else {}
         if family != "rows" and dtype != "float32":

@@ -15,8 +15,9 @@ from . import report, runtime
 from .cases import LATENCY, Case, Sample, cases_of
 from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
 from .peers import Entry
-from .providers import Problem, Providers, Subject, onnx_nodes, reason_of
-from .timing import DeviceTimer, Run, Time, host_times
+from .providers import Problem, Providers, Subject, onnx_nodes
+from .report import reason_of
+from .timing import DeviceTimer, Run, Time, host_times_apart
 
 SHORT_BYTES = 512 << 20
 """Cells that move less than this take 0.13 ms on an H200 and are noisier: they get three times the rounds."""
@@ -91,15 +92,9 @@ class Machine:
         runs[COPY + AGAIN] = runs[COPY]
         if self.timer is not None:
             return self.timer.times(runs, rounds=self.rounds * (3 if moved < SHORT_BYTES else 1))
-        # The threads of either pool spin for a while after a run, so each runtime is measured by itself.
         if IN_ORT in runs:
             runs[IN_ORT + AGAIN] = runs[IN_ORT]
-        in_ort = {name: run for name, run in runs.items() if "ORT" in name}
-        in_torch = {name: run for name, run in runs.items() if name not in in_ort}
-        times: dict[str, Time] = {}
-        for part in filter(None, (in_ort, in_torch)):
-            times |= host_times(part, rounds=self.rounds, seconds=self.seconds)
-        return times
+        return host_times_apart(runs, rounds=self.rounds, seconds=self.seconds)
 
     # ------------------------------------------------------------------------------------ latency
 

@@ -20,7 +20,7 @@ from . import runtime
 from .cases import relative_error
 from .model_exports import KINDS, ORTS, OURS, STOCK, dtype_of
 from .model_zoo import ROWS
-from .providers import reason_of
+from .report import reason_of
 from .timing import DeviceTimer, Run, host_times
 
 EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "max-autotune"

@@ -188,7 +188,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             for column in COLUMNS
         )
         table.add_row(name, *texts)
-    report.show(table)
+    out.print(table)
 
 
 def main(

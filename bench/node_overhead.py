@@ -88,14 +88,6 @@ def measure_cuda(device: torch.device, nodes: int, rounds: int) -> list[dict[str
     return rows
 
 
-def chains_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[str, float]]:
-    """Returns the microseconds of each provider, by the number of nodes and the kind of time."""
-    found: dict[tuple[int, str], dict[str, float]] = {}
-    for row in rows:
-        found.setdefault((row["nodes"], row["time"]), {})[row["provider"]] = row["median_us"]
-    return found
-
-
 def bar(device: str, nodes: int, what: str, us: Mapping[str, float]) -> dict[str, Any]:
     """Returns the verdict on a chain. The built-in chain's difference from itself is the tolerance."""
     noise = max(NOISE, abs(us[AGAIN] / us["built-in"] - 1))
@@ -128,17 +120,17 @@ def main(
         content: dict[str, Any] = {}
         if where.type == "cuda":
             rows = measure_cuda(where, CUDA_NODES, 15 if quick else 51)
-            chains = chains_of(rows)
             held = [(CUDA_NODES, f"CUDA graph, {what}") for what in ("wall", "device")]
         else:
             rows = measure_cpu(CPU_NODES, 301 if quick else 20001, 0.5 if quick else 8.0)
-            chains = chains_of(rows)
+            held = [(CPU_NODES[-1], "wall")]
+        chains = report.medians(rows, "nodes", "time")
+        if where.type == "cpu":
             few, many = (chains[count, "wall"] for count in CPU_NODES)
             more = CPU_NODES[1] - CPU_NODES[0]
             slope = {name: round((many[name] - few[name]) * 1e3 / more, 1) for name in many}
             content["slope_ns_per_node"] = slope
             out.print("one more node costs, in ns:", slope)
-            held = [(CPU_NODES[-1], "wall")]
         verdicts = [bar(where.type, *chain, chains[chain]) for chain in held]
         columns = ("nodes", "time", "provider", "median_us", "low_us", "ns_per_node")
         report.show_rows("Chains of one-element nodes, float32", rows, columns)

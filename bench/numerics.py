@@ -12,7 +12,8 @@ from . import report
 from .cases import ROWS, UNARY, Case, Sample, family_of, input_shapes, make_outputs
 from .cells import IN_ORT, IN_TORCH
 from .peers import Entry
-from .providers import EAGER, Problem, Providers, reason_of
+from .providers import EAGER, Problem, Providers
+from .report import reason_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 ELEMENTS = 1 << 22

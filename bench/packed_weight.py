@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from twinop.building.builder import build
 from twinop.building.flags import Options
@@ -85,13 +85,6 @@ TWINOP_CPU_OP(packed_linear,
 """
 
 
-def build_op(folder: Path) -> Path:
-    """Builds the op for the CPU and returns its library. It needs a C++ compiler."""
-    header = folder / "packed_linear.h"
-    header.write_text(SOURCE)
-    return build(find_project([header]), options=Options(cpu=True)).library.path
-
-
 def measure(size: int, library: Path, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Measures y = W x in two sessions: W is a constant of the model, or an input.
 
@@ -101,10 +94,9 @@ def measure(size: int, library: Path, rounds: int, seconds: float) -> list[dict[
     x, weight, y = torch.randn(size), torch.randn(size, size) / size**0.5, torch.empty(size)
     node = helper.make_node("CustomPackedLinear", ["x", "weight"], ["y"], domain="packed_linear")
     runs: dict[str, Run] = {}
-    for name, constants in ((ONCE, {"weight": weight}), (EACH, {})):
-        inputs = {"x": x} if constants else {"x": x, "weight": weight}
-        model = runtime.one_op([node], inputs, {"y": y}, fixed=True)
-        model.graph.initializer.extend(numpy_helper.from_array(t.numpy(), n) for n, t in constants.items())
+    kept = {"weight": weight}
+    for name, inputs, constants in ((ONCE, {"x": x}, kept), (EACH, {"x": x} | kept, {})):
+        model = runtime.one_op([node], inputs, {"y": y}, fixed=True, constants=constants)
         session = runtime.open_session(model, torch.device("cpu"), library=library, cpu_threads=1)
         runs[name] = runtime.bind(session, inputs, {"y": y})
         runs[name]()
@@ -131,7 +123,9 @@ def main(
     """
     with clear_errors(), tempfile.TemporaryDirectory() as folder:
         recording = Recording("packed-weight", torch.device("cpu"), output, commit)
-        library = build_op(Path(folder))
+        header = Path(folder) / "packed_linear.h"
+        header.write_text(SOURCE)
+        library = build(find_project([header]), options=Options(cpu=True)).library.path
         rows, verdicts = [], []
         for size in SIZES:
             found = measure(size, library, 201 if quick else 2001, 0.5 if quick else 8.0)

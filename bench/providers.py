@@ -1,6 +1,5 @@
 """The providers of a cell: twinop in both runtimes, torch, torch.compile, and the peers."""
 
-import re
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -8,10 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import onnx
-import onnx.parser
 import torch
-from onnx import NodeProto, helper
+from onnx import NodeProto
 from torch import Tensor
 
 from twinop import comparison, torch_op
@@ -22,6 +19,7 @@ from . import peers, runtime
 from .cases import FORWARD, Case, Sample, as_tuple, backward_run, relative_error
 from .cells import DOUBLE, IN_ORT, IN_TORCH
 from .peers import Entry
+from .report import reason_of
 from .timing import Restored, Run
 
 EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "torch.compile max-autotune"
@@ -36,10 +34,11 @@ AUTOTUNED = ((1 << 28,), (1 << 26,), (32768, 4096), (4096, 65536), (64, 4096))
 
 @dataclass
 class Subject:
-    """A run, and the tensors that it writes if it does not return them."""
+    """A run, the tensors that it writes if it does not return them, and facts about it for its row."""
 
     run: Run
     bound: tuple[Tensor, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def result(self) -> tuple[Tensor, ...]:
         """Runs once and returns the outputs."""
@@ -241,25 +240,10 @@ def _peer(peer: peers.Peer, sample: Sample) -> Subject:
 def onnx_nodes(entry: Entry, provider: str) -> tuple[list[NodeProto], int]:
     """Returns the nodes of a provider in ONNX Runtime, and their opset."""
     if provider.startswith(IN_ORT):
-        record = torch_op.records()[entry.op]
         attributes = dict(entry.all_variants())[provider.removeprefix(IN_ORT)]
-        last = max(i for i, each in enumerate(record.inputs) if each.name in entry.input_names)
-        given = [each.name if each.name in entry.input_names else "" for each in record.inputs[: last + 1]]
-        outputs = list(record.outputs)
-        return [
-            helper.make_node(record.onnx_name, given, outputs, "node0", domain=record.domain, **attributes)
-        ], 20
-    nodes = [onnx.parser.parse_node(text) for text in entry.ort[provider].split(";")]
-    for number, node in enumerate(nodes):
-        node.name = f"node{number}"
+        return [runtime.custom_node(torch_op.records()[entry.op], entry.input_names, attributes)], 20
+    nodes = runtime.parse_nodes(entry.ort[provider])
     return nodes, 23 if nodes[0].op_type == "RMSNormalization" else 20
-
-
-def reason_of(failure: Exception) -> str:
-    """Returns one line for an error; for ONNX Runtime's errors, the text after its codes."""
-    first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
-    text = f"{type(failure).__name__}: {first}" if first else type(failure).__name__
-    return re.sub(r"^BenchError: .*?\[ONNXRuntimeError\] : \d+ : (\w+) : ", r"\1: ", text)[:300]
 
 
 def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:

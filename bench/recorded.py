@@ -83,7 +83,7 @@ def compare_with(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
         for ratio, name, cell, was in sorted(slower, key=lambda each: -each[0]):
             times = (f"{was.us(name):.2f}", f"{cell.us(name):.2f}", report.flag(f"{ratio:.3f}", False))
             table.add_row(f"{name}, {cell.name}", *times)
-        report.show(table)
+        out.print(table)
     out.print(f"{compared} cells compared, {len(slower)} slower by more than 3 %", highlight=False)
     return not slower
 

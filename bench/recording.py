@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +45,12 @@ class Recording:
         self.facts = report.environment(device, commit)
         self.path = folder / f"{benchmark}-{report.machine_name(self.facts)}.json"
         report.print_environment(self.facts)
-        self._before = report.clocks(device)
+        self._before, self._started = report.clocks(device), time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the start."""
+        return round(time.perf_counter() - self._started, 1)
 
     def write(self, *, last: bool = True, **content: Any) -> None:
         """Writes {"benchmark", "environment", "clocks", ...content}, with one line per entry of a list.

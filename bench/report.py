@@ -5,7 +5,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -44,15 +44,22 @@ def choose_device(name: str) -> torch.device:
 
 
 def chosen(option: str, names: str, known: Sequence[str]) -> list[str]:
-    """Returns the comma-separated names that an option has.
+    """Returns the comma-separated names that an option has, each once.
 
     Raises:
         BenchError: there is none, or one that is not in `known`.
     """
-    found = [name for name in map(str.strip, names.split(",")) if name]
+    found = list(dict.fromkeys(filter(None, map(str.strip, names.split(",")))))
     if not found or not set(found) <= set(known):
         raise BenchError(f"{option} {names}: expected some of {', '.join(known)}")
     return found
+
+
+def reason_of(failure: Exception) -> str:
+    """Returns one line for an error; for ONNX Runtime's errors, the text after its codes."""
+    first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+    text = f"{type(failure).__name__}: {first}" if first else type(failure).__name__
+    return re.sub(r"^BenchError: .*?\[ONNXRuntimeError\] : \d+ : (\w+) : ", r"\1: ", text)[:300]
 
 
 # ------------------------------------------------------------------------------------------- the machine
@@ -149,14 +156,9 @@ def print_environment(facts: Mapping[str, Any]) -> None:
     out.print(f"{where}; {versions}; commit {commit}", highlight=False, soft_wrap=True)
 
 
-def show(content: Table) -> None:
-    """Prints a table."""
-    out.print(content)
-
-
-def table(title: str, columns: Sequence[str], caption: str | None = None) -> Table:
+def table(title: str, columns: Sequence[str]) -> Table:
     """Returns an empty table. The first column is text, the others are numbers."""
-    result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    result = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         result.add_column(column, justify="left" if i == 0 else "right", no_wrap=i > 0)
     return result
@@ -171,7 +173,31 @@ def show_rows(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[s
     for row in rows:
         values = (row.get(column, "") for column in columns)
         result.add_row(*(f"{each:.4g}" if isinstance(each, float) else str(each) for each in values))
-    show(result)
+    out.print(result)
+
+
+def by_cell(
+    rows: Iterable[Mapping[str, Any]], *names: str
+) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
+    """Groups rows by these of their fields, and the rows of a group by provider."""
+    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), {})[row["provider"]] = row
+    return found
+
+
+def medians(rows: Iterable[Mapping[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, float]]:
+    """Groups rows as `by_cell` does, and returns the medians in microseconds."""
+    return {
+        cell: {provider: row["median_us"] for provider, row in providers.items()}
+        for cell, providers in by_cell(rows, *names).items()
+    }
+
+
+def show_missing(missing: Mapping[str, str]) -> None:
+    """Prints what was not measured, and why."""
+    for what, reason in missing.items():
+        err.print(f"not measured: {what}: {reason}", markup=False, soft_wrap=True)
 
 
 def flag(text: str, good: bool) -> str:

@@ -1,18 +1,19 @@
 """ONNX Runtime's side of the reports: models, sessions, and bindings to torch's memory."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx.parser
 import torch  # before onnxruntime, so that both use the same CUDA libraries
 from onnx import NodeProto, helper
 
 from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
-from twinop.record import DOMAIN
+from twinop.record import DOMAIN, Record
 
 from .report import BenchError
 from .timing import Run
@@ -53,17 +54,40 @@ def chain(op_type: str, count: int) -> list[NodeProto]:
     ]
 
 
+def parse_nodes(text: str) -> list[NodeProto]:
+    """Returns nodes from ONNX's text format, with names; semicolons separate them."""
+    nodes = [onnx.parser.parse_node(node) for node in text.split(";")]
+    for number, node in enumerate(nodes):
+        node.name = f"node{number}"
+    return nodes
+
+
+def custom_node(record: Record, given: Container[str], attributes: Mapping[str, Any]) -> NodeProto:
+    """Returns the node of an op; its inputs and outputs have the names of the record.
+
+    Args:
+        given: the names of the inputs that the node has.
+    """
+    inputs = [entry.name if entry.name in given else "" for entry in record.inputs]
+    while not inputs[-1]:
+        inputs.pop()
+    outputs = list(record.outputs)
+    return helper.make_node(record.onnx_name, inputs, outputs, "node0", domain=record.domain, **attributes)
+
+
 def one_op(
     nodes: Sequence[NodeProto],
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
     opset: int = 20,
     fixed: bool = False,
+    constants: Mapping[str, torch.Tensor] | None = None,
 ) -> onnx.ModelProto:
     """Returns a model of these nodes, whose inputs and outputs have these tensors' dtypes and ranks.
 
     Args:
         fixed: give the model these tensors' sizes too, instead of dynamic dimensions.
+        constants: tensors that the model holds itself, by name.
     """
 
     def value(name: str, tensor: torch.Tensor) -> onnx.ValueInfoProto:
@@ -72,6 +96,10 @@ def one_op(
 
     first, last = ([value(*each) for each in tensors.items()] for tensors in (inputs, outputs))
     graph = helper.make_graph(nodes, "graph", first, last)
+    for name, tensor in (constants or {}).items():
+        content = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        kind = ONNX_TYPES[tensor.dtype]
+        graph.initializer.append(helper.make_tensor(name, kind, tensor.shape, content, raw=True))
     domains = {node.domain for node in nodes if node.domain}
     opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(name, 1) for name in sorted(domains))]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)

@@ -42,7 +42,7 @@ def show_cells(cells: Sequence[Cell]) -> None:
             texts = (_text(cell, provider) if provider in cell.rows else "" for cell in chosen)
             table.add_row(provider, *texts, end_section=provider == COPY)
         table.add_row("tolerance", *(f"{cell.tolerance:.1%}" for cell in chosen))
-        report.show(table)
+        out.print(table)
 
 
 def _text(cell: Cell, provider: str) -> str:
@@ -97,7 +97,7 @@ def show_verdicts(verdicts: Sequence[Verdict]) -> None:
     for group, count in Counter(verdict["group"] for verdict in verdicts).items():
         missed = count - met[group]
         table.add_row(group, str(count), str(met[group]), flag(str(missed), missed == 0))
-    report.show(table)
+    out.print(table)
     missed_ones = sorted((v for v in verdicts if not v["passed"]), key=gap, reverse=True)
     report.show_bars(missed_ones[:MISSES])
     if len(missed_ones) > MISSES:

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,17 @@ def host_times(
     return {name: Time.of(times) for name, times in samples.items()}
 
 
+def host_times_apart(runs: Mapping[str, Run], *, rounds: int, seconds: float) -> dict[str, Time]:
+    """Measures the wall time of ONNX Runtime's runs, then of torch's.
+
+    The threads of either pool spin for a while after a run.
+    """
+    in_ort = {name: run for name, run in runs.items() if "ORT" in name}
+    in_torch = {name: run for name, run in runs.items() if name not in in_ort}
+    times = [host_times(part, rounds=rounds, seconds=seconds) for part in (in_ort, in_torch) if part]
+    return {name: time for part in times for name, time in part.items()}
+
+
 class DeviceTimer:
     """Measures device time on one CUDA stream. Other work before each run hides the host and empties L2."""
 
@@ -130,3 +142,15 @@ class DeviceTimer:
             name: Time.of([start.elapsed_time(end) * 1e-3 for start, end in pairs], host[name])
             for name, pairs in events.items()
         }
+
+
+@contextmanager
+def timer_on(device: torch.device) -> Iterator[DeviceTimer | None]:
+    """Yields the timer of a GPU, whose stream is torch's current one in the body; None for a CPU."""
+    if device.type != "cuda":
+        yield None
+        return
+    timer = DeviceTimer(torch.cuda.Stream(device))
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(timer.stream):
+        yield timer

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import onnx.parser
 import torch
 import torch.nn.functional as F
 from onnx import NodeProto, helper
@@ -104,10 +103,7 @@ def nodes_of(cell: Cell, provider: str) -> list[NodeProto]:
         return [
             helper.make_node(name, list(cell.inputs), ["out"], "node0", domain=cell.op, **cell.attributes)
         ]
-    nodes = [onnx.parser.parse_node(text) for text in cell.others[provider].split(";")]
-    for number, node in enumerate(nodes):
-        node.name = f"node{number}"
-    return nodes
+    return runtime.parse_nodes(cell.others[provider])
 
 
 class Machine:
@@ -202,18 +198,11 @@ class Machine:
 def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the verdicts: ONNX Runtime's run against Triton's own launch, and what else there is."""
     found = []
-    for (time, op, shape), us in _by_cell(rows).items():
+    for (time, op, shape), us in report.medians(rows, "time", "op", "shape").items():
         for other, bar in BARS.items():
             if IN_ORT in us and other in us:
                 text = f"{op} {shape}, {time} time: {IN_ORT} / {other}"
                 found.append(report.bar(text, us[IN_ORT] / us[other], bar))
-    return found
-
-
-def _by_cell(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, float]]:
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in rows:
-        found.setdefault((row["time"], row["op"], row["shape"]), {})[row["provider"]] = row["median_us"]
     return found
 
 

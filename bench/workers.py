@@ -82,7 +82,7 @@ def _main(function: str, result: str) -> None:
     asked = sys.stdin.readline()
     if not asked:  # the parent has ended
         return
-    from .providers import reason_of
+    from .report import reason_of
 
     try:
         found = call(**json.loads(asked))
