@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .encoder_models import TINY, Encoder, Size, batch, encoder, perturbed
-
-Make = Callable[[Size, str], nn.Module]
-"""(size, attention implementation) -> a model in float32."""
+from .encoder_models import STYLES, TINY, Encoder, Size, Values, batch, from_transformers, normal, perturbed
 
 # A smaller vocabulary than BERT's: embeddings are read by row, and a large table only makes large files.
 BASE = Size(vocabulary=2000)
@@ -18,51 +16,59 @@ RIGHT, ANY = "right", "any"
 
 
 @dataclass(frozen=True)
+class Model:
+    """A model of any size.
+
+    Attributes:
+        title: what the documentation calls it.
+        make: (size, attention implementation) -> the model in float32.
+        inputs: (size, padding) -> inputs of forward by name.
+        model_type: what ONNX Runtime's optimizer is told.
+        exported: the attention implementation in the dynamo exports.
+    """
+
+    title: str
+    make: Callable[[Size, str], nn.Module]
+    inputs: Callable[[Size, str], dict[str, Tensor]]
+    model_type: str
+    exported: str = "sdpa"
+
+
+@dataclass(frozen=True)
 class Row:
     """A row of the table.
 
     Attributes:
-        make: the model.
-        inputs: of forward by name, for a size.
-        small: the size that `--small` takes instead.
         padding: where the mask has zeros, "" for models without a mask.
-        model_type: what ONNX Runtime's optimizer is told.
         autotune: whether there is a column for max-autotune.
         graph: run as a CUDA graph where a column can; then the wall time counts.
-        exported: the attention implementation in the dynamo exports.
-        shares: the row of the same model whose other exports this row takes; the mask is only an input.
         most_ms: the time that twinop's column may take on an H200.
         share: the share of the fastest other column that it may take.
     """
 
     name: str
+    model: Model
     dtype: str
-    make: Make
-    inputs: Callable[[Size, str], dict[str, Tensor]]
     size: Size
-    small: Size
-    model_type: str
     padding: str = ""
     autotune: bool = False
     graph: bool = False
-    shares: str = ""
-    exported: str = "sdpa"
     most_ms: float | None = None
     share: float = 1.0
 
     @property
     def title(self) -> str:
         """What the documentation calls it."""
-        where = ", as a CUDA graph" if self.graph else ""
+        sides = [_side(self.size)] * 2 if self.model.inputs is pixels else [self.size.tokens]
+        shape = " x ".join(map(str, [self.size.batch, *sides]))
         mask = {RIGHT: ", right padding", ANY: ", any mask", "": ""}[self.padding]
-        shape = "64 x 224 x 224" if self.make is _vit else f"{self.size.batch} x {self.size.tokens}"
-        kinds = {"float16": "fp16", "bfloat16": "bf16"}
-        return f"{NAMES[self.make]}, {shape}{mask}, {kinds[self.dtype]}{where}"
+        dtype = {"float16": "fp16", "bfloat16": "bf16"}[self.dtype]
+        return f"{self.model.title}, {shape}{mask}, {dtype}" + (", as a CUDA graph" if self.graph else "")
 
-    def model(self, small: bool, attention: str = "sdpa") -> nn.Module:
+    def make(self, small: bool, attention: str = "sdpa") -> nn.Module:
         """Returns the model in float32 and eval mode; always with the same weights."""
         torch.manual_seed(0)
-        return perturbed(self.make(self.small if small else self.size, attention)).eval()
+        return perturbed(self.model.make(TINY if small else self.size, attention)).eval()
 
     def batch(self, small: bool, count: int | None = None) -> dict[str, Tensor]:
         """Returns inputs by name, the same each time, floats in float32.
@@ -70,13 +76,8 @@ class Row:
         Args:
             count: the batch size, if not the row's own.
         """
-        size = self.small if small else self.size
-        return self.inputs(replace(size, batch=count or size.batch), self.padding)
-
-    def stored(self, column: str) -> str:
-        """Returns the name of a column's file."""
-        owner = self.name if column == "twinop" else self.shares or self.name
-        return f"{owner}-{column}"
+        size = TINY if small else self.size
+        return self.model.inputs(replace(size, batch=count or size.batch), self.padding)
 
 
 # ------------------------------------------------------------------------------------------- inputs
@@ -92,8 +93,12 @@ def text(size: Size, padding: str) -> dict[str, Tensor]:
 
 
 def pixels(size: Size, padding: str) -> dict[str, Tensor]:
-    side = 16 * round(size.tokens**0.5)
-    return {"values": normal(size.batch, 3, side, side)}
+    return {"values": normal(size.batch, 3, _side(size), _side(size))}
+
+
+def _side(size: Size) -> int:
+    """Returns the height of a square image with a token for each 16 x 16 pixels."""
+    return 16 * round(size.tokens**0.5)
 
 
 def spectra(size: Size, padding: str) -> dict[str, Tensor]:
@@ -107,24 +112,7 @@ def latents(size: Size, padding: str) -> dict[str, Tensor]:
     }
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Returns random numbers, the same for each seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 # ------------------------------------------------------------------------------------------- models
-
-
-class Values(nn.Module):
-    """Maps floats to the last hidden state of a model of transformers."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, values: Tensor) -> Tensor:
-        found = self.body(values)
-        return found if isinstance(found, Tensor) else found.last_hidden_state
 
 
 class DiTBlock(nn.Module):
@@ -152,63 +140,27 @@ class DiTBlock(nn.Module):
         return values + gate2 * self.mlp(x)
 
 
-def _bert(size: Size, attention: str) -> nn.Module:
-    return encoder("bert", size, attention=attention)
-
-
-def _llama(size: Size, attention: str) -> nn.Module:
-    return encoder("llama", size, attention=attention)
-
-
-def _llama_block(size: Size, attention: str) -> nn.Module:
-    return encoder("llama", size, attention=attention, num_key_value_heads=size.heads // 4)
+def _encoder(style: str, size: Size, attention: str, grouped: int = 1) -> nn.Module:
+    """`grouped` heads share keys and values."""
+    options: dict[str, Any] = {"num_key_value_heads": size.heads // grouped} if grouped > 1 else {}
+    return Encoder(STYLES[style](size, attn_implementation=attention, **options))
 
 
 def _vit(size: Size, attention: str) -> nn.Module:
-    from transformers import ViTConfig, ViTModel
-
-    side = 16 * round(size.tokens**0.5)
-    config = ViTConfig(
-        hidden_size=size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        intermediate_size=4 * size.width,
-        image_size=side,
-        patch_size=16,
-        hidden_dropout_prob=0.0,
-        attn_implementation=attention,
-    )
-    return Values(ViTModel(config, add_pooling_layer=False))
+    options = {"image_size": _side(size), "patch_size": 16, "attn_implementation": attention}
+    return Values(from_transformers("ViTModel", size.options() | options, add_pooling_layer=False))
 
 
 def _whisper(size: Size, attention: str) -> nn.Module:
-    from transformers import WhisperConfig
-    from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
-    config = WhisperConfig(
-        d_model=size.width,
-        encoder_layers=size.layers,
-        encoder_attention_heads=size.heads,
-        encoder_ffn_dim=4 * size.width,
-        max_source_positions=size.tokens,
-        attn_implementation=attention,
+    options = {"max_source_positions": size.tokens, "attn_implementation": attention}
+    return Values(
+        from_transformers("models.whisper.modeling_whisper.WhisperEncoder", size.options() | options)
     )
-    return Values(WhisperEncoder(config))
 
 
 def _t5(size: Size, attention: str) -> nn.Module:
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(
-        vocab_size=size.vocabulary,
-        d_model=size.width,
-        d_kv=size.width // size.heads,
-        d_ff=4 * size.width,
-        num_layers=size.layers,
-        num_heads=size.heads,
-        **({"attn_implementation": attention} if attention != "sdpa" else {}),  # where there is no other
-    )
-    return Encoder(T5EncoderModel(config))
+    options = size.options() | {"attn_implementation": attention}
+    return Encoder(from_transformers("T5EncoderModel", options))
 
 
 def _dit(size: Size, attention: str) -> nn.Module:
@@ -217,89 +169,35 @@ def _dit(size: Size, attention: str) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------- rows
 
-NAMES: dict[Make, str] = {
-    _bert: "BERT base",
-    _llama: "Llama-like, 12 layers of 768",
-    _llama_block: "Llama-like, 4 layers of 2048, 8 heads for k and v",
-    _vit: "ViT-B/16",
-    _whisper: "Whisper-small encoder",
-    _t5: "T5-base encoder",
-    _dit: "DiT block",
-}
-_BERT: dict[str, Any] = {
-    "make": _bert,
-    "inputs": text,
-    "small": TINY,
-    "model_type": "bert",
-}
+BERT = Model("BERT base", partial(_encoder, "bert"), text, "bert")
 # ONNX Runtime's optimizer has no type for Llama: its own conversion of Llama passes gpt2.
-_LLAMA: dict[str, Any] = _BERT | {"make": _llama, "padding": RIGHT, "model_type": "gpt2"}
+LLAMA = Model("Llama-like, 12 layers of 768", partial(_encoder, "llama"), text, "gpt2")
+_BLOCK = "Llama-like, 4 layers of 2048, 8 heads for k and v"
+LLAMA_BLOCK = replace(LLAMA, title=_BLOCK, make=partial(_encoder, "llama", grouped=4))
+VIT = Model("ViT-B/16", _vit, pixels, "vit")
+WHISPER = Model("Whisper-small encoder", _whisper, spectra, "bart")
+# With sdpa, torch's exporter makes views that do not fit.
+T5 = Model("T5-base encoder", _t5, text, "t5", exported="eager")
+DIT = Model("DiT block", _dit, latents, "mmdit")
+
+_BLOCK_SIZE = Size(layers=4, width=2048, heads=32, vocabulary=2000, batch=8, tokens=1024)
+_SENTENCE = replace(BASE, batch=1, tokens=128)
+_DIT_SIZE = Size(layers=1, width=1024, heads=16, batch=8, tokens=1024)
 
 ROWS = {
     row.name: row
     for row in (
-        Row(
-            "bert-fp16", "float16", size=BASE, padding=RIGHT, autotune=True, most_ms=6.6, share=0.87, **_BERT
-        ),
-        Row("bert-bf16", "bfloat16", size=BASE, padding=RIGHT, most_ms=6.6, **_BERT),
-        Row("bert-any-mask", "float16", size=BASE, padding=ANY, shares="bert-fp16", most_ms=7.3, **_BERT),
-        Row("llama-bf16", "bfloat16", size=BASE, autotune=True, most_ms=8.4, **_LLAMA),
-        Row("llama-fp16", "float16", size=BASE, most_ms=8.4, **_LLAMA),
-        Row(
-            "llama-block",
-            "bfloat16",
-            size=Size(layers=4, width=2048, heads=32, vocabulary=2000, batch=8, tokens=1024),
-            share=0.9,
-            autotune=True,
-            **(_LLAMA | {"make": _llama_block}),
-        ),
-        Row(
-            "vit",
-            "float16",
-            make=_vit,
-            inputs=pixels,
-            size=replace(BASE, batch=64, tokens=196),
-            small=replace(TINY, tokens=4),
-            model_type="vit",
-        ),
-        Row(
-            "whisper",
-            "float16",
-            make=_whisper,
-            inputs=spectra,
-            size=replace(BASE, batch=8, tokens=1500),
-            small=TINY,
-            model_type="bart",
-        ),
-        Row(
-            "t5",
-            "bfloat16",
-            make=_t5,
-            inputs=text,
-            size=replace(BASE, batch=16),
-            small=TINY,
-            model_type="t5",
-            exported="eager",  # of the other, the exporter makes views that do not fit
-            padding=RIGHT,
-        ),
-        Row(
-            "dit",
-            "float16",
-            make=_dit,
-            inputs=latents,
-            size=Size(layers=1, width=1024, heads=16, batch=8, tokens=1024),
-            small=TINY,
-            model_type="mmdit",
-        ),
+        Row("bert-fp16", BERT, "float16", BASE, RIGHT, autotune=True, most_ms=6.6, share=0.87),
+        Row("bert-bf16", BERT, "bfloat16", BASE, RIGHT, most_ms=6.6),
+        Row("bert-any-mask", BERT, "float16", BASE, ANY, most_ms=7.3),
+        Row("llama-bf16", LLAMA, "bfloat16", BASE, RIGHT, autotune=True, most_ms=8.4),
+        Row("llama-fp16", LLAMA, "float16", BASE, RIGHT, most_ms=8.4),
+        Row("llama-block", LLAMA_BLOCK, "bfloat16", _BLOCK_SIZE, RIGHT, autotune=True, share=0.9),
+        Row("vit", VIT, "float16", replace(BASE, batch=64, tokens=196)),
+        Row("whisper", WHISPER, "float16", replace(BASE, batch=8, tokens=1500)),
+        Row("t5", T5, "bfloat16", replace(BASE, batch=16), RIGHT),
+        Row("dit", DIT, "float16", _DIT_SIZE),
         # Last, when no export runs beside it any more: its wall time counts.
-        Row(
-            "bert-1x128",
-            "float16",
-            size=replace(BASE, batch=1, tokens=128),
-            padding=RIGHT,
-            graph=True,
-            autotune=True,
-            **_BERT,
-        ),
+        Row("bert-1x128", BERT, "float16", _SENTENCE, RIGHT, autotune=True, graph=True),
     )
 }

@@ -10,11 +10,22 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import traceback
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from .report import reason_of
+
 FAILURE = "failure"
+PREPARE_LIMIT, MEASURE_LIMIT = 240.0, 170.0  # seconds
+THREADS = 2  # of a process that prepares
+AHEAD = 3  # processes that are ready to measure
 
 
 class Worker:
@@ -22,19 +33,17 @@ class Worker:
 
     Args:
         function: "module:name"; takes and returns what JSON can hold.
-        folder: for the files of this worker.
-        threads: of torch on the CPU, if not all.
-        gpu: whether it sees GPUs.
+        folder: the process gets a folder of its own in it.
+        beside: it runs beside other work, with few threads and without a GPU.
     """
 
-    def __init__(self, function: str, folder: Path, *, threads: int = 0, gpu: bool = True) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._result, self._log = folder / "result.json", folder / "log.txt"
+    def __init__(self, function: str, folder: Path, *, beside: bool = False) -> None:
+        own = Path(tempfile.mkdtemp(dir=folder))
+        self._result, self._log = own / "result.json", own / "log.txt"
         environment = dict(os.environ)
-        if threads:
-            environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        if not gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
+        if beside:
+            few = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
+            environment |= few | {"CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", __spec__.name, function, str(self._result)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -76,19 +85,76 @@ class Worker:
             self._process.wait()
 
 
+class Pipeline:
+    """Calls of a module's functions `prepare` and `measure`, each in a process of its own.
+
+    On a GPU, several processes prepare while one measures, and the next ones to measure are started ahead. On
+    a CPU nothing runs beside what is measured.
+
+    Args:
+        count: the calls of `measure`, at most.
+        at_once: the calls of `prepare` at a time, at most.
+
+    Attributes:
+        folder: for the files of the calls, until the end of the pipeline.
+    """
+
+    def __init__(self, module: str, device: torch.device, count: int, at_once: int) -> None:
+        self._temporary = tempfile.TemporaryDirectory()
+        self.folder = Path(self._temporary.name)
+        self._module, self._count, self._on_cpu = module, count, device.type == "cpu"
+        self._pool = ThreadPoolExecutor(max(1, min(at_once, len(os.sched_getaffinity(0)) // THREADS)))
+        self._prepared: list[Future[dict[str, Any]]] = []
+        self._workers: list[Worker] = []
+        self._ready: deque[Worker] = deque()
+        for _ in range(0 if self._on_cpu else AHEAD):
+            self._start_ahead()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.stop()
+        self._pool.shutdown()
+        self._temporary.cleanup()
+
+    def prepare(self, **arguments: Any) -> Future[dict[str, Any]]:
+        """Calls `prepare` when a process is free."""
+
+        def call() -> dict[str, Any]:
+            return self._start("prepare", beside=True).result(arguments, PREPARE_LIMIT)
+
+        self._prepared.append(self._pool.submit(call))
+        return self._prepared[-1]
+
+    def measure(self, **arguments: Any) -> dict[str, Any]:
+        """Calls `measure`, on a CPU after all that was to be prepared."""
+        if self._on_cpu:
+            wait(self._prepared)
+        self._start_ahead()
+        return self._ready.popleft().result(arguments, MEASURE_LIMIT)
+
+    def _start_ahead(self) -> None:
+        if self._count:
+            self._count -= 1
+            self._ready.append(self._start("measure"))
+
+    def _start(self, function: str, beside: bool = False) -> Worker:
+        self._workers.append(worker := Worker(f"{self._module}:{function}", self.folder, beside=beside))
+        return worker
+
+
 def _main(function: str, result: str) -> None:
     module, name = function.split(":")
     call = getattr(importlib.import_module(module), name)
     asked = sys.stdin.readline()
     if not asked:  # the parent has ended
         return
-    from .report import reason_of
-
     try:
         found = call(**json.loads(asked))
     except Exception as failure:  # of an exporter, a compiler or a runtime: each is the row's result
-        import traceback
-
         traceback.print_exc()
         found = {FAILURE: reason_of(failure)}
     Path(result).write_text(json.dumps(found))

@@ -1,31 +1,32 @@
 """The reports on whole models, with the one model that needs torch alone. No test asserts a speed."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from twinop.bench import models
 from twinop.bench.__main__ import app
-from twinop.bench.model_exports import OURS, STOCK, prepare
-from twinop.bench.model_runs import MEASURED, TWINOP, measure
-from twinop.bench.model_zoo import ROWS
-from twinop.bench.workers import FAILURE, Worker
+from twinop.bench.model_runs import MEASURED, OURS, TWINOP, checked, measure, prepare
+from twinop.bench.providers import Subject
+from twinop.bench.workers import FAILURE, Pipeline, Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_row(tmp_path: Path) -> None:
     """Its exports hold what their columns say, and compute what torch computes."""
-    files = {OURS: str(tmp_path / "ours.onnx"), STOCK: str(tmp_path / "ours-source.onnx")}
-    said = prepare("dit", OURS, "float32", True, files[OURS])
+    ours, stock = str(tmp_path / "ours.onnx"), str(tmp_path / "ours-source.onnx")
+    said = prepare("dit", OURS, "float32", True, ours)
     assert said["made"]["attention"] == 1 and not said["taken_back"]
-    columns = ["torch eager", "ORT stock", TWINOP, MEASURED]
-    found = measure("dit", True, "cpu", files, columns, rounds=1)
+    columns = {"torch eager": "", "ORT stock": stock, TWINOP: ours, MEASURED: ours}
+    found = measure("dit", "float32", True, "cpu", columns, rounds=1)
     assert not found["reasons"]
     rows = {row["provider"]: row for row in found["rows"]}
-    assert list(rows) == columns and all(row["error"] < 1e-5 for row in rows.values())
+    assert list(rows) == list(columns) and all(row["error"] < 1e-5 for row in rows.values())
     assert "MultiHeadAttention" in rows[TWINOP]["nodes"]
     assert not any(name.startswith("Custom") for name in rows["ORT stock"]["nodes"])
 
@@ -33,14 +34,24 @@ def test_a_row(tmp_path: Path) -> None:
 def test_a_column_that_fails_is_a_reason(tmp_path: Path) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"")
-    found = measure("dit", True, "cpu", {STOCK: str(broken)}, ["torch eager", "ORT stock"], rounds=1)
+    columns = {"torch eager": "", "ORT stock": str(broken)}
+    found = measure("dit", "float32", True, "cpu", columns, rounds=1)
     assert [row["provider"] for row in found["rows"]] == ["torch eager"]
     assert list(found["reasons"]) == ["ORT stock"]
 
 
-def test_rows_that_differ_in_the_mask_share_exports() -> None:
-    first, second = ROWS["bert-fp16"], ROWS["bert-any-mask"]
-    assert first.stored(STOCK) == second.stored(STOCK) and first.stored(OURS) != second.stored(OURS)
+def test_a_run_without_a_graph_where_none_can_be_recorded() -> None:
+    expected = torch.arange(6.0).reshape(1, 3, 2)
+
+    def make(graph: bool) -> Subject:
+        if graph:
+            raise RuntimeError("the model waits for the GPU")
+        return Subject(lambda: expected + torch.tensor([[[0.0], [0.0], [9.0]]]))
+
+    subject = checked(make, expected, torch.tensor([[1, 1, 0]]), graph=True)
+    assert subject.facts == {"error": 0.0, "no_graph": "RuntimeError: the model waits for the GPU"}
+    with pytest.raises(RuntimeError):
+        checked(lambda graph: make(True), expected, None)
 
 
 def test_verdicts_leave_out_wrong_results() -> None:
@@ -85,11 +96,27 @@ def test_a_plot_of_a_record(tmp_path: Path) -> None:
 
 
 def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:
-    assert Worker("builtins:dict", tmp_path / "answers").result({"a": 1}, 60) == {"a": 1}
-    gone = Worker("os:missing", tmp_path / "gone").result({}, 60)
+    assert Worker("builtins:dict", tmp_path).result({"a": 1}, 60) == {"a": 1}
+    gone = Worker("os:missing", tmp_path).result({}, 60)
     assert "module 'os' has no attribute 'missing'" in gone[FAILURE]
-    waits = Worker("signal:pause", tmp_path / "waits").result({}, 0.2)
+    waits = Worker("signal:pause", tmp_path).result({}, 0.2)
     assert waits == {FAILURE: "stopped after 0.2 s"}
+
+
+def test_a_pipeline_on_a_cpu_measures_when_all_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "steps.py").write_text(
+        "import pathlib\n"
+        "def prepare(path): return {'bytes': pathlib.Path(path).write_text('x')}\n"
+        "def measure(folder): return {'files': len(list(pathlib.Path(folder).glob('*.txt')))}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with Pipeline("steps", torch.device("cpu"), count=1, at_once=2) as pipeline:
+        made = [pipeline.prepare(path=f"{pipeline.folder}/{number}.txt") for number in range(2)]
+        assert pipeline.measure(folder=str(pipeline.folder)) == {"files": 2}
+        assert [each.result() for each in made] == [{"bytes": 1}] * 2
+    assert not pipeline.folder.exists()
 
 
 @pytest.mark.parametrize(
