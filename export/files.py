@@ -1,8 +1,9 @@
 """Writes model files: beside the target first, so that a failure leaves nothing behind."""
 
 import os
+import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +16,41 @@ from twinop.errors import ExportError
 EXTERNAL_DATA_BYTES = 1536 * 1024 * 1024
 
 
+def data_path(target: Path) -> Path:
+    """Returns the file of the large weights of a model in `target`."""
+    return target.with_name(f"{target.name}.data")
+
+
+def check_target(target: Path, sources: Iterable[Path] = ()) -> None:
+    """Refuses to replace anything but a regular file, and files that are read.
+
+    Raises:
+        ExportError: the target, or the file of its weights, is such a path.
+    """
+    read = [os.stat(source) for source in sources if source.exists()]
+    for path in (target, data_path(target)):
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ExportError(f"{path}: cannot be written: {error.strerror}. Name another file") from error
+        if stat.S_ISDIR(found.st_mode) and path != target:
+            raise ExportError(f"{path}: cannot be written: is a folder. Name another file, or remove it")
+        if stat.S_ISDIR(found.st_mode):
+            raise ExportError(f"{path}: is a folder; expected a file name such as {path / 'model.onnx'}")
+        if not stat.S_ISREG(found.st_mode):
+            raise ExportError(
+                f"{path}: is a pipe, a socket or a device; expected a new file or one to replace"
+            )
+        if any(os.path.samestat(found, each) for each in read):
+            raise ExportError(f"{path}: belongs to the input; name another file to write")
+
+
 @contextmanager
 def work_folder(target: Path) -> Iterator[Path]:
     """Makes a folder beside the target, so that a failed or interrupted export leaves nothing behind."""
-    if target.is_dir():
-        raise ExportError(f"{target}: is a folder; expected a file name such as {target / 'model.onnx'}")
+    check_target(target)
     try:
         folder = tempfile.TemporaryDirectory(prefix=".twinop-export-", dir=target.parent)
     except OSError as error:
@@ -35,7 +66,7 @@ def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
     """Writes and checks the model, large weights in a file of their own; returns the files, model last."""
     weights = [value.const_value for value in model.graph.initializers.values()]
     external = sum(tensor.nbytes for tensor in weights if tensor is not None) >= external_data_bytes
-    data = [path.with_name(f"{path.name}.data")] if external else []
+    data = [data_path(path)] if external else []
     try:
         ir.save(model, path, format="protobuf", external_data=data[0].name if data else None)
     except OSError as error:

@@ -9,7 +9,7 @@ from twinop.deploy.cuda import has_gpu
 from twinop.errors import ExportError
 from twinop.library import find_library, read_library
 
-from ..files import publish, work_folder
+from ..files import check_target, publish, work_folder
 from ..fuse_add_norm import fuse_sums
 from . import (
     activations,
@@ -28,7 +28,7 @@ from . import (
     unflatten,
 )
 from .graph import Work
-from .prepare import check_memory, convert_to_fp32, load
+from .prepare import convert_to_fp32, data_files, load, load_weights
 from .report import OptimizeReport
 from .trial import Trial
 
@@ -107,7 +107,8 @@ def optimize(
     _check(source, target, dtype, device, padding, without)
     progress("reading the model")
     model = load(source)
-    check_memory(model)
+    check_target(target, data_files(model))
+    load_weights(model)
     records = dict(read_library(find_library("custom_ops")).records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
@@ -141,7 +142,7 @@ def check_device(device: str) -> None:
 def _check(
     source: Path, target: Path, dtype: str | None, device: str, padding: str | None, without: Sequence[str]
 ) -> None:
-    if source.exists() and target.exists() and source.samefile(target):
+    if os.path.exists(source) and os.path.exists(target) and source.samefile(target):
         raise ExportError(f"{target}: is the input; name another file to write")
     if dtype is not None and dtype.startswith(("float8", "fp8")):
         raise ExportError(f"--dtype {dtype}: fp8 is not supported yet; expected float16 or bfloat16")

@@ -1,6 +1,7 @@
 """Reads a model and brings it into the form that the rewrites match: fp32, constants folded, shapes known."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,42 +27,73 @@ _FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def load(path: Path) -> ir.Model:
-    """Reads a model.
+    """Reads a model, but not yet its external data, and sorts its nodes.
 
     Raises:
         ExportError: the file is not a model, or its weights are missing.
     """
-    if path.is_dir() or not path.exists():
-        what = "is a folder" if path.is_dir() else "there is no such file"
+    if not os.path.isfile(path):
+        what = "there is no such file" if not os.path.exists(path) else "is not a regular file"
+        what = "is a folder" if os.path.isdir(path) else what
         raise ExportError(f"{path}: {what}; expected an ONNX model")
     try:
-        model = ir.load(path)
+        with quiet():  # onnx_ir warns of what `_check_values` refuses
+            model = ir.load(path)
+        for graph in [model.graph, *(function.graph for function in model.functions.values())]:
+            graph.sort()  # ONNX Runtime takes nodes in any order, and its converter to float16 writes them so
     except Exception as error:
         raise ExportError(f"{path}: is not an ONNX model: {str(error).splitlines()[0]}") from error
     if not len(model.graph) and not model.graph.outputs:
         raise ExportError(f"{path}: is not an ONNX model: it has no nodes and no outputs")
-    for value in model.graph.initializers.values():
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor) and not Path(tensor.path).is_file():
+    for tensor in _external(model):
+        if not Path(tensor.path).is_file():
             raise ExportError(
-                f"{path}: its weights are in {tensor.location}, which is not there ({value.name}). Put the "
+                f"{path}: its weights are in {tensor.location}, which is not there ({tensor.name}). Put the "
                 "file beside the model"
             )
-    for value in model.graph.inputs:
-        if value.shape is None and value.dtype is not None:
-            raise ExportError(
-                f"{path}: input {value.name} has no shape, not even the number of its dimensions. Declare "
-                "it, or export the model again: twinop cannot tell what its nodes compute"
-            )
+    _check_values(path, model)
     return model
 
 
-def check_memory(model: ir.Model) -> None:
-    """Refuses a model whose comparison in fp32 would not fit into memory, before anything is loaded.
+def _check_values(path: Path, model: ir.Model) -> None:
+    for value in model.graph.inputs:
+        if value.type is None or (value.shape is None and value.dtype is not None):
+            lacks = "no type" if value.type is None else "no shape, not even the number of its dimensions"
+            raise ExportError(
+                f"{path}: input {value.name} has {lacks}. Declare it, or export the model again: twinop "
+                "cannot tell what its nodes compute"
+            )
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for used in node.inputs:
+            if used is None or used.producer() or used.is_graph_input() or used.is_initializer():
+                continue
+            raise ExportError(
+                f"{path}: {node.op_type} reads {used.name}, which is no input, no initializer and no result "
+                "of a node. If it is a sparse initializer: twinop does not read those; make it dense"
+            )
+
+
+def data_files(model: ir.Model) -> set[Path]:
+    """Returns the files of the external data of a model that `load` has read."""
+    return {Path(tensor.path) for tensor in _external(model)}
+
+
+def _external(model: ir.Model) -> list[ir.ExternalTensor]:
+    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+
+
+def load_weights(model: ir.Model) -> None:
+    """Loads external data: folding reads it, and files that are written elsewhere cannot refer to it.
 
     Raises:
-        ExportError: it needs more than is free.
+        ExportError: the comparison in fp32 needs more memory than is free.
     """
+    _check_memory(model)
+    ir.external_data.load_to_model(model)
+
+
+def _check_memory(model: ir.Model) -> None:
     elements = sum(value.const_value.size for value in model.graph.initializers.values() if value.const_value)
     needed, free = _FP32_COPIES * 4 * elements, available_bytes()
     if needed > free:
@@ -115,14 +147,28 @@ def fold(model: ir.Model, own: set[str]) -> None:
     from onnxscript.optimizer import optimize_ir
 
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    names = [value.name for value in model.graph.inputs]
     for again in (False, True):  # the sizes that inference finds make more constants
         optimize_ir(model, should_fold=lambda node: False if node.domain in own else None)
+        _restore_names(model.graph, names)
         if not again:
             infer_shapes(model)
             _fold_sizes(model)
     _remove_no_ops(model)
     CommonSubexpressionEliminationPass()(model)
     clean(model)
+
+
+def _restore_names(graph: ir.Graph, names: Sequence[str | None]) -> None:
+    """Makes inputs outputs again that onnxscript has renamed, to return them through an Identity."""
+    for value, name in zip(graph.inputs, names, strict=True):
+        if value.name != name:
+            for output in [each for each in graph.outputs if each.name == name]:
+                node = output.producer()
+                assert node is not None
+                ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
+                graph.remove(node, safe=True)
+            value.name = name
 
 
 def clean(model: ir.Model) -> None:

@@ -231,7 +231,9 @@ class Trial:
         report.made, report.left = dict((+work.made).most_common()), dict(work.left.most_common())
         if not report.made and self.unchanged is not None:
             report.nodes_after = report.nodes_before
-            return save(load(self.unchanged), self.folder / name, EXTERNAL_DATA_BYTES)
+            model = load(self.unchanged)
+            ir.external_data.load_to_model(model)
+            return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
         model = work.model
         dtype = precision.DTYPES.get(report.dtype)
         if dtype is not None:

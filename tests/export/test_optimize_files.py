@@ -1,0 +1,93 @@
+"""Tests of `twinop optimize` with files in unusual forms: what it reads, and where it writes."""
+
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from optimizing import optimized, parsed, types, weights
+
+from twinop.errors import ExportError
+from twinop.export.optimize import optimize
+
+TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
+
+
+def external(folder: Path, model: onnx.ModelProto) -> Path:
+    path = folder / "old.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="old.data", size_threshold=0)
+    return path
+
+
+def message(source: Path, target: Path) -> str:
+    with pytest.raises(ExportError) as error:
+        optimize(source, target)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_external_data(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written again from the limit on; below, the weights are in the file."""
+    monkeypatch.setattr("twinop.export.optimize.trial.EXTERNAL_DATA_BYTES", limit)
+    source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
+    (tmp_path / "new").mkdir()
+    optimize(source, tmp_path / "new" / "fast.onnx")
+    assert (tmp_path / "new" / "fast.onnx.data").exists() == (limit == 0)
+    assert types(ir.load(tmp_path / "new" / "fast.onnx")) == {"CustomLinear": 1}
+
+
+def test_external_data_of_a_model_that_stays_as_it_is(tmp_path: Path) -> None:
+    text = "(float[N, 4] x) => (float[N, 4] y) { y = Mul (x, w) }"
+    source = external(tmp_path, parsed(text, w=weights(4)))
+    (tmp_path / "new").mkdir()
+    optimize(source, tmp_path / "new" / "fast.onnx")
+    for file in (source, tmp_path / "old.data"):
+        file.unlink()
+    assert ort.InferenceSession(tmp_path / "new" / "fast.onnx").run(None, {"x": np.ones((1, 4), np.float32)})
+
+
+def test_a_target_that_must_not_be_replaced(tmp_path: Path) -> None:
+    source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
+    assert "old.data: belongs to the input; name another" in message(source, tmp_path / "old.data")
+    (tmp_path / "new.onnx.data").symlink_to("old.data")
+    assert "new.onnx.data: belongs to the input" in message(source, tmp_path / "new.onnx")
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe: is a pipe, a socket or a device; expected a new file" in message(source, tmp_path / "pipe")
+    (tmp_path / "a.onnx.data").mkdir()
+    assert "a.onnx.data: cannot be written: is a folder" in message(source, tmp_path / "a.onnx")
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(tmp_path / "s"))
+        assert "is a pipe, a socket or a device" in message(source, tmp_path / "s")
+    assert "File name too long. Name another file" in message(source, tmp_path / ("a" * 300))
+    assert "there is no such file" in message(tmp_path / ("a" * 300), tmp_path / "new.onnx")
+
+
+def test_a_model_that_onnx_does_not_allow(tmp_path: Path) -> None:
+    untyped = parsed(TEXT, w=weights(4, 3))
+    untyped.graph.input[0].ClearField("type")
+    sparse = parsed(TEXT)
+    numbers, places = (
+        onnx.numpy_helper.from_array(weights(2), "w"),
+        onnx.numpy_helper.from_array(np.arange(2)),
+    )
+    sparse.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(numbers, places, [4, 3]))
+    for model, text in ((untyped, "input x has no type"), (sparse, "MatMul reads w, which is no input")):
+        onnx.save(model, tmp_path / "old.onnx")
+        assert text in message(tmp_path / "old.onnx", tmp_path / "new.onnx")
+
+
+def test_nodes_in_any_order(tmp_path: Path) -> None:
+    text = "(float[N, 4] x) => (float[N, 3] y) { y = Relu (h) h = MatMul (x, w) }"
+    assert types(optimized(parsed(text, w=weights(4, 3)), tmp_path)[1]) == {"CustomLinear": 1}
+
+
+def test_an_input_that_is_an_output(tmp_path: Path) -> None:
+    text = "(float[N, 4] x) => (float[N, 3] y, float[N, 4] x) { y = MatMul (x, w) }"
+    for dtype in (None, "float16"):
+        _, model = optimized(parsed(text, w=weights(4, 3)), tmp_path, dtype=dtype)
+        assert model.graph.outputs[1] is model.graph.inputs[0] and model.graph.inputs[0].name == "x"
+        assert model.graph.inputs[0].dtype is ir.DataType[(dtype or "float").upper()]
