@@ -16,7 +16,9 @@ def main(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Convert the model to float16 or bfloat16. Default: keep its dtype.", show_default=False
+            help="Convert the model to float16 or bfloat16. Default: keep the dtypes of inputs, outputs and "
+            "most weights.",
+            show_default=False,
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Optimise for cuda or cpu. The file runs on both.")] = "cuda",

@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import onnx_ir as ir
+
 from twinop import deploy
 from twinop.deploy.cuda import has_gpu
 from twinop.errors import ExportError
@@ -28,7 +30,7 @@ from . import (
     unflatten,
 )
 from .graph import Work
-from .prepare import convert_to_fp32, data_files, load, load_weights
+from .prepare import convert_to_fp32, data_files, load, load_weights, main_dtype
 from .report import OptimizeReport
 from .trial import Trial
 
@@ -67,6 +69,8 @@ _CUDA_ONLY = (
     "merge_linear",
 )  # ONNX Runtime is as fast on the CPU
 DEVICES = ("cuda", "cpu")
+_CONVERTED = {ir.DataType.FLOAT: "float32", **{dtype: name for name, dtype in precision.DTYPES.items()}}
+_NAMES = {ir.DataType.DOUBLE: "float64", **_CONVERTED}
 
 
 def optimize(
@@ -91,7 +95,8 @@ def optimize(
     Args:
         source: the ONNX file to optimise.
         target: the file to write.
-        dtype: "float16" or "bfloat16"; by default the model's own.
+        dtype: "float16" or "bfloat16", also of inputs and outputs. By default these keep their dtypes, and
+            the rest has the dtype of most weights.
         device: what the model is optimised for, "cuda" or "cpu". The result runs on both.
         padding: "right" promises that masks hide nothing but the end of each sequence.
         inputs_file: an .npz file of inputs for the comparison; by default they are generated.
@@ -112,13 +117,21 @@ def optimize(
     records = dict(read_library(find_library("custom_ops")).records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
+    interface = _interface(model)
+    own_dtype = _NAMES.get(main_dtype(model), "float32")
+    report.dtype = dtype or own_dtype
+    if own_dtype == "float64" != report.dtype:
+        raise ExportError(
+            f"--dtype {dtype}: the model is in float64, which stays. Leave out --dtype, or export the model "
+            "in float32"
+        )
     narrow_types = convert_to_fp32(model)
-    source_dtype = min((each.name.lower() for each in narrow_types), default="float32")
-    report.dtype = dtype or source_dtype
     with work_folder(target) as folder:
         original = source if not narrow_types else None
-        unchanged = source if report.dtype == source_dtype else None
-        trial = Trial(model, original, unchanged, folder, records, report, padding, library, progress)
+        found = {own_dtype, *(_NAMES[kind] for kind in (*narrow_types, *interface.values()))}
+        unchanged = source if dtype is None or found == {dtype} else None
+        kept = interface if dtype is None else {}
+        trial = Trial(model, original, unchanged, kept, folder, records, report, padding, library, progress)
         trial.make_cases(inputs_file)
         chosen = [
             name for name in REWRITES if name not in without and (device == "cuda" or name not in _CUDA_ONLY)
@@ -131,6 +144,12 @@ def optimize(
             trial.time(files[-1])
         publish(files, target.parent)
     return report
+
+
+def _interface(model: ir.Model) -> dict[str, ir.DataType]:
+    """Returns the dtypes of the inputs and outputs that `precision.convert` can change, by name."""
+    values = (*model.graph.inputs, *model.graph.outputs)
+    return {str(each.name): each.dtype for each in values if each.dtype in _CONVERTED}
 
 
 def check_device(device: str) -> None:

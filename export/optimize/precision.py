@@ -39,38 +39,47 @@ Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
 """A value in another dtype, by the value and the dtype."""
 
 
-def convert(model: ir.Model, dtype: ir.DataType) -> int:
-    """Converts a model in fp32 with its inputs and outputs, in place.
+def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]) -> int:
+    """Converts a model in fp32, in place.
+
+    Args:
+        dtype: of the nodes, and of inputs and outputs.
+        kept: the dtypes of inputs and outputs that have another one, by name.
 
     Returns:
         The number of nodes that compute in fp32.
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
-    wide = _fp32_nodes(graph, dtype)
-    floats = {value for node in graph for value in node.outputs if value.dtype is ir.DataType.FLOAT}
-    floats |= {value for value in graph.inputs if value.dtype is ir.DataType.FLOAT}
+    wide = _fp32_nodes(graph, dtype) if dtype is not ir.DataType.FLOAT else set()
+    tensors = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+    float_tensor = ir.TensorType(ir.DataType.FLOAT)  # sequences and optionals have the same dtype
+    floats = {value for value in tensors if value.type == float_tensor}
     dtypes: dict[ir.Value, ir.DataType] = {}
     for given in graph.inputs:
         if given in floats:
-            _set_dtype(given, dtype, dtypes)
+            wanted = kept.get(str(given.name), dtype)
+            if given.const_value is not None:  # a default that callers may override
+                array = narrow(given.const_value.numpy(), wanted)
+                given.const_value = ir.tensor(array, dtype=wanted, name=given.name)
+            _set_dtype(given, wanted, dtypes)
     casts: Casts = {}
     for node in list(graph):
         wanted = ir.DataType.FLOAT if node in wide else dtype
         for index, value in enumerate(node.inputs):
             if value is None:
                 continue
-            if value.is_initializer() and value.dtype is ir.DataType.FLOAT and wanted is dtype:
-                node.replace_input_with(index, _narrowed(graph, value, dtype, casts))
-            elif value in dtypes and dtypes[value] is not wanted:
+            if value in dtypes and dtypes[value] is not wanted:
                 node.replace_input_with(index, _cast(node, value, wanted, casts))
+            elif value not in dtypes and _is_wide_constant(value) and wanted is not ir.DataType.FLOAT:
+                node.replace_input_with(index, _narrowed(graph, value, dtype, casts))
         for subgraph in _subgraphs(node):
             _widen_captured(node, subgraph, dtypes, casts)
         for result in node.outputs:
             if result in floats:
                 _set_dtype(result, wanted, dtypes)
         _convert_attributes(node, wanted)
-    _cast_outputs(graph, dtypes, dtype)
+    _cast_outputs(graph, dtypes, dtype, kept)
     return len(wide)
 
 
@@ -131,6 +140,10 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
     return wide
 
 
+def _is_wide_constant(value: ir.Value) -> bool:
+    return value.is_initializer() and value.dtype is ir.DataType.FLOAT
+
+
 def _narrowed(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, casts: Casts) -> ir.Value:
     if (value, dtype) not in casts:
         assert value.const_value is not None
@@ -154,24 +167,30 @@ def narrow(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
 
 
 def _convert_attributes(node: ir.Node, wanted: ir.DataType) -> None:
-    value = attribute(node, "value", None)
-    filled = node.op_type == "ConstantOfShape" and value is not None and value.dtype is ir.DataType.FLOAT
-    if filled and wanted is not ir.DataType.FLOAT:
-        tensor = ir.tensor(narrow(value.numpy(), wanted), dtype=wanted)
-        node.attributes["value"] = ir.AttrTensor("value", tensor)
+    if node.op_type == "ConstantOfShape" and wanted is not ir.DataType.FLOAT:
+        value = attribute(node, "value", ir.tensor(np.zeros(1, np.float32)))
+        if value.dtype is ir.DataType.FLOAT:
+            tensor = ir.tensor(narrow(value.numpy(), wanted), dtype=wanted)
+            node.attributes["value"] = ir.AttrTensor("value", tensor)
     if node.op_type == "Cast" and ir.DataType(attribute(node, "to", 0)) is ir.DataType.FLOAT:
         node.attributes["to"] = ir.AttrInt64("to", int(wanted))
 
 
-def _cast_outputs(graph: ir.Graph, dtypes: Mapping[ir.Value, ir.DataType], dtype: ir.DataType) -> None:
-    """Casts outputs that are in fp32."""
+def _cast_outputs(
+    graph: ir.Graph,
+    dtypes: Mapping[ir.Value, ir.DataType],
+    dtype: ir.DataType,
+    kept: Mapping[str, ir.DataType],
+) -> None:
+    """Casts outputs that have another dtype than wanted."""
     for index, value in enumerate(tuple(graph.outputs)):
-        last = value.producer()
-        if last is None or dtypes.get(value, dtype) is dtype:
+        wanted = kept.get(str(value.name), dtype)
+        found = dtypes.get(value, ir.DataType.FLOAT if _is_wide_constant(value) else wanted)
+        if found is wanted:
             continue
-        node = ir.node("Cast", [value], {"to": dtype})
+        node = ir.node("Cast", [value], {"to": wanted})
         graph.append(node)
         result = node.outputs[0]
-        result.name, value.name = value.name, f"{value.name}_fp32"
-        result.type, result.shape = ir.TensorType(dtype), value.shape
+        result.name, value.name = value.name, f"{value.name}_{found.name.lower()}"
+        result.type, result.shape = ir.TensorType(wanted), value.shape
         graph.outputs[index] = result

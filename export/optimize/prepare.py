@@ -1,6 +1,7 @@
 """Reads a model and brings it into the form that the rewrites match: fp32, constants folded, shapes known."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -281,8 +282,35 @@ def _remove_no_ops(model: ir.Model) -> None:
             replace(result, source)
 
 
+def main_dtype(model: ir.Model) -> ir.DataType:
+    """Returns the float dtype of more than half of the elements of all weights, else FLOAT.
+
+    float16 and bfloat16 count together. A model without weights has the dtype of its inputs and outputs.
+    """
+    elements, values = Counter[ir.DataType](), Counter[ir.DataType]()
+    for graph in model.graphs():
+        tensors = [value.const_value for value in graph.initializers.values()]
+        attributes = (each for node in graph for each in node.attributes.values())
+        tensors += [each.value for each in attributes if each.type is ir.AttributeType.TENSOR]
+        for tensor in tensors:
+            if tensor is not None and tensor.dtype.is_floating_point():
+                elements[tensor.dtype] += tensor.size
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.dtype is not None and value.dtype.is_floating_point():
+            values[value.dtype] += 1
+    counts = elements or values
+    for kinds in (_FLOATS_16, (ir.DataType.DOUBLE,)):
+        if 2 * sum(counts[kind] for kind in kinds) > counts.total():
+            return max(kinds, key=lambda kind: counts[kind])
+    return ir.DataType.FLOAT
+
+
 def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
-    """Converts every 16-bit float of a model to fp32, in place, and returns the 16-bit types that it had."""
+    """Converts every 16-bit float of a model to fp32, in place, and returns the 16-bit types that it had.
+
+    Raises:
+        ExportError: a value is a sequence or an optional of such floats.
+    """
     found = set[ir.DataType]()
 
     def widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
@@ -309,5 +337,10 @@ def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
 
 def _widen_type(value: ir.Value, found: set[ir.DataType]) -> None:
     if value.dtype in _FLOATS_16:
+        if not isinstance(value.type, ir.TensorType):
+            raise ExportError(
+                f"{value.name} is {value.type}: sequences and optionals of 16 bits are not supported. Export "
+                "the model in float32, and give --dtype"
+            )
         found.add(value.dtype)
         value.type = ir.TensorType(ir.DataType.FLOAT)

@@ -46,6 +46,7 @@ class Trial:
         model: ir.Model,
         original: Path | None,
         unchanged: Path | None,
+        interface: Mapping[str, ir.DataType],
         folder: Path,
         records: Mapping[str, Record],
         report: OptimizeReport,
@@ -58,10 +59,11 @@ class Trial:
         Args:
             model: the original in fp32; `make_cases` prepares it in place.
             original: the original's file, if that is in fp32.
-            unchanged: the original's file, if the result has the same dtype.
+            unchanged: the original's file, if the result has the same dtypes.
+            interface: the dtypes of inputs and outputs that do not get the report's dtype, by name.
             folder: where files are written.
         """
-        self.unchanged = unchanged
+        self.unchanged, self.interface = unchanged, interface
         self.folder, self.records, self.report, self.padding = folder, records, report, padding
         self.library, self.progress = library, progress
         self.original = original or save(model, folder / "original.onnx", EXTERNAL_DATA_BYTES)[-1]
@@ -172,7 +174,11 @@ class Trial:
         return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
 
     def drop_slow(self, best: tuple[Rewrites, Work]) -> tuple[Rewrites, Work]:
-        """Reverts rewrites that do not make the model faster on this device."""
+        """Reverts rewrites that do not make the model faster on this device.
+
+        Raises:
+            ExportError: this machine cannot run the model in its dtype.
+        """
         rewrites, work = dict(best[0]), best[1]
         path = self._write_converted(work, "all")
         for name in list(rewrites):
@@ -182,7 +188,14 @@ class Trial:
             if other.made == work.made:
                 continue
             other_path = self._write_converted(other, f"without_{name}")
-            now, time_without = self._milliseconds(path, other_path)
+            try:
+                now, time_without = self._milliseconds(path, other_path)
+            except TwinopError as error:
+                reason = str(error).splitlines()[0]
+                raise ExportError(
+                    f"--measure: the model in {self.report.dtype} does not run here: {reason}. Measure where "
+                    "it runs, such as on a GPU, or leave out --measure"
+                ) from error
             if now > time_without * _FASTER:
                 self.report.reverted[name] = (
                     f"gains no time here ({now:.3g} ms with it, {time_without:.3g} without)"
@@ -192,9 +205,15 @@ class Trial:
 
     def _write_converted(self, work: Work, name: str) -> Path:
         model = work.model.clone()
-        if self.report.dtype in precision.DTYPES:
-            precision.convert(model, precision.DTYPES[self.report.dtype])
+        self._convert(model)
         return self._write(model, f"{name}.onnx")[-1]
+
+    def _convert(self, model: ir.Model) -> int:
+        """Converts a model to the wanted dtypes, and returns how many of its nodes compute in fp32."""
+        dtype = precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
+        if {dtype, *self.interface.values()} == {ir.DataType.FLOAT}:
+            return 0
+        return precision.convert(model, dtype, self.interface)
 
     def time(self, path: Path) -> None:
         """Adds to the report how long the source and the result in `path` take."""
@@ -235,11 +254,8 @@ class Trial:
             ir.external_data.load_to_model(model)
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
         model = work.model
-        dtype = precision.DTYPES.get(report.dtype)
-        if dtype is not None:
-            wide = precision.convert(model, dtype)
-            if wide:
-                report.notes.append(f"{wide} nodes compute in fp32")
+        if wide := self._convert(model):
+            report.notes.append(f"{wide} nodes compute in fp32")
         if work.right_padding_masks:
             [mask] = {str(value.name) for value in work.right_padding_masks.values()}
             model.metadata_props[RIGHT_PADDED] = mask
@@ -251,6 +267,7 @@ class Trial:
         report.nodes_after = len(model.graph)
         kinds = Counter(node.op_type for node in model.graph if standard(node.domain) == MICROSOFT)
         report.needs = [f"{MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
+        dtype = precision.DTYPES.get(report.dtype)
         if dtype is not None:
             self._compare_16_bits(files[-1], dtype)
         return files
@@ -267,7 +284,7 @@ class Trial:
             plain = self.unchanged
             if plain is None:
                 model = self.base.clone()
-                precision.convert(model, dtype)
+                self._convert(model)
                 plain = self._write(model, "plain.onnx")[-1]
             report.own_error = self._error_in(plain, dtype)
         except (NotRunnable, TwinopError):
@@ -291,7 +308,7 @@ class Trial:
             raise NotRunnable("all inputs have a mask that hides the first token")
         cases = [
             {
-                n: precision.narrow(a, dtype) if a.dtype == np.float32 else a
+                n: precision.narrow(a, self.interface.get(n, dtype)) if a.dtype == np.float32 else a
                 for n, a in self.cases[index].items()
             }
             for index in chosen
