@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import LiftConstantsToInitializersPass
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
 from twinop.record import DOMAIN
 
@@ -80,6 +80,7 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
                 _set_dtype(result, wanted, dtypes)
         _convert_attributes(node, wanted)
     _cast_outputs(graph, dtypes, dtype, kept)
+    RemoveUnusedNodesPass()(model)  # the weights in fp32
     return len(wide)
 
 
