@@ -30,7 +30,7 @@ from . import (
     unflatten,
 )
 from .graph import Work
-from .prepare import convert_to_fp32, data_files, load, load_weights, main_dtype
+from .prepare import convert_to_fp32, data_files, inline_functions, load, load_weights, main_dtype
 from .report import OptimizeReport
 from .trial import Trial
 
@@ -117,6 +117,7 @@ def optimize(
     records = dict(read_library(find_library("custom_ops")).records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
+    inline_functions(model, records)
     interface = _interface(model)
     own_dtype = _NAMES.get(main_dtype(model), "float32")
     report.dtype = dtype or own_dtype

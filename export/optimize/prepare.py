@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
+    InlinePass,
     RemoveUnusedNodesPass,
     ShapeInferencePass,
 )
@@ -116,12 +117,28 @@ def prepare(model: ir.Model, records: Mapping[str, Record]) -> None:
     Raises:
         ExportError: its opset cannot be converted.
     """
-    own = {record.domain for record in records.values()}
-    for key in [key for key in model.functions if key[0] in own]:
-        del model.functions[key]  # bodies: they are attached again
     _convert_opset(model)
     with quiet():
-        fold(model, own)
+        fold(model, {record.domain for record in records.values()})
+
+
+def inline_functions(model: ir.Model, records: Mapping[str, Record]) -> None:
+    """Removes the bodies of twinop's ops, which are attached again, and inlines all other functions.
+
+    Raises:
+        ExportError: the functions call each other in a circle, or have other opsets than the model.
+    """
+    own = {record.node_type for record in records.values()}
+    for key in [key for key in model.functions if key[:2] in own]:
+        del model.functions[key]
+    try:
+        InlinePass()(model)
+    except Exception as error:
+        reason = error.__cause__ or error
+        raise ExportError(
+            f"the model's functions cannot be inlined: {reason}. Inline them first, with "
+            "onnx.inliner.inline_local_functions(model, convert_version=True)"
+        ) from error
 
 
 def _convert_opset(model: ir.Model) -> None:

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from optimizing import optimized, parsed, types, weights
+from optimizing import nodes, optimized, parsed, types, weights
 
 from twinop.errors import ExportError
 from twinop.export.optimize import optimize
@@ -78,6 +78,43 @@ def test_a_model_that_onnx_does_not_allow(tmp_path: Path) -> None:
     for model, text in ((untyped, "input x has no type"), (sparse, "MatMul reads w, which is no input")):
         onnx.save(model, tmp_path / "old.onnx")
         assert text in message(tmp_path / "old.onnx", tmp_path / "new.onnx")
+
+
+def test_a_function_of_another_opset(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["": 20, "their.domain": 1]>
+        g (float[N, 4] x) => (float[N, 4] y) { y = their.domain.F (x) }
+        <domain: "their.domain", opset_import: ["": 18]> F (a) => (b) { b = Relu (a) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "old.onnx")
+    said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert "version 20 in the model but version 18 in the function. Inline them first" in said
+
+
+def test_a_function_of_the_user(tmp_path: Path) -> None:
+    """In twinop's domain, too. In 16 bits, it is converted like the graph."""
+    body = "(a) => (b) { c = Cast <to=1> (a) d = Relu (c) e = Cast <to=TO> (d) b = Add (e, a) }"
+    text = (
+        """<ir_version: 10, opset_import: ["": 20, "custom_domain": 1]>
+        g (KIND[N, 4] x) => (KIND[N, 3] y) { h = custom_domain.Mine (x) y = MatMul (h, w) }
+        <domain: "custom_domain", opset_import: ["": 20]> Mine"""
+        + body
+    )
+    for kind, dtype in (("float", ir.DataType.FLOAT), ("float16", ir.DataType.FLOAT16)):
+        proto = onnx.parser.parse_model(text.replace("KIND", kind).replace("TO", str(dtype.value)))
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weights(4, 3).astype(dtype.numpy()), "w"))
+        report, model = optimized(proto, tmp_path)
+        assert (
+            report.made == {"linear": 1} and not nodes(model, "Mine") and model.graph.inputs[0].dtype is dtype
+        )
+        assert {key[1] for key in model.functions} == {"CustomLinear"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_optimised_model_again(dtype: str, tmp_path: Path) -> None:
+    text = "(float[N, 64] x) => (float[N, 64] y) { a = MatMul (x, w) b = Relu (a) y = Mul (b, s) }"
+    _, first = optimized(parsed(text, w=weights(64, 64), s=weights(64)), tmp_path, dtype=dtype)
+    again = tmp_path / "again.onnx"
+    assert optimize(tmp_path / "fast.onnx", again).dtype == dtype
+    assert types(ir.load(again)) == types(first) and len(ir.load(again).functions) == 1
 
 
 def test_nodes_in_any_order(tmp_path: Path) -> None:
