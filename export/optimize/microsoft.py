@@ -2,7 +2,8 @@
 
 Matches: com.microsoft SkipLayerNormalization, SkipSimplifiedLayerNormalization, EmbedLayerNormalization,
 BiasGelu, FastGelu, Gelu, FusedMatMul, Attention with constant weights, MultiHeadAttention with a bias or a
-mask [B, T].
+mask [B, T]. `split_simplified_norms` splits SimplifiedLayerNormalization, which onnx.checker refuses, before
+the model is written for the first time.
 Writes: standard operators; MultiHeadAttention with separate q, k and v and a mask that its fast kernels take.
 Leaves alone: attention with a KV cache, and nodes with attributes that standard operators lack.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import onnx_ir as ir
 
+from ..attach import OPSETS
 from .graph import (
     MICROSOFT,
     Dim,
@@ -27,6 +29,7 @@ from .graph import (
     last_dim,
     replace,
     scores_shape,
+    standard,
 )  # fmt: skip
 
 _LOWEST = float(np.finfo(np.float32).min)
@@ -52,14 +55,67 @@ def _skip_norm(work: Work, node: ir.Node) -> bool:
     total = add(node, "Add", [x, skip], shape=dims(node.outputs[0]))
     if len(node.outputs) > 3 and (node.outputs[3].uses() or node.outputs[3].is_graph_output()):
         replace(node.outputs[3], total)
-    kind = "SimplifiedLayerNormalization" if simple else "LayerNormalization"
-    _norm(node, kind, total, [row for row in rows if row is not None])
+    given = [row for row in rows if row is not None]
+    if simple:
+        normal, _ = _rms_norm(node, total, [-1], attribute(node, "epsilon", 1e-12))
+        replace(node.outputs[0], add(node, "Mul", [normal, *given], shape=dims(node.outputs[0])))
+    else:
+        _norm(node, total, given)
     return True
 
 
-def _norm(node: ir.Node, kind: str, x: ir.Value, rows: list[ir.Value]) -> None:
+def _norm(node: ir.Node, x: ir.Value, rows: list[ir.Value]) -> None:
     attributes = {"axis": -1, "epsilon": attribute(node, "epsilon", 1e-12)}
-    replace(node.outputs[0], add(node, kind, [x, *rows], attributes, shape=dims(node.outputs[0])))
+    normal = add(node, "LayerNormalization", [x, *rows], attributes, shape=dims(node.outputs[0]))
+    replace(node.outputs[0], normal)
+
+
+def split_simplified_norms(model: ir.Model) -> None:
+    """Splits SimplifiedLayerNormalization: no standard opset has it, but ONNX Runtime has it as standard."""
+    opset = model.opset_imports.get("", 0)
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_type != "SimplifiedLayerNormalization" or standard(node.domain):
+            continue
+        x, weight = node.inputs
+        assert x is not None and weight is not None and node.graph is not None
+        axis, kind = attribute(node, "axis", -1), weight.dtype or x.dtype or ir.DataType.FLOAT
+        rank = -axis if axis < 0 else len(dims(weight) or [0])  # the weight has the axes that are normalised
+        wide = kind if kind is ir.DataType.DOUBLE else ir.DataType.FLOAT
+        shape = dims(x) or dims(node.outputs[0])
+        if kind is not wide:
+            x = add(node, "Cast", [x], {"to": wide}, dtype=wide, shape=shape)
+        axes, epsilon = list(range(-rank, 0)), attribute(node, "epsilon", 1e-5)
+        normal, root = _rms_norm(node, x, axes, epsilon, dtype=wide, opset=opset)
+        if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+            inverse = add(node, "Reciprocal", [root], shape=dims(root))
+            if wide is not ir.DataType.FLOAT:
+                inverse = add(node, "Cast", [inverse], {"to": 1}, dtype=ir.DataType.FLOAT, shape=dims(root))
+            replace(node.outputs[1], inverse)
+        if kind is not wide:
+            normal = add(node, "Cast", [normal], {"to": kind}, dtype=kind, shape=shape)
+        replace(node.outputs[0], add(node, "Mul", [normal, weight], dtype=kind, shape=shape))
+
+
+def _rms_norm(
+    node: ir.Node,
+    x: ir.Value,
+    axes: list[int],
+    epsilon: float,
+    *,
+    dtype: ir.DataType = ir.DataType.FLOAT,
+    opset: int = OPSETS[0],
+) -> tuple[ir.Value, ir.Value]:
+    """Computes x / root with root = sqrt(mean(x * x) + epsilon); returns both."""
+    shape = dims(x)
+    reduced = None if shape is None else [*shape[: len(shape) - len(axes)], *[1] * len(axes)]
+    square = add(node, "Mul", [x, x], dtype=dtype, shape=shape)
+    given = [int_constant(node, axes)] if opset >= 18 else []
+    mean = add(node, "ReduceMean", [square, *given], {} if given else {"axes": axes}, shape=reduced)
+    number = ir.tensor(np.array(epsilon, dtype.numpy()))
+    small = add(node, "Constant", [], {"value": number}, dtype=dtype, shape=[])
+    small.const_value = number
+    root = add(node, "Sqrt", [add(node, "Add", [mean, small], shape=reduced)], shape=reduced)
+    return add(node, "Div", [x, root], shape=shape), root
 
 
 def _embed_norm(work: Work, node: ir.Node) -> bool:
@@ -91,7 +147,7 @@ def _embed_norm(work: Work, node: ir.Node) -> bool:
             node.outputs[1],
             add(node, "Cast", [lengths], {"to": 6}, dtype=ir.DataType.INT32, shape=dims(lengths)),
         )
-    _norm(node, "LayerNormalization", total, [row for row in rows if row is not None])
+    _norm(node, total, [row for row in rows if row is not None])
     return True
 
 

@@ -118,6 +118,7 @@ def optimize(
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
     inline_functions(model, records)
+    microsoft.split_simplified_norms(model)
     interface = _interface(model)
     own_dtype = _NAMES.get(main_dtype(model), "float32")
     report.dtype = dtype or own_dtype

@@ -29,6 +29,7 @@ from ..routes import quiet
 from . import compare, masks, precision
 from .graph import MICROSOFT, Work, standard
 from .inputs import Case, Sizes, hides_left, read_npz
+from .microsoft import split_simplified_norms
 from .prepare import clean, load, prepare
 from .report import OptimizeReport
 
@@ -252,6 +253,7 @@ class Trial:
             report.nodes_after = report.nodes_before
             model = load(self.unchanged)
             ir.external_data.load_to_model(model)
+            split_simplified_norms(model)
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
         model = work.model
         if wide := self._convert(model):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from optimizing import nodes, optimized, parsed, types, weights
 
@@ -149,3 +150,31 @@ def test_embeddings_of_known_ids(ids: str, total: str, tmp_path: Path) -> None:
 def test_embeddings_of_an_input(tmp_path: Path) -> None:
     report, _ = optimized(parsed(EMBEDDED % ("types", "c, d"), **TABLES), tmp_path)
     assert not report.made
+
+
+SIMPLIFIED = "n = SimplifiedLayerNormalization <axis=-1, epsilon=1e-6> (x, s) y = MatMul (n, w)"
+
+
+@pytest.mark.parametrize("without", [[], ["norm"], ["norm", "linear"]])
+@pytest.mark.parametrize("kind", ["float", "float16"])
+@pytest.mark.parametrize("opset", [17, 20])
+def test_simplified_norms_of_onnxruntime(opset: int, kind: str, without: list[str], tmp_path: Path) -> None:
+    """onnx.checker refuses the operator: the file has none, with a rewrite for it or without."""
+    numpy = np.float32 if kind == "float" else np.float16
+    text = f"({kind}[N, 4] x) => ({kind}[N, 3] y) {{ {SIMPLIFIED} }}"
+    proto = parsed(text, w=weights(4, 3).astype(numpy), s=weights(4).astype(numpy))
+    proto.opset_import[0].version = opset
+    report, model = optimized(proto, tmp_path, without=without)
+    assert report.made == {**({} if without else {"rms_norm": 1}), **({} if without[1:] else {"linear": 1})}
+    assert not nodes(model, "SimplifiedLayerNormalization") and report.nodes_before == 2
+    proto = onnx.load(tmp_path / "fast.onnx")
+    onnx.checker.check_model(proto, full_check=True)
+
+
+def test_simplified_norms_over_two_axes(tmp_path: Path) -> None:
+    text = """(float[N, 2, 4] x, float[N, 2, 4] z) => (float[N, 2, 4] y, float[N, 1, 1] r, float[N, 2, 4] v) {
+        y, r = SimplifiedLayerNormalization <axis=1> (x, s)
+        v = com.microsoft.SkipSimplifiedLayerNormalization (x, z, t) }"""
+    report, model = optimized(parsed(text, s=weights(2, 4), t=weights(4)), tmp_path, without=["norm"])
+    assert report.made == {"SkipSimplifiedLayerNormalization decomposed": 1}
+    assert report.error < 1e-6 and not nodes(model, "SimplifiedLayerNormalization")
