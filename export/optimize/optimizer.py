@@ -30,7 +30,8 @@ from . import (
     unflatten,
 )
 from .graph import Work
-from .prepare import convert_to_fp32, data_files, inline_functions, load, load_weights, main_dtype
+from .load import data_files, load, load_weights
+from .prepare import convert_to_fp32, inline_functions, main_dtype
 from .report import OptimizeReport
 from .trial import Trial
 

@@ -1,9 +1,7 @@
-"""Reads a model and brings it into the form that the rewrites match: fp32, constants folded, shapes known."""
+"""Brings a model into the form that the rewrites match: fp32, constants folded, shapes known."""
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -22,93 +20,9 @@ from ..attach import OPSETS
 from ..routes import quiet
 from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims, standard
 
-_FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights
 _LARGE = 1024  # elements; larger constants are not shapes
 _POSSIBLE_NO_OPS = ("Cast", "Reshape", "Identity", "Expand", "Dropout")
 _FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
-
-def load(path: Path) -> ir.Model:
-    """Reads a model, but not yet its external data, and sorts its nodes.
-
-    Raises:
-        ExportError: the file is not a model, or its weights are missing.
-    """
-    if not os.path.isfile(path):
-        what = "there is no such file" if not os.path.exists(path) else "is not a regular file"
-        what = "is a folder" if os.path.isdir(path) else what
-        raise ExportError(f"{path}: {what}; expected an ONNX model")
-    try:
-        with quiet():  # onnx_ir warns of what `_check_values` refuses
-            model = ir.load(path)
-        for graph in [model.graph, *(function.graph for function in model.functions.values())]:
-            graph.sort()  # ONNX Runtime takes nodes in any order, and its converter to float16 writes them so
-    except Exception as error:
-        raise ExportError(f"{path}: is not an ONNX model: {str(error).splitlines()[0]}") from error
-    if not len(model.graph) and not model.graph.outputs:
-        raise ExportError(f"{path}: is not an ONNX model: it has no nodes and no outputs")
-    for tensor in _external(model):
-        if not Path(tensor.path).is_file():
-            raise ExportError(
-                f"{path}: its weights are in {tensor.location}, which is not there ({tensor.name}). Put the "
-                "file beside the model"
-            )
-    _check_values(path, model)
-    return model
-
-
-def _check_values(path: Path, model: ir.Model) -> None:
-    for value in model.graph.inputs:
-        if value.type is None or (value.shape is None and value.dtype is not None):
-            lacks = "no type" if value.type is None else "no shape, not even the number of its dimensions"
-            raise ExportError(
-                f"{path}: input {value.name} has {lacks}. Declare it, or export the model again: twinop "
-                "cannot tell what its nodes compute"
-            )
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        for used in node.inputs:
-            if used is None or used.producer() or used.is_graph_input() or used.is_initializer():
-                continue
-            raise ExportError(
-                f"{path}: {node.op_type} reads {used.name}, which is no input, no initializer and no result "
-                "of a node. If it is a sparse initializer: twinop does not read those; make it dense"
-            )
-
-
-def data_files(model: ir.Model) -> set[Path]:
-    """Returns the files of the external data of a model that `load` has read."""
-    return {Path(tensor.path) for tensor in _external(model)}
-
-
-def _external(model: ir.Model) -> list[ir.ExternalTensor]:
-    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
-
-
-def load_weights(model: ir.Model) -> None:
-    """Loads external data: folding reads it, and files that are written elsewhere cannot refer to it.
-
-    Raises:
-        ExportError: the comparison in fp32 needs more memory than is free.
-    """
-    _check_memory(model)
-    ir.external_data.load_to_model(model)
-
-
-def _check_memory(model: ir.Model) -> None:
-    elements = sum(value.const_value.size for value in model.graph.initializers.values() if value.const_value)
-    needed, free = _FP32_COPIES * 4 * elements, available_bytes()
-    if needed > free:
-        raise ExportError(
-            f"comparing the model in fp32 takes about {needed / 1e9:.3g} GB of memory, and "
-            f"{free / 1e9:.3g} GB are free. Optimise it on a machine with more"
-        )
-
-
-def available_bytes() -> int:
-    """Returns how much memory new processes can take, as Linux estimates it."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def prepare(model: ir.Model, records: Mapping[str, Record]) -> None:

@@ -29,8 +29,9 @@ from ..routes import quiet
 from . import compare, masks, precision
 from .graph import MICROSOFT, Work, standard
 from .inputs import Case, Sizes, hides_left, read_npz
+from .load import load
 from .microsoft import split_simplified_norms
-from .prepare import clean, load, prepare
+from .prepare import clean, prepare
 from .report import OptimizeReport
 
 Rewrite = Callable[[Work], None]
