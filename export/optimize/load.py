@@ -10,6 +10,7 @@ from twinop.errors import ExportError
 from ..routes import quiet
 
 _FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights
+_BODIES_IR_VERSION = 8  # the first with function bodies
 
 
 def load(path: Path) -> ir.Model:
@@ -57,6 +58,21 @@ def _check_values(path: Path, model: ir.Model) -> None:
                 f"{path}: {node.op_type} reads {used.name}, which is no input, no initializer and no result "
                 "of a node. If it is a sparse initializer: twinop does not read those; make it dense"
             )
+
+
+def make_constant(model: ir.Model) -> int:
+    """Makes the initializers of a model of IR version 3 constants, as ONNX Runtime does, and counts them.
+
+    There, all of them are inputs as well. Since version 4, those that are inputs may be overridden.
+    """
+    if model.ir_version >= 4:
+        return 0
+    inputs = model.graph.inputs
+    given = [value for value in inputs if value.is_initializer()]
+    for value in given:
+        inputs.remove(value)
+    model.ir_version = _BODIES_IR_VERSION
+    return len(given)
 
 
 def data_files(model: ir.Model) -> set[Path]:

@@ -30,7 +30,7 @@ from . import (
     unflatten,
 )
 from .graph import Work
-from .load import data_files, load, load_weights
+from .load import data_files, load, load_weights, make_constant
 from .prepare import convert_to_fp32, inline_functions, main_dtype
 from .report import OptimizeReport
 from .trial import Trial
@@ -118,6 +118,8 @@ def optimize(
     records = dict(read_library(find_library("custom_ops")).records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
+    if constants := make_constant(model):
+        report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
     inline_functions(model, records)
     microsoft.split_simplified_norms(model)
     interface = _interface(model)

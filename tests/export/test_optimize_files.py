@@ -117,6 +117,20 @@ def test_an_optimised_model_again(dtype: str, tmp_path: Path) -> None:
     assert types(ir.load(again)) == types(first) and len(ir.load(again).functions) == 1
 
 
+def test_ir_version_3(tmp_path: Path) -> None:
+    """All of its initializers are inputs, which ONNX Runtime takes as constants."""
+    proto = parsed("(float[N, 4] x, float[4, 3] w) => (float[N, 3] y) { y = MatMul (x, w) }", w=weights(4, 3))
+    proto.ir_version, proto.opset_import[0].version = 3, 8
+    report, model = optimized(proto, tmp_path)
+    assert report.made == {"linear": 1} and [value.name for value in model.graph.inputs] == ["x"]
+    assert report.notes == ["IR version 3: its 1 initializers are constants, as in ONNX Runtime"]
+    assert ort.InferenceSession(tmp_path / "fast.onnx").run(None, {"x": np.ones((1, 4), np.float32)})
+
+    proto.ir_version = 4
+    report, model = optimized(proto, tmp_path)
+    assert [value.name for value in model.graph.inputs] == ["x", "w"] and not report.notes
+
+
 def test_nodes_in_any_order(tmp_path: Path) -> None:
     text = "(float[N, 4] x) => (float[N, 3] y) { y = Relu (h) h = MatMul (x, w) }"
     assert types(optimized(parsed(text, w=weights(4, 3)), tmp_path)[1]) == {"CustomLinear": 1}
