@@ -33,7 +33,8 @@ def message(source: Path, target: Path) -> str:
 def test_external_data(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written again from the limit on; below, the weights are in the file."""
     monkeypatch.setattr("twinop.export.optimize.trial.EXTERNAL_DATA_BYTES", limit)
-    source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
+    text = "(float[N, 4] x) => (float[N, 3] y) { a = MatMul (x, w) y = Add (a, b) }"
+    source = external(tmp_path, parsed(text, w=weights(4, 3), b=weights(3)))
     (tmp_path / "new").mkdir()
     optimize(source, tmp_path / "new" / "fast.onnx")
     assert (tmp_path / "new" / "fast.onnx.data").exists() == (limit == 0)
