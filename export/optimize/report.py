@@ -17,6 +17,7 @@ class OptimizeReport:
         times: milliseconds of a run of the source and of the result, if this machine has the device.
         timed_on: the device of these times, such as "cuda:0" or "cpu".
         timed_shape: the shape of the first input in these runs.
+        same: the file is the original; nothing was recognised or converted.
         needs: operators of the file that only ONNX Runtime has.
     """
 
@@ -35,6 +36,7 @@ class OptimizeReport:
     timed_on: str = ""
     timed_shape: tuple[int, ...] = ()
     needs: list[str] = field(default_factory=list)
+    same: bool = False
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -49,7 +51,9 @@ class OptimizeReport:
             f"outputs (relative error {self.error:.1e}{own}){times}"
         ]
         if not self.made:
-            lines.append("  nothing was recognised: the file is the original")
+            lines.append(
+                f"  nothing was recognised: the file is the original{'' if self.same else ', converted'}"
+            )
         lines += [f"  {count} {what}" for what, count in self.made.items()]
         lines += [f"  left alone: {count} {what}" for what, count in self.left.items()]
         lines += [f"  reverted: {name}: {reason}" for name, reason in self.reverted.items()]

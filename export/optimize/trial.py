@@ -251,7 +251,7 @@ class Trial:
         work, report = best[1], self.report
         report.made, report.left = dict((+work.made).most_common()), dict(work.left.most_common())
         if not report.made and self.unchanged is not None:
-            report.nodes_after = report.nodes_before
+            report.nodes_after, report.same = report.nodes_before, True
             model = load(self.unchanged)
             ir.external_data.load_to_model(model)
             split_simplified_norms(model)
