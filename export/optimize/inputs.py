@@ -17,6 +17,9 @@ _PASS_THROUGH = (
 )  # fmt: skip
 """Operators whose output has elements of their first input."""
 
+_RANDOM = {
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+}  # fmt: skip
 _UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, like masks and token types
 
 
@@ -120,6 +123,12 @@ def hides_left(case: Case) -> bool:
     return any(
         ((array[:, :1] != 0) == _is_inverted(name, array.dtype)).any() for name, array in masks.items()
     )
+
+
+def draws_random(node: ir.Node) -> bool:
+    """Whether two runs of a node may differ."""
+    training = constant(node.inputs[2]) if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    return node.op_type in _RANDOM or (training is not None and bool(training.all()))
 
 
 def table_rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:

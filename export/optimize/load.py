@@ -50,6 +50,10 @@ def _check_values(path: Path, model: ir.Model) -> None:
                 f"{path}: input {value.name} has {lacks}. Declare it, or export the model again: twinop "
                 "cannot tell what its nodes compute"
             )
+    names = [value.name for value in model.graph.outputs]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            raise ExportError(f"{path}: output {name} is listed twice; list it once")
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         for used in node.inputs:
             if used is None or used.producer() or used.is_graph_input() or used.is_initializer():

@@ -28,7 +28,7 @@ from ..files import EXTERNAL_DATA_BYTES, save
 from ..routes import quiet
 from . import compare, masks, precision
 from .graph import MICROSOFT, Work, standard
-from .inputs import Case, Sizes, hides_left, read_npz
+from .inputs import Case, Sizes, draws_random, hides_left, read_npz
 from .load import load
 from .microsoft import split_simplified_norms
 from .prepare import clean, prepare
@@ -72,7 +72,7 @@ class Trial:
         self.cases: list[Case] = []
         self.expected: compare.Outputs = []
         self.sizes = Sizes(1, 1)
-        self.base = model
+        self.base, self.opset = model, model.graph.opset_imports.get("")
 
     def make_cases(self, inputs_file: str | os.PathLike[str] | None) -> None:
         """Runs the original on the given inputs, or on generated ones, and prepares the model.
@@ -124,13 +124,29 @@ class Trial:
                 self.report.error = self._verify_fp32(work.model)
                 return kept, work
             except compare.NotEquivalent as reason:
-                if not kept:
-                    raise ExportError(
-                        f"the model without any rewrite {reason}: this is a defect of twinop"
-                    ) from None
+                if len(kept) == len(rewrites):
+                    self._verify_unchanged()
                 name = reason.rewrite or self._first_wrong(kept)
                 self.report.reverted[name] = f"{reason}: this is a defect of twinop, please report it"
                 del kept[name]
+
+    def _verify_unchanged(self) -> None:
+        """Checks the model without any rewrite.
+
+        Raises:
+            ExportError: it differs; no rewrite is the cause.
+        """
+        try:
+            self._verify_fp32(self.apply({}).model)
+        except compare.NotEquivalent as reason:
+            random = [node.op_type for node in self.base.graph.all_nodes() if draws_random(node)]
+            opset, target = self.opset, self.base.graph.opset_imports.get("")
+            why = "this is a defect of twinop, please report it"
+            if random:
+                why = f"it draws random numbers ({random[0]}). Export it in eval mode, or without that node"
+            elif opset != target:
+                why = f"onnx's conversion of opset {opset} changes it. Export it with opset {target}"
+            raise ExportError(f"the model without any rewrite {reason}: {why}") from None
 
     def _first_wrong(self, rewrites: Rewrites) -> str:
         """Returns the first rewrite that changes the results."""

@@ -107,6 +107,37 @@ def test_a_model_that_does_not_run_on_generated_inputs(tmp_path: Path) -> None:
     assert "does not run on generated inputs" in message and "--inputs file.npz: x" in message
 
 
+@pytest.mark.parametrize(
+    ("text", "opset", "message"),
+    [
+        (
+            "r = RandomNormalLike (x) a = Add (x, r) y = MatMul (a, w)",
+            20,
+            "draws random numbers (RandomNormalLike)",
+        ),
+        ("d = Dropout (x, half, yes) y = MatMul (d, w)", 20, "draws random numbers (Dropout)"),
+        (
+            'c = Relu (x) y = Resize <mode = "linear"> (c, twice)',
+            10,
+            "onnx's conversion of opset 10 changes it",
+        ),
+    ],
+)
+def test_results_that_differ_without_any_rewrite(text: str, opset: int, message: str, tmp_path: Path) -> None:
+    constants = {"half": np.float32(0.5), "yes": np.array(True), "twice": np.array([1, 2], np.float32)}
+    model = parsed(f"(float[3, 8] x) => (float[3, N] y) {{ {text} }}", w=weights(8, 4), **constants)
+    model.opset_import[0].version = opset
+    onnx.save(model, tmp_path / "old.onnx")
+    assert message in refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
+
+
+def test_an_output_that_is_listed_twice(tmp_path: Path) -> None:
+    model = parsed("(float[3, 8] x) => (float[3, 4] y) { y = MatMul (x, w) }", w=weights(8, 4))
+    model.graph.output.append(model.graph.output[0])
+    onnx.save(model, tmp_path / "old.onnx")
+    assert "output y is listed twice; list it once" in refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
+
+
 def test_ops_of_others_without_their_library(tmp_path: Path) -> None:
     proto = parsed(TEXT, w=weights(4, 3))
     proto.graph.node.append(onnx.helper.make_node("Theirs", ["y"], ["z"], domain="their.domain"))
