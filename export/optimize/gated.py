@@ -16,14 +16,13 @@ from .graph import (
     UnsupportedPattern,
     Work,
     add_op,
-    attribute,
     constant,
     dims,
     initializer,
-    ints,
     last_dim,
     only_user,
     other_input,
+    part_of,
     producer,
     replace,
     same_dims,
@@ -143,15 +142,9 @@ def _halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
 
 
 def _half(value: ir.Value) -> _Half | None:
-    node = producer(value, "Split", "Slice")
-    source = node.inputs[0] if node is not None else None
-    width, whole = last_dim(value), last_dim(source)
-    if node is None or source is None or width is None or whole != 2 * width:
+    part = part_of(value, -1)
+    if part is None:
         return None
-    rank = len(dims(value) or ())
-    if node.op_type == "Split":
-        on_last = attribute(node, "axis", 0) in (-1, rank - 1)
-        return _Half(source, list(node.outputs).index(value)) if on_last and len(node.outputs) == 2 else None
-    if ints(node, "axes", 3) not in ([-1], [rank - 1]):
-        return None
-    return _Half(source, 0 if ints(node, "starts", 1) == [0] else 1)
+    source, start, stop = part
+    width, whole = stop - start, last_dim(source)
+    return _Half(source, start // width) if width and whole == 2 * width and start in (0, width) else None

@@ -31,6 +31,7 @@ class Work:
         causal_masks: masks that hide the future; they may be in `right_padding_masks`, too.
         empty_masks: masks that hide nothing.
         finite_masks: masks that hide with finite numbers, so that no row of a softmax is NaN.
+        weights_nk: constants [N, K] by the constant [K, N] that they were made of.
     """
 
     model: ir.Model
@@ -43,6 +44,7 @@ class Work:
     causal_masks: set[ir.Value] = field(default_factory=set)
     empty_masks: set[ir.Value] = field(default_factory=set)
     finite_masks: set[ir.Value] = field(default_factory=set)
+    weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     @property
     def graph(self) -> ir.Graph:
@@ -151,6 +153,40 @@ def ints(node: ir.Node, attribute: str, index: int) -> list[int] | None:
         return [int(each) for each in value] if isinstance(value, Sequence) else [int(value)]
     found = constant(node.inputs[index]) if len(node.inputs) > index else None
     return None if found is None else [int(each) for each in found.reshape(-1)]
+
+
+def part_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int, int] | None:
+    """Returns the tensor that a value is a part of along one axis, and where the part starts and stops.
+
+    The bounds count from 0. Slices with steps, along other axes or with unknown bounds are no such parts.
+
+    Args:
+        axis: counted from the last one, such as -1, or from 0.
+    """
+    node = producer(value, "Slice", "Split")
+    source, shape = (node.inputs[0], dims(node.inputs[0])) if node is not None else (None, None)
+    if node is None or source is None or not shape:
+        return None
+    rank, size = len(shape), shape[axis]
+    if node.op_type == "Split":
+        start = 0
+        for output in node.outputs:
+            width = (dims(output) or [None] * rank)[axis]
+            if attribute(node, "axis", 0) not in (axis % rank, axis % rank - rank) or not isinstance(
+                width, int
+            ):
+                return None
+            if output is value:
+                return source, start, start + width
+            start += width
+    starts, stops, axes = (ints(node, name, i) for i, name in enumerate(("starts", "ends", "axes"), 1))
+    has_steps = len(node.inputs) > 4 and node.inputs[4] is not None
+    if axes not in ([axis % rank], [axis % rank - rank]) or starts is None or stops is None:
+        return None
+    if not isinstance(size, int) or (has_steps and ints(node, "steps", 4) != [1]):
+        return None
+    start, stop, _ = slice(starts[0], stops[0]).indices(size)  # ONNX clamps as Python does
+    return source, start, max(start, stop)
 
 
 def attribute(node: ir.Node, name: str, default: Any) -> Any:

@@ -15,11 +15,11 @@ from .graph import (
     Work,
     add,
     attribute,
-    constant,
     dims,
     initializer,
     int_constant,
     ints,
+    part_of,
     producer,
     scalar,
 )
@@ -117,21 +117,15 @@ def _part_of_packed(value: ir.Value, count: int, size: int, before: ir.Node) -> 
     Vision transformers reshape this product to [B, S, 3, H, D], permute it to [3, B, H, S, D] and index the
     first dimension.
     """
+    permuted: ir.Value | None
     index: float | None
     if (gather := producer(value, "Gather")) is not None and attribute(gather, "axis", 0) == 0:
         permuted, index = gather.inputs[0], scalar(gather.inputs[1])
     elif (squeeze := producer(value, "Squeeze")) is not None and ints(squeeze, "axes", 1) == [0]:
-        parts = squeeze.inputs[0]
-        assert parts is not None
-        node = producer(parts, "Split", "Slice")
-        if node is None:
+        part = part_of(squeeze.inputs[0], 0)
+        if part is None:
             return None
-        permuted = node.inputs[0]
-        if node.op_type == "Split":
-            index = list(node.outputs).index(parts)
-        else:
-            starts = constant(node.inputs[1])
-            index = None if starts is None else float(starts.reshape(-1)[0])
+        permuted, index = part[:2]
     else:
         return None
     transpose = producer(permuted, "Transpose")

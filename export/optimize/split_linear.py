@@ -6,7 +6,7 @@ Writes: a product for each part, with its columns of the weight.
 
 import onnx_ir as ir
 
-from .graph import UnsupportedPattern, Work, add, attribute, dims, ints, last_dim, replace
+from .graph import UnsupportedPattern, Work, add, dims, part_of, replace
 from .linear import Linear, match_linear, slice_columns
 
 
@@ -39,25 +39,13 @@ def rewrite(work: Work) -> None:
 def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:
     """Returns each part of the last dimension as (value, start, stop), if all readers read such parts."""
     parts: list[tuple[ir.Value, int, int]] = []
-    rank = len(dims(linear.output) or ())
-    if linear.output.is_graph_output() or rank == 0:
+    if linear.output.is_graph_output():
         return None
     for node in {use.node: None for use in linear.output.uses()}:
-        if node.op_type == "Split" and attribute(node, "axis", 0) in (-1, rank - 1):
-            start = 0
-            for value in node.outputs:
-                width = last_dim(value)
-                if width is None:
-                    return None
-                parts.append((value, start, start + width))
-                start += width
-        elif node.op_type == "Slice" and ints(node, "axes", 3) in ([-1], [rank - 1]):
-            begin, width = ints(node, "starts", 1), last_dim(node.outputs[0])
-            steps = ints(node, "steps", 4) if len(node.inputs) > 4 else [1]
-            if begin is None or width is None or steps != [1]:
+        for value in node.outputs:
+            found = part_of(value, -1)
+            if found is None or found[0] is not linear.output or found[1] == found[2]:
                 return None
-            start = begin[0] % linear.width
-            parts.append((node.outputs[0], start, start + width))
-        else:
-            return None
+            if value.uses() or value.is_graph_output():
+                parts.append((value, *found[1:]))
     return parts or None
