@@ -81,7 +81,8 @@ def match_linear(node: ir.Node) -> Linear | None:
         raise UnsupportedPattern(f"a weight of {len(shape)} dimensions")
     if 0 in shape:
         raise UnsupportedPattern("a dimension of size 0")
-    if len(dims(x) or ()) < 2:
+    rank = len(dims(x) or ())
+    if rank < 2:
         raise UnsupportedPattern("an input of unknown rank or with fewer than two dimensions")
     if attribute(node, "transA", 0) or {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)} != {1.0}:
         raise UnsupportedPattern("transA is set, or alpha or beta is not 1")
@@ -90,19 +91,21 @@ def match_linear(node: ir.Node) -> Linear | None:
     assert isinstance(width, int)
     bias, output = rest[0] if rest else None, node.outputs[0]
     if bias is not None:
-        if not _is_bias(bias, width):
+        if not _is_bias(bias, width, rank):
             raise UnsupportedPattern("it adds a matrix")
     elif (addition := only_user(output)) is not None and addition.op_type == "Add":
         other = other_input(addition, output)
-        if not standard(addition.domain) and _is_bias(other, width):
+        if not standard(addition.domain) and _is_bias(other, width, rank):
             bias, output = other, addition.outputs[0]
     return Linear(node, x, weight, bias, layout, output)
 
 
-def _is_bias(value: ir.Value | None, width: int) -> bool:
+def _is_bias(value: ir.Value | None, width: int, rank: int) -> bool:
+    """Whether a constant is one row that is added to each row of a product of this rank."""
     shape = dims(value)
     return (
         shape is not None
+        and len(shape) <= rank
         and shape[-1:] == [width]
         and all(dim == 1 for dim in shape[:-1])
         and is_constant(value)
@@ -179,13 +182,13 @@ def weight_nk(work: Work, linear: Linear) -> ir.Value:
     """Returns the weight as [N, K]. Products with the same weight share the constant."""
     if linear.layout == LAYOUT:
         return linear.weight
-    name = f"{linear.weight.name}_nk"
-    if name not in work.graph.initializers:
+    known = work.weights_nk.get(linear.weight)
+    if known is None or known.graph is not work.graph:  # unread ones are removed after each rewrite
         weight = constant(linear.weight)
         assert weight is not None
-        value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(weight.T), name=name))
-        work.graph.register_initializer(value)
-    return work.graph.initializers[name]
+        known = initializer(work.graph, weight.T, f"{linear.weight.name}_nk")
+        work.weights_nk[linear.weight] = known
+    return known
 
 
 def slice_columns(work: Work, linear: Linear, start: int, stop: int) -> tuple[ir.Value, ir.Value | None]:

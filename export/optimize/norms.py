@@ -17,6 +17,7 @@ from .regions import Region, regions
 
 _SEED = 0
 _LARGEST_EPS = 0.01
+_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def rewrite(work: Work) -> None:
             weight = _parameter(work, found.weight, found, "weight")
             rows = [weight] + ([_parameter(work, found.bias, found, "bias")] if found.bias.any() else [])
             _replace(work, node, found.op, found.source, rows, found.eps)
-    for node in work.nodes("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"):
+    for node in work.nodes(*_STANDARD):
         source, *parameters = node.inputs
         op = "layer_norm" if node.op_type == "LayerNormalization" else "rms_norm"
         eps = attribute(node, "epsilon", 1e-5)
@@ -48,7 +49,7 @@ def rewrite(work: Work) -> None:
 def _match(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
     best = None
     for region in regions(output, order):
-        if not region.has("ReduceMean"):
+        if not region.has("ReduceMean") or region.source.dtype is not output.dtype:
             continue
         if region.has("Erf", "Tanh", "Sigmoid", "Exp"):
             break
@@ -90,7 +91,8 @@ def _parameter(work: Work, array: np.ndarray, norm: _Norm, name: str) -> ir.Valu
     for value in norm.constants:
         found = constant(value)
         assert found is not None
-        if found.shape == array.shape and np.allclose(found, array, rtol=1e-6, atol=1e-9):
+        same_dtype = value.dtype is norm.source.dtype
+        if same_dtype and found.shape == array.shape and np.allclose(found, array, rtol=1e-6, atol=1e-9):
             return value
     dtype = norm.source.dtype
     assert dtype is not None
@@ -112,6 +114,8 @@ def _replace(
     reason = ""
     if axis not in (-1, rank - 1) or any(len(dims(row) or [0]) != 1 for row in rows if row is not None):
         reason = "over several dimensions"
+    elif node.op_type in _STANDARD and rows and dims(rows[0]) == [1] and last_dim(source) != 1:
+        reason = "one number as weight"
     elif any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
         reason = "its statistics are read"
     if reason:

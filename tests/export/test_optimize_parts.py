@@ -1,0 +1,99 @@
+"""Tests of rewrites that read parts of a tensor, and of nodes that a rewrite must leave alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from optimizing import optimized, parsed, types, weights
+from other_sizes import assert_same
+
+INDICES = {
+    "m1": np.array([-1]), "zero": np.array([0]), "two": np.array([2]), "four": np.array([4]),
+    "six": np.array([6]), "far": np.array([100]), "before": np.array([-100]), "m4": np.array([-4]),
+}  # fmt: skip
+PACKED = "(float[N, 8] x) => (float[N, %d] y) { h = MatMul (x, w) %s }"
+
+
+@pytest.mark.parametrize(
+    ("width", "body", "products"),
+    [
+        (4, "a, b, c = Split <axis=-1, num_outputs=3> (h) y = Mul (a, b)", 2),
+        (4, "a, b, c = Split <axis=1, num_outputs=3> (h) y = Relu (c)", 1),
+        (12, "p = Slice (h, before, far, m1) y = Relu (p)", 1),
+        (4, "p = Slice (h, m4, far, m1) y = Relu (p)", 1),
+        (6, "p = Slice (h, zero, far, m1, two) y = Relu (p)", 0),
+        (0, "y = Slice (h, far, far, m1)", 0),
+    ],
+    ids=["an unread part", "the last part", "all", "from the end", "every second column", "nothing"],
+)
+def test_packed_products(width: int, body: str, products: int, tmp_path: Path) -> None:
+    model = parsed(PACKED % (width, body), w=weights(8, 12), **INDICES)
+    report, made = optimized(model, tmp_path)
+    assert report.made.get("packed product split", 0) == (products > 0)
+    assert types(made)["CustomLinear"] == (products or 1)
+    assert_same(tmp_path, x=(7, 8))
+
+
+HALVES = """(float[N, 8] z) => (float[N, 4] y) {
+    g = Slice (z, %s) u = Slice (z, %s) s = Sigmoid (g) a = Mul (g, s) y = Mul (a, u) }"""
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "packed"),
+    [
+        ("zero, four, m1", "four, far, m1", True),
+        ("before, four, m1", "m4, far, m1", True),
+        ("zero, far, m1, two", "four, far, m1", False),  # every second column
+        ("zero, four, m1", "two, six, m1", False),  # not the second half
+    ],
+)
+def test_gates_of_slices(gate: str, up: str, packed: bool, tmp_path: Path) -> None:
+    report, _ = optimized(parsed(HALVES % (gate, up), **INDICES), tmp_path)
+    assert report.made == {"swiglu (packed)" if packed else "swiglu": 1}
+    assert_same(tmp_path, z=(7, 8))
+
+
+def test_a_norm_in_float64(tmp_path: Path) -> None:
+    """The op starts at the Cast to float64, because it takes and returns one dtype."""
+    text = """(float[N, 8] x) => (float[N, 8] y) {
+        d = Cast <to=11> (x) q = Mul (d, d) m = ReduceMean <keepdims=1> (q, last) e = Add (m, eps)
+        r = Sqrt (e) n = Div (d, r) c = Cast <to=1> (n) y = Mul (c, w) }"""
+    _, model = optimized(parsed(text, last=INDICES["m1"], eps=np.array(1e-6), w=weights(8)), tmp_path)
+    assert types(model) == {"CustomRmsNorm": 1}
+    assert_same(tmp_path, x=(7, 8))
+
+
+STAYS = {
+    "a bias of a higher rank": (
+        "(float[N, 8] x) => (float[1, N, 8] y) { h = MatMul (x, w) y = Add (h, b) }",
+        {"w": weights(8, 8), "b": weights(1, 1, 8)},
+        {"CustomLinear": 1, "Add": 1},
+    ),
+    "a weight with the name of a new one": (
+        "(float[N, 8] x) => (float[N, 8] y) { h = MatMul (x, w) y = MatMul (h, w_nk) }",
+        {"w": weights(8, 8), "w_nk": weights(8, 8, seed=1)},
+        {"CustomLinear": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAYS.values(), ids=list(STAYS))
+def test_products_beside_other_constants(
+    case: tuple[str, dict[str, np.ndarray], dict[str, int]], tmp_path: Path
+) -> None:
+    text, given, wanted = case
+    _, model = optimized(parsed(text, **given), tmp_path)
+    assert types(model) == wanted
+    assert_same(tmp_path, x=(7, 8))
+
+
+def test_a_norm_with_one_number_as_weight(tmp_path: Path) -> None:
+    """It stays, and the other one is fused."""
+    text = """(float[N, 8] x) => (float[N, 8] y, float[N, 8] z) {
+        y = SimplifiedLayerNormalization <axis=-1> (x, w) z = RMSNormalization <axis=-1> (x, one) }"""
+    proto = parsed(text, w=weights(8), one=weights(1))
+    proto.opset_import[0].version = 23
+    report, model = optimized(proto, tmp_path)
+    assert types(model) == {"CustomRmsNorm": 1, "RMSNormalization": 1}
+    assert report.left == {"RMSNormalization: one number as weight": 1}
+    assert_same(tmp_path, x=(7, 8))
