@@ -165,27 +165,30 @@ def part_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int, int] | No
     """
     node = producer(value, "Slice", "Split")
     source, shape = (node.inputs[0], dims(node.inputs[0])) if node is not None else (None, None)
-    if node is None or source is None or not shape:
+    if node is None or value is None or source is None or not shape:
         return None
     rank, size = len(shape), shape[axis]
+    on_axis = axis % rank, axis % rank - rank
+    widths = [(dims(output) or [None] * rank)[axis] for output in node.outputs]
     if node.op_type == "Split":
-        start = 0
-        for output in node.outputs:
-            width = (dims(output) or [None] * rank)[axis]
-            if attribute(node, "axis", 0) not in (axis % rank, axis % rank - rank) or not isinstance(
-                width, int
-            ):
-                return None
-            if output is value:
-                return source, start, start + width
-            start += width
+        index = list(node.outputs).index(value)
+        known = [width for width in widths[: index + 1] if isinstance(width, int)]
+        if attribute(node, "axis", 0) not in on_axis or len(known) <= index:
+            return None
+        return source, sum(known[:-1]), sum(known)
     starts, stops, axes = (ints(node, name, i) for i, name in enumerate(("starts", "ends", "axes"), 1))
     has_steps = len(node.inputs) > 4 and node.inputs[4] is not None
-    if axes not in ([axis % rank], [axis % rank - rank]) or starts is None or stops is None:
+    if axes is None or len(axes) != 1 or axes[0] not in on_axis or not isinstance(size, int):
         return None
-    if not isinstance(size, int) or (has_steps and ints(node, "steps", 4) != [1]):
+    if has_steps and ints(node, "steps", 4) != [1]:
         return None
-    start, stop, _ = slice(starts[0], stops[0]).indices(size)  # ONNX clamps as Python does
+    # ONNX clamps bounds as Python does. torch computes some of them from shapes.
+    start, stop, _ = slice(starts and starts[0], stops and stops[0]).indices(size)
+    if starts is None or stops is None:
+        [width] = widths
+        if not isinstance(width, int) or (starts is None and stops is None):
+            return None
+        start, stop = (stop - width, stop) if starts is None else (start, start + width)
     return source, start, max(start, stop)
 
 

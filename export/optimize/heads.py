@@ -55,23 +55,35 @@ def merged_heads(value: ir.Value, before: ir.Node) -> Heads | None:
     else:
         bshd = add(before, "Transpose", [value], {"perm": SWAP_S_H}, shape=[shape[0], shape[2], count, size])
     assert bshd is not None
-    if (reshape := producer(bshd, "Reshape")) is not None:
-        source = reshape.inputs[0]
-        found = dims(source)
-        if found is not None and len(found) == 3 and found[2] == count * size:
-            assert source is not None
-            return Heads(source, count, size)
-    outer = dims(bshd) or [None, None]
-    width = count * size
-    return Heads(_reshape(before, bshd, [0, 0, width], [*outer[:2], width]), count, size)
+    return merged_tokens(bshd, before)
+
+
+def merged_tokens(value: ir.Value, before: ir.Node) -> Heads | None:
+    """Returns the heads [B, S, H, D] of a value as [B, S, H*D], or None if H or D is not known."""
+    shape = dims(value)
+    if shape is None or len(shape) != 4 or not isinstance(shape[2], int) or not isinstance(shape[3], int):
+        return None
+    count, size, width = shape[2], shape[3], shape[2] * shape[3]
+    reshape = producer(value, "Reshape")
+    source = reshape.inputs[0] if reshape is not None else None
+    found = dims(source)
+    if source is None or found is None or len(found) != 3 or found[2] != width:
+        source = _reshape(before, value, [0, 0, width], [*shape[:2], width])
+    return Heads(source, count, size)
 
 
 def split_heads(heads: ir.Value, count: int, size: int, before: ir.Node) -> ir.Value:
     """Returns [B, S, H*D] as [B, H, S, D]; `merged_heads` is the inverse."""
     outer = (dims(heads) or [None, None])[:2]
-    bshd = _reshape(before, heads, [0, 0, count, size], [*outer, count, size])
+    bshd = split_tokens(heads, count, size, before)
     shape = [outer[0], count, outer[1], size]
     return add(before, "Transpose", [bshd], {"perm": SWAP_S_H}, shape=shape)
+
+
+def split_tokens(heads: ir.Value, count: int, size: int, before: ir.Node) -> ir.Value:
+    """Returns [B, S, H*D] as [B, S, H, D]; `merged_tokens` is the inverse."""
+    outer = (dims(heads) or [None, None])[:2]
+    return _reshape(before, heads, [0, 0, count, size], [*outer, count, size])
 
 
 def without_repeats(value: ir.Value) -> tuple[ir.Value, int]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from optimizing import nodes, optimized, parsed, types
+from other_sizes import assert_same
 
 from twinop.bench.encoder_models import TINY, Encoder, batch
 from twinop.export import export
@@ -149,3 +150,59 @@ def test_a_part_of_a_head(rotated: str, cut: str, wanted: int, tmp_path: Path) -
     [node] = nodes(model, "RotaryEmbedding")
     assert node.attributes.get_int("rotary_embedding_dim", 0) == wanted
     assert bool(nodes(model, "Concat")) == (wanted == 0)
+
+
+APART = {
+    "halves": """a = Slice (x, zero, four, last) b = Slice (x, four, far, last) %s
+        y = Concat <axis=-1> (first, second)""",
+    "neighbours": """a = Slice (x, zero, far, last, two) b = Slice (x, one, far, last, two) %s
+        i = Unsqueeze (first, last) j = Unsqueeze (second, last) z = Concat <axis=-1> (i, j)
+        y = Reshape (z, flat)""",
+}
+TURNED = """ac = Mul (a, c) bs = Mul (s, b) first = Sub (ac, bs)
+    bc = Mul (b, c) sa = Mul (a, s) second = Add (sa, bc)"""
+ORDERS = {
+    "heads first": ("float[B, 2, S, 8]", "float[1, S, 4]", (3, 2, 9, 8), (1, 9, 4)),
+    "tokens first": ("float[B, S, 2, 8]", "float[1, S, 1, 4]", (3, 9, 2, 8), (1, 9, 1, 4)),
+    "tokens of each sequence": ("float[B, S, 2, 8]", "float[B, S, 1, 4]", (3, 9, 2, 8), (3, 9, 1, 4)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", APART)
+def test_the_elements_of_a_pair_apart(name: str, order: str, tmp_path: Path) -> None:
+    x, angles, *sizes = ORDERS[order]
+    text = f"({x} x, {angles} c, {angles} s) => ({x} y) {{ {APART[name] % TURNED} }}"
+    _, model = optimized(parsed(text, four=np.array([4]), **INDICES), tmp_path)
+    [node] = nodes(model, "RotaryEmbedding")
+    assert node.attributes.get_int("interleaved", 0) == (name == "neighbours")
+    assert not nodes(model, "Mul", "Sub", "Add", "Concat")
+    assert_same(tmp_path, x=sizes[0], c=sizes[1], s=sizes[1])
+
+
+def test_other_products_of_pairs_stay(tmp_path: Path) -> None:
+    """The signs are those of a rotation the other way round."""
+    body = APART["halves"] % TURNED.replace("Sub", "Add").replace("second = Add", "second = Sub")
+    text = f"(float[B, 2, S, 8] x, float[1, S, 4] c, float[1, S, 4] s) => (float[B, 2, S, 8] y) {{ {body} }}"
+    _, model = optimized(parsed(text, four=np.array([4]), **INDICES), tmp_path)
+    assert not nodes(model, "RotaryEmbedding")
+    assert_same(tmp_path, x=(3, 2, 9, 8), c=(1, 9, 4), s=(1, 9, 4))
+
+
+@pytest.mark.parametrize("rotated", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
+@pytest.mark.parametrize("source", ["constants", "inputs", "numbers for each column"])
+def test_pairs_with_two_angles_stay(rotated: str, source: str, tmp_path: Path) -> None:
+    """The op takes one angle for each pair, so both must be known to be the same."""
+    turned = f"{rotated} p%(n)s = Mul (%(x)s, c) q%(n)s = Mul (r%(n)s, s) y = Add (p%(n)s, q%(n)s)"
+    given = ", float[6, 8] c, float[6, 8] s" if source == "inputs" else ""
+    angles = np.random.default_rng(0).random((6, 8)).astype(np.float32)
+    tables, made = dict(INDICES), ""
+    if source == "constants":
+        tables |= {"c": np.cos(angles), "s": np.sin(angles)}
+    elif source != "inputs":
+        given, made = ", float[6, 1] t", "a = Mul (t, columns) c = Cos (a) s = Sin (a)"
+        tables["columns"] = angles[:1]
+    text = f"(float[B, 2, 6, 8] x{given}) => (float[B, 2, 6, 8] y) {{ {made} {turned % {'n': 1, 'x': 'x'}} }}"
+    report, model = optimized(parsed(text, **tables), tmp_path)
+    assert report.left == {"rotary embedding: the angles of a pair may differ": 1}
+    assert not nodes(model, "RotaryEmbedding")

@@ -1,0 +1,227 @@
+"""Finds rotary position embeddings, however they are written, for `rotary.py`."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph import (
+    add,
+    attribute,
+    constant,
+    dims,
+    int_constant,
+    ints,
+    last_dim,
+    other_input,
+    part_of,
+    producer,
+    replace,
+)
+
+_ELEMENTWISE = ("Add", "Cast", "Cos", "Div", "Identity", "Mul", "Neg", "Sin", "Sub")
+_KEEPS_ROWS = ("Expand", "Gather", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A rotation of x by the angles in cos and sin: one for each pair, or the same one twice.
+
+    Attributes:
+        node: its output is the result.
+        layout: as in CustomRope.
+    """
+
+    node: ir.Node
+    x: ir.Value
+    cos: ir.Value
+    sin: ir.Value
+    layout: str
+
+
+def form_of(node: ir.Node) -> Form | None:
+    """Returns the rotation that ends in an Add or Concat, or None."""
+    return _whole(node) if node.op_type == "Add" else _in_parts(node)
+
+
+def _whole(node: ir.Node) -> Form | None:
+    """Matches x * cos + rotated(x) * sin."""
+    products = [producer(value, "Mul") for value in node.inputs]
+    if products[0] is None or products[1] is None:
+        return None
+    for with_sin, with_cos in (products, products[::-1]):
+        assert with_sin is not None and with_cos is not None
+        for rotated in with_sin.inputs:
+            x, layout = _source_of_halves(rotated), "half"
+            if x is None:
+                x, layout = _source_of_interleaved(rotated), "interleaved"
+            if x is None or rotated is None or not any(value is x for value in with_cos.inputs):
+                continue
+            cos, sin = other_input(with_cos, x), other_input(with_sin, rotated)
+            if cos is not None and sin is not None:
+                return Form(node, x, cos, sin, layout)
+    return None
+
+
+def _in_parts(node: ir.Node) -> Form | None:
+    """Matches concat(a * cos - b * sin, b * cos + a * sin), and stacked pairs of this."""
+    if len(node.inputs) != 2:
+        return None
+    first, second = node.inputs
+    columns = [producer(value, "Unsqueeze") for value in node.inputs]
+    if columns[0] is not None and columns[1] is not None:
+        first, second = columns[0].inputs[0], columns[1].inputs[0]
+    difference, total = producer(first, "Sub"), producer(second, "Add")
+    if difference is None or total is None:
+        return None
+    minuend, subtrahend, *terms = (producer(each, "Mul") for each in (*difference.inputs, *total.inputs))
+    if minuend is None or subtrahend is None or None in terms:
+        return None
+    found = {frozenset(term.inputs) for term in terms if term is not None}
+    for a, cos in (minuend.inputs, minuend.inputs[::-1]):
+        for b, sin in (subtrahend.inputs, subtrahend.inputs[::-1]):
+            if found != {frozenset((b, cos)), frozenset((a, sin))} or cos is None or sin is None:
+                continue
+            x, layout = _source_of_pairs(a, b)
+            axis, rank = attribute(node, "axis", 0), len(dims(x) or ())
+            if x is None or (layout == "half") == (columns[0] is not None):
+                continue
+            if layout == "half" and axis in (-1, rank - 1):
+                return Form(node, x, cos, sin, layout)
+            flat = _flattened(node, x) if layout == "interleaved" else None
+            if flat is not None:
+                return Form(flat, x, cos, sin, layout)
+    return None
+
+
+def _source_of_pairs(a: ir.Value | None, b: ir.Value | None) -> tuple[ir.Value | None, str]:
+    """Returns x and the layout, if a and b are the first and second elements of all its pairs."""
+    parts = [part_of(each, -1) for each in (a, b)]
+    if parts[0] is not None and parts[1] is not None:
+        x, width = parts[0][0], last_dim(parts[0][0]) or 0
+        bounds = [each[1:] for each in parts if each is not None]
+        in_halves = x is parts[1][0] and bounds == [(0, width // 2), (width // 2, width)] and width % 2 == 0
+        return (x if in_halves else None), "half"
+    sources = [_every_second(each, start) for start, each in enumerate((a, b))]
+    return (sources[0] if sources[0] is sources[1] else None), "interleaved"
+
+
+def _every_second(value: ir.Value | None, start: int) -> ir.Value | None:
+    """Returns x of x[..., start::2]."""
+    node = producer(value, "Slice")
+    x = node.inputs[0] if node is not None else None
+    shape, width = dims(x) or [], last_dim(x)
+    if node is None or width is None or width % 2 or last_dim(value) != width // 2:
+        return None
+    found = [ints(node, name, index) for name, index in (("starts", 1), ("steps", 4))]
+    return x if found == [[start], [2]] and ints(node, "axes", 3) in ([-1], [len(shape) - 1]) else None
+
+
+def _flattened(stack: ir.Node, x: ir.Value) -> ir.Node | None:
+    """Returns the Reshape of [..., D / 2, 2] to the shape of x. All readers then read this."""
+    pairs, shape = stack.outputs[0], dims(x)
+    width, readers = last_dim(x), list(dict.fromkeys(use.node for use in pairs.uses()))
+    if shape is None or width is None or dims(pairs) != [*shape[:-1], width // 2, 2]:
+        return None
+    if pairs.is_graph_output() or any(each.op_type != "Reshape" for each in readers) or not readers:
+        return None
+    kept = [size if isinstance(size, int) else 0 for size in shape[:-1]]
+    flat = add(readers[0], "Reshape", [pairs, int_constant(readers[0], [*kept, width])], shape=shape)
+    for reader in readers:
+        if dims(reader.outputs[0]) == shape:
+            replace(reader.outputs[0], flat)
+        else:  # the exporter has joined two Reshapes
+            reader.replace_input_with(0, flat)
+    return flat.producer()
+
+
+def _source_of_halves(value: ir.Value | None) -> ir.Value | None:
+    """Returns x of concat(-x[..., half:], x[..., :half])."""
+    concat = producer(value, "Concat")
+    negative = producer(concat.inputs[0], "Neg") if concat is not None else None
+    if concat is None or negative is None or len(concat.inputs) != 2:
+        return None
+    x, layout = _source_of_pairs(concat.inputs[1], negative.inputs[0])
+    on_last = attribute(concat, "axis", 0) in (-1, len(dims(x) or ()) - 1)
+    return x if layout == "half" and on_last else None
+
+
+def _source_of_interleaved(value: ir.Value | None) -> ir.Value | None:
+    """Returns x of stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)."""
+    reshape = producer(value, "Reshape")
+    concat = producer(reshape.inputs[0], "Concat") if reshape is not None else None
+    if concat is None or len(concat.inputs) != 2:
+        return None
+    columns = [producer(each, "Unsqueeze") for each in concat.inputs]
+    negative = producer(columns[0].inputs[0], "Neg") if columns[0] is not None else None
+    if negative is None or columns[1] is None:
+        return None
+    x, layout = _source_of_pairs(columns[1].inputs[0], negative.inputs[0])
+    shape, stacked, flat = dims(x) or [None], dims(concat.outputs[0]) or [None], dims(value) or [None]
+    width = shape[-1]
+    if not isinstance(width, int) or stacked[-2:] != [width // 2, 2] or flat[-1] != width:
+        return None
+    return x if layout == "interleaved" and len(stacked) == len(shape) + 1 == len(flat) + 1 else None
+
+
+def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
+    """Whether both elements of each pair of the last dimension are known to be equal."""
+    array, width = constant(value), last_dim(value)
+    if array is not None and array.ndim and array.shape[-1] > 1:
+        if array.shape[-1] % 2:
+            return False
+        first, second = array[..., ::2], array[..., 1::2]
+        if layout == "half":
+            first, second = np.split(array, 2, -1)
+        return np.array_equal(first, second)
+    if width == 1 or dims(value) == []:
+        return True
+    node = value.producer() if value is not None else None
+    if node is None or node.domain not in ("", "ai.onnx") or width is None:
+        return False
+    if node.op_type in _ELEMENTWISE:
+        return all(has_equal_pairs(each, layout) for each in node.inputs)
+    if node.op_type == "Concat":
+        if attribute(node, "axis", 0) not in (-1, len(dims(value) or ()) - 1):
+            return all(has_equal_pairs(each, layout) for each in node.inputs)
+        return layout == "half" and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+    source = node.inputs[0]
+    if node.op_type == "Reshape" and layout == "interleaved" and (dims(source) or [])[-2:] == [width // 2, 2]:
+        return _is_repeated(source)
+    if node.op_type not in _KEEPS_ROWS or last_dim(source) != width:
+        return False
+    return _keeps_last(node, len(dims(source) or ())) and has_equal_pairs(source, layout)
+
+
+def _is_repeated(value: ir.Value | None) -> bool:
+    """Whether the elements of each row of the last dimension are equal."""
+    node = producer(value, "Expand", "Tile", "Concat")
+    if node is None:
+        return False
+    if node.op_type == "Concat":
+        rank = len(dims(value) or ())
+        return (
+            attribute(node, "axis", 0) in (-1, rank - 1)
+            and len({*node.inputs}) == 1
+            and last_dim(node.inputs[0]) == 1
+        )
+    return last_dim(node.inputs[0]) == 1
+
+
+def _keeps_last(node: ir.Node, rank: int) -> bool:
+    """Whether a node whose input and output have equally long rows keeps the order in these."""
+    last = (-1, rank - 1)
+    if node.op_type == "Transpose":
+        return list(attribute(node, "perm", ()))[-1:] == [rank - 1]
+    if node.op_type == "Gather":
+        return attribute(node, "axis", 0) not in last
+    if node.op_type == "Slice":
+        axes, steps = ints(node, "axes", 3), ints(node, "steps", 4) if len(node.inputs) > 4 else [1]
+        return axes is not None and (steps == [1] * len(axes) or not set(axes) & set(last))
+    if node.op_type == "Unsqueeze":
+        axes = ints(node, "axes", 1)
+        return axes is not None and not {-1, rank + len(axes) - 1} & set(axes)
+    if node.op_type == "Squeeze":
+        axes = ints(node, "axes", 1)
+        return axes is not None and not set(last) & set(axes)
+    return True
