@@ -19,13 +19,19 @@ from .graph import (
     initializer,
     int_constant,
     ints,
+    only_user,
     part_of,
     producer,
+    same_dims,
     scalar,
 )
 
 SWAP_S_H = [0, 2, 1, 3]
 """The permutation between [B, H, S, D] and [B, S, H, D]."""
+
+
+SWAP_ROWS = [1, 0, 2]
+"""The permutation between [S, B, C] and [B, S, C]."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ def merged_heads(value: ir.Value, before: ir.Node) -> Heads | None:
     count, size = shape[1], shape[3]
     if (part := _part_of_packed(value, count, size, before)) is not None:
         return Heads(part, count, size)
+    if (rows := _rows_of_torch(value, shape)) is not None:
+        return Heads(_swapped(rows, before), count, size)
     transpose = producer(value, "Transpose")
     if transpose is not None and list(attribute(transpose, "perm", ())) == SWAP_S_H:
         bshd = transpose.inputs[0]
@@ -56,6 +64,106 @@ def merged_heads(value: ir.Value, before: ir.Node) -> Heads | None:
         bshd = add(before, "Transpose", [value], {"perm": SWAP_S_H}, shape=[shape[0], shape[2], count, size])
     assert bshd is not None
     return merged_tokens(bshd, before)
+
+
+def _rows_of_torch(value: ir.Value, shape: list[Dim]) -> ir.Value | None:
+    """Returns [S, B, H*D] of heads [B, H, S, D], as nn.MultiheadAttention makes them.
+
+    It reshapes to [S, B*H, D], transposes to [B*H, S, D] and reshapes again.
+    """
+    outer = producer(value, "Reshape")
+    transpose = producer(outer.inputs[0], "Transpose") if outer is not None else None
+    inner = producer(transpose.inputs[0], "Reshape") if transpose is not None else None
+    if transpose is None or inner is None or list(attribute(transpose, "perm", ())) != SWAP_ROWS:
+        return None
+    _, count, tokens, size = shape
+    rows, found = inner.inputs[0], dims(inner.outputs[0])
+    if not isinstance(count, int) or not isinstance(size, int) or tokens is None:
+        return None
+    ends = [each[::2] if each is not None and len(each) == 3 else None for each in (dims(rows), found)]
+    return rows if ends == [[tokens, count * size], [tokens, size]] else None  # then the batches are equal
+
+
+def _swapped(value: ir.Value, before: ir.Node) -> ir.Value:
+    """Returns [S, B, C] as [B, S, C].
+
+    The transpose moves before the product that computes the value: models whose tensors are [B, S, C] have
+    the opposite one there, and for others one transpose of x is enough for q, k and v.
+    """
+    transpose, node = producer(value, "Transpose"), producer(value, "Add", "MatMul", "Mul")
+    if transpose is not None and list(attribute(transpose, "perm", ())) == SWAP_ROWS:
+        assert transpose.inputs[0] is not None
+        return transpose.inputs[0]
+    s, b, width = dims(value) or [None] * 3
+    if (part := _part_of_rows(value)) is not None:
+        source, start = part
+        assert isinstance(width, int)
+        bounds = [int_constant(before, [each]) for each in (start, start + width, -1)]
+        return add(before, "Slice", [_swapped(source, before), *bounds], shape=[b, s, width])
+    if node is not None and only_user(value) is not None:  # else the product would be computed twice
+        x, other = node.inputs
+        if node.op_type != "MatMul" and len(dims(x) or ()) < 2:
+            x, other = other, x
+        if other is not None and len(dims(x) or ()) == 3 and _is_per_column(node, other):
+            assert x is not None
+            inputs = [_swapped(x, before), other]
+            inputs = inputs if node.inputs[0] is x else inputs[::-1]
+            return _reused(before, node.op_type, inputs, [], [b, s, width])
+    return _reused(before, "Transpose", [value], SWAP_ROWS, [b, s, width])
+
+
+def _is_per_column(node: ir.Node, other: ir.Value) -> bool:
+    """Whether the second operand of a node is one for all rows."""
+    shape = dims(other)
+    return shape is not None and (len(shape) == 2 if node.op_type == "MatMul" else len(shape) < 2)
+
+
+def _reused(
+    before: ir.Node, op_type: str, inputs: list[ir.Value], perm: list[int], shape: list[Dim]
+) -> ir.Value:
+    """Returns the output of such a node, which is inserted if there is none: q, k and v need the same ones.
+
+    The graph is sorted after each rewrite, so the node may be anywhere.
+    """
+    for use in inputs[0].uses():
+        found = use.node if use.node is producer(use.node.outputs[0], op_type) else None
+        if found is None or list(found.inputs) != inputs or found.graph is not before.graph:
+            continue
+        if list(attribute(found, "perm", ())) == perm:
+            return found.outputs[0]
+    return add(before, op_type, inputs, {"perm": perm} if perm else {}, shape=shape)
+
+
+def _part_of_rows(value: ir.Value) -> tuple[ir.Value, int] | None:
+    """Returns the packed product [S, B, 3*C] of q, k or v [S, B, C], and where the part starts.
+
+    nn.MultiheadAttention reshapes the product to [S, B, 3, C], adds a dimension in front, swaps it with that
+    of the parts, removes it again and indexes the first dimension.
+    """
+    gather = producer(value, "Gather")
+    squeeze = producer(gather.inputs[0], "Squeeze") if gather is not None else None
+    transpose = producer(squeeze.inputs[0], "Transpose") if squeeze is not None else None
+    unsqueeze = producer(transpose.inputs[0], "Unsqueeze") if transpose is not None else None
+    reshape = producer(unsqueeze.inputs[0], "Reshape") if unsqueeze is not None else None
+    if gather is None or squeeze is None or transpose is None or unsqueeze is None or reshape is None:
+        return None
+    index, source, apart = scalar(gather.inputs[1]), reshape.inputs[0], dims(reshape.outputs[0])
+    if (
+        index is None
+        or source is None
+        or apart is None
+        or len(apart) != 4
+        or attribute(gather, "axis", 0) != 0
+    ):
+        return None
+    if ints(squeeze, "axes", 1) not in ([-2], [3]) or ints(unsqueeze, "axes", 1) != [0]:
+        return None
+    parts, width = apart[2:]
+    if list(attribute(transpose, "perm", ())) != [3, 1, 2, 0, 4] or not isinstance(parts, int):
+        return None
+    if not isinstance(width, int) or not same_dims(dims(source), [*apart[:2], parts * width]):
+        return None
+    return source, int(index) % parts * width
 
 
 def merged_tokens(value: ir.Value, before: ir.Node) -> Heads | None:

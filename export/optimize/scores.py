@@ -17,7 +17,7 @@ from .graph import (
     same_dims,
     scalar,
 )
-from .heads import SWAP_S_H
+from .heads import SWAP_ROWS
 
 LOWEST = float(np.finfo(np.float32).min)
 _HIDDEN = -1e9  # a score of this or less is 0 after the softmax
@@ -148,20 +148,27 @@ def untransposed(value: ir.Value | None) -> tuple[ir.Value, float]:
             k, on_k = unscaled(source)
             return k, scale * on_k
         shape = dims(source)
-        if perm == [0, 2, 3, 1] and shape is not None:
-            swapped = [shape[i] for i in SWAP_S_H]
-            return add(transpose, "Transpose", [source], {"perm": SWAP_S_H}, shape=swapped), scale
+        if len(perm) == 4 and shape is not None:
+            order = [*perm[:2], perm[3], perm[2]]
+            swapped = [shape[i] for i in order]
+            return add(transpose, "Transpose", [source], {"perm": order}, shape=swapped), scale
     # torch's dynamo exporter transposes [B*H, T, D], between two reshapes.
     outer = producer(value, "Reshape")
     middle = producer(outer.inputs[0], "Transpose") if outer is not None else None
+    perm = list(attribute(middle, "perm", ())) if middle is not None else []
     shape = dims(value)
-    if middle is None or list(attribute(middle, "perm", ())) != [0, 2, 1] or shape is None or len(shape) != 4:
+    if middle is None or perm not in ([0, 2, 1], [1, 2, 0]) or shape is None or len(shape) != 4:
         raise UnsupportedPattern("k is not transposed")
-    wanted, inner = [shape[0], shape[1], shape[3], shape[2]], producer(middle.inputs[0], "Reshape")
-    if inner is not None and same_dims(dims(inner.inputs[0]), wanted):
+    rows = middle.inputs[0]
+    wanted, inner = [shape[0], shape[1], shape[3], shape[2]], producer(rows, "Reshape")
+    if perm == [1, 2, 0]:  # the optimizer has joined it with a transpose before it
+        found = dims(rows) or [None] * 3
+        order = [found[i] for i in SWAP_ROWS]
+        rows = add(middle, "Transpose", [rows], {"perm": SWAP_ROWS}, shape=order)
+    elif inner is not None and same_dims(dims(inner.inputs[0]), wanted):
         k, on_k = unscaled(inner.inputs[0])
         return k, scale * on_k
     sizes = [each if isinstance(each, int) else -1 for each in wanted]
     if sizes.count(-1) < 2:
-        return add(middle, "Reshape", [middle.inputs[0], int_constant(middle, sizes)], shape=wanted), scale
+        return add(middle, "Reshape", [rows, int_constant(middle, sizes)], shape=wanted), scale
     raise UnsupportedPattern("k is not transposed")

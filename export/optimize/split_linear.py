@@ -1,16 +1,19 @@
 """Splits a matrix product whose parts are read, such as packed q, k and v: attention takes these one by one.
 
-Matches: a product with a constant weight, whose readers are only Splits and Slices of the last dimension.
-Writes: a product for each part, with its columns of the weight.
+Matches: a product with a constant weight, whose readers are only Splits and Slices of the last dimension; a
+Split of a constant, such as the packed weight of cross attention in nn.MultiheadAttention.
+Writes: a product for each part, with its columns of the weight; a constant for each part.
 """
 
 import onnx_ir as ir
 
-from .graph import UnsupportedPattern, Work, add, dims, part_of, replace
+from .graph import UnsupportedPattern, Work, add, attribute, constant, dims, initializer, part_of, replace
 from .linear import Linear, match_linear, slice_columns
 
 
 def rewrite(work: Work) -> None:
+    for node in work.nodes("Split", domain=""):
+        _split_constant(work, node)
     for node in work.nodes("MatMul", "Gemm", domain=""):
         try:
             linear = match_linear(node) if node.graph is not None else None
@@ -34,6 +37,17 @@ def rewrite(work: Work) -> None:
                 new = add(last, "Add", [new, bias], shape=shape)
             replace(value, new)
         work.made["packed product split"] += 1
+
+
+def _split_constant(work: Work, node: ir.Node) -> None:
+    whole, axis = constant(node.inputs[0]), attribute(node, "axis", 0)
+    if whole is None or any(value.is_graph_output() for value in node.outputs):
+        return
+    parts = [(value, part_of(value, axis)) for value in node.outputs if value.uses()]
+    for value, part in parts:
+        if part is not None:
+            array = whole.take(range(*part[1:]), axis)
+            replace(value, initializer(work.graph, array, f"{value.name}"))
 
 
 def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:

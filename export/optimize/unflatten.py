@@ -1,13 +1,29 @@
 """Removes the reshapes around matrix products of flattened tokens.
 
-Matches: x [B, S, K] reshaped to [B*S, K], a MatMul or Gemm with a constant weight, the result reshaped to
-[B, S, N].
+Matches: x [B, S, K] or heads [B, S, H, D] reshaped to [B*S, K], a MatMul or Gemm with a constant weight, the
+result reshaped to [B, S, N].
 Writes: MatMul and Add on [B, S, K], so that other rewrites match what follows: activations, attention, sums.
+nn.MultiheadAttention computes this product with the tokens first, [S, B, H, D]. The transpose moves behind
+the product. If the model has the opposite one there, both disappear.
 """
 
 import onnx_ir as ir
 
-from .graph import UnsupportedPattern, Work, add, dims, only_user, producer, replace, same_dims
+from .graph import (
+    Dim,
+    UnsupportedPattern,
+    Work,
+    add,
+    attribute,
+    dims,
+    int_constant,
+    last_dim,
+    only_user,
+    producer,
+    replace,
+    same_dims,
+)
+from .heads import SWAP_ROWS, SWAP_S_H
 from .linear import bias_vector, match_linear
 
 
@@ -22,10 +38,18 @@ def rewrite(work: Work) -> None:
         if linear is None or before is None or after is None or after.op_type != "Reshape":
             continue
         source, shape = before.inputs[0], dims(after.outputs[0])
-        outer = (dims(source) or [])[:-1]
-        if source is None or len(outer) < 2 or not same_dims([*outer, linear.width], shape):
+        outer, width = (shape or [])[:-1], last_dim(linear.x)
+        if source is None or len(outer) < 2 or not same_dims([*outer, linear.width], shape) or width is None:
             continue
-        if not same_dims(dims(source), [*outer, (dims(linear.x) or [None])[-1]]):
+        last, heads = after, _heads(source, outer, width)
+        if heads is not None:
+            is_swapped, source = heads
+            if is_swapped:
+                shape = [outer[1], outer[0], linear.width]
+                last = _opposite(after)
+            inner = int_constant(after, [0, 0, width])
+            source = add(after, "Reshape", [source, inner], shape=[*(dims(source) or [])[:2], width])
+        elif not same_dims(dims(source), [*outer, width]):
             continue
         weight: ir.Value = linear.weight
         if linear.layout == "nk":
@@ -33,4 +57,29 @@ def rewrite(work: Work) -> None:
         result = add(after, "MatMul", [source, weight], shape=shape)
         if linear.bias is not None:
             result = add(after, "Add", [result, bias_vector(work, linear.bias)], shape=shape)
-        replace(after.outputs[0], result)
+        if heads is not None and is_swapped and last is after:
+            result = add(after, "Transpose", [result], {"perm": SWAP_ROWS}, shape=[*outer, linear.width])
+        replace(last.outputs[0], result)
+
+
+def _heads(source: ir.Value, outer: list[Dim], width: int) -> tuple[bool, ir.Value] | None:
+    """Returns heads with the dimensions outer[0], outer[1], H, D as [B, S, H, D], and whether S was first."""
+    shape = dims(source)
+    if shape is None or len(shape) != 4 or not same_dims(shape[:2], outer):
+        return None
+    count, size = shape[2:]
+    if not isinstance(count, int) or not isinstance(size, int) or count * size != width:
+        return None
+    transpose = producer(source, "Transpose")
+    if transpose is None or list(attribute(transpose, "perm", ())) != [2, 0, 1, 3]:
+        return False, source
+    order = [shape[1], shape[0], count, size]
+    return True, add(transpose, "Transpose", [transpose.inputs[0]], {"perm": SWAP_S_H}, shape=order)
+
+
+def _opposite(node: ir.Node) -> ir.Node:
+    """Returns the transpose that alone reads a node and swaps the first two dimensions, else the node."""
+    user = only_user(node.outputs[0])
+    if user is None or user is not producer(user.outputs[0], "Transpose"):
+        return node
+    return user if list(attribute(user, "perm", ())) == SWAP_ROWS else node
