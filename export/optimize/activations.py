@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .graph import Work, add_op, attribute, producer, replace, scalar
-from .regions import erf, regions
+from .regions import REDUCTIONS, erf, regions
 
 _X = np.concatenate([np.linspace(-12, 12, 193), [-0.3, 0.7, 1e-3]])
 _FORMULAS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -43,7 +43,7 @@ def _match(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] 
     for region in regions(node.outputs[0], order):
         if not region.has("Erf", "Tanh", "Sigmoid", "Exp"):
             continue
-        if any(scalar(value) is None for value in region.constants()) or region.has("ReduceMean"):
+        if any(scalar(value) is None for value in region.constants()) or region.has(*REDUCTIONS):
             return None
         result = region(_X)
         for name, expected in _EXPECTED.items():

@@ -1,9 +1,10 @@
 """Fuses layer norms and RMS norms, however they are written.
 
-Matches: chains of operators over the last dimension (`regions.py`), LayerNormalization, RMSNormalization and
-ONNX Runtime's SimplifiedLayerNormalization.
+Matches: chains of operators over the last dimension (`regions.py`), with means, sums or lengths of rows;
+LayerNormalization, RMSNormalization and ONNX Runtime's SimplifiedLayerNormalization.
 Writes: CustomLayerNorm and CustomRmsNorm, with weight and bias.
-Leaves alone: norms over several dimensions, norms whose other outputs are read.
+Leaves alone: norms over several dimensions, with one number as weight, or whose other outputs are read;
+x / (length + eps), whose eps acts otherwise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from .graph import Work, add_op, attribute, constant, dims, initializer, last_dim, replace, scalar
-from .regions import Region, regions
+from .regions import REDUCTIONS, Region, regions
 
 _SEED = 0
 _LARGEST_EPS = 0.01
+_SMALLEST_NORM = 1e-10
 _STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization")
 
 
@@ -49,7 +51,7 @@ def rewrite(work: Work) -> None:
 def _match(output: ir.Value, order: Mapping[ir.Node, int]) -> _Norm | None:
     best = None
     for region in regions(output, order):
-        if not region.has("ReduceMean") or region.source.dtype is not output.dtype:
+        if not region.has(*REDUCTIONS) or region.source.dtype is not output.dtype:
             continue
         if region.has("Erf", "Tanh", "Sigmoid", "Exp"):
             break
@@ -66,7 +68,12 @@ def _fit(region: Region, width: int) -> _Norm | None:
     """Returns the norm that a region computes, with the weight and bias that follow from its results."""
     rows = np.random.default_rng(_SEED).standard_normal((8, width)) + 0.5
     numbers = {number for value in region.constants() if (number := scalar(value)) is not None}
-    for eps in sorted(number for number in numbers if 0 < number < _LARGEST_EPS):
+    candidates = [(number, number**0.5) for number in numbers if 0 < number < _LARGEST_EPS]
+    if region.has(
+        "Clip"
+    ):  # torch.nn.functional.normalize: its limit acts on rows that are zero but for noise
+        candidates = [(number**2 / width, 1e-2) for number in numbers if 0 < number <= _SMALLEST_NORM]
+    for eps, scale in sorted(candidates):
         for op in ("rms_norm", "layer_norm"):
             centred = rows - rows.mean(-1, keepdims=True) * (op == "layer_norm")
             normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
@@ -76,7 +83,7 @@ def _fit(region: Region, width: int) -> _Norm | None:
             bias = ((result + mirrored) / 2)[0]
             largest = np.abs(normal).argmax(0), np.arange(width)
             weight = (result - bias)[largest] / normal[largest]
-            small = rows * 1e-2  # eps makes a difference here
+            small = rows * scale  # eps makes a difference here
             centred = small - small.mean(-1, keepdims=True) * (op == "layer_norm")
             expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
             fits = np.allclose(result, normal * weight + bias) and np.allclose(region(small), expected)

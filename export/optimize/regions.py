@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .graph import attribute, constant, dims, ints, is_constant, scalar, standard
+from .graph import attribute, constant, dims, ints, is_constant, producer, same_dims, scalar, standard
 
 _MAX_NODES = 20  # nodes of a region: the tanh form of GELU has 12, a layer norm with all its casts 14
 erf = np.vectorize(math.erf, otypes=[float])
@@ -21,6 +21,7 @@ erf = np.vectorize(math.erf, otypes=[float])
 _ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "Add": np.add,
     "Cast": lambda x: x,
+    "Clip": np.maximum,  # with a minimum only
     "Div": np.divide,
     "Erf": erf,
     "Exp": np.exp,
@@ -34,6 +35,16 @@ _ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "Sub": np.subtract,
     "Tanh": np.tanh,
 }
+
+
+_REDUCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "ReduceL2": lambda x: np.sqrt((x**2).sum(-1, keepdims=True)),
+    "ReduceMean": lambda x: x.mean(-1, keepdims=True),
+    "ReduceSum": lambda x: x.sum(-1, keepdims=True),
+    "ReduceSumSquare": lambda x: (x**2).sum(-1, keepdims=True),
+}
+REDUCTIONS = tuple(_REDUCTIONS)
+_RESTORES = ("Expand", "Reshape", "Unsqueeze")  # the last dimension after a reduction: NumPy broadcasts it
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Region:
 
     def constants(self) -> list[ir.Value]:
         """Returns the constants that the nodes read."""
-        values = (value for node in self.nodes for value in node.inputs[: 1 if _is_mean(node) else None])
+        values = (value for node in self.nodes for value in _read(node))
         return [value for value in values if value is not None and is_constant(value)]
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
@@ -66,16 +77,19 @@ class Region:
 
         with np.errstate(all="ignore"):
             for node in reversed(self.nodes):
-                if _is_mean(node):
-                    result = read(node.inputs[0]).mean(-1, keepdims=True)
-                else:
-                    result = _ELEMENTWISE[node.op_type](*(read(v) for v in node.inputs if v is not None))
-                found[node.outputs[0]] = result
+                function = _REDUCTIONS.get(node.op_type) or _ELEMENTWISE.get(node.op_type, np.asarray)
+                found[node.outputs[0]] = function(*(read(v) for v in _read(node) if v is not None))
         return found[self.output]
 
 
-def _is_mean(node: ir.Node) -> bool:
-    return node.op_type == "ReduceMean"
+def _read(node: ir.Node) -> Sequence[ir.Value | None]:
+    """Returns the inputs of a node without axes and shapes."""
+    return node.inputs[:1] if node.op_type in REDUCTIONS + _RESTORES else node.inputs
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    """Returns the nodes that read the numbers of a value, and not only its shape."""
+    return [use.node for use in value.uses() if use.node.op_type != "Shape"]
 
 
 def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
@@ -90,12 +104,11 @@ def regions(output: ir.Value, order: Mapping[ir.Node, int]) -> Iterator[Region]:
         node = value.producer()
         if node is None or not _computable(node):
             return
-        if nodes and (value.is_graph_output() or any(use.node not in nodes for use in value.uses())):
+        if nodes and (value.is_graph_output() or any(node not in nodes for node in _readers(value))):
             return
         nodes.append(node)
-        read = node.inputs[:1] if _is_mean(node) else node.inputs
         frontier = (frontier - {value}) | {
-            each for each in read if each is not None and not is_constant(each)
+            each for each in _read(node) if each is not None and not is_constant(each)
         }
         if len(frontier) == 1:
             yield Region(output, next(iter(frontier)), tuple(nodes))
@@ -111,14 +124,31 @@ def _index(value: ir.Value, order: Mapping[ir.Node, int]) -> int:
 def _computable(node: ir.Node) -> bool:
     if standard(node.domain):
         return False
-    if _is_mean(node):
+    if node.op_type in REDUCTIONS:
         axes, rank = ints(node, "axes", 1), len(dims(node.inputs[0]) or ())
-        return axes is not None and axes in ([-1], [rank - 1]) and attribute(node, "keepdims", 1) == 1
+        is_kept = attribute(node, "keepdims", 1) == 1 or all(map(_restores, _readers(node.outputs[0])))
+        return axes is not None and axes in ([-1], [rank - 1]) and is_kept
+    if node.op_type in _RESTORES:
+        return _restores(node)
+    if node.op_type == "Clip" and (len(node.inputs) != 2 or scalar(node.inputs[1]) is None):
+        return False
     if node.op_type not in _ELEMENTWISE or node.outputs[0].dtype in (None, ir.DataType.BOOL):
         return False
     if not node.outputs[0].dtype.is_floating_point():
         return False
     return all(value is None or not is_constant(value) or _is_row(value) for value in node.inputs)
+
+
+def _restores(node: ir.Node) -> bool:
+    """Whether a node appends the last dimension that a reduction removed, or repeats its one element."""
+    before, after = dims(node.inputs[0]), dims(node.outputs[0])
+    if node.op_type not in _RESTORES or before is None or after is None:
+        return False
+    if node.op_type == "Expand":
+        return before[-1:] == [1] and same_dims(before[:-1], after[:-1])
+    reduction = producer(node.inputs[0], *REDUCTIONS)
+    was_removed = reduction is not None and attribute(reduction, "keepdims", 1) == 0
+    return was_removed and same_dims([*before, 1], after)
 
 
 def _is_row(value: ir.Value) -> bool:

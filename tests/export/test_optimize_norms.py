@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from optimizing import nodes, optimized, parsed, types, weights
+from other_sizes import assert_same
 
 UNARY = "(float[N, 6, 8] x) => (float[N, 6, 8] y)"
 ONE = np.array(1, np.float32)
@@ -21,12 +22,23 @@ NORMS = {
     " v = Add (m, eps) r = Sqrt (v) n = Div (d, r) k = Mul (n, w) y = Add (k, b)",
     "layer, no bias": "c = ReduceMean (x, last) d = Sub (x, c) s = Mul (d, d) m = ReduceMean (s, last)"
     " v = Add (m, eps) r = Sqrt (v) n = Div (d, r) y = Mul (w, n)",
+    "rms, sum": "s = Mul (x, x) t = ReduceSum (s, last) m = Div (t, eight) v = Add (eps, m) r = Sqrt (v)"
+    " n = Div (x, r) y = Mul (w, n)",
+    "rms, length": "l = ReduceL2 (x, last) s = Pow (l, two) m = Div (s, eight) v = Add (eps, m) r = Sqrt (v)"
+    " n = Div (x, r) y = Mul (w, n)",
+    "layer, torch.var": "c = ReduceMean (x, last) d = Sub (x, c) s = Mul (d, d)"
+    " m = ReduceMean <keepdims=0> (s, last) h = Shape (m) o = Concat <axis=0> (h, single) u = Reshape (m, o)"
+    " v = Add (u, eps) r = Sqrt (v) i = Reciprocal (r) n = Mul (d, i) k = Mul (n, w) y = Add (k, b)",
+    "layer, sum": "t = ReduceSum <keepdims=0> (x, last) f = Unsqueeze (t, last) c = Div (f, eight)"
+    " d = Sub (x, c) s = ReduceSumSquare (d, last) m = Div (s, eight) v = Add (m, eps) r = Sqrt (v)"
+    " n = Div (d, r) y = Mul (w, n)",
     "layer, ONNX": "y = LayerNormalization <axis=-1, epsilon=0.001> (x, w, b)",
     "rms, ONNX Runtime": "y = SimplifiedLayerNormalization <axis=-1, epsilon=0.001> (x, w)",
 }
 ROWS = {
     "w": weights(8) + 1, "b": weights(8, seed=1), "eps": np.array(1e-3, np.float32),
     "two": np.array(2, np.float32), "minus_half": np.array(-0.5, np.float32), "last": np.array([-1]),
+    "eight": np.array(8, np.float32), "single": np.array([1]),
 }  # fmt: skip
 
 
@@ -38,6 +50,28 @@ def test_norms_however_they_are_written(name: str, tmp_path: Path) -> None:
     [norm] = model.graph
     assert norm.attributes.get_float("eps", 0) == pytest.approx(1e-3)
     assert norm.inputs[1] is not None and norm.inputs[1].name == "w"
+    assert_same(tmp_path, x=(5, 6, 8))
+
+
+SPREAD = "o = Shape (x) f = Expand (c, o) n = Div (x, f) y = Mul (n, w)"
+LENGTHS = {
+    "torch's normalize": (f"l = ReduceL2 (x, last) c = Clip (l, tiny) {SPREAD}", 1),
+    "a large limit": (f"l = ReduceL2 (x, last) c = Clip (l, eps) {SPREAD}", 0),
+    "a sum of length and eps": (f"l = ReduceL2 (x, last) c = Add (l, tiny) {SPREAD}", 0),
+    "another divisor": (
+        "s = Mul (x, x) t = ReduceSum <keepdims=0> (s, last) u = Add (t, columns) v = Unsqueeze (u, last)"
+        " r = Sqrt (v) y = Div (x, r)",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS.values(), ids=list(LENGTHS))
+def test_rows_divided_by_their_length(case: tuple[str, int], tmp_path: Path) -> None:
+    given = ROWS | {"tiny": np.array(1e-12, np.float32), "columns": np.full(6, 1e-3, np.float32)}
+    _, model = optimized(parsed(f"{UNARY} {{ {case[0]} }}", **given), tmp_path)
+    assert len(nodes(model, "CustomRmsNorm")) == case[1]
+    assert_same(tmp_path, x=(5, 6, 8))
 
 
 def test_norms_of_other_dimensions_stay(tmp_path: Path) -> None:
