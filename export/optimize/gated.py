@@ -1,7 +1,8 @@
 """Fuses gated products: activation(gate) * up.
 
 Matches: a SiLU or GELU times a tensor of its shape. Gate and up may be two matrix products of one x with
-constant weights, the halves of one such product, or any tensors.
+constant weights, the halves of one such product, or any tensors. Halves may be parts of the last dimension,
+or of [..., 2, N] that it was reshaped to.
 Writes: CustomLinearSwiglu, whose weight holds gate and up; for other tensors CustomSwiglu or
 CustomSwigluPacked (SiLU only).
 Leaves alone: GELU gates of other tensors, because no op computes these.
@@ -16,9 +17,11 @@ from .graph import (
     UnsupportedPattern,
     Work,
     add_op,
+    attribute,
     constant,
     dims,
     initializer,
+    ints,
     last_dim,
     only_user,
     other_input,
@@ -26,6 +29,7 @@ from .graph import (
     producer,
     replace,
     same_dims,
+    scalar,
 )  # fmt: skip
 from .linear import LAYOUT, Linear, activation_of, bias_vector, match_linear, weight_nk
 
@@ -93,8 +97,6 @@ def _linear_swiglu(work: Work, node: ir.Node, gate: ir.Value, up: ir.Value, acti
             first, second = _linear_of(gate), _linear_of(up)
             if first is None or second is None or first.x is not second.x or first.width != second.width:
                 return False
-            if (first.bias is None) != (second.bias is None):
-                return False
             whole = first
             weight, bias = _concatenated(work, [(first, None), (second, None)])
     except UnsupportedPattern:
@@ -126,10 +128,12 @@ def _concatenated(work: Work, parts: list[tuple[Linear, int | None]]) -> tuple[i
         assert weight is not None
         weight = weight.T if found.layout == "kn" else weight
         weights.append(weight if half is None else np.split(weight, 2)[half])
-        if bias is not None:
-            biases.append(bias.reshape(-1) if half is None else np.split(bias.reshape(-1), 2)[half])
+        row = np.zeros(found.width, weight.dtype) if bias is None else bias.reshape(-1)
+        biases.append(row if half is None else np.split(row, 2)[half])
     name = f"{parts[0][0].weight.name}_gate_up"
-    bias_value = initializer(work.graph, np.concatenate(biases), f"{name}_bias") if biases else None
+    bias_value = None
+    if any(found.bias is not None for found, _ in parts):
+        bias_value = initializer(work.graph, np.concatenate(biases), f"{name}_bias")
     return initializer(work.graph, np.concatenate(weights), name), bias_value
 
 
@@ -142,9 +146,31 @@ def _halves(gate: ir.Value, up: ir.Value) -> tuple[_Half, _Half] | None:
 
 
 def _half(value: ir.Value) -> _Half | None:
+    if (apart := _half_of_pairs(value)) is not None:
+        return apart
     part = part_of(value, -1)
     if part is None:
         return None
     source, start, stop = part
     width, whole = stop - start, last_dim(source)
     return _Half(source, start // width) if width and whole == 2 * width and start in (0, width) else None
+
+
+def _half_of_pairs(value: ir.Value) -> _Half | None:
+    """Returns the half that a value is, as x.unflatten(-1, (2, N))[..., index, :]."""
+    gather, squeeze = producer(value, "Gather"), producer(value, "Squeeze")
+    index: float | None
+    if gather is not None:
+        pairs, index = gather.inputs[0], scalar(gather.inputs[1])
+        axes = [attribute(gather, "axis", 0)] if dims(gather.inputs[1]) == [] else []
+    elif squeeze is not None and (part := part_of(squeeze.inputs[0], -2)) is not None:
+        (pairs, index, _), axes = part, ints(squeeze, "axes", 1) or []
+    else:
+        return None
+    reshape, shape = producer(pairs, "Reshape"), dims(pairs) or []
+    source, width = reshape.inputs[0] if reshape is not None else None, last_dim(pairs)
+    if source is None or width is None or index is None or axes not in ([-2], [len(shape) - 2]):
+        return None
+    if shape[-2] != 2 or not same_dims(dims(source), [*shape[:-2], 2 * width]):
+        return None
+    return _Half(source, int(index) % 2)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from optimizing import nodes, optimized, parsed, types, weights
+from other_sizes import assert_same
 
 UNARY = "(float[N, 6, 8] x) => (float[N, 6, 8] y)"
 
@@ -127,6 +128,15 @@ GATES = {
     "two products": "g = MatMul (x, v) s = Sigmoid (g) a = Mul (g, s) u = MatMul (x, w) y = Mul (a, u)",
     "two biases": "p = MatMul (x, v) g = Add (p, b) a = Gelu (g) q = MatMul (x, w) u = Add (q, c)"
     " y = Mul (u, a)",
+    "a bias of the gate": "p = MatMul (x, v) g = Add (p, b) s = Sigmoid (g) a = Mul (g, s) u = MatMul (x, w)"
+    " y = Mul (a, u)",
+    "a bias of the other": "g = MatMul (x, v) s = Sigmoid (g) a = Mul (g, s) q = MatMul (x, w) u = Add (q, c)"
+    " y = Mul (u, a)",
+    "unflatten": "p = MatMul (x, packed) r = Reshape (p, pairs) g = Gather <axis=2> (r, zero)"
+    " u = Gather <axis=-2> (r, one) s = Sigmoid (g) a = Mul (g, s) y = Mul (a, u)",
+    "unflatten, up first": "p = MatMul (x, packed) r = Reshape (p, pairs)"
+    " i, j = Split <axis=-2, num_outputs=2> (r) u = Squeeze (i, axis) g = Squeeze (j, axis) s = Sigmoid (g)"
+    " a = Mul (g, s) y = Mul (a, u)",
     "halves": "p = MatMul (x, packed) g, u = Split <axis=-1, num_outputs=2> (p) s = Sigmoid (g)"
     " a = Mul (g, s) y = Mul (a, u)",
     "halves, up first": "p = MatMul (x, packed) u, g = Split <axis=-1, num_outputs=2> (p) s = Sigmoid (g)"
@@ -134,7 +144,8 @@ GATES = {
 }
 PACKED = {
     "v": weights(8, 4), "w": weights(8, 4, seed=1), "b": weights(4), "c": weights(4, seed=1),
-    "packed": weights(8, 8),
+    "packed": weights(8, 8), "pairs": np.array([0, 0, 2, 4]), "zero": np.array(0), "one": np.array(1),
+    "axis": np.array([-2]),
 }  # fmt: skip
 
 
@@ -143,6 +154,7 @@ def test_gates(body: str, tmp_path: Path) -> None:
     report, model = optimized(parsed(f"{GATED} {{ {body} }}", **PACKED), tmp_path)
     assert types(model) == {"CustomLinearSwiglu": 1}
     assert set(report.made) == {f"linear+gate ({'gelu' if 'Gelu' in body else 'silu'})"}
+    assert_same(tmp_path, x=(5, 6, 8))
 
 
 def test_gates_of_other_tensors(tmp_path: Path) -> None:
