@@ -26,8 +26,8 @@ _SHAPES = {
     "Where",
 }  # fmt: skip
 _ANY_16 = _ELEMENTS | _SHAPES | {
-    "ConstantOfShape", "Dropout", "Gelu", "Gemm", "LayerNormalization", "MatMul", "Max", "Min",
-    "RMSNormalization", "Relu", "Sigmoid", "Softmax", "Sum", "Tanh",
+    "Attention", "ConstantOfShape", "Dropout", "Gelu", "Gemm", "LayerNormalization", "MatMul", "Max", "Min",
+    "RMSNormalization", "Relu", "RotaryEmbedding", "Sigmoid", "Softmax", "Sum", "Tanh",
 }  # fmt: skip
 _FLOAT16_ONLY = {  # bfloat16 has no kernels below opset 22, or none at all
     "Abs", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "DepthToSpace", "Einsum",

@@ -43,3 +43,22 @@ def test_subgraphs_stay_in_fp32(body: str, dtype: str, tmp_path: Path) -> None:
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.graph is not model.graph:
             assert wanted not in {value.dtype for value in node.outputs}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_attention_and_positions_of_opset_23(dtype: str, tmp_path: Path) -> None:
+    """ONNX Runtime's CUDA provider has 16-bit kernels for both."""
+    text = """(float[B, S, 8] x, float[B, S, 8] v, float[9, 2] c, float[9, 2] s) => (float[B, S, 8] y) {
+        n = Shape <start=1, end=2> (x) o = Squeeze (n) i = Range (zero, o, one) p = Unsqueeze (i, axis)
+        b = Shape <start=0, end=1> (x) h = Concat <axis=0> (b, n) q = Expand (p, h)
+        k = RotaryEmbedding <num_heads=2> (x, c, s, q)
+        y = Attention <q_num_heads=2, kv_num_heads=2> (x, k, v) }"""
+    given = {"zero": np.array(0), "one": np.array(1), "axis": np.array([0]), "w": weights(8, 8)}
+    more = "w1 = MatMul (z, w) y = Relu (w1) }"
+    proto = parsed(text.replace("y = Attention", "z = Attention")[:-1] + more, **given)
+    proto.opset_import[0].version = 23
+    _, model = optimized(proto, tmp_path, dtype=dtype)
+    kinds = {node.op_type: node.outputs[0].dtype for node in model.graph}
+    wanted = ir.DataType[dtype.upper()]
+    assert (kinds["Attention"], kinds["RotaryEmbedding"]) == (wanted, wanted)
+    assert "Cast" not in kinds
