@@ -47,7 +47,7 @@ def _split_constant(work: Work, node: ir.Node) -> None:
     for value, part in parts:
         if part is not None:
             array = whole.take(range(*part[1:]), axis)
-            replace(value, initializer(work.graph, array, f"{value.name}"))
+            replace(value, initializer(work.graph, array, str(value.name)))
 
 
 def _parts(linear: Linear) -> list[tuple[ir.Value, int, int]] | None:
