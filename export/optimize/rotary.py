@@ -90,15 +90,9 @@ def _can_fuse(work: Work, a: _Rotation, b: _Rotation) -> bool:
     kinds = [(each.heads.size, each.layout, each.rotary_dim, each.tokens_first) for each in (a, b)]
     if a.cos is not b.cos or a.sin is not b.sin or kinds[0] != kinds[1]:
         return False
-    if _differ(work, *((dims(each.heads.value) or [None])[0] for each in (a, b))):
+    if work.may_differ(*((dims(each.heads.value) or [None])[0] for each in (a, b))):
         return False
     return not (_depends_on(a.heads.value, b.node) or _depends_on(b.heads.value, a.node))
-
-
-def _differ(work: Work, a: Dim, b: Dim) -> bool:
-    """Whether two sizes are known to differ. Symbolic names that inference invented may be equal."""
-    given = {dim for value in work.graph.inputs for dim in dims(value) or () if dim is not None}
-    return a != b and all(isinstance(each, int) or each in given for each in (a, b))
 
 
 def _depends_on(value: ir.Value, node: ir.Node) -> bool:

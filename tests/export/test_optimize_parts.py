@@ -22,9 +22,8 @@ PACKED = "(float[N, 8] x) => (float[N, %d] y) { h = MatMul (x, w) %s }"
         (12, "p = Slice (h, before, far, m1) y = Relu (p)", 1),
         (4, "p = Slice (h, m4, far, m1) y = Relu (p)", 1),
         (6, "p = Slice (h, zero, far, m1, two) y = Relu (p)", 0),
-        (0, "y = Slice (h, far, far, m1)", 0),
     ],
-    ids=["an unread part", "the last part", "all", "from the end", "every second column", "nothing"],
+    ids=["an unread part", "the last part", "all", "from the end", "every second column"],
 )
 def test_packed_products(width: int, body: str, products: int, tmp_path: Path) -> None:
     model = parsed(PACKED % (width, body), w=weights(8, 12), **INDICES)

@@ -18,6 +18,7 @@ class Cross(torch.nn.Module):
 
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
+        self.batch_first = batch_first
         self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=batch_first)
 
     def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -26,10 +27,15 @@ class Cross(torch.nn.Module):
 
 
 def made(model: torch.nn.Module, folder: Path, is_open: bool, **sizes: tuple[int, ...]) -> dict[str, int]:
-    """Exports a layer and returns the nodes of the optimised model."""
+    """Exports a layer and returns the nodes of the optimised model.
+
+    Args:
+        is_open: the lengths may vary, and the batch, which is the same for all inputs.
+    """
     options: dict[str, Any] = {"verify": False}
     if is_open:
-        options["dynamic"] = {name: [0, 1] for name in sizes}
+        batch = 0 if getattr(model, "batch_first", True) else 1
+        options["dynamic"] = {name: {batch: "batch", 1 - batch: f"{name}_length"} for name in sizes}
     args = tuple(torch.randn(size) for size in sizes.values())
     export(model.eval(), args, folder / "old.onnx", exporter="dynamo", **options)
     report, model_made = optimized(folder / "old.onnx", folder)
