@@ -1,7 +1,6 @@
 """Applies rewrites to a model and compares the results with the original."""
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,10 +32,10 @@ from .load import load
 from .microsoft import split_simplified_norms
 from .prepare import clean, prepare
 from .report import OptimizeReport
+from .timing import milliseconds
 
 Rewrite = Callable[[Work], None]
 Rewrites = Mapping[str, Rewrite]
-_RUNS, _WARM_UP = 20, 3
 _FASTER = 0.99  # less than 1 % is noise
 
 
@@ -241,22 +240,11 @@ class Trial:
         except TwinopError:  # the CPU provider lacks kernels for a source in 16 bits
             return
         self.report.times = (before, after)
-        self.report.timed_shape = next(iter(self.cases[0].values())).shape
+        self.report.timed_shape = next((array.shape for array in self.cases[0].values()), ())
 
     def _milliseconds(self, *paths: Path) -> list[float]:
-        """Returns the median time of a run of each model on the first case. The models run in turn."""
-        providers = ["CPUExecutionProvider"] if self.report.device == "cpu" else None
-        sessions = [deploy.session(path, providers, self.library) for path in paths]
-        self.report.timed_on = sessions[0].device
-        times: list[list[float]] = [[] for _ in sessions]
-        for _ in range(_WARM_UP + _RUNS):
-            for session, samples in zip(sessions, times, strict=True):
-                given = session.inputs.items()
-                feeds = {name: self.cases[0][name].astype(spec.numpy_dtype) for name, spec in given}
-                start = time.perf_counter()
-                session.run(feeds)
-                samples.append(time.perf_counter() - start)
-        return [float(np.median(samples[_WARM_UP:])) * 1e3 for samples in times]
+        times, self.report.timed_on = milliseconds(paths, self.cases[0], self.report.device, self.library)
+        return times
 
     def finish(self, best: tuple[Rewrites, Work], name: str) -> Sequence[Path]:
         """Converts the model, compares it again, writes it and completes the report.

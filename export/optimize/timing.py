@@ -1,0 +1,40 @@
+"""Measures how long models take in ONNX Runtime."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from twinop import deploy
+
+from .inputs import Case
+
+_RUNS, _WARM_UP = 20, 3
+
+
+def milliseconds(
+    paths: Sequence[Path], case: Case, device: str, library: deploy.Libraries
+) -> tuple[list[float], str]:
+    """Runs models in turn on one case, with the copies to the device and back.
+
+    Args:
+        device: "cpu", or "cuda" for a GPU where there is one.
+
+    Returns:
+        The median time of each model, and the device that it ran on.
+
+    Raises:
+        TwinopError: a model does not run on this machine.
+    """
+    providers = ["CPUExecutionProvider"] if device == "cpu" else None
+    sessions = [deploy.session(path, providers, library) for path in paths]
+    times: list[list[float]] = [[] for _ in sessions]
+    for _ in range(_WARM_UP + _RUNS):
+        for session, samples in zip(sessions, times, strict=True):
+            specs = {name: session.inputs[name] for name in case if name in session.inputs}
+            feeds = {name: case[name].astype(spec.numpy_dtype) for name, spec in specs.items()}
+            start = time.perf_counter()
+            session.run(feeds)
+            samples.append(time.perf_counter() - start)
+    return [float(np.median(samples[_WARM_UP:])) * 1e3 for samples in times], sessions[0].device
