@@ -109,9 +109,7 @@ def main(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="What it is optimised for: cuda or cpu. It runs on both.")
-    ] = "cuda",
+    device: Annotated[str, typer.Option(help="Optimise for cuda or cpu. The file runs on both.")] = "cuda",
 ) -> None:
     """Export a torch model with twinop's ops to ONNX.
 

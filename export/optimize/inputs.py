@@ -170,5 +170,7 @@ def read_npz(path: str, model: ir.Model) -> tuple[list[Case], Sizes]:
         for name in wanted
     }
     masks = [case[str(value.name)] for value in model.graph.inputs if is_mask(value)]
-    sizes = [Sizes(*array.shape) for array in masks if array.ndim == 2 and array.size]
+    sizes = [
+        Sizes(array.shape[0], array.shape[1], step=2) for array in masks if array.ndim == 2 and array.size
+    ]
     return [case], sizes[0] if sizes else SIZES[0]

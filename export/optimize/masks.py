@@ -47,7 +47,11 @@ def classify(work: Work, sizes: inputs.Sizes, padding: str | None) -> None:
     ]
     name = str(given[0].name) if len(given) == 1 else ""
     forms = {mask: {*FORMS, FINITE} for mask in masks}
-    if not masks or not _evaluate(work.model, forms, sizes, name):
+    if not masks:
+        return
+    # Lengths that differ by name come first, as with given inputs nobody knows whether they may differ.
+    tried = dict.fromkeys((sizes, replace(sizes, step=0)))
+    if not any(_evaluate(work.model, forms, each, name) for each in tried):
         return
     work.finite_masks |= {mask for mask, possible in forms.items() if FINITE in possible}
     for mask, possible in forms.items():

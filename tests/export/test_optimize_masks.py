@@ -77,10 +77,13 @@ def test_a_causal_mask_is_unidirectional(tmp_path: Path) -> None:
     check_same(tmp_path, feeds(30, 30))
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["generated inputs", "given inputs"])
 @pytest.mark.parametrize("mask", [CAUSAL, f"d = Sub (t, n) i2 = Add (i, d) {CAUSAL.replace('(i,', '(i2,')}"])
-def test_a_causal_mask_of_more_or_fewer_keys_than_queries(mask: str, tmp_path: Path) -> None:
+def test_a_causal_mask_of_more_or_fewer_keys_than_queries(mask: str, given: bool, tmp_path: Path) -> None:
     """The first and the last query may see one key only: top left, or bottom right."""
-    report, model = optimized(attention(mask, keys="T"), tmp_path)
+    np.savez(tmp_path / "inputs.npz", x=feeds(5, 5)["x"], m=feeds(5, 5)["m"])
+    inputs_file = tmp_path / "inputs.npz" if given else None
+    report, model = optimized(attention(mask, keys="T"), tmp_path, inputs_file=inputs_file)
     assert report.made["attention"] == 1
     [node] = nodes(model, "MultiHeadAttention")
     assert "unidirectional" not in node.attributes
