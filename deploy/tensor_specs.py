@@ -117,7 +117,7 @@ class Spec:
     def padding_error(self, mask: np.ndarray) -> FeedError | None:
         """Returns the error for a mask whose rows are not ones, then zeros; None if they are."""
         shown = mask == 1
-        wrong = ((~shown & (mask != 0)).any(1)) | (shown[:, 1:] > shown[:, :-1]).any(1)
+        wrong = ~shown[:, :1].all(1) | (~shown & (mask != 0)).any(1) | (shown[:, 1:] > shown[:, :-1]).any(1)
         if not wrong.any():
             return None
         return FeedError(

@@ -104,9 +104,6 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     bias, lengths, causal = _masks(work, scores.masks, matmul, square=not work.may_differ(*rows))
     is_finite = bias is None or work.finite_masks.issuperset(scores.masks)
     has_guard = probabilities is not softmax.outputs[0] and not is_finite
-    if has_guard and causal:
-        # Both together may hide a whole row that neither hides alone.
-        raise UnsupportedPattern("a guard of rows that a causal mask and another one hide together")
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     attributes |= {"unidirectional": 1} if causal else {}
     finite = _without_infinity(bias, matmul) if has_guard and bias is not None else bias
@@ -130,29 +127,25 @@ def _masks(
     Args:
         square: there are as many queries as keys.
     """
+    masks = [mask for mask in masks if mask not in work.empty_masks]
+    known = work.causal_masks | work.right_padding_masks.keys()
+    added = [mask for mask in masks if mask not in known or (mask in work.causal_masks and not square)]
+    if added:  # together with a causal mask, they may hide whole rows: that takes the sum of their numbers
+        added += [mask for mask in masks if mask in work.causal_masks and mask not in added]
     bias: ir.Value | None = None
+    for mask in added:
+        if mask in work.padding_masks:
+            mask = _padding_bias(*work.padding_masks[mask], mask, before)
+        shape = broadcast_dims(dims(bias), dims(mask)) if bias is not None else None
+        bias = mask if bias is None else add(before, "Add", [bias, mask], shape=shape)
     lengths: ir.Value | None = None
-    causal = False
     for mask in masks:
-        if mask in work.empty_masks:
-            continue
-        if mask in work.causal_masks and square:
-            causal = True
-            if mask not in work.right_padding_masks:
-                continue
-        if mask in work.right_padding_masks and (square or mask not in work.causal_masks):
+        if mask in work.right_padding_masks and mask not in added:
             shown = work.right_padding_masks[mask]
             wide = add(before, "Cast", [shown], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
             axes = int_constant(before, [1])
             lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
-            continue
-        if mask in work.padding_masks:
-            mask = _padding_bias(work.padding_masks[mask], mask, before)
-        if bias is None:
-            bias = mask
-        else:
-            bias = add(before, "Add", [bias, mask], shape=broadcast_dims(dims(bias), dims(mask)))
-    return bias, lengths, causal
+    return bias, lengths, any(mask in work.causal_masks and mask not in added for mask in masks)
 
 
 def _spread(bias: ir.Value, q: Heads, k: Heads, before: ir.Node) -> ir.Value:
@@ -170,11 +163,11 @@ def _spread(bias: ir.Value, q: Heads, k: Heads, before: ir.Node) -> ir.Value:
     return add(before, "Expand", [bias, target], shape=[*outer, rows, columns])
 
 
-def _padding_bias(shown: ir.Value, mask: ir.Value, before: ir.Node) -> ir.Value:
+def _padding_bias(shown: ir.Value, lowest: float, mask: ir.Value, before: ir.Node) -> ir.Value:
     """Returns an additive mask [B, 1, 1, T] from a mask [B, T] of ones and zeros."""
     batch, tokens = dims(shown) or [None, None]
     kept = add(before, "Cast", [shown], {"to": ir.DataType.BOOL}, dtype=ir.DataType.BOOL, shape=dims(shown))
-    values = [constant_like(before, number, mask) for number in (0.0, LOWEST)]
+    values = [constant_like(before, number, mask) for number in (0.0, lowest)]
     bias = add(before, "Where", [kept, *values], dtype=mask.dtype, shape=dims(shown))
     return add(before, "Unsqueeze", [bias, int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
 

@@ -50,15 +50,15 @@ def generate(model: ir.Model, sizes: Sizes, *, hide: str, seed: int = 0, positiv
 
     Args:
         sizes: of the dynamic dimensions. Dimensions of one name have one size.
-        hide: which end of the sequences masks hide: "right", "left" or "nothing".
+        hide: which end of the sequences masks hide: "right", "left", "nothing" or "everything".
         positive: generate positive floats only, for logarithms and roots.
     """
     rng = np.random.default_rng(seed)
-    case, shapes = {}, _shapes(model, sizes)
+    case, by_name = {}, shapes(model, sizes)
     for value in model.graph.inputs:
         if value.name in model.graph.initializers:
             continue
-        dtype, shape = value.dtype, shapes[str(value.name)]
+        dtype, shape = value.dtype, by_name[str(value.name)]
         assert dtype is not None and value.name is not None
         if is_mask(value):
             array = padding_mask(shape, hide) != _is_inverted(value.name, dtype.numpy())
@@ -78,10 +78,10 @@ def generate(model: ir.Model, sizes: Sizes, *, hide: str, seed: int = 0, positiv
     return case
 
 
-def _shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
+def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
     """Returns the shapes of the inputs. The role of a name is that of its first place."""
     by_name: dict[str, int] = {}
-    lengths, shapes = 0, {}
+    lengths, found = 0, {}
     for value in model.graph.inputs:
         shape = []
         for axis, dim in enumerate(dims(value) or []):
@@ -90,8 +90,8 @@ def _shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
                 lengths += axis > 0
             size = by_name[dim] if isinstance(dim, str) else dim
             shape.append(size if size is not None else sizes.length if axis else sizes.batch)
-        shapes[str(value.name)] = shape
-    return shapes
+        found[str(value.name)] = shape
+    return found
 
 
 def _is_inverted(name: str, dtype: np.dtype) -> bool:
@@ -109,10 +109,15 @@ def _is_mask_name(name: str) -> bool:
 
 
 def padding_mask(shape: list[int], hide: str) -> np.ndarray:
-    """Returns a mask [batch, length] of ones; each sequence but the first of several has zeros at one end."""
+    """Returns a mask [batch, length] of ones.
+
+    Each sequence but the first of several has zeros at one end, unless `hide` is "nothing" or "everything".
+    """
     batch, length = shape
     counts = 2 * np.arange(batch) + 2 * (batch == 1)
-    hidden = np.minimum(counts, length - 1)[:, None] if hide != "nothing" else 0
+    if hide in ("nothing", "everything"):
+        return np.full((batch, length), hide == "nothing")
+    hidden = np.minimum(counts, length - 1)[:, None]
     at = np.arange(length)[None, :]
     return np.broadcast_to(at < length - hidden if hide == "right" else at >= hidden, (batch, length))
 

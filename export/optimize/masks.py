@@ -3,12 +3,12 @@
 A mask that always hides the later tokens, and nothing else, is causal. One that never hides anything is left
 out. One that hides what the 2-dimensional mask input marks with 0, and depends on no other input, is computed
 from that input in a few nodes. If the user has promised padding on the right, it becomes the length of each
-sequence. A mask that depends on other inputs, such as token ids, or on a window of more than `_LONGEST`
-tokens stays as it is: a few cases do not show everything that it may hide.
+sequence. A mask that depends on other inputs, such as token ids, or on numbers above `_LARGEST` stays as it
+is: a few cases do not show everything that it may hide.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -22,13 +22,23 @@ from .graph import Work, constant, dims
 from .prepare import clean
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
-_LONGEST = 4096  # tokens of a window that is tried; a longer mask takes too much memory
-_MANY = 16  # lengths to try
+_LONG = 2048  # a length at which windows show, however they are written
+_LARGEST = 8192  # numbers up to this are exceeded; longer masks take too much memory
+_SMALL = 8  # elements; larger constants are buffers
 
 Form = tuple[bool, str]
 """What a mask hides: the future or not, and "nothing" else, or padding: "right" or "any"."""
 FORMS = [(causal, padding) for causal in (True, False) for padding in ("nothing", "right", "any")]
 FINITE = (False, "")  # whatever it hides, not with -inf
+
+
+@dataclass
+class _Mask:
+    """A mask, the forms that it may have, and the numbers that it hides with."""
+
+    value: ir.Value
+    forms: set[Form] = field(default_factory=lambda: {*FORMS, FINITE})
+    lowest: set[float] = field(default_factory=set)
 
 
 def classify(work: Work, sizes: inputs.Sizes, padding: str | None) -> None:
@@ -37,65 +47,80 @@ def classify(work: Work, sizes: inputs.Sizes, padding: str | None) -> None:
     Args:
         sizes: a batch of several sequences and lengths that the model accepts.
     """
-    masks = list(dict.fromkeys(mask for softmax in attentions(work) for mask in masks_of(softmax)))
+    values = dict.fromkeys(mask for softmax in attentions(work) for mask in masks_of(softmax))
     masks = [
-        mask for mask in masks
-        if mask.dtype is ir.DataType.FLOAT and len(dims(mask) or ()) in (2, 4) and _is_known(mask)
+        _Mask(value) for value in values
+        if value.dtype is ir.DataType.FLOAT and len(dims(value) or ()) in (2, 4) and _is_known(value)
     ]  # fmt: skip
     given = [
-        value for value in work.graph.inputs if inputs.is_mask(value) and value.dtype is not ir.DataType.BOOL
-    ]
+        value for value in work.graph.inputs
+        if inputs.is_mask(value) and value.dtype is not None and value.dtype.is_integer()
+    ]  # fmt: skip
     name = str(given[0].name) if len(given) == 1 else ""
-    forms = {mask: {*FORMS, FINITE} for mask in masks}
-    if not masks:
-        return
     # Lengths that differ by name come first, as with given inputs nobody knows whether they may differ.
     tried = dict.fromkeys((sizes, replace(sizes, step=0)))
-    if not any(_evaluate(work.model, forms, each, name) for each in tried):
+    found = next((each for each in tried if masks and _try(work.model, masks, each, name, sizes.batch)), None)
+    if found is None:
         return
-    work.finite_masks |= {mask for mask, possible in forms.items() if FINITE in possible}
-    for mask, possible in forms.items():
-        allowed = [("nothing", True), ("right", padding == "right"), ("any", True)]
-        form = next((each for each in FORMS if each in possible and dict(allowed)[each[1]]), None)
-        if form in ((True, "nothing"), (False, "nothing")):
-            (work.causal_masks if form[0] else work.empty_masks).add(mask)
-        elif form in ((True, "right"), (False, "right")):
-            work.right_padding_masks[mask] = given[0]
-            work.causal_masks |= {mask} if form[0] else set()
-        elif form == (False, "any"):
-            work.padding_masks[mask] = given[0]
+    for mask in masks:
+        if len(mask.lowest) > 1:
+            mask.forms.discard((False, "any"))
+        if not mask.forms - {FINITE} or not _try_long(work.model, mask, found, name):
+            continue
+        work.finite_masks |= {mask.value} if FINITE in mask.forms else set()
+        allowed = {"nothing": True, "right": padding == "right", "any": True}
+        form = next((each for each in FORMS if each in mask.forms and allowed[each[1]]), None)
+        if form is None:
+            continue
+        causal, hides = form
+        if hides == "any":
+            work.padding_masks[mask.value] = given[0], min(mask.lowest, default=_HIDDEN)
+        if hides == "right":
+            work.right_padding_masks[mask.value] = given[0]
+        if hides == "nothing" and not causal:
+            work.empty_masks.add(mask.value)
+        if causal:
+            work.causal_masks.add(mask.value)
 
 
-def _evaluate(model: ir.Model, forms: dict[ir.Value, set[Form]], sizes: inputs.Sizes, name: str) -> bool:
-    """Removes the forms that masks do not have. Returns False if the masks cannot be computed alone.
-
-    A window of c tokens shows at lengths above c only, so each such number in the computation of a mask is
-    exceeded by two lengths, one of them a multiple of 64 for models that accept no others.
+def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 1) -> bool:
+    """Removes the forms that masks do not have at some lengths. Returns False if they cannot be computed.
 
     Args:
         name: of the padding mask among the inputs, or "".
+        batch: of more cases than those of one sequence.
     """
-    part = _model_of(model, list(forms))
-    lengths = {mask: _lengths_to_try(mask) for mask in forms}
-    for length in [sizes.length, *sorted(set().union(*lengths.values()) - {sizes.length})]:
-        at = replace(sizes, length=length)
-        one = replace(at, batch=1)
-        kinds = [(one, "right"), (one, "left")]
-        if length == sizes.length:
-            kinds += [(at, "nothing"), (at, "right"), (at, "left")]
-        cases = [
-            inputs.generate(model, each, hide=hide, seed=seed) for seed, (each, hide) in enumerate(kinds)
-        ]
-        try:
-            found = run(part, False, cases).outputs
-        except (NotRunnable, TwinopError):
-            if length == sizes.length:
-                return False
-            continue  # the model does not accept this length
-        for case, arrays in zip(cases, found, strict=True):
-            for possible, array in zip(forms.values(), arrays, strict=True):
-                possible &= {form for form in possible if _has_form(np.asarray(array), form, case.get(name))}
+    kinds = [(1, "right"), (1, "left")]
+    if batch > 1:
+        kinds += [(batch, hide) for hide in ("nothing", "right", "left", "everything")]
+    cases = [
+        inputs.generate(model, replace(sizes, batch=size), hide=hide, seed=seed)
+        for seed, (size, hide) in enumerate(kinds)
+    ]
+    try:
+        found = run(_model_of(model, [mask.value for mask in masks]), False, cases).outputs
+    except (NotRunnable, TwinopError):
+        return False
+    for case, arrays in zip(cases, found, strict=True):
+        for mask, array in zip(masks, map(np.asarray, arrays), strict=True):
+            mask.forms &= {form for form in mask.forms if _has_form(array, form, case.get(name))}
+            mask.lowest |= {float(number) for number in np.unique(array[array <= _HIDDEN])[:2]}
     return True
+
+
+def _try_long(model: ir.Model, mask: _Mask, sizes: inputs.Sizes, name: str) -> bool:
+    """Tries a mask at the largest length that its model accepts: there, its windows show.
+
+    Returns False if there is none, except for a model of one length.
+    """
+    short, numbers = sizes.length, _numbers(_ancestors(mask.value))
+    longest = max(_LONG, *((int(number) // 64 + 1) * 64 for number in numbers), 0)
+    buffers = {size for value in _ancestors(mask.value) for size in _buffer_sizes(value)}
+    lengths = {longest, longest // short * short, _LONG, 1024, 512, 256, 128, 64, *buffers}
+    if inputs.shapes(model, sizes) == inputs.shapes(model, replace(sizes, length=longest)):
+        return True
+    tried = sorted((length for length in lengths if short < length <= longest), reverse=True)
+    return any(_try(model, [mask], replace(sizes, length=length), name) for length in tried)
 
 
 def _ancestors(mask: ir.Value) -> set[ir.Value]:
@@ -121,22 +146,29 @@ def _subgraphs(node: ir.Node) -> list[ir.Graph]:
 def _is_known(mask: ir.Value) -> bool:
     """Whether a mask depends on nothing but shapes and padding masks, and its numbers can be exceeded."""
     ancestors = _ancestors(mask)
-    if any(value.is_graph_input() and not inputs.is_mask(value) for value in ancestors):
-        return False
-    numbers = _numbers(ancestors)
-    return not any(_LONGEST < number < 2**31 - 1 for number in numbers) and len(numbers) <= _MANY
-
-
-def _lengths_to_try(mask: ir.Value) -> set[int]:
-    numbers = {int(number) for number in _numbers(_ancestors(mask)) if number <= _LONGEST}
-    return {length for number in numbers for length in (number + 1, ((number + 1) // 64 + 1) * 64)}
+    given = [value for value in ancestors if value.is_graph_input()]
+    return all(map(inputs.is_mask, given)) and max(_numbers(ancestors), default=0.0) <= _LARGEST
 
 
 def _numbers(values: set[ir.Value]) -> set[float]:
-    """Returns the numbers above 1 in small constants."""
-    arrays = [constant(value) for value in values if value.const_value is None or value.const_value.size <= 8]
-    numbers = {float(each) for array in arrays if array is not None for each in array.reshape(-1)}
-    return {number for number in numbers if number > 1 and np.isfinite(number)}
+    """Returns the sizes that small constants may stand for: a window of 12 may be written as -12 or 1/12."""
+    found = set[float]()
+    for value in values:
+        if value.const_value is not None and value.const_value.size > _SMALL:
+            continue
+        array = constant(value)
+        if array is None or array.dtype.kind not in "iuf":
+            continue
+        for number in np.abs(array.astype(np.float64)).reshape(-1):
+            is_size = number < 2**31 - 1 if array.dtype.kind != "f" else number < -_HIDDEN - 1
+            found |= {max(number, 1 / number)} if number and is_size else set()
+    return found
+
+
+def _buffer_sizes(value: ir.Value) -> list[int]:
+    """Returns the sizes of a large constant that may limit the length."""
+    is_buffer = value.const_value is not None and value.const_value.size > _SMALL
+    return [size for size in dims(value) or () if isinstance(size, int)] if is_buffer else []
 
 
 def _is_right_padded(shown: np.ndarray) -> bool:

@@ -296,12 +296,21 @@ class Trial:
             report.own_error = self._error_in(plain, dtype)
         except (NotRunnable, TwinopError):
             report.own_error = None
-        report.error = error
-        accepted = max(compare.FACTOR * (report.own_error or 0.0), compare.ACCEPTED[report.dtype])
+        report.error, own = error, report.own_error or 0.0
+        if own > compare.LOST:
+            raise ExportError(
+                f"the original in {report.dtype} has a relative error of {own:.1e}: its numbers do not fit. "
+                "Keep float32, or give the other of float16 and bfloat16"
+            )
+        accepted = max(compare.FACTOR * own, compare.ACCEPTED[report.dtype])
         if not error <= accepted:
             raise ExportError(
                 f"the model in {report.dtype} differs from the original in fp32: relative error {error:.1e},"
                 f" accepted {accepted:.1e}. Leave rewrites out with --without, or keep its dtype"
+            )
+        if error > max(compare.NOTED * own, compare.ACCEPTED[report.dtype]):
+            report.notes.append(
+                f"its error in {report.dtype} is {error / own:.1f} times the original's on the CPU"
             )
 
     def _error_in(self, path: Path, dtype: ir.DataType) -> float:

@@ -1,6 +1,7 @@
 """Tests that attention computes the same for masks, lengths and inputs that the comparison did not see."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,22 +21,28 @@ ATTENTION = """(float[B, S, 16] x, float[{batch}, {keys}, 16] m{inputs}) => (flo
     q = Transpose <perm=[0, 2, 1, 3]> (q1) k = Transpose <perm=[0, 2, 3, 1]> (k1)
     v = Transpose <perm=[0, 2, 1, 3]> (v1) s = MatMul (q, k)
     n1 = Shape <start=1, end=2> (x) t1 = Shape <start=1, end=2> (m) n = Squeeze (n1) t = Squeeze (t1)
+    square = Concat <axis=0> (n1, n1) grid = Identity (square)
     i0 = Range (zero, n, one) i = Unsqueeze (i0, axis1) j = Range (zero, t, one)
     {mask}
     o = MatMul (p, v) o1 = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (o1, joined) }}"""
-CONSTANTS = {
+CONSTANTS: dict[str, Any] = {
     **{name: weights(16, 16, seed=seed) for seed, name in enumerate(("wq", "wk", "wv"))},
     "apart": np.array([0, 0, 2, 8]), "joined": np.array([0, 0, 16]),
     "zero": np.array(0), "one": np.array(1), "axis1": np.array([1]), "axes12": np.array([1, 2]),
-    "far": np.array(12), "seven": np.array(7), "shown": np.float32(0),
-    "lowest": np.float32(LOWEST), "infinite": np.float32(-np.inf),
+    "far": np.array(12), "back": np.array(-12), "part": np.float32(1 / 12), "seven": np.array(7),
+    "yes": np.ones((1, 1), np.float32), "from": np.array([0, 0]), "axes01": np.array([0, 1]),
+    "band": np.tril(np.ones((128, 128), bool)) & ~np.tril(np.ones((128, 128), bool), -12),
+    "shown": np.float32(0), "lowest": np.float32(LOWEST), "infinite": np.float32(-np.inf),
 }  # fmt: skip
 CAUSAL = "c = GreaterOrEqual (i, j) bias = Where (c, shown, lowest) r = Add (s, bias) p = Softmax (r)"
 GUARD = " p0 = Softmax (r) nan = IsNaN (p0) p = Where (nan, shown, p0)"
 
 
-def attention(mask: str, inputs: str = "", batch: str = "B", keys: str = "S") -> onnx.ModelProto:
-    return parsed(ATTENTION.format(mask=mask, inputs=inputs, batch=batch, keys=keys), **CONSTANTS)
+def attention(
+    mask: str, inputs: str = "", batch: str = "B", keys: str = "S", **constants: Any
+) -> onnx.ModelProto:
+    text = ATTENTION.format(mask=mask, inputs=inputs, batch=batch, keys=keys)
+    return parsed(text, **{**CONSTANTS, **constants})
 
 
 def feeds(queries: int, keys: int, batch: int = 2, keys_batch: int | None = None) -> dict[str, np.ndarray]:
@@ -60,14 +67,67 @@ def check_same(folder: Path, inputs: dict[str, np.ndarray]) -> None:
         "r = Add (s, bias) p = Softmax (r)",
         "a = Div (i, far) b = Div (j, far) c = Equal (a, b) bias = Where (c, shown, lowest) "
         "r = Add (s, bias) p = Softmax (r)",
+        "d = Sub (i, j) a = GreaterOrEqual (d, zero) e = Add (d, back) b = Less (e, zero) c = And (a, b) "
+        "bias = Where (c, shown, lowest) r = Add (s, bias) p = Softmax (r)",
+        "e = Expand (yes, grid) l = Trilu <upper=0> (e) u = Trilu (l, back) c = Cast <to=9> (u) "
+        "bias = Where (c, shown, lowest) r = Add (s, bias) p = Softmax (r)",
+        "c = Slice (band, from, square, axes01) bias = Where (c, shown, lowest) r = Add (s, bias) "
+        "p = Softmax (r)",
+        "f = Cast <to=1> (i) g = Cast <to=1> (j) h = Mul (f, part) k2 = Mul (g, part) a = Floor (h) "
+        "b = Floor (k2) c = Equal (a, b) bias = Where (c, shown, lowest) r = Add (s, bias) p = Softmax (r)",
+        "e = Mul (far, seven) d = Sub (i, j) a = GreaterOrEqual (d, zero) b = Less (d, e) c = And (a, b) "
+        "bias = Where (c, shown, lowest) r = Add (s, bias) p = Softmax (r)",
     ],
-    ids=["causal", "both sides", "chunks"],
+    ids=[
+        "causal",
+        "both sides",
+        "chunks",
+        "a negative number",
+        "Trilu",
+        "a buffer",
+        "a reciprocal",
+        "a product",
+    ],
 )
 def test_a_window_that_short_sequences_do_not_show(mask: str, tmp_path: Path) -> None:
     report, _ = optimized(attention(mask), tmp_path)
     assert report.made["attention"] == 1
-    for length in (9, 30):
+    for length in (9, 30, 120):
         check_same(tmp_path, feeds(length, length))
+
+
+def test_a_window_above_all_that_is_tried(tmp_path: Path) -> None:
+    mask = (
+        "d = Sub (i, j) a = GreaterOrEqual (d, zero) b = Less (d, huge) c = And (a, b) "
+        "bias = Where (c, shown, lowest) r = Add (s, bias) p = Softmax (r)"
+    )
+    _, model = optimized(attention(mask, huge=np.array(100_000)), tmp_path)
+    [node] = nodes(model, "MultiHeadAttention")
+    assert "unidirectional" not in node.attributes
+
+
+def test_sequences_without_a_token(tmp_path: Path) -> None:
+    """A mask may show everything there."""
+    mask = (
+        "any = ReduceMax <keepdims=1> (attention_mask, axis1) none = Equal (any, zero) "
+        "u = Cast <to=9> (attention_mask) e = Or (u, none) b = Where (e, shown, lowest) "
+        "bias = Unsqueeze (b, axes12) r = Add (s, bias) p = Softmax (r)"
+    )
+    optimized(attention(mask, ", int64[B, S] attention_mask"), tmp_path)
+    check_same(tmp_path, feeds(5, 5) | {"attention_mask": np.array([[1, 1, 1, 0, 0], [0] * 5])})
+
+
+def test_a_mask_keeps_its_lowest_number(tmp_path: Path) -> None:
+    """Beside another mask of -1e4, as older models have, it shows which tokens a hidden row sees."""
+    mask = (
+        "f = Cast <to=1> (attention_mask) g = Sub (single, f) h = Mul (g, less) pad = Unsqueeze (h, axes12) "
+        "c = GreaterOrEqual (i, j) cb = Where (c, shown, less) r0 = Add (s, pad) r = Add (r0, cb) "
+        "p = Softmax (r)"
+    )
+    more = {"less": np.float32(-1e4), "single": np.float32(1)}
+    report, _ = optimized(attention(mask, ", int64[B, S] attention_mask", **more), tmp_path)
+    assert report.made["attention"] == 1
+    check_same(tmp_path, feeds(5, 5) | {"attention_mask": np.array([[0, 0, 1, 1, 1], [0] * 5])})
 
 
 def test_a_causal_mask_is_unidirectional(tmp_path: Path) -> None:
