@@ -63,10 +63,10 @@ def classify(work: Work, sizes: inputs.Sizes, padding: str | None) -> None:
     if found is None:
         return
     for mask in masks:
-        if len(mask.lowest) > 1:
-            mask.forms.discard((False, "any"))
         if not mask.forms - {FINITE} or not _try_long(work.model, mask, found, name):
             continue
+        if len(mask.lowest) > 1:
+            mask.forms.discard((False, "any"))
         work.finite_masks |= {mask.value} if FINITE in mask.forms else set()
         allowed = {"nothing": True, "right": padding == "right", "any": True}
         form = next((each for each in FORMS if each in mask.forms and allowed[each[1]]), None)
@@ -83,15 +83,15 @@ def classify(work: Work, sizes: inputs.Sizes, padding: str | None) -> None:
             work.causal_masks.add(mask.value)
 
 
-def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 1) -> bool:
+def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:
     """Removes the forms that masks do not have at some lengths. Returns False if they cannot be computed.
 
     Args:
         name: of the padding mask among the inputs, or "".
-        batch: of more cases than those of one sequence.
+        batch: of more cases than those of one sequence; 0 for none.
     """
     kinds = [(1, "right"), (1, "left")]
-    if batch > 1:
+    if batch:
         kinds += [(batch, hide) for hide in ("nothing", "right", "left", "everything")]
     cases = [
         inputs.generate(model, replace(sizes, batch=size), hide=hide, seed=seed)

@@ -1,7 +1,7 @@
 """Fuses layer norms and RMS norms, however they are written.
 
 Matches: chains of operators over the last dimension (`regions.py`), with means, sums or lengths of rows;
-LayerNormalization, RMSNormalization and ONNX Runtime's SimplifiedLayerNormalization.
+LayerNormalization and RMSNormalization.
 Writes: CustomLayerNorm and CustomRmsNorm, with weight and bias.
 Leaves alone: norms over several dimensions, with one number as weight, or whose other outputs are read;
 x / (length + eps), whose eps acts otherwise.
@@ -19,7 +19,7 @@ from .regions import REDUCTIONS, Region, regions
 _SEED = 0
 _LARGEST_EPS = 0.01
 _SMALLEST_NORM = 1e-10
-_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization")
+_STANDARD = ("LayerNormalization", "RMSNormalization")
 
 
 @dataclass(frozen=True)
