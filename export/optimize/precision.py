@@ -1,12 +1,12 @@
 """Converts a model from fp32 to 16 bits, and keeps fp32 where 16 bits are not enough or not possible.
 
 Operators are converted if their CUDA kernels take 16 bits and compute sums, norms and softmax in fp32. All
-others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
-cast to floats). An elementwise operator that only such nodes read stays in fp32 with them. If, Loop and Scan
-stay in fp32 with all of their subgraphs, and get captured values in fp32.
+others stay in fp32, between casts: statistics (Pow, Sqrt, a ReduceMean that no layer reads), positions
+(Range, Cos, Sin, integers cast to floats). An elementwise operator that only such nodes read stays in fp32
+with them. If, Loop and Scan stay in fp32 with all of their subgraphs, and get captured values in fp32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from .graph import MICROSOFT, add, attribute, initializer, standard
 DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 _ELEMENTS = {"Add", "Div", "Mul", "Neg", "Sub"}
+_LAYERS = {"Conv", "CustomLinear", "Gemm", "MatMul"}
 _SHAPES = {
     "Concat", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "Reshape", "ScatterElements",
     "ScatterND", "Shape", "Size", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
@@ -32,6 +33,7 @@ _ANY_16 = _ELEMENTS | _SHAPES | {
 _FLOAT16_ONLY = {  # bfloat16 has no kernels below opset 22, or none at all
     "Abs", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "DepthToSpace", "Einsum",
     "Elu", "GlobalAveragePool", "HardSigmoid", "HardSwish", "LeakyRelu", "MaxPool", "PRelu", "Pad",
+    "ReduceMean",
 }  # fmt: skip
 _MICROSOFT = {"GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding", "FusedMatMul", "QuickGelu"}
 
@@ -136,9 +138,29 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
                 wide.add(node)
         else:
             follows = node.op_type in _ELEMENTS | _SHAPES and users and wide.issuperset(users)
-            if domain or node.op_type not in allowed or follows:
+            if domain or node.op_type not in allowed or follows or _is_statistic(node):
                 wide.add(node)
     return wide
+
+
+def _is_statistic(node: ir.Node) -> bool:
+    """Returns whether a mean belongs to a norm; others pool what a layer computes for the next one."""
+    if node.op_type != "ReduceMean":
+        return False
+    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    squares = source is not None and (
+        source.op_type == "Pow" or (source.op_type == "Mul" and source.inputs[0] is source.inputs[1])
+    )
+    return squares or any(reader.op_type not in _LAYERS for reader in _readers(node.outputs[0]))
+
+
+def _readers(value: ir.Value) -> Iterator[ir.Node]:
+    """Yields the nodes that read a value, or its elements in another shape."""
+    for use in value.uses():
+        if use.node.op_type in ("Flatten", "Reshape", "Squeeze", "Unsqueeze"):
+            yield from _readers(use.node.outputs[0])
+        else:
+            yield use.node
 
 
 def _is_wide_constant(value: ir.Value) -> bool:

@@ -67,6 +67,11 @@ struct Launch {
     }
     if (mapping == RowMapping::kShort && aligned)
       return RunResident<32, 1, 1, Tuning::kThroughput, RowAccess::kVectors>(kGroupThreads);
+    if constexpr (kColumnInputs<F> > 0 && !kSums) {
+      if (aligned && arguments.rows.count <= FewRows(kSettings.vectors, 32))
+        return RunResident<32, kSettings.vectors, 1, Tuning::kLatency, RowAccess::kVectors>(
+            kGroupThreads);
+    }
     // The misaligned rows of all three mappings share a kernel: a lane without a vector adds
     // nothing, so the bits are the same.
     return RunLanes<32, kSettings.vectors, 1, kDefaultTuning>(access);

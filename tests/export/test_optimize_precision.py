@@ -62,3 +62,18 @@ def test_attention_and_positions_of_opset_23(dtype: str, tmp_path: Path) -> None
     wanted = ir.DataType[dtype.upper()]
     assert (kinds["Attention"], kinds["RotaryEmbedding"]) == (wanted, wanted)
     assert "Cast" not in kinds
+
+
+POOLED = """(float[B, 4, H, W] x) => (float[B, 4] y) {
+    s = Sigmoid (x) a = Mul (x, s) m = ReduceMean (a, last) c = Conv (m, k)
+    g = Mul (a, c) p = ReduceMean <keepdims=0> (g, last) y = MatMul (p, w) }"""
+NORMED = """(float[B, 4, H, W] x) => (float[B, 4] y) {
+    q = Mul (x, x) m = ReduceMean <keepdims=0> (q, last) y = MatMul (m, w) }"""
+
+
+@pytest.mark.parametrize(("text", "fp32_nodes"), [(POOLED, 0), (NORMED, 2)], ids=["pooling", "squares"])
+def test_means_that_pool_stay_in_float16(text: str, fp32_nodes: int, tmp_path: Path) -> None:
+    given = {"last": np.array([2, 3]), "k": weights(4, 4, 1, 1), "w": weights(4, 4)}
+    report, model = optimized(parsed(text, **given), tmp_path, dtype="float16")
+    assert sum(node.op_type == "Cast" for node in model.graph) == (2 if fp32_nodes else 0)
+    assert report.notes == ([f"{fp32_nodes} nodes compute in fp32"] if fp32_nodes else [])
