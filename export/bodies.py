@@ -193,6 +193,31 @@ def rope(op, q, k, cos, sin, *, layout, inverse, head_size):
     return turned(q), turned(k)
 
 
+@body
+def attention_packed(op, qkv, bias, *, heads, scale, causal):
+    count = op.Reshape(op.CastLike(heads, op.Shape(qkv)), [1])
+    size = op.Div(op.Shape(qkv, start=2), op.Mul(count, 3))
+    apart = op.Concat(op.Shape(qkv, end=2), [3], count, size, axis=0)
+    by_head = op.Transpose(op.Reshape(qkv, apart), perm=[2, 0, 3, 1, 4])  # [3, B, H, S, D]
+    q, k, v = (op.Squeeze(op.Slice(by_head, [i], [i + 1], [0]), [0]) for i in range(3))
+    usual = op.Reciprocal(op.Sqrt(op.CastLike(size, qkv)))
+    factor = _by_value(op, scale, lambda op, value: usual if value == 0 else op.CastLike(value, qkv))
+    scores = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2])), factor)
+    if bias is not None:
+        scores = op.Add(scores, bias)
+    length = op.Shape(qkv, start=1, end=2)
+
+    def with_causal(op, value):
+        if not value:
+            return scores
+        hidden = op.Trilu(op.Expand(-math.inf, op.Concat(length, length, axis=0)), 1, upper=1)
+        return op.Add(scores, hidden)
+
+    y = op.MatMul(op.Softmax(_by_value(op, causal, with_causal), axis=-1), v)
+    together = op.Concat(op.Shape(qkv, end=2), op.Mul(count, size), axis=0)
+    return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), together)
+
+
 def _angle_by_head(op, table):
     return op.Unsqueeze(table, [2])
 

@@ -46,6 +46,7 @@ from typing import Any
 from twinop.find import find_library_of
 from twinop.library import find_library
 
+from .attention_rules import register_attention_rules
 from .declared import load_declared
 from .linear_rules import register_linear_rules
 from .modules import (
@@ -87,6 +88,7 @@ __all__ = [
     "replace_modules",
 ]
 
+register_attention_rules()
 register_linear_rules()
 register_norm_rules()
 load(find_library("custom_ops"))

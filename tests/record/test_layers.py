@@ -107,6 +107,7 @@ def may_name() -> set[Path]:
         ROOT / "export/bodies.py",
         ROOT / "torch_op/second_derivatives.py",
         ROOT / "torch_op/modules.py",
+        ROOT / "torch_op/attention_rules.py",
         ROOT / "torch_op/linear_rules.py",
         ROOT / "torch_op/norm_rules.py",
         ROOT / "kernels/linear/body.h",  # a model with other ops of the library

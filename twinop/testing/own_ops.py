@@ -73,6 +73,16 @@ def _ropes(size: int) -> Iterator[dict[str, Any]]:
             yield {"q": q, "k": k} | attributes | tables
 
 
+def _packed_attentions(size: int) -> Iterator[dict[str, Any]]:
+    cases = ((2, 3, 64, (2, 1, 1)), (1, 2, 32, (1, 2, 1)), (2, 1, 128, (1, 1, size)), (1, 2, 5, None))
+    random = torch.Generator().manual_seed(size)
+    for causal, (batch, heads, head_size, of_bias) in itertools.product((False, True), cases):
+        inputs = {"qkv": torch.randn(batch, size, 3 * heads * head_size, generator=random)}  # size: tokens
+        if of_bias is not None:
+            inputs["bias"] = torch.randn(*of_bias, size, generator=random)
+        yield inputs | {"heads": heads, "scale": 0.3 if head_size == 32 else 0.0, "causal": causal}
+
+
 def _ada_layer_norms(size: int) -> Iterator[dict[str, Any]]:
     for rows in ((2, 3), (3,), (1, 2, 2), (2, 0), (0, 3)):
         random = torch.Generator().manual_seed(sum(rows) + size)
@@ -108,6 +118,7 @@ _CALLS = {
     "linear": _linears,
     "linear_swiglu": _linear_swiglus,
     "rope": _ropes,
+    "attention_packed": _packed_attentions,
     "ada_layer_norm": _ada_layer_norms,
     "embed_layer_norm": _embed_layer_norms,
 }
@@ -271,6 +282,21 @@ def _rope_magnitude(
     return tuple(of(x) if x.numel() else x for x in (q, k))
 
 
+def _attention_packed_magnitude(
+    qkv: Tensor, bias: Tensor | None = None, heads: int = 1, scale: float = 0.0, causal: bool = False
+) -> Tensor:
+    """An absolute error of the scores is a relative one of the weights."""
+    if qkv.numel() == 0:
+        return qkv.chunk(3, -1)[0]
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+    scale = narrow(scale) or q.shape[-1] ** -0.5
+    bias = q.new_zeros(()) if bias is None else bias
+    sizes = q.abs() @ k.abs().mT * scale + bias.abs()
+    hidden = torch.ones_like(sizes).triu(1) * causal > 0
+    weights = (q @ k.mT * scale + bias).masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights * (1 + sizes) @ v.abs()).transpose(1, 2).flatten(2)
+
+
 def _linear_magnitude(
     x: Tensor,
     weight: Tensor,
@@ -319,4 +345,6 @@ REFERENCES: dict[str, Reference] = {
     "linear": Reference(ulps=ulps(8, half=1), magnitude=_linear_magnitude),
     "linear_swiglu": Reference(ulps=ulps(8, half=1), magnitude=_linear_swiglu_magnitude),
     "rope": Reference(ulps=ulps(2, half=0.6), magnitude=_rope_magnitude),
+    # In 16 bits the weights are rounded before they are multiplied with v.
+    "attention_packed": Reference(ulps=ulps(8, half=2), body_ulps=16, magnitude=_attention_packed_magnitude),
 }

@@ -1,0 +1,133 @@
+// attention_packed on the CPU: blocks of queries against blocks of keys, with a running softmax.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "twinop/attention/problem.h"
+#include "twinop/math/math.h"
+#include "twinop/primitives/cpu_features.h"
+
+namespace twinop::attention {
+
+inline constexpr std::int64_t kQueries = 16, kKeys = 32;  // of a block
+inline constexpr std::int64_t kGrainProducts = 1 << 18;   // below it a second thread costs more
+
+// The memory of a thread.
+template <class Number>
+struct Workspace {
+  std::vector<Number> q, k, v, sums;  // [kQueries, D], [D, kKeys], [kKeys, D], [kQueries, D]
+
+  explicit Workspace(std::int64_t size)
+      : q(static_cast<std::size_t>(kQueries * size)),
+        k(static_cast<std::size_t>(kKeys * size)),
+        v(k.size()),
+        sums(q.size()) {}
+};
+
+template <class T>
+struct QueryBlocks {
+  using Number = Compute<T>;
+
+  // One query against a block of keys. `keys` of them exist.
+  TWINOP_INLINE static void Keys(const Problem& p, const T* bias, std::int64_t keys,
+                                 const Number* q, const Workspace<Number>& at, Number* highest,
+                                 Number* total, Number* sums) {
+    Number scores[kKeys] = {};
+    for (std::int64_t d = 0; d < p.size; ++d)
+      for (std::int64_t j = 0; j < kKeys; ++j)
+        scores[j] += q[d] * at.k[static_cast<std::size_t>(d * kKeys + j)];
+    for (std::int64_t j = 0; j < keys; ++j) {
+      scores[j] *= static_cast<Number>(p.scale);
+      if (bias != nullptr) scores[j] += ToCompute(bias[j]);
+    }
+    Number most = *highest;
+    for (std::int64_t j = 0; j < keys; ++j) most = scores[j] > most ? scores[j] : most;
+    // Behind -inf alone the difference would be NaN; a later key may still count.
+    const Number base = most == -kInfinity<Number> ? Number(0) : most;
+    const Number kept = Exp(*highest - base);
+    Number weights[kKeys] = {};
+    for (std::int64_t j = 0; j < keys; ++j) weights[j] = Exp(scores[j] - base);
+    *highest = most;
+    *total *= kept;
+    for (std::int64_t j = 0; j < keys; ++j) *total += weights[j];
+    for (std::int64_t d = 0; d < p.size; ++d) sums[d] *= kept;
+    for (std::int64_t j = 0; j < keys; ++j)
+      for (std::int64_t d = 0; d < p.size; ++d)
+        sums[d] += weights[j] * at.v[static_cast<std::size_t>(j * p.size + d)];
+  }
+
+  // The block of queries from `first` on, of one head.
+  TWINOP_INLINE static void Block(const Problem& p, const T* head, const T* bias,
+                                  std::int64_t first, T* y, Workspace<Number>& at) {
+    const std::int64_t width = p.heads * p.size, row = 3 * width;
+    const std::int64_t queries = std::min(kQueries, p.tokens - first);
+    Number highest[kQueries], totals[kQueries] = {};
+    std::fill(std::begin(highest), std::end(highest), -kInfinity<Number>);
+    std::fill(at.sums.begin(), at.sums.end(), Number(0));
+    for (std::int64_t i = 0; i < queries; ++i)
+      for (std::int64_t d = 0; d < p.size; ++d)
+        at.q[static_cast<std::size_t>(i * p.size + d)] = ToCompute(head[(first + i) * row + d]);
+    const std::int64_t last = p.is_causal ? first + queries : p.tokens;
+    for (std::int64_t key = 0; key < last; key += kKeys) {
+      const std::int64_t keys = std::min(kKeys, last - key);
+      for (std::int64_t j = 0; j < keys; ++j) {
+        const T* const k = head + (key + j) * row + width;
+        for (std::int64_t d = 0; d < p.size; ++d) {
+          at.k[static_cast<std::size_t>(d * kKeys + j)] = ToCompute(k[d]);
+          at.v[static_cast<std::size_t>(j * p.size + d)] = ToCompute(k[width + d]);
+        }
+      }
+      for (std::int64_t i = 0; i < queries; ++i) {
+        const std::int64_t seen = p.is_causal ? std::min(keys, first + i + 1 - key) : keys;
+        if (seen <= 0) continue;
+        const T* const row_bias =
+            bias == nullptr ? nullptr : bias + (first + i) * p.bias_stride[2] + key;
+        const auto at_row = static_cast<std::size_t>(i * p.size);
+        Keys(p, row_bias, seen, &at.q[at_row], at, &highest[i], &totals[i], &at.sums[at_row]);
+      }
+    }
+    for (std::int64_t i = 0; i < queries; ++i)
+      for (std::int64_t d = 0; d < p.size; ++d)
+        Round(at.sums[static_cast<std::size_t>(i * p.size + d)] / totals[i],
+              &y[(first + i) * width + d]);
+  }
+
+  template <Level kLevel>
+  TWINOP_INLINE static void Run(const Problem& p, const T* qkv, const T* bias, T* y,
+                                std::int64_t begin, std::int64_t end) {
+    Workspace<Number> workspace(p.size);
+    const std::int64_t blocks = (p.tokens + kQueries - 1) / kQueries;  // of a head
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t batch = i / blocks / p.heads, head = i / blocks % p.heads;
+      const std::int64_t at = batch * p.tokens * p.heads * p.size;
+      const T* const own_bias =
+          bias == nullptr ? nullptr : bias + batch * p.bias_stride[0] + head * p.bias_stride[1];
+      Block(p, qkv + 3 * at + head * p.size, own_bias, i % blocks * kQueries,
+            y + at + head * p.size, workspace);
+    }
+  }
+};
+
+template <class Op>
+Status Cpu(const CallOf<Op>& call) {
+  Problem p;
+  TWINOP_RETURN_IF_ERROR(ProblemOf(call, &p));
+  return DispatchFloat(call.outputs[0].dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    using Function = void(const Problem&, const T*, const T*, T*, std::int64_t, std::int64_t);
+    Function* const function = kByLevel<QueryBlocks<T>, Function>.Choose();
+    const T* const qkv = InputData<T>(call, "qkv"_name);
+    const T* const bias = p.has_bias ? InputData<T>(call, "bias"_name) : nullptr;
+    T* const y = OutputData<T>(call, "y"_name);
+    const std::int64_t products = kQueries * p.tokens * p.size;
+    call.context->ParallelFor(
+        p.batches * p.heads * ((p.tokens + kQueries - 1) / kQueries), kGrainProducts / products + 1,
+        [&](std::int64_t begin, std::int64_t end) { function(p, qkv, bias, y, begin, end); });
+    return Status();
+  });
+}
+
+}  // namespace twinop::attention

@@ -1,0 +1,127 @@
+"""attention_packed: sizes at the edges of its tiles, masks, special values, errors.
+
+The tests of all ops cover the rest.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from linear_calls import random
+from samples import DEVICES
+
+from twinop import torch_op
+from twinop.errors import TwinopError
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-13}
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def exact(
+    qkv: torch.Tensor, bias: torch.Tensor | None, heads: int, scale: float = 0.0, causal: bool = False
+) -> torch.Tensor:
+    """Attention in fp64, on the CPU."""
+    q, k, v = qkv.cpu().double().unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+    if bias is not None:
+        scores = scores + bias.cpu().double()
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, bound: float, case: Any = None) -> None:
+    found = found.cpu().double()
+    assert torch.equal(found.isnan(), wanted.isnan()), case
+    difference = (found - wanted).nan_to_num(0).abs().max() if found.numel() else torch.zeros(())
+    assert float(difference) <= bound * max(1.0, float(wanted.nan_to_num(0).abs().max())), case
+
+
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 24, 32, 64, 128, 136])
+def test_values(size: int, dtype: torch.dtype, device: str) -> None:
+    """Numbers of tokens around those of a tile and of all warps, aligned and not."""
+    for tokens in (1, 15, 16, 17, 31, 33, 127, 128, 129, 200):
+        batch, heads = (2, 3) if tokens < 100 else (1, 2)
+        qkv = random(batch, tokens, 3 * heads * size, dtype=dtype)
+        biases = [
+            None,
+            random(batch, 1, 1, tokens, dtype=dtype),
+            random(1, heads, tokens, tokens, dtype=dtype),
+        ]
+        bias = biases[tokens % 3]
+        causal = tokens % 2 == 0
+        shifted = torch.cat([qkv.new_zeros(1), qkv.flatten()])[1:].view(qkv.shape)
+        given = bias if bias is None else bias.to(device)
+        y, z = (
+            torch_op.attention_packed(each.to(device), given, heads, 0.25, causal) for each in (qkv, shifted)
+        )
+        assert_close(y, exact(qkv, bias, heads, 0.25, causal), ROUNDING[dtype], tokens)
+        assert torch.equal(y, z)
+    moved = torch.empty(qkv.numel() + 1, dtype=dtype, device=device)[1:].view(qkv.shape)
+    moved.copy_(qkv)  # in memory that no vector is aligned in
+    assert torch.equal(torch_op.attention_packed(moved, given, heads, 0.25, causal), y)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_masks_hide_tokens(dtype: torch.dtype, device: str) -> None:
+    """Hidden tokens do not count; a query without any token is NaN, as in torch."""
+    qkv = random(2, 150, 3 * 64, dtype=dtype)
+    bias = torch.zeros(2, 1, 150, 150, dtype=dtype)
+    bias[0, :, :, 40:] = -math.inf  # three warps see nothing
+    bias[1, :, :, :130] = -math.inf  # nor do the first ones
+    bias[1, :, 7] = -math.inf
+    wanted = exact(qkv, bias, 1)
+    y = torch_op.attention_packed(qkv.to(device), bias.to(device))
+    assert wanted[1, 7].isnan().all()
+    assert_close(y, wanted, ROUNDING[dtype])
+    lowest = torch.where(bias == 0, 0, torch.finfo(dtype).min).to(dtype)
+    y = torch_op.attention_packed(qkv.to(device), lowest.to(device))
+    assert_close(y, exact(qkv, lowest, 1), ROUNDING[dtype])
+
+
+@each_device
+@pytest.mark.parametrize("size", [24, 64])
+def test_special_values(size: int, device: str) -> None:
+    for number in (math.nan, math.inf, -math.inf):
+        for place in range(3):  # in q, k and v
+            qkv = random(1, 40, 3 * size, dtype=torch.float16)
+            qkv[0, 20, place * size + 3] = number
+            wanted = exact(qkv, None, 1)
+            y = torch_op.attention_packed(qkv.to(device)).cpu()
+            assert torch.equal(y.isnan(), wanted.isnan()), (number, place)
+            assert torch.equal(y.isinf(), wanted.isinf()), (number, place)
+
+
+@each_device
+def test_a_query_does_not_depend_on_others(device: str) -> None:
+    """The same bits in every batch, and with tokens behind those that a causal query sees."""
+    qkv = random(3, 90, 3 * 2 * 64, dtype=torch.float16).to(device)
+    y = torch_op.attention_packed(qkv, heads=2, causal=True)
+    assert torch.equal(y[1:2], torch_op.attention_packed(qkv[1:2], heads=2, causal=True))
+    assert torch.equal(y, torch_op.attention_packed(qkv, heads=2, causal=True))
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("sizes", "of_bias", "heads", "message"),
+    [
+        ((2, 5, 30), None, 4, r"q, k and v of 10 numbers each; expected a multiple of heads, which is 4"),
+        ((2, 5, 24), (3, 1, 1, 5), 2, r"bias is for 3 sequences; expected 1, for all, or 2"),
+        ((2, 5, 24), (1, 3, 1, 5), 2, r"bias is for 3 heads; expected 1, for all, or 2"),
+        ((2, 5, 24), (1, 1, 2, 5), 2, r"bias is for 2 queries; expected 1, for all, or 5"),
+        ((2, 5, 24), (1, 1, 1, 4), 2, r"bias"),
+        ((2, 5, 25), None, 1, r"qkv"),
+        ((2, 5, 24), None, 0, r"heads"),
+    ],
+)
+def test_errors(
+    sizes: tuple[int, ...], of_bias: tuple[int, ...] | None, heads: int, message: str, device: str
+) -> None:
+    bias = None if of_bias is None else torch.zeros(of_bias, device=device)
+    with pytest.raises((RuntimeError, TwinopError), match=message):
+        torch_op.attention_packed(torch.zeros(sizes, device=device), bias, heads)
