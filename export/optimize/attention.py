@@ -135,7 +135,7 @@ def _masks(
     bias: ir.Value | None = None
     for mask in added:
         if mask in work.padding_masks:
-            mask = _padding_bias(*work.padding_masks[mask], mask, before)
+            mask = padding_bias(*work.padding_masks[mask], mask, before)
         shape = broadcast_dims(dims(bias), dims(mask)) if bias is not None else None
         bias = mask if bias is None else add(before, "Add", [bias, mask], shape=shape)
     lengths: ir.Value | None = None
@@ -163,7 +163,7 @@ def _spread(bias: ir.Value, q: Heads, k: Heads, before: ir.Node) -> ir.Value:
     return add(before, "Expand", [bias, target], shape=[*outer, rows, columns])
 
 
-def _padding_bias(shown: ir.Value, lowest: float, mask: ir.Value, before: ir.Node) -> ir.Value:
+def padding_bias(shown: ir.Value, lowest: float, mask: ir.Value, before: ir.Node) -> ir.Value:
     """Returns an additive mask [B, 1, 1, T] from a mask [B, T] of ones and zeros."""
     batch, tokens = dims(shown) or [None, None]
     kept = add(before, "Cast", [shown], {"to": ir.DataType.BOOL}, dtype=ir.DataType.BOOL, shape=dims(shown))

@@ -24,6 +24,7 @@ from . import (
     merge_linear,
     microsoft,
     norms,
+    packed_attention,
     precision,
     rotary,
     split_linear,
@@ -58,6 +59,7 @@ REWRITES: Mapping[str, Callable[[Work], None]] = {
     "addcmul": addcmul.rewrite,
     "linear": linear.rewrite,
     "merge_linear": merge_linear.rewrite,
+    "packed_attention": packed_attention.rewrite,
     "embed_norm": embedding.fuse_norms,
     "add_norm": _add_norms,
 }
@@ -68,6 +70,7 @@ _CUDA_ONLY = (
     "addcmul",
     "linear",
     "merge_linear",
+    "packed_attention",
 )  # ONNX Runtime is as fast on the CPU
 DEVICES = ("cuda", "cpu")
 _CONVERTED = {ir.DataType.FLOAT: "float32", **{dtype: name for name, dtype in precision.DTYPES.items()}}
@@ -138,9 +141,10 @@ def optimize(
         kept = interface if dtype is None else {}
         trial = Trial(model, original, unchanged, kept, folder, records, report, padding, library, progress)
         trial.make_cases(inputs_file)
-        chosen = [
-            name for name in REWRITES if name not in without and (device == "cuda" or name not in _CUDA_ONLY)
-        ]
+        left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}
+        if report.dtype not in precision.DTYPES:
+            left_out.add("packed_attention")  # it needs tensor cores
+        chosen = [name for name in REWRITES if name not in left_out]
         best = trial.verify({name: REWRITES[name] for name in chosen})
         if measure:
             best = trial.drop_slow(best)

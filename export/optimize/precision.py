@@ -20,7 +20,7 @@ from .graph import MICROSOFT, add, attribute, initializer, standard
 DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 _ELEMENTS = {"Add", "Div", "Mul", "Neg", "Sub"}
-_LAYERS = {"Conv", "CustomLinear", "Gemm", "MatMul"}
+_LAYERS = {"Conv", "Gemm", "MatMul"}
 _SHAPES = {
     "Concat", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "Reshape", "ScatterElements",
     "ScatterND", "Shape", "Size", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
@@ -151,7 +151,8 @@ def _is_statistic(node: ir.Node) -> bool:
     squares = source is not None and (
         source.op_type == "Pow" or (source.op_type == "Mul" and source.inputs[0] is source.inputs[1])
     )
-    return squares or any(reader.op_type not in _LAYERS for reader in _readers(node.outputs[0]))
+    readers = _readers(node.outputs[0])
+    return squares or any(each.op_type not in _LAYERS and each.domain != DOMAIN for each in readers)
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:

@@ -1,0 +1,91 @@
+"""Replaces attention over short sequences by twinop's own, which reads q, k and v where one product put them.
+
+Matches: MultiHeadAttention whose q, k and v are the parts of one Split, in 16 bits, with few tokens of known
+number. A mask is an additive one, or the lengths that `attention.py` made of a mask.
+Writes: CustomAttentionPacked. It saves the Split, and the memory that ONNX Runtime's attention sets in each
+run. More tokens are left to cuDNN.
+"""
+
+import onnx_ir as ir
+
+from .attention import padding_bias
+from .graph import DOMAIN, MICROSOFT, Work, add, attribute, dims, producer, replace
+from .scores import LOWEST
+
+_HEAD_SIZES = (32, 64, 128)
+_MAX_PRODUCTS = 3 << 24
+"""Multiplications of q and k, in the kernel's tiles of 16 queries and 128 keys. With more, cuDNN is faster
+(docs/tuning.md)."""
+
+
+def rewrite(work: Work) -> None:
+    biases: dict[ir.Value, ir.Value] = {}  # by the lengths that they stand for
+    for node in work.nodes("MultiHeadAttention", domain=MICROSOFT):
+        packed = _packed(node)
+        if packed is None:
+            continue
+        qkv, batch, tokens, width = packed
+        given = {index: value for index, value in enumerate(node.inputs) if value is not None}
+        bias = given.pop(5, None)
+        lengths = given.pop(4, None)
+        if given.keys() != {0, 1, 2} or (bias is not None and lengths is not None):
+            continue
+        heads = attribute(node, "num_heads", 0)
+        if lengths is not None:
+            shown = _mask_of(lengths)
+            if shown is None:
+                continue
+            if lengths not in biases:
+                biases[lengths] = padding_bias(shown, LOWEST, qkv, node)
+            bias = biases[lengths]
+        elif bias is not None:
+            bias = _smallest(bias, [batch, heads, tokens])
+            if bias is None:
+                continue
+        attributes = {
+            "heads": heads,
+            "scale": attribute(node, "scale", 0.0),
+            "causal": attribute(node, "unidirectional", 0),
+        }
+        name = work.records["attention_packed"].onnx_name
+        inputs = [qkv] if bias is None else [qkv, bias]
+        result = add(node, name, inputs, attributes, domain=DOMAIN, shape=[batch, tokens, width // 3])
+        replace(node.outputs[0], result)
+        work.made["attention of packed q, k and v"] += 1
+
+
+def _packed(node: ir.Node) -> tuple[ir.Value, int, int, int] | None:
+    """Returns [B, S, 3 * H * D] with q, k and v of an attention that is small enough, and these sizes."""
+    split = producer(node.inputs[0], "Split")
+    if split is None or list(node.inputs[:3]) != list(split.outputs) or len(node.outputs) > 1:
+        return None
+    qkv = split.inputs[0]
+    shape, heads = dims(qkv) or [], attribute(node, "num_heads", 0)
+    if qkv is None or len(shape) != 3 or attribute(split, "axis", 0) not in (-1, 2):
+        return None
+    batch, tokens, width = shape
+    if not (isinstance(batch, int) and isinstance(tokens, int) and isinstance(width, int)):
+        return None
+    equal = all((dims(part) or [None])[-1] == width // 3 for part in split.outputs)
+    fits = equal and width % 3 == 0 and any(width == 3 * heads * size for size in _HEAD_SIZES)
+    tiles = -(-tokens // 16) * -(-tokens // 128)
+    is_small = batch * tiles * 16 * 128 * width // 3 <= _MAX_PRODUCTS
+    return (qkv, batch, tokens, width) if fits and is_small else None
+
+
+def _mask_of(lengths: ir.Value) -> ir.Value | None:
+    """Returns the mask [B, T] of ones and zeros that lengths were summed from."""
+    total = producer(lengths, "ReduceSum")
+    cast = producer(total.inputs[0], "Cast") if total is not None else None
+    return cast.inputs[0] if cast is not None else None
+
+
+def _smallest(bias: ir.Value, whole: list[int]) -> ir.Value | None:
+    """Returns an additive mask as it was before it was expanded, if it has the form that the op takes."""
+    expand = producer(bias, "Expand")
+    for each in ([expand.inputs[0]] if expand is not None else []) + [bias]:
+        shape = dims(each) or []
+        fits = len(shape) == 4 and shape[3] == whole[2]
+        if fits and all(size in (1, full) for size, full in zip(shape[:3], whole, strict=True)):
+            return each
+    return None

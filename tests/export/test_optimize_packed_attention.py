@@ -1,0 +1,73 @@
+"""Tests of attention over few tokens, which twinop's own op computes from packed q, k and v."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+from export_models import CPU
+from optimizing import nodes, optimized, types
+
+from twinop import deploy
+from twinop.bench.cases import relative_error
+from twinop.bench.encoder_models import STYLES, Encoder, Size, batch
+from twinop.export import export
+
+SMALL = Size(layers=2, width=64, heads=2, vocabulary=101, batch=2, tokens=16)
+DTYPES = ["float16", "bfloat16"]
+PROVIDERS: dict[str, list[Any]] = {"cpu": CPU, "cuda": ["CUDAExecutionProvider", *CPU]}
+
+
+def bert(size: Size) -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(STYLES["bert"](size, attn_implementation="sdpa")).eval()
+
+
+def made(size: Size, folder: Path, fixed: bool = True, **options: Any) -> tuple[Any, ir.Model]:
+    path = folder / "bert.onnx"
+    dynamic = None if fixed else {name: {0: "batch"} for name in ("ids", "mask")}
+    export(bert(size), batch(size, padding=5), path, exporter="torchscript", dynamic=dynamic, verify=False)
+    return optimized(path, folder, **options)
+
+
+# ONNX Runtime's CPU provider has no Where in bfloat16.
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "float16"), *(pytest.param("cuda", each, marks=pytest.mark.cuda) for each in DTYPES)],
+)
+@pytest.mark.parametrize("padding", ["right", None])
+def test_short_sequences(dtype: str, padding: str | None, device: str, tmp_path: Path) -> None:
+    report, model = made(SMALL, tmp_path, dtype=dtype, padding=padding)
+    assert report.made["attention of packed q, k and v"] == SMALL.layers
+    attentions = nodes(model, "CustomAttentionPacked")
+    assert len(attentions) == SMALL.layers
+    assert len({node.inputs[1] for node in attentions}) == 1  # one bias for all layers
+    assert not {"MultiHeadAttention", "Split", "ReduceSum"} & types(model).keys()
+    ids, mask = batch(SMALL, padding=5)
+    if padding is None:
+        mask[0, ::3] = 0
+    [y] = deploy.session(report.path, PROVIDERS[device]).run({"ids": ids, "mask": mask}).values()
+    with torch.no_grad():
+        expected = bert(SMALL)(ids, mask).double()
+    shown = mask.bool()
+    assert relative_error(y[shown], expected[shown]) < (1e-2 if dtype == "float16" else 8e-2)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (SMALL, {}),  # fp32 has no tensor cores
+        (SMALL, {"dtype": "float16", "device": "cpu"}),
+        (SMALL, {"dtype": "float16", "without": ["packed_attention"]}),
+        (SMALL, {"dtype": "float16", "fixed": False}),
+        (replace(SMALL, heads=4), {"dtype": "float16"}),  # heads of 16
+        (replace(SMALL, tokens=2048, batch=1, layers=1), {"dtype": "float16"}),  # more than the kernel is for
+    ],
+)
+def test_others_are_left_to_onnxruntime(size: Size, options: dict[str, Any], tmp_path: Path) -> None:
+    report, model = made(size, tmp_path, **options)
+    assert report.made["attention"] == size.layers
+    assert len(nodes(model, "MultiHeadAttention")) == size.layers
+    assert not nodes(model, "CustomAttentionPacked")
