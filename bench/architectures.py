@@ -1,6 +1,7 @@
 """Stock exports of many architectures, before and after `twinop optimize`: `twinop bench architectures`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from .architecture_list import ARCHITECTURES, WIDE
 from .encoder_models import TINY, cast
 from .model_runs import FACTS, FEW, checked, in_ort, optimized, shape_of, timed, torch_export
 from .providers import Subject
-from .recording import Commit, Device, Output, Recording
+from .recording import Commit, Device, Output, Recording, rest_of, to_add_to
 from .timing import timer_on
 from .workers import FAILURE, Pipeline
 
@@ -55,8 +56,13 @@ def prepare(name: str, dtype: str, small: bool, folder: str) -> dict[str, Any]:
     return optimized(stock, where / "twinop.onnx", few, ("nodes_before", "nodes_after", *FACTS))
 
 
-def measure(name: str, dtype: str, device: str, folder: str, rounds: int) -> dict[str, Any]:
+def measure(
+    name: str, dtype: str, device: str, folder: str, rounds: int, queued: bool = True
+) -> dict[str, Any]:
     """Measures both exports of an architecture, in turn.
+
+    Args:
+        queued: measure device time, of runs that wait in a queue; else the wall time of each run.
 
     Returns:
         {"rows": those of the report}
@@ -72,7 +78,19 @@ def measure(name: str, dtype: str, device: str, folder: str, rounds: int) -> dic
             make = partial(in_ort, str(Path(folder) / f"{file_name}.onnx"), inputs, expected, "custom_ops")
             subjects[provider] = checked(make, expected, tensors.get("mask"))
         label = {"op": name, "dtype": dtype, "device": where.type, "shape": shape_of(inputs)}
-        return {"rows": timed(subjects, timer, label, rounds=rounds, seconds=0.2)}
+        if queued or timer is None:
+            return {"rows": timed(subjects, timer, label, rounds=rounds, seconds=0.2)}
+        label["timer"] = "wall"
+        subjects = {each: replace(subject, run=_complete(subject)) for each, subject in subjects.items()}
+        return {"rows": timed(subjects, None, label, rounds=10 * rounds, seconds=0.5)}
+
+
+def _complete(subject: Subject) -> Callable[[], None]:
+    def run() -> None:
+        subject.run()
+        torch.cuda.synchronize()
+
+    return run
 
 
 # ------------------------------------------------------------------------------------------- the report
@@ -124,7 +142,7 @@ def main(
     """Optimise stock exports of many architectures, and measure them before and after.
 
     Models of transformers, timm and torchvision with random weights; those whose library is missing are
-    rows with that reason.
+    rows with that reason. Rows are added to a report of the same machine and commit.
 
     Example:
 
@@ -137,7 +155,8 @@ def main(
         report.chosen("--dtype", kind, ("float16", "bfloat16", "float32"))
         rounds = 5 if small else 31 if where.type == "cuda" else 9  # a run on a CPU may take half a second
         recording = Recording("architectures", where, output, commit)
-        content: dict[str, Any] = {"not_measured": {}, "exports": {}, "bars": [], "rows": []}
+        earlier = to_add_to(recording.path, recording.facts, {"small": small, "dtype": kind})
+        content = rest_of(earlier, set(names))
 
         def write(last: bool) -> None:
             settings = {"dtype": kind, "small": small, "seconds": recording.seconds}
@@ -147,7 +166,7 @@ def main(
             Pipeline(__name__, where, len(names), EXPORTS) as pipeline,
             report.progress("architectures", len(names)) as step,
         ):
-            jobs = {
+            jobs: dict[str, dict[str, Any]] = {
                 name: {"name": name, "dtype": kind, "folder": f"{pipeline.folder}/{name}"} for name in names
             }
             exports = {name: pipeline.prepare(small=small, **job) for name, job in jobs.items()}
@@ -156,7 +175,11 @@ def main(
                 found = exports[name].result()
                 if FAILURE not in found:
                     content["exports"][name] = found
-                    found = pipeline.measure(device=str(where), rounds=rounds, **job)
+                    job |= {"device": str(where), "rounds": rounds}
+                    found = pipeline.measure(**job)
+                    # ONNX Runtime frees the memory of some nodes in a callback of CUDA, which then fails.
+                    if "cudaFreeHost" in found.get(FAILURE, ""):
+                        found = pipeline.measure(**job, queued=False)
                 if FAILURE in found:
                     content["not_measured"][name] = found[FAILURE]
                     continue

@@ -12,7 +12,7 @@ from twinop.console import clear_errors, out
 from . import report
 from .model_runs import AUTOTUNE, COLUMNS, COMPILE, EAGER, KINDS, MEASURED, TWINOP
 from .model_zoo import ROWS, Row
-from .recording import Commit, Device, Output, Recording
+from .recording import Commit, Device, Output, Recording, rest_of, to_add_to
 from .workers import FAILURE, Pipeline
 
 WRONG = 3.0  # no bar counts a column whose error is more times torch eager's: it computes something else
@@ -151,7 +151,8 @@ def main(
     weights. torch's columns and the dynamo exports use scaled_dot_product_attention; ONNX Runtime's
     optimizer gets a TorchScript export with eager attention, the form that it recognises. twinop's second
     column measures cuBLASLt's algorithms instead of taking its first (TWINOP_LINEAR_ALGORITHMS). Each row
-    runs in a process of its own, while others export the next models.
+    runs in a process of its own, while others export the next models. Rows are added to a report of the same
+    machine and commit.
 
     Example:
 
@@ -162,7 +163,8 @@ def main(
         chosen = [ROWS[name] for name in report.chosen("--rows", rows, list(ROWS))]
         ways = report.chosen("--columns", columns, list(COLUMNS))
         recording = Recording("models", where, output, commit)
-        content: dict[str, Any] = {"not_measured": {}, "exports": {}, "bars": [], "rows": []}
+        earlier = to_add_to(recording.path, recording.facts, {"small": small})
+        content = rest_of(earlier, {row.name for row in chosen})
 
         def write(last: bool) -> None:
             settings = {"small": small, "seconds": recording.seconds}

@@ -18,8 +18,8 @@ from .cells import cells_of, numeric_verdicts, verdicts
 from .figures import draw_ops
 from .measure import Machine, configure_compiler, measure
 from .providers import COMPILE, Budget, Providers
-from .recorded import added, compare_with, to_add_to
-from .recording import Commit, Device, Output, Recording, read_ops
+from .recorded import added, compare_with
+from .recording import Commit, Device, Output, Recording, read_ops, to_add_to
 from .tables import show_document
 
 KINDS = "bandwidth,latency,numerics"
@@ -116,7 +116,7 @@ def main(
 
         recording = Recording("ops", where, output, commit)
         settings = {"quick": quick, "rounds": rounds, "cpu_threads": threads}
-        earlier = to_add_to(recording.path, recording.facts, settings)
+        earlier = to_add_to(recording.path, recording.facts, settings, read_ops)
         started = time.perf_counter()
         exact: list[dict[str, Any]] = []
 

@@ -15,28 +15,6 @@ from .recording import Output, output_folder, read_json, read_ops
 from .report import BenchError
 
 REGRESSION = 0.03
-_SAME = ("device", "gpu", "driver", "cpu", "torch", "onnxruntime", "twinop", "commit")
-
-
-def to_add_to(path: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the report at `path` if new cells may be added to it, and says what becomes of it.
-
-    They may if it comes from the same machine, versions, settings and commit, and the commit has no changes.
-
-    Raises:
-        BenchError: the file is not a report of the ops.
-    """
-    if not path.exists():
-        return None
-    old = read_ops(path)
-    pairs = {name: (old["environment"].get(name), facts.get(name)) for name in _SAME}
-    pairs |= {name: (old["settings"].get(name), value) for name, value in settings.items()}
-    differing = [f"{name} was {a}, is {b}" for name, (a, b) in pairs.items() if a != b]
-    if str(facts["commit"]).endswith(("unknown", "-changed")):
-        differing.append("the sources may have changed")
-    what = f"replaces {path} ({'; '.join(differing)})" if differing else f"adds to {path}"
-    out.print(what, markup=False, highlight=False, soft_wrap=True)
-    return None if differing else old
 
 
 def added(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

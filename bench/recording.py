@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ Commit = Annotated[
 
 _MEASURED = {"rows": ("median_us", "low_us", "runs", "host_us"), "numerics": ("max_ulp",)}
 """The fields of an ops report's rows that differ between the providers of a cell."""
+_SAME = ("device", "gpu", "driver", "cpu", "torch", "onnxruntime", "twinop", "commit")
 
 
 class Recording:
@@ -107,6 +108,42 @@ def read_json(path: Path) -> dict[str, Any]:
     for name, columns in document.pop("columns", {}).items():
         document[name] = unpack(document[name], columns)
     return document
+
+
+def to_add_to(
+    path: Path,
+    facts: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    read: Callable[[Path], dict[str, Any]] = read_json,
+) -> dict[str, Any] | None:
+    """Returns the report at `path` if new rows may be added to it, and says what becomes of it.
+
+    They may if it comes from the same machine, versions, settings and commit, and the commit has no changes.
+
+    Raises:
+        BenchError: the file is not a report.
+    """
+    if not path.exists():
+        return None
+    old = read(path)
+    pairs = {name: (old["environment"].get(name), facts.get(name)) for name in _SAME}
+    pairs |= {name: (old["settings"].get(name), value) for name, value in settings.items()}
+    differing = [f"{name} was {a}, is {b}" for name, (a, b) in pairs.items() if a != b]
+    if str(facts["commit"]).endswith(("unknown", "-changed")):
+        differing.append("the sources may have changed")
+    what = f"replaces {path} ({'; '.join(differing)})" if differing else f"adds to {path}"
+    out.print(what, markup=False, highlight=False, soft_wrap=True)
+    return None if differing else old
+
+
+def rest_of(old: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, Any]:
+    """Returns the contents of a report on models without the models that are measured again."""
+    old = old or {"not_measured": {}, "exports": {}, "rows": []}
+    facts = {
+        part: {key: value for key, value in old[part].items() if key.split(", ")[0] not in names}
+        for part in ("not_measured", "exports")
+    }
+    return facts | {"bars": [], "rows": [row for row in old["rows"] if row["op"] not in names]}
 
 
 def read_ops(path: Path) -> dict[str, Any]:

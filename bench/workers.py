@@ -92,7 +92,7 @@ class Pipeline:
     a CPU nothing runs beside what is measured.
 
     Args:
-        count: the calls of `measure`, at most.
+        count: the calls of `measure` that are expected.
         at_once: the calls of `prepare` at a time, at most.
 
     Attributes:
@@ -134,7 +134,8 @@ class Pipeline:
         if self._on_cpu:
             wait(self._prepared)
         self._start_ahead()
-        return self._ready.popleft().result(arguments, MEASURE_LIMIT)
+        worker = self._ready.popleft() if self._ready else self._start("measure")
+        return worker.result(arguments, MEASURE_LIMIT)
 
     def _start_ahead(self) -> None:
         if self._count:

@@ -15,8 +15,8 @@ from twinop.bench.cases import BACKWARD, FORWARD
 from twinop.bench.cells import IN_ORT, IN_TORCH, cells_of, verdicts
 from twinop.bench.figures import draw_ops
 from twinop.bench.providers import EAGER
-from twinop.bench.recorded import added, to_add_to
-from twinop.bench.recording import Recording, pack, read_ops, unpack
+from twinop.bench.recorded import added
+from twinop.bench.recording import Recording, pack, read_ops, rest_of, to_add_to, unpack
 from twinop.bench.report import BenchError
 
 # ------------------------------------------------------------------------------- files
@@ -95,6 +95,21 @@ def test_only_a_report_of_the_same_machine_settings_and_commit_is_added_to(
     assert (to_add_to(path, facts, settings) is None) == bool(environment or settings)
     assert said in capsys.readouterr().out.replace("\n", "")
     assert to_add_to(tmp_path / "none.json", facts, settings) is None
+
+
+def test_models_that_are_not_measured_again_stay() -> None:
+    old = {
+        "rows": [{"op": "bert"}, {"op": "vit"}],
+        "exports": {"bert": {}, "vit": {}},
+        "not_measured": {"vit": "why", "bert, torch.compile": "why not", "t5": "no memory"},
+    }
+    assert rest_of(old, {"bert", "t5"}) == {
+        "rows": [{"op": "vit"}],
+        "exports": {"vit": {}},
+        "not_measured": {"vit": "why"},
+        "bars": [],
+    }
+    assert rest_of(None, {"bert"}) == {"rows": [], "exports": {}, "not_measured": {}, "bars": []}
 
 
 def test_a_report_of_changed_sources_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
