@@ -83,6 +83,7 @@ def fold(model: ir.Model, own: set[str]) -> None:
     for again in (False, True):  # the sizes that inference finds make more constants
         optimize_ir(model, should_fold=lambda node: False if node.domain in own else None)
         _restore_names(model.graph, names)
+        _register_constants(model.graph)
         if not again:
             infer_shapes(model)
             _fold_sizes(model)
@@ -101,6 +102,19 @@ def _restore_names(graph: ir.Graph, names: Sequence[str | None]) -> None:
                 ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
                 graph.remove(node, safe=True)
             value.name = name
+
+
+def _register_constants(graph: ir.Graph) -> None:
+    """Registers the shapes that onnxscript loses where it replaces several Flatten of one value."""
+    known = set(graph.initializers.values()) | set(graph.inputs)
+    for node in graph:
+        for value in node.inputs:
+            if value is None or value.producer() is not None or value in known or value.const_value is None:
+                continue
+            while value.name in graph.initializers:
+                value.name = f"{value.name}_again"
+            graph.register_initializer(value)
+            known.add(value)
 
 
 def clean(model: ir.Model) -> None:

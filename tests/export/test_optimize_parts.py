@@ -96,3 +96,13 @@ def test_a_norm_with_one_number_as_weight(tmp_path: Path) -> None:
     assert types(model) == {"CustomRmsNorm": 1, "RMSNormalization": 1}
     assert report.left == {"RMSNormalization: one number as weight": 1}
     assert_same(tmp_path, x=(7, 8))
+
+
+def test_several_flattened_forms_of_a_value(tmp_path: Path) -> None:
+    """onnxscript makes each a Reshape, and gives their shapes one name."""
+    text = """(float[N, 8] x) => (float[N, 8] y) {
+        r = Relu (x) a = Flatten <axis=2> (r) b = Flatten <axis=0> (r) s = MatMul (b, a)
+        c = Flatten <axis=1> (r) h = MatMul (c, w) y = Add (h, s) }"""
+    report, _ = optimized(parsed(text, w=weights(8, 8)), tmp_path)
+    assert report.made["linear"] == 1
+    assert_same(tmp_path, x=(7, 8))
