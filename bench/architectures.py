@@ -156,10 +156,11 @@ def main(
         rounds = 5 if small else 31 if where.type == "cuda" else 9  # a run on a CPU may take half a second
         recording = Recording("architectures", where, output, commit)
         earlier = to_add_to(recording.path, recording.facts, {"small": small, "dtype": kind})
+        spent = earlier["settings"]["seconds"] if earlier else 0.0
         content = rest_of(earlier, set(names))
 
         def write(last: bool) -> None:
-            settings = {"dtype": kind, "small": small, "seconds": recording.seconds}
+            settings = {"dtype": kind, "small": small, "seconds": round(spent + recording.seconds, 1)}
             recording.write(last=last, settings=settings, **content)
 
         with (

@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,7 +157,8 @@ def draw_models(panels: Mapping[str, Mapping[str, float]], machine: str, path: P
             drawn = axis.barh(names, [columns[name] for name in names], color=colors)
             axis.bar_label(drawn, fmt=" %.2f", fontsize=8)
             axis.margins(x=0.14)
-            axis.set_title("\n".join(title.split(", ", 1)), fontsize=9)
+            name, size = title.split(", ", 1)
+            axis.set_title(f"{name}\n{textwrap.fill(size, 56)}", fontsize=9)
             axis.tick_params(labelsize=8)
         figure.suptitle(f"Whole models, ms: {machine}")
 

@@ -164,10 +164,11 @@ def main(
         ways = report.chosen("--columns", columns, list(COLUMNS))
         recording = Recording("models", where, output, commit)
         earlier = to_add_to(recording.path, recording.facts, {"small": small})
+        spent = earlier["settings"]["seconds"] if earlier else 0.0
         content = rest_of(earlier, {row.name for row in chosen})
 
         def write(last: bool) -> None:
-            settings = {"small": small, "seconds": recording.seconds}
+            settings = {"small": small, "seconds": round(spent + recording.seconds, 1)}
             recording.write(last=last, settings=settings, **content)
 
         with report.progress("models", len(chosen)) as step:

@@ -77,9 +77,7 @@ def test_the_documentation_says_what_was_recorded() -> None:
     rows = json.loads((root / "bench/results/models-nvidia-h200.json").read_text())["rows"]
     assert models.markdown(rows) in (root / "docs/guide/performance.md").read_text()
     shares = sorted(bar["value"] for bar in models.bars(rows) if bar["what"].endswith(", time"))
-    claim = f"{shares[0]:.2f} to {shares[-2]:.2f} of the time"
-    readme = (root / "README.md").read_text()
-    assert claim in readme and f"as a CUDA graph, {shares[-1]:.2f}." in readme
+    assert f"{shares[0]:.2f} to {shares[-1]:.2f} of the time" in (root / "README.md").read_text()
 
 
 def test_a_plot_of_a_record(tmp_path: Path) -> None:
