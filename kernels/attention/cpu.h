@@ -13,6 +13,7 @@
 namespace twinop::attention {
 
 inline constexpr std::int64_t kQueries = 16, kKeys = 32;  // of a block
+inline constexpr std::int64_t kGroup = 4, kColumns = 32;  // whose sums stay in registers
 inline constexpr std::int64_t kGrainProducts = 1 << 18;   // below it a second thread costs more
 
 // The memory of a thread.
@@ -30,15 +31,59 @@ struct Workspace {
 template <class T>
 struct QueryBlocks {
   using Number = Compute<T>;
+  using Scores = Number[kGroup][kKeys];
 
-  // One query against a block of keys. `keys` of them exist.
-  TWINOP_INLINE static void Keys(const Problem& p, const T* bias, std::int64_t keys,
-                                 const Number* q, const Workspace<Number>& at, Number* highest,
-                                 Number* total, Number* sums) {
-    Number scores[kKeys] = {};
+  // scores = q k^T of `rows` queries and a block of keys; of kGroup queries, in registers.
+  template <bool kWhole>
+  TWINOP_INLINE static void Multiply(const Problem& p, std::int64_t rows, const Number* q,
+                                     const Number* k, Scores& scores) {
+    if (kWhole) rows = kGroup;
+    Scores products = {};
     for (std::int64_t d = 0; d < p.size; ++d)
-      for (std::int64_t j = 0; j < kKeys; ++j)
-        scores[j] += q[d] * at.k[static_cast<std::size_t>(d * kKeys + j)];
+      for (std::int64_t i = 0; i < rows; ++i)
+        for (std::int64_t j = 0; j < kKeys; ++j)
+          products[i][j] += q[i * p.size + d] * k[d * kKeys + j];
+    for (std::int64_t i = 0; i < rows; ++i) std::copy_n(products[i], kKeys, scores[i]);
+  }
+
+  // sums += weights v, for `rows` queries and `count` columns from `d` on; kColumns stay in
+  // registers.
+  template <bool kWhole>
+  TWINOP_INLINE static void Add(const Problem& p, std::int64_t rows, std::int64_t keys,
+                                std::int64_t count, const Scores& weights, std::int64_t first_row,
+                                const Number* v, Number* sums) {
+    if (kWhole) {
+      rows = kGroup;
+      count = kColumns;
+    }
+    Number added[kGroup][kColumns];
+    for (std::int64_t i = 0; i < rows; ++i)
+      for (std::int64_t d = 0; d < count; ++d) added[i][d] = sums[i * p.size + d];
+    for (std::int64_t j = 0; j < keys; ++j)
+      for (std::int64_t i = 0; i < rows; ++i)
+        for (std::int64_t d = 0; d < count; ++d)
+          added[i][d] += weights[first_row + i][j] * v[j * p.size + d];
+    for (std::int64_t i = 0; i < rows; ++i)
+      for (std::int64_t d = 0; d < count; ++d) sums[i * p.size + d] = added[i][d];
+  }
+
+  TWINOP_INLINE static void AddColumns(const Problem& p, std::int64_t rows, std::int64_t keys,
+                                       const Scores& weights, std::int64_t first_row,
+                                       const Number* v, Number* sums) {
+    for (std::int64_t d = 0; d < p.size; d += kColumns) {
+      const std::int64_t count = std::min(kColumns, p.size - d);
+      if (rows == kGroup && count == kColumns) {
+        Add<true>(p, rows, keys, count, weights, first_row, v + d, sums + d);
+      } else {
+        Add<false>(p, rows, keys, count, weights, first_row, v + d, sums + d);
+      }
+    }
+  }
+
+  // Replaces the scores of a query by exp(score - highest), and scales what was added up before.
+  TWINOP_INLINE static void Weigh(const Problem& p, const T* bias, std::int64_t keys,
+                                  Number (&scores)[kKeys], Number* highest, Number* total,
+                                  Number* sums) {
     for (std::int64_t j = 0; j < keys; ++j) {
       scores[j] *= static_cast<Number>(p.scale);
       if (bias != nullptr) scores[j] += ToCompute(bias[j]);
@@ -48,15 +93,23 @@ struct QueryBlocks {
     // Behind -inf alone the difference would be NaN; a later key may still count.
     const Number base = most == -kInfinity<Number> ? Number(0) : most;
     const Number kept = Exp(*highest - base);
-    Number weights[kKeys] = {};
-    for (std::int64_t j = 0; j < keys; ++j) weights[j] = Exp(scores[j] - base);
+    for (Number& score : scores) score = Exp(score - base);
     *highest = most;
     *total *= kept;
-    for (std::int64_t j = 0; j < keys; ++j) *total += weights[j];
+    for (std::int64_t j = 0; j < keys; ++j) *total += scores[j];
     for (std::int64_t d = 0; d < p.size; ++d) sums[d] *= kept;
-    for (std::int64_t j = 0; j < keys; ++j)
-      for (std::int64_t d = 0; d < p.size; ++d)
-        sums[d] += weights[j] * at.v[static_cast<std::size_t>(j * p.size + d)];
+  }
+
+  // Converts a block of keys and values.
+  TWINOP_INLINE static void Load(const Problem& p, const T* k, std::int64_t keys,
+                                 Workspace<Number>& at) {
+    const std::int64_t width = p.heads * p.size;
+    for (std::int64_t j = 0; j < keys; ++j, k += 3 * width) {
+      for (std::int64_t d = 0; d < p.size; ++d) {
+        at.k[static_cast<std::size_t>(d * kKeys + j)] = ToCompute(k[d]);
+        at.v[static_cast<std::size_t>(j * p.size + d)] = ToCompute(k[width + d]);
+      }
+    }
   }
 
   // The block of queries from `first` on, of one head.
@@ -73,20 +126,33 @@ struct QueryBlocks {
     const std::int64_t last = p.is_causal ? first + queries : p.tokens;
     for (std::int64_t key = 0; key < last; key += kKeys) {
       const std::int64_t keys = std::min(kKeys, last - key);
-      for (std::int64_t j = 0; j < keys; ++j) {
-        const T* const k = head + (key + j) * row + width;
-        for (std::int64_t d = 0; d < p.size; ++d) {
-          at.k[static_cast<std::size_t>(d * kKeys + j)] = ToCompute(k[d]);
-          at.v[static_cast<std::size_t>(j * p.size + d)] = ToCompute(k[width + d]);
+      Load(p, head + key * row + width, keys, at);
+      for (std::int64_t i = 0; i < queries; i += kGroup) {
+        const std::int64_t rows = std::min(kGroup, queries - i);
+        const Number* const q = &at.q[static_cast<std::size_t>(i * p.size)];
+        Number* const sums = &at.sums[static_cast<std::size_t>(i * p.size)];
+        Scores scores;
+        if (rows == kGroup) {
+          Multiply<true>(p, rows, q, at.k.data(), scores);
+        } else {
+          Multiply<false>(p, rows, q, at.k.data(), scores);
         }
-      }
-      for (std::int64_t i = 0; i < queries; ++i) {
-        const std::int64_t seen = p.is_causal ? std::min(keys, first + i + 1 - key) : keys;
-        if (seen <= 0) continue;
-        const T* const row_bias =
-            bias == nullptr ? nullptr : bias + (first + i) * p.bias_stride[2] + key;
-        const auto at_row = static_cast<std::size_t>(i * p.size);
-        Keys(p, row_bias, seen, &at.q[at_row], at, &highest[i], &totals[i], &at.sums[at_row]);
+        const auto seen = [&](std::int64_t r) {
+          return p.is_causal ? std::clamp(first + i + r + 1 - key, std::int64_t{0}, keys) : keys;
+        };
+        for (std::int64_t r = 0; r < rows; ++r) {
+          const T* const own_bias =
+              bias == nullptr ? nullptr : bias + (first + i + r) * p.bias_stride[2] + key;
+          if (seen(r) > 0)
+            Weigh(p, own_bias, seen(r), scores[r], &highest[i + r], &totals[i + r],
+                  sums + r * p.size);
+        }
+        if (seen(0) == keys) {
+          AddColumns(p, rows, keys, scores, 0, at.v.data(), sums);
+        } else {
+          for (std::int64_t r = 0; r < rows; ++r)
+            AddColumns(p, 1, seen(r), scores, r, at.v.data(), sums + r * p.size);
+        }
       }
     }
     for (std::int64_t i = 0; i < queries; ++i)
