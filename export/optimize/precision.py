@@ -1,9 +1,10 @@
 """Converts a model from fp32 to 16 bits, and keeps fp32 where 16 bits are not enough or not possible.
 
 Operators are converted if their CUDA kernels take 16 bits and compute sums, norms and softmax in fp32. All
-others stay in fp32, between casts: statistics (Pow, Sqrt, a ReduceMean that no layer reads), positions
-(Range, Cos, Sin, integers cast to floats). An elementwise operator that only such nodes read stays in fp32
-with them. If, Loop and Scan stay in fp32 with all of their subgraphs, and get captured values in fp32.
+others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
+cast to floats). A mean that was in 16 bits before, and that pools what one layer computes for the next, stays
+in 16 bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them. If, Loop and Scan
+stay in fp32 with all of their subgraphs, and get captured values in fp32.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 _ELEMENTS = {"Add", "Div", "Mul", "Neg", "Sub"}
 _LAYERS = {"Conv", "Gemm", "MatMul"}
+WAS_16_BITS = "was in 16 bits"
+"""In the `meta` of nodes that had an output of 16 bits before the model was converted to fp32."""
 _SHAPES = {
     "Concat", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "Reshape", "ScatterElements",
     "ScatterND", "Shape", "Size", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
@@ -33,7 +36,6 @@ _ANY_16 = _ELEMENTS | _SHAPES | {
 _FLOAT16_ONLY = {  # bfloat16 has no kernels below opset 22, or none at all
     "Abs", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "DepthToSpace", "Einsum",
     "Elu", "GlobalAveragePool", "HardSigmoid", "HardSwish", "LeakyRelu", "MaxPool", "PRelu", "Pad",
-    "ReduceMean",
 }  # fmt: skip
 _MICROSOFT = {"GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding", "FusedMatMul", "QuickGelu"}
 
@@ -137,22 +139,22 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
             if source is not None and source.dtype is not ir.DataType.BOOL:
                 wide.add(node)
         else:
+            if node.op_type == "ReduceMean" and dtype is ir.DataType.FLOAT16 and _is_pooling(node):
+                continue
             follows = node.op_type in _ELEMENTS | _SHAPES and users and wide.issuperset(users)
-            if domain or node.op_type not in allowed or follows or _is_statistic(node):
+            if domain or node.op_type not in allowed or follows:
                 wide.add(node)
     return wide
 
 
-def _is_statistic(node: ir.Node) -> bool:
-    """Returns whether a mean belongs to a norm; others pool what a layer computes for the next one."""
-    if node.op_type != "ReduceMean":
-        return False
-    source = node.inputs[0].producer() if node.inputs[0] is not None else None
-    squares = source is not None and (
-        source.op_type == "Pow" or (source.op_type == "Mul" and source.inputs[0] is source.inputs[1])
+def _is_pooling(node: ir.Node) -> bool:
+    """Returns whether a mean was in 16 bits before, and only layers read it.
+
+    ONNX Runtime's sum of many 16-bit numbers may overflow, so a mean is not converted where it was in fp32.
+    """
+    return bool(node.meta.get(WAS_16_BITS)) and all(
+        each.op_type in _LAYERS or each.domain == DOMAIN for each in _readers(node.outputs[0])
     )
-    readers = _readers(node.outputs[0])
-    return squares or any(each.op_type not in _LAYERS and each.domain != DOMAIN for each in readers)
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:

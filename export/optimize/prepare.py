@@ -19,6 +19,7 @@ from twinop.record import Record
 from ..attach import OPSETS
 from ..routes import quiet
 from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims, standard
+from .precision import WAS_16_BITS
 
 _LARGE = 1024  # elements; larger constants are not shapes
 _POSSIBLE_NO_OPS = ("Cast", "Reshape", "Identity", "Expand", "Dropout")
@@ -83,7 +84,7 @@ def fold(model: ir.Model, own: set[str]) -> None:
     for again in (False, True):  # the sizes that inference finds make more constants
         optimize_ir(model, should_fold=lambda node: False if node.domain in own else None)
         _restore_names(model.graph, names)
-        _register_constants(model.graph)
+        _register_constants(model)
         if not again:
             infer_shapes(model)
             _fold_sizes(model)
@@ -104,17 +105,21 @@ def _restore_names(graph: ir.Graph, names: Sequence[str | None]) -> None:
             value.name = name
 
 
-def _register_constants(graph: ir.Graph) -> None:
+def _register_constants(model: ir.Model) -> None:
     """Registers the shapes that onnxscript loses where it replaces several Flatten of one value."""
-    known = set(graph.initializers.values()) | set(graph.inputs)
-    for node in graph:
+    known = {value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values())}
+    taken = {value.name for node in model.graph.all_nodes() for value in node.outputs}
+    taken |= {value.name for value in known}
+    for node in model.graph.all_nodes():
         for value in node.inputs:
             if value is None or value.producer() is not None or value in known or value.const_value is None:
                 continue
-            while value.name in graph.initializers:
+            while value.name in taken:
                 value.name = f"{value.name}_again"
-            graph.register_initializer(value)
+            assert node.graph is not None
+            node.graph.register_initializer(value)
             known.add(value)
+            taken.add(value.name)
 
 
 def clean(model: ir.Model) -> None:
@@ -257,6 +262,12 @@ def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
         ExportError: a value is a sequence or an optional of such floats.
     """
     found = set[ir.DataType]()
+    means = [node for graph in model.graphs() for node in graph if node.op_type == "ReduceMean"]
+    if any(node.outputs[0].dtype is None for node in means):
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    for node in means:
+        if node.outputs[0].dtype in _FLOATS_16:
+            node.meta[WAS_16_BITS] = True
 
     def widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         found.add(tensor.dtype)

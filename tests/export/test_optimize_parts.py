@@ -106,3 +106,9 @@ def test_several_flattened_forms_of_a_value(tmp_path: Path) -> None:
     report, _ = optimized(parsed(text, w=weights(8, 8)), tmp_path)
     assert report.made["linear"] == 1
     assert_same(tmp_path, x=(7, 8))
+    branch = """(float[N, 8] x) => (float[N, 8] y) { h = MatMul (x, w) f = ReduceMax <keepdims=0> (h)
+        c = Greater (f, zero) y = If (c) <then_branch = a () => (float[N, 8] t) {
+                a = Flatten <axis=2> (h) b = Flatten <axis=0> (h) s = MatMul (b, a) t = Add (h, s) },
+            else_branch = b () => (float[N, 8] e) { e = Identity (h) }> }"""
+    optimized(parsed(branch, w=weights(8, 8), zero=np.array(0, np.float32)), tmp_path)
+    assert_same(tmp_path, x=(7, 8))
