@@ -145,6 +145,7 @@ def _masks(
             wide = add(before, "Cast", [shown], {"to": ir.DataType.INT32}, dtype=ir.DataType.INT32)
             axes = int_constant(before, [1])
             lengths = add(before, "ReduceSum", [wide, axes], {"keepdims": 0}, shape=[None])
+            work.lengths[lengths] = shown
     return bias, lengths, any(mask in work.causal_masks and mask not in added for mask in masks)
 
 

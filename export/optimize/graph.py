@@ -27,6 +27,7 @@ class Work:
         made: the number of new nodes by what they compute.
         left: the number of patterns that were left alone, by pattern and reason.
         right_padding_masks: masks that become lengths, and the graph input [B, T] of each.
+        lengths: the lengths that were made of such masks, and the graph input of each.
         padding_masks: masks that hide what a graph input [B, T] marks with 0: that input, and the number that
             they hide with.
         causal_masks: masks that hide the future; they may be in `right_padding_masks`, too.
@@ -41,6 +42,7 @@ class Work:
     made: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     right_padding_masks: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)
     padding_masks: dict[ir.Value, tuple[ir.Value, float]] = field(default_factory=dict)
     causal_masks: set[ir.Value] = field(default_factory=set)
     empty_masks: set[ir.Value] = field(default_factory=set)

@@ -1,7 +1,8 @@
 """Replaces attention over short sequences by twinop's own, which reads q, k and v where one product put them.
 
 Matches: MultiHeadAttention whose q, k and v are the parts of one Split, in 16 bits, with few tokens of known
-number. A mask is an additive one, or the lengths that `attention.py` made of a mask.
+number. A mask is an additive one, or the lengths that `attention.py` made of a mask: the mask itself is then
+added, which needs no promise of padding on the right.
 Writes: CustomAttentionPacked. It saves the Split, and the memory that ONNX Runtime's attention sets in each
 run. More tokens are left to cuDNN.
 """
@@ -13,8 +14,8 @@ from .graph import DOMAIN, MICROSOFT, Work, add, attribute, dims, producer, repl
 from .scores import LOWEST
 
 _HEAD_SIZES = (32, 64, 128)
-_MAX_PRODUCTS = 3 << 24
-"""Multiplications of q and k, in the kernel's tiles of 16 queries and 128 keys. With more, cuDNN is faster
+_MAX_PRODUCTS = 24_576 * 16 * 128
+"""Multiplications of q and k in whole tiles of 16 queries and 128 keys. With more, cuDNN is faster
 (docs/tuning.md)."""
 
 
@@ -32,7 +33,7 @@ def rewrite(work: Work) -> None:
             continue
         heads = attribute(node, "num_heads", 0)
         if lengths is not None:
-            shown = _mask_of(lengths)
+            shown = work.lengths.get(lengths)
             if shown is None:
                 continue
             if lengths not in biases:
@@ -71,13 +72,6 @@ def _packed(node: ir.Node) -> tuple[ir.Value, int, int, int] | None:
     tiles = -(-tokens // 16) * -(-tokens // 128)
     is_small = batch * tiles * 16 * 128 * width // 3 <= _MAX_PRODUCTS
     return (qkv, batch, tokens, width) if fits and is_small else None
-
-
-def _mask_of(lengths: ir.Value) -> ir.Value | None:
-    """Returns the mask [B, T] of ones and zeros that lengths were summed from."""
-    total = producer(lengths, "ReduceSum")
-    cast = producer(total.inputs[0], "Cast") if total is not None else None
-    return cast.inputs[0] if cast is not None else None
 
 
 def _smallest(bias: ir.Value, whole: list[int]) -> ir.Value | None:

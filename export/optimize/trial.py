@@ -263,8 +263,8 @@ class Trial:
         model = work.model
         if wide := self._convert(model):
             report.notes.append(f"{wide} nodes compute in fp32")
-        if work.right_padding_masks:
-            [mask] = {str(value.name) for value in work.right_padding_masks.values()}
+        if masks := {str(shown.name) for lengths, shown in work.lengths.items() if lengths.uses()}:
+            [mask] = masks
             model.metadata_props[RIGHT_PADDED] = mask
             report.notes.append(
                 f"--padding right promised that {mask} hides nothing but the end of each sequence"

@@ -4,15 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 from export_models import CPU
-from optimizing import nodes, optimized, types
+from optimizing import nodes, optimized, parsed, types, weights
 
 from twinop import deploy
 from twinop.bench.cases import relative_error
 from twinop.bench.encoder_models import STYLES, Encoder, Size, batch
+from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.export import export
 
 SMALL = Size(layers=2, width=64, heads=2, vocabulary=101, batch=2, tokens=16)
@@ -45,9 +47,9 @@ def test_short_sequences(dtype: str, padding: str | None, device: str, tmp_path:
     assert len(attentions) == SMALL.layers
     assert len({node.inputs[1] for node in attentions}) == 1  # one bias for all layers
     assert not {"MultiHeadAttention", "Split", "ReduceSum"} & types(model).keys()
+    assert RIGHT_PADDED not in model.metadata_props  # the mask itself is added: no promise is needed
     ids, mask = batch(SMALL, padding=5)
-    if padding is None:
-        mask[0, ::3] = 0
+    mask[0, ::3] = 0
     [y] = deploy.session(report.path, PROVIDERS[device]).run({"ids": ids, "mask": mask}).values()
     with torch.no_grad():
         expected = bert(SMALL)(ids, mask).double()
@@ -71,3 +73,18 @@ def test_others_are_left_to_onnxruntime(size: Size, options: dict[str, Any], tmp
     assert report.made["attention"] == size.layers
     assert len(nodes(model, "MultiHeadAttention")) == size.layers
     assert not nodes(model, "CustomAttentionPacked")
+
+
+LENGTHS = """(float[2, 8, 64] x, int64[%s] m) => (float[2, 8, 64] y) {
+    p = MatMul (x, w) q, k, v = Split <axis=-1, num_outputs=3> (p) n = Cast <to=6> (m)
+    t = ReduceSum <keepdims=0> (n, axes)
+    y = com.microsoft.MultiHeadAttention <num_heads=2> (q, k, v, , t) }"""
+
+
+@pytest.mark.parametrize(("sizes", "axis"), [("2, 8", 1), ("2, 4", 1), ("8, 2", 0)])
+def test_lengths_of_the_models_own_stay(sizes: str, axis: int, tmp_path: Path) -> None:
+    """They count tokens from the first one, wherever they come from."""
+    proto = parsed(LENGTHS % sizes, w=weights(64, 192), axes=np.array([axis]))
+    _, model = optimized(proto, tmp_path, dtype="float16")
+    assert not nodes(model, "CustomAttentionPacked")
+    assert len(nodes(model, "MultiHeadAttention")) == 1
