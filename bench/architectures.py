@@ -142,7 +142,8 @@ def main(
     """Optimise stock exports of many architectures, and measure them before and after.
 
     Models of transformers, timm and torchvision with random weights; those whose library is missing are
-    rows with that reason. Rows are added to a report of the same machine and commit.
+    rows with that reason. The models are added to a report of the same
+    machine and commit.
 
     Example:
 

@@ -151,8 +151,8 @@ def main(
     weights. torch's columns and the dynamo exports use scaled_dot_product_attention; ONNX Runtime's
     optimizer gets a TorchScript export with eager attention, the form that it recognises. twinop's second
     column measures cuBLASLt's algorithms instead of taking its first (TWINOP_LINEAR_ALGORITHMS). Each row
-    runs in a process of its own, while others export the next models. Rows are added to a report of the same
-    machine and commit.
+    runs in a process of its own, while others export the next models. The models are added to a report of
+    the same machine and commit; one that it has is replaced with all of its columns.
 
     Example:
 

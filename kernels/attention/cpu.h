@@ -12,9 +12,10 @@
 
 namespace twinop::attention {
 
-inline constexpr std::int64_t kQueries = 16, kKeys = 32;  // of a block
-inline constexpr std::int64_t kGroup = 4, kColumns = 32;  // whose sums stay in registers
-inline constexpr std::int64_t kGrainProducts = 1 << 18;   // below it a second thread costs more
+inline constexpr std::int64_t kQueries = 16, kKeys = 32;  // the sizes of a block
+// Sums of kGroup queries and kColumns elements stay in registers.
+inline constexpr std::int64_t kGroup = 4, kColumns = 32;
+inline constexpr std::int64_t kGrainProducts = 1 << 18;  // below it a second thread costs more
 
 // The memory of a thread.
 template <class Number>
@@ -38,12 +39,11 @@ struct QueryBlocks {
   TWINOP_INLINE static void Multiply(const Problem& p, std::int64_t rows, const Number* q,
                                      const Number* k, Scores& scores) {
     if (kWhole) rows = kGroup;
-    Scores products = {};
+    Scores sums = {};
     for (std::int64_t d = 0; d < p.size; ++d)
       for (std::int64_t i = 0; i < rows; ++i)
-        for (std::int64_t j = 0; j < kKeys; ++j)
-          products[i][j] += q[i * p.size + d] * k[d * kKeys + j];
-    for (std::int64_t i = 0; i < rows; ++i) std::copy_n(products[i], kKeys, scores[i]);
+        for (std::int64_t j = 0; j < kKeys; ++j) sums[i][j] += q[i * p.size + d] * k[d * kKeys + j];
+    for (std::int64_t i = 0; i < rows; ++i) std::copy_n(sums[i], kKeys, scores[i]);
   }
 
   // sums += weights v, for `rows` queries and `count` columns from `d` on; kColumns stay in

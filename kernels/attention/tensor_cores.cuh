@@ -1,11 +1,11 @@
-// attention_packed with tensor cores, for few queries. A block takes 16 queries of a head. Its
-// warps share the keys, because no other block has work for them, and add their results up at the
-// end.
+// attention_packed with tensor cores, for few queries. A block takes 16 queries of a head. With few
+// queries there are few blocks, so the warps of a block share the keys, and add their results up at
+// the end.
 //
 // A product of tensor cores takes its operands from certain lanes. No element moves between lanes
-// or through shared memory to get there. The sum over a head's elements has any order, so a lane
-// takes 8 neighbours in memory (16 bytes) of q and of k as its share of it. The columns of the
-// result have any order, too, so a lane takes neighbours of v.
+// or through shared memory to get there: the sum over a head's elements can be taken in any order,
+// so a lane multiplies 8 neighbours in memory (16 bytes) of q and of k. The columns of the result
+// can be in any order, too, so a lane takes neighbours of v.
 #pragma once
 
 #include <cstdint>

@@ -16,7 +16,8 @@ namespace twinop {
 // qkv [B, S, 3 * H * D] has q, k and v one behind the other, as one linear layer makes them. bias
 // [1 or B, 1 or H, 1 or S, S] is added to the scores, such as 0 for tokens that count and -inf for
 // others. With `causal`, a token sees those before it and itself. scale 0 is 1 / sqrt(D). As in
-// torch, a query that sees no token gets NaN.
+// torch, a query that sees no token gets NaN, and a NaN in the v of a hidden token may reach
+// others.
 //
 // On CUDA, a block takes 16 queries and reads all keys of its head. That suits short sequences in
 // small batches; for others cuDNN's attention is faster (docs/tuning.md).

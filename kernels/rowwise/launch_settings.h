@@ -95,8 +95,8 @@ constexpr int ResidentRegisters(int bytes, bool column_sums, int inputs, int col
   return inputs == 1 && bytes == 4 && lanes == 0 && vectors <= 4 ? 48 : 64;
 }
 
-// Few rows are done when the slowest one is: each gets twice the threads, and nothing is loaded
-// late. Rows are few as long as the multiprocessors hold most of them at once.
+// Few rows are done when the slowest one is: nothing is loaded late, and a row that a block takes
+// gets twice the threads. Rows are few as long as the multiprocessors hold most of them at once.
 constexpr int FewRows(int vectors, int threads) {
   return vectors * threads <= 512 ? 512 : kHopperPolicy.multiprocessors;
 }

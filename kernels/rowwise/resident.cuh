@@ -220,7 +220,7 @@ class ResidentRows : ResidentValues<Traits> {
 };
 
 // Addresses that depend on a table's ids or on a batch's entry take more registers. With kLatency
-// there are no more for a block of kLatencyThreads.
+// a block of kLatencyThreads leaves no more.
 template <class Traits>
 constexpr int kRegisterLimit =
     ResidentRegisters(sizeof(typename Traits::S), Traits::F::kColumnSums > 0,

@@ -103,7 +103,7 @@ def test_a_query_does_not_depend_on_others(device: str) -> None:
     qkv = random(3, 90, 3 * 2 * 64, dtype=torch.float16).to(device)
     y = torch_op.attention_packed(qkv, heads=2, causal=True)
     assert torch.equal(y[1:2], torch_op.attention_packed(qkv[1:2], heads=2, causal=True))
-    assert torch.equal(y, torch_op.attention_packed(qkv, heads=2, causal=True))
+    assert torch.equal(y[:, :50], torch_op.attention_packed(qkv[:, :50], heads=2, causal=True))
 
 
 @each_device
