@@ -1,7 +1,6 @@
 """Stock exports of many architectures, before and after `twinop optimize`: `twinop bench architectures`."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,19 +77,8 @@ def measure(
             make = partial(in_ort, str(Path(folder) / f"{file_name}.onnx"), inputs, expected, "custom_ops")
             subjects[provider] = checked(make, expected, tensors.get("mask"))
         label = {"op": name, "dtype": dtype, "device": where.type, "shape": shape_of(inputs)}
-        if queued or timer is None:
-            return {"rows": timed(subjects, timer, label, rounds=rounds, seconds=0.2)}
-        label["timer"] = "wall"
-        subjects = {each: replace(subject, run=_complete(subject)) for each, subject in subjects.items()}
-        return {"rows": timed(subjects, None, label, rounds=10 * rounds, seconds=0.5)}
-
-
-def _complete(subject: Subject) -> Callable[[], None]:
-    def run() -> None:
-        subject.run()
-        torch.cuda.synchronize()
-
-    return run
+        label |= {} if queued else {"timer": "wall"}
+        return {"rows": timed(subjects, timer, label, rounds=rounds, seconds=0.2, queued=queued)}
 
 
 # ------------------------------------------------------------------------------------------- the report
@@ -142,8 +130,7 @@ def main(
     """Optimise stock exports of many architectures, and measure them before and after.
 
     Models of transformers, timm and torchvision with random weights; those whose library is missing are
-    rows with that reason. The models are added to a report of the same
-    machine and commit.
+    rows with that reason. The models are added to a report of the same machine and commit.
 
     Example:
 

@@ -193,15 +193,18 @@ def timed(
     *,
     rounds: int,
     seconds: float,
+    queued: bool = True,
 ) -> list[dict[str, Any]]:
-    """Measures subjects in turn, on the device and with the wait for it, and returns their rows."""
+    """Measures subjects in turn, on the device and with the wait for it, and returns their rows.
+
+    Args:
+        queued: measure on the device, while runs wait in a queue; else wall time stands in for it.
+    """
     runs = {name: subject.run for name, subject in subjects.items()}
-    if timer is None:
-        times = wall = host_times(runs, rounds=rounds, seconds=seconds)
-    else:
-        times = timer.times(runs, rounds=rounds)
-        after = partial(torch.cuda.synchronize, timer.stream.device)
-        wall = host_times(runs, rounds=rounds, seconds=seconds, after=after)
+    times = timer.times(runs, rounds=rounds) if timer is not None and queued else None
+    after = partial(torch.cuda.synchronize, timer.stream.device) if timer is not None else None
+    wall = host_times(runs, rounds=rounds, seconds=seconds, after=after)
+    times = times or wall
     return [
         {**label, "provider": name}
         | times[name].row()

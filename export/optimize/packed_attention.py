@@ -1,16 +1,16 @@
 """Replaces attention over short sequences by twinop's own, which reads q, k and v where one product put them.
 
-Matches: MultiHeadAttention whose q, k and v are the parts of one Split, in 16 bits, with few tokens of known
-number. A mask is an additive one, or the lengths that `attention.py` made of a mask: the mask itself is then
-added, which needs no promise of padding on the right.
-Writes: CustomAttentionPacked. It saves the Split, and the memory that ONNX Runtime's attention sets in each
-run. More tokens are left to cuDNN.
+Matches: MultiHeadAttention whose q, k and v are the thirds of one tensor, in 16 bits, with few tokens of
+known number. A mask is an additive one, or the lengths that `attention.py` made of a mask: the mask itself is
+then added, which needs no promise of padding on the right.
+Writes: CustomAttentionPacked. It saves the copies of q, k and v, and the memory that ONNX Runtime's attention
+sets in each run. More tokens are left to cuDNN.
 """
 
 import onnx_ir as ir
 
 from .attention import padding_bias
-from .graph import DOMAIN, MICROSOFT, Work, add, attribute, dims, producer, replace
+from .graph import DOMAIN, MICROSOFT, Work, add, attribute, dims, part_of, producer, replace
 from .scores import LOWEST
 
 _HEAD_SIZES = (32, 64, 128)
@@ -57,21 +57,21 @@ def rewrite(work: Work) -> None:
 
 def _packed(node: ir.Node) -> tuple[ir.Value, int, int, int] | None:
     """Returns [B, S, 3 * H * D] with q, k and v of an attention that is small enough, and these sizes."""
-    split = producer(node.inputs[0], "Split")
-    if split is None or list(node.inputs[:3]) != list(split.outputs) or len(node.outputs) > 1:
+    parts, heads = [part_of(each, -1) for each in node.inputs[:3]], attribute(node, "num_heads", 0)
+    if parts[0] is None or len(node.outputs) > 1:
         return None
-    qkv = split.inputs[0]
-    shape, heads = dims(qkv) or [], attribute(node, "num_heads", 0)
-    if qkv is None or len(shape) != 3 or attribute(split, "axis", 0) not in (-1, 2):
+    qkv, shape = parts[0][0], dims(parts[0][0]) or []
+    if len(shape) != 3:
         return None
     batch, tokens, width = shape
     if not (isinstance(batch, int) and isinstance(tokens, int) and isinstance(width, int)):
         return None
-    equal = all((dims(part) or [None])[-1] == width // 3 for part in split.outputs)
-    fits = equal and width % 3 == 0 and any(width == 3 * heads * size for size in _HEAD_SIZES)
+    third = width // 3
+    in_order = parts == [(qkv, start, start + third) for start in (0, third, 2 * third)]
     tiles = -(-tokens // 16) * -(-tokens // 128)
-    is_small = batch * tiles * 16 * 128 * width // 3 <= _MAX_PRODUCTS
-    return (qkv, batch, tokens, width) if fits and is_small else None
+    is_small = batch * tiles * 16 * 128 * third <= _MAX_PRODUCTS
+    fits = width == 3 * third and any(third == heads * size for size in _HEAD_SIZES)
+    return (qkv, batch, tokens, width) if in_order and fits and is_small else None
 
 
 def _smallest(bias: ir.Value, whole: list[int]) -> ir.Value | None:
