@@ -1,11 +1,12 @@
 // linear and linear_swiglu on CUDA: cuBLASLt computes the product and what its epilogues can do,
-// twinop's kernels the rest.
+// and twinop's kernels the rest; or one kernel computes both (fused.cuh).
 #pragma once
 
 #include <string_view>
 
 #include "twinop/elementwise.h"
 #include "twinop/elementwise/packed.h"
+#include "twinop/linear/fused.cuh"
 #include "twinop/linear/product.cuh"
 #include "twinop/math/gelu.h"
 
@@ -132,8 +133,11 @@ Status WithOperands(const CallOf<Op>& call, const Body& compute) {
 template <class Op>
 Status Cuda(const CallOf<Op>& call) {
   return WithOperands(call, [&](const Operands& at, const Tensor& y) {
-    return Compute(call, at, SizesOf(call), y,
-                   AttributeOf<std::string_view>(call, "activation"_name));
+    const Sizes sizes = SizesOf(call);
+    const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
+    bool done = false;
+    TWINOP_RETURN_IF_ERROR(fused::Run(call, at, sizes, y.dtype, activation, false, y.data, &done));
+    return done ? Status() : Compute(call, at, sizes, y, activation);
   });
 }
 
@@ -151,6 +155,10 @@ template <class Op>
 Status CudaSwiglu(const CallOf<Op>& call) {
   return WithOperands(call, [&](const Operands& at, Tensor y) {
     const Sizes sizes = SizesOf(call);
+    const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
+    bool done = false;
+    TWINOP_RETURN_IF_ERROR(fused::Run(call, at, sizes, y.dtype, activation, true, y.data, &done));
+    if (done) return Status();
     const std::int64_t packed_sizes[] = {sizes.m, sizes.n};
     const std::int64_t y_sizes[] = {sizes.m, sizes.n / 2};
     Tensor packed = y;
@@ -161,7 +169,6 @@ Status CudaSwiglu(const CallOf<Op>& call) {
     y.sizes = y_sizes;
     y.rank = 2;
     TWINOP_RETURN_IF_ERROR(Compute(call, at, sizes, packed, "none"));
-    const auto activation = AttributeOf<std::string_view>(call, "activation"_name);
     if (activation == "silu")
       return RunOp(swiglu_packed_op::LaunchOnCuda<true>, call, packed, y, "");
     const Packed halves(packed);

@@ -18,6 +18,21 @@ struct Gelu {
   }
 };
 
+#if defined(__CUDACC__)
+// GELU of the sums of a product, for results of 16 bits. Phi is 1/2 and an odd polynomial, clamped
+// to [0, 1], which it leaves beyond 4.35. The error of y is 4e-5 at most, also where y is smaller;
+// Gelu has half as many instructions more.
+struct GeluOfSum {
+  __device__ __forceinline__ ReducedFloat operator()(ReducedFloat x) const {
+    const float square = std::fmin(x.value * x.value, 4.35f * 4.35f);
+    const float slope = Polynomial(square, 0x1.985a94p-2f, -0x1.0ed19ap-4f, 0x1.3cddf4p-7f,
+                                   -0x1.16c2c6p-10f, 0x1.678d06p-14f, -0x1.4688cap-18f,
+                                   0x1.8700e8p-23f, -0x1.129f2cp-28f, 0x1.54b072p-35f);
+    return x.value * __saturatef(Fma(x.value, slope, 0.5f));
+  }
+};
+#endif
+
 // approximate="tanh": y = x (1 + tanh(u)) / 2 = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715
 // x^3). e^(-2 u) = 2^(-x (linear + cubic x^2)). An error of the exponent is multiplied by up to 100
 // (float) or 700 (double) in the result, so the exponent has two parts.

@@ -11,8 +11,8 @@
 namespace twinop {
 
 // y = activation(x W + bias + residual). W is `weight`, as torch's layers have it ([N, K], layout
-// "nk") or as ONNX has it ([K, N], "kn"). On CUDA cuBLASLt computes the product; on the CPU the
-// framework does.
+// "nk") or as ONNX has it ([K, N], "kn"). On CUDA cuBLASLt computes the product, or a kernel of
+// twinop that has the activation in it (linear/fused.cuh); on the CPU the framework does.
 //
 // linear_swiglu: the first half of the columns of x W is a gate; y = activation(gate) * the others.
 #if defined(__CUDACC__)

@@ -19,7 +19,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
     # A lone request waits up to half a second for another.
     place(folder, "uneven", uneven(), settings="max_batch_size = 2\nmax_queue_delay_us = 500_000")
-    place(folder, "slow", slow(800), settings="max_batch_size = 8")
+    place(folder, "slow", slow(5000), settings="max_batch_size = 8")
     place(folder, "log", log())
     with serve(folder, "--provider", "cpu", "--access-log") as server:
         yield server

@@ -1,0 +1,140 @@
+// PTX of sm_90a, Hopper's own: products of a warpgroup (four warps) on matrices in shared memory.
+// Names and meanings: PTX ISA 8.0, section 9.7.14 (wgmma). Only code compiled for sm_90a may reach
+// these.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "twinop/math/numeric.h"
+#include "twinop/primitives/hopper.cuh"
+
+namespace twinop::hopper {
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TWINOP_WGMMA_ASM asm volatile
+#else
+#define TWINOP_WGMMA_ASM(...) __trap()
+#endif
+
+// Gives registers of this warpgroup back, or takes some that another one gave back.
+template <int kRegisters>
+__device__ __forceinline__ void KeepRegisters() {
+  TWINOP_WGMMA_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void TakeRegisters() {
+  TWINOP_WGMMA_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Copies the box at (column, row) of the matrix to shared memory. The barrier counts the bytes.
+__device__ __forceinline__ void LoadBox(void* to, const CUtensorMap* matrix, int column, int row,
+                                        Barrier* barrier) {
+  TWINOP_WGMMA_ASM(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(SharedAddress(to)),
+      "l"(matrix), "r"(SharedAddress(barrier)), "r"(column), "r"(row) : "memory");
+}
+// To the same place in each of the cluster's first `blocks` blocks, whose barriers count the bytes.
+__device__ __forceinline__ void LoadBoxForCluster(void* to, const CUtensorMap* matrix, int column,
+                                                  int row, Barrier* barrier, int blocks) {
+  TWINOP_WGMMA_ASM(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(SharedAddress(to)),
+      "l"(matrix), "r"(SharedAddress(barrier)), "r"(column), "r"(row),
+      "h"(static_cast<std::uint16_t>((1 << blocks) - 1)) : "memory");
+}
+
+// Arrives at the same barrier of another block of the cluster. The scope is the block, as in
+// CUTLASS: at the cluster's, each arrival waits for the memory (docs/tuning.md).
+__device__ __forceinline__ void ArriveAt(Barrier* barrier, int rank) {
+  TWINOP_WGMMA_ASM(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(SharedAddress(barrier)),
+      "r"(rank) : "memory");
+}
+
+// A matrix in shared memory whose rows are boxes' rows (primitives/tensor_map.cuh), by rows. Adding 2
+// moves it by 16 columns of 16 bits.
+__device__ __forceinline__ std::uint64_t Operand(const void* matrix) {
+  constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
+  constexpr std::uint64_t kEightRows = std::uint64_t{8 * 128 >> 4} << 32;
+  constexpr std::uint64_t kUnused = std::uint64_t{1} << 16;  // of this layout
+  return kSwizzle128 | kEightRows | kUnused | (SharedAddress(matrix) & 0x3FFFF) >> 4;
+}
+
+#define TWINOP_FOUR(d, i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define TWINOP_SIXTEEN(d, i) \
+  TWINOP_FOUR(d, i), TWINOP_FOUR(d, (i) + 4), TWINOP_FOUR(d, (i) + 8), TWINOP_FOUR(d, (i) + 12)
+#define TWINOP_SIXTY_FOUR(d, i)                                                   \
+  TWINOP_SIXTEEN(d, i), TWINOP_SIXTEEN(d, (i) + 16), TWINOP_SIXTEEN(d, (i) + 32), \
+      TWINOP_SIXTEEN(d, (i) + 48)
+#define TWINOP_REGISTERS                                                                  \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, " \
+  "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+  "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, " \
+  "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, " \
+  "%87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, "   \
+  "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, "  \
+  "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define TWINOP_MULTIPLY(type)                                                            \
+  TWINOP_WGMMA_ASM(                                                                      \
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"                                \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" TWINOP_REGISTERS \
+      "}, %128, %129, adds, 1, 1, 0, 0;\n}" : TWINOP_SIXTY_FOUR(d, 0),                   \
+      TWINOP_SIXTY_FOUR(d, 64) : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
+
+// d = a b^T, or d += a b^T, for a [64, 16] and b [256, 16]. Warp w has rows 16 w to 16 w + 15 of d;
+// of rows g and g + 8 of them, lane 4 g + t has columns 8 j + 2 t and the next in d[4 j + 0, 1] and
+// in d[4 j + 2, 3]. The product runs until WaitForProducts.
+template <class T>
+__device__ __forceinline__ void Multiply(std::uint64_t a, std::uint64_t b, bool adds,
+                                         float (&d)[128]) {
+  if constexpr (std::is_same_v<T, Half>) {
+    TWINOP_MULTIPLY("f16");
+  } else {
+    TWINOP_MULTIPLY("bf16");
+  }
+}
+
+__device__ __forceinline__ void BeginProducts() {
+  TWINOP_WGMMA_ASM("wgmma.fence.sync.aligned;" :: : "memory");
+}
+__device__ __forceinline__ void EndProducts() {
+  TWINOP_WGMMA_ASM("wgmma.commit_group.sync.aligned;" :: : "memory");
+}
+// Waits until all but the last kRunning groups of products are done.
+template <int kRunning>
+__device__ __forceinline__ void WaitForProducts() {
+  TWINOP_WGMMA_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(kRunning) : "memory");
+}
+
+// Waits until all products are done, which is where the compiler may use their sums.
+__device__ __forceinline__ void WaitForProducts(float (&sums)[128]) {
+  WaitForProducts<0>();
+#pragma unroll
+  for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+}
+
+// Stores four matrices of 8 x 8 elements of 16 bits. Lane 8 i + r gives the address of row r of
+// matrix i; lane 4 g + t has elements 2 t and 2 t + 1 of row g.
+__device__ __forceinline__ void StoreMatrices(void* row, const std::uint32_t (&words)[4]) {
+  TWINOP_WGMMA_ASM(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(row)),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+}
+
+#undef TWINOP_MULTIPLY
+#undef TWINOP_REGISTERS
+#undef TWINOP_SIXTY_FOUR
+#undef TWINOP_SIXTEEN
+#undef TWINOP_FOUR
+#undef TWINOP_WGMMA_ASM
+
+}  // namespace twinop::hopper

@@ -1,0 +1,137 @@
+"""linear and linear_swiglu in one kernel, which large products of 16 bits take on a Hopper GPU."""
+
+import pytest
+import torch
+from linear_calls import ACTIVATIONS, linear_node, model_of, random
+from torch import Tensor
+from torch.nn import functional as F
+
+from twinop import torch_op
+from twinop.library import find_library
+from twinop.testing.one_node import make_session, run_bound
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="the kernel is for Hopper GPUs",
+    ),
+]
+LIBRARY = find_library("custom_ops")
+CASES = [(False, "gelu"), (False, "silu"), (True, "silu"), (True, "gelu"), (True, "gelu_tanh")]
+M, N = 128 * 33 + 5, 1032  # a tile for each processor; the last tiles lie partly outside
+
+
+def tensors(gated: bool, m: int = M, n: int = N, k: int = 200, **options: object) -> list[Tensor]:
+    """Returns x, a weight and a bias."""
+    rows = 2 * n if gated else n
+    x, weight, bias = (random(*shape, **options) for shape in ((m, k), (rows, k), (rows,)))  # type: ignore[arg-type]
+    return [x, weight / k**0.5, bias]
+
+
+def call(gated: bool, activation: str, given: list[Tensor]) -> Tensor:
+    op = torch_op.linear_swiglu if gated else torch_op.linear
+    return op(*given, activation=activation)
+
+
+def expected(gated: bool, activation: str, given: list[Tensor]) -> Tensor:
+    y = F.linear(*(tensor.double() for tensor in given))
+    if not gated:
+        return ACTIVATIONS[activation](y)
+    gate, others = y.chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * others
+
+
+def assert_close(found: Tensor, given: list[Tensor], gated: bool, activation: str) -> None:
+    """The error is that of rounding, and of the GELU's polynomial, to the sums' size."""
+    right = expected(gated, activation, given)
+    x, weight, *bias = (tensor.double().abs() for tensor in given)
+    size = F.linear(x, weight, *bias)
+    if gated:
+        size = size.chunk(2, -1)[0] * (1 + size.chunk(2, -1)[1])
+    eps = torch.finfo(found.dtype).eps
+    assert bool(((found.double() - right).abs() <= eps * right.abs() + 1e-4 * size.clamp(min=1)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("gated", "activation"), CASES)
+def test_values(gated: bool, activation: str, dtype: torch.dtype) -> None:
+    for m, n, k in ((M, N, 200), (M, N, 8), (128 * 132, 256, 64), (1, 256 * 132, 776), (M, N + 1, 200)):
+        given = tensors(gated, m, n, k, dtype=dtype, device="cuda")
+        for operands in (given, given[:2]):
+            assert_close(call(gated, activation, operands), operands, gated, activation)
+
+
+@pytest.mark.parametrize(("gated", "activation"), CASES)
+def test_it_is_one_kernel(gated: bool, activation: str) -> None:
+    given = tensors(gated, dtype=torch.float16, device="cuda")
+    call(gated, activation, given)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call(gated, activation, given)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "Kernel<" in event.name or "gemm" in event.name]
+    assert len(kernels) == 1 and "linear::fused" in kernels[0]
+
+
+@pytest.mark.parametrize(("gated", "activation"), CASES)
+def test_operands_that_are_not_aligned(gated: bool, activation: str) -> None:
+    """They give the bits of aligned ones."""
+    given = tensors(gated, dtype=torch.bfloat16, device="cuda")
+    moved = []
+    for tensor in given:
+        place = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].view(tensor.shape)
+        moved.append(place.copy_(tensor))
+    assert torch.equal(call(gated, activation, moved), call(gated, activation, given))
+
+
+@pytest.mark.parametrize(("gated", "activation"), CASES)
+def test_special_values_stay_in_their_rows(gated: bool, activation: str) -> None:
+    given = tensors(gated, dtype=torch.float16, device="cuda")
+    clean = call(gated, activation, given)
+    given[0][7, 3], given[0][M - 1, 0], given[0][200, 5] = torch.nan, torch.inf, -torch.inf
+    found = call(gated, activation, given)
+    rows = torch.tensor([7, M - 1, 200], device="cuda")
+    right = expected(gated, activation, given)[rows]
+    assert torch.equal(found[rows].isnan(), right.isnan()) and torch.equal(found[rows].isinf(), right.isinf())
+    found[rows] = clean[rows]
+    assert torch.equal(found, clean)
+
+
+@pytest.mark.parametrize(("gated", "activation"), CASES)
+def test_the_same_bits_every_time_and_on_other_streams(gated: bool, activation: str) -> None:
+    given = tensors(gated, dtype=torch.bfloat16, device="cuda")
+    first = call(gated, activation, given)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(call(gated, activation, given))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, first) for y in found)
+
+
+def test_a_cuda_graph_of_torch() -> None:
+    given = tensors(True, dtype=torch.bfloat16, device="cuda")
+    call(True, "silu", given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call(True, "silu", given)
+    for seed in range(3):
+        given[0].copy_(torch.roll(given[0], seed + 1))
+        graph.replay()
+        assert torch.equal(y, call(True, "silu", given))
+
+
+def test_bits_in_onnxruntime() -> None:
+    """Batches of several sizes, in one session: some are large enough for the kernel."""
+    x, weight, bias = tensors(False, dtype=torch.float16)
+    node = linear_node(["x", "weight", "bias"], "y", activation="gelu")
+    session = make_session(model_of([node], ["m", 200], {"weight": weight, "bias": bias}), LIBRARY, "cuda")
+    given = [weight.cuda(), bias.cuda()]
+    for rows in (M, 3, 2500, M):
+        part = x[:rows].cuda()
+        y = torch.empty(rows, N, dtype=torch.float16, device="cuda")
+        run_bound(session, {"x": part}, {"y": y})
+        assert torch.equal(y, torch_op.linear(part, *given, activation="gelu"))
