@@ -101,14 +101,26 @@ __device__ __forceinline__ void Fetch(const CUtensorMap* x, const CUtensorMap* w
   }
 }
 
-// The bias of two columns, or zeros.
-template <class T>
-__device__ __forceinline__ float2 BiasOf(const T* bias, int column, int n) {
-  if (bias == nullptr || column >= n) return {0, 0};
-  Vector<T, 2> pair;
-  LoadAligned(bias + column, &pair);
-  return {ComputeAt(pair, 0), ComputeAt(pair, 1)};
-}
+// The bias of a lane's columns of a chunk, as hopper::Multiply places them, or zeros. Of a gated
+// product also that of the others.
+template <class T, bool kGated>
+struct ChunkBias {
+  Vector<T, 2> pairs[kGated ? 2 : 1][kChunk / 8] = {};
+
+  __device__ __forceinline__ ChunkBias(const T* bias, int column, int n) {
+    if (bias == nullptr) return;
+#pragma unroll
+    for (int unit = 0; unit < kChunk / 8; ++unit) {
+      const int at = column + unit * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
+      if (at >= n) continue;
+      LoadAligned(bias + at, &pairs[0][unit]);
+      if constexpr (kGated) LoadAligned(bias + n + at, &pairs[1][unit]);
+    }
+  }
+  __device__ __forceinline__ float2 At(int part, int unit) const {
+    return {ComputeAt(pairs[part][unit], 0), ComputeAt(pairs[part][unit], 1)};
+  }
+};
 
 struct Silu {
   __device__ ReducedFloat operator()(ReducedFloat x) const { return Sigmoid(x, x); }
@@ -120,30 +132,32 @@ __device__ __forceinline__ float Result(float value, float other) {
   return kGated ? active * other : active;
 }
 
-// Stores a warp's 16 rows of y from `row` on. `sums`: hopper::Multiply.
+// Stores a warp's 16 rows of y from `row` on. `sums`: hopper::Multiply. `next`: of the first chunk.
+// Each chunk's bias is loaded a chunk ahead.
 template <class T, class Activation, bool kGated>
-__device__ __forceinline__ void StoreRows(const float (&sums)[128], const T* bias,
-                                          const Tiling& tiling, int row, int column, char* results,
-                                          T* y) {
+__device__ __forceinline__ void StoreRows(const float (&sums)[128], ChunkBias<T, kGated> next,
+                                          const T* bias, const Tiling& tiling, int row, int column,
+                                          char* results, T* y) {
   constexpr int kOthers = kGated ? kColumns / 2 : 0;  // the column of the product with the others
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto place = [&](int r, int unit) {  // 16-byte units are permuted, as by the copy engine
     return results + r * kBoxRowBytes + (unit ^ r % 8) * kVectorBytes;
   };
+  constexpr int kChunks = (kColumns - kOthers) / kChunk;
 #pragma unroll
-  for (int chunk = 0; chunk < (kColumns - kOthers) / kChunk; ++chunk, column += kChunk) {
+  for (int chunk = 0; chunk < kChunks; ++chunk, column += kChunk) {
+    const ChunkBias<T, kGated> now = next;
+    if (chunk + 1 < kChunks) next = ChunkBias<T, kGated>(bias, column + kChunk, tiling.n);
     __syncwarp();
 #pragma unroll
     for (int unit = 0; unit < kChunk / 8; unit += 2) {
       std::uint32_t words[4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = column + (unit + half) * 8 + lane % 4 * 2;
         const float* d = sums + (chunk * kChunk / 8 + unit + half) * 4;
         const float* e = d + kOthers / 2;
-        const float2 b = BiasOf(bias, at, tiling.n);
-        const float2 c =
-            kGated && bias != nullptr ? BiasOf(bias + tiling.n, at, tiling.n) : float2{0, 0};
+        const float2 b = now.At(0, unit + half);
+        const float2 c = kGated ? now.At(kGated, unit + half) : float2{0, 0};
         using Pair = ReducedFloat[2];
         const Pair upper = {Result<Activation, kGated>(d[0] + b.x, e[0] + c.x),
                             Result<Activation, kGated>(d[1] + b.y, e[1] + c.y)};
@@ -193,10 +207,11 @@ __device__ __forceinline__ void Multiply(const T* bias, const Tiling& tiling, in
       if (i > 0) release(last);
       last = ring.stage;
     }
+    const ChunkBias<T, kGated> first_bias(bias, column, tiling.n);
     hopper::WaitForProducts(sums);
     release(last);
-    StoreRows<T, Activation, kGated>(sums, bias, tiling, row + group * 64 + warp * 16, column,
-                                     shared->results[group * 4 + warp], y);
+    StoreRows<T, Activation>(sums, first_bias, bias, tiling, row + group * 64 + warp * 16, column,
+                             shared->results[group * 4 + warp], y);
   }
 }
 
@@ -231,33 +246,28 @@ static __global__ void __launch_bounds__(kThreads, 1)
   hopper::ClusterSync();  // the other block still arrives at barriers of this one
 }
 
-// Whether the kernel takes this product, and has a tile for each processor: cuBLASLt has kernels
-// for smaller ones.
-inline Status Fits(const Operands& at, const Sizes& sizes, DType dtype, bool gated, bool* fits) {
-  int major = 0, processors = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
-  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrMultiProcessorCount>(&processors));
-  const bool is_hopper = major == 9 && TensorMapEncoder() != nullptr;
-  const bool is_plain = Info(dtype).size == 2 && !sizes.is_kn && at.residual.data == nullptr;
-  const bool is_aligned = sizes.k % 8 == 0 && sizes.n % (gated ? 16 : 8) == 0;
+// Whether the kernel takes this product.
+inline bool Takes(const Operands& at, const Sizes& sizes, DType dtype, bool gated) {
   constexpr std::int64_t kMost = INT32_MAX - kRows * kCluster;
-  const bool is_countable = sizes.m <= kMost && sizes.n <= kMost && sizes.k <= kMost;
-  const std::int64_t down = (sizes.m + kRows - 1) / kRows;
-  const std::int64_t across = (sizes.n + kColumns - 1) / kColumns;
-  const bool is_large = sizes.k > 0 && down * across >= processors;
-  *fits = is_hopper && is_plain && is_aligned && is_countable && is_large;
-  return {};
+  return Info(dtype).size == 2 && !sizes.is_kn && at.residual.data == nullptr && sizes.k > 0 &&
+         sizes.k % 8 == 0 && sizes.n % (gated ? 16 : 8) == 0 && sizes.m <= kMost &&
+         sizes.n <= kMost && sizes.k <= kMost && TensorMapEncoder() != nullptr;
+}
+
+// Whether it is faster than two kernels on this many clusters (docs/tuning.md). In the last round
+// only some clusters have a tile, and tiles lie partly outside the product. What that costs is in
+// proportion to k; the activation that is saved is not.
+inline bool IsFaster(const Tiling& tiling, const Sizes& sizes, int clusters) {
+  const std::int64_t tiles = std::int64_t{tiling.across} * tiling.down;
+  const std::int64_t rounds = (tiles + clusters - 1) / clusters;
+  const double used = static_cast<double>(sizes.m) * static_cast<double>(sizes.n) /
+                      (static_cast<double>(rounds * clusters) * kRows * kCluster * kColumns);
+  return used >= 0.5 && (1 - used) * static_cast<double>(sizes.k) <= 160;
 }
 
 template <class T, class Activation, bool kGated>
-Status Launch(const Call& call, const Operands& at, const Sizes& sizes, void* y) {
-  CUtensorMap x, weight;
-  CUresult result = DescribeMatrix<T>(at.x.data, sizes.m, sizes.k, kRows, &x);
-  if (result == CUDA_SUCCESS)
-    result = DescribeMatrix<T>(at.weight.data, sizes.n, sizes.k, kColumns / kCluster, &weight);
-  if (result != CUDA_SUCCESS)
-    return Status::Error("describing a matrix to the copy engine failed: CUDA error " +
-                         std::to_string(result));
+Status LaunchIfFaster(const Call& call, const Operands& at, const Sizes& sizes, void* y,
+                      bool* done) {
   const auto kernel = Kernel<T, Activation, kGated>;
   Grid grid{kCluster, dim3(kThreads)};
   grid.shared_bytes = kSharedBytes;
@@ -269,6 +279,15 @@ Status Launch(const Call& call, const Operands& at, const Sizes& sizes, void* y)
       },
       &clusters));
   const Tiling tiling(sizes, kGated);
+  *done = clusters > 0 && IsFaster(tiling, sizes, clusters);
+  if (!*done) return {};
+  CUtensorMap x, weight;
+  CUresult result = DescribeMatrix<T>(at.x.data, sizes.m, sizes.k, kRows, &x);
+  if (result == CUDA_SUCCESS)
+    result = DescribeMatrix<T>(at.weight.data, sizes.n, sizes.k, kColumns / kCluster, &weight);
+  if (result != CUDA_SUCCESS)
+    return Status::Error("describing a matrix to the copy engine failed: CUDA error " +
+                         std::to_string(result));
   grid.blocks =
       std::min<std::int64_t>(clusters, std::int64_t{tiling.across} * tiling.down) * kCluster;
   return LaunchKernel(kernel, grid, call, x, weight, static_cast<const T*>(at.bias.data),
@@ -277,14 +296,15 @@ Status Launch(const Call& call, const Operands& at, const Sizes& sizes, void* y)
 
 template <class T>
 Status LaunchFor(const Call& call, const Operands& at, const Sizes& sizes,
-                 std::string_view activation, bool gated, void* y) {
+                 std::string_view activation, bool gated, void* y, bool* done) {
   const bool is_silu = activation == "silu";
   if (!gated)
-    return is_silu ? Launch<T, Silu, false>(call, at, sizes, y)
-                   : Launch<T, GeluOfSum, false>(call, at, sizes, y);
-  if (activation == "gelu_tanh") return Launch<T, TanhGelu<ReducedFloat>, true>(call, at, sizes, y);
-  return is_silu ? Launch<T, Silu, true>(call, at, sizes, y)
-                 : Launch<T, GeluOfSum, true>(call, at, sizes, y);
+    return is_silu ? LaunchIfFaster<T, Silu, false>(call, at, sizes, y, done)
+                   : LaunchIfFaster<T, GeluOfSum, false>(call, at, sizes, y, done);
+  if (activation == "gelu_tanh")
+    return LaunchIfFaster<T, TanhGelu<ReducedFloat>, true>(call, at, sizes, y, done);
+  return is_silu ? LaunchIfFaster<T, Silu, true>(call, at, sizes, y, done)
+                 : LaunchIfFaster<T, GeluOfSum, true>(call, at, sizes, y, done);
 }
 
 // Computes y = activation(x W^T + bias), or if `gated` linear_swiglu's y. Sets `*done` to false,
@@ -294,10 +314,12 @@ inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DTyp
   *done = false;
 #if defined(TWINOP_SM90A)  // there is code for sm_90a (CMakeLists.txt)
   if (!gated && activation != "gelu" && activation != "silu") return {};
-  TWINOP_RETURN_IF_ERROR(Fits(at, sizes, dtype, gated, done));
-  if (!*done) return {};
-  return dtype == DType::kFloat16 ? LaunchFor<Half>(call, at, sizes, activation, gated, y)
-                                  : LaunchFor<BFloat16>(call, at, sizes, activation, gated, y);
+  int major = 0;
+  TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
+  if (major != 9 || !Takes(at, sizes, dtype, gated)) return {};
+  return dtype == DType::kFloat16
+             ? LaunchFor<Half>(call, at, sizes, activation, gated, y, done)
+             : LaunchFor<BFloat16>(call, at, sizes, activation, gated, y, done);
 #else
   return {};
 #endif
