@@ -83,6 +83,7 @@ class RowBody : public Body {
   std::shared_ptr<OrtMemoryInfo> memory_;
   std::vector<std::shared_ptr<OrtValue>> constants_;
   std::shared_ptr<OrtSession> session_;
+  std::atomic<int> runs_alone_{0};  // the last runs in which one thread did everything
 };
 
 // Returns an error of a body's session, with a prefix that says so.

@@ -1,5 +1,6 @@
 // The body of an op whose rows do not depend on each other: a session of two-dimensional tensors.
 #include <algorithm>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -11,15 +12,22 @@ namespace twinop::ort {
 namespace {
 
 // A piece has at least so many rows and multiply-adds, and there are at most as many pieces as the
-// machine has cores. The number of the session's threads does not matter.
+// machine has cores. Results do not depend on the pieces: none has a single row, for which ONNX
+// Runtime has another product.
 constexpr std::int64_t kPieceRows = 16;
 constexpr std::int64_t kPieceMultiplyAdds = 1 << 23;
 
-std::int64_t PieceRows(std::int64_t rows, std::int64_t multiply_adds_of_row) {
-  static const std::int64_t pieces = std::max(1U, std::thread::hardware_concurrency());
-  return std::max({kPieceRows, kPieceMultiplyAdds / std::max<std::int64_t>(multiply_adds_of_row, 1),
-                   (rows + pieces - 1) / pieces});
+std::int64_t Pieces(std::int64_t rows, std::int64_t multiply_adds_of_row) {
+  static const std::int64_t cores = std::max(1U, std::thread::hardware_concurrency());
+  return std::max<std::int64_t>(
+      std::min({cores, rows / kPieceRows, rows * multiply_adds_of_row / kPieceMultiplyAdds}), 1);
 }
+
+// ONNX Runtime does not tell how many threads a session has. After so many runs in which one thread
+// computed all pieces, there is one piece, and the thread reads the weight once. Every so often
+// there are several again: the other threads may just have been late.
+constexpr int kRunsAlone = 4;
+constexpr int kRunsBetween = 32;
 
 std::int64_t Rows(const Tensor& tensor) {
   std::int64_t rows = 1;
@@ -154,17 +162,26 @@ Status RowBody::Create(const Op& op, const Attribute* attributes, const OrtKerne
 
 Status RowBody::Run(OrtKernelContext*, const Call& call) {
   const std::int64_t rows = Rows(call.inputs[0]);
-  const std::int64_t piece = PieceRows(rows, Width(call.inputs[0]) * Width(call.outputs[0]));
+  const std::int64_t pieces = Pieces(rows, Width(call.inputs[0]) * Width(call.outputs[0]));
+  const int alone = runs_alone_.load(std::memory_order_relaxed);
+  if (pieces == 1 || alone >= kRunsAlone) {
+    if (pieces > 1)
+      runs_alone_.store(alone + 1 < kRunsBetween ? alone + 1 : 0, std::memory_order_relaxed);
+    return RunRows(call, 0, rows);
+  }
+  const std::thread::id caller = std::this_thread::get_id();
   std::mutex mutex;
   Status result;
-  call.context->ParallelFor(
-      (rows + piece - 1) / piece, 1, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t i = begin; i < end; ++i) {
-          Status status = RunRows(call, i * piece, std::min(rows, (i + 1) * piece));
-          const std::lock_guard<std::mutex> lock(mutex);
-          if (result.ok()) result = std::move(status);
-        }
-      });
+  bool is_alone = true;
+  call.context->ParallelFor(pieces, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      Status status = RunRows(call, rows * i / pieces, rows * (i + 1) / pieces);
+      const std::lock_guard<std::mutex> lock(mutex);
+      is_alone = is_alone && std::this_thread::get_id() == caller;
+      if (result.ok()) result = std::move(status);
+    }
+  });
+  runs_alone_.store(is_alone ? alone + 1 : 0, std::memory_order_relaxed);
   return result;
 }
 

@@ -173,6 +173,21 @@ def test_constant_weights_on_the_cpu(dtype: torch.dtype) -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bits_do_not_depend_on_the_pieces(threads: int) -> None:
+    """After some runs with one thread the rows are no longer divided; now and then they are again."""
+    weight = random(768, 768)
+    model = model_of([linear_node(["x", "weight"], "y", activation="gelu")], ["m", 768], {"weight": weight})
+    session = make_session(model, LIBRARY, "cpu", threads=threads)
+    for rows in (33, 129):
+        x, y = random(rows, 768), torch.empty(rows, 768)
+        found = []
+        for _ in range(40):
+            run_bound(session, {"x": x}, {"y": y})
+            found.append(y.clone())
+        assert all(torch.equal(y, found[0]) for y in found)
+
+
 def test_one_body_for_nodes_of_all_kinds() -> None:
     """A model may mix layouts, activations, and nodes with and without a bias."""
     weight, square, bias = random(6, 4), random(6, 6), random(6)
