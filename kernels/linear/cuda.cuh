@@ -6,9 +6,11 @@
 
 #include "twinop/elementwise.h"
 #include "twinop/elementwise/packed.h"
-#include "twinop/linear/fused.cuh"
 #include "twinop/linear/product.cuh"
 #include "twinop/math/gelu.h"
+#if defined(TWINOP_SM90A)
+#include "twinop/linear/fused.cuh"
+#endif
 
 // The launchers of other ops of this library.
 namespace twinop::relu_op {
@@ -29,6 +31,16 @@ Status LaunchOnCuda(const twinop_call* call);
 }
 
 namespace twinop::linear {
+
+#if !defined(TWINOP_SM90A)
+namespace fused {
+inline Status Run(const Call&, const Operands&, const Sizes&, DType, std::string_view, bool, void*,
+                  bool* done) {
+  *done = false;
+  return {};
+}
+}  // namespace fused
+#endif
 
 // y = bias + residual, each if present: the result for k = 0, and the matrix that cuBLASLt adds its
 // product to if it has no epilogue for the bias.

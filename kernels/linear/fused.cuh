@@ -10,7 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
+#include <string_view>
 
 #include "twinop/linear/operands.h"
 #include "twinop/math/gelu.h"
@@ -155,9 +155,9 @@ __device__ __forceinline__ void StoreRows(const float (&sums)[128], ChunkBias<T,
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* d = sums + (chunk * kChunk / 8 + unit + half) * 4;
-        const float* e = d + kOthers / 2;
+        const float* e = d + kOthers / 8 * 4;
         const float2 b = now.At(0, unit + half);
-        const float2 c = kGated ? now.At(kGated, unit + half) : float2{0, 0};
+        const float2 c = kGated ? now.At(kGated ? 1 : 0, unit + half) : float2{0, 0};
         using Pair = ReducedFloat[2];
         const Pair upper = {Result<Activation, kGated>(d[0] + b.x, e[0] + c.x),
                             Result<Activation, kGated>(d[1] + b.y, e[1] + c.y)};
@@ -185,14 +185,16 @@ template <class T, class Activation, bool kGated>
 __device__ __forceinline__ void Multiply(const T* bias, const Tiling& tiling, int first, int step,
                                          int rank, int group, Shared* shared, T* y) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, warp = thread / 32;
-  const auto release = [&](int stage) {  // in both blocks, as both fetch for both
+  // In both blocks, as both fetch for both. A thread speaks for its warpgroup, as in CUTLASS: the
+  // products of the four warps end together.
+  const auto release = [&](int stage) {
     if (thread < kCluster) hopper::ArriveAt(&shared->empty[stage], thread);
   };
+  float sums[128] = {};  // ptxas before 12.9 waits after each product if this is not initialized
   Ring ring;
   for (int tile = first; tile < tiling.tiles(); tile += step) {
     int row = 0, column = 0, last = 0;
     tiling.Place(tile, kGated ? kColumns / 2 : kColumns, rank, &row, &column);
-    float sums[128];
     for (int i = 0; i < tiling.steps; ++i, ring.Advance()) {
       const Stage& stage = shared->stages[ring.stage];
       const std::uint64_t a = hopper::Operand(stage.x + group * 64 * kBoxRowBytes);
@@ -246,12 +248,13 @@ static __global__ void __launch_bounds__(kThreads, 1)
   hopper::ClusterSync();  // the other block still arrives at barriers of this one
 }
 
-// Whether the kernel takes this product.
+// Whether the kernel takes this product. Rows of x and of the weight are multiples of 16 bytes, as
+// the copy engine needs them, and so are y's, which are stored in vectors.
 inline bool Takes(const Operands& at, const Sizes& sizes, DType dtype, bool gated) {
   constexpr std::int64_t kMost = INT32_MAX - kRows * kCluster;
   return Info(dtype).size == 2 && !sizes.is_kn && at.residual.data == nullptr && sizes.k > 0 &&
          sizes.k % 8 == 0 && sizes.n % (gated ? 16 : 8) == 0 && sizes.m <= kMost &&
-         sizes.n <= kMost && sizes.k <= kMost && TensorMapEncoder() != nullptr;
+         sizes.n <= kMost && sizes.k <= kMost;
 }
 
 // Whether it is faster than two kernels on this many clusters (docs/tuning.md). In the last round
@@ -273,21 +276,17 @@ Status LaunchIfFaster(const Call& call, const Operands& at, const Sizes& sizes, 
   grid.shared_bytes = kSharedBytes;
   grid.cluster = kCluster;
   int clusters = 0;
-  TWINOP_RETURN_IF_ERROR(DeviceFact(
-      [&](int, int* count) {
-        return ResidentClusters(kernel, grid, count).ok() ? cudaSuccess : cudaErrorUnknown;
-      },
-      &clusters));
+  const auto ask = [&](int, int* count) {
+    return ResidentClusters(kernel, grid, count).ok() ? cudaSuccess : cudaErrorUnknown;
+  };
+  if (!DeviceFact(ask, &clusters).ok())
+    TWINOP_RETURN_IF_ERROR(ResidentClusters(kernel, grid, &clusters));  // says what is wrong
   const Tiling tiling(sizes, kGated);
-  *done = clusters > 0 && IsFaster(tiling, sizes, clusters);
-  if (!*done) return {};
   CUtensorMap x, weight;
-  CUresult result = DescribeMatrix<T>(at.x.data, sizes.m, sizes.k, kRows, &x);
-  if (result == CUDA_SUCCESS)
-    result = DescribeMatrix<T>(at.weight.data, sizes.n, sizes.k, kColumns / kCluster, &weight);
-  if (result != CUDA_SUCCESS)
-    return Status::Error("describing a matrix to the copy engine failed: CUDA error " +
-                         std::to_string(result));
+  *done = clusters > 0 && IsFaster(tiling, sizes, clusters) &&
+          DescribeMatrix<T>(at.x.data, sizes.m, sizes.k, kRows, &x) &&
+          DescribeMatrix<T>(at.weight.data, sizes.n, sizes.k, kColumns / kCluster, &weight);
+  if (!*done) return {};
   grid.blocks =
       std::min<std::int64_t>(clusters, std::int64_t{tiling.across} * tiling.down) * kCluster;
   return LaunchKernel(kernel, grid, call, x, weight, static_cast<const T*>(at.bias.data),
@@ -304,7 +303,7 @@ Status LaunchFor(const Call& call, const Operands& at, const Sizes& sizes,
   if (activation == "gelu_tanh")
     return LaunchIfFaster<T, TanhGelu<ReducedFloat>, true>(call, at, sizes, y, done);
   return is_silu ? LaunchIfFaster<T, Silu, true>(call, at, sizes, y, done)
-                 : LaunchIfFaster<T, GeluOfSum, true>(call, at, sizes, y, done);
+                 : LaunchIfFaster<T, Gelu<ReducedFloat>, true>(call, at, sizes, y, done);
 }
 
 // Computes y = activation(x W^T + bias), or if `gated` linear_swiglu's y. Sets `*done` to false,
@@ -312,7 +311,6 @@ Status LaunchFor(const Call& call, const Operands& at, const Sizes& sizes,
 inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DType dtype,
                   std::string_view activation, bool gated, void* y, bool* done) {
   *done = false;
-#if defined(TWINOP_SM90A)  // there is code for sm_90a (CMakeLists.txt)
   if (!gated && activation != "gelu" && activation != "silu") return {};
   int major = 0;
   TWINOP_RETURN_IF_ERROR(DeviceAttribute<cudaDevAttrComputeCapabilityMajor>(&major));
@@ -320,9 +318,6 @@ inline Status Run(const Call& call, const Operands& at, const Sizes& sizes, DTyp
   return dtype == DType::kFloat16
              ? LaunchFor<Half>(call, at, sizes, activation, gated, y, done)
              : LaunchFor<BFloat16>(call, at, sizes, activation, gated, y, done);
-#else
-  return {};
-#endif
 }
 
 }  // namespace twinop::linear::fused

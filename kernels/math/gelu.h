@@ -19,9 +19,9 @@ struct Gelu {
 };
 
 #if defined(__CUDACC__)
-// GELU of the sums of a product, for results of 16 bits. Phi is 1/2 and an odd polynomial, clamped
-// to [0, 1], which it leaves beyond 4.35. The error of y is 4e-5 at most, also where y is smaller;
-// Gelu has half as many instructions more.
+// GELU of the sums of a product, for results of 16 bits. Phi is 1/2 plus an odd polynomial, clamped
+// to [0, 1]; beyond |x| = 4.35 it is 0 or 1. The absolute error of y is 4e-5 at most, so results
+// smaller than that may be entirely wrong. Gelu takes 1.5 times the instructions.
 struct GeluOfSum {
   __device__ __forceinline__ ReducedFloat operator()(ReducedFloat x) const {
     const float square = std::fmin(x.value * x.value, 4.35f * 4.35f);

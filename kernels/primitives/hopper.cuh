@@ -1,6 +1,6 @@
 // PTX of sm_90 and later: barriers in shared memory that count bytes, bulk copies into shared
-// memory, values sent to another block of the cluster. Names and meanings: PTX ISA 8.0, sections
-// 9.7.9.25 (data movement) and 9.7.13.15 (mbarrier).
+// memory, values sent to another block of the cluster, matrices stored by a warp. Names and
+// meanings: PTX ISA 8.0, sections 9.7.9.25 (data movement) and 9.7.13.15 (mbarrier).
 //
 // Code compiled for older architectures must not reach these.
 #pragma once
@@ -77,6 +77,45 @@ __device__ __forceinline__ void BulkLoad(void* shared, const void* global, std::
       "[%0], [%1], %2, [%3], %4;" ::"r"(SharedAddress(shared)),
       "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(SharedAddress(barrier)),
       "l"(policy) : "memory");
+}
+
+// Copies the box at (column, row) of a matrix, given by its tensor map, to shared memory. The
+// barrier counts the bytes.
+__device__ __forceinline__ void LoadBox(void* to, const void* matrix, int column, int row,
+                                        Barrier* barrier) {
+  TWINOP_HOPPER_ASM(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(SharedAddress(to)),
+      "l"(matrix), "r"(SharedAddress(barrier)), "r"(column), "r"(row) : "memory");
+}
+// To the same place in each of the cluster's first `blocks` blocks, whose barriers count the bytes.
+__device__ __forceinline__ void LoadBoxForCluster(void* to, const void* matrix, int column, int row,
+                                                  Barrier* barrier, int blocks) {
+  TWINOP_HOPPER_ASM(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(SharedAddress(to)),
+      "l"(matrix), "r"(SharedAddress(barrier)), "r"(column), "r"(row),
+      "h"(static_cast<std::uint16_t>((1 << blocks) - 1)) : "memory");
+}
+
+// Arrives at the same barrier of another block of the cluster. The scope is the block, as in
+// CUTLASS: at the cluster's, each arrival waits for the memory (docs/tuning.md).
+__device__ __forceinline__ void ArriveAt(Barrier* barrier, int rank) {
+  TWINOP_HOPPER_ASM(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(SharedAddress(barrier)),
+      "r"(rank) : "memory");
+}
+
+// Stores four matrices of 8 x 8 elements of 16 bits. Lane 8 i + r gives the address of row r of
+// matrix i; lane 4 g + t has elements 2 t and 2 t + 1 of row g.
+__device__ __forceinline__ void StoreMatrices(void* row, const std::uint32_t (&words)[4]) {
+  TWINOP_HOPPER_ASM(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(row)),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
 }
 
 // Stores a value at the same place in block `rank` of the cluster; that block's barrier counts its

@@ -3,8 +3,6 @@
 // these.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 #include <type_traits>
 
@@ -29,38 +27,8 @@ __device__ __forceinline__ void TakeRegisters() {
   TWINOP_WGMMA_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Copies the box at (column, row) of the matrix to shared memory. The barrier counts the bytes.
-__device__ __forceinline__ void LoadBox(void* to, const CUtensorMap* matrix, int column, int row,
-                                        Barrier* barrier) {
-  TWINOP_WGMMA_ASM(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4}], [%2];" ::"r"(SharedAddress(to)),
-      "l"(matrix), "r"(SharedAddress(barrier)), "r"(column), "r"(row) : "memory");
-}
-// To the same place in each of the cluster's first `blocks` blocks, whose barriers count the bytes.
-__device__ __forceinline__ void LoadBoxForCluster(void* to, const CUtensorMap* matrix, int column,
-                                                  int row, Barrier* barrier, int blocks) {
-  TWINOP_WGMMA_ASM(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(SharedAddress(to)),
-      "l"(matrix), "r"(SharedAddress(barrier)), "r"(column), "r"(row),
-      "h"(static_cast<std::uint16_t>((1 << blocks) - 1)) : "memory");
-}
-
-// Arrives at the same barrier of another block of the cluster. The scope is the block, as in
-// CUTLASS: at the cluster's, each arrival waits for the memory (docs/tuning.md).
-__device__ __forceinline__ void ArriveAt(Barrier* barrier, int rank) {
-  TWINOP_WGMMA_ASM(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(SharedAddress(barrier)),
-      "r"(rank) : "memory");
-}
-
-// A matrix in shared memory whose rows are boxes' rows (primitives/tensor_map.cuh), by rows. Adding 2
-// moves it by 16 columns of 16 bits.
+// A matrix in shared memory whose rows are boxes' rows (primitives/tensor_map.cuh), by rows. Adding
+// 2 moves it by 16 columns of 16 bits.
 __device__ __forceinline__ std::uint64_t Operand(const void* matrix) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   constexpr std::uint64_t kEightRows = std::uint64_t{8 * 128 >> 4} << 32;
@@ -120,14 +88,6 @@ __device__ __forceinline__ void WaitForProducts(float (&sums)[128]) {
   WaitForProducts<0>();
 #pragma unroll
   for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
-}
-
-// Stores four matrices of 8 x 8 elements of 16 bits. Lane 8 i + r gives the address of row r of
-// matrix i; lane 4 g + t has elements 2 t and 2 t + 1 of row g.
-__device__ __forceinline__ void StoreMatrices(void* row, const std::uint32_t (&words)[4]) {
-  TWINOP_WGMMA_ASM(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(row)),
-      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
 }
 
 #undef TWINOP_MULTIPLY

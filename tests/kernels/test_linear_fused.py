@@ -43,26 +43,22 @@ def expected(gated: bool, activation: str, given: list[Tensor]) -> Tensor:
 
 
 def assert_close(found: Tensor, given: list[Tensor], gated: bool, activation: str) -> None:
-    """The error is that of rounding, and of the GELU's polynomial, to the sums' size."""
+    """The error is that of rounding y, of summing in fp32, and 4e-5 of GELU as a polynomial."""
+    x, weight, *bias = (tensor.double() for tensor in given)
+    sums = F.linear(x, weight, *bias)
+    error = 5e-6 * F.linear(x.abs(), weight.abs(), *(b.abs() for b in bias))
     right = expected(gated, activation, given)
-    x, weight, *bias = (tensor.double().abs() for tensor in given)
-    size = F.linear(x, weight, *bias)
+    bound = torch.finfo(found.dtype).eps * right.abs() + 1e-7
     if gated:
-        size = size.chunk(2, -1)[0] * (1 + size.chunk(2, -1)[1])
-    eps = torch.finfo(found.dtype).eps
-    assert bool(((found.double() - right).abs() <= eps * right.abs() + 1e-4 * size.clamp(min=1)).all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("gated", "activation"), CASES)
-def test_values(gated: bool, activation: str, dtype: torch.dtype) -> None:
-    for m, n, k in ((M, N, 200), (M, N, 8), (128 * 132, 256, 64), (385, 256 * 64, 72), (M, N, 456)):
-        given = tensors(gated, m, n, k, dtype=dtype, device="cuda")
-        for operands in (given, given[:2]):
-            assert_close(call(gated, activation, operands), operands, gated, activation)
+        (gate, others), (gate_error, others_error) = sums.chunk(2, -1), error.chunk(2, -1)
+        bound += 1.2 * gate_error * others.abs() + others_error * (gate.abs() + 1)
+    else:
+        bound += 1.2 * error + 4e-5
+    assert bool(((found.double() - right).abs() <= bound).all())
 
 
 def kernels(gated: bool, activation: str, given: list[Tensor]) -> list[str]:
+    """Returns the names of the kernels of a call."""
     call(gated, activation, given)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call(gated, activation, given)
@@ -70,10 +66,19 @@ def kernels(gated: bool, activation: str, given: list[Tensor]) -> list[str]:
     return [event.name for event in profile.events() if event.device_type.name == "CUDA"]
 
 
+# The kernel takes these with 114 processors, too. 4869 rows leave nothing to the last tile's second block.
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(M, N, 200), (M, N, 8), (128 * 38 + 5, N, 320), (128 * 132, 256, 64), (385, 256 * 64, 72)],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("gated", "activation"), CASES)
-def test_it_is_one_kernel(gated: bool, activation: str) -> None:
-    (kernel,) = kernels(gated, activation, tensors(gated, dtype=torch.float16, device="cuda"))
+def test_values(gated: bool, activation: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+    given = tensors(gated, m, n, k, dtype=dtype, device="cuda")
+    (kernel,) = kernels(gated, activation, given)
     assert "linear::fused" in kernel
+    for operands in (given, given[:2]):
+        assert_close(call(gated, activation, operands), operands, gated, activation)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,7 @@ def test_bits_in_onnxruntime() -> None:
     node = linear_node(["x", "weight", "bias"], "y", activation="gelu")
     session = make_session(model_of([node], ["m", 200], {"weight": weight, "bias": bias}), LIBRARY, "cuda")
     given = [weight.cuda(), bias.cuda()]
-    for rows in (M, 3, 2500, M):
+    for rows in (M, 3, M - 128, M):
         part = x[:rows].cuda()
         y = torch.empty(rows, N, dtype=torch.float16, device="cuda")
         run_bound(session, {"x": part}, {"y": y})

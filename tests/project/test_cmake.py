@@ -1,5 +1,6 @@
 """cmake/TwinopCuda.cmake on its own: whether CUDA is built, and for which architectures."""
 
+import json
 import os
 import re
 import shutil
@@ -165,3 +166,27 @@ def test_architectures_with_the_nvcc_at_hand(wanted: str, archs: str | None, pro
         listed = line.split("archs=")[1].split(",")
         assert len(listed) >= 4 and listed[-1].endswith("-virtual") and listed[-2].endswith("-real")
         assert listed[-1].split("-")[0] == listed[-2].split("-")[0]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_code_of_hopper_alone(tmp_path: Path) -> None:
+    """`linear` has sm_90a's instead of sm_90's, PTX for newer GPUs, and compiles without either."""
+    for wanted, codes in (
+        ("80;90", ["sm_80", "sm_90a", "compute_90"]),
+        ("90a-real", ["sm_90a"]),
+        ("80-real", ["sm_80"]),
+    ):
+        options = (
+            f"-DTWINOP_CUDA_ARCHS={wanted}",
+            "-DTWINOP_OPS=linear",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        )
+        configured = configure_twinop("cmake", tmp_path, *options)
+        assert configured.returncode == 0, configured.stderr
+        commands = json.loads((tmp_path / "compile_commands.json").read_text())
+        (command,) = (each["command"] for each in commands if each["file"].endswith("linear.0.cu"))
+        assert re.findall(r"code=\[([a-z0-9_]+)\]", command) == codes
+        assert ("-DTWINOP_SM90A" in command) == ("sm_90a" in codes)
+    build: list[str | Path] = ["cmake", "--build", tmp_path, "--target", "twinop_op_linear"]
+    built = subprocess.run(build, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout
