@@ -10,6 +10,14 @@
 #include "twinop/math/gelu.h"
 #if defined(TWINOP_SM90A)
 #include "twinop/linear/fused.cuh"
+#else
+namespace twinop::linear::fused {
+inline Status Run(const Call&, const Operands&, const Sizes&, DType, std::string_view, bool, void*,
+                  bool* done) {
+  *done = false;
+  return {};
+}
+}  // namespace twinop::linear::fused
 #endif
 
 // The launchers of other ops of this library.
@@ -31,16 +39,6 @@ Status LaunchOnCuda(const twinop_call* call);
 }
 
 namespace twinop::linear {
-
-#if !defined(TWINOP_SM90A)
-namespace fused {
-inline Status Run(const Call&, const Operands&, const Sizes&, DType, std::string_view, bool, void*,
-                  bool* done) {
-  *done = false;
-  return {};
-}
-}  // namespace fused
-#endif
 
 // y = bias + residual, each if present: the result for k = 0, and the matrix that cuBLASLt adds its
 // product to if it has no epilogue for the bias.

@@ -42,16 +42,15 @@ inline constexpr int kSharedBytes = sizeof(Shared) + kAlignBytes;
 
 // A product, in tiles. n: columns of y, each of which takes two columns of a gated product.
 struct Tiling {
-  int m, n, k;
+  int m, n;
   int across, down, steps;  // tiles in a row; rows of a cluster's tiles; steps of the sum
 
   Tiling(const Sizes& sizes, bool gated)
       : m(static_cast<int>(sizes.m)),
         n(static_cast<int>(gated ? sizes.n / 2 : sizes.n)),
-        k(static_cast<int>(sizes.k)),
         across(static_cast<int>((sizes.n + kColumns - 1) / kColumns)),
         down((m + kRows * kCluster - 1) / (kRows * kCluster)),
-        steps((k + kDepth - 1) / kDepth) {}
+        steps(static_cast<int>((sizes.k + kDepth - 1) / kDepth)) {}
 
   __device__ int tiles() const { return across * down; }
   // The cluster's i-th tile. Clusters that run at the same time have few rows of tiles and few
