@@ -55,13 +55,8 @@ def prepare(name: str, dtype: str, small: bool, folder: str) -> dict[str, Any]:
     return optimized(stock, where / "twinop.onnx", few, ("nodes_before", "nodes_after", *FACTS))
 
 
-def measure(
-    name: str, dtype: str, device: str, folder: str, rounds: int, queued: bool = True
-) -> dict[str, Any]:
+def measure(name: str, dtype: str, device: str, folder: str, rounds: int) -> dict[str, Any]:
     """Measures both exports of an architecture, in turn.
-
-    Args:
-        queued: measure device time, of runs that wait in a queue; else the wall time of each run.
 
     Returns:
         {"rows": those of the report}
@@ -77,8 +72,7 @@ def measure(
             make = partial(in_ort, str(Path(folder) / f"{file_name}.onnx"), inputs, expected, "custom_ops")
             subjects[provider] = checked(make, expected, tensors.get("mask"))
         label = {"op": name, "dtype": dtype, "device": where.type, "shape": shape_of(inputs)}
-        label |= {} if queued else {"timer": "wall"}
-        return {"rows": timed(subjects, timer, label, rounds=rounds, seconds=0.2, queued=queued)}
+        return {"rows": timed(subjects, timer, label, rounds=rounds, seconds=0.2)}
 
 
 # ------------------------------------------------------------------------------------------- the report
@@ -166,9 +160,6 @@ def main(
                     content["exports"][name] = found
                     job |= {"device": str(where), "rounds": rounds}
                     found = pipeline.measure(**job)
-                    # ONNX Runtime frees the memory of some nodes in a callback of CUDA, which then fails.
-                    if "cudaFreeHost" in found.get(FAILURE, ""):
-                        found = pipeline.measure(**job, queued=False)
                 if FAILURE in found:
                     content["not_measured"][name] = found[FAILURE]
                     continue

@@ -193,15 +193,10 @@ def timed(
     *,
     rounds: int,
     seconds: float,
-    queued: bool = True,
 ) -> list[dict[str, Any]]:
-    """Measures subjects in turn, on the device and with the wait for it, and returns their rows.
-
-    Args:
-        queued: measure on the device, while runs wait in a queue; else wall time stands in for it.
-    """
+    """Measures subjects in turn, on the device and with the wait for it, and returns their rows."""
     runs = {name: subject.run for name, subject in subjects.items()}
-    times = timer.times(runs, rounds=rounds) if timer is not None and queued else None
+    times = timer.times(runs, rounds=rounds) if timer is not None else None
     after = partial(torch.cuda.synchronize, timer.stream.device) if timer is not None else None
     wall = host_times(runs, rounds=rounds, seconds=seconds, after=after)
     times = times or wall

@@ -1,6 +1,7 @@
 """ONNX Runtime's side of the reports: models, sessions, and bindings to torch's memory."""
 
 import tempfile
+import weakref
 from collections.abc import Container, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -208,4 +209,11 @@ def bind(
         return partial(session.run_with_iobinding, binding)
     run_options = ort.RunOptions()
     run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    # Frees the pinned memory of these runs before the session ends, as deploy/torch_binding.py does.
+    weakref.finalize(session, _run_and_wait, session._sess, binding)
     return partial(session.run_with_iobinding, binding, run_options)
+
+
+def _run_and_wait(inner: Any, binding: Any) -> None:
+    inner.run_with_iobinding(binding._iobinding, None)
+    torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 """Describes the inputs and outputs of a session, and words the errors for values that do not fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,22 @@ class Spec:
     def type_name(self) -> str:
         """The element type in messages."""
         return self.label or self.dtype
+
+    def sources(self, inputs: Iterable["Spec"]) -> tuple[int | tuple[str, int], ...] | None:
+        """Returns where each size of this output is known from: itself, or an (input, axis).
+
+        None if a size is not known.
+        """
+        if self.shape is None or self.element is None:
+            return None
+        places = {
+            size: (each.name, axis)
+            for each in inputs
+            for axis, size in enumerate(each.shape or ())
+            if isinstance(size, str)
+        }
+        found = [size if isinstance(size, int) else places.get(size or "") for size in self.shape]
+        return None if None in found else tuple(source for source in found if source is not None)
 
     def accepts(self, shape: Sequence[int]) -> bool:
         """Returns whether a tensor of this shape fits."""

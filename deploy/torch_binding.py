@@ -1,7 +1,9 @@
 """Runs sessions on torch tensors, bound by address, on the CPU and on the session's GPU."""
 
 import threading
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ from .tensor_specs import Spec, kind_of, unknown_name
 # ONNX Runtime's own CUDA kernels load 16 bytes at a time without checking the alignment.
 _ALIGNMENT = 16
 _NOT_SYNCHRONIZED = {"disable_synchronize_execution_providers": "1"}
+_MAX_QUEUED = 100  # runs. ONNX Runtime keeps pinned memory of some nodes until it waits for a run.
 _MAX_GRAPHS = 16  # each captured graph holds memory. Further combinations of shapes run without one.
 
 
@@ -55,7 +58,7 @@ class TensorRunner:
             for name, spec in (self._inputs | self._outputs).items()
         }
         self._shapes: dict[str, Any] = {
-            name: _sources(spec, session.required) for name, spec in self._outputs.items()
+            name: spec.sources(session.required) for name, spec in self._outputs.items()
         }
         no_graph = {"gpu_graph_id": "-1"} if cuda_graph else {}
         self._options = _run_options(no_graph)
@@ -64,6 +67,12 @@ class TensorRunner:
         self._guard = self._cuda is not None and torch.cuda.device_count() > 1
         self._graphs: dict[tuple[Any, ...], _Graph] | None = {} if cuda_graph else None
         self._lock = threading.Lock()
+        # Held while a run is queued: a later run frees only pinned memory of runs that do not overlap it.
+        self._queue_lock = threading.Lock()
+        self._queued_runs = 0
+        self._last_shapes: dict[str, torch.Size] = {}  # of the last queued run
+        if self._stream is not None:
+            weakref.finalize(session.ort, self._free_pinned, self._stream.device)
 
     def run(self, feeds: Mapping[str, Any], names: list[str]) -> dict[str, torch.Tensor]:
         """Runs the model as `Session.run` does.
@@ -174,7 +183,7 @@ class TensorRunner:
                 guarded(self._inner.run_with_iobinding, binding, self._options)
                 self._take(binding, results, bound)
             else:
-                self._queue(binding, results, bound)
+                self._queue(binding, results, bound, kept)
         except RunError as error:
             if not any(text in str(error) for text in _MISMATCHES) or not any(self._shapes.values()):
                 raise
@@ -184,7 +193,9 @@ class TensorRunner:
             return self._run_bound(kept, names, device)
         return results
 
-    def _queue(self, binding: Any, results: dict[str, Any], bound: list[str]) -> None:
+    def _queue(
+        self, binding: Any, results: dict[str, Any], bound: list[str], feeds: Mapping[str, torch.Tensor]
+    ) -> None:
         """Runs on the session's stream, between the past and the future work of the current stream.
 
         No memory is reused too early: for torch it is as if the current stream had done the work.
@@ -192,7 +203,7 @@ class TensorRunner:
         current = torch.cuda.current_stream(self._cuda)
         self._fork(current)
         try:
-            guarded(self._inner.run_with_iobinding, binding, self._queued)
+            self._run_queued(binding, feeds)
             if any(output is None for output in results.values()):
                 # The next run may reuse ONNX Runtime's memory while other streams still read it.
                 with torch.cuda.stream(self._stream):
@@ -201,6 +212,29 @@ class TensorRunner:
                     output.record_stream(current)
         finally:
             self._join(current)
+
+    def _run_queued(self, binding: Any, feeds: Mapping[str, torch.Tensor]) -> None:
+        with self._queue_lock:
+            self._queued_runs += 1
+            waits = self._queued_runs % _MAX_QUEUED == 0
+            guarded(self._inner.run_with_iobinding, binding, self._options if waits else self._queued)
+            self._last_shapes = {name: tensor.shape for name, tensor in feeds.items()}
+
+    def _free_pinned(self, device: torch.device) -> None:
+        """Frees the pinned memory of queued runs by one more run, when nobody uses the session any more.
+
+        Otherwise ONNX Runtime frees it in a callback of CUDA that outlives the session. CUDA refuses that,
+        and the process ends (seen with 1.31).
+        """
+        self._queued = self._options
+        with suppress(Exception), torch.cuda.device(device):  # nobody is there to hear of a failure
+            if self._last_shapes:
+                feeds = {
+                    name: torch.ones(shape, dtype=self._dtypes[name], device=device)
+                    for name, shape in self._last_shapes.items()
+                }
+                self._run_bound(feeds, list(self._outputs), device)
+            torch.cuda.synchronize()  # the callbacks of the last runs, too
 
     def _fork(self, current: torch.cuda.Stream) -> None:
         if current == self._stream:
@@ -303,20 +337,6 @@ class _Graph:
     options: Any
     inputs: dict[str, torch.Tensor]
     outputs: dict[str, torch.Tensor]
-
-
-def _sources(spec: Spec, inputs: Iterable[Spec]) -> tuple[int | tuple[str, int], ...] | None:
-    """Returns the source of each size of an output: a number, or (input, axis). None if one is unknown."""
-    if spec.shape is None or spec.element is None:
-        return None
-    places = {
-        size: (each.name, axis)
-        for each in inputs
-        for axis, size in enumerate(each.shape or ())
-        if isinstance(size, str)
-    }
-    found = [size if isinstance(size, int) else places.get(size or "") for size in spec.shape]
-    return None if None in found else tuple(source for source in found if source is not None)
 
 
 # ONNX Runtime's messages for an output buffer of the wrong shape, in versions 1.18 to 1.31.

@@ -3,8 +3,6 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from typer.testing import CliRunner
 
 from twinop.bench import models
 from twinop.bench.__main__ import app
-from twinop.bench.model_runs import MEASURED, OURS, TWINOP, checked, measure, prepare, timed
+from twinop.bench.model_runs import MEASURED, OURS, TWINOP, checked, measure, prepare
 from twinop.bench.providers import Subject
 from twinop.bench.workers import FAILURE, Pipeline, Worker
 
@@ -93,16 +91,6 @@ def test_a_plot_of_a_record(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["draw", str(record), f"--output={tmp_path}"])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "models-gpu.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_runs_that_may_not_wait_in_a_queue_have_wall_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[object] = []
-    monkeypatch.setattr("torch.cuda.synchronize", waits.append)
-    timer: Any = SimpleNamespace(stream=SimpleNamespace(device="a GPU"))  # times() would be missed
-    subjects = {"stock export": Subject(lambda: None)}
-    [row] = timed(subjects, timer, {"op": "swin"}, rounds=15, seconds=0, queued=False)
-    assert row["median_us"] == pytest.approx(row["wall_us"], abs=0.1) and "host_us" not in row
-    assert set(waits) == {"a GPU"} and len(waits) >= row["runs"] == 15
 
 
 def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:
