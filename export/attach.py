@@ -12,7 +12,7 @@ from twinop.op_schema import default_of
 from twinop.record import Record
 
 from .bodies import Body, DefaultInput, find_body
-from .calls import Call, find_calls, graphs_of, records_or_loaded
+from .calls import Call, find_calls, graphs_of, name_standard_domain, records_or_loaded
 from .record_body import trace
 from .schema import ONNX_TYPES
 
@@ -52,6 +52,7 @@ def attach_to_calls(
     model: ir.Model, calls: Mapping[Record, Sequence[Call]], *, allow_missing: bool = False
 ) -> None:
     """Does what `attach_bodies` does, for calls that have been found (`find_calls`)."""
+    name_standard_domain(model)
     opset = model.graph.opset_imports.get("", 0)
     if calls and opset not in OPSETS:
         raise ExportError(

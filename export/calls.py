@@ -139,6 +139,13 @@ def graphs_of(model: ir.Model) -> list[ir.Graph | ir.Function]:
     return [model.graph, *model.functions.values()]
 
 
+def name_standard_domain(model: ir.Model) -> None:
+    """Imports the standard operators as "", which ONNX also names "ai.onnx"; onnx_ir does so in nodes."""
+    for graph in graphs_of(model):
+        if (opset := graph.opset_imports.pop("ai.onnx", None)) is not None:
+            graph.opset_imports.setdefault("", opset)
+
+
 def find_calls(model: ir.Model, records: Mapping[str, Record]) -> dict[Record, list[Call]]:
     """Finds all calls of twinop's ops in a model, which gets the types that it lacks.
 

@@ -73,7 +73,7 @@ def replace_nodes(
         by_type[standard.op_type] = records[op], standard
     replaced: Counter[str] = Counter()
     for node in list(model.graph.all_nodes()):
-        if node.domain in ("", "ai.onnx") and node.op_type in by_type:
+        if not node.domain and node.op_type in by_type:
             record, standard = by_type[node.op_type]
             if _fits(node, record, standard):
                 _replace(node, record, _attributes(node, standard, opset))

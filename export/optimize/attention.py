@@ -108,7 +108,7 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     attributes |= {"unidirectional": 1} if causal else {}
     finite = _without_infinity(bias, matmul) if has_guard and bias is not None else bias
     inputs: list[ir.Value | None] = [q_plain, k_plain, v3.value, None, lengths]
-    inputs += [_spread(finite, q3, k3, matmul)] if finite is not None else []
+    inputs += [spread(finite, q3.value, k3.value, matmul)] if finite is not None else []
     while inputs[-1] is None:
         inputs.pop()
     shape = [*(dims(q3.value) or [None, None])[:2], v3.count * v3.size]
@@ -149,9 +149,9 @@ def _masks(
     return bias, lengths, any(mask in work.causal_masks and mask not in added for mask in masks)
 
 
-def _spread(bias: ir.Value, q: Heads, k: Heads, before: ir.Node) -> ir.Value:
-    """Returns a mask as [1 or B, 1 or H, S, T]."""
-    shape, rows, columns = dims(bias), (dims(q.value) or [0, None])[1], (dims(k.value) or [0, None])[1]
+def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node) -> ir.Value:
+    """Returns a mask as [1 or B, 1 or H, S, T], for q [B, S, ...] and k [B, T, ...]."""
+    shape, rows, columns = dims(bias), (dims(q) or [0, None])[1], (dims(k) or [0, None])[1]
     if shape is None or len(shape) > 4:
         raise UnsupportedPattern("a mask of unknown rank")
     if len(shape) == 4 and None not in (rows, columns) and shape[2:] == [rows, columns]:
@@ -159,17 +159,17 @@ def _spread(bias: ir.Value, q: Heads, k: Heads, before: ir.Node) -> ir.Value:
     if isinstance(rows, int) and isinstance(columns, int):
         target = int_constant(before, [1, 1, rows, columns])
     else:
-        target = scores_shape(before, q.value, k.value)
+        target = scores_shape(before, q, k)
     outer = [*([1] * (4 - len(shape))), *shape][:2]
     return add(before, "Expand", [bias, target], shape=[*outer, rows, columns])
 
 
-def padding_bias(shown: ir.Value, lowest: float, mask: ir.Value, before: ir.Node) -> ir.Value:
-    """Returns an additive mask [B, 1, 1, T] from a mask [B, T] of ones and zeros."""
+def padding_bias(shown: ir.Value, lowest: float, like: ir.Value, before: ir.Node) -> ir.Value:
+    """Returns an additive mask [B, 1, 1, T] of `like`'s dtype from a mask [B, T] of ones and zeros."""
     batch, tokens = dims(shown) or [None, None]
     kept = add(before, "Cast", [shown], {"to": ir.DataType.BOOL}, dtype=ir.DataType.BOOL, shape=dims(shown))
-    values = [constant_like(before, number, mask) for number in (0.0, lowest)]
-    bias = add(before, "Where", [kept, *values], dtype=mask.dtype, shape=dims(shown))
+    values = [constant_like(before, number, like) for number in (0.0, lowest)]
+    bias = add(before, "Where", [kept, *values], dtype=like.dtype, shape=dims(shown))
     return add(before, "Unsqueeze", [bias, int_constant(before, [1, 2])], shape=[batch, 1, 1, tokens])
 
 

@@ -55,7 +55,7 @@ class Work:
         return self.model.graph
 
     def may_differ(self, a: Dim, b: Dim) -> bool:
-        """Whether two sizes are known not to be one: names that inference has made up may be equal."""
+        """Whether two sizes may differ. Names that inference has made up count as equal."""
         given = {dim for value in self.graph.inputs for dim in dims(value) or () if dim is not None}
         return a != b and all(isinstance(each, int) or each in given for each in (a, b))
 
@@ -64,19 +64,14 @@ class Work:
         return [
             node
             for node in self.graph
-            if node.op_type in op_types and (domain is None or standard(node.domain) == domain)
+            if node.op_type in op_types and (domain is None or node.domain == domain)
         ]
-
-
-def standard(domain: str) -> str:
-    """Returns the domain, with "" for "ai.onnx"."""
-    return "" if domain == "ai.onnx" else domain
 
 
 def producer(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:
     """Returns the node that computes the value, if it has one of these types."""
     node = value.producer() if value is not None else None
-    if node is not None and node.op_type in op_types and standard(node.domain) == domain:
+    if node is not None and node.op_type in op_types and node.domain == domain:
         return node
     return None
 
@@ -198,6 +193,11 @@ def part_of(value: ir.Value | None, axis: int) -> tuple[ir.Value, int, int] | No
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
     """Returns the attribute's value, or the default."""
     return node.attributes[name].value if name in node.attributes else default
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """Returns the subgraphs of an If, Loop or Scan."""
+    return [each.as_graph() for each in node.attributes.values() if each.type is ir.AttributeType.GRAPH]
 
 
 # ------------------------------------------------------------------------------------ new nodes

@@ -25,7 +25,6 @@ from .graph import (
     other_input,
     producer,
     replace,
-    standard,
 )  # fmt: skip
 
 _ACTIVATIONS = ("relu", "gelu", "silu")
@@ -64,7 +63,7 @@ def match_linear(node: ir.Node) -> Linear | None:
     Raises:
         UnsupportedPattern: CustomLinear cannot compute it.
     """
-    if standard(node.domain) or node.op_type not in ("MatMul", "Gemm"):
+    if node.domain or node.op_type not in ("MatMul", "Gemm"):
         return None
     x, weight, *rest = node.inputs
     is_nk = attribute(node, "transB", 0)
@@ -95,7 +94,7 @@ def match_linear(node: ir.Node) -> Linear | None:
             raise UnsupportedPattern("it adds a matrix")
     elif (addition := only_user(output)) is not None and addition.op_type == "Add":
         other = other_input(addition, output)
-        if not standard(addition.domain) and _is_bias(other, width, rank):
+        if not addition.domain and _is_bias(other, width, rank):
             bias, output = other, addition.outputs[0]
     return Linear(node, x, weight, bias, layout, output)
 
@@ -128,7 +127,7 @@ def activation_of(work: Work, node: ir.Node | None) -> str:
     own = {record.node_type: name for name, record in work.records.items() if name in _ACTIVATIONS}
     plain = {"Relu": "relu", "Gelu": "gelu"}
     name = own.get((node.domain, node.op_type)) or ("" if node.domain else plain.get(node.op_type, ""))
-    return f"{name}_tanh" if attribute(node, "approximate", "none") == "tanh" else name
+    return f"{name}_tanh" if name and attribute(node, "approximate", "none") == "tanh" else name
 
 
 def rewrite(work: Work) -> None:

@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from twinop.errors import ExportError
 
+from ..calls import name_standard_domain
 from ..routes import quiet
 
 _FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights
@@ -30,6 +31,7 @@ def load(path: Path) -> ir.Model:
             graph.sort()  # ONNX Runtime takes nodes in any order, and its converter to float16 writes them so
     except Exception as error:
         raise ExportError(f"{path}: is not an ONNX model: {str(error).splitlines()[0]}") from error
+    name_standard_domain(model)
     if not len(model.graph) and not model.graph.outputs:
         raise ExportError(f"{path}: is not an ONNX model: it has no nodes and no outputs")
     for tensor in _external(model):

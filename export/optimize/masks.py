@@ -18,7 +18,7 @@ from twinop.errors import TwinopError
 from ..comparison import NotRunnable, run
 from . import inputs
 from .attention import attentions, masks_of
-from .graph import Work, constant, dims
+from .graph import Work, constant, dims, subgraphs
 from .prepare import clean
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
@@ -133,14 +133,10 @@ def _ancestors(mask: ir.Value) -> set[ir.Value]:
         seen.add(value)
         node = value.producer()
         if node is not None and node.op_type not in ("Shape", "Size"):
-            nodes = [node, *(inner for graph in _subgraphs(node) for inner in graph.all_nodes())]
+            nodes = [node, *(inner for graph in subgraphs(node) for inner in graph.all_nodes())]
             waiting += [each for one in nodes for each in one.inputs if each is not None]
-            waiting += [each for graph in _subgraphs(node) for each in graph.outputs]
+            waiting += [each for graph in subgraphs(node) for each in graph.outputs]
     return seen
-
-
-def _subgraphs(node: ir.Node) -> list[ir.Graph]:
-    return [each.as_graph() for each in node.attributes.values() if each.type is ir.AttributeType.GRAPH]
 
 
 def _is_known(mask: ir.Value) -> bool:

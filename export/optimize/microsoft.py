@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..attach import OPSETS
+from .attention import padding_bias, spread
 from .graph import (
     MICROSOFT,
     Dim,
@@ -21,6 +22,7 @@ from .graph import (
     Work,
     add,
     attribute,
+    broadcast_dims,
     constant,
     dims,
     initializer,
@@ -28,8 +30,6 @@ from .graph import (
     is_constant,
     last_dim,
     replace,
-    scores_shape,
-    standard,
 )  # fmt: skip
 
 _LOWEST = float(np.finfo(np.float32).min)
@@ -74,7 +74,7 @@ def split_simplified_norms(model: ir.Model) -> None:
     """Splits SimplifiedLayerNormalization: no standard opset has it, but ONNX Runtime has it as standard."""
     opset = model.opset_imports.get("", 0)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.op_type != "SimplifiedLayerNormalization" or standard(node.domain):
+        if node.op_type != "SimplifiedLayerNormalization" or node.domain:
             continue
         x, weight = node.inputs
         assert x is not None and weight is not None and node.graph is not None
@@ -237,19 +237,10 @@ def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, add
     rank = len(dims(mask) or ()) if mask is not None else 1
     if rank == 2:
         assert mask is not None
-        q, k = (dims(each) or [None] * 3 for each in (parts[0], parts[1]))
-        shown = add(node, "Cast", [mask], {"to": 9}, dtype=ir.DataType.BOOL, shape=dims(mask))
-        axes = int_constant(node, [1, 2])
-        shown = add(node, "Unsqueeze", [shown, axes], dtype=ir.DataType.BOOL, shape=[q[0], 1, 1, k[1]])
-        lowest = attribute(node, "mask_filter_value", _LOWEST)
-        graph = node.graph
-        assert graph is not None
-        zero, low = (initializer(graph, np.array(each, np.float32), "mask") for each in (0.0, lowest))
-        bias = add(node, "Where", [shown, zero, low], dtype=ir.DataType.FLOAT, shape=[q[0], 1, 1, k[1]])
+        bias = padding_bias(mask, attribute(node, "mask_filter_value", _LOWEST), parts[0], node)
         if added is not None:
-            bias = add(node, "Add", [bias, added], shape=dims(added))
-        target = scores_shape(node, parts[0], parts[1])
-        added, mask = add(node, "Expand", [bias, target], shape=[q[0], None, q[1], k[1]]), None
+            bias = add(node, "Add", [bias, added], shape=broadcast_dims(dims(bias), dims(added)))
+        added, mask = spread(bias, parts[0], parts[1], node), None
     elif rank != 1:
         raise UnsupportedPattern(f"a mask of {rank} dimensions")
     inputs = [*parts, None, mask, added]

@@ -16,7 +16,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedN
 
 from twinop.record import DOMAIN
 
-from .graph import MICROSOFT, add, attribute, initializer, standard
+from .graph import MICROSOFT, add, attribute, initializer, subgraphs
 
 DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
@@ -77,7 +77,7 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
                 node.replace_input_with(index, _cast(node, value, wanted, casts))
             elif value not in dtypes and _is_wide_constant(value) and wanted is not ir.DataType.FLOAT:
                 node.replace_input_with(index, _narrowed(graph, value, dtype, casts))
-        for subgraph in _subgraphs(node):
+        for subgraph in subgraphs(node):
             _widen_captured(node, subgraph, dtypes, casts)
         for result in node.outputs:
             if result in floats:
@@ -95,10 +95,6 @@ def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType, casts: Casts) ->
     return casts[value, dtype]
 
 
-def _subgraphs(node: ir.Node) -> list[ir.Graph]:
-    return [each.as_graph() for each in node.attributes.values() if each.type is ir.AttributeType.GRAPH]
-
-
 def _widen_captured(
     node: ir.Node, subgraph: ir.Graph, dtypes: Mapping[ir.Value, ir.DataType], casts: Casts
 ) -> None:
@@ -111,7 +107,7 @@ def _widen_captured(
     for inner in subgraph:
         for index, value in enumerate(inner.inputs):
             inner.replace_input_with(index, in_fp32(value))
-        for deeper in _subgraphs(inner):
+        for deeper in subgraphs(inner):
             _widen_captured(node, deeper, dtypes, casts)
     for index, value in enumerate(tuple(subgraph.outputs)):
         if (wide := in_fp32(value)) is not None and wide is not value:
@@ -131,7 +127,7 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
         kinds = [value.dtype for value in (*node.inputs, *node.outputs) if value is not None]
         if ir.DataType.FLOAT not in kinds:
             continue
-        domain, users = standard(node.domain), [use.node for value in node.outputs for use in value.uses()]
+        domain, users = node.domain, [use.node for value in node.outputs for use in value.uses()]
         if domain == DOMAIN or (domain == MICROSOFT and node.op_type in _MICROSOFT):
             continue
         if not domain and node.op_type == "Cast":

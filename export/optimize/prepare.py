@@ -18,7 +18,7 @@ from twinop.record import Record
 
 from ..attach import OPSETS
 from ..routes import quiet
-from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims, standard
+from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims
 from .precision import WAS_16_BITS
 
 _LARGE = 1024  # elements; larger constants are not shapes
@@ -182,7 +182,7 @@ def _symbolic_shapes(
 def _fold_sizes(model: ir.Model) -> None:
     """Replaces sizes that nodes take from a Shape with constants, where inference has found them."""
     for node in list(model.graph):
-        shape = producer(node.inputs[0], "Shape") if node.inputs and not standard(node.domain) else None
+        shape = producer(node.inputs[0], "Shape") if node.inputs and not node.domain else None
         found = dims(shape.inputs[0]) if shape is not None else None
         if (
             shape is None
@@ -212,7 +212,7 @@ def _remove_no_ops(model: ir.Model) -> None:
     Nodes of subgraphs stay: a branch of an If needs an Identity to return a captured value.
     """
     for node in list(model.graph):
-        if standard(node.domain) or node.op_type not in _POSSIBLE_NO_OPS or not node.inputs:
+        if node.domain or node.op_type not in _POSSIBLE_NO_OPS or not node.inputs:
             continue
         source, result = node.inputs[0], node.outputs[0]
         given = source is not None and (source.is_graph_input() or is_constant(source))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .graph import attribute, constant, dims, ints, is_constant, producer, same_dims, scalar, standard
+from .graph import attribute, constant, dims, ints, is_constant, producer, same_dims, scalar
 
 _MAX_NODES = 20  # nodes of a region: the tanh form of GELU has 12, a layer norm with all its casts 14
 erf = np.vectorize(math.erf, otypes=[float])
@@ -122,7 +122,7 @@ def _index(value: ir.Value, order: Mapping[ir.Node, int]) -> int:
 
 
 def _computable(node: ir.Node) -> bool:
-    if standard(node.domain):
+    if node.domain:
         return False
     if node.op_type in REDUCTIONS:
         axes, rank = ints(node, "axes", 1), len(dims(node.inputs[0]) or ())

@@ -177,7 +177,7 @@ def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
     if width == 1 or dims(value) == []:
         return True
     node = value.producer() if value is not None else None
-    if node is None or node.domain not in ("", "ai.onnx") or width is None:
+    if node is None or node.domain or width is None:
         return False
     if node.op_type in _ELEMENTWISE:
         return all(has_equal_pairs(each, layout) for each in node.inputs)

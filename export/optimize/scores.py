@@ -44,7 +44,7 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
     value, found_scale, masks = softmax.inputs[0], 1.0, list[ir.Value]()
     while True:
         node = value.producer() if value is not None else None
-        if node is None or node.domain not in ("", "ai.onnx"):
+        if node is None or node.domain:
             raise UnsupportedPattern("no product of q and k")
         if node.op_type == "MatMul":
             if any(constant(each) is not None for each in node.inputs):

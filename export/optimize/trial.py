@@ -26,7 +26,7 @@ from ..comparison import NotRunnable
 from ..files import EXTERNAL_DATA_BYTES, save
 from ..routes import quiet
 from . import compare, masks, precision
-from .graph import MICROSOFT, Work, standard
+from .graph import MICROSOFT, Work
 from .inputs import Case, Sizes, draws_random, hides_left, read_npz
 from .load import load
 from .microsoft import split_simplified_norms
@@ -272,7 +272,7 @@ class Trial:
         self.progress("writing and checking")
         files = self._write(model, name)
         report.nodes_after = len(model.graph)
-        kinds = Counter(node.op_type for node in model.graph if standard(node.domain) == MICROSOFT)
+        kinds = Counter(node.op_type for node in model.graph if node.domain == MICROSOFT)
         report.needs = [f"{MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
         dtype = precision.DTYPES.get(report.dtype)
         if dtype is not None:

@@ -12,6 +12,7 @@ import pytest
 from optimizing import nodes, optimized, parsed, types, weights
 
 from twinop.errors import ExportError
+from twinop.export.attach import attach_bodies
 from twinop.export.optimize import optimize
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
@@ -130,6 +131,16 @@ def test_ir_version_3(tmp_path: Path) -> None:
     proto.ir_version = 4
     report, model = optimized(proto, tmp_path)
     assert [value.name for value in model.graph.inputs] == ["x", "w"] and not report.notes
+
+
+def test_the_other_name_of_the_standard_domain(tmp_path: Path) -> None:
+    proto = parsed("(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }", w=weights(4, 3))
+    proto.opset_import[0].domain = "ai.onnx"
+    _, model = optimized(proto, tmp_path)
+    assert types(model) == {"CustomLinear": 1} and "ai.onnx" not in model.opset_imports
+    proto = parsed("(float[N, 4] x) => (float[N, 4] y) { y = custom_domain.CustomRelu (x) }")
+    proto.opset_import[0].domain = "ai.onnx"
+    assert [function.name for function in attach_bodies(proto).functions] == ["CustomRelu"]
 
 
 def test_nodes_in_any_order(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from optimizing import nodes, optimized, parsed, types, weights
 from other_sizes import assert_same
+
+from twinop.export.optimize.graph import Work
+from twinop.export.optimize.linear import activation_of
 
 UNARY = "(float[N, 6, 8] x) => (float[N, 6, 8] y)"
 
@@ -50,6 +54,13 @@ def test_silu_and_what_is_no_activation_of_ours(tmp_path: Path) -> None:
         "silu after a convolution: ONNX Runtime fuses it": 1,
     }
     assert types(model) == {"CustomSilu": 1, "Mul": 3, "Sigmoid": 2, "Conv": 1}
+
+
+def test_a_gelu_of_others_is_no_activation() -> None:
+    node = ir.node("CustomTheirGelu", [ir.Value(name="x")], {"approximate": "tanh"}, domain="theirs")
+    assert (
+        activation_of(Work(ir.Model(ir.Graph([], [], nodes=[node]), ir_version=10), "cuda", {}), node) == ""
+    )
 
 
 LINEAR = "(float[N, 6, 8] x) => (float[N, 6, 5] y)"
@@ -296,6 +307,14 @@ def test_what_onnx_runtime_has_fused_is_taken_apart(tmp_path: Path) -> None:
     assert report.made["Attention decomposed"] == 1
     [attention] = nodes(model, "MultiHeadAttention")
     assert attention.inputs[4] is None  # a mask [B, T] there is slow
+
+
+def test_two_masks_of_onnx_runtimes_attention(tmp_path: Path) -> None:
+    text = """(float[2, 6, 8] x, int32[2, 6] mask, float[1, 2, 6, 6] positions) => (float[2, 6, 8] y) {
+        y = com.microsoft.MultiHeadAttention <num_heads=2> (x, x, x, , mask, positions) }"""
+    report, model = optimized(parsed(text), tmp_path)
+    [attention] = nodes(model, "MultiHeadAttention")
+    assert report.made["MultiHeadAttention decomposed"] == 1 and attention.inputs[4] is None
 
 
 def test_older_opsets(tmp_path: Path) -> None:
