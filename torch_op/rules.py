@@ -1,6 +1,6 @@
 """An op's rules for torch, derived from its record: fake, vmap, autocast, refusals."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -210,32 +210,51 @@ def cpu_rule(record: Record) -> Rule:
                 "runs"
             )
         arguments = bind(signature, args, kwargs)
-        tensors = [_widened(arguments[entry.name]) for entry in record.inputs]
+        tensors = [arguments[entry.name] for entry in record.inputs]
         attributes = {entry.name: arguments[entry.name] for entry in record.attributes}
-        for entry in record.attributes:
-            if entry.kind == "float":  # rounded to fp32, as for a kernel
-                attributes[entry.name] = torch.tensor(attributes[entry.name], dtype=torch.float32).item()
-        results = CPU_FUNCTIONS[record.key](*tensors, **attributes)
-        pairs = list(zip(_as_tuple(outputs), _as_tuple(results), strict=True))
-        for name, (output, result) in zip(record.outputs, pairs, strict=True):
-            if output.shape != result.shape:
-                raise RecordError(
-                    f"{record.qualified_name}: its body gives {name} the shape {list(result.shape)}, and "
-                    f"the op says {list(output.shape)}"
-                )
-            output.copy_(result)
+        run_body(record, as_tuple(outputs), tensors, attributes, record.qualified_name)
         return outputs
 
     return rule
 
 
-def _widened(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return (
-        tensor.float() if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-    )
+def run_body(
+    record: Record,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor | None],
+    attributes: Mapping[str, Any],
+    where: str,
+) -> None:
+    """Computes an op on CPU tensors with its function in `CPU_FUNCTIONS`, in at least fp32, into `outputs`.
+
+    Args:
+        where: what errors begin with.
+
+    Raises:
+        RecordError: the function gives other shapes than those of the outputs.
+    """
+    wide = [t.float() if t is not None and t.is_floating_point() and t.itemsize == 2 else t for t in inputs]
+    given = dict(attributes)
+    for entry in record.attributes:
+        if entry.kind == "float":  # rounded to fp32, as for a kernel
+            given[entry.name] = torch.tensor(given[entry.name], dtype=torch.float32).item()
+    results = as_tuple(CPU_FUNCTIONS[record.key](*wide, **given))
+    if not len(results) == len(outputs) == len(record.outputs):
+        raise RecordError(
+            f"{where}: {record.schema} has {len(record.outputs)} outputs; the op returns {len(outputs)}, its "
+            f"body {len(results)}"
+        )
+    for name, output, result in zip(record.outputs, outputs, results, strict=True):
+        if output.shape != result.shape:
+            raise RecordError(
+                f"{where}: the body of {record.name} gives {name} the shape {list(result.shape)}, the op "
+                f"{list(output.shape)}. Make them agree"
+            )
+        output.copy_(result)
 
 
-def _as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
+def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the outputs of an op as a tuple, which one output is not."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from twinop.errors import ExportError, RecordError
+from twinop.errors import ExportError
 from twinop.kernel_op import KernelOp
 from twinop.record import Record
 from twinop.triton.installed import check_triton
 
-from .arguments import tensors_of
+from .arguments import signature_of, tensors_of
 from .autograd import make_function
-from .rules import vmap_rule
+from .rules import as_tuple, run_body, vmap_rule
 
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "int[]": Sequence[int]}
 
@@ -50,34 +50,6 @@ def register(declared: KernelOp, functions: dict[str, Callable[..., Any]]) -> Ca
     return function
 
 
-def run_body(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, Any]) -> Any:
-    """Computes an op on CPU tensors from its body. Outputs are those that the launcher allocates.
-
-    Raises:
-        RecordError: the body gives other shapes than the launcher.
-    """
-    record = declared.record
-    with _launches(_skipped):
-        outputs = _tuple(_launch(declared, inputs, attributes))
-    wide = [
-        None if t is None else t.float() if t.is_floating_point() and t.itemsize == 2 else t for t in inputs
-    ]
-    results = _tuple(declared.on_cpu(*wide, **attributes))
-    if len(results) != len(outputs) or len(outputs) != len(record.outputs):
-        raise RecordError(
-            f"{declared.place}: {record.schema} has {len(record.outputs)} outputs; the launcher returns "
-            f"{len(outputs)}, the body {len(results)}"
-        )
-    for name, output, result in zip(record.outputs, outputs, results, strict=True):
-        if output.shape != result.shape:
-            raise RecordError(
-                f"{declared.place}: the body of {record.name} gives {name} the shape {list(result.shape)}, "
-                f"the launcher {list(output.shape)}. Make them agree"
-            )
-        output.copy_(result)
-    return outputs if len(outputs) > 1 else outputs[0]
-
-
 def _implementation(declared: KernelOp, fake: bool = False) -> Callable[..., Any]:
     """Returns what the op does, as a function that torch can trace, with the schema's types."""
     record = declared.record
@@ -92,7 +64,10 @@ def _implementation(declared: KernelOp, fake: bool = False) -> Callable[..., Any
             )
         inputs, attributes = args[:count], dict(zip(names, args[count:], strict=True))
         if not fake and tensors_of(inputs)[0].device.type == "cpu":
-            return run_body(declared, inputs, attributes)
+            with _launches(_skipped):
+                outputs = _launch(declared, inputs, attributes)
+            run_body(record, as_tuple(outputs), inputs, attributes, declared.place)
+            return outputs
         with _launches(_skipped if fake else _launched):
             return _launch(declared, inputs, attributes)
 
@@ -112,33 +87,15 @@ def _launch(declared: KernelOp, inputs: Sequence[Any], attributes: dict[str, Any
     return tuple(results) if isinstance(results, list) else results
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
 def _typed_signature(record: Record) -> inspect.Signature:
-    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    tensors = [
-        inspect.Parameter(
-            entry.name,
-            kind,
-            default=None if entry.optional else empty,
-            annotation=torch.Tensor | None if entry.optional else torch.Tensor,
-        )
-        for entry in record.inputs
-    ]
-    attributes = [
-        inspect.Parameter(
-            entry.name,
-            kind,
-            default=empty if entry.required else entry.default,
-            annotation=_TYPES[entry.kind],
-        )
-        for entry in record.attributes
-    ]
+    signature = signature_of(record)
+    types: dict[str, Any] = {entry.name: _TYPES[entry.kind] for entry in record.attributes}
+    for entry in record.inputs:
+        types[entry.name] = torch.Tensor | None if entry.optional else torch.Tensor
+    parameters = [each.replace(annotation=types[name]) for name, each in signature.parameters.items()]
     outputs = (torch.Tensor,) * len(record.outputs)
     returned = tuple[outputs] if len(outputs) > 1 else torch.Tensor  # type: ignore[valid-type]
-    return inspect.Signature([*tensors, *attributes], return_annotation=returned)
+    return signature.replace(parameters=parameters, return_annotation=returned)
 
 
 # ------------------------------------------------------------------------------------- kernel launches

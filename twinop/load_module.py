@@ -12,11 +12,16 @@ def load_module(path: Path) -> ModuleType:
     """Imports the Python file of an op, under its own name.
 
     Raises:
-        TwinopError: it cannot be imported.
+        TwinopError: it cannot be imported, or another module has its name.
     """
     name = path.parent.name if path.name == "__init__.py" else path.stem
-    if name in sys.modules:
-        return sys.modules[name]
+    if (known := sys.modules.get(name)) is not None:
+        file = getattr(known, "__file__", None) or "built into Python"
+        if Path(file).resolve() != path.resolve():
+            raise TwinopError(
+                f"{path} cannot be imported: another module has the name {name} ({file}). Rename the file"
+            )
+        return known
     folder = str(path.parent.parent if path.name == "__init__.py" else path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

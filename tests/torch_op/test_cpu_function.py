@@ -65,6 +65,6 @@ def test_outputs_are_tensors_of_their_own(ops: torch_op.Ops, functions: dict[str
 
 def test_a_function_of_another_shape(ops: torch_op.Ops, functions: dict[str, Any]) -> None:
     functions[f"{DOMAIN}::double_and_sum"] = lambda x: (x, x)
-    said = r"double_and_sum: its body gives total the shape \[2, 3\], and the op says \[2\]"
+    said = r"double_and_sum: the body of double_and_sum gives total the shape \[2, 3\], the op \[2\]"
     with pytest.raises(RecordError, match=said):
         ops.double_and_sum(torch.ones(2, 3))

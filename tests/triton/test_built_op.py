@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from twinop.bench.peers import resolve
 from twinop.building.builder import build
 from twinop.building.flags import Options
 from twinop.building.project import find_project
-from twinop.errors import BuildError
+from twinop.errors import BuildError, TwinopError
 from twinop.export import export
 from twinop.kernel_op import describe_source
 from twinop.library import Library, needed_libraries
@@ -112,7 +113,7 @@ def test_an_outdated_library_is_not_used(library: Library, folder: Path, tmp_pat
 def refused(tmp_path: Path, name: str, text: str, archs: str = "90", **more: Any) -> str:
     file = tmp_path / f"{name}.py"
     file.write_text(text)
-    with pytest.raises(BuildError) as raised:
+    with pytest.raises(TwinopError) as raised:
         build(find_project([file], **more), options=Options(archs))
     return str(raised.value)
 
@@ -148,6 +149,9 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
     assert "declares no op with kernels" in refused(tmp_path, "no_op", "import torch\n")
     said = refused(tmp_path, "nothing_declared", 'TEXT = """\n@twinop.triton_op(\n"""\n')
     assert "declares no op. Expected @twinop.triton_op" in said
+    assert statistics.mean([1]) == 1  # imported
+    said = refused(tmp_path, "statistics", mish)
+    assert "another module has the name statistics" in said and "Rename the file" in said
 
 
 @pytest.mark.cuda
