@@ -141,7 +141,7 @@ def built_entries() -> dict[str, Entry]:
 def entries_of(target: Path) -> dict[str, Entry]:
     """Returns the entries of the ops of a library, the Python file of an op, or a project.
 
-    An op without a function body, or whose inputs cannot be derived, is told and left out.
+    An op without a function body, or whose inputs cannot be derived, is reported and skipped.
 
     Raises:
         BenchError: no op is left.

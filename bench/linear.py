@@ -176,7 +176,7 @@ def in_ort(
 def measure(
     cell: Cell, dtype: torch.dtype, timer: DeviceTimer | None, rounds: int, missing: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Measures a cell. A provider that fails or computes something else is told and left out."""
+    """Measures a cell. A provider that fails or computes something else is reported and skipped."""
     tensors = cell.tensors(dtype, timer.stream.device if timer is not None else torch.device("cpu"))
     expected = reference(cell, tensors)
     ours = partial(getattr(torch_op, cell.op), **tensors, **cell.attributes)

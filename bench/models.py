@@ -10,7 +10,7 @@ import typer
 from twinop.console import clear_errors, out
 
 from . import report
-from .model_runs import AUTOTUNE, COLUMNS, COMPILE, EAGER, KINDS, MEASURED, TWINOP
+from .model_runs import AUTOTUNE, COLUMNS, EAGER, KINDS, MEASURED, TWINOP
 from .model_zoo import ROWS, Row
 from .recording import Commit, Device, Output, Recording, rest_of, to_add_to
 from .workers import FAILURE, Pipeline
@@ -105,18 +105,6 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         ROWS[name].title: {column: each[what_counts(name)] * 1e-3 for column, each in judged(columns).items()}
         for (name,), columns in report.by_cell(rows, "op").items()
     }
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table of the documentation: a model's times in ms, and the fastest other column's share."""
-    shown = [COMPILE, "ORT optimizer", *OURS]
-    lines = ["| model | " + " | ".join(shown) + " | of the fastest other |", "|---" * (len(shown) + 2) + "|"]
-    for title, columns in panels(rows).items():
-        best = min((each for each in columns if each not in OURS), key=columns.__getitem__)
-        ours = min(columns[each] for each in OURS if each in columns)
-        times = [f"{columns[each]:.2f}" if each in columns else "-" for each in shown]
-        lines.append(f"| {title} | " + " | ".join(times) + f" | {ours / columns[best]:.2f} ({best}) |")
-    return "\n".join(lines)
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -120,7 +120,7 @@ class Machine:
         return path if path.is_file() else build(find_project([EXAMPLES / f"{op}.py"]), path).library.path
 
     def subjects(self, cell: Cell) -> dict[str, Subject]:
-        """Returns the providers of a cell. One that fails or computes something else is told and left out."""
+        """Returns the providers of a cell. One that fails, or is wrong, is reported and skipped."""
         inputs = list(cell.inputs.values())
         expected = cell.reference(*(each.float() for each in inputs))
         declared = getattr(load_module(EXAMPLES / f"{cell.op}.py"), cell.op)

@@ -1,6 +1,5 @@
 """Compares an optimised model with the original."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -26,7 +25,7 @@ ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-
 NOTED, FACTOR = 1.2, 3.0
 LOST = 0.1  # an error of the original with which a dtype is of no use
 EMPTY = "the outputs of the original have no elements"
-_LARGE, _TIMES_TYPICAL = 1e4, 1e3  # what hides scores and logits is larger than the numbers around it
+_LARGE, _TIMES_TYPICAL = 1e4, 1e3  # numbers that hide scores and logits are far larger than the rest
 
 
 class NotEquivalent(Exception):
@@ -146,13 +145,3 @@ def _require_loadable(original: Path, library: deploy.Libraries) -> None:
         run(original, library)
     except (TwinopError, NotRunnable) as error:
         raise ExportError(f"the original cannot be loaded on the CPU: {error}") from error
-
-
-def outputs_of(path: Path, cases: Sequence[Case], library: deploy.Libraries | bool) -> Outputs:
-    """Returns the outputs of a model on the CPU provider.
-
-    Raises:
-        NotRunnable: an operator has no CPU kernel.
-        ExportError: it fails for another reason.
-    """
-    return run(path, library, cases).outputs

@@ -79,7 +79,7 @@ def generate(model: ir.Model, sizes: Sizes, *, hide: str, seed: int = 0, positiv
 
 
 def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
-    """Returns the shapes of the inputs. The role of a name is that of its first place."""
+    """Returns the shapes of the inputs. The first use of a name decides whether it is a batch or a length."""
     by_name: dict[str, int] = {}
     lengths, found = 0, {}
     for value in model.graph.inputs:

@@ -4,7 +4,7 @@ Matches: chains of operators over the last dimension (`regions.py`), with means,
 LayerNormalization and RMSNormalization.
 Writes: CustomLayerNorm and CustomRmsNorm, with weight and bias.
 Leaves alone: norms over several dimensions, with one number as weight, or whose other outputs are read;
-x / (length + eps), whose eps acts otherwise.
+x / (length + eps), which adds eps after the square root.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,9 +69,7 @@ def _fit(region: Region, width: int) -> _Norm | None:
     rows = np.random.default_rng(_SEED).standard_normal((8, width)) + 0.5
     numbers = {number for value in region.constants() if (number := scalar(value)) is not None}
     candidates = [(number, number**0.5) for number in numbers if 0 < number < _LARGEST_EPS]
-    if region.has(
-        "Clip"
-    ):  # torch.nn.functional.normalize: its limit acts on rows that are zero but for noise
+    if region.has("Clip"):  # torch.nn.functional.normalize, whose limit matters for rows of almost zero only
         candidates = [(number**2 / width, 1e-2) for number in numbers if 0 < number <= _SMALLEST_NORM]
     for eps, scale in sorted(candidates):
         for op in ("rms_norm", "layer_norm"):

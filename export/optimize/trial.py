@@ -82,7 +82,7 @@ class Trial:
         self.progress("running the original")
         if inputs_file is not None:
             self.cases, self.sizes = read_npz(os.fspath(inputs_file), self.base)
-            self.expected = compare.outputs_of(self.original, self.cases, self.library)
+            self.expected = compare.run(self.original, self.library, self.cases).outputs
             if reason := compare.shows_nothing(self.expected):
                 raise ExportError(
                     f"--inputs {inputs_file}: {reason}, so nothing can be compared. Give inputs of at "
@@ -167,7 +167,7 @@ class Trial:
         self.progress("comparing with the original")
         try:
             path = self._write(model.clone(), "trial.onnx")[-1]
-            found = compare.outputs_of(path, self.cases, self.library)
+            found = compare.run(path, self.library, self.cases).outputs
         except NotRunnable as reason:
             raise compare.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
@@ -330,7 +330,7 @@ class Trial:
             for index in chosen
         ]
         try:
-            found = compare.outputs_of(path, cases, self.library)
+            found = compare.run(path, self.library, cases).outputs
         except TwinopError as error:
             raise NotRunnable(str(error).splitlines()[0]) from error
         expected = [[precision.clip(each, dtype) for each in self.expected[index]] for index in chosen]

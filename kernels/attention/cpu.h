@@ -90,7 +90,7 @@ struct QueryBlocks {
     }
     Number most = *highest;
     for (std::int64_t j = 0; j < keys; ++j) most = scores[j] > most ? scores[j] : most;
-    // Behind -inf alone the difference would be NaN; a later key may still count.
+    // After only -inf the difference would be NaN. A later key may be finite.
     const Number base = most == -kInfinity<Number> ? Number(0) : most;
     const Number kept = Exp(*highest - base);
     for (Number& score : scores) score = Exp(score - base);

@@ -51,7 +51,7 @@ static __global__ void __launch_bounds__(32 * kWarps)
       Number most = fmax(highest, score);
       for (int distance = 16; distance > 0; distance /= 2)
         most = fmax(most, __shfl_xor_sync(0xFFFFFFFFu, most, distance));
-      // Behind -inf alone the difference would be NaN; a later key may still count.
+      // After only -inf the difference would be NaN. A later key may be finite.
       const Number base = most == lowest ? Number(0) : most;
       const Number kept = exp(highest - base);
       const Number weight = exp(score - base);

@@ -207,7 +207,7 @@ struct Tile {
         }
       most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
       most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
-      // Behind -inf alone the difference would be NaN; a later key may still count.
+      // After only -inf the difference would be NaN. A later key may be finite.
       const float base = most == -INFINITY ? 0 : most;
       const float kept = exp2f((highest[i] - base) * kLog2E);
       highest[i] = most;

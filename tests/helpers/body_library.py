@@ -8,7 +8,13 @@ from pathlib import Path
 from abi_files import build_c
 from abi_structures import TEXTS
 
-from twinop.export.body_model import body_model
+from twinop.export.attach import OPSETS
+from twinop.export.bodies import find_body
+from twinop.export.body_model import model_of
+from twinop.export.calls import make_call
+from twinop.export.record_body import trace
+from twinop.export.schema import onnx_value
+from twinop.op_schema import default_of
 from twinop.record import Record
 
 # What a body's function compares; kernels/abi.h has these numbers.
@@ -58,14 +64,22 @@ class BodyOp:
 
 def body_op(record: Record, presences: Sequence[Sequence[str]] | None = None, **attributes: str) -> BodyOp:
     """Makes the models of a registered body for all dtypes and for some patterns of optional inputs."""
-    models = {}
+    body, models = find_body(record.key), {}
+    assert body is not None
+    values = {
+        entry.name: onnx_value(entry, attributes[entry.name])
+        if entry.name in attributes
+        else default_of(entry)
+        for entry in record.attributes
+    }
     for present in presences or [[entry.name for entry in record.inputs]]:
         for dtypes in record.combinations:
             key = "".join(
                 chr(ord("a") + DTYPES[dtypes[entry.name]]) if entry.name in present else " "
                 for entry in record.inputs
             )
-            models[key] = body_model(record, dtypes, present, attributes)
+            call = make_call(record, dtypes, present, values)
+            models[key] = model_of(trace(body, [call], OPSETS[0]), record, dtypes, present)
     return BodyOp(record, models)
 
 

@@ -16,9 +16,7 @@ from ort_cases import custom, graph, one_node
 from ort_versions import SUPPORTED, environment
 from samples import RECORDS, Sample, combinations, presence_patterns, samples
 
-from twinop.errors import ExportError
 from twinop.export import attach_bodies
-from twinop.export.body_model import body_model
 from twinop.record import Record
 
 NAMES = (
@@ -193,13 +191,6 @@ def test_a_damaged_body(model: bytes, tmp_path: Path) -> None:
     path = body_library(tmp_path, [BodyOp(OPS["relu"], {"b": model})])
     with pytest.raises(Exception, match=r"CustomRelu node 'the_relu_of_v0' \(CPU\): its function body: ."):
         session(chain(OPS["relu"], 1, rank=1), path)
-
-
-def test_a_body_reads_an_attribute_that_is_not_given() -> None:
-    with pytest.raises(
-        ExportError, match="body gelu reads the value of approximate, and on the CPU one body"
-    ):
-        body_model(OPS["gelu"], OPS["gelu"].combinations[0])
 
 
 RUN = """

@@ -49,7 +49,7 @@ class Installation:
 
     @property
     def modules_archive(self) -> Path:
-        """Is linked where Python files add ops: it reads these from the library's data."""
+        """The archive to link if Python files add ops. It reads those ops from the library's data."""
         return self.folder / "libtwinop_modules.a"
 
     @property

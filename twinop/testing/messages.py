@@ -44,12 +44,12 @@ def require_same_bits(
     for name, a, b in zip(record.outputs, found, expected, strict=True):
         if a.dtype != b.dtype or a.shape != b.shape:
             fail(
-                f"{_call(record, sample)}: {said}: {name} is {describe(a)} ({names[0]}) instead of "
+                f"{called(record, sample)}: {said}: {name} is {describe(a)} ({names[0]}) instead of "
                 f"{describe(b)} ({names[1]})"
             )
         wrong = _far(a, b) if close or runs_body(record, a) else bits(a) != bits(b)
         if wrong.any():
-            fail(f"{_call(record, sample)}: {said}\n" + first_difference(name, wrong, a, b, sample, names))
+            fail(f"{called(record, sample)}: {said}\n" + first_difference(name, wrong, a, b, sample, names))
 
 
 def runs_body(record: Record, result: Tensor) -> bool:
@@ -102,10 +102,6 @@ def number(tensor: Tensor) -> str:
 
 def called(record: Record, sample: Sample) -> str:
     """The op and its inputs, as the messages of its checks show them."""
-    return _call(record, sample)
-
-
-def _call(record: Record, sample: Sample) -> str:
     given = {name: describe(tensor) for name, tensor in sample.tensors().items()}
     device = next(iter(sample.tensors().values())).device.type
     return f"{record.qualified_name}({', '.join(f'{k}: {v}' for k, v in given.items())}), {device}"

@@ -105,12 +105,6 @@ def why_not_derived(record: Record) -> str:
     return "the record says nothing of its inputs' shapes (input_shapes)"
 
 
-def limits(record: Record) -> dict[str, str]:
-    """Returns the limit of each attribute that has one: "of x", ">= 0", "in 0 | 1"."""
-    parts = [part.strip().partition(" ") for part in record.limits.split(";") if part.strip()]
-    return {name: limit for name, _, limit in parts}
-
-
 def input_shapes(
     record: Record, shape: Sequence[int], attributes: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[int, ...]]:
@@ -125,8 +119,7 @@ def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
     for name, choices in record.attribute_choices.items():
         default = record.attribute(name)
         found += [{name: choice} for choice in choices if default is None or choice != default.default]
-    for name, limit in limits(record).items():
-        word, _, rest = limit.partition(" ")
+    for name, (word, rest) in record.attribute_limits.items():
         if word == "of":
             found += [{name: axis} for axis in (*range(-rank, -1), *range(rank))]
         elif word == "in":

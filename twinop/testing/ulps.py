@@ -17,7 +17,7 @@ from .under_test import reference_of
 Inputs = Mapping[str, Tensor | None]
 
 BODY_ROUNDINGS = 8
-"""How many times the rounding errors of its body an op without a `Reference` may be wrong by."""
+"""The error allowed for an op without a `Reference`, as a multiple of its body's rounding error."""
 
 
 def as_tuple(results: Results) -> tuple[Tensor, ...]:

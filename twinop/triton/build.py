@@ -143,7 +143,7 @@ def _bodies(op: KernelOp, traced: TracedOp, notes: list[str]) -> Iterator[Body]:
 
 
 def _two(ranks: Sequence[Ranks]) -> list[Ranks]:
-    """Returns two of the ranks: a body that is the same for them has no rank in it."""
+    """Returns two of the ranks: if the body is the same for both, it does not depend on the rank."""
     return sorted(ranks, key=lambda each: abs(max(rank or 0 for rank in each) - 2.4))[:2]
 
 
