@@ -98,7 +98,8 @@ class Session:
 
         Returns:
             The outputs by name, of the same kind as the feeds. Torch outputs are on the device of the inputs.
-            On a GPU the work is queued on the current stream, like that of any torch op.
+            On a GPU the work is queued on the current stream, like that of any torch op. One run of a
+            hundred waits for it, which frees memory that ONNX Runtime keeps.
 
         Raises:
             FeedError: a name, kind, dtype, shape or device does not fit, or a mask in the CPU's memory has
