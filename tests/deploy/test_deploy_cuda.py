@@ -263,20 +263,18 @@ def test_pinned_memory_of_queued_runs_is_freed_before_the_session(tmp_path: Path
     nodes = [
         node("Concat", ["x"] * 40, ["many"], "concat", "", axis=0),
         node("Split", ["many", "sizes"], ["one", "three"], "split", "", axis=1),
-        node("Concat", ["three", "one"], ["turned"], "turn", "", axis=1),
-        node("CustomRelu", ["turned"]),
+        node("CustomRelu", ["three"]),
     ]
-    sizes = {"sizes": np.array([1, 3], np.int64)}
-    path = tmp_path / "model.onnx"
-    onnx.save(model(nodes, [value("x")], [value("y", shape=("M", 4))], initializers=sizes), path)
+    path, sizes = str(tmp_path / "model.onnx"), {"sizes": np.array([1, 3])}
+    onnx.save(model(nodes, [value("x")], [value("y", shape=("M", 3))], initializers=sizes), path)
     program = f"""
 import torch
 from twinop.deploy import session
-opened = session({str(path)!r}, {CUDA})
+opened = session({path!r}, {CUDA})
 x = torch.randn(3, 4, device="cuda")
 for _ in range(250):
     y = opened.run({{"x": x}})["y"]
-assert torch.equal(y, torch.relu(x.roll(-1, 1)).repeat(40, 1))
+assert torch.equal(y, torch.relu(x[:, 1:]).repeat(40, 1))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import torch
 from body_library import BodyOp, body_library
 from samples import RECORDS
 
+import twinop
 from twinop import torch_op
 from twinop.errors import RecordError
 from twinop.own_op import CPU_FUNCTIONS
@@ -68,3 +69,13 @@ def test_a_function_of_another_shape(ops: torch_op.Ops, functions: dict[str, Any
     said = r"double_and_sum: the body of double_and_sum gives total the shape \[2, 3\], the op \[2\]"
     with pytest.raises(RecordError, match=said):
         ops.double_and_sum(torch.ones(2, 3))
+
+
+def test_numbers_are_rounded_as_for_a_kernel() -> None:
+    def tenth(x: torch.Tensor, *, by: float) -> torch.Tensor:
+        return x * by
+
+    schema = "tenth(Tensor x, float by=0.1) -> Tensor"
+    op, one = twinop.triton_op(schema, body=tenth, domain="unbuilt_tenth")(tenth), torch.ones(1).double()
+    for y in (op(one), torch.ops.unbuilt_tenth.tenth(one)):
+        assert y.item() == torch.tensor(0.1).item()

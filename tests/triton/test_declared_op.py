@@ -273,16 +273,6 @@ def test_schemas_are_read_as_in_cpp() -> None:
     assert record_of("add(Tensor x, Tensor y) -> Tensor", "d").outputs == ("out",)
 
 
-def test_numbers_are_rounded_as_for_a_kernel() -> None:
-    def tenth(x: torch.Tensor, *, by: float) -> torch.Tensor:
-        return x * by
-
-    schema = "tenth(Tensor x, float by=0.1) -> Tensor"
-    op, one = twinop.triton_op(schema, body=tenth, domain="unbuilt_tenth")(tenth), torch.ones(1).double()
-    for y in (op(one), torch.ops.unbuilt_tenth.tenth(one)):
-        assert y.item() == torch.tensor(0.1).item()
-
-
 def test_what_a_call_gets_wrong(mish: KernelOp) -> None:
     @twinop.triton_op("narrow(Tensor x) -> Tensor", body=lambda x: x[:1], domain="unbuilt_wrong")
     def narrow(x: torch.Tensor) -> torch.Tensor:
