@@ -1,8 +1,11 @@
 """Writes model files: beside the target first, so that a failure leaves nothing behind."""
 
 import os
+import signal
 import stat
+import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +30,8 @@ def check_target(target: Path, sources: Iterable[Path] = ()) -> None:
     Raises:
         ExportError: the target, or the file of its weights, is such a path.
     """
+    if not target.name:
+        raise ExportError(f"{target}: is a folder; expected a file name such as {target / 'model.onnx'}")
     read = [os.stat(source) for source in sources if source.exists()]
     for path in (target, data_path(target)):
         try:
@@ -58,8 +63,21 @@ def work_folder(target: Path) -> Iterator[Path]:
             f"{target}: cannot be written, {target.parent}: {error.strerror}. Name another folder, or make "
             "this one"
         ) from error
-    with folder as name:
+    with _until_terminated(), folder as name:
         yield Path(name)
+
+
+@contextmanager
+def _until_terminated() -> Iterator[None]:
+    """Lets SIGTERM end the process as an exit does, which removes temporary folders."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:

@@ -133,6 +133,7 @@ def main(
         what, model = (f"--model {model}", model) if source is None else (f"MODEL {source}", source)
         from twinop import torch_op
         from twinop.export import export
+        from twinop.export.files import check_target
         from twinop.export.inputs import check_opset, floating_dtype, parse_dynamic
         from twinop.export.model_source import load_model
 
@@ -146,6 +147,7 @@ def main(
                 "--variant belongs to the built-in CustomReLU; with a MODEL, set it in your factory"
             )
         else:
+            check_target(output, [Path(model.rpartition(":")[0])])
             status.update(f"loading {model}")
             for path in library or ():
                 torch_op.load(path)

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"twinop.console has no attribute {name!r}")
     from rich.console import Console
 
-    globals()[name] = console = Console(stderr=name == "err")
+    globals()[name] = console = Console(stderr=name == "err", emoji=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console

@@ -198,7 +198,10 @@ def _replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
     if transpose is not None and list(attribute(transpose, "perm", ())) == SWAP_S_H:
         reshape = only_user(transpose.outputs[0])
         shape = dims(reshape.outputs[0]) if reshape is not None and reshape.op_type == "Reshape" else None
-        if reshape is not None and shape is not None and len(shape) == 3 and shape[2] == width:
+        rows = zip(shape or (), dims(result) or (), strict=False)
+        regroups = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in rows)
+        if shape is not None and len(shape) == 3 and shape[2] == width and not regroups:
+            assert reshape is not None
             replace(reshape.outputs[0], result)
             return
     assert result.producer() is not None

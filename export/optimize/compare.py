@@ -145,3 +145,10 @@ def _require_loadable(original: Path, library: deploy.Libraries) -> None:
         run(original, library)
     except (TwinopError, NotRunnable) as error:
         raise ExportError(f"the original cannot be loaded on the CPU: {error}") from error
+
+
+def declare_outputs(model: ir.Model, outputs: Outputs) -> None:
+    """Gives outputs without a shape the rank that they have in a run: onnx.checker wants one."""
+    for value, found in zip(model.graph.outputs, outputs[0], strict=True):
+        if value.shape is None and isinstance(found, np.ndarray):
+            value.shape = ir.Shape([None] * found.ndim)

@@ -273,6 +273,8 @@ def replace(old: ir.Value, new: ir.Value) -> None:
         if new.is_graph_output() or new.is_graph_input() or new.is_initializer():
             new = add(node, "Identity", [new], shape=dims(new))
         old.name, new.name = f"{old.name}_before", old.name
+        new.doc_string = old.doc_string
+        new.metadata_props.update(old.metadata_props)
     if new.shape is None or None in (dims(new) or ()):
         new.shape = old.shape
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

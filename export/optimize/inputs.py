@@ -66,7 +66,9 @@ def generate(model: ir.Model, sizes: Sizes, *, hide: str, seed: int = 0, positiv
             normal = rng.standard_normal(shape)
             array = np.abs(normal) + 0.1 if positive else normal
         elif dtype.is_integer():
-            array = rng.integers(0, table_rows(value), shape)
+            if not (rows := table_rows(value)):
+                raise ExportError(f"input {value.name} is an index into a table without rows")
+            array = rng.integers(0, rows, shape)
         elif hide == "nothing" and "mask" in value.name.lower():
             array = np.ones(shape, bool)
         else:
@@ -151,11 +153,11 @@ def table_rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
     return min(found, default=_UNKNOWN_ROWS)
 
 
-def read_npz(path: str, model: ir.Model) -> tuple[list[Case], Sizes]:
+def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case], Sizes]:
     """Reads the inputs of a model from an .npz file, and the sizes of a padding mask among them.
 
     Raises:
-        ExportError: the file cannot be read, or an input is missing.
+        ExportError: the file cannot be read, an input is missing, or a mask breaks the promise of `padding`.
     """
     wanted = [str(value.name) for value in model.graph.inputs if value.name not in model.graph.initializers]
     try:
@@ -174,6 +176,11 @@ def read_npz(path: str, model: ir.Model) -> tuple[list[Case], Sizes]:
         name: given[name].astype(np.float32) if given[name].dtype == np.float16 else given[name]
         for name in wanted
     }
+    if padding == "right" and hides_left(case):
+        raise ExportError(
+            f"--inputs {path}: a mask hides the first token of a sequence, and --padding right promises that "
+            "none does. Leave out --padding, or give other inputs"
+        )
     masks = [case[str(value.name)] for value in model.graph.inputs if is_mask(value)]
     sizes = [
         Sizes(array.shape[0], array.shape[1], step=2) for array in masks if array.ndim == 2 and array.size

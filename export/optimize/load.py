@@ -1,14 +1,17 @@
 """Reads a model's file, and refuses what twinop cannot optimise."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx_ir as ir
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from twinop.errors import ExportError
 
 from ..calls import name_standard_domain
 from ..routes import quiet
+from .graph import dims
 
 _FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights
 _BODIES_IR_VERSION = 8  # the first with function bodies
@@ -32,16 +35,49 @@ def load(path: Path) -> ir.Model:
     except Exception as error:
         raise ExportError(f"{path}: is not an ONNX model: {str(error).splitlines()[0]}") from error
     name_standard_domain(model)
+    _forget_negative_sizes(model)
     if not len(model.graph) and not model.graph.outputs:
         raise ExportError(f"{path}: is not an ONNX model: it has no nodes and no outputs")
-    for tensor in _external(model):
-        if not Path(tensor.path).is_file():
-            raise ExportError(
-                f"{path}: its weights are in {tensor.location}, which is not there ({tensor.name}). Put the "
-                "file beside the model"
-            )
+    if any(isinstance(each.value, ir.ExternalTensor) for each in _attributes(model)):
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    _check_external(path, model)
     _check_values(path, model)
     return model
+
+
+def _check_external(path: Path, model: ir.Model) -> None:
+    """Checks the files of external data, and follows links, as Hugging Face's cache has them."""
+    for holder, tensor in _external(model):
+        file, where = Path(tensor.path), f"{path}: its weights are in {tensor.location}"
+        if not file.is_file():
+            raise ExportError(f"{where}, which is not there ({tensor.name}). Put the file beside the model")
+        if not file.is_symlink() and not file.resolve().is_relative_to(path.parent.resolve()):
+            raise ExportError(f"{where}, outside of the model's folder. Put the file beside the model")
+        end, size = (tensor.offset or 0) + tensor.nbytes, os.path.getsize(file)
+        if end > size:
+            raise ExportError(
+                f"{where}, which is cut short: {tensor.name} ends at byte {end} of {size}. Copy it again"
+            )
+        if file.is_symlink():  # onnx_ir refuses links that lead out of the folder
+            real = file.resolve()
+            holder.const_value = ir.ExternalTensor(
+                real.name,
+                tensor.offset,
+                tensor.length,
+                tensor.dtype,
+                shape=tensor.shape,
+                name=tensor.name or "",
+                base_dir=real.parent,
+            )
+
+
+def _forget_negative_sizes(model: ir.Model) -> None:
+    """Makes sizes of -1 unknown, as in ONNX Runtime."""
+    values = [*model.graph.inputs, *model.graph.outputs]
+    values += [output for node in model.graph.all_nodes() for output in node.outputs]
+    for value in values:
+        if any(isinstance(dim, int) and dim < 0 for dim in value.shape or ()):
+            value.shape = ir.Shape([None if str(dim).startswith("-") else dim for dim in dims(value) or ()])
 
 
 def _check_values(path: Path, model: ir.Model) -> None:
@@ -83,12 +119,16 @@ def make_constant(model: ir.Model) -> int:
 
 def data_files(model: ir.Model) -> set[Path]:
     """Returns the files of the external data of a model that `load` has read."""
-    return {Path(tensor.path) for tensor in _external(model)}
+    return {Path(tensor.path) for _, tensor in _external(model)}
 
 
-def _external(model: ir.Model) -> list[ir.ExternalTensor]:
-    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+def _attributes(model: ir.Model) -> Iterator[ir.Attr]:
+    return (each for node in model.graph.all_nodes() for each in node.attributes.values())
+
+
+def _external(model: ir.Model) -> list[tuple[ir.Value, ir.ExternalTensor]]:
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    return [(each, each.const_value) for each in values if isinstance(each.const_value, ir.ExternalTensor)]
 
 
 def load_weights(model: ir.Model) -> None:

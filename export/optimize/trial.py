@@ -81,8 +81,11 @@ class Trial:
         """
         self.progress("running the original")
         if inputs_file is not None:
-            self.cases, self.sizes = read_npz(os.fspath(inputs_file), self.base)
-            self.expected = compare.run(self.original, self.library, self.cases).outputs
+            self.cases, self.sizes = read_npz(os.fspath(inputs_file), self.base, self.padding)
+            try:
+                self.expected = compare.run(self.original, self.library, self.cases).outputs
+            except NotRunnable as refused:
+                raise ExportError(f"the original cannot be run on the CPU: {refused}") from refused
             if reason := compare.shows_nothing(self.expected):
                 raise ExportError(
                     f"--inputs {inputs_file}: {reason}, so nothing can be compared. Give inputs of at "
@@ -91,6 +94,7 @@ class Trial:
         else:
             generated = compare.make_cases(self.original, self.base, self.padding, self.library)
             self.cases, self.expected, self.sizes = generated
+        compare.declare_outputs(self.base, self.expected)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, self.records)
 
@@ -259,6 +263,7 @@ class Trial:
             model = load(self.unchanged)
             ir.external_data.load_to_model(model)
             split_simplified_norms(model)
+            compare.declare_outputs(model, self.expected)
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
         model = work.model
         if wide := self._convert(model):
@@ -284,9 +289,15 @@ class Trial:
         report = self.report
         try:
             error = self._error_in(path, dtype)
-        except NotRunnable as reason:
-            report.notes.append(f"compared in its fp32 form: {reason}")
+        except NotRunnable as refused:
+            report.notes.append(f"compared in its fp32 form: {refused}")
             return
+        except TwinopError as failure:
+            reason = str(failure).splitlines()[0].rpartition("Type Error: ")[2].rstrip(".")
+            raise ExportError(
+                f"--dtype {report.dtype}: the dtypes of some values are not known, so they could not be "
+                f"converted ({reason}). Leave out --dtype, or declare these values (value_info)"
+            ) from failure
         try:
             plain = self.unchanged
             if plain is None:
@@ -332,6 +343,8 @@ class Trial:
         try:
             found = compare.run(path, self.library, cases).outputs
         except TwinopError as error:
+            if "Type Error" in str(error):
+                raise
             raise NotRunnable(str(error).splitlines()[0]) from error
         expected = [[precision.clip(each, dtype) for each in self.expected[index]] for index in chosen]
         return compare.worst_error(expected, found)

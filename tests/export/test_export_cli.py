@@ -267,6 +267,8 @@ def test_libraries_are_loaded_into_torch(folder: Path) -> None:
         (["my_factories/models.py:"], "MODEL my_factories/models.py:: expected file.py:name or"),
         (["helper_of_mine.py:f"], "helper_of_mine.py has no f; it has: none"),
         (["my_factories/wrong_code.py:f"], "importing wrong_code.py failed: ZeroDivisionError:"),
+        (["helper_of_mine.py:x:"], "MODEL helper_of_mine.py:x:: expected file.py:name or"),
+        (["helper_of_mine.py:f", "-o", "helper_of_mine.py"], "helper_of_mine.py: belongs to the input"),
         (["a.py:f", "--model", "b:f"], "MODEL a.py:f and --model b:f: give one of them"),
         (["--model", "my_factories.models:mlp", "--variant", "vec4"], "--variant belongs to the built-in"),
     ],

@@ -59,6 +59,7 @@ def test_more_memory_than_is_free(model: Path, tmp_path: Path, monkeypatch: pyte
 def test_wrong_places(model: Path, tmp_path: Path) -> None:
     assert "is the input; name another file" in refused(model, model)
     assert "is a folder; expected a file name" in refused(model, tmp_path)
+    assert ".: is a folder; expected a file name such as model.onnx" in refused(model, Path())
     assert "there is no such file" in refused(tmp_path / "none.onnx", tmp_path / "new.onnx")
     assert "is a folder; expected an ONNX model" in refused(tmp_path, tmp_path / "new.onnx")
     assert "cannot be written" in refused(model, tmp_path / "none" / "new.onnx")
@@ -83,6 +84,45 @@ def test_missing_weights(tmp_path: Path) -> None:
     assert "its weights are in large.data, which is not there (w)" in refused(path, tmp_path / "new.onnx")
 
 
+def test_damaged_weights(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path, data = tmp_path / "in" / "old.onnx", tmp_path / "in" / "old.data"
+    proto = parsed(TEXT, w=weights(4, 3))
+    onnx.save(proto, path, save_as_external_data=True, location=data.name, size_threshold=0)
+    data.write_bytes(b"x" * 10)
+    said = refused(path, tmp_path / "new.onnx")
+    assert "in old.data, which is cut short: w ends at byte 48 of 10. Copy it again" in said
+    proto = onnx.load(path, load_external_data=False)
+    proto.graph.initializer[0].external_data[0].value = "../old.data"
+    path.write_bytes(proto.SerializeToString())
+    data.rename(tmp_path / "old.data")
+    assert "in ../old.data, outside of the model's folder. Put" in refused(path, tmp_path / "new.onnx")
+
+
+def test_a_table_without_rows(tmp_path: Path) -> None:
+    text = "(int64[N] ids) => (float[N, 4] y) { y = Gather (t, ids) }"
+    onnx.save(parsed(text, t=np.zeros((0, 4), np.float32)), tmp_path / "old.onnx")
+    said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert said == "input ids is an index into a table without rows"
+
+
+def test_no_kernel_on_the_cpu(tmp_path: Path) -> None:
+    onnx.save(parsed("(double[N, 4] x) => (double[N, 4] y) { y = Erf (x) }"), tmp_path / "old.onnx")
+    np.savez(tmp_path / "x.npz", x=np.ones((2, 4)))
+    said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", inputs_file=tmp_path / "x.npz")
+    assert "the original cannot be run on the CPU: ONNX Runtime" in said and "kernel for Erf" in said
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_values_without_a_dtype_cannot_be_converted(dtype: str, tmp_path: Path) -> None:
+    """Shape inference does not know nodes of others."""
+    text = """(float[N, 4, 4] x) => (float[N, 4, 4] y) {
+        a = MatMul (x, w) b = com.microsoft.Trilu (a) y = MatMul (b, w) }"""
+    onnx.save(parsed(text, w=weights(4, 4)), tmp_path / "old.onnx")
+    said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", dtype=dtype)
+    assert f"--dtype {dtype}: the dtypes of some values are not known" in said and "value_info" in said
+
+
 def test_no_shapes(tmp_path: Path) -> None:
     proto = parsed(TEXT, w=weights(4, 3))
     proto.graph.input[0].type.tensor_type.ClearField("shape")
@@ -97,6 +137,16 @@ def test_inputs(model: Path, tmp_path: Path) -> None:
     assert "cannot be read as .npz" in refused(model, tmp_path / "new.onnx", inputs_file=given)
     np.savez(given, z=np.zeros(3))
     assert "has z; the model also takes x" in refused(model, tmp_path / "new.onnx", inputs_file=given)
+
+
+def test_inputs_that_break_a_promise(tmp_path: Path) -> None:
+    text = """(float[N, T, 4] x, float[N, T] mask) => (float[N, T, 4] y) {
+        m = Unsqueeze (mask, axis) y = Mul (x, m) }"""
+    onnx.save(parsed(text, axis=np.array([2])), tmp_path / "old.onnx")
+    given, mask = tmp_path / "inputs.npz", np.array([[0, 1, 1]], np.float32)
+    np.savez(given, x=np.ones((1, 3, 4), np.float32), mask=mask)
+    said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", inputs_file=given, padding="right")
+    assert "a mask hides the first token of a sequence, and --padding right promises" in said
 
 
 def test_a_model_that_does_not_run_on_generated_inputs(tmp_path: Path) -> None:

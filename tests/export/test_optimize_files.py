@@ -1,7 +1,10 @@
 """Tests of `twinop optimize` with files in unusual forms: what it reads, and where it writes."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +43,15 @@ def test_external_data(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     optimize(source, tmp_path / "new" / "fast.onnx")
     assert (tmp_path / "new" / "fast.onnx.data").exists() == (limit == 0)
     assert types(ir.load(tmp_path / "new" / "fast.onnx")) == {"CustomLinear": 1}
+
+
+def test_external_data_behind_links(tmp_path: Path) -> None:
+    """Hugging Face's cache keeps the files elsewhere, under other names."""
+    for file in (external(tmp_path, parsed(TEXT, w=weights(4, 3))), tmp_path / "old.data"):
+        (tmp_path / "blobs").mkdir(exist_ok=True)
+        (tmp_path / "snapshot").mkdir(exist_ok=True)
+        (tmp_path / "snapshot" / file.name).symlink_to(file.rename(tmp_path / "blobs" / file.suffix[1:]))
+    assert optimize(tmp_path / "snapshot" / "old.onnx", tmp_path / "fast.onnx").made == {"linear": 1}
 
 
 def test_external_data_of_a_model_that_stays_as_it_is(tmp_path: Path) -> None:
@@ -141,6 +153,64 @@ def test_the_other_name_of_the_standard_domain(tmp_path: Path) -> None:
     proto = parsed("(float[N, 4] x) => (float[N, 4] y) { y = custom_domain.CustomRelu (x) }")
     proto.opset_import[0].domain = "ai.onnx"
     assert [function.name for function in attach_bodies(proto).functions] == ["CustomRelu"]
+
+
+def test_external_data_of_a_constant_node(tmp_path: Path) -> None:
+    proto = parsed("(float[N, 4] x) => (float[N, 4] y) { c = Constant () y = Add (x, c) }")
+    value = onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(weights(4), "c"))
+    proto.graph.node[0].attribute.append(value)
+    (tmp_path / "in").mkdir()
+    onnx.save(
+        proto,
+        tmp_path / "in" / "old.onnx",
+        save_as_external_data=True,
+        location="old.data",
+        size_threshold=0,
+        convert_attribute=True,
+    )
+    optimize(tmp_path / "in" / "old.onnx", tmp_path / "fast.onnx")
+    found = ort.InferenceSession(tmp_path / "fast.onnx").run(None, {"x": np.zeros((1, 4), np.float32)})
+    assert np.array_equal(found[0][0], weights(4))
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_an_output_without_a_shape(dtype: str | None, tmp_path: Path) -> None:
+    """onnx.checker wants one, and ONNX's inference has none for this node."""
+    text = "(float[N, 4, 6] x) => (float[N, 4, 6] y) { y = GroupNormalization <num_groups=2> (x, s, s) }"
+    proto = parsed(text, s=weights(4))
+    proto.opset_import[0].version = 21
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    _, model = optimized(proto, tmp_path, dtype=dtype)
+    assert len(model.graph.outputs[0].shape or ()) == 3
+
+
+def test_sizes_of_minus_one_are_unknown(tmp_path: Path) -> None:
+    proto = parsed(TEXT, w=weights(4, 3))
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = -1
+    _, model = optimized(proto, tmp_path)
+    assert types(model) == {"CustomLinear": 1} and model.graph.inputs[0].shape == ir.Shape([None, 4])
+
+
+def test_what_an_output_says_of_itself_is_kept(tmp_path: Path) -> None:
+    proto = parsed(TEXT, w=weights(4, 3))
+    proto.graph.output[0].doc_string = "logits"
+    proto.graph.output[0].metadata_props.add(key="unit", value="nat")
+    _, model = optimized(proto, tmp_path)
+    assert model.graph.outputs[0].doc_string == "logits"
+    assert model.graph.outputs[0].metadata_props == {"unit": "nat"}
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+from pathlib import Path
+from twinop.export.files import work_folder
+with work_folder(Path(sys.argv[1])) as folder:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "new.onnx")])
+    assert done.returncode == 128 + signal.SIGTERM and not list(tmp_path.iterdir())
 
 
 def test_nodes_in_any_order(tmp_path: Path) -> None:

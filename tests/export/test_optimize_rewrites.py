@@ -224,6 +224,15 @@ def test_attention_that_stays(scores: str, reason: str, tmp_path: Path) -> None:
     assert not report.made and reason in next(iter(report.left))
 
 
+def test_attention_whose_result_is_regrouped(tmp_path: Path) -> None:
+    text = """(float[N, 8, 2, 4] x) => (float[M, 4, 8] y) {
+        q = Transpose <perm=[0, 2, 1, 3]> (x) k = Transpose <perm=[0, 2, 3, 1]> (x)
+        s = MatMul (q, k) p = Softmax <axis=-1> (s) o = MatMul (p, q)
+        t = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (t, shape) }"""
+    report, _ = optimized(parsed(text, shape=np.array([-1, 4, 8])), tmp_path)
+    assert report.made == {"attention": 1}
+
+
 def test_attention_scaled_before_the_heads(tmp_path: Path) -> None:
     """Whisper and BART multiply what their layer returns."""
     text = HEADS.replace("q4 = Reshape (q,", "r = Mul (q, scale) q4 = Reshape (r,")
