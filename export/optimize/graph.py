@@ -14,6 +14,10 @@ MICROSOFT = "com.microsoft"
 Dim = int | str | None
 
 
+OR = "_or_"
+"""Joins the names of two sizes of inputs in the name of the size that they broadcast to."""
+
+
 class UnsupportedPattern(Exception):
     """The nodes have a rewrite's pattern in a form that it does not support; the text says why."""
 
@@ -57,7 +61,9 @@ class Work:
     def may_differ(self, a: Dim, b: Dim) -> bool:
         """Whether two sizes may differ. Names that inference has made up count as equal."""
         given = {dim for value in self.graph.inputs for dim in dims(value) or () if dim is not None}
-        return a != b and all(isinstance(each, int) or each in given for each in (a, b))
+        return a != b and all(
+            isinstance(each, int) or given.issuperset(str(each).split(OR)) for each in (a, b)
+        )
 
     def nodes(self, *op_types: str, domain: str | None = None) -> list[ir.Node]:
         """Returns the graph's nodes of these types, in order."""

@@ -35,7 +35,7 @@ def load(path: Path) -> ir.Model:
     except Exception as error:
         raise ExportError(f"{path}: is not an ONNX model: {str(error).splitlines()[0]}") from error
     name_standard_domain(model)
-    _forget_negative_sizes(model)
+    _name_sizes(model)
     if not len(model.graph) and not model.graph.outputs:
         raise ExportError(f"{path}: is not an ONNX model: it has no nodes and no outputs")
     if any(isinstance(each.value, ir.ExternalTensor) for each in _attributes(model)):
@@ -71,13 +71,17 @@ def _check_external(path: Path, model: ir.Model) -> None:
             )
 
 
-def _forget_negative_sizes(model: ir.Model) -> None:
-    """Makes sizes of -1 unknown, as in ONNX Runtime."""
+def _name_sizes(model: ir.Model) -> None:
+    """Makes sizes of -1 unknown, as in ONNX Runtime, and names the unknown ones of inputs."""
     values = [*model.graph.inputs, *model.graph.outputs]
     values += [output for node in model.graph.all_nodes() for output in node.outputs]
     for value in values:
         if any(isinstance(dim, int) and dim < 0 for dim in value.shape or ()):
             value.shape = ir.Shape([None if str(dim).startswith("-") else dim for dim in dims(value) or ()])
+    for value in model.graph.inputs:
+        if None in (shape := dims(value) or []):
+            names = [f"{value.name}_{axis}" if dim is None else dim for axis, dim in enumerate(shape)]
+            value.shape = ir.Shape(names)
 
 
 def _check_values(path: Path, model: ir.Model) -> None:

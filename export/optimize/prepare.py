@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
@@ -20,8 +19,8 @@ from ..attach import OPSETS
 from ..routes import quiet
 from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims
 from .precision import WAS_16_BITS
+from .symbolic_shapes import infer_shapes
 
-_LARGE = 1024  # elements; larger constants are not shapes
 _POSSIBLE_NO_OPS = ("Cast", "Reshape", "Identity", "Expand", "Dropout")
 _FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -126,57 +125,6 @@ def clean(model: ir.Model) -> None:
     """Removes nodes that nothing reads, and sorts the rest."""
     RemoveUnusedNodesPass()(model)
     model.graph.sort()
-
-
-def infer_shapes(model: ir.Model) -> None:
-    """Infers symbolic shapes with ONNX Runtime's inference, which can compute with symbolic sizes."""
-    small = model.clone()
-    for name, value in list(small.graph.initializers.items()):
-        if value.const_value is not None and value.const_value.size > _LARGE:
-            del small.graph.initializers[name]
-            value.const_value = None
-            small.graph.inputs.append(value)
-    for node in small.graph.all_nodes():
-        for value in node.outputs:
-            if None in (dims(value) or ()) or any(str(dim).startswith("unk_") for dim in dims(value) or ()):
-                value.shape = None
-    proto = ir.to_proto(small)
-    given = {dim for value in model.graph.inputs for dim in dims(value) or () if isinstance(dim, str)}
-    found, merged = _symbolic_shapes(proto, auto_merge=True)
-    if any(name in given and (isinstance(into, int) or into in given) for name, into in merged.items()):
-        found, _ = _symbolic_shapes(proto, auto_merge=False)  # in a sum, one of the two may be 1
-    if found is None:
-        return
-    inferred = {
-        value.name: value for node in ir.from_proto(found).graph.all_nodes() for value in node.outputs
-    }
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            other = inferred.get(value.name)
-            if other is not None and other.shape is not None:
-                value.shape = other.shape
-                value.type = value.type or other.type
-
-
-def _symbolic_shapes(
-    proto: onnx.ModelProto, auto_merge: bool
-) -> tuple[onnx.ModelProto | None, dict[str, str | int]]:
-    """Returns a model with shapes, or None, and which names of dimensions were merged into others.
-
-    Args:
-        auto_merge: take two dimensions for one if they meet in a sum.
-    """
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-
-    # These are the steps of its `infer_shapes`, which writes a file into the current folder if it fails.
-    inference, complete = SymbolicShapeInference(2**31 - 1, auto_merge, False, 0), False
-    try:
-        inference._preprocess(proto)
-        while inference.run_:
-            complete = inference._infer_impl()
-    except Exception:  # the model keeps the shapes that it has
-        return None, {}
-    return inference.out_mp_ if complete else None, inference.suggested_merge_
 
 
 def _fold_sizes(model: ir.Model) -> None:

@@ -30,6 +30,7 @@ MADE = {
         "rotary embedding of q and k": 2,
     },
 }  # fmt: skip
+FILES = ("old", "fast")  # that `optimized` writes
 each_style = pytest.mark.parametrize("style", MADE)
 
 
@@ -74,6 +75,25 @@ def test_bert_of_one_length_runs_in_a_cuda_graph(tmp_path: Path) -> None:
     for padding, of_mask in of_masks.items():
         _, made = optimized(path, tmp_path, padding=padding)
         assert set(types(made)) == kinds | of_mask
+
+
+@pytest.mark.parametrize("named", [True, False])
+@each_style
+def test_sizes_that_the_inputs_do_not_share(style: str, named: bool, tmp_path: Path) -> None:
+    """As torch.onnx.export names them for dynamic_axes={"ids": [0, 1], "mask": [0, 1]}, or without names."""
+    proto = onnx.load(exported(style, "eager", "torchscript", tmp_path))
+    del proto.graph.value_info[:]
+    for value in (*proto.graph.input, *proto.graph.output):
+        for axis, size in enumerate(value.type.tensor_type.shape.dim[:2]):
+            size.Clear()
+            if named:
+                size.dim_param = f"{value.name}_dynamic_axes_{axis + 1}"
+    report, _ = optimized(proto, tmp_path)
+    assert report.made == MADE[style] and not report.left
+    ids, mask = batch(TINY, padding=5)
+    found = [deploy.session(tmp_path / f"{name}.onnx", CPU).run({"ids": ids, "mask": mask}) for name in FILES]
+    for expected, y in zip(*(each.values() for each in found), strict=True):
+        assert difference(expected, y) < 1e-5
 
 
 @each_style

@@ -1,0 +1,108 @@
+"""Infers symbolic shapes with ONNX Runtime's inference, which can compute with symbolic sizes."""
+
+from collections.abc import Callable
+from functools import cache, partial, reduce
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from .graph import OR, dims
+
+_LARGE = 1024  # elements; larger constants are not shapes
+_BROADCASTS = (
+    "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mul",
+    "Or", "Pow", "Sub", "Sum", "Where",
+)  # fmt: skip
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Gives the values of a model the shapes that the inference finds."""
+    small = model.clone()
+    for name, value in list(small.graph.initializers.items()):
+        if value.const_value is not None and value.const_value.size > _LARGE:
+            del small.graph.initializers[name]
+            value.const_value = None
+            small.graph.inputs.append(value)
+    for node in small.graph.all_nodes():
+        for value in node.outputs:
+            if None in (dims(value) or ()) or any(str(dim).startswith("unk_") for dim in dims(value) or ()):
+                value.shape = None
+    proto = ir.to_proto(small)
+    given = {dim for value in model.graph.inputs for dim in dims(value) or () if isinstance(dim, str)}
+    found, merged = _symbolic_shapes(proto, auto_merge=True)
+    if any(name in given and (isinstance(into, int) or into in given) for name, into in merged.items()):
+        found, _ = _symbolic_shapes(proto, auto_merge=False)  # in a sum, one of the two may be 1
+    if found is None:
+        return
+    inferred = {
+        value.name: value for node in ir.from_proto(found).graph.all_nodes() for value in node.outputs
+    }
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            other = inferred.get(value.name)
+            if other is not None and other.shape is not None:
+                value.shape = other.shape
+                value.type = value.type or other.type
+
+
+def _symbolic_shapes(
+    proto: onnx.ModelProto, auto_merge: bool
+) -> tuple[onnx.ModelProto | None, dict[str, str | int]]:
+    """Returns a model with shapes, or None, and which names of dimensions were merged into others.
+
+    Args:
+        auto_merge: take two dimensions for one if they meet in a sum, unless both are sizes of inputs.
+    """
+    inference, complete = _inference()(2**31 - 1, auto_merge, False, 0), False
+    # These are the steps of its `infer_shapes`, which writes a file into the current folder if it fails.
+    try:
+        inference._preprocess(proto)
+        while inference.run_:
+            complete = inference._infer_impl()
+    except Exception:  # the model keeps the shapes that it has
+        return None, {}
+    return inference.out_mp_ if complete else None, inference.suggested_merge_
+
+
+@cache
+def _inference() -> Any:
+    """Returns ONNX Runtime's inference, changed so that sizes of inputs stay apart where they are summed.
+
+    One of the two may be 1. The sum's size has the names of both.
+    """
+    import sympy  # type: ignore[import-untyped]
+    from onnxruntime.tools import symbolic_shape_infer as original
+
+    class Inference(original.SymbolicShapeInference):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            for op_type in _BROADCASTS:
+                self.dispatcher_[op_type] = partial(self._broadcast, self.dispatcher_.get(op_type))
+
+        def _broadcast(self, infer: Callable[[Any], None] | None, node: onnx.NodeProto) -> None:
+            if infer is not None:
+                infer(node)
+            shape = reduce(self._broadcast_shapes, (self._get_shape(node, i) for i in range(len(node.input))))
+            value = self.known_vi_[node.output[0]]
+            kind = value.type.tensor_type.elem_type
+            value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, kind, shape))
+
+        def _broadcast_shapes(self, shape1: list[Any], shape2: list[Any]) -> list[Any]:
+            one, two = list(shape1), list(shape2)
+            for axis in range(-min(len(one), len(two)), 0):
+                if one[axis] != two[axis] and (names := self._sizes_of_inputs(one[axis], two[axis])):
+                    one[axis] = two[axis] = both = OR.join(names)
+                    self.symbolic_dims_[both] = sympy.Symbol(both, integer=True, nonnegative=True)
+            return super()._broadcast_shapes(one, two)
+
+        def _check_merged_dims(self, dims: list[Any], allow_broadcast: bool = True) -> None:
+            if not allow_broadcast or not self._sizes_of_inputs(*dims):
+                super()._check_merged_dims(dims, allow_broadcast)
+
+        def _sizes_of_inputs(self, *dims: Any) -> list[str]:
+            """Returns the names of sizes of inputs that these dimensions are, or none."""
+            names = {name for dim in dims for name in str(dim).split(OR)}
+            return sorted(names) if names <= self.input_symbols_ else []
+
+    return Inference
