@@ -343,7 +343,7 @@ class Trial:
         try:
             found = compare.run(path, self.library, cases).outputs
         except TwinopError as error:
-            if "Type Error" in str(error):
+            if "bound to different types" in str(error):
                 raise
             raise NotRunnable(str(error).splitlines()[0]) from error
         expected = [[precision.clip(each, dtype) for each in self.expected[index]] for index in chosen]
