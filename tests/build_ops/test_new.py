@@ -115,7 +115,7 @@ def test_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_wheel_of_a_kernel_in_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The project is green, and its installed package runs the library, from a file of another name."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="kernels in Python need it")
     if not entry_points(group="hatch", name="twinop"):
         pytest.skip("twinop was installed here before it had a build hook")
     made = twinop("new", "my_first", "--kind", "triton", cwd=tmp_path)

@@ -27,7 +27,7 @@ from twinop.library import Library, needed_libraries
 from twinop.load_module import load_module
 from twinop.testing.one_node import make_session, one_node_model
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="kernels in Python need it")
 
 
 @pytest.fixture(scope="module")

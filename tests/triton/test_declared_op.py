@@ -18,7 +18,7 @@ from twinop.kernel_op import KernelOp
 from twinop.load_module import load_module
 from twinop.schema_text import record_of
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="kernels in Python need it")
 
 
 def scaled_body(x: torch.Tensor, *, factor: float) -> torch.Tensor:

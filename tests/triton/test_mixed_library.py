@@ -19,7 +19,7 @@ from twinop.errors import BuildError
 from twinop.library import read_library
 from twinop.load_module import load_module
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="kernels in Python need it")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ from twinop.errors import BuildError
 from twinop.triton.build import make_payload
 from twinop.triton.tuning import Entry, Tuning, tuning_file
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="kernels in Python need it")
 
 FILE = """\
 import torch
