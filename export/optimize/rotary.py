@@ -3,7 +3,8 @@
 Matches: x * cos + rotated(x) * sin on heads [B, H, S, D] or [B, S, H, D], with cos and sin [1 or B, 1, S, D]
 or [1 or B, S, 1, D] that the model computes. The pairs are (i, i + D/2), as in Llama, or (2i, 2i + 1), as in
 RoFormer and Cohere. Only the first elements of a head may be rotated, as in GPT-NeoX. The two elements of
-each pair may also be computed apart, from cos and sin with D/2 columns, and then joined.
+each pair may also be computed apart, from cos and sin with D/2 columns, and then joined. The first tokens may
+be left unrotated, as the class token in EVA-02; they get angles of zero.
 Writes: CustomRope on q and k [B, S, H*D] of one attention together. It takes one cos and sin for each pair,
 so nothing about positions is assumed. A single tensor, and every tensor on the CPU, gets ONNX Runtime's
 RotaryEmbedding.
@@ -32,6 +33,10 @@ from .graph import (
 )  # fmt: skip
 from .heads import Heads, merged_heads, merged_tokens, split_heads, split_tokens
 from .rotary_forms import form_of, has_equal_pairs
+from .scores import constant_like
+
+_Extended = dict[tuple[ir.Value, int, float], ir.Value]
+"""cos or sin for more tokens, by the original, the number of these tokens and what they get."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,13 @@ def rewrite(work: Work) -> None:
 
 
 def _rotations(work: Work) -> Iterator[_Rotation]:
+    extended: _Extended = {}
     for last in work.nodes("Add", "Concat", domain=""):
         form = form_of(last) if last.graph is not None else None
         if form is None:
             continue
         node, x, cos, sin = form.node, form.x, form.cos, form.sin
-        rotary_dim, whole = last_dim(x), _partial_rotation(node, x)
+        rotary_dim, whole = last_dim(x), _rejoined(node, x, -1, 0)
         shapes = dims(x), dims(cos), dims(sin)
         tokens_first = not _fits(*shapes, 2) and _fits(*shapes, 1)
         if rotary_dim is None or not (tokens_first or _fits(*shapes, 2)):
@@ -78,6 +84,12 @@ def _rotations(work: Work) -> Iterator[_Rotation]:
             work.left["rotary embedding: the angles of a pair may differ"] += 1
             continue
         node, x = whole or (node, x)
+        axis = 1 if tokens_first else 2
+        whole = _rejoined(node, x, axis, 1)
+        if whole is not None and all(isinstance(size, int) for size in dims(cos) or ()):
+            count = _size(whole[1], axis) - _size(x, axis)
+            cos, sin = (_extend(extended, last, each, count, axis) for each in ((cos, 1.0), (sin, 0.0)))
+            node, x = whole
         heads = merged_tokens(x, node) if tokens_first else merged_heads(x, node)
         if heads is None:
             work.left["rotary embedding: the number of heads is not known"] += 1
@@ -148,18 +160,50 @@ def _head_size(rotation: _Rotation) -> int:
     return rotation.heads.size if rotation.heads.size != rotation.rotary_dim else 0
 
 
-def _partial_rotation(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value] | None:
-    """Returns concat(rotated x, rest), and the tensor that x and the rest are parts of, if there is one."""
+def _rejoined(node: ir.Node, x: ir.Value, axis: int, position: int) -> tuple[ir.Node, ir.Value] | None:
+    """Returns the Concat of rotated x and the rest, and the tensor that both are parts of, if there is one.
+
+    Args:
+        node: computes rotated x.
+        position: that of rotated x, 0 or 1.
+    """
     concat = only_user(node.outputs[0])
     if concat is None or concat.op_type != "Concat" or len(concat.inputs) != 2:
         return None
-    rest = concat.inputs[1]
-    parts = [part_of(each, -1) for each in (x, rest)]
-    if parts[0] is None or parts[1] is None or concat.inputs[0] is not node.outputs[0]:
+    if concat.inputs[position] is not node.outputs[0]:
+        return None
+    rest = concat.inputs[1 - position]
+    parts = [part_of(each, axis) for each in ((x, rest) if position == 0 else (rest, x))]
+    if parts[0] is None or parts[1] is None:
         return None
     (whole, *first), (other, *second) = parts[0], parts[1]
-    in_order = whole is other and [*first, *second] == [0, last_dim(x), last_dim(x), last_dim(whole)]
-    return (concat, whole) if in_order and attribute(concat, "axis", 0) in (-1, 3) else None
+    shape = dims(whole) or []
+    in_order = whole is other and [*first, *second] == [0, first[1], first[1], shape[axis]]
+    return (concat, whole) if in_order and attribute(concat, "axis", 0) in (axis % 4, axis % 4 - 4) else None
+
+
+def _size(value: ir.Value, axis: int) -> int:
+    """Returns a size that is known."""
+    size = (dims(value) or [])[axis]
+    assert isinstance(size, int)
+    return size
+
+
+def _extend(
+    extended: _Extended, before: ir.Node, angles: tuple[ir.Value, float], count: int, tokens: int
+) -> ir.Value:
+    """Returns cos or sin with `count` tokens in front of its own, which get the number beside it."""
+    value, number = angles
+    key = value, count, number
+    if key not in extended:
+        sizes = [_size(value, axis) for axis in range(len(dims(value) or ()))]
+        axis = tokens - 4 + len(sizes)
+        first = [*sizes[:axis], count, *sizes[axis + 1 :]]
+        row = constant_like(before, number, value)
+        start = add(before, "Expand", [row, int_constant(before, first)], shape=first)
+        whole = [*sizes[:axis], count + sizes[axis], *sizes[axis + 1 :]]
+        extended[key] = add(before, "Concat", [start, value], {"axis": axis}, shape=whole)
+    return extended[key]
 
 
 def _fits(x: list[Dim] | None, cos: list[Dim] | None, sin: list[Dim] | None, tokens: int) -> bool:

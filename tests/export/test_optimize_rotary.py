@@ -152,6 +152,30 @@ def test_a_part_of_a_head(rotated: str, cut: str, wanted: int, tmp_path: Path) -
     assert bool(nodes(model, "Concat")) == (wanted == 0)
 
 
+FIRST = "rest = Slice (x, zero, two, two) w = Slice (x, two, far, two)"
+LAST = "w = Slice (x, zero, six, two) rest = Slice (x, six, far, two)"
+
+
+@pytest.mark.parametrize(
+    ("cut", "joined", "tokens"),
+    [(FIRST, "rest, t", 8), (LAST, "t, rest", 6), (FIRST, "t, rest", 6)],
+    ids=["first", "last", "another order"],
+)
+@pytest.mark.parametrize("rotated", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
+def test_tokens_that_do_not_turn(rotated: str, cut: str, joined: str, tokens: int, tmp_path: Path) -> None:
+    """The first ones get angles of zero. cos and sin are columns of one constant, as in timm's EVA-02."""
+    angles = np.random.default_rng(0).random((6, 4)).astype(np.float32)
+    angles = np.tile(angles, 2) if rotated is HALVES else np.repeat(angles, 2, -1)
+    tables = {"both": np.concatenate([np.sin(angles), np.cos(angles)], -1), "six": np.array([6])} | INDICES
+    turned = "p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) t = Add (p%(n)s, q%(n)s)"
+    body = f"{cut} sin, cos = Split <axis=-1, num_outputs=2> (both) {rotated} {turned}" % {"n": 1, "x": "w"}
+    text = f"(float[B, 2, 8, 8] x) => (float[B, 2, 8, 8] y) {{ {body} y = Concat <axis=2> ({joined}) }}"
+    _, model = optimized(parsed(text, **tables), tmp_path)
+    [node] = nodes(model, "RotaryEmbedding")
+    assert node.inputs[0] is not None and node.inputs[0].shape is not None
+    assert node.inputs[0].shape[1] == tokens
+
+
 APART = {
     "halves": """a = Slice (x, zero, four, last) b = Slice (x, four, far, last) %s
         y = Concat <axis=-1> (first, second)""",
