@@ -140,6 +140,10 @@ def _default_input(call: Call, name: str, default: DefaultInput) -> ir.Value:
     number = default.value(call.attributes) if callable(default.value) else default.value
     tape = ir.tape.Tape()
     shape = tape.op("Shape", [shaped], dimensions, output=ir.val(f"{prefix}_shape"))
+    if default.ones:
+        ones = ir.Tensor(np.ones(default.ones, np.int64))
+        first = tape.op("Constant", [], {"value": ones}, output=ir.val(f"{prefix}_ones"))
+        shape = tape.op("Concat", [first, shape], {"axis": 0}, output=ir.val(f"{prefix}_whole_shape"))
     value = ir.Tensor(np.array([number]).astype(dtype.numpy()), dtype=dtype)
     result = tape.op("ConstantOfShape", [shape], {"value": value}, output=ir.val(prefix, dtype=dtype))
     assert node.graph is not None

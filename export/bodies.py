@@ -193,7 +193,7 @@ def rope(op, q, k, cos, sin, *, layout, inverse, head_size):
     return turned(q), turned(k)
 
 
-@body
+@body(defaults={"bias": DefaultInput(0, 1, along="qkv", ones=3)})
 def attention_packed(op, qkv, bias, *, heads, scale, causal):
     count = op.Reshape(op.CastLike(heads, op.Shape(qkv)), [1])
     size = op.Div(op.Shape(qkv, start=2), op.Mul(count, 3))

@@ -25,11 +25,13 @@ class DefaultInput:
         start: the tensor has the shape of the first input's dimensions from `start` on. A string names an
             attribute that holds this dimension, and a function computes it from the attributes.
         along: another input; the tensor then has one dimension, which is that input's dimension `start`.
+        ones: the number of dimensions of size 1 in front of these.
     """
 
     value: float | Callable[[Mapping[str, Any]], float]
     start: int | str | Callable[[Mapping[str, Any]], int] = -1
     along: str | None = None
+    ones: int = 0
 
 
 @dataclass(frozen=True)

@@ -33,18 +33,34 @@ _MAX_ELEMENTS = 3 << 20
 def rewrite(work: Work) -> None:
     groups = defaultdict[tuple[ir.Value, int], list[ir.Node]](list)
     for node in work.nodes(work.records["linear"].onnx_name, domain=DOMAIN):
-        x, *constants = node.inputs
-        if x is None or _rows(x) == 0 or not all(is_constant(each) for each in constants):
-            continue
-        plain = (
-            attribute(node, "activation", "none") == "none" and attribute(node, "layout", LAYOUT) == LAYOUT
-        )
-        if plain and len(constants) <= 2:
-            groups[x, len(constants)].append(node)
+        x = node.inputs[0]
+        if x is not None and _rows(x) > 0 and is_plain(node):
+            groups[x, len(node.inputs)].append(node)
     for (x, _), nodes in groups.items():
         width = sum(last_dim(node.outputs[0]) or 0 for node in nodes)
         if len(nodes) > 1 and _rows(x) * width <= _MAX_ELEMENTS:
-            _pack(work, x, nodes)
+            _replace(work, nodes)
+
+
+def is_plain(node: ir.Node) -> bool:
+    """Whether a CustomLinear has constant weights, and neither an activation nor a residual."""
+    constants = node.inputs[1:]
+    return (
+        attribute(node, "activation", "none") == "none"
+        and attribute(node, "layout", LAYOUT) == LAYOUT
+        and len(constants) <= 2
+        and all(is_constant(each) for each in constants)
+    )
+
+
+def merge(work: Work, nodes: list[ir.Node]) -> ir.Value:
+    """Inserts one product in place of several of the same x, before the first one, and returns its output."""
+    first, x = nodes[0], nodes[0].inputs[0]
+    parts = [[constant(value) for value in node.inputs[1:]] for node in nodes]
+    packed = [initializer(work.graph, np.concatenate(each), "packed") for each in zip(*parts, strict=True)]
+    shape = [*(dims(x) or [])[:-1], sum(last_dim(node.outputs[0]) or 0 for node in nodes)]
+    work.made["products of one input merged"] += 1
+    return add(first, first.op_type, [x, *packed], first.attributes, domain=DOMAIN, shape=shape)
 
 
 def _rows(x: ir.Value) -> int:
@@ -54,17 +70,11 @@ def _rows(x: ir.Value) -> int:
     return math.prod(known) if 0 < len(known) == len(rows) else 0
 
 
-def _pack(work: Work, x: ir.Value, nodes: list[ir.Node]) -> None:
-    """Writes one product before the first one, and replaces all of them."""
-    first = nodes[0]
-    parts = [[constant(value) for value in node.inputs[1:]] for node in nodes]
+def _replace(work: Work, nodes: list[ir.Node]) -> None:
+    first, y = nodes[0], merge(work, nodes)
     widths = [last_dim(node.outputs[0]) or 0 for node in nodes]
-    packed = [initializer(work.graph, np.concatenate(each), "packed") for each in zip(*parts, strict=True)]
-    rows = (dims(x) or [])[:-1]
-    y = add(first, first.op_type, [x, *packed], first.attributes, domain=DOMAIN, shape=[*rows, sum(widths)])
     split = ir.node("Split", [y, int_constant(first, widths)], {"axis": -1}, num_outputs=len(nodes))
     work.graph.insert_before(first, split)
     for node, width, part in zip(nodes, widths, split.outputs, strict=True):
-        part.type, part.shape = y.type, ir.Shape([*rows, width])
+        part.type, part.shape = y.type, ir.Shape([*(dims(y) or [])[:-1], width])
         replace(node.outputs[0], part)
-    work.made["products of one input merged"] += 1

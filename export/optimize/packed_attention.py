@@ -1,8 +1,8 @@
 """Replaces attention over short sequences by twinop's own, which reads q, k and v where one product put them.
 
-Matches: MultiHeadAttention whose q, k and v are the thirds of one tensor, in 16 bits, with few tokens of
-known number. A mask is an additive one, or the lengths that `attention.py` made of a mask: the mask itself is
-then added, which needs no promise of padding on the right.
+Matches: MultiHeadAttention in 16 bits, with few tokens of known number. q, k and v are the thirds of one
+tensor, or products of one tensor, which are merged. A mask is an additive one, or the lengths that
+`attention.py` made of a mask: the mask itself is then added, which needs no promise of padding on the right.
 Writes: CustomAttentionPacked. It saves the copies of q, k and v, and the memory that ONNX Runtime's attention
 sets in each run. More tokens are left to cuDNN.
 """
@@ -10,22 +10,40 @@ sets in each run. More tokens are left to cuDNN.
 import onnx_ir as ir
 
 from .attention import padding_bias
-from .graph import DOMAIN, MICROSOFT, Work, add, attribute, dims, part_of, producer, replace
+from .graph import (
+    DOMAIN,
+    MICROSOFT,
+    Dim,
+    Work,
+    add,
+    attribute,
+    dims,
+    last_dim,
+    only_user,
+    part_of,
+    producer,
+    replace,
+)  # fmt: skip
+from .merge_linear import is_plain, merge
 from .scores import LOWEST
 
 _HEAD_SIZES = (32, 64, 128)
 _MAX_PRODUCTS = 24_576 * 16 * 128
 """Multiplications of q and k in whole tiles of 16 queries and 128 keys. With more, cuDNN is faster
 (docs/tuning.md)."""
+_SMALL_HEAD = 64 * 32
+"""Numbers in the q of a head. With fewer, as in the windows of Swin, cuDNN is slower for any number of
+sequences."""
 
 
 def rewrite(work: Work) -> None:
     biases: dict[ir.Value, ir.Value] = {}  # by the lengths that they stand for
     for node in work.nodes("MultiHeadAttention", domain=MICROSOFT):
-        packed = _packed(node)
-        if packed is None:
+        sizes, qkv = _sizes(node), _thirds_of(node)
+        products = _products(work, node) if qkv is None else []
+        if sizes is None or (qkv is None and not products):
             continue
-        qkv, batch, tokens, width = packed
+        batch, tokens, width = sizes
         given = {index: value for index, value in enumerate(node.inputs) if value is not None}
         bias = given.pop(5, None)
         lengths = given.pop(4, None)
@@ -37,7 +55,7 @@ def rewrite(work: Work) -> None:
             if shown is None:
                 continue
             if lengths not in biases:
-                biases[lengths] = padding_bias(shown, LOWEST, qkv, node)
+                biases[lengths] = padding_bias(shown, LOWEST, node.outputs[0], node)
             bias = biases[lengths]
         elif bias is not None:
             bias = _smallest(bias, [batch, heads, tokens])
@@ -49,32 +67,49 @@ def rewrite(work: Work) -> None:
             "causal": attribute(node, "unidirectional", 0),
         }
         name = work.records["attention_packed"].onnx_name
-        inputs = [qkv] if bias is None else [qkv, bias]
-        result = add(node, name, inputs, attributes, domain=DOMAIN, shape=[batch, tokens, width // 3])
+        inputs = [qkv if qkv is not None else merge(work, products)]
+        inputs += [bias] if bias is not None else []
+        result = add(node, name, inputs, attributes, domain=DOMAIN, shape=[batch, tokens, width])
         replace(node.outputs[0], result)
         work.made["attention of packed q, k and v"] += 1
 
 
-def _packed(node: ir.Node) -> tuple[ir.Value, int, int, int] | None:
-    """Returns [B, S, 3 * H * D] with q, k and v of an attention that is small enough, and these sizes."""
-    parts, heads = [part_of(each, -1) for each in node.inputs[:3]], attribute(node, "num_heads", 0)
-    if parts[0] is None or len(node.outputs) > 1:
-        return None
-    qkv, shape = parts[0][0], dims(parts[0][0]) or []
-    if len(shape) != 3:
+def _sizes(node: ir.Node) -> tuple[Dim, int, int] | None:
+    """Returns the sizes of q [B, S, H * D], if the attention is small enough."""
+    shape, heads = dims(node.inputs[0]) or [], attribute(node, "num_heads", 0)
+    if len(shape) != 3 or len(node.outputs) > 1:
         return None
     batch, tokens, width = shape
-    if not (isinstance(batch, int) and isinstance(tokens, int) and isinstance(width, int)):
+    size = next((each for each in _HEAD_SIZES if width == heads * each), None)
+    if size is None or not isinstance(tokens, int) or not isinstance(width, int):
         return None
-    third = width // 3
-    in_order = parts == [(qkv, start, start + third) for start in (0, third, 2 * third)]
-    tiles = -(-tokens // 16) * -(-tokens // 128)
-    is_small = batch * tiles * 16 * 128 * third <= _MAX_PRODUCTS
-    fits = width == 3 * third and any(third == heads * size for size in _HEAD_SIZES)
-    return (qkv, batch, tokens, width) if in_order and fits and is_small else None
+    if tokens * size > _SMALL_HEAD:
+        tiles = -(-tokens // 16) * -(-tokens // 128)
+        if not isinstance(batch, int) or batch * tiles * 16 * 128 * width > _MAX_PRODUCTS:
+            return None
+    return batch, tokens, width
 
 
-def _smallest(bias: ir.Value, whole: list[int]) -> ir.Value | None:
+def _thirds_of(node: ir.Node) -> ir.Value | None:
+    """Returns the tensor [B, S, 3 * H * D] that q, k and v are the thirds of."""
+    parts, width = [part_of(each, -1) for each in node.inputs[:3]], last_dim(node.inputs[0]) or 0
+    if parts[0] is None or last_dim(parts[0][0]) != 3 * width:
+        return None
+    qkv = parts[0][0]
+    return qkv if parts == [(qkv, start, start + width) for start in (0, width, 2 * width)] else None
+
+
+def _products(work: Work, node: ir.Node) -> list[ir.Node]:
+    """Returns the products that compute q, k and v from one tensor, if nothing else reads these."""
+    name = work.records["linear"].onnx_name
+    found = [producer(each, name, domain=DOMAIN) for each in node.inputs[:3]]
+    products = [each for each in found if each is not None and only_user(each.outputs[0]) is node]
+    alike = {(each.inputs[0], len(each.inputs), last_dim(each.outputs[0])) for each in products}
+    is_one = len(alike) == 1 and len({*products}) == 3 and all(is_plain(each) for each in products)
+    return products if is_one else []
+
+
+def _smallest(bias: ir.Value, whole: list[Dim]) -> ir.Value | None:
     """Returns an additive mask as it was before it was expanded, if it has the form that the op takes."""
     expand = producer(bias, "Expand")
     for each in ([expand.inputs[0]] if expand is not None else []) + [bias]:

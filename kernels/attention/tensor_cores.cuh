@@ -1,6 +1,4 @@
-// attention_packed with tensor cores, for few queries. A block takes 16 queries of a head. With few
-// queries there are few blocks, so the warps of a block share the keys, and add their results up at
-// the end.
+// Attention of 16 queries with tensor cores: what a warp computes.
 //
 // A product of tensor cores takes its operands from certain lanes. No element moves between lanes
 // or through shared memory to get there: the sum over a head's elements can be taken in any order,
@@ -14,7 +12,6 @@
 
 #include "twinop/attention/problem.h"
 #include "twinop/math/numeric.h"
-#include "twinop/primitives/launch.cuh"
 
 namespace twinop::attention {
 
@@ -22,6 +19,7 @@ inline constexpr int kQueries = 16;   // of a block: the rows of a product
 inline constexpr int kTileKeys = 32;  // of a warp at a time
 inline constexpr int kTileWarps = 4;  // of a block
 inline constexpr int kTileThreads = 32 * kTileWarps;
+inline constexpr int kWarpTokens = 2 * kTileKeys;  // that a warp can take alone
 inline constexpr float kLog2E = 1.44269504088896340736f;
 
 // d += a b for a [16, 16] by rows, b [16, 8] by columns and d [16, 8]. Lane 4 g + t has elements 2
@@ -81,13 +79,36 @@ __device__ __forceinline__ void LoadWords(const T* memory, bool exists,
   }
 }
 
-// Where the warps add up: for each its largest score, its sum of weights and its weighted values.
+// Writes sums / total.
+template <int kCount, bool kAligned, class T>
+__device__ __forceinline__ void Store(const float (&sums)[kCount], float total, T* memory) {
+  std::uint32_t words[kCount / 2];
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) words[i / 2] = Pair<T>(sums[i] / total, sums[i + 1] / total);
+  if constexpr (!kAligned) {
+    std::memcpy(memory, words, sizeof(words));
+  } else if constexpr (kCount == 4) {
+    *reinterpret_cast<uint2*>(memory) = make_uint2(words[0], words[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; i += 4)
+      reinterpret_cast<uint4*>(memory)[i / 4] =
+          make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+  }
+}
+
+// What a lane has added up for its two queries: the largest score, the sum of weights and the
+// weighted values.
 template <int kSize>
-struct Partials {
-  static constexpr int kPitch = kSize + 4;  // the rows of neighbouring lanes lie in other banks
-  float highest[kTileWarps][kQueries], totals[kTileWarps][kQueries];
-  alignas(16) float sums[kTileWarps][kQueries][kPitch];
+struct Sums {
+  float highest[2] = {-INFINITY, -INFINITY}, totals[2] = {};
+  float values[kSize / 8][4] = {};
 };
+
+// How much of the sums with a largest score counts beside others with a larger one.
+__device__ __forceinline__ float ShareOf(float highest, float highest_of_all) {
+  return highest == -INFINITY ? 0 : exp2f((highest - highest_of_all) * kLog2E);
+}
 
 // The queries of a warp against its keys. Rows 0 and 1 of an array are the queries g and g + 8.
 template <class T, int kSize, bool kAligned>
@@ -103,7 +124,7 @@ struct Tile {
   std::int64_t queries[2];
   int g, t;
   std::uint32_t q[2][kChunks][4];
-  float highest[2], totals[2], sums[kColumns][4];
+  Sums<kSize> own;
 
   __device__ __forceinline__ Tile(const Problem& problem, const T* head_of_batch, const T* own_bias,
                                   std::int64_t first, int lane)
@@ -114,10 +135,7 @@ struct Tile {
         row(3 * width),
         queries{first + lane / 4, first + lane / 4 + 8},
         g(lane / 4),
-        t(lane % 4),
-        highest{-INFINITY, -INFINITY},
-        totals{},
-        sums{} {
+        t(lane % 4) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -143,7 +161,7 @@ struct Tile {
       for (int c = 0; c < kColumns; ++c) {
         const unsigned half = c % 2 == 0 ? 0x5410 : 0x7632;  // of the words of two keys
         Multiply<T>(weights, __byte_perm(v[j][0][c / 2], v[j][1][c / 2], half),
-                    __byte_perm(v[j][2][c / 2], v[j][3][c / 2], half), sums[c]);
+                    __byte_perm(v[j][2][c / 2], v[j][3][c / 2], half), own.values[c]);
       }
     }
   }
@@ -191,9 +209,9 @@ struct Tile {
     const auto scale = static_cast<float>(p.scale);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const T* const own = bias + queries[i] * p.bias_stride[2];
+      const T* const own_bias = bias + queries[i] * p.bias_stride[2];
       const std::int64_t seen = p.is_causal && queries[i] < end ? queries[i] + 1 : end;
-      float most = highest[i];
+      float most = own.highest[i];
 #pragma unroll
       for (int n = 0; n < kGroups; ++n)
 #pragma unroll
@@ -201,7 +219,8 @@ struct Tile {
           const std::int64_t at = key + 8 * n + 2 * t + j;
           float& score = scores[n][2 * i + j];
           score *= scale;
-          if (bias != nullptr && at < seen && queries[i] < p.tokens) score += ToCompute(own[at]);
+          if (bias != nullptr && at < seen && queries[i] < p.tokens)
+            score += ToCompute(own_bias[at]);
           if (at >= seen) score = -INFINITY;
           most = fmaxf(most, score);
         }
@@ -209,97 +228,36 @@ struct Tile {
       most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
       // After only -inf the difference would be NaN. A later key may be finite.
       const float base = most == -INFINITY ? 0 : most;
-      const float kept = exp2f((highest[i] - base) * kLog2E);
-      highest[i] = most;
-      totals[i] *= kept;
+      const float kept = exp2f((own.highest[i] - base) * kLog2E);
+      own.highest[i] = most;
+      own.totals[i] *= kept;
 #pragma unroll
       for (int n = 0; n < kGroups; ++n)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& score = scores[n][2 * i + j];
           score = exp2f((score - base) * kLog2E);
-          totals[i] += score;
+          own.totals[i] += score;
         }
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        sums[c][2 * i] *= kept;
-        sums[c][2 * i + 1] *= kept;
+        own.values[c][2 * i] *= kept;
+        own.values[c][2 * i + 1] *= kept;
       }
     }
   }
 
-  // Column 2 t + j of product c is element (2 t + j) * kColumns + c.
-  __device__ __forceinline__ void Write(int warp, Partials<kSize>* partials) {
+  // Adds the lanes' totals up and returns what there is, to begin anew.
+  __device__ __forceinline__ Sums<kSize> Finish() {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      totals[i] += __shfl_xor_sync(0xFFFFFFFFu, totals[i], 1);
-      totals[i] += __shfl_xor_sync(0xFFFFFFFFu, totals[i], 2);
-      partials->highest[warp][g + 8 * i] = highest[i];
-      partials->totals[warp][g + 8 * i] = totals[i];
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-          partials->sums[warp][g + 8 * i][(2 * t + j) * kColumns + c] = sums[c][2 * i + j];
+    for (float& total : own.totals) {
+      total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
+      total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
     }
+    const Sums<kSize> done = own;
+    own = {};
+    return done;
   }
 };
-
-// y = the sum of the warps' results, each weighted by its largest score. 8 threads a query.
-template <class T, int kSize, bool kAligned>
-__device__ __forceinline__ void AddUp(const Partials<kSize>& partials, T* y, std::int64_t width,
-                                      std::int64_t queries) {
-  constexpr int kEach = kSize / 8;
-  const int query = threadIdx.x / 8, from = threadIdx.x % 8 * kEach;
-  if (query >= queries) return;
-  float highest = -INFINITY;
-  for (const auto& each : partials.highest) highest = fmaxf(highest, each[query]);
-  float total = 0, sums[kEach] = {};
-#pragma unroll
-  for (int warp = 0; warp < kTileWarps; ++warp) {
-    const float own = partials.highest[warp][query];
-    const float share = own == -INFINITY ? 0 : exp2f((own - highest) * kLog2E);
-    // A NaN in the scores is not the largest one, but it is in the total.
-    total += partials.totals[warp][query] * share;
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) sums[e] += partials.sums[warp][query][from + e] * share;
-  }
-  T* const row = y + query * width + from;
-  std::uint32_t words[kEach / 2];
-#pragma unroll
-  for (int e = 0; e < kEach; e += 2) words[e / 2] = Pair<T>(sums[e] / total, sums[e + 1] / total);
-  if constexpr (!kAligned) {
-    std::memcpy(row, words, sizeof(words));
-  } else if constexpr (kEach == 4) {
-    *reinterpret_cast<uint2*>(row) = make_uint2(words[0], words[1]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kEach / 2; i += 4)
-      reinterpret_cast<uint4*>(row)[i / 4] =
-          make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
-  }
-}
-
-template <class T, int kSize, bool kAligned>
-__global__ void __launch_bounds__(kTileThreads)
-    TileKernel(Problem p, const T* qkv, const T* bias, T* y) {
-  __shared__ Partials<kSize> partials;
-  WaitForPreviousKernel();
-  const std::int64_t tiles = (p.tokens + kQueries - 1) / kQueries;
-  const std::int64_t head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
-  const std::int64_t first = blockIdx.x % tiles * kQueries;
-  const std::int64_t width = p.heads * kSize;
-  if (bias != nullptr) bias += batch * p.bias_stride[0] + head * p.bias_stride[1];
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  Tile<T, kSize, kAligned> tile(p, qkv + batch * p.tokens * 3 * width + head * kSize, bias, first,
-                                static_cast<int>(threadIdx.x) % 32);
-  const std::int64_t end = p.is_causal && first + kQueries < p.tokens ? first + kQueries : p.tokens;
-  for (std::int64_t key = warp * kTileKeys; key < end; key += kTileWarps * kTileKeys)
-    tile.Take(key, end);
-  tile.Write(warp, &partials);
-  __syncthreads();
-  AddUp<T, kSize, kAligned>(partials, y + (batch * p.tokens + first) * width + head * kSize, width,
-                            p.tokens - first);
-}
 
 }  // namespace twinop::attention

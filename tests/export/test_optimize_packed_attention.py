@@ -63,7 +63,7 @@ def test_short_sequences(dtype: str, padding: str | None, device: str, tmp_path:
         (SMALL, {}),  # fp32 has no tensor cores
         (SMALL, {"dtype": "float16", "device": "cpu"}),
         (SMALL, {"dtype": "float16", "without": ["packed_attention"]}),
-        (SMALL, {"dtype": "float16", "fixed": False}),
+        (replace(SMALL, tokens=65), {"dtype": "float16", "fixed": False}),  # faster in small batches only
         (replace(SMALL, heads=4), {"dtype": "float16"}),  # heads of 16
         (replace(SMALL, tokens=2048, batch=1, layers=1), {"dtype": "float16"}),  # more than the kernel is for
     ],
@@ -79,6 +79,37 @@ LENGTHS = """(float[2, 8, 64] x, int64[%s] m) => (float[2, 8, 64] y) {
     p = MatMul (x, w) q, k, v = Split <axis=-1, num_outputs=3> (p) n = Cast <to=6> (m)
     t = ReduceSum <keepdims=0> (n, axes)
     y = com.microsoft.MultiHeadAttention <num_heads=2> (q, k, v, , t) }"""
+
+
+WINDOWS = """(float[B, 49, 64] x) => (float[B, 49, 64] y) {
+    a = MatMul (x, v) q = Add (a, p) b = MatMul (%s, w) k = Add (b, p) c = MatMul (x, u) v_ = Add (c, p)
+    s = com.microsoft.MultiHeadAttention <num_heads=2> (q, k, v_, , , bias)
+    y = com.microsoft.MultiHeadAttention <num_heads=2> (s, s, s) }"""
+
+
+@pytest.mark.parametrize(("source", "wanted"), [("x", 1), ("z", 0)])
+def test_products_of_one_tensor_are_merged(source: str, wanted: int, tmp_path: Path) -> None:
+    """Swin's windows: any number of them, and a bias for each head."""
+    text = WINDOWS % source
+    text = text if source == "x" else text.replace("{", "{ z = Neg (x)", 1)
+    values = {name: weights(64, 64) for name in "uvw"} | {"p": weights(64), "bias": weights(1, 2, 49, 49)}
+    report, model = optimized(parsed(text, **values), tmp_path, dtype="float16")
+    assert report.made.get("attention of packed q, k and v", 0) == wanted
+    assert len(nodes(model, "CustomLinear")) == (1 if wanted else 3)
+    assert len(nodes(model, "CustomAttentionPacked")) == wanted
+    assert len(nodes(model, "MultiHeadAttention")) == 2 - wanted  # q, k and v of the other are one tensor
+
+
+def test_attention_with_a_bias_and_without(tmp_path: Path) -> None:
+    """A model holds one body per op: a bias of zeros takes the place of a missing one."""
+    text = """(float[B, 8, 64] x) => (float[B, 8, 64] y, float[B, 8, 64] z) {
+        a = MatMul (x, w) q, k, v = Split <axis=-1, num_outputs=3> (a)
+        b = MatMul (x, u) q_, k_, v_ = Split <axis=-1, num_outputs=3> (b)
+        y = com.microsoft.MultiHeadAttention <num_heads=2> (q, k, v, , , bias)
+        z = com.microsoft.MultiHeadAttention <num_heads=2> (q_, k_, v_) }"""
+    proto = parsed(text, w=weights(64, 192), u=weights(64, 192), bias=weights(1, 2, 8, 8))
+    _, model = optimized(proto, tmp_path, dtype="float16")
+    assert [len(node.inputs) for node in nodes(model, "CustomAttentionPacked")] == [2, 2]
 
 
 @pytest.mark.parametrize(("sizes", "axis"), [("2, 8", 1), ("2, 4", 1), ("8, 2", 0)])

@@ -43,9 +43,10 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, bound: float, case: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 24, 32, 64, 128, 136])
 def test_values(size: int, dtype: torch.dtype, device: str) -> None:
-    """Numbers of tokens around those of a tile and of all warps, aligned and not."""
-    for tokens in (1, 15, 16, 17, 31, 33, 127, 128, 129, 200):
-        batch, heads = (2, 3) if tokens < 100 else (1, 2)
+    """Numbers of tokens around those of a tile and of all warps, aligned and not, in few and many batches."""
+    few = [(2, 3, tokens) for tokens in (1, 15, 16, 17, 31, 33)]
+    long = [(1, 2, tokens) for tokens in (127, 128, 129, 200)]
+    for batch, heads, tokens in [*few, *long, (400, 1, 7), (130, 3, 16), (64, 2, 49), (50, 2, 64)]:
         qkv = random(batch, tokens, 3 * heads * size, dtype=dtype)
         biases = [
             None,
@@ -54,16 +55,14 @@ def test_values(size: int, dtype: torch.dtype, device: str) -> None:
         ]
         bias = biases[tokens % 3]
         causal = tokens % 2 == 0
-        shifted = torch.cat([qkv.new_zeros(1), qkv.flatten()])[1:].view(qkv.shape)
         given = bias if bias is None else bias.to(device)
+        moved = torch.empty(qkv.numel() + 1, dtype=dtype, device=device)[1:].view(qkv.shape)
+        moved.copy_(qkv)  # in memory that no vector is aligned in
         y, z = (
-            torch_op.attention_packed(each.to(device), given, heads, 0.25, causal) for each in (qkv, shifted)
+            torch_op.attention_packed(each, given, heads, 0.25, causal) for each in (qkv.to(device), moved)
         )
-        assert_close(y, exact(qkv, bias, heads, 0.25, causal), ROUNDING[dtype], tokens)
-        assert torch.equal(y, z)
-    moved = torch.empty(qkv.numel() + 1, dtype=dtype, device=device)[1:].view(qkv.shape)
-    moved.copy_(qkv)  # in memory that no vector is aligned in
-    assert torch.equal(torch_op.attention_packed(moved, given, heads, 0.25, causal), y)
+        assert_close(y, exact(qkv, bias, heads, 0.25, causal), ROUNDING[dtype], (batch, tokens))
+        assert torch.equal(y, z), (batch, tokens)
 
 
 @each_device
@@ -98,12 +97,14 @@ def test_special_values(size: int, device: str) -> None:
 
 
 @each_device
-def test_a_query_does_not_depend_on_others(device: str) -> None:
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize(("batch", "tokens"), [(3, 90), (100, 49), (60, 64)])
+def test_a_query_does_not_depend_on_others(batch: int, tokens: int, size: int, device: str) -> None:
     """The same bits in every batch, and with tokens behind those that a causal query sees."""
-    qkv = random(3, 90, 3 * 2 * 64, dtype=torch.float16).to(device)
+    qkv = random(batch, tokens, 3 * 2 * size, dtype=torch.float16).to(device)
     y = torch_op.attention_packed(qkv, heads=2, causal=True)
     assert torch.equal(y[1:2], torch_op.attention_packed(qkv[1:2], heads=2, causal=True))
-    assert torch.equal(y[:, :50], torch_op.attention_packed(qkv[:, :50], heads=2, causal=True))
+    assert torch.equal(y[:, :40], torch_op.attention_packed(qkv[:, :40], heads=2, causal=True))
 
 
 @each_device
