@@ -120,9 +120,10 @@ __global__ void __launch_bounds__(kTileThreads)
                             p.tokens - at.first);
 }
 
-// A warp takes all keys of its queries, which are at most kWarpTokens.
+// A warp takes all keys of its queries, which are at most kWarpTokens. For small heads, fewer
+// registers leave room for one more block; for others they would not suffice.
 template <class T, int kSize, bool kAligned>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, kSize == 32 ? 5 : 1)
     WarpKernel(Problem p, std::int64_t tiles, const T* qkv, const T* bias, T* y) {
   WaitForPreviousKernel();
   const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kTileWarps + threadIdx.x / 32;

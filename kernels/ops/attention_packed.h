@@ -19,8 +19,8 @@ namespace twinop {
 // torch, a query that sees no token gets NaN, and a NaN in the v of a hidden token may reach
 // others.
 //
-// On CUDA, a block takes 16 queries and reads all keys of its head. That suits short sequences in
-// small batches; for others cuDNN's attention is faster (docs/tuning.md).
+// On CUDA, a block or a warp takes 16 queries and reads all keys of its head. That suits short
+// sequences; for others cuDNN's attention is faster (docs/tuning.md).
 template <class Op>
 Status LaunchAttentionPacked(const CallOf<Op>& call) {
 #if defined(__CUDACC__)
