@@ -13,7 +13,7 @@ namespace twinop::attention {
 
 inline constexpr int kWarps = 4;                 // of a block, with a query each
 inline constexpr int kEach = 4;                  // elements of the result that a lane holds
-inline constexpr std::int64_t kManyTiles = 768;  // about six for each multiprocessor
+inline constexpr std::int64_t kManyTiles = 384;  // about three for each multiprocessor
 
 // Each lane takes the score of every 32nd key. For the result, the lanes share the head's elements,
 // 32 * kEach at a time.
@@ -83,7 +83,8 @@ static __global__ void __launch_bounds__(32 * kWarps)
 template <class T, int kSize, bool kAligned>
 Status LaunchTiles(const Call& call, const Problem& p, const T* qkv, const T* bias, T* y) {
   const std::int64_t tiles = p.batches * p.heads * ((p.tokens + kQueries - 1) / kQueries);
-  if (p.tokens <= kWarpTokens && tiles >= kManyTiles)
+  const std::int64_t key_tiles = (p.tokens + kTileKeys - 1) / kTileKeys;
+  if (p.tokens <= kWarpTokens && tiles >= kManyTiles * key_tiles)
     return LaunchKernel(WarpKernel<T, kSize, kAligned>,
                         Dependent({(tiles + kTileWarps - 1) / kTileWarps, dim3(kTileThreads)}),
                         call, p, tiles, qkv, bias, y);
