@@ -24,7 +24,7 @@ class DefaultInput:
         value: the value of every element, or a function that computes it from the node's attributes.
         start: the tensor has the shape of the first input's dimensions from `start` on. A string names an
             attribute that holds this dimension, and a function computes it from the attributes.
-        along: another input; the tensor then has one dimension, which is that input's dimension `start`.
+        along: another input; the tensor then has that input's dimension `start` alone.
         ones: the number of dimensions of size 1 in front of these.
     """
 

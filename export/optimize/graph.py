@@ -38,6 +38,7 @@ class Work:
         empty_masks: masks that hide nothing.
         finite_masks: masks that hide with finite numbers, so that no row of a softmax is NaN.
         weights_nk: constants [N, K] by the constant [K, N] that they were made of.
+        joined: constants by those that they join along the first axis.
     """
 
     model: ir.Model
@@ -52,6 +53,7 @@ class Work:
     empty_masks: set[ir.Value] = field(default_factory=set)
     finite_masks: set[ir.Value] = field(default_factory=set)
     weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)
 
     @property
     def graph(self) -> ir.Graph:

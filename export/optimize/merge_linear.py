@@ -3,6 +3,7 @@
 Matches: CustomLinear nodes with the same input, without activation and residual, if the number of rows is
 known and small.
 Writes: one CustomLinear with the concatenated weights, and a Split, which costs less than several products.
+`packed_attention.py` merges q, k and v of any number of rows, because it needs no Split.
 """
 
 import math
@@ -56,11 +57,18 @@ def is_plain(node: ir.Node) -> bool:
 def merge(work: Work, nodes: list[ir.Node]) -> ir.Value:
     """Inserts one product in place of several of the same x, before the first one, and returns its output."""
     first, x = nodes[0], nodes[0].inputs[0]
-    parts = [[constant(value) for value in node.inputs[1:]] for node in nodes]
-    packed = [initializer(work.graph, np.concatenate(each), "packed") for each in zip(*parts, strict=True)]
+    parts = zip(*([value for value in node.inputs[1:] if value is not None] for node in nodes), strict=True)
+    packed = [_join(work, each) for each in parts]
     shape = [*(dims(x) or [])[:-1], sum(last_dim(node.outputs[0]) or 0 for node in nodes)]
     work.made["products of one input merged"] += 1
     return add(first, first.op_type, [x, *packed], first.attributes, domain=DOMAIN, shape=shape)
+
+
+def _join(work: Work, parts: tuple[ir.Value, ...]) -> ir.Value:
+    if parts not in work.joined:
+        arrays = [array for each in parts if (array := constant(each)) is not None]
+        work.joined[parts] = initializer(work.graph, np.concatenate(arrays), "packed")
+    return work.joined[parts]
 
 
 def _rows(x: ir.Value) -> int:

@@ -28,12 +28,12 @@ from .merge_linear import is_plain, merge
 from .scores import LOWEST
 
 _HEAD_SIZES = (32, 64, 128)
-_MAX_PRODUCTS = 24_576 * 16 * 128
-"""Multiplications of q and k in whole tiles of 16 queries and 128 keys. With more, cuDNN is faster
-(docs/tuning.md)."""
 _SMALL_HEAD = 64 * 32
-"""Numbers in the q of a head. With fewer, as in the windows of Swin, cuDNN is slower for any number of
-sequences."""
+"""Numbers in the q of a head. With at most so many, as in the windows of Swin, cuDNN is slower for any number
+of sequences (docs/tuning.md)."""
+_MAX_PRODUCTS = 24_576 * 16 * 128
+"""Multiplications of q and k of larger heads, in whole tiles of 16 queries and 128 keys. With more, cuDNN is
+faster."""
 
 
 def rewrite(work: Work) -> None:

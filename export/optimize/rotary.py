@@ -4,7 +4,7 @@ Matches: x * cos + rotated(x) * sin on heads [B, H, S, D] or [B, S, H, D], with 
 or [1 or B, S, 1, D] that the model computes. The pairs are (i, i + D/2), as in Llama, or (2i, 2i + 1), as in
 RoFormer and Cohere. Only the first elements of a head may be rotated, as in GPT-NeoX. The two elements of
 each pair may also be computed apart, from cos and sin with D/2 columns, and then joined. The first tokens may
-be left unrotated, as the class token in EVA-02; they get angles of zero.
+be left unrotated, as the class token in EVA-02, if cos and sin have known sizes. They get angles of zero.
 Writes: CustomRope on q and k [B, S, H*D] of one attention together. It takes one cos and sin for each pair,
 so nothing about positions is assumed. A single tensor, and every tensor on the CPU, gets ONNX Runtime's
 RotaryEmbedding.
@@ -35,8 +35,8 @@ from .heads import Heads, merged_heads, merged_tokens, split_heads, split_tokens
 from .rotary_forms import form_of, has_equal_pairs
 from .scores import constant_like
 
-_Extended = dict[tuple[ir.Value, int, float], ir.Value]
-"""cos or sin for more tokens, by the original, the number of these tokens and what they get."""
+_Extended = dict[tuple[ir.Value, int, float, int], ir.Value]
+"""cos or sin for more tokens, by the original, the number of these tokens, what they get and their axis."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def _rotations(work: Work) -> Iterator[_Rotation]:
         node, x = whole or (node, x)
         axis = 1 if tokens_first else 2
         whole = _rejoined(node, x, axis, 1)
-        if whole is not None and all(isinstance(size, int) for size in dims(cos) or ()):
+        sizes = dims(cos) or []
+        if whole is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
             count = _size(whole[1], axis) - _size(x, axis)
             cos, sin = (_extend(extended, last, each, count, axis) for each in ((cos, 1.0), (sin, 0.0)))
             node, x = whole
@@ -194,7 +195,7 @@ def _extend(
 ) -> ir.Value:
     """Returns cos or sin with `count` tokens in front of its own, which get the number beside it."""
     value, number = angles
-    key = value, count, number
+    key = value, count, number, tokens
     if key not in extended:
         sizes = [_size(value, axis) for axis in range(len(dims(value) or ()))]
         axis = tokens - 4 + len(sizes)

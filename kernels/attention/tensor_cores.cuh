@@ -15,7 +15,7 @@
 
 namespace twinop::attention {
 
-inline constexpr int kQueries = 16;   // of a block: the rows of a product
+inline constexpr int kQueries = 16;   // of a tile: the rows of a product
 inline constexpr int kTileKeys = 32;  // of a warp at a time
 inline constexpr int kTileWarps = 4;  // of a block
 inline constexpr int kTileThreads = 32 * kTileWarps;

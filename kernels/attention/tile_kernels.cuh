@@ -1,7 +1,7 @@
-// The kernels of attention_packed with tensor cores. A block takes 16 queries of a head. With few
-// queries there are few blocks, so the warps of a block share the keys, and add their results up at
-// the end. In large batches of few tokens, such as the windows of Swin, a warp takes all keys of 16
-// queries instead. Both give the same bits.
+// The two kernels of attention_packed with tensor cores. With few queries, a block takes 16 of
+// them: its warps share the keys, and add their results up at the end. In large batches of few
+// tokens, such as the windows of Swin, a warp takes 16 queries and all of their keys. Both give the
+// same bits.
 #pragma once
 
 #include <cstdint>
@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kTileThreads)
                             p.tokens - at.first);
 }
 
-// A warp takes all keys of its queries, which are at most kWarpTokens. For small heads, fewer
-// registers leave room for one more block; for others they would not suffice.
+// A warp takes all keys of its queries, which are at most kWarpTokens. Heads of 32 get fewer
+// registers, so that one more block runs at a time; larger ones would spill (docs/tuning.md).
 template <class T, int kSize, bool kAligned>
 __global__ void __launch_bounds__(kTileThreads, kSize == 32 ? 5 : 1)
     WarpKernel(Problem p, std::int64_t tiles, const T* qkv, const T* bias, T* y) {

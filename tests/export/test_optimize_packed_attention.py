@@ -100,6 +100,18 @@ def test_products_of_one_tensor_are_merged(source: str, wanted: int, tmp_path: P
     assert len(nodes(model, "MultiHeadAttention")) == 2 - wanted  # q, k and v of the other are one tensor
 
 
+def test_shared_weights_are_merged_once(tmp_path: Path) -> None:
+    """The layers of ALBERT have the same weights."""
+    text = """(float[B, 8, 64] x) => (float[B, 8, 64] z) {
+        q = MatMul (x, u) k = MatMul (x, v) w_ = MatMul (x, w)
+        y = com.microsoft.MultiHeadAttention <num_heads=2> (q, k, w_)
+        a = MatMul (y, u) b = MatMul (y, v) c = MatMul (y, w)
+        z = com.microsoft.MultiHeadAttention <num_heads=2> (a, b, c) }"""
+    _, model = optimized(parsed(text, **{name: weights(64, 64) for name in "uvw"}), tmp_path, dtype="float16")
+    first, second = nodes(model, "CustomLinear")
+    assert first.inputs[1] is second.inputs[1]
+
+
 def test_attention_with_a_bias_and_without(tmp_path: Path) -> None:
     """A model holds one body per op: a bias of zeros takes the place of a missing one."""
     text = """(float[B, 8, 64] x) => (float[B, 8, 64] y, float[B, 8, 64] z) {

@@ -176,6 +176,17 @@ def test_tokens_that_do_not_turn(rotated: str, cut: str, joined: str, tokens: in
     assert node.inputs[0].shape[1] == tokens
 
 
+def test_one_token_turns_behind_another(tmp_path: Path) -> None:
+    """cos and sin have no dimension for the tokens, so they stay as they are."""
+    turned = HALVES + "p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) t = Add (p%(n)s, q%(n)s)"
+    body = f"rest = Slice (x, zero, one, one) w = Slice (x, one, far, one) {turned}" % {"n": 1, "x": "w"}
+    text = f"(float[2, 2, 3, 8] x) => (float[2, 2, 3, 8] y) {{ {body} y = Concat <axis=1> (rest, t) }}"
+    angles = np.tile(np.random.default_rng(0).random((1, 4)).astype(np.float32), 2)
+    report, model = optimized(parsed(text, cos=np.cos(angles), sin=np.sin(angles), **INDICES), tmp_path)
+    assert not report.reverted
+    assert len(nodes(model, "RotaryEmbedding")) == 1
+
+
 APART = {
     "halves": """a = Slice (x, zero, four, last) b = Slice (x, four, far, last) %s
         y = Concat <axis=-1> (first, second)""",

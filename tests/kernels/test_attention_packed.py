@@ -67,12 +67,13 @@ def test_values(size: int, dtype: torch.dtype, device: str) -> None:
 
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_masks_hide_tokens(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 150), (200, 60)])
+def test_masks_hide_tokens(batch: int, tokens: int, dtype: torch.dtype, device: str) -> None:
     """Hidden tokens do not count; a query without any token is NaN, as in torch."""
-    qkv = random(2, 150, 3 * 64, dtype=dtype)
-    bias = torch.zeros(2, 1, 150, 150, dtype=dtype)
-    bias[0, :, :, 40:] = -math.inf  # three warps see nothing
-    bias[1, :, :, :130] = -math.inf  # nor do the first ones
+    qkv = random(batch, tokens, 3 * 64, dtype=dtype)
+    bias = torch.zeros(batch, 1, tokens, tokens, dtype=dtype)
+    bias[0, :, :, tokens // 4 :] = -math.inf  # the last tiles of keys are empty
+    bias[1, :, :, : tokens - 20] = -math.inf  # so are the first ones
     bias[1, :, 7] = -math.inf
     wanted = exact(qkv, bias, 1)
     y = torch_op.attention_packed(qkv.to(device), bias.to(device))
@@ -84,12 +85,12 @@ def test_masks_hide_tokens(dtype: torch.dtype, device: str) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("size", [24, 64])
-def test_special_values(size: int, device: str) -> None:
+@pytest.mark.parametrize(("batch", "size"), [(1, 24), (1, 64), (300, 32), (300, 64)])
+def test_special_values(batch: int, size: int, device: str) -> None:
     for number in (math.nan, math.inf, -math.inf):
         for place in range(3):  # in q, k and v
-            qkv = random(1, 40, 3 * size, dtype=torch.float16)
-            qkv[0, 20, place * size + 3] = number
+            qkv = random(batch, 40, 3 * size, dtype=torch.float16)
+            qkv[-1, 20, place * size + 3] = number
             wanted = exact(qkv, None, 1)
             y = torch_op.attention_packed(qkv.to(device)).cpu()
             assert torch.equal(y.isnan(), wanted.isnan()), (number, place)
@@ -98,13 +99,14 @@ def test_special_values(size: int, device: str) -> None:
 
 @each_device
 @pytest.mark.parametrize("size", [32, 64, 128])
-@pytest.mark.parametrize(("batch", "tokens"), [(3, 90), (100, 49), (96, 64)])
+@pytest.mark.parametrize(("batch", "tokens"), [(3, 90), (100, 49), (96, 64), (400, 16), (200, 32)])
 def test_a_query_does_not_depend_on_others(batch: int, tokens: int, size: int, device: str) -> None:
     """The same bits in every batch, and with tokens behind those that a causal query sees."""
     qkv = random(batch, tokens, 3 * 2 * size, dtype=torch.float16).to(device)
     y = torch_op.attention_packed(qkv, heads=2, causal=True)
     assert torch.equal(y[1:2], torch_op.attention_packed(qkv[1:2], heads=2, causal=True))
-    assert torch.equal(y[:, :40], torch_op.attention_packed(qkv[:, :40], heads=2, causal=True))
+    few = tokens // 2
+    assert torch.equal(y[:, :few], torch_op.attention_packed(qkv[:, :few], heads=2, causal=True))
 
 
 @each_device
