@@ -84,13 +84,12 @@ def _rotations(work: Work) -> Iterator[_Rotation]:
             work.left["rotary embedding: the angles of a pair may differ"] += 1
             continue
         node, x = whole or (node, x)
-        axis = 1 if tokens_first else 2
-        whole = _rejoined(node, x, axis, 1)
-        sizes = dims(cos) or []
-        if whole is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
-            count = _size(whole[1], axis) - _size(x, axis)
+        axis, sizes = 1 if tokens_first else 2, dims(cos) or []
+        tokens = _rejoined(node, x, axis, 1)
+        if tokens is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
+            count = _size(tokens[1], axis) - _size(x, axis)
             cos, sin = (_extend(extended, last, each, count, axis) for each in ((cos, 1.0), (sin, 0.0)))
-            node, x = whole
+            node, x = tokens
         heads = merged_tokens(x, node) if tokens_first else merged_heads(x, node)
         if heads is None:
             work.left["rotary embedding: the number of heads is not known"] += 1

@@ -164,7 +164,7 @@ def _source_of_interleaved(value: ir.Value | None) -> ir.Value | None:
     return x if layout == "interleaved" and len(stacked) == len(shape) + 1 == len(flat) + 1 else None
 
 
-def constant_part(value: ir.Value | None) -> np.ndarray | None:
+def _constant_part(value: ir.Value | None) -> np.ndarray | None:
     """Returns a constant, or columns of one."""
     if (part := part_of(value, -1)) is None:
         return constant(value)
@@ -175,7 +175,7 @@ def constant_part(value: ir.Value | None) -> np.ndarray | None:
 
 def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
     """Whether both elements of each pair of the last dimension are known to be equal."""
-    array, width = constant_part(value), last_dim(value)
+    array, width = _constant_part(value), last_dim(value)
     if array is not None and array.ndim and array.shape[-1] > 1:
         if array.shape[-1] % 2:
             return False

@@ -13,8 +13,8 @@ namespace twinop::attention {
 
 inline constexpr int kWarps = 4;  // of a block, with a query each
 inline constexpr int kEach = 4;   // elements of the result that a lane holds
-inline constexpr std::int64_t kManyTiles =
-    384;  // for each tile of keys: about three a multiprocessor
+// For each tile of keys: about three of a multiprocessor.
+inline constexpr std::int64_t kManyTiles = 384;
 
 // Each lane takes the score of every 32nd key. For the result, the lanes share the head's elements,
 // 32 * kEach at a time.
