@@ -1,6 +1,7 @@
 """Reads a model's file, and refuses what twinop cannot optimise."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +105,22 @@ def _check_values(path: Path, model: ir.Model) -> None:
                 f"{path}: {node.op_type} reads {used.name}, which is no input, no initializer and no result "
                 "of a node. If it is a sparse initializer: twinop does not read those; make it dense"
             )
+
+
+def separate_names(model: ir.Model) -> None:
+    """Gives the values of all graphs different names: shape inference finds values by their names.
+
+    ONNX allows two branches of an If, or two bodies of loops, to use a name for different values.
+    """
+    taken, used = set[str](), Counter[str]()
+    for graph in model.graphs():  # the main graph comes first, and its names stay
+        outputs = (output for node in graph for output in node.outputs)
+        for value in dict.fromkeys((*graph.inputs, *graph.initializers.values(), *outputs)):
+            name = str(value.name)
+            while value.name in taken:
+                used[name] += 1
+                value.name = f"{name}_{used[name]}"
+            taken |= {str(value.name)} if value.name else set()
 
 
 def make_constant(model: ir.Model) -> int:

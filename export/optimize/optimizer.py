@@ -31,7 +31,7 @@ from . import (
     unflatten,
 )
 from .graph import Work
-from .load import data_files, load, load_weights, make_constant
+from .load import data_files, load, load_weights, make_constant, separate_names
 from .prepare import convert_to_fp32, inline_functions, main_dtype
 from .report import OptimizeReport
 from .trial import Trial
@@ -124,6 +124,7 @@ def optimize(
     if constants := make_constant(model):
         report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
     inline_functions(model, records)
+    separate_names(model)
     microsoft.split_simplified_norms(model)
     interface = _interface(model)
     own_dtype = _NAMES.get(main_dtype(model), "float32")

@@ -14,6 +14,7 @@ import onnxruntime as ort
 import pytest
 from optimizing import nodes, optimized, parsed, types, weights
 
+from twinop import deploy
 from twinop.errors import ExportError
 from twinop.export.attach import attach_bodies
 from twinop.export.optimize import optimize
@@ -224,3 +225,44 @@ def test_an_input_that_is_an_output(tmp_path: Path) -> None:
         _, model = optimized(parsed(text, w=weights(4, 3)), tmp_path, dtype=dtype)
         assert model.graph.outputs[1] is model.graph.inputs[0] and model.graph.inputs[0].name == "x"
         assert model.graph.inputs[0].dtype is ir.DataType[(dtype or "float").upper()]
+
+
+SHARED_NAMES = {
+    "If": """t = If (c) <
+        then_branch = a () => (float[K] o) { r = Relu (h) s = Shape (r) f = Reshape (r, minus) o = Neg (f) },
+        else_branch = b () => (float[K] o) { r = Reshape (h, minus) s = Shape (r) f = Reshape (r, s)
+            o = Tanh (f) }>""",
+    "Loop": """u = Loop (three, , h) <body = l (int64 i, bool m, float[N, 4] r) => (bool go, float[N, 4] o) {
+            go = Identity (m) s = Shape (r) o = Tanh (r) }>
+        f0 = Reshape (u, minus)
+        t = Loop (three, , f0) <body = l2 (int64 i, bool m, float[K] r) => (bool go, float[K] o) {
+            go = Identity (m) s = Shape (r) f = Reshape (r, s) o = Neg (f) }>""",
+    "nested": """t = If (c) <
+        then_branch = a () => (float[K] o) {
+            o = If (c) <then_branch = d () => (float[K] q) { r = Relu (h) q = Reshape (r, minus) },
+                        else_branch = e () => (float[K] q) { r = Shape (h) f = Cast <to=1> (r) q = Neg (f) }>
+        },
+        else_branch = b () => (float[K] o) { r = Cast <to=11> (h) q = Cast <to=1> (r)
+            o = Reshape (q, minus) }>""",
+    "initializers": """t = If (c) <
+        then_branch = a () => (float[K] o) <int64[1] r = {-1}> { f = Neg (h) o = Reshape (f, r) },
+        else_branch = b () => (float[K] o) <float[4] r = {1, 2, 3, 4}> { f = Mul (h, r)
+            o = Reshape (f, minus) }>""",
+}
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("body", SHARED_NAMES.values(), ids=SHARED_NAMES)
+def test_values_of_one_name_in_several_graphs(body: str, dtype: str | None, tmp_path: Path) -> None:
+    """They may have other ranks and dtypes, as in optimum's merged decoders."""
+    text = f"(float[N, 4] x, bool c) => (float[K] y) {{ h = MatMul (x, w) {body} y = Identity (t) }}"
+    given = {"w": weights(4, 4), "minus": np.array([-1]), "three": np.array(3)}
+    report, _ = optimized(parsed(text, **given), tmp_path, dtype=dtype)
+    assert report.made == {"linear": 1}
+    for choice in (True, False) if dtype is None else ():
+        feeds = {"x": weights(3, 4, seed=1), "c": np.array(choice)}
+        expected, found = (
+            deploy.session(tmp_path / n, ["CPUExecutionProvider"]).run(feeds)["y"]
+            for n in ("old.onnx", "fast.onnx")
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
