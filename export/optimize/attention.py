@@ -8,7 +8,8 @@ Writes: com.microsoft MultiHeadAttention with q, k and v as [B, S, H*D], the lay
 mask is `attention_bias` [1 or B, 1 or H, S, T]. A causal mask becomes `unidirectional`. A mask of padding on
 the right becomes the length of each sequence, if that was promised (`masks.py`). A `key_padding_mask` [B, T]
 and packed inputs are never written, because their kernels are slow.
-Leaves alone: scores that are capped or whose softmax is returned, an unknown number of heads, other ranks.
+Leaves alone: scores that are capped or whose softmax is returned, an unknown number of heads, other ranks,
+keys or values of a cache.
 """
 
 from collections.abc import Iterator
@@ -33,6 +34,13 @@ from .graph import (
 )  # fmt: skip
 from .heads import SWAP_S_H, Heads, merged_heads, repeat_heads, split_heads, without_repeats
 from .scores import LOWEST, constant_like, scores_of, unscaled, untransposed
+
+_GROWS = {"Concat", "ScatterElements", "ScatterND", "TensorScatter", "Where"}
+_MOVES = _GROWS | {
+    "Cast", "DequantizeLinear", "Expand", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze",
+    "Transpose", "Unsqueeze",
+}  # fmt: skip
+"""Operators that move numbers; the first ones add new tokens to a cache."""
 
 
 def rewrite(work: Work) -> None:
@@ -89,6 +97,8 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     scale = scores.scale * on_q * on_k
     v = matmul.inputs[1]
     assert v is not None
+    if not _is_cached(q) and (_is_cached(k) or _is_cached(v)):
+        raise UnsupportedPattern("keys or values of a cache")
     (k, times), (v, times_of_v) = without_repeats(k), without_repeats(v)
     parts = [merged_heads(each, matmul) for each in (q, k, v)]
     if parts[0] is None or parts[1] is None or parts[2] is None:
@@ -117,6 +127,33 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
         result = _zero_hidden_rows(bias, result, matmul)
     _replace_output(matmul.outputs[0], result, v3)
     work.made["attention"] += 1
+
+
+def _is_cached(heads: ir.Value) -> bool:
+    """Whether heads are an input of the graph, perhaps with new tokens beside it.
+
+    MultiHeadAttention would take the whole cache in another layout, in each step.
+    """
+    waiting, seen, grows = [heads], set[ir.Value](), False
+    while waiting:
+        value = waiting.pop()
+        node = value.producer()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.is_graph_input() and not value.is_initializer():
+            rank = len(dims(value) or ())
+            if rank > 3 or (grows and rank == 3):
+                return True
+        elif node is not None and node.op_type in _MOVES:
+            grows = grows or node.op_type in _GROWS
+            moved = node.inputs if node.op_type in _GROWS else node.inputs[:1]
+            waiting += [
+                each for each in moved if each is not None and (len(moved) == 1 or each.dtype == value.dtype)
+            ]
+        elif node is not None and node.op_type == "If":  # the branches of a first and of a later step
+            return True
+    return False
 
 
 def _masks(

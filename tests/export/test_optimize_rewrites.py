@@ -224,6 +224,54 @@ def test_attention_that_stays(scores: str, reason: str, tmp_path: Path) -> None:
     assert not report.made and reason in next(iter(report.left))
 
 
+CACHES = {
+    "new tokens behind": ("float[B, 2, P, 4]", "k = Concat <axis=2> (past, kn)"),
+    "new tokens with negative axis, in other order": ("float[B, 2, P, 4]", "k = Concat <axis=-2> (kn, past)"),
+    "cross attention": ("float[B, 2, P, 4]", "k = Identity (past)"),
+    "values only": ("float[B, 2, S, 4]", "k = Identity (past)"),
+    "one of several": (
+        "float[2, B, 2, P, 4]", "c = Gather <axis=0> (past, first) k = Concat <axis=2> (c, kn)"
+    ),
+    "repeated heads": (
+        "float[B, 1, P, 4]",
+        "a = Slice (kn, zeros, ones, ones) c = Concat <axis=2> (past, a) k = Concat <axis=1> (c, c)",
+    ),
+    "of fixed length": (
+        "float[B, 2, 9, 4]", "t = Slice (kn, zeros, ones, twos) n = Shape (t) at = Expand (zeros, n) "
+        "k = ScatterElements <axis=2> (past, at, t)"
+    ),
+    "tokens first": (
+        "float[B, P, 2, 4]", "u = Transpose <perm=[0, 2, 1, 3]> (past) k = Concat <axis=2> (u, kn)"
+    ),
+    "not split into heads": (
+        "float[B, P, 8]", "c = Concat <axis=1> (past, k3) r = Reshape (c, apart) "
+        "k = Transpose <perm=[0, 2, 1, 3]> (r)",
+    ),
+    "chosen by an If": (
+        "float[B, 2, P, 4]",
+        "k = If (first_step) <then_branch = a () => (float[B, 2, T, 4] t) { t = Identity (kn) },"
+        " else_branch = b () => (float[B, 2, T, 4] e) { e = Identity (past) }>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("past", "made"), CACHES.values(), ids=CACHES)
+def test_attention_over_a_cache_stays(past: str, made: str, tmp_path: Path) -> None:
+    """MultiHeadAttention would transpose the cache in each step: 6 times slower."""
+    text = f"""(float[B, S, 8] x, {past} past, bool first_step) => (float[B, S, 8] y) {{
+        q3 = MatMul (x, w) q4 = Reshape (q3, apart) q = Transpose <perm=[0, 2, 1, 3]> (q4)
+        k3 = MatMul (x, w2) k4 = Reshape (k3, apart) kn = Transpose <perm=[0, 2, 1, 3]> (k4) {made}
+        kt = Transpose <perm=[0, 1, 3, 2]> (k) s = MatMul (q, kt) p = Softmax (s)
+        o = MatMul (p, k) ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) }}"""
+    if past == "float[B, 2, S, 4]":  # the keys are those of the new tokens
+        text = text.replace("[0, 1, 3, 2]> (k)", "[0, 1, 3, 2]> (kn)")
+    more = {"w": weights(8, 8), "w2": weights(8, 8, seed=1), "first": np.array(1), "zeros": np.array([0]),
+            "ones": np.array([1]), "twos": np.array([2])}  # fmt: skip
+    report, model = optimized(parsed(text, **SHAPES, **more), tmp_path)
+    assert not nodes(model, "MultiHeadAttention")
+    assert report.left["attention: keys or values of a cache"] == 1
+
+
 def test_attention_whose_result_is_regrouped(tmp_path: Path) -> None:
     text = """(float[N, 8, 2, 4] x) => (float[M, 4, 8] y) {
         q = Transpose <perm=[0, 2, 1, 3]> (x) k = Transpose <perm=[0, 2, 3, 1]> (x)
