@@ -66,6 +66,8 @@ function(_twinop_add_library name)
   add_library(${name} SHARED "${source}")
   target_link_libraries(${name} PRIVATE twinop_options twinop_link_options ${arg_OPS} twinop_ort twinop_cuda_runtime)
   twinop_place_library(${name})
+  # twinop loads a library from build/ of the current folder only if this file is there (twinop/find.py).
+  file(TOUCH "${PROJECT_BINARY_DIR}/.lib${name}.so.built")
 endfunction()
 
 function(twinop_place_library name)

@@ -13,8 +13,10 @@ from .service.settings import FILE
 
 
 @takes_settings(
-    Models=("library", "library_sha256", "library_folders", "libraries", "provider", "max_batch_size")
-)
+    Models=(
+        "library", "library_sha256", "library_folders", "allow_model_libraries", "provider", "max_batch_size",
+    ),
+)  # fmt: skip
 def main(
     models: Annotated[Path, typer.Argument(help="An .onnx file, or a folder of models.", show_default=False)],
     config: Annotated[
@@ -35,7 +37,7 @@ def main(
 
         twinop check custom_relu.onnx --library build/libcustom_relu.so
 
-        twinop check models/ --libraries models --provider cpu
+        twinop check models/ --allow-model-libraries --provider cpu
     """
     with clear_errors():
         settings = settings_of(models, config, given)

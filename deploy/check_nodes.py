@@ -19,13 +19,16 @@ from .errors import ModelError
 from .type_inference import typed_nodes
 
 
-def check_model(model: ModelSource, library: Libraries = None) -> list[Library]:
+def check_model(
+    model: ModelSource, library: Libraries = None, *, allow_model_libraries: bool = False
+) -> list[Library]:
     """Checks a model's custom nodes, in subgraphs and functions too, against the libraries that it needs.
 
     Args:
         model: a path, the bytes of a model, or a ModelProto.
         library: one or several custom-op libraries. Libraries of other domains are found as `session` finds
             them.
+        allow_model_libraries: whether to take libraries from the model's own folder.
 
     Returns:
         One library for each domain, without the domains whose function bodies run.
@@ -35,12 +38,16 @@ def check_model(model: ModelSource, library: Libraries = None) -> list[Library]:
         LibraryError: a library is missing, damaged, or not the one that the model needs.
     """
     loaded = load_model(model)
-    found: list[Library] = [*choose_libraries(loaded, library_paths(library))]
+    found: list[Library] = [
+        *choose_libraries(loaded, library_paths(library), allow_model_libraries=allow_model_libraries)
+    ]
     require_fit(loaded, found)
     return found
 
 
-def libraries_for(model: ModelSource, library: Libraries = None) -> list[str]:
+def libraries_for(
+    model: ModelSource, library: Libraries = None, *, allow_model_libraries: bool = False
+) -> list[str]:
     """Returns the absolute paths of the libraries that a model needs, for plain ONNX Runtime:
 
         for path in twinop.libraries_for("model.onnx"):
@@ -48,7 +55,8 @@ def libraries_for(model: ModelSource, library: Libraries = None) -> list[str]:
 
     The arguments and the errors are those of `check_model`.
     """
-    return [str(found.path.absolute()) for found in check_model(model, library)]
+    found = check_model(model, library, allow_model_libraries=allow_model_libraries)
+    return [str(each.path.absolute()) for each in found]
 
 
 def require_fit(model: Model, libraries: Sequence[Library]) -> None:

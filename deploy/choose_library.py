@@ -1,12 +1,12 @@
 """Chooses the custom-op libraries that a model needs: one for each domain of its nodes."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from twinop.errors import ForeignLibraryError, LibraryError
-from twinop.find import package_key, places_of
+from twinop.find import package_key, places_of, searched
 from twinop.installation import how_to_build
 from twinop.library import Library, library_folders, read_library
 from twinop.record import DOMAIN
@@ -17,6 +17,11 @@ from .registration import SealedLibrary, sealed
 
 Libraries = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 """The path of one library, several paths, or None to look for libraries."""
+
+ALLOW = (
+    "allow_model_libraries=True in Python, --allow-model-libraries on the command line, "
+    "allow_model_libraries = true under [policy] in the server's twinop.toml"
+)
 
 
 def library_paths(library: Libraries) -> list[Path]:
@@ -72,6 +77,7 @@ def choose_library(
     *,
     own: Sequence[Path] | None = None,
     others: Sequence[Path] | None = None,
+    allow_model_libraries: bool = False,
     confined: bool = False,
     bodies: bool = True,
     domain: str = DOMAIN,
@@ -83,10 +89,12 @@ def choose_library(
 
     Args:
         model: the model, whose custom nodes say what is needed.
-        own: the model's own folders, searched first. Default: the folder of the model. A file `lib*.so` there
+        own: the model's own folders. Default: the folder of the model. A library of the domain there is an
+            error: it is not loaded, and no other one is taken instead of it.
+        others: the folders and files to search. Default: `twinop.find.places_of` the domain. Files there that
+            cannot be read are skipped.
+        allow_model_libraries: whether to search the model's own folders too, first. A file `lib*.so` there
             that cannot be read is an error, unless it is a library that twinop did not build.
-        others: the folders and files searched next. Default: `twinop.find.places_of` the domain. Files there
-            that cannot be read are skipped.
         confined: whether a symbolic link may not lead out of its folder.
         bodies: whether a function body may replace an op that no library has.
         domain: the domain of the nodes and of the library.
@@ -95,8 +103,8 @@ def choose_library(
         None if the model has no such nodes, or if no library has any of them and function bodies cover all.
 
     Raises:
-        LibraryError: a library of the model's own cannot be used, several libraries share the ops, or several
-            installed packages have the domain.
+        LibraryError: a library of the model's own is not permitted or cannot be used, several libraries share
+            the ops, or several installed packages have the domain.
         ModelError: no library has an op of the model, and no function body may replace it.
     """
     needed = {node.op_type for node in model.nodes if node.domain == domain}
@@ -104,7 +112,13 @@ def choose_library(
         return None
     if own is None:
         own = [model.path.parent] if model.path is not None else []
-    places = [*own, *(places_of(domain, library_folders()) if others is None else others)]
+    others = places_of(domain, library_folders()) if others is None else others
+    if not allow_model_libraries:
+        trusted = {place.resolve() for place in others}
+        for folder in own:
+            require_none(folder, domain, trusted)
+        own = [folder for folder in own if folder.resolve() in trusted]
+    places = [*own, *others]
     libraries, skipped = _candidates(places, len(own), confined)
     libraries = [library for library in libraries if library.domain == domain]
     owners = {op: [library for library in libraries if op in library.by_onnx_name] for op in sorted(needed)}
@@ -130,6 +144,23 @@ def _usable(path: Path) -> Library:
             "such as build/libcustom_relu.so"
         )
     return library
+
+
+def require_none(folder: Path, domain: str, trusted: Collection[Path]) -> None:
+    """Raises LibraryError if a model's own folder holds a library of the domain, or one that is damaged."""
+    for path in () if folder.resolve() in trusted else sorted(folder.glob("lib*.so")):
+        try:
+            if path.resolve() in trusted or read_library(path).domain != domain:
+                continue
+        except ForeignLibraryError:
+            continue
+        except LibraryError:  # it may be the one that was meant
+            pass
+        raise LibraryError(
+            f"{path} lies in the model's own folder. A library can do all that this process can, so none is "
+            f"loaded from there, and no other one instead of it. Name it (library={path}, --library {path}), "
+            f"or remove it. If you trust all who can write to the models' folders: {ALLOW}"
+        )
 
 
 def _candidates(places: Sequence[Path], own: int, confined: bool) -> tuple[list[Library], list[str]]:
@@ -178,14 +209,14 @@ def _no_library(
     if not model.bodies.intersection((domain, op) for op in ops):
         text += ", and the model has no function body for it"
     found = [f"{library.path} ({', '.join(library.by_onnx_name)})" for library in libraries]
-    text += f". Found: {'; '.join(found) or 'no library'}. Searched: {', '.join(map(str, places))}."
+    text += f". Found: {'; '.join(found) or 'no library'}. Searched: {searched(domain, places)}."
     if skipped:
         text += f" Passed over: {'; '.join(skipped)}."
     if domain == DOMAIN:
-        return f"{text} {how_to_build()}, put it beside the model, or pass library=<path>"
+        return f"{text} {how_to_build()}, or pass library=<path>"
     return (
-        f"{text}{_package(model, domain)} Build it (twinop build), install the package that has it, put it "
-        "beside the model, or pass library=<path>"
+        f"{text}{_package(model, domain)} Build it (twinop build), install the package that has it, "
+        "or pass library=<path>"
     )
 
 

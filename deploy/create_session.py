@@ -56,6 +56,7 @@ def session(
     enable_cuda_graph: bool = False,
     profile: bool = False,
     folder: str | os.PathLike[str] | None = None,
+    allow_model_libraries: bool = False,
 ) -> Session:
     """Opens a model with the custom-op libraries that it needs.
 
@@ -65,15 +66,17 @@ def session(
             provider named here is used, or an error is raised. None chooses CUDA where it works and the CPU
             otherwise; `Session.reason` says why.
         library: the path of a library, or several paths, one for each domain. The libraries of other domains
-            are looked for beside the model, in `build/` of the current folder, in the installed package of
-            the domain (`twinop.find`), and among twinop's own. False registers none: the model's function
-            bodies run, or ops that are registered on `session_options`.
+            are looked for among those that `twinop build` put into `build/` of the current folder, in the
+            installed package of the domain (`twinop.find`), and among twinop's own. False registers none: the
+            model's function bodies run, or ops that are registered on `session_options`.
         session_options: an `onnxruntime.SessionOptions` to start from. The library is registered on it, so
             that it can be used for one call only.
         enable_cuda_graph: whether to capture the run once per combination of input shapes and to replay it.
             This needs CUDA and torch tensors.
         profile: whether to record which provider runs each node, for `Session.executed_on`.
         folder: the folder of external data, if `model` is not a path.
+        allow_model_libraries: whether to take libraries from the model's own folder, first. Whoever can write
+            there can then run code in this process. Otherwise a library there is an error.
 
     Raises:
         ModelError: the model is damaged, or its custom nodes do not fit the library.
@@ -82,7 +85,7 @@ def session(
         RunError: ONNX Runtime refuses the model for another reason.
     """
     loaded = load_model(model, Path(folder) if folder is not None else None)
-    found = _libraries(loaded, library)
+    found = _libraries(loaded, library, allow_model_libraries)
     require_fit(loaded, found)
     choice = choose_providers(providers, found)
     opened = open_session(
@@ -144,12 +147,12 @@ def open_session(
     )
 
 
-def _libraries(model: Model, library: Libraries | bool) -> list[SealedLibrary]:
+def _libraries(model: Model, library: Libraries | bool, allow: bool) -> list[SealedLibrary]:
     if library is False:
         return []
     if library is True:
         raise LibraryError("library=True: pass a path, None to look for the library, or False for none")
-    found = choose_libraries(model, library_paths(library))
+    found = choose_libraries(model, library_paths(library), allow_model_libraries=allow)
     domains = {node.domain for node in model.nodes} - {each.domain for each in found}
     if domains:
         of = "" if domains == {DOMAIN} else f" for {', '.join(sorted(domains))}"

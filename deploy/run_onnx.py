@@ -43,10 +43,17 @@ def main(
     library: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A custom-op library, once for each domain. Default: beside the model, then the built ones.",
+            help="A custom-op library, once for each domain. Default: what twinop build put into build/, "
+            "installed packages, twinop's own.",
             show_default=False,
         ),
     ] = None,
+    allow_model_libraries: Annotated[
+        bool,
+        typer.Option(
+            "--allow-model-libraries", help="Take libraries, which can do anything, from the model's folder."
+        ),
+    ] = False,
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,13 +77,15 @@ def main(
         twinop run custom_relu.onnx --shape x=8,1024
     """
     with clear_errors():
-        same = _run(model, provider, library or None, shape or [], seed)
+        same = _run(model, provider, library or None, allow_model_libraries, shape or [], seed)
     if not same:
         raise typer.Exit(1)
 
 
-def _run(path: Path, provider: str, library: list[Path] | None, shapes: list[str], seed: int) -> bool:
-    opened = session(path, PROVIDERS[provider], library, profile=True)
+def _run(
+    path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
+) -> bool:
+    opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
     out.print(f"{path}: {_library_text(opened)}", markup=False, highlight=False)
     out.print(f"runs on {opened.device} ({opened.reason})", markup=False, highlight=False)
     feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         "max_request_bytes", "grace_seconds", "access_log", "log_level", "profile",
     ),
     Models=(
-        "library", "library_sha256", "library_folders", "libraries", "provider", "allow_fallback",
+        "library", "library_sha256", "library_folders", "allow_model_libraries", "provider", "allow_fallback",
         "max_batch_size", "instances", "max_queue",
     ),
 )  # fmt: skip

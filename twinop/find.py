@@ -1,5 +1,8 @@
 """Finds the library of a domain: in the current project, in installed packages, in twinop's own folders.
 
+The project's libraries are those that `twinop build` or CMake built in `build/` of the current folder. A file
+beside each says so: a library from elsewhere is not loaded because it lies there.
+
 A package of ops has an entry point of the group `twinop.libraries`. Its name is the domain, its value a
 module whose `library_path()` returns the library's path. The module is imported only when a model or the user
 names the domain; its import registers function bodies and second derivatives.
@@ -104,11 +107,33 @@ def _package(domain: str, entry: EntryPoint) -> Package:
     return Package(domain, name, version, entry.module)
 
 
-def places_of(domain: str, folders: Sequence[Path] | None = None) -> list[Path]:
-    """Returns where a library of a domain is looked for: folders, and the file of an installed package.
+def mark(library: Path) -> Path:
+    """Returns the file that says that a library in `build/` was built there. TwinopOp.cmake makes it too."""
+    return library.with_name(f".{library.name}.built")
 
-    These are `build/` of the current folder, the package, and `folders`. twinop's own domain has the last
-    ones only.
+
+def project_libraries() -> list[Path]:
+    """Returns the libraries that were built in `build/` of the current folder. Links are not followed."""
+    found = sorted((Path.cwd() / "build").glob("lib*.so"))
+    return [path for path in found if mark(path).is_file() and not path.is_symlink()]
+
+
+def searched(domain: str, places: Sequence[Path]) -> str:
+    """Returns places as a message lists them, and what in `build/` was passed over."""
+    build = Path.cwd() / "build"
+    names = [str(place) for place in places if place.parent != build]
+    if domain == DOMAIN:
+        return ", ".join(names)
+    strange = [path.name for path in sorted(build.glob("lib*.so")) if path not in project_libraries()]
+    why = f" (not {', '.join(strange)}, which twinop build did not put there)" if strange else ""
+    return ", ".join([str(build) + why, *names])
+
+
+def places_of(domain: str, folders: Sequence[Path] | None = None) -> list[Path]:
+    """Returns where a library of a domain is looked for: files and folders.
+
+    These are the project's libraries, that of an installed package, and `folders`. twinop's own domain has
+    the last ones only.
 
     Args:
         folders: by default those of twinop's installation.
@@ -121,7 +146,7 @@ def places_of(domain: str, folders: Sequence[Path] | None = None) -> list[Path]:
         return [*folders]
     package = package_of(domain)
     packaged = [package.library_path()] if package is not None else []
-    return [Path.cwd() / "build", *packaged, *folders]
+    return [*project_libraries(), *packaged, *folders]
 
 
 def find_library_of(domain: str) -> str:
@@ -141,6 +166,6 @@ def find_library_of(domain: str) -> str:
                 skipped.append(str(error))
     passed = f" Passed over: {'; '.join(skipped)}." if skipped else ""
     raise LibraryError(
-        f"no library of the domain {domain} found; searched {', '.join(map(str, places))}.{passed} Build "
+        f"no library of the domain {domain} found; searched {searched(domain, places)}.{passed} Build "
         "it (twinop build), or install the package that has it"
     )

@@ -21,6 +21,9 @@ def main(
     library: Annotated[
         Path | None, typer.Argument(help="The .so file to check the model with.", show_default=False)
     ] = None,
+    allow_model_libraries: Annotated[
+        bool, typer.Option("--allow-model-libraries", help="Look at those in the model's own folder too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Say what is wrong with this machine, a library or a model, and the cure.
@@ -41,7 +44,7 @@ def main(
     """
     if library is None and model is not None and model.suffix == ".so":
         model, library = None, model
-    findings = check(collect(model, library))
+    findings = check(collect(model, library, allow_model_libraries))
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     elif out.is_terminal:

@@ -16,10 +16,11 @@ from onnx import TensorProto, helper
 
 from twinop.building.toolchain import Compiler, Nvcc, find_compiler, find_nvcc
 from twinop.errors import ForeignLibraryError, TwinopError
-from twinop.find import Package, installed_packages, package_of
+from twinop.find import Package, installed_packages, package_of, project_libraries
 from twinop.library import Library, library_folders, read_library
 
 from .. import cuda
+from ..choose_library import require_none
 from ..custom_nodes import Model, load_model
 
 T = TypeVar("T")
@@ -98,14 +99,16 @@ class Environment:
     model_problem: str = ""
 
 
-def collect(model: Path | None = None, library: Path | None = None) -> Environment:
+def collect(
+    model: Path | None = None, library: Path | None = None, allow_model_libraries: bool = False
+) -> Environment:
     """Returns the facts about this machine, and about a model and a library if they are named."""
     loaded, model_problem = _tried(load_model, model) if model is not None else (None, "")
     compiler, compiler_problem = _tried(find_compiler, False)
     nvcc, nvcc_problem = _tried(find_nvcc, False)
     newest_gcc, toolkit_problem = _tried(_newest_gcc, nvcc) if nvcc is not None else (None, "")
     gpus, smi_problem = _gpus()
-    libraries, broken = _libraries(loaded, library)
+    libraries, broken = _libraries(loaded, library, allow_model_libraries)
     return Environment(
         driver_cuda=cuda.driver_version(),
         gpus=gpus,
@@ -218,13 +221,18 @@ def _ask(*arguments: str, model: bytes = b"") -> tuple[str, str]:
     return done.stdout.decode(), (logged or lines[-1]) if done.returncode else ""
 
 
-def _libraries(model: Model | None, named: Path | None) -> tuple[tuple[Library, ...], tuple[str, ...]]:
+def _libraries(
+    model: Model | None, named: Path | None, allow_model_libraries: bool
+) -> tuple[tuple[Library, ...], tuple[str, ...]]:
     libraries, broken = [], []
-    folders = [model.path.parent] if model is not None and model.path is not None else []
-    folders += [Path.cwd() / "build", *library_folders()]
-    paths = [named] if named is not None else []
+    own = model.path.parent if model is not None and model.path is not None else None
+    folders = [own] if own is not None and allow_model_libraries else []
+    folders += library_folders()
+    paths = [named, *project_libraries()] if named is not None else project_libraries()
     for domain in dict.fromkeys(node.domain for node in model.nodes) if model is not None else ():
         try:
+            if own is not None and named is None and not allow_model_libraries:
+                require_none(own, domain, {each.resolve() for each in (*paths, *folders)})
             if package := package_of(domain):
                 paths.append(package.library_path())
         except TwinopError as error:

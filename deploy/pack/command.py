@@ -53,7 +53,7 @@ def main(**given: Any) -> None:
     for note in contents.notes:
         table.add_row("note", note, style="yellow")
     out.print(table, highlight=False)
-    commands = [f"twinop serve {output}/models --libraries models"]
+    commands = [f"twinop serve {output}/models --allow-model-libraries"]
     if not options.triton:
         commands += [f"docker build -t {packed.image} {output}", f"kubectl apply -f {output}/kubernetes/"]
     for line in commands:

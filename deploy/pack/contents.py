@@ -59,7 +59,13 @@ class Contents:
         return ", ".join(dict.fromkeys(library.cuda_archs for library in self.libraries))
 
 
-def read_contents(path: Path, library: Sequence[Path], gpu: bool | None, batched: bool) -> Contents:
+def read_contents(
+    path: Path,
+    library: Sequence[Path],
+    gpu: bool | None,
+    batched: bool,
+    allow_model_libraries: bool = False,
+) -> Contents:
     """Reads and checks a model and its libraries.
 
     Args:
@@ -74,7 +80,7 @@ def read_contents(path: Path, library: Sequence[Path], gpu: bool | None, batched
     """
     model = load_model(path, confined=True)
     data = data_files(model)
-    found = choose_libraries(model, library, bodies=False)
+    found = choose_libraries(model, library, bodies=False, allow_model_libraries=allow_model_libraries)
     require_fit(model, found)
     gpu = _wants_gpu(gpu, found)
     notes: list[str] = []

@@ -24,6 +24,9 @@ class Options:
         list[Path] | None,
         _option("A custom-op library, once for each domain. Default: as twinop run.", "Model"),
     ] = None
+    allow_model_libraries: Annotated[
+        bool, _option("Take libraries from the model's own folder.", "Model", "--allow-model-libraries")
+    ] = False
     max_batch_size: Annotated[
         int,
         _option("Join requests into runs of at most so many rows. Default: 0, never.", "Model", min=0),

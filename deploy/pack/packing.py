@@ -69,7 +69,13 @@ def pack(options: Options) -> Packed:
     image = _image(options, kube_name)
     _check_options(options)
     _check_output(options)
-    contents = read_contents(options.model, options.library or (), options.gpu, options.max_batch_size > 0)
+    contents = read_contents(
+        options.model,
+        options.library or (),
+        options.gpu,
+        options.max_batch_size > 0,
+        options.allow_model_libraries,
+    )
     folder = f"{MODELS_IN_CONTAINER}/{name}/{options.version}"
     libraries = [f"{folder}/{library.path.name}" for library in contents.libraries]
     packed = Packed(contents, name, kube_name, image, libraries)

@@ -52,6 +52,7 @@ class VersionFolder:
         folder: the folder of the .onnx file.
         path: the .onnx file.
         model_folder: the folder of all versions; None if several models share one folder.
+        root: the folder of models, or the file, that is served.
     """
 
     model: str
@@ -59,6 +60,7 @@ class VersionFolder:
     folder: Path
     path: Path
     model_folder: Path | None
+    root: Path
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def scan(
     if root.is_file():
         if root.suffix != _SUFFIX:
             raise FolderError(f"{root}: expected an .onnx file or a folder of models")
-        found = [_of_file(root, libraries)]
+        found = [_of_file(root, libraries, root)]
         notes: list[str] = []
     else:
         found, notes = _in_folder(root, libraries)
@@ -193,7 +195,7 @@ def _in_folder(root: Path, libraries: Stamp) -> tuple[list[ModelFolder], list[st
             found.append(model)
     for entry in entries:
         if not entry.is_dir() and entry.suffix == _SUFFIX:
-            found.append(_of_file(entry, libraries))
+            found.append(_of_file(entry, libraries, root))
     return found, notes
 
 
@@ -221,9 +223,9 @@ def _of_folder(folder: Path, libraries: Stamp, notes: list[str]) -> ModelFolder 
             continue
         if path is not None:
             number = int(entry.name)
-            versions[number] = VersionFolder(folder.name, number, entry, path, folder)
+            versions[number] = VersionFolder(folder.name, number, entry, path, folder, folder.parent)
     if not versions and (path := _model_file(folder, folder, notes)) is not None:
-        versions[1] = VersionFolder(folder.name, 1, folder, path, folder)
+        versions[1] = VersionFolder(folder.name, 1, folder, path, folder, folder.parent)
     if strange:
         notes.append(f"{folder.name}: not versions, which are numbers from 1 on: {', '.join(strange)}")
     if not versions:
@@ -237,11 +239,11 @@ def _of_folder(folder: Path, libraries: Stamp, notes: list[str]) -> ModelFolder 
     return ModelFolder(folder.name, folder, versions, stamps)
 
 
-def _of_file(path: Path, libraries: Stamp) -> ModelFolder:
+def _of_file(path: Path, libraries: Stamp, root: Path) -> ModelFolder:
     """Return a model in a shared folder. It owns the files whose names begin with its own."""
     folder = path.absolute().parent
     stamp = _stamps([each for each in _entries(folder) if each.name.startswith(path.stem)], folder)
-    where = VersionFolder(path.stem, 1, folder, path, None)
+    where = VersionFolder(path.stem, 1, folder, path, None, root)
     return ModelFolder(path.stem, None, {1: where}, {1: Stamps(stamp, libraries)})
 
 

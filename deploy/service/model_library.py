@@ -3,18 +3,18 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from twinop.errors import ForeignLibraryError, LibraryError
-from twinop.find import places_of
-from twinop.library import library_folders, read_library
+from twinop.errors import LibraryError
+from twinop.find import places_of, project_libraries
+from twinop.library import library_folders
 from twinop.record import DOMAIN
 
 from ..check_nodes import require_fit
-from ..choose_library import choose_libraries
+from ..choose_library import ALLOW, choose_libraries
 from ..custom_nodes import Model
 from ..registration import SealedLibrary
 from .folders import VersionFolder
 from .model_settings import ModelSettings
-from .settings import FILE, Policy, ServerSettings
+from .settings import Policy, ServerSettings
 
 
 def libraries_for(
@@ -28,22 +28,28 @@ def libraries_for(
     if not model.nodes:
         return []
     own = [where.folder, *([where.model_folder] if where.model_folder is not None else [])]
-    others = [*server.library_folders, *_project(model, where), *library_folders()]
+    folders = [*server.library_folders, *library_folders()]
+    project = _project(where, own)
 
     def places(domain: str) -> list[Path]:
         build = Path.cwd() / "build"
-        found = places_of(domain, library_folders())
-        return [*server.library_folders, *(place for place in found if place != build or build in others)]
+        found = [place for place in places_of(domain, library_folders()) if place.parent != build]
+        return [*server.library_folders, *(project if domain != DOMAIN else ()), *found]
 
-    permitted = [*own, *others] if policy.libraries == "models" else others
-    trusted = {folder.resolve() for folder in permitted}
-    named = [_named(path, [*own, *others]) for path in settings.library]
+    permitted = [*own, *folders] if policy.allow_model_libraries else folders
+    trusted = {place.resolve() for place in (*permitted, *project)}
+    named = [_named(path, [*own, *folders], project) for path in settings.library]
     for path in named:
         _require_trusted(path, trusted)
-    if not named:
-        _require_no_other([folder for folder in own if folder.resolve() not in trusted], trusted)
-    own = [folder for folder in own if folder.resolve() in trusted]
-    libraries = choose_libraries(model, named, places, own=own, confined=True, bodies=False)
+    libraries = choose_libraries(
+        model,
+        named,
+        places,
+        own=own,
+        allow_model_libraries=policy.allow_model_libraries,
+        confined=True,
+        bodies=False,
+    )
     for library in libraries:
         needed = {node.op_type for node in model.nodes if node.domain == library.domain}
         lacking = needed - library.by_onnx_name.keys()
@@ -58,52 +64,39 @@ def libraries_for(
     return libraries
 
 
-def _project(model: Model, where: VersionFolder) -> list[Path]:
-    """Return `build/` of the current folder, which has ops of other domains than twinop's.
+def _project(where: VersionFolder, own: Sequence[Path]) -> list[Path]:
+    """Return the project's libraries; none if they lie in a folder that is served, or a link leads there.
 
-    It is left out if it lies among the models: whoever can add models could put a library there.
+    Whoever can add models could put them there.
     """
     build = Path.cwd() / "build"
-    models = where.model_folder.resolve().parent if where.model_folder is not None else None
-    among_models = models is not None and build.is_relative_to(models)
-    return [] if among_models or {node.domain for node in model.nodes} == {DOMAIN} else [build]
-
-
-def _require_no_other(folders: Sequence[Path], trusted: Collection[Path]) -> None:
-    """Check that these folders of the model hold no library, because no other one is taken instead of it.
-
-    Raises:
-        LibraryError: there is one.
-    """
-    for path in (path for folder in folders for path in sorted(folder.glob("lib*.so"))):
-        try:
-            read_library(path)
-        except ForeignLibraryError:
-            continue
-        except LibraryError:  # damaged; it is still the one that was meant
-            pass
-        _require_trusted(path, trusted)
+    served = () if where.root.is_file() else (where.root, *where.root.iterdir(), *own)
+    above = {build, *build.parents, build.resolve(), *build.resolve().parents}
+    return [] if above.intersection(each.resolve() for each in served) else project_libraries()
 
 
 def _require_trusted(path: Path, trusted: Collection[Path]) -> None:
     target = path.resolve()
+    if target in trusted:
+        return
     if path.parent.resolve() in trusted and any(target.is_relative_to(folder) for folder in trusted):
         return
     raise LibraryError(
         f"{path}: a library can do all that the server can, so libraries are loaded only from "
         f"{', '.join(map(str, sorted(trusted)))}, and this one is in {target.parent}. If you trust all who "
-        f"can write there, start with --library-folder {target.parent}. To trust all models' own folders, "
-        f'start with --libraries models, or write libraries = "models" under [policy] in the server\'s {FILE}'
+        f"can write there, start with --library-folder {target.parent}. To trust all models' own folders: "
+        f"{ALLOW}"
     )
 
 
-def _named(path: Path, folders: Sequence[Path]) -> Path:
-    """Return the path of the library that the settings name. A relative path is searched in all folders.
+def _named(path: Path, folders: Sequence[Path], project: Sequence[Path]) -> Path:
+    """Return the path of the library that the settings name. A relative path is searched in all places.
 
     Raises:
         LibraryError: the library is missing.
     """
     candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
+    candidates += [each for each in project if each.name == str(path)]
     found = next((each for each in candidates if each.is_file()), None)
     if found is None:
         places = "" if path.is_absolute() else f" in {', '.join(dict.fromkeys(map(str, folders)))}"

@@ -30,6 +30,7 @@ class Control(StrEnum):
 
 
 S = TypeVar("S", bound=Section)
+_RENAMED = {"libraries": "allow_model_libraries, true or false"}
 _PATHS = (
     "library", "library_folders", "tls_certificate", "tls_key", "tls_client_ca", "token_file",
     "control_token_file", "metrics_token_file", "profile",
@@ -132,9 +133,8 @@ def _least_in_flight(given: Mapping[str, Any]) -> int:
 class Policy(Section):
     """What the folders of models may bring and ask for. Settings in these folders cannot change it."""
 
-    libraries: Literal["folders", "models"] = Field(
-        "folders",
-        description="models: also load libraries, which can do anything, from the models' own folders",
+    allow_model_libraries: bool = Field(
+        False, description="also load libraries, which can do anything, from the models' own folders"
     )
     checks: Literal["server", "models"] = Field(
         "server",
@@ -311,5 +311,7 @@ def _said(problem: Any, kind: type[Section]) -> str:
     if problem["type"] == "extra_forbidden":
         for section in problem["loc"][:-1]:
             kind = kind.model_fields[section].annotation  # type: ignore[assignment]  # the section's class
+        if problem["loc"][-1] in _RENAMED:
+            return f"this setting is now {_RENAMED[problem['loc'][-1]]}"
         return f"no such setting. There are: {', '.join(kind.model_fields)}"
     return problem["msg"].removeprefix("Value error, ")

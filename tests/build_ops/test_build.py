@@ -74,7 +74,12 @@ def test_the_command_in_a_pipe(times: Built, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "│ times │ CustomTimes │ times(Tensor x) -> Tensor │ float32 │ cpu     │" in done.stdout
     assert "build/libtimes.so (domain times 1," in done.stdout and "\x1b" not in done.stdout
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["build", "libtimes.so", "times.h"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        ".libtimes.so.built",
+        "build",
+        "libtimes.so",
+        "times.h",
+    ]
     again = twinop("build", "--cpu", "--name", "times", "-o", "lib.so", cwd=tmp_path)
     assert "lib.so: " in again.stdout and (tmp_path / "lib.so").is_file(), again.stderr
 

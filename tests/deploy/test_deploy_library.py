@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 from models import make_model, model, node, value
 
+import twinop
 from twinop.deploy import ModelError, check_model, session
 from twinop.errors import LibraryError
 
@@ -35,14 +36,23 @@ def test_the_smallest_library_that_has_all_ops_is_taken(libraries: dict[str, Pat
     assert chosen(make_model("CustomPadAffine")) == "libtest_ops.so"
 
 
-def test_a_library_beside_the_model_comes_first(libraries: dict[str, Path], tmp_path: Path) -> None:
+def test_a_library_beside_the_model_needs_permission(libraries: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(make_model("CustomRelu").SerializeToString())
     shutil.copy(foreign_library(), tmp_path / "libsomething.so")  # passed over
     beside = tmp_path / "libmine.so"
     shutil.copy(libraries["custom_relu"], beside)
-    opened = session(path)
+    for opens in (session, check_model, twinop.libraries_for):
+        with pytest.raises(LibraryError) as error:
+            opens(path)
+        said = str(error.value)
+        assert said.startswith(f"{beside} lies in the model's own folder.") and "no other one instead" in said
+        assert f"library={beside}" in said and "allow_model_libraries=True in Python" in said
+    assert session(path, library=beside).library is not None
+    opened = session(path, allow_model_libraries=True)
     assert opened.library is not None and opened.library.path == beside.resolve()
+    assert check_model(path, allow_model_libraries=True)[0].path == beside.resolve()
+    assert twinop.libraries_for(path, allow_model_libraries=True) == [str(beside.resolve())]
     np.testing.assert_array_equal(opened.run({"x": X})["y"], np.maximum(X, 0))
 
 
@@ -67,8 +77,10 @@ def test_a_damaged_library_beside_the_model_is_an_error(
     beside = tmp_path / "libcustom_relu.so"
     beside.write_bytes(damage(libraries["custom_relu"].read_bytes()))
     for opened in (session, check_model):
-        with pytest.raises(LibraryError) as error:
+        with pytest.raises(LibraryError, match="libbefore.so lies in the model's own folder"):
             opened(path)
+        with pytest.raises(LibraryError) as error:
+            opened(path, allow_model_libraries=True)
         assert str(error.value).startswith(f"{beside}: {cause}")
         assert "lies beside the model" in str(error.value) and "replace or remove it" in str(error.value)
     given = session(path, library=libraries["custom_relu"])

@@ -10,6 +10,7 @@ import onnx
 from abi_files import FLOAT, ROOT, c_library
 from onnx import helper
 
+from twinop.find import mark
 from twinop.library import find_library
 
 CUBE = '''
@@ -32,10 +33,17 @@ def cube_backward(grad_y, x):
 
 def cube_project(folder: Path) -> Path:
     """Makes a project as `twinop build` leaves it: a module test_cube, and build/libtest_cube.so."""
-    (folder / "build").mkdir(parents=True)
-    shutil.copy(find_library("test_cube"), folder / "build")
+    put_in_build(find_library("test_cube"), folder)
     (folder / "test_cube.py").write_text(CUBE)
     return folder
+
+
+def put_in_build(library: Path, project: Path) -> Path:
+    """Copies a library to a project's build/, as `twinop build` leaves it."""
+    (project / "build").mkdir(parents=True, exist_ok=True)
+    copy = Path(shutil.copy(library, project / "build"))
+    mark(copy).touch()
+    return copy
 
 
 def cube_package(site: Path) -> Path:

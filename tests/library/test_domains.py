@@ -42,7 +42,7 @@ def test_libraries_of_several_domains(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"  # every library is found, one of them beside the model
     path.write_bytes(three_domains().SerializeToString())
     shutil.copy(plain, tmp_path)
-    found = deploy.session(path, CPU)
+    found = deploy.session(path, CPU, allow_model_libraries=True)
     assert {library.domain for library in found.libraries} == {"test_c", "test.abi", "custom_domain"}
     np.testing.assert_array_equal(found.run({"x": X, "factors": FACTORS})["z"], expected)
 
@@ -50,6 +50,7 @@ def test_libraries_of_several_domains(tmp_path: Path) -> None:
         sys.executable,
         str(ROOT / "deploy/run_onnx.py"),
         str(path),
+        "--allow-model-libraries",
         "--provider",
         "cpu",
         "--shape",

@@ -1,7 +1,7 @@
 """Libraries are found by the domains that a model names: in a project and in installed packages."""
 
-import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +9,13 @@ import onnx
 import onnxruntime
 import pytest
 from abi_files import CPU, X, c_library, negate_model
-from own_ops import cube_package, cube_project, describe_package, negate_package, three_nodes
+from own_ops import cube_package, cube_project, describe_package, negate_package, put_in_build, three_nodes
 
 import twinop
 from twinop import deploy
 from twinop.deploy.errors import ModelError
 from twinop.errors import LibraryError
-from twinop.find import find_library_of, package_key, package_of
+from twinop.find import find_library_of, mark, package_key, package_of
 from twinop.library import find_library
 
 ROW = np.array([[-1, 2, -3, 0.5]], np.float32)
@@ -119,9 +119,32 @@ def test_the_project_comes_before_the_package(site: Path, monkeypatch: pytest.Mo
     assert deploy.check_model(model)[0].path == project / "build/libtest_cube.so"
 
 
+def test_what_lies_in_build_is_not_loaded_because_it_lies_there(site: Path, tmp_path: Path) -> None:
+    """Only `twinop build` and CMake put libraries there that are loaded unasked, and a link is not one."""
+    built = put_in_build(c_library("other_ops", '-DDOMAIN="other.ops"'), Path().absolute())
+    assert find_library_of("other.ops") == str(built)
+
+    def refusals() -> Iterator[str]:
+        for find in (find_library_of, lambda domain: deploy.session(negate_model("other.ops"), CPU)):
+            with pytest.raises((LibraryError, ModelError)) as caught:
+                find("other.ops")
+            yield str(caught.value)
+
+    elsewhere = built.rename(tmp_path / "libother_ops.so")
+    built.symlink_to(elsewhere)
+    refused = [*refusals()]
+    elsewhere.rename(built)
+    mark(built).unlink()
+    refused += refusals()
+    for said in refused:
+        assert f"{built.parent} (not libother_ops.so, which twinop build did not put there)" in said
+    np.testing.assert_array_equal(
+        deploy.session(negate_model("other.ops"), CPU, built).run({"x": X})["y"], -X
+    )
+
+
 def test_twinops_own_domain_is_not_looked_for_in_a_project(site: Path) -> None:
-    Path("build").mkdir()
-    shutil.copy(find_library("custom_relu"), "build")
+    put_in_build(find_library("custom_relu"), Path())
     assert Path(find_library_of("custom_domain")).parent != Path.cwd() / "build"
 
 
@@ -134,9 +157,7 @@ def test_no_library_of_a_domain(site: Path) -> None:
     with pytest.raises(ModelError) as refused:
         deploy.session(negate_model("none.such"), CPU)
     assert "no library has none.such::CustomNegate" in str(refused.value)
-    assert str(refused.value).endswith(
-        "install the package that has it, put it beside the model, or pass library=<path>"
-    )
+    assert str(refused.value).endswith("install the package that has it, or pass library=<path>")
 
 
 def test_the_model_names_the_missing_package(site: Path) -> None:
@@ -158,9 +179,8 @@ def test_the_model_names_the_missing_package(site: Path) -> None:
 
 def test_a_library_of_another_abi_keeps_its_message(site: Path) -> None:
     """It is in the project, and no other one has the domain."""
-    Path("build").mkdir()
-    path = Path("build/libnewer.so").absolute()
-    data = c_library("newer", '-DDOMAIN="newer"').read_bytes()
+    path = put_in_build(c_library("newer", '-DDOMAIN="newer"'), Path().absolute())
+    data = path.read_bytes()
     path.write_bytes(data.replace(b'"abi":1', b'"abi":9'))
     said = "Passed over: .*libnewer.so: was built by twinop .*, with version 9 of the binary interface"
     with pytest.raises(LibraryError, match=said):

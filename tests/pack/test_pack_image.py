@@ -240,6 +240,6 @@ def test_another_library_is_not_loaded(repo: Path, tmp_path: Path) -> None:
     shutil.copytree(repo / "models", tmp_path / "models")
     with (tmp_path / "models/custom_relu/1/libcustom_relu.so").open("ab") as library:
         library.write(b"changed")
-    ports = ("--http-port", "0", "--grpc-port", "0", "--libraries", "models")
+    ports = ("--http-port", "0", "--grpc-port", "0", "--allow-model-libraries")
     ran = run_packed(repo, "serve", tmp_path / "models", *ports)
     assert ran.returncode == 1 and "SHA-256" in ran.stdout + ran.stderr, ran.stdout + ran.stderr

@@ -68,11 +68,11 @@ def autofills(config: Any) -> bool:
 
 
 def served(repo: Path) -> LoadedModel:
-    """As `twinop serve repo/models --provider cpu --libraries models` loads it."""
+    """As `twinop serve repo/models --provider cpu --allow-model-libraries` loads it."""
     folder = scan(repo / "models")["custom_relu"]
     settings = read_settings(None, {}).for_model("custom_relu", *folder.layers)
     settings = settings.model_copy(update={"provider": "cpu"})
-    return load(folder.versions[1], settings, ServerSettings(), Policy(libraries="models"))
+    return load(folder.versions[1], settings, ServerSettings(), Policy(allow_model_libraries=True))
 
 
 OPENED: dict[str, tuple[onnx.ModelProto, int, list[Tensor], list[Tensor]]] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from record_driver import ROOT
 
+from twinop.find import mark
 from twinop.library import read_library
 
 EXAMPLES = sorted(
@@ -33,6 +34,7 @@ def build(example: Path, folder: Path, *options: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (library,) = (folder / "build").glob("lib*.so")
+    assert mark(library).is_file()  # or no command would load it unasked
     return library
 
 

@@ -20,7 +20,7 @@ from twinop.deploy.service.settings import Policy, ServerSettings
 
 X = np.array([[-1, 2, -3, 4]], np.float32)
 CPU = {"provider": "cpu"}
-MODELS = Policy(libraries="models")
+MODELS = Policy(allow_model_libraries=True)
 
 
 def where(path: Path, model: onnx.ModelProto | None = None, **place: Any) -> VersionFolder:

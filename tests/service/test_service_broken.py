@@ -24,7 +24,7 @@ from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.request import Request
 from twinop.library import find_library
 
-TRUSTING = ("--libraries", "models")  # the library lies beside the model
+TRUSTING = ("--allow-model-libraries",)  # the library lies beside the model
 STALLS = 1000.0  # test.stall sleeps x milliseconds on the CPU and asserts on CUDA if x is larger
 
 

@@ -56,13 +56,13 @@ def test_each_model_that_cannot_be_served_is_told(libraries: dict[str, Path], tm
     assert "a version 1 can be served" in found.stdout and "b version" not in found.stdout
     said = found.stderr
     assert said.startswith("error: model b: ") and said.count("\nmodel ") == 1
-    assert "model c: " in said and "start with --libraries models" in said
+    assert "model c: " in said and "--allow-model-libraries" in said
     assert check(good, "--library-sha256", "0" * 64).exit_code == 1
     assert (
-        check(tmp_path / "c", "--libraries", "models").exit_code == 1
+        check(tmp_path / "c", "--allow-model-libraries").exit_code == 1
     )  # a model's folder, not one of models
     bad.unlink()
-    assert check(tmp_path, "--libraries", "models").exit_code == 0
+    assert check(tmp_path, "--allow-model-libraries").exit_code == 0
 
 
 def test_another_library_than_that_of_the_model(libraries: dict[str, Path], tmp_path: Path) -> None:

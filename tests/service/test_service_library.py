@@ -61,11 +61,13 @@ def test_the_commands_name_file_and_cause(libraries: dict[str, Path], tmp_path: 
     beside.write_bytes(zeroed(libraries["custom_relu"].read_bytes()))
     log = tmp_path / "log"
     if command == "serve":
-        process = start(tmp_path / "models", log, *QUICK, "--libraries", "models")
+        process = start(tmp_path / "models", log, *QUICK, "--allow-model-libraries")
     else:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "twinop", "run", path], stdout=output, stderr=output
+                [sys.executable, "-m", "twinop", "run", path, "--allow-model-libraries"],
+                stdout=output,
+                stderr=output,
             )
     try:
         assert process.wait(120) == 1
@@ -100,7 +102,11 @@ def test_a_library_that_is_replaced_under_load(tmp_path: Path, place: str) -> No
     library.write_bytes(minus)
     (tmp_path / "models" / "twinop.toml").write_text(
         "[server]\npoll_seconds = 0.05\ncontrol = 'poll'\n"
-        + ("[policy]\nlibraries = 'models'" if library.parent != other else "library_folders = ['../libs/1']")
+        + (
+            "[policy]\nallow_model_libraries = true"
+            if library.parent != other
+            else "library_folders = ['../libs/1']"
+        )
     )
     answers: list[tuple[int, Any]] = []
     with serve(tmp_path / "models", *QUICK) as served:

@@ -11,13 +11,16 @@ from pathlib import Path
 import onnx
 import pytest
 from abi_files import ROOT, c_library
-from own_ops import cube_package, cube_project, describe_package, negate_package, three_nodes
+from own_ops import cube_package, cube_project, describe_package, negate_package, put_in_build, three_nodes
 from service_fixtures import serve, tensor
 from service_loads import loaded
 from service_models import place
 
 from twinop.deploy.errors import ModelError
 from twinop.deploy.pack.packing import Options, pack
+from twinop.deploy.service.folders import scan
+from twinop.deploy.service.loading import load
+from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.newer_python import tomllib
 from twinop.deploy.service.settings import Policy, ServerSettings
 from twinop.errors import LibraryError
@@ -108,16 +111,36 @@ def test_named_libraries(tmp_path: Path, libraries: dict[str, Path]) -> None:
 def test_build_among_the_models_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever can add models could put a library there."""
     cube_project(tmp_path)
-    shutil.copy(c_library("other_ops", '-DDOMAIN="other.ops"'), tmp_path / "build")
+    put_in_build(c_library("other_ops", '-DDOMAIN="other.ops"'), tmp_path)
     models = tmp_path / "models"
     place(models, "m", three_nodes())
     monkeypatch.chdir(tmp_path)
     model = loaded(models, three_nodes(), policy=Policy())
     assert {library.path.parent for library in model.libraries[:2]} == {tmp_path / "build"}
+    onnx.save(three_nodes(), "alone.onnx")
+    scanned = scan(Path("alone.onnx"))["alone"].versions[1]  # one file is served, not the folder
+    assert load(scanned, ModelSettings(provider="cpu"), ServerSettings()).libraries
+
+    def refused(root: Path) -> None:
+        for folder in scan(root).values():
+            with pytest.raises(ModelError, match="no library has other.ops"):
+                load(folder.versions[1], ModelSettings(provider="cpu"), ServerSettings())
+
+    (models / "project").symlink_to(tmp_path)  # a model's folder that is a link to the project
+    refused(models)
+    (models / "project").unlink()
     shutil.move(tmp_path / "build", models / "build")
+    onnx.save(three_nodes(), models / "flat.onnx")
+    (tmp_path / "build").symlink_to(models / "build")  # the project's build/ is a link to the models
+    refused(models)
     monkeypatch.chdir(models)
-    with pytest.raises(ModelError, match="no library has other.ops"):
-        loaded(models, three_nodes(), policy=Policy())
+    for root in (models, Path("."), Path("../models")):
+        refused(root)
+    shutil.move(models / "build", tmp_path / "elsewhere")
+    (models / "build").symlink_to(tmp_path / "elsewhere")  # build/ among the models is a link out of them
+    refused(Path("."))
+    (tmp_path / "link").symlink_to(models)
+    refused(tmp_path / "link")
 
 
 def test_named_libraries_settle_which_of_two_packages(site: Path, tmp_path: Path) -> None:
@@ -148,7 +171,7 @@ def test_a_packed_model_with_several_libraries(packed: Path, tmp_path: Path) -> 
     assert config.count("op_library_filename") == 3
     assert all(path.name in (packed / "README.md").read_text() for path in libraries)
     shutil.rmtree(tmp_path / "site")
-    said = twinop("check", f"{packed}/models", "--libraries", "models")
+    said = twinop("check", f"{packed}/models", "--allow-model-libraries")
     assert str(version / "libother_ops.so") in said
 
 

@@ -22,7 +22,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
     models.place(folder, "relu", models.relu(shape=("N", 4)), settings="max_batch_size = 8")
     (folder / "twinop.toml").write_text("[policy]\nshared_memory = true\n")
-    with serve(folder, "--libraries", "models") as server:
+    with serve(folder, "--allow-model-libraries") as server:
         yield server
 
 

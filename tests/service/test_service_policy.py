@@ -9,7 +9,9 @@ import service_models
 from service_fixtures import serve, wait_until
 from service_loads import CPU, loaded, only_these, refusal_of, repository_of
 from service_rows import QUICK, ROW
+from typer.testing import CliRunner
 
+from twinop.cli import app
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.settings import Policy, ServerSettings, SettingsError, read_settings
 from twinop.errors import LibraryError, TwinopError
@@ -34,25 +36,25 @@ def test_a_library_in_a_models_folder_needs_permission(
     with pytest.raises(TwinopError) as error:
         asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
     for part in (
-        f"{library}: a library can do all that the server can",
-        f"and this one is in {library.parent}. If you trust",
-        f"start with --library-folder {library.parent}",
-        "start with --libraries models",
-        'libraries = "models" under [policy] in the server\'s twinop.toml',
+        f"{library} lies in the model's own folder. A library can do all that this process can",
+        "no other one instead of it",
+        f"--library {library}",
+        "--allow-model-libraries on the command line",
+        "allow_model_libraries = true under [policy] in the server's twinop.toml",
     ):
         assert part in str(error.value)
-    allowed = repository_of(monkeypatch, tmp_path, *QUICK, "--libraries", "models")
+    allowed = repository_of(monkeypatch, tmp_path, *QUICK, "--allow-model-libraries")
     asyncio.run(allowed.load_all())
     used = allowed.find("m").loaded.library
     assert used is not None and used.path == library
-    (tmp_path / "twinop.toml").write_text('[policy]\nlibraries = "models"')
+    (tmp_path / "twinop.toml").write_text("[policy]\nallow_model_libraries = true")
     asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
 
 
 def test_a_damaged_library_needs_permission_too(libraries: dict[str, Path], tmp_path: Path) -> None:
     library = beside(libraries, tmp_path)
     library.write_bytes(b"")
-    with pytest.raises(LibraryError, match="this one is in"):
+    with pytest.raises(LibraryError, match="lies in the model's own folder"):
         loaded(tmp_path, service_models.relu(), policy=STRICT)
 
 
@@ -153,15 +155,27 @@ def test_more_instances_than_the_server_permits(tmp_path: Path, source: str) -> 
 
 
 def test_folders_cannot_change_the_policy(tmp_path: Path) -> None:
-    service_models.place(tmp_path, "m", service_models.relu(), settings='[policy]\nlibraries = "models"')
+    service_models.place(
+        tmp_path, "m", service_models.relu(), settings="[policy]\nallow_model_libraries = true"
+    )
     with pytest.raises(SettingsError, match="policy: no such setting"):
         read_settings(None, {}).for_model("m", *scan(tmp_path)["m"].layers, CPU)
 
 
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     service_models.place(tmp_path, "m", service_models.relu())
-    (tmp_path / "twinop.toml").write_text('[policy]\nlibraries = "all"')
-    assert "policy.libraries: Input should be 'folders' or 'models'" in refusal_of(tmp_path)
+    (tmp_path / "twinop.toml").write_text('[policy]\nchecks = "all"')
+    assert "policy.checks: Input should be 'server' or 'models'" in refusal_of(tmp_path)
+
+
+def test_the_old_name_of_the_permission_names_the_new_one(tmp_path: Path) -> None:
+    service_models.place(tmp_path, "m", service_models.relu())
+    (tmp_path / "twinop.toml").write_text('[policy]\nlibraries = "models"')
+    assert "policy.libraries: this setting is now allow_model_libraries, true or false" in refusal_of(
+        tmp_path
+    )
+    done = CliRunner().invoke(app, ["serve", str(tmp_path), "--libraries", "models"])
+    assert done.exit_code == 2 and "now --allow-model-libraries" in done.output
 
 
 def test_the_folder_is_followed_only_if_asked(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     models.place(folder, "relu", models.relu(shape=("N", 4)), settings=settings)
     models.place(folder, "log", models.log())
     models.place(folder, "any_rank", models.identity("FP32", None), settings="warm_up = { x = [1] }")
-    with serve(folder, "--libraries", "models") as server:
+    with serve(folder, "--allow-model-libraries") as server:
         yield server
 
 

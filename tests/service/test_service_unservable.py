@@ -18,7 +18,7 @@ from service_rows import QUICK, ROW
 from twinop.deploy.service.protocol import pb
 from twinop.errors import TwinopError
 
-MODELS = ("--libraries", "models")  # load libraries from the models' own folders
+MODELS = ("--allow-model-libraries",)  # load libraries from the models' own folders
 Libraries = dict[str, Path]
 
 

@@ -14,6 +14,7 @@ from threading import Lock
 import twinop
 
 from ..errors import BuildError
+from ..find import mark
 from ..library import Library, checksum, read_library
 from ..names import check_op_name
 from .cache import cache_folder, digest, file_hash, keep, work_folder, write
@@ -100,6 +101,8 @@ def build(
             if output.is_dir():
                 output = output / library.name
             write(output, library.read_bytes())
+            if output.parent.name == "build":
+                write(mark(output), b"")
             found = read_library(output)
     return Built(found, done, notes)
 

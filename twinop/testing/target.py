@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from twinop.errors import TwinopError
+from twinop.find import project_libraries
 from twinop.library import read_library
 from twinop.load_module import load_module
 from twinop.record import DOMAIN
@@ -58,8 +59,9 @@ def _project(folder: Path) -> Target:
 def _library_of(module: Path) -> Path:
     """The library beside the Python file of an op, or in its build/, or the one that the file names."""
     name = module.parent.name if module.name == "__init__.py" else module.stem
-    for folder in (module.parent, module.parent / "build", Path.cwd() / "build"):
-        if (path := folder / f"lib{name}.so").is_file():
+    library = f"lib{name}.so"
+    for path in (module.parent / library, module.parent / "build" / library, *project_libraries()):
+        if path.name == library and path.is_file():
             return path
     found = getattr(load_module(module), "library_path", None)
     if found is None:
