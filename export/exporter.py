@@ -130,7 +130,7 @@ def export(
             comparison.verify(report, files[-1], exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
-            files = _optimized(files, inputs.tensors, _libraries(library, calls), report, fuse, device)
+            files = _optimized(files, inputs.tensors, _libraries(library, calls), calls, report, fuse, device)
         publish(files, target.parent)
     report.data_path = target.parent / files[0].name if len(files) > 1 else None
     return report
@@ -160,6 +160,7 @@ def _optimized(
     files: list[Path],
     tensors: Mapping[str, torch.Tensor],
     libraries: list[Path],
+    kept: Iterable[Record],
     report: ExportReport,
     fuse: bool,
     device: str,
@@ -173,7 +174,13 @@ def _optimized(
     without = () if fuse else ("add_norm",)
     try:
         optimized = optimize_file(
-            files[-1], path, device=device, inputs_file=given, without=without, library=libraries or None
+            files[-1],
+            path,
+            device=device,
+            inputs_file=given,
+            without=without,
+            library=libraries or None,
+            kept=kept,
         )
     except TwinopError as error:
         report.notes.append(f"not optimised: {error}")

@@ -18,7 +18,7 @@ from twinop.errors import TwinopError
 from ..comparison import NotRunnable, run
 from . import inputs
 from .attention import attentions, masks_of
-from .graph import Work, constant, dims, subgraphs
+from .graph import MICROSOFT, Work, constant, dims, subgraphs
 from .prepare import clean
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
@@ -143,6 +143,9 @@ def _is_known(mask: ir.Value) -> bool:
     """Whether a mask depends on nothing but shapes and padding masks, and its numbers can be exceeded."""
     ancestors = _ancestors(mask)
     given = [value for value in ancestors if value.is_graph_input()]
+    nodes = [node for value in ancestors if (node := value.producer()) is not None]
+    if any(node.domain not in ("", MICROSOFT) for node in nodes):  # it runs without a library
+        return False
     return all(map(inputs.is_mask, given)) and max(_numbers(ancestors), default=0.0) <= _LARGEST
 
 

@@ -1,7 +1,7 @@
 """Runs the rewrites on an ONNX file, and keeps those that do not change the results."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -10,6 +10,7 @@ from twinop import deploy
 from twinop.deploy.cuda import has_gpu
 from twinop.errors import ExportError
 from twinop.library import find_library, read_library
+from twinop.record import Record
 
 from ..files import check_target, publish, work_folder
 from ..fuse_add_norm import fuse_sums
@@ -32,6 +33,7 @@ from . import (
 )
 from .graph import Work
 from .load import data_files, load, load_weights, make_constant, separate_names
+from .own_ops import find_own_ops
 from .prepare import convert_to_fp32, inline_functions, main_dtype
 from .report import OptimizeReport
 from .trial import Trial
@@ -88,6 +90,7 @@ def optimize(
     without: Sequence[str] = (),
     measure: bool = False,
     library: deploy.Libraries = None,
+    kept: Iterable[Record] = (),
     progress: Callable[[str], None] = lambda step: None,
 ) -> OptimizeReport:
     """Optimises an ONNX file, and keeps the result only if it computes what the original computes.
@@ -106,7 +109,9 @@ def optimize(
         inputs_file: an .npz file of inputs for the comparison; by default they are generated.
         without: names of rewrites to leave out.
         measure: also revert rewrites that do not make the model faster on this machine.
-        library: libraries of custom ops that the original needs.
+        library: libraries of custom ops that the original needs. Those of other domains are found as
+            `deploy.session` finds them. The nodes of all of them stay as they are.
+        kept: ops whose nodes stay although no library may have them.
         progress: called with the name of each step.
 
     Raises:
@@ -118,12 +123,13 @@ def optimize(
     model = load(source)
     check_target(target, data_files(model))
     load_weights(model)
+    own = find_own_ops(model, source, library, kept)
     records = dict(read_library(find_library("custom_ops")).records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
     if constants := make_constant(model):
         report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
-    inline_functions(model, records)
+    inline_functions(model, records, own)
     separate_names(model)
     microsoft.split_simplified_norms(model)
     interface = _interface(model)
@@ -135,12 +141,13 @@ def optimize(
             "in float32"
         )
     narrow_types = convert_to_fp32(model)
+    own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
     with work_folder(target) as folder:
         original = source if not narrow_types else None
         found = {own_dtype, *(_NAMES[kind] for kind in (*narrow_types, *interface.values()))}
         unchanged = source if dtype is None or found == {dtype} else None
-        kept = interface if dtype is None else {}
-        trial = Trial(model, original, unchanged, kept, folder, records, report, padding, library, progress)
+        exposed = interface if dtype is None else {}
+        trial = Trial(model, original, unchanged, exposed, folder, records, report, padding, own, progress)
         trial.make_cases(inputs_file)
         left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}
         if report.dtype not in precision.DTYPES:

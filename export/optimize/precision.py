@@ -4,7 +4,8 @@ Operators are converted if their CUDA kernels take 16 bits and compute sums, nor
 others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
 cast to floats). A mean that was in 16 bits before, and that pools what one layer computes for the next, stays
 in 16 bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them. If, Loop and Scan
-stay in fp32 with all of their subgraphs, and get captured values in fp32.
+stay in fp32 with all of their subgraphs, and get captured values in fp32. A user's own op has the types that
+`own_ops.py` has chosen.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedN
 from twinop.record import DOMAIN
 
 from .graph import MICROSOFT, add, attribute, initializer, subgraphs
+from .own_ops import OwnOps, remove_casts
 
 DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
@@ -43,19 +45,23 @@ Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
 """A value in another dtype, by the value and the dtype."""
 
 
-def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]) -> int:
+def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType], own: OwnOps) -> int:
     """Converts a model in fp32, in place.
 
     Args:
         dtype: of the nodes, and of inputs and outputs.
         kept: the dtypes of inputs and outputs that have another one, by name.
+        own: the user's ops.
 
     Returns:
         The number of nodes that compute in fp32.
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
-    wide = _fp32_nodes(graph, dtype) if dtype is not ir.DataType.FLOAT else set()
+    for node in list(graph):
+        if own.types_in_result(node) is not None:
+            remove_casts(node)
+    wide = _fp32_nodes(graph, dtype, own) if dtype is not ir.DataType.FLOAT else set()
     tensors = [*graph.inputs, *(value for node in graph for value in node.outputs)]
     float_tensor = ir.TensorType(ir.DataType.FLOAT)  # sequences and optionals have the same dtype
     floats = {value for value in tensors if value.type == float_tensor}
@@ -70,18 +76,21 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
     casts: Casts = {}
     for node in list(graph):
         wanted = ir.DataType.FLOAT if node in wide else dtype
+        chosen = own.types_in_result(node)
         for index, value in enumerate(node.inputs):
             if value is None:
                 continue
-            if value in dtypes and dtypes[value] is not wanted:
-                node.replace_input_with(index, _cast(node, value, wanted, casts))
-            elif value not in dtypes and _is_wide_constant(value) and wanted is not ir.DataType.FLOAT:
-                node.replace_input_with(index, _narrowed(graph, value, dtype, casts))
+            to = (chosen.inputs[index] if chosen is not None else None) or wanted
+            if value in dtypes and dtypes[value] is not to:
+                node.replace_input_with(index, _cast(node, value, to, casts))
+            elif value not in dtypes and _is_wide_constant(value) and to is not ir.DataType.FLOAT:
+                node.replace_input_with(index, _narrowed(graph, value, to, casts))
         for subgraph in subgraphs(node):
             _widen_captured(node, subgraph, dtypes, casts)
-        for result in node.outputs:
+        for index, result in enumerate(node.outputs):
             if result in floats:
-                _set_dtype(result, wanted, dtypes)
+                to = (chosen.outputs[index] if chosen is not None else None) or wanted
+                _set_dtype(result, to, dtypes)
         _convert_attributes(node, wanted)
     _cast_outputs(graph, dtypes, dtype, kept)
     RemoveUnusedNodesPass()(model)  # the weights in fp32
@@ -119,13 +128,16 @@ def _set_dtype(value: ir.Value, dtype: ir.DataType, dtypes: dict[ir.Value, ir.Da
     dtypes[value] = dtype
 
 
-def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
+def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node]:
     """Returns the nodes that stay in fp32."""
     allowed = _ANY_16 | (_FLOAT16_ONLY if dtype is ir.DataType.FLOAT16 else set())
     wide = set[ir.Node]()
     for node in reversed(graph):
         kinds = [value.dtype for value in (*node.inputs, *node.outputs) if value is not None]
         if ir.DataType.FLOAT not in kinds:
+            continue
+        if (types := own.types_in_result(node)) is not None:
+            wide |= set() if dtype in (*types.inputs, *types.outputs) else {node}
             continue
         domain, users = node.domain, [use.node for value in node.outputs for use in value.uses()]
         if domain == DOMAIN or (domain == MICROSOFT and node.op_type in _MICROSOFT):

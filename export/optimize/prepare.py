@@ -18,6 +18,7 @@ from twinop.record import Record
 from ..attach import OPSETS
 from ..routes import quiet
 from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims
+from .own_ops import OwnOps, count_inlined
 from .precision import WAS_16_BITS
 from .symbolic_shapes import infer_shapes
 
@@ -36,23 +37,26 @@ def prepare(model: ir.Model, records: Mapping[str, Record]) -> None:
         fold(model, {record.domain for record in records.values()})
 
 
-def inline_functions(model: ir.Model, records: Mapping[str, Record]) -> None:
-    """Removes the bodies of twinop's ops, which are attached again, and inlines all other functions.
+def inline_functions(model: ir.Model, records: Mapping[str, Record], own: OwnOps) -> None:
+    """Removes the bodies of twinop's and of the user's own ops, and inlines all other functions.
+
+    The bodies are attached again. `own` gets the numbers of the nodes that were inlined.
 
     Raises:
         ExportError: the functions call each other in a circle, or have other opsets than the model.
     """
-    own = {record.node_type for record in records.values()}
-    for key in [key for key in model.functions if key[:2] in own]:
-        del model.functions[key]
+    ours = {record.node_type for record in records.values()}
+    bodies = {key: model.functions.pop(key) for key in [*model.functions] if key[:2] in ours}
     try:
-        InlinePass()(model)
+        done = InlinePass(lambda function: function.domain not in own.domains)(model)
     except Exception as error:
         reason = error.__cause__ or error
         raise ExportError(
             f"the model's functions cannot be inlined: {reason}. Inline them first, with "
             "onnx.inliner.inline_local_functions(model, convert_version=True)"
         ) from error
+    own.inlined = count_inlined(done.id_count, own.domains)
+    own.detach(model, records, bodies)
 
 
 def _convert_opset(model: ir.Model) -> None:

@@ -18,6 +18,8 @@ class OptimizeReport:
         timed_on: the device of these times, such as "cuda:0" or "cpu".
         timed_shape: the shape of the first input in these runs.
         same: the file is the original; nothing was recognised or converted.
+        inlined: the number of nodes of each custom op that became standard operators, by domain and type.
+        libraries: the files that a session with the result has registered and whose ops it has.
         needs: operators of the file that only ONNX Runtime has.
     """
 
@@ -35,6 +37,8 @@ class OptimizeReport:
     device: str = ""
     timed_on: str = ""
     timed_shape: tuple[int, ...] = ()
+    inlined: dict[str, int] = field(default_factory=dict)
+    libraries: list[Path] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     same: bool = False
     notes: list[str] = field(default_factory=list)
@@ -57,6 +61,13 @@ class OptimizeReport:
         lines += [f"  {count} {what}" for what, count in self.made.items()]
         lines += [f"  left alone: {count} {what}" for what, count in self.left.items()]
         lines += [f"  reverted: {name}: {reason}" for name, reason in self.reverted.items()]
+        lines += [
+            f"  in standard operators now: {count} {op}: no library of {op.partition('::')[0]} was found. "
+            "Name one with --library to keep them"
+            for op, count in self.inlined.items()
+        ]
+        if self.libraries:
+            lines.append(f"  libraries: {', '.join(map(str, self.libraries))}")
         if self.needs:
             lines.append(f"  needs ONNX Runtime: {', '.join(self.needs)}")
         lines += [f"  note: {note}" for note in self.notes]

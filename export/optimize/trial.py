@@ -15,7 +15,6 @@ from onnx_ir.passes.common import (
 )
 
 import twinop
-from twinop import deploy
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError
 from twinop.record import Record
@@ -30,6 +29,7 @@ from .graph import MICROSOFT, Work
 from .inputs import Case, Sizes, draws_random, hides_left, read_npz
 from .load import load
 from .microsoft import split_simplified_norms
+from .own_ops import OwnOps, in_use
 from .prepare import clean, prepare
 from .report import OptimizeReport
 from .timing import milliseconds
@@ -52,7 +52,7 @@ class Trial:
         records: Mapping[str, Record],
         report: OptimizeReport,
         padding: str | None,
-        library: deploy.Libraries,
+        own: OwnOps,
         progress: Callable[[str], None],
     ) -> None:
         """Saves the original in fp32, unless it is in such a file.
@@ -63,14 +63,16 @@ class Trial:
             unchanged: the original's file, if the result has the same dtypes.
             interface: the dtypes of inputs and outputs that do not get the report's dtype, by name.
             folder: where files are written.
+            own: the user's own ops, and the libraries of all runs.
         """
         self.unchanged, self.interface = unchanged, interface
         self.folder, self.records, self.report, self.padding = folder, records, report, padding
-        self.library, self.progress = library, progress
-        self.original = original or save(model, folder / "original.onnx", EXTERNAL_DATA_BYTES)[-1]
+        self.own, self.library, self.progress = own, own.libraries or None, progress
+        self.original = original or self._save(model.clone(), "original.onnx")[-1]
         self.cases: list[Case] = []
         self.expected: compare.Outputs = []
         self.sizes = Sizes(1, 1)
+        self.registered: list[Path] = []  # the libraries of the last run
         self.base, self.opset = model, model.graph.opset_imports.get("")
 
     def make_cases(self, inputs_file: str | os.PathLike[str] | None) -> None:
@@ -96,7 +98,7 @@ class Trial:
             self.cases, self.expected, self.sizes = generated
         compare.declare_outputs(self.base, self.expected)
         self.progress("folding constants, inferring shapes")
-        prepare(self.base, self.records)
+        prepare(self.base, {**self.records, **self.own.records})
 
     def apply(self, rewrites: Rewrites) -> Work:
         """Applies rewrites to a copy of the model.
@@ -171,7 +173,8 @@ class Trial:
         self.progress("comparing with the original")
         try:
             path = self._write(model.clone(), "trial.onnx")[-1]
-            found = compare.run(path, self.library, self.cases).outputs
+            answer = compare.run(path, self.library, self.cases)
+            found, self.registered = answer.outputs, [library.path for library in answer.libraries]
         except NotRunnable as reason:
             raise compare.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
@@ -192,7 +195,10 @@ class Trial:
             ShapeInferencePass(check_type=False, strict_mode=False)(model)
         model.metadata_props["twinop.version"] = twinop.__version__
         model.metadata_props.update({record.metadata_key: record.schema_hash for record in calls})
-        return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
+        return self._save(model, name)
+
+    def _save(self, model: ir.Model, name: str) -> list[Path]:
+        return save(self.own.attach(model), self.folder / name, EXTERNAL_DATA_BYTES)
 
     def drop_slow(self, best: tuple[Rewrites, Work]) -> tuple[Rewrites, Work]:
         """Reverts rewrites that do not make the model faster on this device.
@@ -234,7 +240,7 @@ class Trial:
         dtype = precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
         if {dtype, *self.interface.values()} == {ir.DataType.FLOAT}:
             return 0
-        return precision.convert(model, dtype, self.interface)
+        return precision.convert(model, dtype, self.interface, self.own)
 
     def time(self, path: Path) -> None:
         """Adds to the report how long the source and the result in `path` take."""
@@ -264,8 +270,11 @@ class Trial:
             ir.external_data.load_to_model(model)
             split_simplified_norms(model)
             compare.declare_outputs(model, self.expected)
+            report.libraries = [*in_use(model, self.registered)]
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
         model = work.model
+        report.inlined = {f"{domain}::{name}": count for (domain, name), count in self.own.inlined.items()}
+        report.libraries = [*in_use(model, self.registered)]
         if wide := self._convert(model):
             report.notes.append(f"{wide} nodes compute in fp32")
         if masks := {str(shown.name) for lengths, shown in work.lengths.items() if lengths.uses()}:
