@@ -12,6 +12,7 @@ from unittest import mock
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import InlinePass
 from onnxscript import version_converter
 
 from twinop.errors import ExportError, TwinopError
@@ -19,6 +20,7 @@ from twinop.record import Record
 
 from .calls import infer_types
 from .dynamo import translation_table
+from .folding import fold_constants
 from .inputs import Inputs
 from .torchscript import register_symbolics
 
@@ -67,9 +69,12 @@ def _dynamo(source: Source) -> ir.Model:
         output_names=list(source.output_names),
         custom_translation_table=translation_table(source.records),
         verbose=False,
+        optimize=False,  # it would take small constants for 0
     )
     assert program is not None
     model = program.model
+    InlinePass()(model)
+    fold_constants(model)
     # From torch's name (s77) to the user's. Axes that the model makes equal share the first name.
     names: dict[str, str] = {}
     for value in model.graph.inputs:

@@ -103,10 +103,11 @@ def _is_inverted(name: str, dtype: np.dtype) -> bool:
 
 def is_mask(value: ir.Value) -> bool:
     """Whether an input is a padding mask of 0 and 1. Only its name tells."""
-    return _is_mask_name(str(value.name)) and len(dims(value) or ()) == 2
+    return is_mask_name(str(value.name)) and len(dims(value) or ()) == 2
 
 
-def _is_mask_name(name: str) -> bool:
+def is_mask_name(name: str) -> bool:
+    """Whether an input of this name is a mask."""
     return "mask" in name.lower() or "padding" in name.lower()
 
 
@@ -126,7 +127,7 @@ def padding_mask(shape: list[int], hide: str) -> np.ndarray:
 
 def hides_left(case: Case) -> bool:
     """Whether a padding mask of a case hides the first token of a sequence."""
-    masks = {name: array for name, array in case.items() if _is_mask_name(name) and array.ndim == 2}
+    masks = {name: array for name, array in case.items() if is_mask_name(name) and array.ndim == 2}
     return any(
         ((array[:, :1] != 0) == _is_inverted(name, array.dtype)).any() for name, array in masks.items()
     )

@@ -2,8 +2,9 @@
 
 Operators are converted if their CUDA kernels take 16 bits and compute sums, norms and softmax in fp32. All
 others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
-cast to floats). A mean that was in 16 bits before, and that pools what one layer computes for the next, stays
-in 16 bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them. If, Loop and Scan
+cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
+int8 products exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides by
+them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16 bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them. If, Loop and Scan
 stay in fp32 with all of their subgraphs, and get captured values in fp32. A user's own op has the types that
 `own_ops.py` has chosen.
 """
@@ -11,6 +12,7 @@ stay in fp32 with all of their subgraphs, and get captured values in fp32. A use
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
@@ -18,6 +20,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedN
 from twinop.record import DOMAIN
 
 from .graph import MICROSOFT, add, attribute, initializer, subgraphs
+from .inputs import is_mask_name
 from .own_ops import OwnOps, remove_casts
 
 DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
@@ -39,6 +42,11 @@ _FLOAT16_ONLY = {  # bfloat16 has no kernels below opset 22, or none at all
     "Abs", "AveragePool", "BatchNormalization", "Clip", "Conv", "ConvTranspose", "DepthToSpace", "Einsum",
     "Elu", "GlobalAveragePool", "HardSigmoid", "HardSwish", "LeakyRelu", "MaxPool", "PRelu", "Pad",
 }  # fmt: skip
+_BOUNDS = {"Add", "Clip", "Max", "Sub", "Sum", "Where"}
+_DIVIDES = {"Div", "Log", "Pow", "Reciprocal"}
+_KEEPS = {"Abs", "Expand", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
+_SMALL = 256  # bfloat16 has all integers up to this
+_WEIGHT = 2**20  # elements
 _MICROSOFT = {"GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding", "FusedMatMul", "QuickGelu"}
 
 Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
@@ -131,16 +139,16 @@ def _set_dtype(value: ir.Value, dtype: ir.DataType, dtypes: dict[ir.Value, ir.Da
 def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node]:
     """Returns the nodes that stay in fp32."""
     allowed = _ANY_16 | (_FLOAT16_ONLY if dtype is ir.DataType.FLOAT16 else set())
-    wide = set[ir.Node]()
+    wide = _beside_tiny_constants(graph, dtype) | _of_large_integers(graph, dtype)
     for node in reversed(graph):
         kinds = [value.dtype for value in (*node.inputs, *node.outputs) if value is not None]
         if ir.DataType.FLOAT not in kinds:
             continue
         if (types := own.types_in_result(node)) is not None:
-            wide |= set() if dtype in (*types.inputs, *types.outputs) else {node}
+            wide = wide - {node} if dtype in (*types.inputs, *types.outputs) else wide | {node}
             continue
         domain, users = node.domain, [use.node for value in node.outputs for use in value.uses()]
-        if domain == DOMAIN or (domain == MICROSOFT and node.op_type in _MICROSOFT):
+        if node in wide or domain == DOMAIN or (domain == MICROSOFT and node.op_type in _MICROSOFT):
             continue
         if not domain and node.op_type == "Cast":
             source = node.inputs[0]
@@ -153,6 +161,64 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
             if domain or node.op_type not in allowed or follows:
                 wide.add(node)
     return wide
+
+
+def _beside_tiny_constants(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
+    """Returns what computes with constants that are almost 0 in a dtype, and what divides by that."""
+    tiny = 4 * float(ml_dtypes.finfo(dtype.numpy()).smallest_subnormal)
+    found = {
+        node
+        for node in graph
+        if (node.op_type in _BOUNDS or node.domain == DOMAIN)
+        and any(0 < _largest(value) < tiny for value in node.inputs)
+    }
+    waiting = list(found)
+    while waiting:
+        users = {use.node for value in waiting.pop().outputs for use in value.uses()} - found
+        found |= {each for each in users if each.op_type in _BOUNDS | _DIVIDES | _KEEPS}
+        waiting += [each for each in users if each.op_type in _KEEPS]
+    return found
+
+
+def _largest(value: ir.Value | None) -> float:
+    """Returns the largest absolute number of a small constant in fp32, and 0 of other values."""
+    if value is None or not _is_wide_constant(value) or value.const_value is None:
+        return 0.0
+    is_weight = value.const_value.size > _WEIGHT
+    return 0.0 if is_weight else float(np.abs(value.const_value.numpy()).max(initial=0.0))
+
+
+def _of_large_integers(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
+    """Returns the nodes that read floats which are integers that may be large."""
+    found, large = set[ir.Node](), set[ir.Value]()
+    for node in graph:
+        source = node.inputs[0] if node.inputs else None
+        if node.op_type == "Cast" and not node.domain and source is not None and source.dtype is not None:
+            large.update(node.outputs if source.dtype.is_integer() and not _is_small(source) else ())
+            continue
+        if large.isdisjoint(node.inputs) or node.domain == MICROSOFT:
+            continue
+        number = max(map(_largest, node.inputs))
+        if node.op_type in _ELEMENTS and number > float(dtype.max):
+            continue  # a mask: the number that hides is limited to the dtype's
+        found.add(node)
+        scales = node.op_type in ("Mul", "Div") and not large.issuperset(node.inputs) and number < 1
+        if node.op_type in _ELEMENTS | _BOUNDS | _SHAPES | _LAYERS | {"CustomLinear"} and not scales:
+            large.update(value for value in node.outputs if value.dtype is ir.DataType.FLOAT)
+    return found
+
+
+def _is_small(value: ir.Value | None) -> bool:
+    """Whether integers are known to be small: masks, constants, what was a truth value."""
+    if value is None or (value.dtype is not None and value.dtype.bitwidth <= 8):
+        return True
+    if value.const_value is not None:
+        return bool(np.abs(value.const_value.numpy().astype(np.float64)).max(initial=0.0) <= _SMALL)
+    node = value.producer()
+    if node is None or node.domain:
+        return node is None and is_mask_name(str(value.name))
+    kept = {"Cast", "Max", "Min", "Mul", "Sub"} | _SHAPES - {"Shape", "Size"}
+    return node.op_type in kept and all(map(_is_small, node.inputs))
 
 
 def _is_pooling(node: ir.Node) -> bool:

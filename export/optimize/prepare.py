@@ -1,7 +1,7 @@
 """Brings a model into the form that the rewrites match: fp32, constants folded, shapes known."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -16,6 +16,7 @@ from twinop.errors import ExportError
 from twinop.record import Record
 
 from ..attach import OPSETS
+from ..folding import fold_constants
 from ..routes import quiet
 from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims
 from .own_ops import OwnOps, count_inlined
@@ -80,49 +81,15 @@ def _convert_opset(model: ir.Model) -> None:
 
 def fold(model: ir.Model, own: set[str]) -> None:
     """Folds constants, infers shapes and removes no-ops."""
-    from onnxscript.optimizer import optimize_ir
-
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
-    names = [value.name for value in model.graph.inputs]
     for again in (False, True):  # the sizes that inference finds make more constants
-        optimize_ir(model, should_fold=lambda node: False if node.domain in own else None)
-        _restore_names(model.graph, names)
-        _register_constants(model)
+        fold_constants(model, lambda node: False if node.domain in own else None)
         if not again:
             infer_shapes(model)
             _fold_sizes(model)
     _remove_no_ops(model)
     CommonSubexpressionEliminationPass()(model)
     clean(model)
-
-
-def _restore_names(graph: ir.Graph, names: Sequence[str | None]) -> None:
-    """Makes inputs outputs again that onnxscript has renamed, to return them through an Identity."""
-    for value, name in zip(graph.inputs, names, strict=True):
-        if value.name != name:
-            for output in [each for each in graph.outputs if each.name == name]:
-                node = output.producer()
-                assert node is not None
-                ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
-                graph.remove(node, safe=True)
-            value.name = name
-
-
-def _register_constants(model: ir.Model) -> None:
-    """Registers the shapes that onnxscript loses where it replaces several Flatten of one value."""
-    known = {value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values())}
-    taken = {value.name for node in model.graph.all_nodes() for value in node.outputs}
-    taken |= {value.name for value in known}
-    for node in model.graph.all_nodes():
-        for value in node.inputs:
-            if value is None or value.producer() is not None or value in known or value.const_value is None:
-                continue
-            while value.name in taken:
-                value.name = f"{value.name}_again"
-            assert node.graph is not None
-            node.graph.register_initializer(value)
-            known.add(value)
-            taken.add(value.name)
 
 
 def clean(model: ir.Model) -> None:

@@ -115,3 +115,37 @@ def test_sequences_of_float16(tmp_path: Path) -> None:
         ExportError, match="s is Sequence.*sequences and optionals of 16 bits are not supported"
     ):
         optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx")
+
+
+QUANTISED = {
+    "bias": "y = Add (o, b)",
+    "bias and residual": "a = Add (o, b) y = Add (a, r)",
+    "norm": "y = LayerNormalization (mf, one, b)",
+    "linear": "d = Mul (mf, small) y = MatMul (d, wf)",
+    "linear of the sums": "e = MatMul (mf, wf) y = Mul (e, small)",
+    "gate": "h = Sigmoid (o) g = Mul (o, h) y = Mul (g, r)",
+    "transposed": "t = Transpose <perm=[0, 1]> (mf) u = Mul (t, sc) y = Add (u, b)",
+    "twice": "n = Add (mf, mf) u = Mul (n, sc) y = Add (u, b)",
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_integer_sums_never_become_16_bits(name: str, tmp_path: Path) -> None:
+    """Dynamic quantisation: sums of 1,024 products of int8 exceed what fp16 holds."""
+    rng, k = np.random.default_rng(0), 1024
+    text = f"""(float[N, {k}] x, float[N, 16] r) => (float[N, 16] z) {{ q, s, p = DynamicQuantizeLinear (x)
+        m = MatMulInteger (q, w, p) mf = Cast <to=1> (m) sc = Mul (s, ws) o = Mul (mf, sc) {QUANTISED[name]}
+        z = Tanh (y) }}"""
+    given = {
+        "w": rng.integers(20, 127, (k, 16)).astype(np.int8), "ws": np.array(1e-4, np.float32),
+        "b": weights(16), "one": np.ones(16, np.float32), "wf": weights(16, 16),
+        "small": np.array(1e-7, np.float32),
+    }  # fmt: skip
+    report, _ = optimized(parsed(text, **given), tmp_path, dtype="float16")
+    assert report.dtype == "float16"
+    feeds = {"x": np.abs(rng.standard_normal((3, k))), "r": rng.standard_normal((3, 16))}
+    files = (tmp_path / "old.onnx", tmp_path / "fast.onnx")
+    old, new = (deploy.session(file, ["CPUExecutionProvider"]) for file in files)
+    halves = {name: array.astype(np.float16) for name, array in feeds.items()}
+    expected = old.run({name: array.astype(np.float32) for name, array in halves.items()})["z"]
+    assert np.abs(new.run(halves)["z"].astype(np.float64) - expected).max() < 0.01
