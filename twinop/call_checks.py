@@ -1,13 +1,17 @@
 """Checks a call as `kernels/record/check.cpp` does, where no kernel runs: fakes, export, models."""
 
-import math
+import operator
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
+import numpy as np
+
 from .errors import RecordError
 from .record import Record, entries
 from .shapes import ShapeExpression, broadcast, output_shapes, too_few_dimensions
+
+_BOUNDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 Shapes = Mapping[str, Sequence[Any] | None]
 
@@ -35,15 +39,29 @@ def check_attributes(record: Record, attributes: Mapping[str, Any]) -> None:
             raise RecordError(
                 f"attribute {name} is {attributes[name]!r}, expected one of {' | '.join(choices)}"
             )
-    for name, (word, limit) in record.attribute_limits.items():
+    for name, word, limit in record.attribute_limits:
         value = attributes.get(name)
         if not isinstance(value, int | float):  # omitted or symbolic
             continue
-        if word == ">=" and not (math.isfinite(value) and value >= int(limit)):
-            finite = "finite " if isinstance(value, float) else ""
-            raise RecordError(f"attribute {name} is {value:g}, expected a {finite}number >= {limit}")
+        whole = getattr(record.attribute(name), "kind", "") == "int"
+        if word in _BOUNDS and not _is_within(word, value, limit, whole):
+            bounds = (f"{sign} {text}" for each, sign, text in record.attribute_limits if each == name)
+            shown, kind = (str(value), "") if whole else (f"{value:g}", "finite ")
+            raise RecordError(
+                f"attribute {name} is {shown}, expected a {kind}number "
+                + " and ".join(sorted(bounds, reverse=True))  # ">" comes before "<"
+            )
         if word == "in" and value not in [int(choice) for choice in limit.split("|")]:
             raise RecordError(f"attribute {name} is {value}, expected one of {limit}")
+
+
+def _is_within(word: str, value: int | float, bound: str, whole: bool) -> bool:
+    """Whether a number is finite and within a bound. Bounds of floats are fp32, as attributes are."""
+    if whole:
+        return bool(_BOUNDS[word](value, int(bound)))
+    with np.errstate(over="ignore"):
+        narrow = np.float32(value)
+    return bool(np.isfinite(narrow) and _BOUNDS[word](narrow, np.float32(bound)))
 
 
 def check_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) -> None:
@@ -60,7 +78,7 @@ def check_shapes(record: Record, shapes: Shapes, attributes: Mapping[str, Any]) 
             shape [5], expected x[axis:] = [8]".
     """
     _check_elementwise(record, shapes)
-    for name, (word, source) in record.attribute_limits.items():
+    for name, word, source in record.attribute_limits:
         shape, value = shapes.get(source), attributes[name]
         if word != "of" or shape is None or not isinstance(value, int):
             continue

@@ -142,6 +142,7 @@ def triton_op(
     shapes: str = "",
     input_shapes: str | None = None,
     choices: str = "",
+    limits: str = "",
     kind: str = "triton",
 ) -> Callable[[Launcher], KernelOp]:
     """Makes an op of a function that launches Triton kernels.
@@ -163,6 +164,7 @@ def triton_op(
         input_shapes: the shapes that inputs must have, in the same language. Default: without `samples`, all
             inputs have one shape.
         choices: the values of str attributes, "activation = none | relu".
+        limits: the values of int and float attributes, "eps > 0; groups in 1 | 2".
 
     Returns:
         A decorator; the decorated function becomes a `KernelOp`.
@@ -180,6 +182,7 @@ def triton_op(
             "dtypes": "; ".join(dtypes),
             "shapes": shapes,
             "choices": choices,
+            "limits": limits,
             "input_shapes": input_shapes or "",
         }
         record = record_of(schema, place, **texts)

@@ -19,6 +19,11 @@ DOMAIN = "custom_domain"
 DOMAIN_VERSION = 1
 
 
+_LIMIT = re.compile(
+    r"\s*(?P<name>[A-Za-z_]\w*)\s*(?P<word>\bof\b|\bin\b|[<>]=?)\s*(?P<value>[^<>=\s](?:[^<>=]*[^<>=\s])?)\s*"
+)
+
+
 @dataclass(frozen=True)
 class Input:
     """A tensor of the schema. `repeated`: one or more tensors (`Tensor[]`), only as the last input."""
@@ -186,10 +191,20 @@ class Record:
         return {name: tuple(map(str.strip, text.split("|"))) for name, text in entries(self.choices).items()}
 
     @cached_property
-    def attribute_limits(self) -> dict[str, tuple[str, str]]:
-        """The limits by attribute: ("of", input), (">=", number) or ("in", "0 | 1")."""
-        parts = (part.split(None, 2) for part in self.limits.split(";") if part.strip())
-        return {name: (word, value.strip()) for name, word, value in parts}
+    def attribute_limits(self) -> tuple[tuple[str, str, str], ...]:
+        """The limits: attribute, word, value: ("dim", "of", "x"), ("n", "in", "0 | 1"), ("eps", ">", "0").
+
+        Raises:
+            RecordSyntaxError: the text does not parse.
+        """
+        found = []
+        for part in re.finditer(r"[^;]*[^;\s][^;]*", self.limits):
+            limit = _LIMIT.fullmatch(part[0])
+            if limit is None:
+                problem = "expected `dim of x`, `n in 0 | 1`, or a bound: `eps > 0`, `p <= 0.5`"
+                raise RecordSyntaxError("limits", self.limits, part.start(), problem)
+            found.append((limit["name"], limit["word"], limit["value"]))
+        return tuple(found)
 
     @cached_property
     def host_inputs(self) -> frozenset[str]:

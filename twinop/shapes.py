@@ -152,6 +152,20 @@ def check_texts(record: Record) -> None:
     """
     for text in (record.choices, record.memory):
         entries(text)
+    for name, word, value in record.attribute_limits:
+        kind = getattr(record.attribute(name), "kind", "")
+        pattern = r"-?\d+" if kind == "int" else r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+        if not kind:
+            problem = f"{name} is not an attribute of the op"
+        elif word == "of" and (kind != "int" or all(value != entry.name for entry in record.inputs)):
+            problem = f"`{name} of {value}` is for an int and an input"
+        elif word == "in" and (kind != "int" or not re.fullmatch(r"-?\d+( *\| *-?\d+)*", value)):
+            problem = f"`{name} in ...` is for an int and lists ints: {name} in 0 | 1"
+        elif word not in ("of", "in") and (kind not in ("int", "float") or not re.fullmatch(pattern, value)):
+            problem = f"`{name} {word} {value}` is for an int or a float and a number of this kind"
+        else:
+            continue
+        raise RecordSyntaxError("limits", record.limits, record.limits.index(name), problem)
     shapes = {entry.name: (1,) * 32 for entry in record.inputs}
     values = {entry.name: [1] * 8 if entry.kind == "int[]" else 1 for entry in record.attributes}
     expression = ShapeExpression(record, shapes, values)

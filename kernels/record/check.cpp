@@ -22,6 +22,33 @@ std::string Number(double value) {
   return text;
 }
 
+// Whether a number is finite and within the bounds. Bounds of floats are fp32, as attributes are.
+template <class T>
+bool IsWithin(const Limit& limit, T value) {
+  auto number = [](std::string_view text) {
+    T result = 0;
+    std::from_chars(text.data(), text.data() + text.size(), result);
+    return result;
+  };
+  if (!std::isfinite(static_cast<double>(value))) return false;
+  if (!limit.lower.empty()) {
+    const T lower = number(limit.lower);
+    if (limit.above ? !(value > lower) : !(value >= lower)) return false;
+  }
+  if (limit.upper.empty()) return true;
+  const T upper = number(limit.upper);
+  return limit.below ? value < upper : value <= upper;
+}
+
+// ">= 0 and < 1"
+std::string BoundsText(const Limit& limit) {
+  std::string text;
+  if (!limit.lower.empty()) text = (limit.above ? "> " : ">= ") + std::string(limit.lower);
+  if (limit.upper.empty()) return text;
+  return (text.empty() ? "" : text + " and ") + (limit.below ? "< " : "<= ") +
+         std::string(limit.upper);
+}
+
 }  // namespace
 
 std::string SizesText(const std::int64_t* sizes, std::size_t rank) {
@@ -92,14 +119,13 @@ Status CheckAttribute(const Record& record, std::size_t index, const Attribute& 
                           "has " + std::to_string(value.count) + " entries, at most " +
                               std::to_string(kMaxList) + " are taken");
   const Limit& limit = record.limit_table[index];
-  if (limit.kind == Limit::Kind::kAtLeast) {
+  if (limit.kind == Limit::Kind::kBounds) {
     const bool whole = argument.kind == Kind::kInt;
-    if (whole ? value.i < limit.minimum
-              : !(std::isfinite(value.f) && value.f >= static_cast<double>(limit.minimum)))
+    if (!(whole ? IsWithin(limit, value.i) : IsWithin(limit, static_cast<float>(value.f))))
       return WrongAttribute(record, argument,
                             "is " + (whole ? std::to_string(value.i) : Number(value.f)) +
-                                ", expected a " + (whole ? "" : "finite ") +
-                                "number >= " + std::to_string(limit.minimum));
+                                ", expected a " + (whole ? "" : "finite ") + "number " +
+                                BoundsText(limit));
   }
   if (limit.kind == Limit::Kind::kOneOf) {
     Scanner scan(limit.choices);

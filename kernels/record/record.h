@@ -34,7 +34,9 @@ struct Record {
   // Allowed values of str attributes, "variant = auto | scalar | vec4".
   std::string_view choices_text = "";
   // Allowed values of numbers: "dim of x" is a dimension of x, counted from the end if it is
-  // negative; "eps >= 0" is finite and not less than 0; "offset in 0 | 1" is one of these.
+  // negative; "offset in 0 | 1" is one of these; "eps > 0" is finite and more than 0. Such bounds
+  // (>=, >, <=, <) are literals of the attribute's kind. One from below and one from above may
+  // stand together: "p >= 0; p < 0.5".
   std::string_view limits_text = "";
   // Derivative formulas, "x = relu_backward(grad, y)", as in torch's derivatives.yaml: Python over
   // the op's inputs, outputs, attributes and `grad` (`grad_<output>` if there are several outputs).
@@ -284,14 +286,23 @@ struct Record {
     while (!scan.AtEnd()) {
       const int attribute = schema.FindAttribute(scan.Word());
       if (attribute < 0) throw "a record's limits name no attribute of its op";
-      if (limit_table[attribute].kind != Limit::Kind::kNone)
-        throw "a record's limits name an attribute twice";
       const Kind kind = schema.attribute(attribute).kind;
-      Limit limit;
-      if (scan.Accept(">=")) {
-        if (kind != Kind::kInt && kind != Kind::kFloat) throw "a limit >= is for an int or a float";
-        limit.kind = Limit::Kind::kAtLeast;
-        limit.minimum = scan.Integer();
+      Limit limit = limit_table[attribute];
+      const char sign = scan.Peek();
+      const bool is_lower = sign == '>';
+      const bool is_bound = is_lower || sign == '<';
+      if (limit.kind != Limit::Kind::kNone && !(is_bound && limit.kind == Limit::Kind::kBounds &&
+                                                (is_lower ? limit.lower : limit.upper).empty()))
+        throw "a record's limits name an attribute twice";
+      if (is_bound) {
+        if (kind != Kind::kInt && kind != Kind::kFloat)
+          throw "a limit >=, >, <= or < is for an int or a float";
+        limit.kind = Limit::Kind::kBounds;
+        scan.Expect(is_lower ? ">" : "<");
+        (is_lower ? limit.above : limit.below) = !scan.Accept("=");
+        std::string_view& bound = is_lower ? limit.lower : limit.upper;
+        bound = scan.Until(";");
+        if (!IsLiteral(kind, bound)) throw "a limit's number is no value of its attribute's kind";
       } else if (scan.Accept("of")) {
         limit.kind = Limit::Kind::kDimension;
         limit.input = static_cast<std::int8_t>(schema.FindInput(scan.Word()));

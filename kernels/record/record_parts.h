@@ -24,11 +24,12 @@ constexpr std::string_view Entry(std::string_view entries, std::string_view name
 
 // The limit of one attribute.
 struct Limit {
-  enum class Kind : std::uint8_t { kNone, kDimension, kAtLeast, kOneOf };
+  enum class Kind : std::uint8_t { kNone, kDimension, kBounds, kOneOf };
   Kind kind = Kind::kNone;
-  std::int8_t input = 0;     // kDimension: the input with these dimensions
-  std::int64_t minimum = 0;  // kAtLeast
-  std::string_view choices;  // kOneOf: "0 | 1"
+  std::int8_t input = 0;              // kDimension: the input with these dimensions
+  std::string_view lower, upper;      // kBounds: "0.5" as written; empty where there is none
+  bool above = false, below = false;  // the bound itself is not allowed: > lower, < upper
+  std::string_view choices;           // kOneOf: "0 | 1"
 };
 
 // Where the rows of an op lie (Record::rows_text).

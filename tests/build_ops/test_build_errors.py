@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from build_files import tiny, twinop
 from twinop.building import flags
 from twinop.building.builder import Built, build
 from twinop.building.diagnostics import build_error
-from twinop.building.flags import Options, find_installation
+from twinop.building.flags import CommandLines, Options, find_installation
 from twinop.building.project import find_project
+from twinop.building.toolchain import find_compiler, find_nvcc
 from twinop.errors import BuildError, TwinopError
 
 CPU = Options(cpu=True)
@@ -185,6 +187,7 @@ def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) 
         ('Tensor")', 'Tensor").shapes("y = x[0] + x")', "x[0] + x", "x[0]", "x[0] is not a shape"),
         ('Tensor")', 'Tensor").shapes("y = x[a:]")', "x[a:]", "a", "a is not a size"),
         ('Tensor")', 'Tensor").input_shapes("y x")', "y x", "y", "expected entries `name = value`"),
+        ('Tensor")', 'Tensor").limits("a > 0")', "a > 0", "a", "a is not an attribute of the op"),
         ('Tensor")', 'Tensor").choices("z = a | b")', None, None, "a record's entry names no argument"),
     ],
 )
@@ -197,6 +200,59 @@ def test_the_place_in_a_record(
     first, *shown = done.stderr.partition("\n\n")[0].splitlines()
     assert first.startswith("error: times.h:13: the record does not parse: ") and (problem or "") in first
     assert shown == ([] if text is None else [f"  {text}", f"  {' ' * text.index(place or '')}^"])
+
+
+SAID_BY_NVCC = """\
+/include/twinop/record/arguments.h(60): error: static assertion failed with "the op's schema has no attribute"
+    static_assert(kIndex >= 0, "the op's schema has no attribute of this name");
+    ^
+          detected during:
+            instantiation of "T twinop::AttributeOf<T,Op,Name>(const CallOf<Op> &, Name)" at line 14 of HEADER
+            instantiation of "F twinop::MakeFunctor<F,AnyCall>()" at line 152 of /include/twinop/elementwise.h
+"""
+RECORD_OF_NVCC = """\
+HEADER(13): error: expression must have a constant value
+  namespace times_op { constexpr Record kRecord = Record("times(Tensor x) -> Tensor").limits("n > 0")
+                                                             ^
+/include/twinop/record/record.h(288): note #2721-D: expression cannot be interpreted
+        if (attribute < 0) throw "a record's limits name no attribute of its op";
+                           ^
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (SAID_BY_NVCC, "times.h:14: static assertion failed: the op's schema has no attribute"),
+        (RECORD_OF_NVCC, "times.h:13: the record does not parse: a record's limits name no attribute"),
+        (
+            'HEADER(9): error: static assertion failed with "of the user"',
+            "times.h:9: static assertion failed: of the user",
+        ),
+    ],
+)
+def test_errors_of_nvcc_have_the_headline_of_those_of_gcc(
+    header: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: str
+) -> None:
+    monkeypatch.chdir(header.parent)
+    found = str(build_error("compiling times.h (CUDA)", said.replace("HEADER", str(header)), [header]))
+    assert found.startswith(expected)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_nvcc_and_gcc_say_the_same_of_a_record(header: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(header.parent)
+    source = header.read_text().replace("TWINOP_CPU_OP", "TWINOP_OP")
+    header.write_text(source.replace('Tensor")', 'Tensor").limits("a > 0")'))
+    lines = CommandLines(find_installation(), Options("90"), find_compiler(), find_nvcc(), False)
+    heads = []
+    for name, is_cuda in (("unit.cpp", False), ("unit.cu", True)):
+        Path(name).write_text('#include "times.h"\n')
+        command = [*lines.compile(is_cuda), name, "-MF", os.devnull, "-o", os.devnull]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        heads.append(str(build_error("compiling", done.stdout, [header])).partition("\n\n")[0])
+    assert heads[0].startswith("times.h:13: the record does not parse: limits: a is not an attribute")
+    assert heads[0] == heads[1]
 
 
 def test_warnings_are_notes(header: Path) -> None:

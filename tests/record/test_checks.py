@@ -26,6 +26,7 @@ NORM = {
 RECORDS = {
     "norm": NORM,
     "last dimension": {"input_shapes": "w = x[-1:]; b = x", "limits": "axis >= -1; eps >= -2"},
+    "bounds": {"limits": "axis > -3; axis < 2; eps > -0.5; eps <= 0.1; offset < 2 ; offset >= -1"},
     "packed": {"input_shapes": "x = x[:-1] + [x[-1] // 2 * 2]; w = x[:-1] + [x[-1] // 2]"},
     "matmul": {"input_shapes": "w = w[:-2] + [x[-1], w[-1]]", "shapes": "y = x[:-1] + [w[-1]]"},
     "elementwise": {"layout": "elementwise"},
@@ -64,7 +65,7 @@ CALLS = st.tuples(
     SHAPE | st.none(),
     SHAPE | st.none(),
     st.integers(-4, 3),
-    st.sampled_from([1e-5, 0.0, -1.0]),
+    st.sampled_from([1e-5, 0.0, -1.0, 0.1, 0.2, -0.5]),
     st.integers(-1, 2),
 )
 
@@ -116,6 +117,13 @@ MESSAGES = [
     ("norm", {}, {"eps": math.inf}, "f: attribute eps is inf, expected a finite number >= 0"),
     ("norm", {}, {"offset": 2}, "f: attribute offset is 2, expected one of 0 | 1"),
     ("last dimension", {}, {"axis": -2}, "f: attribute axis is -2, expected a number >= -1"),
+    ("last dimension", {}, {"axis": -1234567}, "f: attribute axis is -1234567, expected a number >= -1"),
+    ("bounds", {}, {"axis": -3}, "f: attribute axis is -3, expected a number > -3 and < 2"),
+    ("bounds", {}, {"axis": 2}, "f: attribute axis is 2, expected a number > -3 and < 2"),
+    ("bounds", {}, {"eps": -0.5}, "f: attribute eps is -0.5, expected a finite number > -0.5 and <= 0.1"),
+    ("bounds", {}, {"eps": 0.2}, "f: attribute eps is 0.2, expected a finite number > -0.5 and <= 0.1"),
+    ("bounds", {}, {"eps": -math.inf}, "attribute eps is -inf, expected a finite number > -0.5 and <= 0.1"),
+    ("bounds", {}, {"offset": 2}, "f: attribute offset is 2, expected a number >= -1 and < 2"),
     ("packed", {"x": [2, 7]}, {}, "x has shape [2, 7], expected x[:-1] + [x[-1] // 2 * 2] = [2, 6]"),
     ("matmul", {"w": [7, 3]}, {}, "w has shape [7, 3], expected w[:-2] + [x[-1], w[-1]] = [8, 3]"),
     ("matmul", {"w": [8]}, {}, "w has 1 dimension, expected at least 2 (unsqueeze adds one)"),

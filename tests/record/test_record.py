@@ -197,13 +197,13 @@ def test_gradients_and_limits() -> None:
     record = parse("f(Tensor x, Tensor? w=None, int n=1, float e=1) -> Tensor")
     assert record
     text = "x, w, _ = f(grad, n == 1, 'a; b = c') ; w = grad_x;"
-    record = Record(**{**vars(record), "gradient": text, "limits": "n of x; e >= 0 ;"})
+    record = Record(**{**vars(record), "gradient": text, "limits": "n of x; e >= 0 ; e<.5;"})
     assert [(gradient.names, gradient.text) for gradient in record.gradients] == [
         (("x", "w", "_"), "f(grad, n == 1, 'a; b = c')"),
         (("w",), "grad_x"),
     ]
     assert record.gradients[0].inputs == ("x", "w")
-    assert record.attribute_limits == {"n": ("of", "x"), "e": (">=", "0")}
+    assert record.attribute_limits == (("n", "of", "x"), ("e", ">=", "0"), ("e", "<", ".5"))
 
 
 def test_the_schema_hash_follows_the_signature() -> None:

@@ -14,11 +14,13 @@ from .cache import cache_folder
 _PLACE = re.compile(r"^(?P<file>[^\s:(][^:(\n]*)(?::(?P<line>\d+)(?::\d+)?:|\((?P<nv>\d+)\):) *(?P<text>.*)$")
 _ERROR = re.compile(r"^(?:fatal |catastrophic )?error:? *|^error +#?[\w-]+: *")
 
-_THROWN = re.compile(r"\| *.*\bthrow \"(.*)\";")
+_THROWN = re.compile(r"^[ |\d]*.*\bthrow \"(.*)\";", re.MULTILINE)
+_ASSERTED = re.compile(r'^static assertion failed with "(.*)"$')  # nvcc
+_INSTANTIATED = re.compile(r"at line (?P<line>\d+) of (?P<file>.+)$")  # nvcc: where a template is used
 
 _LITERALS = r'((?:"(?:[^"\\\n]|\\.)*"\s*)+)'  # adjacent ones are one text
 _RECORD = re.compile(rf"\bRecord\(\s*{_LITERALS}")
-_RECORD_TEXT = re.compile(rf"\.(shapes|input_shapes|choices|memory)\(\s*{_LITERALS}\)")
+_RECORD_TEXT = re.compile(rf"\.(shapes|input_shapes|choices|limits|memory)\(\s*{_LITERALS}\)")
 
 _KNOWN = (
     (
@@ -77,10 +79,14 @@ def _first_error(text: str, sources: Collection[Path]) -> tuple[str, int, str] |
     elsewhere: tuple[str, int, str] | None = None  # an error in another file; the user's line may follow it
     for line in text.splitlines():
         place = _PLACE.match(line.removeprefix("In file included from ").strip())
+        used = _INSTANTIATED.search(line) if elsewhere and place is None else None
+        if used and _is_own(Path(used["file"]), folders):
+            return used["file"], int(used["line"]), elsewhere[2]
         if place is None:
             continue
         where = place["file"], int(place["line"] or place["nv"])
         said, is_error = _ERROR.subn("", place["text"])
+        said = _ASSERTED.sub(r"static assertion failed: \1", said)
         if _is_own(Path(place["file"]), folders):
             own = where
             if is_error or elsewhere:

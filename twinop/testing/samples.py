@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from twinop.call_checks import check_attributes
 from twinop.errors import RecordError, TwinopError
 from twinop.own_op import DERIVATIVES
 from twinop.record import Record
@@ -119,18 +120,30 @@ def attribute_variants(record: Record, rank: int) -> list[dict[str, Any]]:
     for name, choices in record.attribute_choices.items():
         default = record.attribute(name)
         found += [{name: choice} for choice in choices if default is None or choice != default.default]
-    for name, (word, rest) in record.attribute_limits.items():
+    for name, word, rest in record.attribute_limits:
         if word == "of":
             found += [{name: axis} for axis in (*range(-rank, -1), *range(rank))]
         elif word == "in":
             # The first ones: a device may not have what the largest tile or block needs.
             found += [{name: int(choice)} for choice in rest.split("|")[:3]]
         else:
-            kind = getattr(record.attribute(name), "kind", "float")
-            found += [{name: int(rest) + 1 if kind == "int" else float(rest) + 0.25}]
+            found += [{name: value} for value in _near(record, name, rest)]
     if len(found) > 2:  # and two at once
         found.append(found[1] | found[-1])
     return found
+
+
+def _near(record: Record, name: str, bound: str) -> list[Any]:
+    """Returns a number near a bound of an attribute that all its limits allow, if there is one."""
+    whole = getattr(record.attribute(name), "kind", "float") == "int"
+    steps = (1, -1, 0) if whole else (0.25, -0.25, 2**-10, -(2**-10), 0.0)
+    for value in ((int(bound) if whole else float(bound)) + step for step in steps):
+        try:
+            check_attributes(record, {name: value})
+        except RecordError:
+            continue
+        return [value]
+    return []
 
 
 def presence_patterns(record: Record, dtypes: Mapping[str, str]) -> list[dict[str, bool]]:

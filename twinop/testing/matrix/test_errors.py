@@ -76,13 +76,13 @@ def test_wrong_shapes(record: Record, device: str) -> None:
 
 def test_wrong_attributes(record: Record, device: str) -> None:
     """Values outside the choices and limits of the record."""
-    wrong: dict[str, Any] = dict.fromkeys(record.attribute_choices, "no such choice")
-    for name, (word, limit) in record.attribute_limits.items():
-        wrong[name] = {"of": 9, ">=": int(limit) - 1 if word == ">=" else 0, "in": -77}[word]
-        if getattr(record.attribute(name), "kind", "") == "float":
-            wrong[name] = float(wrong[name])
+    wrong: list[tuple[str, Any]] = [(name, "no such choice") for name in record.attribute_choices]
+    beyond = {">=": -1, ">": 0, "<": 0, "<=": 1}
+    for name, word, limit in record.attribute_limits:
+        kind = float if getattr(record.attribute(name), "kind", "") == "float" else int
+        wrong.append((name, kind(limit) + beyond[word] if word in beyond else {"of": 9, "in": -77}[word]))
     if not wrong:
         pytest.skip("the record limits no attribute (choices, limits)")
-    for name, value in wrong.items():
+    for name, value in wrong:
         sample = good(record, device)
         refused(record, Sample(sample.inputs, sample.attributes | {name: value}), f"attribute {name} is ")
