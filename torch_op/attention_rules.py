@@ -5,6 +5,8 @@ from torch import Tensor
 
 from twinop.own_op import DERIVATIVES
 
+from .rules import sum_to
+
 
 def _backward(
     grad: Tensor, qkv: Tensor, bias: Tensor | None, heads: int, scale: float, causal: bool
@@ -24,7 +26,7 @@ def _backward(
     grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
     parts = torch.stack((grad_scores @ k * scale, grad_scores.mT @ q * scale, weights.mT @ grad_y))
     grad_qkv = parts.permute(1, 3, 0, 2, 4).flatten(2).to(qkv.dtype)
-    return grad_qkv, None if bias is None else grad_scores.sum_to_size(bias.shape).to(bias.dtype)
+    return grad_qkv, None if bias is None else sum_to(grad_scores, bias.shape).to(bias.dtype)
 
 
 def register_attention_rules() -> None:

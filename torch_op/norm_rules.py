@@ -6,6 +6,7 @@ from torch import Tensor
 from twinop.own_op import DERIVATIVES
 
 from .registry import functions
+from .rules import sum_to
 
 
 def _ada_layer_norm_backward(
@@ -41,8 +42,8 @@ def _embed_layer_norm_backward(
     wide = grad if grad.dtype == torch.float64 else grad.float()  # many terms may meet in one row
     of_table = torch.zeros_like(table, dtype=wide.dtype)
     of_table = of_table.index_add(0, ids.flatten() % table.shape[0], wide.flatten(0, 1)).to(table.dtype)
-    of_rows = wide if len(rows) == len(ids) else wide.sum(0, keepdim=True)
-    return of_table, None, of_rows.to(rows.dtype), grad_weight, grad_bias if bias is not None else None
+    of_rows = sum_to(wide, rows.shape).to(rows.dtype)
+    return of_table, None, of_rows, grad_weight, grad_bias if bias is not None else None
 
 
 def register_norm_rules() -> None:

@@ -10,6 +10,7 @@ from twinop.call_checks import check_attributes, check_shapes, describe, infer_s
 from twinop.errors import RecordError
 from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import Record
+from twinop.shapes import known
 
 from .arguments import bind, empty_list_error, signature_of
 
@@ -86,7 +87,7 @@ def _elementwise_output(
     Its strides are those of the first input that has the shape and is dense, else those of `empty_like` of
     the first input that has the shape, else contiguous.
     """
-    alike = [tensor for tensor in inputs if not record.broadcasts or tuple(tensor.shape) == tuple(shape)]
+    alike = [tensor for tensor in inputs if not record.broadcasts or _same_shape(tensor, shape)]
     if not alike:
         return inputs[0].new_empty(shape, dtype=dtype)
     outputs = [torch.empty_like(tensor, dtype=dtype) for tensor in alike]
@@ -94,10 +95,14 @@ def _elementwise_output(
     return next((output for output, tensor in pairs if _same_order(output, tensor)), outputs[0])
 
 
+def _same_shape(tensor: torch.Tensor, shape: Sequence[Any]) -> bool:
+    return tensor.dim() == len(shape) and all(known(a == b) for a, b in zip(tensor.shape, shape, strict=True))
+
+
 def _same_order(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether strides are equal, without those of dimensions of size 1, some of which empty_like changes."""
     sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(size == 1 or first == second for size, first, second in sizes)
+    return all(known(size == 1) or known(first == second) for size, first, second in sizes)
 
 
 def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -251,6 +256,15 @@ def run_body(
                 f"{list(output.shape)}. Make them agree"
             )
         output.copy_(result)
+
+
+def sum_to(grad: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+    """Sums a gradient over the dimensions that an input of this shape and of the same rank broadcast.
+
+    Autograd sums what a formula returns as well, in the gradient's dtype.
+    """
+    dims = [i for i, size in enumerate(shape) if known(size == 1)]
+    return grad.sum(dims, keepdim=True) if dims else grad
 
 
 def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:

@@ -230,8 +230,35 @@ def too_few_dimensions(record: Record, shapes: Mapping[str, Sequence[Any] | None
     return None
 
 
+def known(condition: Any) -> bool:
+    """Whether a comparison of sizes holds. Sizes that depend on data (`x[mask]`) leave it open: False.
+
+    Without this, torch would have to know the data when it traces a model.
+    """
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether sizes may be equal. If that depends on data, torch compares them when the model runs."""
+    condition = a == b
+    if isinstance(condition, bool):
+        return condition
+    import torch
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if possible := guard_or_true(condition):
+        torch._check(condition)
+    return possible
+
+
 def broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
     """Broadcasts two shapes by numpy's rule. Two different unknown sizes give an unknown one.
+
+    Sizes that depend on data are taken for equal unless one is known to be 1, as in torch's own operators.
 
     Raises:
         ValueError: the shapes do not broadcast.
@@ -246,8 +273,10 @@ def broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
             result[i] = other if size == 1 else size
         elif isinstance(size, Unknown):
             result[i] = size if other == 1 else other
-        elif other == 1:
+        elif known(other == 1):
             result[i] = size
-        elif size != 1 and other != size:
-            raise ValueError(f"the shapes {tuple(a)} and {tuple(b)} do not broadcast")
+        elif not known(size == 1):
+            if not _equal(size, other):
+                raise ValueError(f"the shapes {tuple(a)} and {tuple(b)} do not broadcast")
+            result[i] = size if isinstance(size, int) else other
     return tuple(result)

@@ -40,30 +40,29 @@ TWINOP_ELEMENTWISE(add, Add,
               .shapes("y = broadcast(a, b)")
               .in_place("y = a")
               .autocast("widest")
-              .gradient("a = grad.sum_to_size(a.shape); b = grad.sum_to_size(b.shape)"))
+              .gradient("a = grad; b = grad"))
 
 TWINOP_ELEMENTWISE(mul, Mul,
           Record("mul(Tensor a, Tensor b) -> Tensor")
               .shapes("y = broadcast(a, b)")
               .in_place("y = a")
               .autocast("widest")
-              .gradient("a = (grad * b).sum_to_size(a.shape); b = (grad * a).sum_to_size(b.shape)"))
+              .gradient("a = grad * b; b = grad * a"))
 
 TWINOP_ELEMENTWISE(pow, Power,
           Record("pow(Tensor a, Tensor b) -> Tensor")
               .shapes("y = broadcast(a, b)")
               .in_place("y = a")
               .autocast("widest")
-              .gradient("a = torch.where(b == 0, 0, grad * (b * torch.pow(a, b - 1))).sum_to_size(a.shape); "
-                        "b = torch.where((a == 0) & (b >= 0), 0, grad * (y * torch.log(a))).sum_to_size(b.shape)"))
+              .gradient("a = torch.where(b == 0, 0, grad * (b * torch.pow(a, b - 1))); "
+                        "b = torch.where((a == 0) & (b >= 0), 0, grad * (y * torch.log(a)))"))
 
 TWINOP_ELEMENTWISE(addcmul, AddProduct,
           Record("addcmul(Tensor x, Tensor a, Tensor b) -> Tensor")
               .shapes("y = broadcast(x, broadcast(a, b))")
               .in_place("y = x")
               .autocast("widest")
-              .gradient("x = grad.sum_to_size(x.shape); a = (grad * b).sum_to_size(a.shape); "
-                        "b = (grad * a).sum_to_size(b.shape)"))
+              .gradient("x = grad; a = grad * b; b = grad * a"))
 // clang-format on
 
 }  // namespace twinop

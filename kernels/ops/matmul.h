@@ -33,8 +33,8 @@ TWINOP_OP(matmul,
               .input_shapes("b = b[:-2] + [a[-1], b[-1]]")
               .choices("variant = naive | tiled")
               .limits("tile in 0 | 8 | 16 | 32 | 64 | 128 | 256")
-              .gradient("a = matmul(grad, b.mT, variant, tile).sum_to_size(a.shape); "
-                        "b = matmul(a.mT, grad, variant, tile).sum_to_size(b.shape)"),
+              .gradient("a = matmul(grad, b.mT, variant, tile); "
+                        "b = matmul(a.mT, grad, variant, tile)"),
           LaunchMatmul)
 // clang-format on
 
