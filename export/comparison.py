@@ -40,7 +40,10 @@ class Differs(ExportError):
 
 
 def run(
-    model: Path | bytes, library: deploy.Libraries | bool, cases: Sequence[Mapping[str, Any]] = ()
+    model: Path | bytes,
+    library: deploy.Libraries | bool,
+    cases: Sequence[Mapping[str, Any]] = (),
+    until_one_runs: bool = False,
 ) -> Answer:
     """Runs a model on the CPU provider in another process, so that a crash of ONNX Runtime is reported.
 
@@ -48,6 +51,7 @@ def run(
         library: as in `deploy.session`.
         cases: the inputs of each run, tensors or arrays. Inputs that the model does not have are ignored: an
             exporter removes those that it finds to be unused.
+        until_one_runs: end with the first case that runs; those that fail before it have no outputs.
 
     Raises:
         NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.
@@ -55,7 +59,7 @@ def run(
         TwinopError: the library is missing, damaged, or not the one that the model needs.
     """
     arrays = [{name: to_array(tensor) for name, tensor in case.items()} for case in cases]
-    request = Request(model, library, arrays)
+    request = Request(model, library, arrays, until_one_runs=until_one_runs)
     name = f"ONNX Runtime {ort.__version__}"
     try:
         try:

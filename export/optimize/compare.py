@@ -14,6 +14,7 @@ from twinop.errors import ExportError, TwinopError
 from ..comparison import NotRunnable, run
 from . import inputs
 from .inputs import Case, Sizes
+from .weight_sizes import fit
 
 Outputs = list[list[Any]]
 """The outputs of each case: arrays, or lists of arrays for sequences."""
@@ -115,15 +116,20 @@ def make_cases(
         ExportError: the original cannot be loaded, or returns nothing finite for the inputs that were tried.
     """
     reasons: list[str] = []
-    for sizes in inputs.SIZES:
+
+    def outputs_for(sizes: Sizes) -> tuple[list[Case], Outputs, Sizes] | None:
         other = replace(sizes, batch=1, length=sizes.length + 2 * (sizes.length % 2))
         kinds = [(sizes, "right"), (sizes, "left"), (other, "nothing")]
         for positive in (False, True):
-            cases = [
-                inputs.generate(model, each, hide=hide, seed=seed, positive=positive)
-                for seed, (each, hide) in enumerate(kinds)
-                if hide != "left" or padding != "right"
-            ]
+            try:
+                cases = [
+                    inputs.generate(model, each, hide=hide, seed=seed, positive=positive)
+                    for seed, (each, hide) in enumerate(kinds)
+                    if hide != "left" or padding != "right"
+                ]
+            except inputs.TooLarge as error:
+                reasons.append(str(error))
+                break
             try:
                 outputs = run(original, library, cases).outputs
             except (TwinopError, NotRunnable) as error:
@@ -134,6 +140,13 @@ def make_cases(
             if not (reason := shows_nothing(outputs)) or reason == EMPTY:
                 return cases, outputs, sizes
             reasons.append(reason)
+        return None
+
+    for sizes in inputs.SIZES:
+        if found := outputs_for(sizes):
+            return found
+        if not sizes.step and (fitting := fit(model, sizes, library)) and (found := outputs_for(fitting)):
+            return found
     raise ExportError(
         f"the original does not run on generated inputs ({reasons[0]}). Give it inputs with "
         f"--inputs file.npz: {', '.join(str(value.name) for value in model.graph.inputs)}"

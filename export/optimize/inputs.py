@@ -1,14 +1,16 @@
 """Generates inputs for a model from nothing but its graph."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from twinop.errors import ExportError
 
-from .graph import attribute, constant, dims
+from .dimensions import expressions
+from .graph import Dim, attribute, constant, dims
 
 Case = dict[str, np.ndarray]
 _PASS_THROUGH = (
@@ -20,7 +22,13 @@ _PASS_THROUGH = (
 _RANDOM = {
     "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
 }  # fmt: skip
+_MOST = 2**27  # elements of an input
+_LEAST = 3  # what a difference of two dimensions is raised to, if it would be empty
 _UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, like masks and token types
+
+
+class TooLarge(ExportError):
+    """Inputs of these sizes would take too much memory."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +39,13 @@ class Sizes:
         batch: of the first dimension of each input.
         length: of all others.
         step: by how much the lengths of two names differ: a query and a memory may have other lengths.
+        fixed: sizes by name that are known, such as the channels of a convolution.
     """
 
     batch: int
     length: int
     step: int = 0
+    fixed: tuple[tuple[str, int], ...] = ()
 
 
 # To try: odd sizes, a batch of one, and lengths for models that refuse short ones; lengths that differ by
@@ -45,19 +55,37 @@ SIZES = [
 ]
 
 
-def generate(model: ir.Model, sizes: Sizes, *, hide: str, seed: int = 0, positive: bool = False) -> Case:
+def generate(
+    model: ir.Model,
+    sizes: Sizes,
+    *,
+    hide: str,
+    seed: int = 0,
+    positive: bool = False,
+    only: Collection[ir.Value] | None = None,
+) -> Case:
     """Generates one case: ids within the tables that they index, masks of 0 and 1, and normal numbers.
 
     Args:
         sizes: of the dynamic dimensions. Dimensions of one name have one size.
         hide: which end of the sequences masks hide: "right", "left", "nothing" or "everything".
         positive: generate positive floats only, for logarithms and roots.
+        only: the inputs to generate; by default all.
+
+    Raises:
+        TooLarge: an input would have too many elements.
+        ExportError: an input is an index into a table without rows.
     """
     rng = np.random.default_rng(seed)
     case, by_name = {}, shapes(model, sizes)
-    for value in model.graph.inputs:
-        if value.name in model.graph.initializers:
-            continue
+    wanted = [
+        value for value in model.graph.inputs
+        if value.name not in model.graph.initializers and (only is None or value in only)
+    ]  # fmt: skip
+    for value in wanted:
+        if math.prod(by_name[str(value.name)]) > _MOST:
+            raise TooLarge(f"input {value.name} of shape {by_name[str(value.name)]} is too large to try")
+    for value in wanted:
         dtype, shape = value.dtype, by_name[str(value.name)]
         assert dtype is not None and value.name is not None
         if is_mask(value):
@@ -81,19 +109,43 @@ def generate(model: ir.Model, sizes: Sizes, *, hide: str, seed: int = 0, positiv
 
 
 def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
-    """Returns the shapes of the inputs. The first use of a name decides whether it is a batch or a length."""
-    by_name: dict[str, int] = {}
-    lengths, found = 0, {}
+    """Returns the shapes of the inputs."""
+    by_name = sizes_by_name(model, sizes)
+
+    def size(dim: Dim, axis: int) -> int:
+        default = sizes.length if axis else sizes.batch
+        return by_name[dim] if isinstance(dim, str) else default if dim is None else dim
+
+    return {
+        str(value.name): [size(dim, axis) for axis, dim in enumerate(dims(value) or [])]
+        for value in model.graph.inputs
+    }
+
+
+def sizes_by_name(model: ir.Model, sizes: Sizes) -> dict[str, int]:
+    """Returns the sizes of the dimensions of inputs. The first use of a name decides whether it is a batch.
+
+    Names that are expressions of others have the values of these.
+    """
+    axes: dict[str, int] = {}
     for value in model.graph.inputs:
-        shape = []
         for axis, dim in enumerate(dims(value) or []):
-            if isinstance(dim, str) and dim not in by_name:
-                by_name[dim] = sizes.length + sizes.step * lengths if axis else sizes.batch
-                lengths += axis > 0
-            size = by_name[dim] if isinstance(dim, str) else dim
-            shape.append(size if size is not None else sizes.length if axis else sizes.batch)
-        found[str(value.name)] = shape
-    return found
+            axes.setdefault(dim, axis) if isinstance(dim, str) else None
+    found, fixed = expressions(axes), dict(sizes.fixed)
+    inner = {name: axes[dim] for dim, each in found.items() for name in each.names.values()}
+    by_name, lengths = dict[str, int](), 0
+    for name, axis in {**{dim: axis for dim, axis in axes.items() if dim not in found}, **inner}.items():
+        axis = axes.get(name, axis)
+        by_name[name] = sizes.length + sizes.step * lengths if axis else sizes.batch
+        lengths += axis > 0
+    by_name |= fixed
+    for each in found.values():  # a difference needs a larger first number
+        for name in each.names.values():
+            value = each(by_name)
+            raised = {**by_name, name: by_name[name] + _LEAST - value}
+            if value < 1 and name not in fixed and each(raised) > value:
+                by_name = raised
+    return by_name | {dim: max(each(by_name), 1) for dim, each in found.items()}
 
 
 def _is_inverted(name: str, dtype: np.dtype) -> bool:
@@ -155,7 +207,7 @@ def table_rows(value: ir.Value, seen: frozenset[ir.Value] = frozenset()) -> int:
 
 
 def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case], Sizes]:
-    """Reads the inputs of a model from an .npz file, and the sizes of a padding mask among them.
+    """Reads the inputs of a model from an .npz file, and the sizes of its dimensions.
 
     Raises:
         ExportError: the file cannot be read, an input is missing, or a mask breaks the promise of `padding`.
@@ -186,4 +238,10 @@ def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case
     sizes = [
         Sizes(array.shape[0], array.shape[1], step=2) for array in masks if array.ndim == 2 and array.size
     ]
-    return [case], sizes[0] if sizes else SIZES[0]
+    found = {
+        dim: case[str(value.name)].shape[axis]
+        for value in model.graph.inputs
+        for axis, dim in enumerate(dims(value) or ())
+        if axis and isinstance(dim, str) and axis < np.ndim(case.get(str(value.name), 0))
+    }
+    return [case], replace(sizes[0] if sizes else SIZES[0], fixed=tuple(found.items()))

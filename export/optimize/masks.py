@@ -7,6 +7,7 @@ sequence. A mask that depends on other inputs, such as token ids, or on numbers 
 is: a few cases do not show everything that it may hide.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,12 +19,14 @@ from twinop.errors import TwinopError
 from ..comparison import NotRunnable, run
 from . import inputs
 from .attention import attentions, masks_of
+from .dimensions import expressions
 from .graph import MICROSOFT, Work, constant, dims, subgraphs
 from .prepare import clean
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
 _LONG = 2048  # a length at which windows show, however they are written
-_LARGEST = 8192  # numbers up to this are exceeded; longer masks take too much memory
+_LARGEST = 4096  # numbers up to this are exceeded; longer masks take too much memory
+_MOST = 18_000_000  # elements of a mask or of an input that are tried
 _SMALL = 8  # elements; larger constants are buffers
 
 Form = tuple[bool, str]
@@ -91,20 +94,23 @@ def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str
         batch: of more cases than those of one sequence; 0 for none.
     """
     kinds = [(1, "right"), (1, "left")]
+    given = given_of(*(mask.value for mask in masks))
     if batch:
         kinds += [(batch, hide) for hide in ("nothing", "right", "left", "everything")]
     cases = [
-        inputs.generate(model, replace(sizes, batch=size), hide=hide, seed=seed)
+        inputs.generate(model, replace(sizes, batch=size), hide=hide, seed=seed, only=given)
         for seed, (size, hide) in enumerate(kinds)
     ]
     try:
-        found = run(_model_of(model, [mask.value for mask in masks]), False, cases).outputs
+        part = model_of(model, [mask.value for mask in masks])
+        found = [run(part, False, [case]).outputs[0] for case in cases]  # one by one: masks may be large
     except (NotRunnable, TwinopError):
         return False
     for case, arrays in zip(cases, found, strict=True):
         for mask, array in zip(masks, map(np.asarray, arrays), strict=True):
             mask.forms &= {form for form in mask.forms if _has_form(array, form, case.get(name))}
-            mask.lowest |= {float(number) for number in np.unique(array[array <= _HIDDEN])[:2]}
+            hidden = array[array <= _HIDDEN]
+            mask.lowest |= {float(hidden.min()), float(hidden.max())} if hidden.size else set()
     return True
 
 
@@ -113,18 +119,52 @@ def _try_long(model: ir.Model, mask: _Mask, sizes: inputs.Sizes, name: str) -> b
 
     Returns False if there is none, except for a model of one length.
     """
-    short, numbers = sizes.length, _numbers(_ancestors(mask.value))
+    ancestors = _ancestors(mask.value)
+    short, numbers = sizes.length, _numbers(ancestors)
     longest = max(_LONG, *((int(number) // 64 + 1) * 64 for number in numbers), 0)
-    buffers = {size for value in _ancestors(mask.value) for size in _buffer_sizes(value)}
+    buffers = {size for value in ancestors for size in _buffer_sizes(value)}
     lengths = {longest, longest // short * short, _LONG, 1024, 512, 256, 128, 64, *buffers}
+    sizes = replace(sizes, fixed=_fixed_for(model, mask.value, sizes))
     if inputs.shapes(model, sizes) == inputs.shapes(model, replace(sizes, length=longest)):
         return True
     tried = sorted((length for length in lengths if short < length <= longest), reverse=True)
-    return any(_try(model, [mask], replace(sizes, length=length), name) for length in tried)
+    least = max((a * b for a in numbers for b in numbers), default=0)  # a window may be their product
+    for length in tried:
+        long = replace(sizes, batch=1, length=length)
+        if _elements(model, mask.value, long) <= _MOST:
+            if _try(model, [mask], long, name):
+                return True
+        elif length <= least:
+            return False
+    return False
 
 
-def _ancestors(mask: ir.Value) -> set[ir.Value]:
-    """Returns all values that a mask is computed from, also those that subgraphs read."""
+def _fixed_for(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> tuple[tuple[str, int], ...]:
+    """Returns the sizes that stay fixed while the lengths that a mask depends on grow.
+
+    Channels, height and width of images stay, too.
+    """
+    small = [value for value in given_of(mask) if len(dims(value) or ()) < 4]
+    grows = {dim for value in small for dim in (dims(value) or ())[1:]}
+    found = expressions([dim for dim in grows if isinstance(dim, str)])
+    grows |= {name for each in found.values() for name in each.names.values()}
+    return tuple((name, size) for name, size in sizes.fixed if name not in grows)
+
+
+def _elements(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> int:
+    """Returns the number of elements of a mask, or of a larger input that it is computed from."""
+    found, shapes = dims(mask) or [], inputs.shapes(model, sizes)
+    heads = math.prod(dim for dim in found[:-2] if isinstance(dim, int))
+    last = [dim if isinstance(dim, int) else sizes.length for dim in found[-2:]]
+    return max(heads * math.prod(last), *(math.prod(shapes[str(value.name)]) for value in given_of(mask)), 0)
+
+
+def _ancestors(mask: ir.Value, of_shapes: bool = False) -> set[ir.Value]:
+    """Returns all values that a mask is computed from, also those that subgraphs read.
+
+    Args:
+        of_shapes: also those of which only the shape counts.
+    """
     waiting, seen = [mask], set[ir.Value]()
     while waiting:
         value = waiting.pop()
@@ -132,11 +172,17 @@ def _ancestors(mask: ir.Value) -> set[ir.Value]:
             continue
         seen.add(value)
         node = value.producer()
-        if node is not None and node.op_type not in ("Shape", "Size"):
+        if node is not None and (of_shapes or node.op_type not in ("Shape", "Size")):
             nodes = [node, *(inner for graph in subgraphs(node) for inner in graph.all_nodes())]
             waiting += [each for one in nodes for each in one.inputs if each is not None]
             waiting += [each for graph in subgraphs(node) for each in graph.outputs]
     return seen
+
+
+def given_of(*masks: ir.Value) -> set[ir.Value]:
+    """Returns the inputs of the graph that masks or their shapes are computed from."""
+    ancestors = {value for mask in masks for value in _ancestors(mask, of_shapes=True)}
+    return {value for value in ancestors if value.is_graph_input()}
 
 
 def _is_known(mask: ir.Value) -> bool:
@@ -202,7 +248,7 @@ def _has_form(array: np.ndarray, form: Form, shown: np.ndarray | None) -> bool:
     return bool(is_binary and ((wide == 0) == expected).all())
 
 
-def _model_of(model: ir.Model, values: Sequence[ir.Value]) -> bytes:
+def model_of(model: ir.Model, values: Sequence[ir.Value]) -> bytes:
     """Returns a model that computes some values of a model."""
     names = [value.name for value in values]
     part = model.clone()
@@ -213,5 +259,6 @@ def _model_of(model: ir.Model, values: Sequence[ir.Value]) -> bytes:
     for value in part.graph.outputs:
         value.shape = None
     clean(part)
+    part.graph.inputs[:] = [value for value in part.graph.inputs if value.uses() or value.is_graph_output()]
     part.functions.clear()
     return ir.to_proto(part).SerializeToString()

@@ -3,9 +3,10 @@
 Operators are converted if their CUDA kernels take 16 bits and compute sums, norms and softmax in fp32. All
 others stay in fp32, between casts: statistics (ReduceMean, Pow, Sqrt), positions (Range, Cos, Sin, integers
 cast to floats). So do, also with twinop's ops: what computes with integers that may be large, because sums of
-int8 products exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides by
-them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16 bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them. If, Loop and Scan
-stay in fp32 with all of their subgraphs, and get captured values in fp32. A user's own op has the types that
+int8 products exceed fp16; and sums with constants that 16 bits do not have, such as 1e-10, and what divides
+by them. A mean that was in 16 bits before, and that pools what one layer computes for the next, stays in 16
+bits. An elementwise operator that only nodes in fp32 read stays in fp32 with them. If, Loop and Scan stay in
+fp32 with all of their subgraphs, and get captured values in fp32. A user's own op has the types that
 `own_ops.py` has chosen.
 """
 

@@ -1,0 +1,130 @@
+"""Finds the sizes that weights give to dynamic dimensions, such as the channels of an image.
+
+The first nodes of a model run on generated inputs, up to one that fails. Then the dimensions that it reads
+get other sizes, until it runs: those of its weights, and those that differ from the size that failed by as
+much as the tensors of the node differ.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from twinop import deploy
+from twinop.errors import TwinopError
+
+from ..comparison import NotRunnable, run
+from . import inputs
+from .dimensions import expressions
+from .graph import dims
+from .inputs import Sizes
+from .masks import given_of, model_of
+
+_LARGEST = 8192  # sizes to try
+_AT_ONCE = 16
+_SMALL = 8  # elements; larger constants are no shapes
+
+
+def fit(model: ir.Model, sizes: Sizes, library: deploy.Libraries) -> Sizes | None:
+    """Returns sizes with which all nodes run, or None if none are found."""
+    model = model.clone()
+    ShapeInferencePass(check_type=False, strict_mode=False)(model)  # the results of a part need types
+    nodes, names = list(model.graph), _names(model)
+    for _ in names:
+
+        def runs(count: int, sizes: Sizes = sizes) -> bool:
+            return _run(model, _unread(nodes[:count]), [sizes], library) is not None
+
+        failing = _first(len(nodes), runs)
+        if failing is None:
+            return sizes
+        node = nodes[failing]
+        tried = _candidates(model, node, sizes, library)
+        for start in range(0, len(tried), _AT_ONCE):
+            some = tried[start : start + _AT_ONCE]
+            if (found := _run(model, list(node.outputs), some, library)) is not None:
+                sizes = found[0]
+                break
+        else:
+            return None
+    return None
+
+
+def _names(model: ir.Model) -> list[str]:
+    """Returns the names of the dimensions of inputs, those of batches last."""
+    axes = [(axis == 0, dim) for value in model.graph.inputs for axis, dim in enumerate(dims(value) or ())]
+    names = dict.fromkeys(dim for _, dim in sorted(axes, key=lambda each: each[0]) if isinstance(dim, str))
+    return [name for name in names if name not in expressions(names)]
+
+
+def _first(count: int, runs: Callable[[int], bool]) -> int | None:
+    """Returns the index of the first node that does not run, or None."""
+    good, bad = 0, 1
+    while bad < count and runs(bad):
+        good, bad = bad, 2 * bad
+    if bad >= count:
+        bad = count
+        if runs(bad):
+            return None
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if runs(middle) else (good, middle)
+    return good
+
+
+def _unread(nodes: list[ir.Node]) -> list[ir.Value]:
+    """Returns the results of the first nodes of a graph that none of these reads."""
+    return [
+        value for node in nodes for value in node.outputs
+        if value.name and not any(use.node in {*nodes} for use in value.uses())
+    ]  # fmt: skip
+
+
+def _candidates(model: ir.Model, node: ir.Node, sizes: Sizes, library: deploy.Libraries) -> list[Sizes]:
+    """Returns sizes of which one more is fixed, with which a node may run."""
+    read = list(dict.fromkeys(value for value in node.inputs if value is not None))
+    answer = _run(model, read, [sizes], library)
+    if answer is None:
+        return []
+    pairs = sorted(
+        zip((bool(given_of(value)) for value in read), answer[1], strict=True), key=lambda each: each[0]
+    )
+    found = {size for varies, array in pairs if varies for size in array.shape}
+    wanted = dict.fromkeys(size for _, array in pairs for size in (*array.shape, *_small_integers(array)))
+    factors = [each.value for each in node.attributes.values() if each.type is ir.AttributeType.INT]
+    wanted |= dict.fromkeys(size * factor for size in wanted for factor in factors)
+    now, fixed = inputs.sizes_by_name(model, sizes), dict(sizes.fixed)
+    names = {dim for value in given_of(*read) for dim in dims(value) or () if isinstance(dim, str)}
+    names |= {name for each in expressions(names).values() for name in each.names.values()}
+    free = [name for name in _names(model) if name in names and name not in fixed]
+    tried = [(name, size) for size in wanted for name in free]
+    tried += [(name, now[name] + size - has) for size in wanted for has in found for name in free]
+    tried += [(name, now[name] * size // max(has, 1)) for size in wanted for has in found for name in free]
+    return [
+        replace(sizes, fixed=(*sizes.fixed, (name, size)))
+        for name, size in dict.fromkeys(tried)
+        if 0 < size <= _LARGEST and size != now[name]
+    ]
+
+
+def _small_integers(array: np.ndarray) -> list[int]:
+    return array.reshape(-1).tolist() if array.dtype.kind == "i" and array.size <= _SMALL else []
+
+
+def _run(
+    model: ir.Model, values: list[ir.Value], tried: list[Sizes], library: deploy.Libraries
+) -> tuple[Sizes, list[np.ndarray]] | None:
+    """Computes some values of a model on generated inputs.
+
+    Returns:
+        The first sizes with which that is possible, and the values, or None.
+    """
+    try:
+        needed, part = given_of(*values), model_of(model, values)
+        cases = [inputs.generate(model, each, hide="right", only=needed) for each in tried]
+        outputs = run(part, library, cases, until_one_runs=True).outputs
+    except (NotRunnable, TwinopError, ValueError):  # a part above 2 GiB
+        return None
+    return (tried[len(outputs) - 1], [np.asarray(each) for each in outputs[-1]]) if outputs[-1] else None

@@ -1,0 +1,149 @@
+"""Tests of the sizes of generated inputs: expressions, sizes that weights fix, and how large they may be."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from optimizing import optimized, parsed, weights
+
+from twinop.errors import ExportError
+from twinop.export.comparison import run
+from twinop.export.optimize import inputs, masks, optimize
+from twinop.export.optimize.dimensions import expressions
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["b", "past + seq", "seq", "past"], {"past + seq": 15}),
+        (["s0", "s1", "s0+s1", "2*s0", "((s1 - 1)//2) + 1"],
+         {"s0+s1": 15, "2*s0": 14, "((s1 - 1)//2) + 1": 4}),
+        (["s0", "Max(1, s0)", "s0**2", "floor(s0/2)"], {"Max(1, s0)": 7, "s0**2": 49, "floor(s0/2)": 3}),
+        (["total", "past", "total - past", "(total)*2"], {"total - past": -1, "(total)*2": 14}),
+        (["past length", "seq length", "past length + seq length"], {"past length + seq length": 15}),
+        (["past-length", "seq-length", "past-length + seq-length"], {"past-length + seq-length": 15}),
+        (["sequence-length", "batch/beams", "batch_size x num_heads", "a if b else c", "f(x)", "((("], {}),
+        (["3", "n"], {"3": 3}),
+        (["n", "9**9**9**9", "n/0", "(" * 300 + "n" + ")" * 300], {"9**9**9**9": 0, "n/0": 0}),
+    ],
+)  # fmt: skip
+def test_names_that_are_expressions(names: list[str], found: dict[str, int]) -> None:
+    sizes = {name: 7 + index for index, name in enumerate(each for each in names if each not in found)}
+    if "past + seq" in names:
+        sizes = {"b": 3, "seq": 7, "past": 8}
+    assert {name: each(sizes) for name, each in expressions(names).items()} == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(float[B, S, 8] x, float[B, P, 8] past, float[B, T, 8] z) => (float[B, T, 8] y) "
+        "{ c = Concat <axis=1> (past, x) d = Add (c, z) y = Neg (d) }",
+        "(float[B, T, 8] x, float[B, S, 8] z, float[B, P, 8] past) => (float[B, S, 8] y) "
+        "{ c = Concat <axis=1> (past, z) d = Add (c, x) y = Neg (d) }",
+    ],
+)
+@pytest.mark.parametrize("total", ["P + S", "S+P", "(P + S)"])
+def test_a_dimension_that_is_a_sum(text: str, total: str, tmp_path: Path) -> None:
+    proto = parsed(text)
+    for value in proto.graph.input:
+        dim = value.type.tensor_type.shape.dim[1]
+        dim.dim_param = total if dim.dim_param == "T" else dim.dim_param
+    optimized(proto, tmp_path)
+
+
+def test_a_difference_is_not_empty(tmp_path: Path) -> None:
+    proto = parsed(
+        "(float[P, 8] a, float[N, 8] b, float[D, 8] c) => (float[N, 8] y) "
+        "{ s = Concat <axis=0> (a, c) d = Add (s, b) y = Neg (d) }"
+    )
+    for value, name in zip(proto.graph.input, ("past", "total", "total - past"), strict=True):
+        value.type.tensor_type.shape.dim[0].dim_param = name
+    optimized(proto, tmp_path)
+
+
+IMAGE = "(float[B, C, H, W] x) => (float[B, D, E, F] y) {{ {} }}"
+CHANNELS = {
+    "Conv": (IMAGE.format("y = Conv <strides=[8, 8]> (x, k)"), {"k": weights(4, 3, 8, 8)}),
+    "grouped": (IMAGE.format("y = Conv <group=3> (x, k)"), {"k": weights(6, 2, 3, 3)}),
+    "ConvTranspose": (IMAGE.format("y = ConvTranspose (x, k)"), {"k": weights(5, 3, 3, 3)}),
+    "rank 3": ("(float[B, C, L] x) => (float[B, D, F] y) { y = Conv (x, k) }", {"k": weights(4, 3, 3)}),
+    "channels last, padded": (
+        "(float[B, H, W, C] x) => (float[B, D, E, F] y) { t = Transpose <perm=[0, 3, 1, 2]> (x) "
+        "p = Pad (t, pads) y = Conv (p, k) }",
+        {"k": weights(4, 3, 3, 3), "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1])},
+    ),
+    "MatMul": ("(float[B, S, F] x) => (float[B, S, G] y) { y = MatMul (x, k) }", {"k": weights(5, 4)}),
+    "Gemm": ("(float[B, F] x) => (float[B, G] y) { y = Gemm <transB=1> (x, k) }", {"k": weights(4, 5)}),
+    "norm": (
+        "(float[B, S, F] x) => (float[B, S, F] y) { r = Relu (x) y = LayerNormalization (r, k) }",
+        {"k": weights(5)},
+    ),
+    "beside constants": (
+        IMAGE.format("s = Shape (x) t = Slice (s, two, four) u = Concat <axis=0> (one, two, t) "
+                     "e = Expand (c, u) d = Concat <axis=1> (e, x) y = Conv (d, k)"),
+        {"k": weights(4, 5, 3, 3), "c": weights(1, 2, 1, 1), "one": np.array([1]), "two": np.array([2]),
+         "four": np.array([4])},
+    ),
+    "pixels as channels": (
+        IMAGE.format("d = SpaceToDepth <blocksize=2> (x) y = Conv (d, k)"), {"k": weights(4, 12, 1, 1)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "constants"), CHANNELS.values(), ids=CHANNELS)
+def test_sizes_that_weights_fix(text: str, constants: dict[str, np.ndarray], tmp_path: Path) -> None:
+    if "Expand" in text:  # its constant fits a batch of one only
+        text = text.replace("[B,", "[1,", 1)
+    optimized(parsed(text, **constants), tmp_path)
+
+
+def test_two_inputs_with_sizes_that_weights_fix(tmp_path: Path) -> None:
+    text = """(float[B, C, H, W] x, float[B, F] z) => (float[B, 4] y) {
+        c = Conv (x, k) g = GlobalAveragePool (c) f = Flatten (g) m = MatMul (z, w) y = Add (f, m) }"""
+    report, _ = optimized(parsed(text, k=weights(4, 3, 3, 3), w=weights(6, 4)), tmp_path)
+    assert report.made == {"linear": 1}
+
+
+def test_inputs_that_are_too_large(tmp_path: Path) -> None:
+    onnx.save(
+        parsed("(float[N, 999999, 999999] x) => (float[N, 1, 1] y) { y = ReduceMax (x) }"), tmp_path / "o"
+    )
+    with pytest.raises(ExportError, match="input x of shape .* is too large to try"):
+        optimize(tmp_path / "o", tmp_path / "fast.onnx")
+
+
+def test_long_masks_do_not_enlarge_images_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of 16 heads is tried at a length that takes little memory."""
+    text = """(int64[B, S] ids, int64[B, S] mask, float[I, C, H, W] image)
+        => (float[B, S, 64] y, float[I, 8, 1, 1] g) {
+        x = Gather (table, ids) r = Reshape (x, apart) q = Transpose <perm=[0, 2, 1, 3]> (r)
+        k = Transpose <perm=[0, 2, 3, 1]> (r) s = MatMul (q, k)
+        m = Cast <to=1> (mask) n = Sub (one, m) h = Mul (n, low) u = Unsqueeze (h, axes) z = Add (u, heads)
+        t = Add (s, z) p = Softmax (t) o = MatMul (p, q) b = Transpose <perm=[0, 2, 1, 3]> (o)
+        y = Reshape (b, joined) c = Conv (image, kernel) g = GlobalAveragePool (c) }"""
+    constants = {
+        "table": weights(9, 64), "apart": np.array([0, 0, 16, 4]), "joined": np.array([0, 0, 64]),
+        "one": np.float32(1), "low": np.float32(-1e9), "axes": np.array([1, 2]),
+        "kernel": weights(8, 3, 3, 3), "heads": np.zeros((1, 16, 1, 1), np.float32),
+    }  # fmt: skip
+    elements: list[int] = []
+
+    def counted(model: bytes, library: bool, cases: list[inputs.Case]) -> object:
+        answer = run(model, library, cases)
+        elements.extend(array.size for case in cases for array in case.values())
+        elements.extend(array.size for outputs in answer.outputs for array in outputs)
+        return answer
+
+    monkeypatch.setattr(masks, "run", counted)
+    onnx.save(parsed(text, **constants), tmp_path / "old.onnx")
+    rng = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "in.npz", ids=rng.integers(0, 9, (2, 6)), mask=np.ones((2, 6), np.int64),
+        image=rng.standard_normal((2, 3, 5, 5)).astype(np.float32),
+    )  # fmt: skip
+    for given in (None, tmp_path / "in.npz"):
+        report = optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx", inputs_file=given)
+        assert report.made["attention"] == 1
+    assert max(elements) < 2**25
