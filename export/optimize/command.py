@@ -42,9 +42,6 @@ def main(
             help="A rewrite to leave out, such as attention; repeat it for others.", show_default=False
         ),
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Revert rewrites that gain no time on this machine.")
-    ] = False,
     library: Annotated[
         list[Path] | None,
         typer.Option(help="A library of ops that the model needs; repeat it for others.", show_default=False),
@@ -72,7 +69,6 @@ def main(
             padding=padding,
             inputs_file=inputs,
             without=without or (),
-            measure=measure,
             library=library,
             progress=status.update,
         )

@@ -7,7 +7,6 @@ from pathlib import Path
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.deploy.cuda import has_gpu
 from twinop.errors import ExportError
 from twinop.library import find_library, read_library
 from twinop.record import Record
@@ -88,7 +87,6 @@ def optimize(
     padding: str | None = None,
     inputs_file: str | os.PathLike[str] | None = None,
     without: Sequence[str] = (),
-    measure: bool = False,
     library: deploy.Libraries = None,
     kept: Iterable[Record] = (),
     progress: Callable[[str], None] = lambda step: None,
@@ -97,7 +95,8 @@ def optimize(
 
     The rewrites run on the model in fp32. The result is compared with the original in fp32 on the CPU, and a
     rewrite that changes the results is reverted. Then the model is converted to the wanted dtype and
-    compared again, if the CPU provider can run it.
+    compared again, if the CPU provider can run it. Where this machine has the device, rewrites that make the
+    model slower are reverted, too.
 
     Args:
         source: the ONNX file to optimise.
@@ -108,7 +107,6 @@ def optimize(
         padding: "right" promises that masks hide nothing but the end of each sequence.
         inputs_file: an .npz file of inputs for the comparison; by default they are generated.
         without: names of rewrites to leave out.
-        measure: also revert rewrites that do not make the model faster on this machine.
         library: libraries of custom ops that the original needs. Those of other domains are found as
             `deploy.session` finds them. The nodes of all of them stay as they are.
         kept: ops whose nodes stay although no library may have them.
@@ -154,11 +152,14 @@ def optimize(
             left_out.add("packed_attention")  # it needs tensor cores
         chosen = [name for name in REWRITES if name not in left_out]
         best = trial.verify({name: REWRITES[name] for name in chosen})
-        if measure:
-            best = trial.drop_slow(best)
+        notes = [*report.notes]
         files = trial.finish(best, target.name)
-        if report.made and (measure or device == "cpu" or has_gpu()):
-            trial.time(files[-1])
+        if report.made:
+            said = len(report.notes)
+            faster = trial.drop_slow(best, files[-1])
+            if faster is not best:
+                report.notes = notes + report.notes[said:]
+                files = trial.finish(faster, target.name)
         publish(files, target.parent)
     return report
 

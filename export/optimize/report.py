@@ -11,7 +11,7 @@ class OptimizeReport:
     Attributes:
         made: the number of new nodes, by what they compute.
         left: the number of patterns that were left alone, by pattern and reason.
-        reverted: by rewrite, why it was reverted: it changed the results or gained no time (`measure`).
+        reverted: by rewrite, why it was reverted: it changed the results, or was slower on this machine.
         error: the largest relative error of the outputs, compared with the original in fp32.
         own_error: the same error of the original in 16 bits, if both run on this machine.
         times: milliseconds of a run of the source and of the result, if this machine has the device.

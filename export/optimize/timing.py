@@ -14,23 +14,28 @@ _RUNS, _WARM_UP = 20, 3
 
 
 def milliseconds(
-    paths: Sequence[Path], case: Case, device: str, library: deploy.Libraries
+    paths: Sequence[Path], case: Case, device: str, library: deploy.Libraries, stop: float
 ) -> tuple[list[float], str]:
     """Runs models in turn on one case, with the copies to the device and back.
 
     Args:
-        device: "cpu", or "cuda" for a GPU where there is one.
+        device: "cpu" or "cuda".
+        stop: the `time.monotonic()` after which no further run starts.
 
     Returns:
         The median time of each model, and the device that it ran on.
 
     Raises:
-        TwinopError: a model does not run on this machine.
+        TwinopError: a model does not run on this device here.
     """
-    providers = ["CPUExecutionProvider"] if device == "cpu" else None
+    providers = (
+        ["CPUExecutionProvider"] if device == "cpu" else ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
     sessions = [deploy.session(path, providers, library) for path in paths]
     times: list[list[float]] = [[] for _ in sessions]
-    for _ in range(_WARM_UP + _RUNS):
+    for run in range(_WARM_UP + _RUNS):
+        if run > _WARM_UP and time.monotonic() > stop:
+            break
         for session, samples in zip(sessions, times, strict=True):
             specs = {name: session.inputs[name] for name in case if name in session.inputs}
             feeds = {name: case[name].astype(spec.numpy_dtype) for name, spec in specs.items()}

@@ -1,6 +1,7 @@
 """Applies rewrites to a model and compares the results with the original."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from onnx_ir.passes.common import (
 )
 
 import twinop
+from twinop.deploy.cuda import obstacles
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError
 from twinop.record import Record
@@ -36,7 +38,8 @@ from .timing import milliseconds
 
 Rewrite = Callable[[Work], None]
 Rewrites = Mapping[str, Rewrite]
-_FASTER = 0.99  # less than 1 % is noise
+_SLOWER = 1.05  # less is noise
+_SECONDS = 20.0  # after so long, nothing more is measured
 
 
 class Trial:
@@ -69,6 +72,7 @@ class Trial:
         self.folder, self.records, self.report, self.padding = folder, records, report, padding
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
+        self.acting, self.longest_trial = set[str](), 0.0  # the rewrites that changed something; seconds
         self.cases: list[Case] = []
         self.expected: compare.Outputs = []
         self.sizes = Sizes(1, 1)
@@ -110,10 +114,12 @@ class Trial:
         masks.classify(work, self.sizes, self.padding)
         for name, rewrite in rewrites.items():
             self.progress(f"rewriting: {name}")
+            before = Counter(work.made)
             try:
                 rewrite(work)
             except Exception as failure:  # on a graph that it was not written for
                 raise compare.NotEquivalent(f"fails: {type(failure).__name__}: {failure}", name) from failure
+            self.acting |= {name} if work.made != before else set()
             clean(work.model)
         CommonSubexpressionEliminationPass()(work.model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(work.model)
@@ -200,35 +206,61 @@ class Trial:
     def _save(self, model: ir.Model, name: str) -> list[Path]:
         return save(self.own.attach(model), self.folder / name, EXTERNAL_DATA_BYTES)
 
-    def drop_slow(self, best: tuple[Rewrites, Work]) -> tuple[Rewrites, Work]:
-        """Reverts rewrites that do not make the model faster on this device.
+    def drop_slow(self, best: tuple[Rewrites, Work], path: Path) -> tuple[Rewrites, Work]:
+        """Measures the source and the result in `path`, and reverts rewrites that make it slower here.
 
-        Raises:
-            ExportError: this machine cannot run the model in its dtype.
+        It stops after `_SECONDS`. A rewrite goes if two measurements in a row show that it is slower. If the
+        rest is still slower than the source, all go.
         """
+        report, stop = self.report, time.monotonic() + _SECONDS
+        reason = (obstacles(0, []) or [""])[0] if report.device == "cuda" else ""
+        if reason:
+            report.notes.append(f"no time was measured: {reason}. --device cpu optimises for the CPU")
+            return best
         rewrites, work = dict(best[0]), best[1]
-        path = self._write_converted(work, "all")
-        for name in list(rewrites):
-            self.progress(f"measuring without {name}")
-            less = {other: rewrite for other, rewrite in rewrites.items() if other != name}
-            other = self.apply(less)
-            if other.made == work.made:
-                continue
-            other_path = self._write_converted(other, f"without_{name}")
-            try:
-                now, time_without = self._milliseconds(path, other_path)
-            except TwinopError as error:
-                reason = str(error).splitlines()[0]
-                raise ExportError(
-                    f"--measure: the model in {self.report.dtype} does not run here: {reason}. Measure where "
-                    "it runs, such as on a GPU, or leave out --measure"
-                ) from error
-            if now > time_without * _FASTER:
-                self.report.reverted[name] = (
-                    f"gains no time here ({now:.3g} ms with it, {time_without:.3g} without)"
-                )
-                rewrites, work, path = less, other, other_path
-        return rewrites, work
+        self.progress("measuring")
+        try:
+            before, now = self._milliseconds(report.source, path, stop=stop)
+            report.times = (before, now)
+            report.timed_shape = next((array.shape for array in self.cases[0].values()), ())
+            for name in [name for name in rewrites if name in self.acting]:
+                started = time.monotonic()
+                if started + self.longest_trial > stop:
+                    break
+                self.progress(f"measuring without {name}")
+                less = {other: rewrite for other, rewrite in rewrites.items() if other != name}
+                other = self.apply(less)
+                other_path = self._write_converted(other, f"without_{name}")
+                with_it, without = self._slower(path, other_path, stop)
+                self.longest_trial = max(self.longest_trial, time.monotonic() - started)
+                if with_it:
+                    report.error = self._verify_fp32(other.model)
+                    report.reverted[name] = f"slower here ({with_it:.3g} ms with it, {without:.3g} without)"
+                    rewrites, work, path = less, other, other_path
+            if work is not best[1]:
+                before, now = self._milliseconds(report.source, path, stop=stop)
+                report.times = (before, now)
+            plain = self.unchanged
+            if now > before * _SLOWER and plain is None:  # perhaps because of the dtype
+                plain = self._write_converted(self.apply({}), "plain")
+            if now > before * _SLOWER and plain is not None and all(self._slower(path, plain, stop)):
+                for name in [name for name in rewrites if name in self.acting]:
+                    report.reverted[name] = f"slower here ({now:.3g} ms with all, {before:.3g} the original)"
+                rewrites, work, report.times = {}, self.apply({}), None
+                report.error = self._verify_fp32(work.model)
+        except (TwinopError, compare.NotEquivalent) as error:
+            if report.times is None:
+                report.notes.append(f"no time was measured: {str(error).splitlines()[0]}")
+        return (rewrites, work) if work is not best[1] else best
+
+    def _slower(self, path: Path, other: Path, stop: float) -> tuple[float, float]:
+        """Returns both times if two measurements in a row show that `path` is slower, else zeros."""
+        times = [0.0, 0.0]
+        for _ in range(2):
+            times = self._milliseconds(path, other, stop=stop)
+            if times[0] <= times[1] * _SLOWER:
+                return 0.0, 0.0
+        return times[0], times[1]
 
     def _write_converted(self, work: Work, name: str) -> Path:
         model = work.model.clone()
@@ -242,18 +274,9 @@ class Trial:
             return 0
         return precision.convert(model, dtype, self.interface, self.own)
 
-    def time(self, path: Path) -> None:
-        """Adds to the report how long the source and the result in `path` take."""
-        self.progress("measuring")
-        try:
-            before, after = self._milliseconds(self.report.source, path)
-        except TwinopError:  # the CPU provider lacks kernels for a source in 16 bits
-            return
-        self.report.times = (before, after)
-        self.report.timed_shape = next((array.shape for array in self.cases[0].values()), ())
-
-    def _milliseconds(self, *paths: Path) -> list[float]:
-        times, self.report.timed_on = milliseconds(paths, self.cases[0], self.report.device, self.library)
+    def _milliseconds(self, *paths: Path, stop: float) -> list[float]:
+        found = milliseconds(paths, self.cases[0], self.report.device, self.library, stop)
+        times, self.report.timed_on = found
         return times
 
     def finish(self, best: tuple[Rewrites, Work], name: str) -> Sequence[Path]:
