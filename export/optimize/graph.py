@@ -273,6 +273,27 @@ def initializer(graph: ir.Graph, array: np.ndarray, prefix: str) -> ir.Value:
     return value
 
 
+def share_constants(graph: ir.Graph) -> None:
+    """Makes equal initializers one: layers that share a weight share what rewrites have made of it."""
+    known: dict[tuple[object, ...], list[tuple[ir.Value, np.ndarray]]] = {}
+    for value in list(graph.initializers.values()):
+        tensor = value.const_value
+        if tensor is None or value.is_graph_input() or value.is_graph_output() or not tensor.size:
+            continue
+        if tensor.dtype is ir.DataType.STRING:
+            continue
+        numbers = tensor.numpy().reshape(-1)
+        some = numbers[:: max(numbers.size // 64, 1)].tobytes()
+        alike = known.setdefault((tensor.dtype, tuple(tensor.shape), some), [])
+        for other, array in alike:
+            if np.array_equal(array.view(np.uint8), numbers.view(np.uint8)):
+                ir.convenience.replace_all_uses_with(value, other)
+                del graph.initializers[str(value.name)]
+                break
+        else:
+            alike.append((value, numbers))
+
+
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Replaces a value for all its readers, and removes nodes that nothing reads any more."""
     node = old.producer()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
@@ -34,7 +35,11 @@ def load(path: Path) -> ir.Model:
         for graph in [model.graph, *(function.graph for function in model.functions.values())]:
             graph.sort()  # ONNX Runtime takes nodes in any order, and its converter to float16 writes them so
     except Exception as error:
-        raise ExportError(f"{path}: is not an ONNX model: {str(error).splitlines()[0]}") from error
+        if unread := _unread_type(path):
+            raise ExportError(f"{path}: {unread}, which twinop does not read") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise ExportError(f"{path}: is not an ONNX model: {reason}") from error
+    _check_text(path, model)
     name_standard_domain(model)
     _name_sizes(model)
     if not len(model.graph) and not model.graph.outputs:
@@ -46,11 +51,44 @@ def load(path: Path) -> ir.Model:
     return model
 
 
+def _check_text(path: Path, model: ir.Model) -> None:
+    """Refuses a model with names that are not text, and removes what ONNX Runtime does not read."""
+    for node in model.graph.all_nodes():
+        node.device_configurations = ()
+        texts = [
+            node.name,
+            node.domain,
+            node.op_type,
+            *node.attributes,
+            *(each.name for each in node.outputs),
+        ]
+        if any(isinstance(each, bytes) for each in texts):
+            raise ExportError(f"{path}: is damaged: a name of a {node.op_type!r} node is not UTF-8")
+    for _, tensor in _external(model):
+        if isinstance(tensor.location, bytes):
+            raise ExportError(f"{path}: is damaged: the name of a file of weights is not UTF-8")
+
+
+def _unread_type(path: Path) -> str:
+    """Returns which value of a model is a map or a sequence of them (classifiers of scikit-learn), or ""."""
+    try:
+        graph = onnx.load(path, load_external_data=False).graph
+    except Exception:
+        return ""
+    kinds = [("input", value) for value in graph.input] + [("output", value) for value in graph.output]
+    for what, value in [*kinds, *(("value", each) for each in graph.value_info)]:
+        if value.type.HasField("map_type"):
+            return f"{what} {value.name} is a map"
+        if value.type.sequence_type.elem_type.HasField("map_type"):
+            return f"{what} {value.name} is a sequence of maps"
+    return ""
+
+
 def _check_external(path: Path, model: ir.Model) -> None:
     """Checks the files of external data, and follows links, as Hugging Face's cache has them."""
     for holder, tensor in _external(model):
-        file, where = Path(tensor.path), f"{path}: its weights are in {tensor.location}"
-        if not file.is_file():
+        file, where = Path(tensor.path), f"{path}: its weights are in {str(tensor.location)[:200]}"
+        if not os.path.isfile(file):
             raise ExportError(f"{where}, which is not there ({tensor.name}). Put the file beside the model")
         if not file.is_symlink() and not file.resolve().is_relative_to(path.parent.resolve()):
             raise ExportError(f"{where}, outside of the model's folder. Put the file beside the model")
@@ -87,6 +125,11 @@ def _name_sizes(model: ir.Model) -> None:
 
 def _check_values(path: Path, model: ir.Model) -> None:
     for value in model.graph.inputs:
+        if value.type is not None and not isinstance(value.type, ir.TensorType):
+            raise ExportError(
+                f"{path}: input {value.name} is {value.type}, and twinop reads tensors only. Export the "
+                "model with tensors as inputs"
+            )
         if value.type is None or (value.shape is None and value.dtype is not None):
             lacks = "no type" if value.type is None else "no shape, not even the number of its dimensions"
             raise ExportError(

@@ -119,12 +119,14 @@ def optimize(
     _check(source, target, dtype, device, padding, without)
     progress("reading the model")
     model = load(source)
-    check_target(target, data_files(model))
+    data = data_files(model)
+    check_target(target, data)
     load_weights(model)
     own = find_own_ops(model, source, library, kept)
     records = dict(read_library(find_library("custom_ops")).records)
     report = OptimizeReport(source, target, device=device)
     report.nodes_before = len(model.graph)
+    report.bytes_before = sum(map(os.path.getsize, (source, *data)))
     if constants := make_constant(model):
         report.notes.append(f"IR version 3: its {constants} initializers are constants, as in ONNX Runtime")
     inline_functions(model, records, own)
@@ -155,11 +157,11 @@ def optimize(
         notes = [*report.notes]
         files = trial.finish(best, target.name)
         if report.made:
-            said = len(report.notes)
             faster = trial.drop_slow(best, files[-1])
             if faster is not best:
-                report.notes = notes + report.notes[said:]
+                report.notes = notes
                 files = trial.finish(faster, target.name)
+        report.bytes_after = sum(map(os.path.getsize, files))
         publish(files, target.parent)
     return report
 

@@ -9,12 +9,14 @@ class OptimizeReport:
     """What `optimize` returns.
 
     Attributes:
+        bytes_before: the size of the source with its external data; `bytes_after` is that of the result.
         made: the number of new nodes, by what they compute.
         left: the number of patterns that were left alone, by pattern and reason.
         reverted: by rewrite, why it was reverted: it changed the results, or was slower on this machine.
         error: the largest relative error of the outputs, compared with the original in fp32.
         own_error: the same error of the original in 16 bits, if both run on this machine.
         times: milliseconds of a run of the source and of the result, if this machine has the device.
+        untimed: why there are no times.
         timed_on: the device of these times, such as "cuda:0" or "cpu".
         timed_shape: the shape of the first input in these runs.
         same: the file is the original; nothing was recognised or converted.
@@ -28,6 +30,8 @@ class OptimizeReport:
     dtype: str = "float32"
     nodes_before: int = 0
     nodes_after: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
     made: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     reverted: dict[str, str] = field(default_factory=dict)
@@ -35,6 +39,7 @@ class OptimizeReport:
     own_error: float | None = None
     times: tuple[float, float] | None = None
     device: str = ""
+    untimed: str = ""
     timed_on: str = ""
     timed_shape: tuple[int, ...] = ()
     inlined: dict[str, int] = field(default_factory=dict)
@@ -66,9 +71,11 @@ class OptimizeReport:
             "Name one with --library to keep them"
             for op, count in self.inlined.items()
         ]
+        lines.append(f"  size: {self.bytes_before / 1e6:.3g} -> {self.bytes_after / 1e6:.3g} MB")
         if self.libraries:
             lines.append(f"  libraries: {', '.join(map(str, self.libraries))}")
         if self.needs:
             lines.append(f"  needs ONNX Runtime: {', '.join(self.needs)}")
+        lines += [f"  no time was measured: {self.untimed}"] if self.untimed else []
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)

@@ -27,7 +27,7 @@ from ..comparison import NotRunnable
 from ..files import EXTERNAL_DATA_BYTES, save
 from ..routes import quiet
 from . import compare, masks, precision
-from .graph import MICROSOFT, Work
+from .graph import MICROSOFT, Work, share_constants
 from .inputs import Case, Sizes, draws_random, hides_left, read_npz
 from .load import load
 from .microsoft import split_simplified_norms
@@ -124,6 +124,7 @@ class Trial:
         CommonSubexpressionEliminationPass()(work.model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(work.model)
         clean(work.model)
+        share_constants(work.graph)
         return work
 
     def verify(self, rewrites: Rewrites) -> tuple[Rewrites, Work]:
@@ -215,7 +216,7 @@ class Trial:
         report, stop = self.report, time.monotonic() + _SECONDS
         reason = (obstacles(0, []) or [""])[0] if report.device == "cuda" else ""
         if reason:
-            report.notes.append(f"no time was measured: {reason}. --device cpu optimises for the CPU")
+            report.untimed = f"{reason}. --device cpu optimises for the CPU"
             return best
         rewrites, work = dict(best[0]), best[1]
         self.progress("measuring")
@@ -250,7 +251,7 @@ class Trial:
                 report.error = self._verify_fp32(work.model)
         except (TwinopError, compare.NotEquivalent) as error:
             if report.times is None:
-                report.notes.append(f"no time was measured: {str(error).splitlines()[0]}")
+                report.untimed = str(error).splitlines()[0]
         return (rewrites, work) if work is not best[1] else best
 
     def _slower(self, path: Path, other: Path, stop: float) -> tuple[float, float]:

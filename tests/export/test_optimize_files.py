@@ -266,3 +266,61 @@ def test_values_of_one_name_in_several_graphs(body: str, dtype: str | None, tmp_
             for n in ("old.onnx", "fast.onnx")
         )
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_maps_and_sequences(tmp_path: Path) -> None:
+    """skl2onnx returns probabilities as a sequence of maps. Sequences as outputs are compared."""
+    labels = {"classlabels_int64s": [0, 1]}
+    node = onnx.helper.make_node("ZipMap", ["x"], ["z"], domain="ai.onnx.ml", **labels)
+    x = onnx.helper.make_tensor_value_info("x", 1, ["N", 2])
+    map_type = onnx.helper.make_map_type_proto(7, onnx.helper.make_tensor_type_proto(1, []))
+    z = onnx.helper.make_value_info("z", onnx.helper.make_sequence_type_proto(map_type))
+    opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("ai.onnx.ml", 3)]
+    graph = onnx.helper.make_graph([node], "g", [x], [z])
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9), tmp_path / "old.onnx")
+    said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert said.endswith("output z is a sequence of maps, which twinop does not read")
+
+    given = parsed("(seq(float[N, 4]) x, int64 i) => (float[N, 4] y) { y = SequenceAt (x, i) }")
+    optional = parsed("(optional(float[N, 4]) x) => (float[N, 4] y) { y = OptionalGetElement (x) }")
+    for proto in (given, optional):
+        onnx.save(proto, tmp_path / "old.onnx")
+        said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
+        assert "input x is " in said and "twinop reads tensors only" in said
+    text = "(float[N, 4] x) => (seq(float[N, 3]) y) { a = MatMul (x, w) y = SequenceConstruct (a, a) }"
+    report, _ = optimized(parsed(text, w=weights(4, 3)), tmp_path)
+    assert report.made
+
+
+def test_a_packed_weight_that_layers_share_is_stored_once(tmp_path: Path) -> None:
+    text = "(float[N, 32] x0) => (float[N, 32] y) { LAYERS y = Identity (x4) }"
+    layer = """m{0} = MatMul (x{0}, w) n{0} = Add (m{0}, b)
+        q{0}, k{0}, v{0} = Split <axis=-1, num_outputs=3> (n{0})
+        s{0} = Sigmoid (q{0}) t{0} = Mul (s{0}, k{0}) u{0} = Add (t{0}, v{0}) x{1} = Tanh (u{0})"""
+    text = text.replace("LAYERS", " ".join(layer.format(i, i + 1) for i in range(4)))
+    for dtype in (None, "float16"):
+        report, model = optimized(parsed(text, w=weights(32, 96), b=weights(96)), tmp_path, dtype=dtype)
+        assert report.made["linear+bias"] == 12
+        assert len([value for value in model.graph.initializers.values() if len(value.shape or ()) == 2]) == 3
+        assert report.bytes_before == (tmp_path / "old.onnx").stat().st_size
+        assert report.bytes_after == (tmp_path / "fast.onnx").stat().st_size
+        assert "  size: 0.0" in str(report)
+
+
+@pytest.mark.parametrize("field", ["domain", "op_type", "name", "output"])
+def test_names_that_are_not_text(field: str, tmp_path: Path) -> None:
+    raw = parsed("(float[N, 4] x) => (float[N, 4] qqqq) { qqqq = Relu (x) }")
+    node = raw.graph.node[0]
+    node.name, node.domain = "nnnn", "dddd"
+    old = {"domain": b"dddd", "op_type": b"Relu", "name": b"nnnn", "output": b"qqqq"}[field]
+    (tmp_path / "old.onnx").write_bytes(raw.SerializeToString().replace(old, b"\xff\xfe\xff\xfe"))
+    said = message(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert "old.onnx: is" in said
+
+
+def test_a_long_name_of_a_file_of_weights(tmp_path: Path) -> None:
+    source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
+    proto = onnx.load(source, load_external_data=False)
+    proto.graph.initializer[0].external_data[0].value = "a" * 5000
+    source.write_bytes(proto.SerializeToString())
+    assert "which is not there (w)" in message(source, tmp_path / "new.onnx")

@@ -302,4 +302,4 @@ def test_times_of_the_source_and_the_result(dtype: torch.dtype, tmp_path: Path) 
 def test_no_times_of_another_device(tmp_path: Path) -> None:
     report = optimize(exported("bert", "eager", "torchscript", tmp_path), tmp_path / "fast.onnx")
     assert report.times is None and " ms " not in str(report)
-    assert any("no time was measured: no NVIDIA" in note for note in report.notes)
+    assert "no time was measured: no NVIDIA" in str(report)
