@@ -8,10 +8,12 @@ Writes: com.microsoft MultiHeadAttention with q, k and v as [B, S, H*D], the lay
 mask is `attention_bias` [1 or B, 1 or H, S, T]. A causal mask becomes `unidirectional`. A mask of padding on
 the right becomes the length of each sequence, if that was promised (`masks.py`). A `key_padding_mask` [B, T]
 and packed inputs are never written, because their kernels are slow.
+Attention on [..., S, D] without a mask, such as Hiera's windows, becomes sequences of one head.
 Leaves alone: scores that are capped or whose softmax is returned, an unknown number of heads, other ranks,
 keys or values of a cache.
 """
 
+import math
 from collections.abc import Iterator
 from math import inf
 
@@ -33,7 +35,7 @@ from .graph import (
     scores_shape,
 )  # fmt: skip
 from .heads import SWAP_S_H, Heads, merged_heads, repeat_heads, split_heads, without_repeats
-from .scores import LOWEST, constant_like, scores_of, unscaled, untransposed
+from .scores import LOWEST, Scores, constant_like, scores_of, unscaled, untransposed
 
 _GROWS = {"Concat", "ScatterElements", "ScatterND", "TensorScatter", "Where"}
 _MOVES = _GROWS | {
@@ -41,6 +43,9 @@ _MOVES = _GROWS | {
     "Transpose", "Unsqueeze",
 }  # fmt: skip
 """Operators that move numbers; the first ones add new tokens to a cache."""
+
+_MAX_BATCH = 65_535
+"""Sequences of one launch of attention kernels on CUDA. A size that is not known counts as 64."""
 
 
 def rewrite(work: Work) -> None:
@@ -89,9 +94,10 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     matmul = only_user(probabilities)
     if matmul is None or matmul.inputs[0] is not probabilities:
         raise UnsupportedPattern("the softmax has other readers")
-    if len(dims(softmax.outputs[0]) or ()) != 4:
-        raise UnsupportedPattern("scores that are not [B, H, S, T]")
     scores = scores_of(softmax, matmul)
+    if len(dims(softmax.outputs[0]) or ()) != 4:
+        _fuse_windows(work, scores, matmul)
+        return
     q, on_q = unscaled(scores.product.inputs[0])
     k, on_k = untransposed(scores.product.inputs[1])
     scale = scores.scale * on_q * on_k
@@ -103,6 +109,10 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     parts = [merged_heads(each, matmul) for each in (q, k, v)]
     if parts[0] is None or parts[1] is None or parts[2] is None:
         raise UnsupportedPattern("the number or size of the heads is not known")
+    if parts[1].count == 1:  # multi-query attention: MatMul broadcasts the head
+        times = parts[0].count
+    if parts[2].count == 1:
+        times_of_v = parts[0].count
     q3, k3 = parts[0], repeat_heads(work, parts[1], times, matmul)
     v3 = repeat_heads(work, parts[2], times_of_v, matmul)
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
@@ -126,6 +136,51 @@ def _fuse(work: Work, softmax: ir.Node) -> None:
     if has_guard and bias is not None:
         result = _zero_hidden_rows(bias, result, matmul)
     _replace_output(matmul.outputs[0], result, v3)
+    work.made["attention"] += 1
+
+
+def _fuse_windows(work: Work, scores: Scores, matmul: ir.Node) -> None:
+    """Replaces attention on [..., S, D], such as windows [B, H, W, S, D] or [B*H, S, D], without a mask.
+
+    Each element of the dimensions before S becomes a sequence with one head, so nothing is transposed.
+    """
+    q, on_q = unscaled(scores.product.inputs[0])
+    turned, on_k = unscaled(scores.product.inputs[1])
+    transpose, v = producer(turned, "Transpose"), matmul.inputs[1]
+    k = transpose.inputs[0] if transpose is not None else None
+    shapes = [dims(each) or [] for each in (q, k, v)]
+    rank = len(shapes[0])
+    if scores.masks or rank < 3 or any(len(shape) != rank for shape in shapes):
+        raise UnsupportedPattern("scores that are not [B, H, S, T]")
+    assert transpose is not None and k is not None and v is not None
+    if not _is_cached(q) and (_is_cached(k) or _is_cached(v)):
+        raise UnsupportedPattern("keys or values of a cache")
+    *outer, rows, size = shapes[0]
+    if list(attribute(transpose, "perm", ())) != [*range(rank - 2), rank - 1, rank - 2]:
+        raise UnsupportedPattern("k is not transposed")
+    if any(shape[:-2] != outer for shape in shapes) or None in outer or shapes[1][-1] != size:
+        raise UnsupportedPattern("q, k and v of windows that may differ")
+    named = [each for each in outer if not isinstance(each, int)]
+    known = math.prod(each for each in outer if isinstance(each, int))
+    if not isinstance(rows, int) or len(named) > 1 or known > (_MAX_BATCH >> 6 if named else _MAX_BATCH):
+        raise UnsupportedPattern("windows of an unknown number or size")
+    inputs = list[ir.Value | None]()
+    for each, shape in zip((q, k, v), shapes, strict=True):
+        if not isinstance(shape[-2], int) or not isinstance(shape[-1], int):
+            raise UnsupportedPattern("windows of an unknown number or size")
+        target = int_constant(matmul, [-1, *shape[-2:]])
+        inputs.append(
+            each if rank == 3 else add(matmul, "Reshape", [each, target], shape=[None, *shape[-2:]])
+        )
+    attributes = {"num_heads": 1, "scale": scores.scale * on_q * on_k}
+    shape = [*outer, rows, shapes[2][-1]]
+    result = add(
+        matmul, "MultiHeadAttention", inputs, attributes, domain=MICROSOFT, shape=[None, *shape[-2:]]
+    )
+    if rank != 3:
+        target = int_constant(matmul, [each if isinstance(each, int) else -1 for each in shape])
+        result = add(matmul, "Reshape", [result, target], shape=shape)
+    replace(matmul.outputs[0], result)
     work.made["attention"] += 1
 
 

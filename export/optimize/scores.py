@@ -20,7 +20,7 @@ from .graph import (
 from .heads import SWAP_ROWS
 
 LOWEST = float(np.finfo(np.float32).min)
-_HIDDEN = -1e9  # a score of this or less is 0 after the softmax
+_HIDDEN = -6e4  # a score of this or less is 0 after the softmax; -65504 is fp16's lowest number
 
 
 @dataclass

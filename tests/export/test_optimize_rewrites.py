@@ -212,6 +212,56 @@ def test_attention(case: tuple[str, str], tmp_path: Path) -> None:
     assert [str(dim) for dim in model.graph.inputs[1].shape or ()] == ["B", "T", "8"]
 
 
+def test_multi_query_attention(tmp_path: Path) -> None:
+    """One head of keys and values, which MatMul broadcasts: Falcon, GPTBigCode."""
+    text = """(float[B, 6, 8] q, float[B, 6, 4] k, float[B, 6, 4] v) => (float[B, 6, 8] y) {
+        qr = Reshape (q, apart) qh = Transpose <perm=[0, 2, 1, 3]> (qr)
+        kr = Reshape (k, one) kt = Transpose <perm=[0, 2, 3, 1]> (kr)
+        vr = Reshape (v, one) vh = Transpose <perm=[0, 2, 1, 3]> (vr)
+        s = MatMul (qh, kt) t = Mul (s, scale) p = Softmax (t)
+        o = MatMul (p, vh) ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) }"""
+    report, model = optimized(parsed(text, **SHAPES, one=np.array([0, 0, 1, 4])), tmp_path)
+    assert report.made == {"attention": 1} and not nodes(model, "Softmax", "MatMul")
+    assert_same(tmp_path, q=(3, 6, 8), k=(3, 6, 4), v=(3, 6, 4))
+
+
+@pytest.mark.parametrize("outer", ["B, 2, 3", "2, 2, 3", "12", "B"])
+def test_attention_of_windows(outer: str, tmp_path: Path) -> None:
+    """Hiera's windows are [B, H, W, S, D]; ViTDet and others join batch and heads."""
+    axes = [*range(outer.count(",") + 1)]
+    perm = [*axes, len(axes) + 1, len(axes)]
+    text = f"""(float[{outer}, 6, 8] q, float[{outer}, 4, 8] k, float[{outer}, 4, 5] v)
+        => (float[{outer}, 6, 5] y) {{
+        r = Mul (q, scale) a = Abs (k) kt = Transpose <perm={perm}> (a)
+        s = MatMul (r, kt) p = Softmax (s) y = MatMul (p, v) }}"""
+    report, model = optimized(parsed(text, **SHAPES), tmp_path)
+    assert report.made == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
+    sizes = tuple(3 if size == "B" else int(size) for size in outer.split(", "))
+    assert_same(tmp_path, q=(*sizes, 6, 8), k=(*sizes, 4, 8), v=(*sizes, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("outer", "reason"),
+    [("B, C", "unknown number"), ("2, 40000", "unknown number"), ("B, 2000", "unknown number")],
+)
+def test_windows_that_stay(outer: str, reason: str, tmp_path: Path) -> None:
+    """More sequences than a launch takes, or a number that nothing bounds."""
+    rank = outer.count(",") + 1
+    text = f"""(float[{outer}, 1, 1, 2] q) => (float[{outer}, 1, 1, 2] y) {{
+        a = Abs (q) kt = Transpose <perm={[*range(rank + 1), rank + 2, rank + 1]}> (a)
+        s = MatMul (q, kt) p = Softmax (s) y = MatMul (p, q) }}"""
+    report, _ = optimized(parsed(text, **SHAPES), tmp_path)
+    assert not report.made and reason in next(iter(report.left))
+
+
+def test_scores_that_16_bits_hide(tmp_path: Path) -> None:
+    """MPT in fp16 hides scores with the lowest number of fp16."""
+    case = (", bool[B, 1, S, T] m", "s = MatMul (qh, kt) t = Where (m, s, low) p = Softmax (t)")
+    shapes = SHAPES | {"low": np.array(-65504, np.float32)}
+    report, _ = optimized(parsed(HEADS % case, **shapes), tmp_path)
+    assert report.made == {"attention": 1}
+
+
 @pytest.mark.parametrize(
     ("scores", "reason"),
     [
