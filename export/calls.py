@@ -1,8 +1,9 @@
 """Reads the nodes of twinop's ops in a model: each call, as the op's record describes it."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -11,6 +12,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 from twinop.deploy.check_nodes import node_problems
 from twinop.dtypes import dtype_name
 from twinop.errors import ExportError
+from twinop.library import Library, in_use
 from twinop.op_schema import default_of
 from twinop.record import DOMAIN, Attribute, Record
 
@@ -132,6 +134,12 @@ def op_nodes(model: ir.Model, records: Mapping[str, Record]) -> dict[tuple[str, 
         if node.domain in domains:
             found[node.domain, node.op_type].append(node)
     return dict(found)
+
+
+def paths_in_use(model: ir.Model, libraries: Iterable[Library]) -> list[Path]:
+    """Returns the files of the libraries that have an op of a model's nodes."""
+    nodes = {(node.domain, node.op_type) for node in model.graph.all_nodes()}
+    return [library.path for library in in_use(libraries, nodes)]
 
 
 def graphs_of(model: ir.Model) -> list[ir.Graph | ir.Function]:

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -65,6 +65,11 @@ class Library:
     def by_onnx_name(self) -> dict[str, Record]:
         """The records of the ops that ONNX models can have (no backward ops), by node type."""
         return {record.onnx_name: record for record in self.records.values() if not record.is_backward}
+
+
+def in_use(libraries: Iterable[Library], nodes: Collection[tuple[str, str]]) -> list[Library]:
+    """Returns the libraries that have one of these ops, by `Record.node_type`."""
+    return [each for each in libraries if any((each.domain, name) in nodes for name in each.by_onnx_name)]
 
 
 def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | None = None) -> Library:

@@ -1,13 +1,13 @@
 """Keeps the nodes of a user's own ops: nothing inlines, folds, merges or rewrites them.
 
-These are the ops of each domain whose library is in reach, and those that torch knows (`export`). Each node
-gets an overload of its own while the rewrites run, so that no two are merged, and leaves its function body.
-`attach` undoes both. A node computes in fp32 in the fp32 form of the model if its library can, and otherwise
-in its own types, between casts.
+These are the ops of each domain whose library is in reach, and those that torch knows (`export`). While the
+rewrites run, each node has an overload of its own, so that no two are merged, and the model has no bodies of
+theirs; `attach` undoes both. A node computes in fp32 in the fp32 form of the model if its library can, and
+otherwise in its own types, between casts.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,40 +28,19 @@ from ..schema import ONNX_TYPES
 from .graph import add
 
 FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_FLOATS = (ir.DataType.FLOAT, *FLOATS_16)
+_FLOAT = ir.DataType.FLOAT
 _EXPORTERS = "pkg."  # domains of the functions that torch's exporters make of modules
 
-Dtypes = tuple[ir.DataType | None, ...]
-
-
-@dataclass(frozen=True)
-class Types:
-    """The element types of a node's inputs and outputs; None of what is absent or not known."""
-
-    inputs: Dtypes
-    outputs: Dtypes
-
-    @classmethod
-    def of(cls, node: ir.Node) -> "Types":
-        """The types that a node has now."""
-        inputs = tuple(None if value is None else value.dtype for value in node.inputs)
-        return cls(inputs, tuple(value.dtype for value in node.outputs))
-
-    def with_floats(self, dtype: ir.DataType) -> "Types":
-        """The same types with this one in place of fp32 and 16 bits."""
-        changed = [
-            tuple(dtype if each in _FLOATS else each for each in part) for part in (self.inputs, self.outputs)
-        ]
-        return Types(*changed)
+Types = tuple[ir.DataType | None, ...]
+"""The types of a node's inputs, then of its outputs; None of what is absent or not known."""
 
 
 @dataclass
 class _Node:
-    """A node's own overload, its types in the source, and those in the fp32 form and in the result."""
+    """A node's overload in the source, its types there, and those in the result."""
 
     overload: str
     before: Types
-    in_fp32: Types
     result: Types
 
 
@@ -73,12 +52,12 @@ class OwnOps:
         libraries: the libraries that the runs of the model register: those given, and those found.
         records: the ops of these libraries and of torch, by `Record.key`. twinop's own are not among them.
         inlined: the number of nodes of each op that became standard operators, because no library has its
-            domain, by domain and type.
+            domain.
     """
 
-    libraries: list[Path] = field(default_factory=list)
-    records: dict[str, Record] = field(default_factory=dict)
-    inlined: dict[tuple[str, str], int] = field(default_factory=dict)
+    libraries: list[Path]
+    records: dict[str, Record]
+    inlined: dict[str, int] = field(default_factory=dict)
     _functions: dict[ir.OperatorIdentifier, ir.Function] = field(default_factory=dict)
     _nodes: dict[str, _Node] = field(default_factory=dict)  # by the overload during the rewrites
 
@@ -86,6 +65,12 @@ class OwnOps:
     def domains(self) -> set[str]:
         """The domains whose nodes stay."""
         return {record.domain for record in self.records.values()}
+
+    def count_inlined(self, counts: Mapping[ir.OperatorIdentifier, int]) -> None:
+        """Reads how often each function was called, and leaves out those that are no custom ops."""
+        for (domain, name, _), count in counts.items():
+            if domain not in self.domains and _may_have_library(domain):
+                self.inlined[f"{domain}::{name}"] = count
 
     def detach(
         self,
@@ -120,13 +105,12 @@ class OwnOps:
         self._functions = {**functions, **model.functions}
         model.functions.clear()
         for number, node in enumerate(nodes):
-            types = Types.of(node)
-            key = f"own {number}"
-            self._nodes[key] = _Node(node.overload, types, types, types)
+            key, types = f"own {number}", _types(node)
+            self._nodes[key] = _Node(node.overload, types, types)
             node.overload = key
 
     def convert_to_fp32(self, model: ir.Model, dtype: str, converting: bool) -> None:
-        """Chooses the types of each node in the fp32 form and in the result, and casts to the former.
+        """Chooses the types of each node in the result, and casts to those in the fp32 form.
 
         Args:
             model: its values are in fp32 already.
@@ -137,18 +121,19 @@ class OwnOps:
             ExportError: a library lacks the dtype.
         """
         wanted = ONNX_TYPES[dtype]
+        by_type = {each.node_type: each for each in self.records.values() if not each.is_backward}
         for node in [node for node in model.graph.all_nodes() if node.overload in self._nodes]:
-            own = self._nodes[node.overload]
-            record = self._record(node)
-            wide = _fitting(record, own.before.with_floats(ir.DataType.FLOAT))
-            in_main_graph = node.graph is model.graph
-            if converting and record is not None and in_main_graph and wanted in _FLOATS:
-                own.result = _narrowest(record, own.before, wanted) or self._refuse(node, record, dtype)
-            stays_narrow = wide is None or (wanted is ir.DataType.FLOAT and own.result != wide)
-            own.in_fp32 = own.before if wide is None or (stays_narrow and not converting) else wide
-            if not in_main_graph:
-                own.result = own.in_fp32
-            _cast_around(node, own.in_fp32)
+            own, record = self._nodes[node.overload], by_type.get((node.domain, node.op_type))
+            in_fp32 = _with_floats(record, node, own.before, _FLOAT)
+            if converting and record is not None and node.graph is model.graph:
+                result = _with_floats(record, node, own.before, wanted)
+                own.result = result if result is not None else self._refuse(node, record, dtype)
+            elif wanted is _FLOAT:
+                in_fp32 = own.before
+            in_fp32 = in_fp32 or own.before
+            if node.graph is not model.graph:  # `precision.convert` leaves subgraphs in fp32
+                own.result = in_fp32
+            _cast_around(node, in_fp32)
 
     def types_in_result(self, node: ir.Node) -> Types | None:
         """Returns the types that a node has in the result, or None if it is not one of these ops."""
@@ -161,35 +146,29 @@ class OwnOps:
         Raises:
             ExportError: one body cannot serve all nodes of an op.
         """
-        calls: dict[ir.OperatorIdentifier, list[tuple[Types, Types]]] = defaultdict(list)
+        calls = defaultdict[ir.OperatorIdentifier, list[tuple[Types, ir.Node]]](list)
         for node in model.graph.all_nodes():
             if (own := self._nodes.get(node.overload)) is not None:
                 node.overload = own.overload
-                calls[node.op_identifier()].append((own.before, Types.of(node)))
-        waiting = [key for key in calls if key in self._functions]
+                calls[node.op_identifier()].append((own.before, node))
+        waiting = [*calls]
         while waiting:
             key = waiting.pop()
-            if key in model.functions:
+            if key in model.functions or key not in self._functions:
                 continue
-            function = self._functions[key].clone()
-            _convert_body(function, calls.get(key, []))
-            model.functions[key] = function
+            model.functions[key] = function = self._functions[key].clone()
+            _convert_body(function, calls[key])
             for domain, version in function.opset_imports.items():
                 model.graph.opset_imports.setdefault(domain, version)
-            called = {node.op_identifier() for node in function.all_nodes()}
-            waiting += called & self._functions.keys()
+            waiting += [node.op_identifier() for node in function.all_nodes()]
         return model
 
-    def _record(self, node: ir.Node) -> Record | None:
-        types = ((record.node_type, record) for record in self.records.values() if not record.is_backward)
-        return next((record for kind, record in types if kind == (node.domain, node.op_type)), None)
-
-    def _refuse(self, node: ir.Node, record: Record, dtype: str) -> "Types":
-        paths = [path for path in self.libraries if read_library(path).domain == record.domain]
+    def _refuse(self, node: ir.Node, record: Record, dtype: str) -> Types:
+        paths = [str(path) for path in self.libraries if read_library(path).domain == record.domain]
         raise ExportError(
             f"--dtype {dtype}: {label_of(node)} needs {record.domain}::{record.onnx_name} in {dtype}, and "
-            f"{paths[0] if paths else 'its record'} has it for {record.dtypes}. Add {dtype} to the dtypes of "
-            "its record and build it again (twinop build), or leave out --dtype"
+            f"{''.join(paths) or 'its record'} has it for {record.dtypes}. Add {dtype} to the dtypes of its "
+            "record and build it again (twinop build), or leave out --dtype"
         )
 
 
@@ -207,201 +186,144 @@ def find_own_ops(
         ExportError: an op has neither a library nor a function body, or its library cannot be used.
     """
     own = OwnOps(library_paths(library), {record.key: record for record in kept if record.domain != DOMAIN})
-    nodes = (node for graph in graphs_of(model) for node in graph.all_nodes())
-    domains = {node.domain for node in nodes if node.domain and not BUILT_IN.fullmatch(node.domain)}
-    if not domains - {DOMAIN}:
+    domains = {node.domain for graph in graphs_of(model) for node in graph.all_nodes()} - {DOMAIN}
+    domains = set(filter(_may_have_library, domains))
+    if not domains:
         return own
     try:
-        found = [library.path for library in choose_libraries(load_model(source), own.libraries)]
+        found = [read_library(each.path) for each in choose_libraries(load_model(source), own.libraries)]
     except TwinopError as error:
         raise ExportError(str(error)) from error
-    libraries = {library.domain: library for library in map(read_library, found)}
-    for domain in domains - {DOMAIN} - libraries.keys():
-        try:
-            other = read_library(find_library_of(domain))
+    for domain in domains.difference(library.domain for library in found):
+        try:  # a library that lacks the model's ops, which then run on their function bodies
+            found.append(read_library(find_library_of(domain)))
         except LibraryError:
             continue
-        if other.exports_ort:  # it lacks the model's ops: these run on their function bodies
-            libraries[domain] = other
-    given = {path.resolve() for path in own.libraries}
-    for library in libraries.values():
-        if library.domain != DOMAIN:
-            own.libraries += [] if library.path.resolve() in given else [library.path]
-            own.records.update({record.key: record for record in library.records.values()})
+    for other in found:
+        if other.domain != DOMAIN and other.exports_ort:
+            own.libraries += [] if other.path in own.libraries else [other.path]
+            own.records.update({record.key: record for record in other.records.values()})
     return own
 
 
-def count_inlined(counts: Mapping[ir.OperatorIdentifier, int], kept: set[str]) -> dict[tuple[str, str], int]:
-    """Returns the numbers of inlined nodes, without the functions that are no custom ops."""
-    found: dict[tuple[str, str], int] = defaultdict(int)
-    for (domain, name, _), count in counts.items():
-        if domain not in kept and not domain.startswith(_EXPORTERS) and not BUILT_IN.fullmatch(domain):
-            found[domain, name] += count
-    return dict(found)
+def _may_have_library(domain: str) -> bool:
+    return bool(domain) and not BUILT_IN.fullmatch(domain) and not domain.startswith(_EXPORTERS)
 
 
-def _fitting(record: Record | None, types: Types) -> Types | None:
-    """Returns the types of a node with these inputs, if the op has a kernel for them."""
-    found = (
-        [] if record is None else [each for each in _all_types(record, types) if each.inputs == types.inputs]
-    )
-    return found[0] if found else None
+def _types(node: ir.Node) -> Types:
+    return tuple(None if value is None else value.dtype for value in (*node.inputs, *node.outputs))
 
 
-def _narrowest(record: Record, before: Types, dtype: ir.DataType) -> Types | None:
-    """Returns the types of a node with the most floats in this dtype, and the others in fp32."""
-
-    def fits(old: ir.DataType | None, new: ir.DataType | None) -> bool:
-        return new in (dtype, ir.DataType.FLOAT) if old in _FLOATS else new is old
-
-    found = [
-        each
-        for each in _all_types(record, before)
-        if all(map(fits, before.inputs, each.inputs)) and (dtype in each.inputs or dtype in each.outputs)
-    ]
-    return max(found, key=lambda each: each.inputs.count(dtype), default=None)
-
-
-def _all_types(record: Record, like: Types) -> Iterator[Types]:
-    """Yields the types that a node with the inputs of `like` may have."""
+def _with_floats(record: Record | None, node: ir.Node, before: Types, dtype: ir.DataType) -> Types | None:
+    """Returns a node's types with as many floats in this dtype as its library allows, the others in fp32."""
+    if record is None:
+        return None
     names = [entry.name for entry in record.inputs]
-    names += names[-1:] * (len(like.inputs) - len(names))  # the last one may be repeated
+    names += names[-1:] * (len(node.inputs) - len(names))  # the last one may be repeated
+    names = [*names[: len(node.inputs)], *record.outputs]
+    values = (*node.inputs, *node.outputs)
+    floats, found = (_FLOAT, *FLOATS_16), []
     for combination in record.combinations:
-        inputs = (
-            None if old is None else ONNX_TYPES[combination[name]]
-            for name, old in zip(names, like.inputs, strict=False)
-        )  # fmt: skip
-        outputs = record.outputs[: len(like.outputs)]
-        yield Types(tuple(inputs), tuple(ONNX_TYPES[combination[name]] for name in outputs))
+        types = tuple(v and ONNX_TYPES[combination[name]] for v, name in zip(values, names, strict=False))
+        pairs = [(old, new) for old, new in zip(before, types, strict=True) if old is not None]
+        fits = all(new in (dtype, _FLOAT) if old in floats else new is old for old, new in pairs)
+        if fits and (dtype in types or not any(old in floats for old in before)):
+            found.append(types)
+    return max(found, key=lambda types: types.count(dtype), default=None)
 
 
 def _cast_around(node: ir.Node, types: Types) -> None:
     """Casts the fp32 inputs of a node to its types, and its outputs to fp32."""
-    for index, (value, dtype) in enumerate(zip(node.inputs, types.inputs, strict=True)):
-        if value is not None and dtype in FLOATS_16:
-            node.replace_input_with(index, add(node, "Cast", [value], {"to": dtype}, dtype=dtype))
-            node.inputs[index].shape = value.shape  # type: ignore[union-attr]
-    for value, dtype in zip(node.outputs, types.outputs, strict=True):
-        if dtype not in FLOATS_16:
+    for index, (value, dtype) in enumerate(zip((*node.inputs, *node.outputs), types, strict=True)):
+        if value is None or dtype not in FLOATS_16:
             continue
-        cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-        wide = cast.outputs[0]
-        value.type, wide.type, wide.shape = (
-            ir.TensorType(dtype),
-            ir.TensorType(ir.DataType.FLOAT),
-            value.shape,
-        )
-        ir.convenience.replace_all_uses_with(value, wide, replace_graph_outputs=True)
-        cast.replace_input_with(0, value)
-        wide.name, value.name = value.name, f"{value.name}_{dtype.name.lower()}"
-        assert node.graph is not None
-        node.graph.insert_after(node, cast)
+        if index < len(node.inputs):
+            cast = add(node, "Cast", [value], {"to": dtype}, dtype=dtype)
+            cast.shape = value.shape
+            node.replace_input_with(index, cast)
+        else:
+            _cast_for_readers(value, _FLOAT)
+            value.type = ir.TensorType(dtype)
+
+
+def _cast_for_readers(value: ir.Value, dtype: ir.DataType) -> None:
+    """Casts the output of a node for everything that reads it. The result has its name."""
+    node, cast = value.producer(), ir.node("Cast", [value], {"to": dtype})
+    [result] = cast.outputs
+    ir.convenience.replace_all_uses_with(value, result, replace_graph_outputs=True)
+    cast.replace_input_with(0, value)
+    result.type, result.shape = ir.TensorType(dtype), value.shape
+    result.name, value.name = value.name, f"{value.name}_before"
+    assert node is not None and node.graph is not None
+    node.graph.insert_after(node, cast)
 
 
 def remove_casts(node: ir.Node) -> None:
     """Undoes `_cast_around`: the node has fp32 around it again."""
     for index, value in enumerate(node.inputs):
         cast = value.producer() if value is not None and value.dtype in FLOATS_16 else None
-        if cast is not None and cast.op_type == "Cast" and not cast.domain:
+        if cast is not None and (cast.domain, cast.op_type) == ("", "Cast"):
             node.replace_input_with(index, cast.inputs[0])
     for value in node.outputs:
         if value.dtype not in FLOATS_16:
             continue
-        value.type = ir.TensorType(ir.DataType.FLOAT)
+        value.type = ir.TensorType(_FLOAT)
         for cast in [use.node for use in value.uses()]:
-            wide = cast.outputs[0]
-            if cast.op_type != "Cast" or cast.domain or wide.dtype is not ir.DataType.FLOAT:
-                continue
-            if wide.is_graph_output():
-                value.name, wide.name = wide.name, f"{wide.name}_cast"
-            ir.convenience.replace_all_uses_with(wide, value, replace_graph_outputs=True)
-            assert cast.graph is not None
-            cast.graph.remove(cast, safe=True)
+            if (cast.domain, cast.op_type) == ("", "Cast") and cast.graph is not None:
+                [wide] = cast.outputs
+                if wide.is_graph_output():
+                    value.name, wide.name = wide.name, f"{wide.name}_cast"
+                ir.convenience.replace_all_uses_with(wide, value, replace_graph_outputs=True)
+                cast.graph.remove(cast, safe=True)
 
 
-# ------------------------------------------------------------------------------ function bodies
-
-
-def _convert_body(function: ir.Function, calls: Sequence[tuple[Types, Types]]) -> None:
+def _convert_body(function: ir.Function, calls: Sequence[tuple[Types, ir.Node]]) -> None:
     """Converts a function body to the types that its nodes have now.
 
     A body in 16 bits gets the new type in their place. One in fp32 computes in fp32, between casts.
 
     Args:
-        calls: of each node, the types in the source, for which the body was made, and those that it has now.
+        calls: the nodes, each with its types in the source, for which the body was made.
 
     Raises:
         ExportError: one body cannot serve all of the nodes.
     """
-    changes: dict[ir.DataType, set[ir.DataType]] = defaultdict(set)
-    for before, now in calls:
-        pairs = [
-            *zip(before.inputs, now.inputs, strict=False),
-            *zip(before.outputs, now.outputs, strict=False),
-        ]
-        for old, new in pairs:
-            if old is not None and new is not None:
-                changes[old].add(new)
-    for old in [old for old, new in changes.items() if old in FLOATS_16 and new != {old}]:
-        if len(changes[old]) > 1:
-            raise _several_types(function)
-        _replace_dtype(function, old, *changes[old])
-    if changes[ir.DataType.FLOAT] <= {ir.DataType.FLOAT}:
-        return
-    before, _ = calls[0]
-    for value, dtype in zip(function.inputs, before.inputs, strict=False):
-        if dtype is ir.DataType.FLOAT:
-            _insert_cast(function, value, dtype)
-    for index, dtype in enumerate(before.outputs):
-        wanted = {now.outputs[index] for _, now in calls}
-        if dtype is not ir.DataType.FLOAT or wanted == {dtype}:
+    changes = defaultdict[ir.Value, list[tuple[ir.DataType | None, ir.DataType | None]]](list)
+    for before, node in calls:
+        values = [*function.inputs[: len(node.inputs)], *function.outputs[: len(node.outputs)]]
+        for value, change in zip(values, zip(before, _types(node), strict=True), strict=True):
+            changes[value].append(change)
+    for value, pairs in list(changes.items()):
+        olds, news = ({pair[i] for pair in pairs} for i in (0, 1))
+        if olds == news:
             continue
-        if len(wanted) > 1:
-            raise _several_types(function)
-        cast = ir.node("Cast", [function.outputs[index]], {"to": wanted.pop()})
-        function.append(cast)
-        result, value = cast.outputs[0], function.outputs[index]
-        result.name, value.name = value.name, f"{value.name}_float"
-        function.outputs[index] = result
-
-
-def _several_types(function: ir.Function) -> ExportError:
-    return ExportError(
-        f"the nodes of {function.domain}::{function.name} would have several dtypes, and a model holds one "
-        "body per op. Leave out --dtype"
-    )
-
-
-def _insert_cast(function: ir.Function, value: ir.Value, dtype: ir.DataType) -> None:
-    """Casts an input for all of its readers."""
-    cast = ir.node("Cast", [value], {"to": dtype})
-    cast.outputs[0].name = f"{value.name}_{dtype.name.lower()}"
-    ir.convenience.replace_all_uses_with(value, cast.outputs[0], replace_graph_outputs=True)
-    cast.replace_input_with(0, value)
-    first = next(iter(function), None)
-    if first is None:
-        function.append(cast)
-    else:
-        function.insert_before(first, cast)
+        old, new, several = next(iter(olds)), next(iter(news)), len(news) > 1
+        like = next((x for x in function.inputs if changes[x] == pairs), None) if several else None
+        if old is None or new is None or len(olds) > 1 or (several and (old in FLOATS_16 or like is None)):
+            raise ExportError(
+                f"the nodes of {function.domain}::{function.name} would have several dtypes, and a model "
+                "holds one body per op. Leave out --dtype"
+            )
+        if old in FLOATS_16:
+            _replace_dtype(function, old, new)
+        elif value in function.inputs:
+            wide = add(next(iter(function)), "Cast", [value], {"to": old}, dtype=old)
+            cast, wide.name = wide.producer(), f"{value.name}_float"
+            ir.convenience.replace_all_uses_with(value, wide)
+            cast.replace_input_with(0, value)  # type: ignore[union-attr]
+        else:
+            index, name = list(function.outputs).index(value), value.name
+            cast = ir.node("CastLike", [value, like]) if several else ir.node("Cast", [value], {"to": new})
+            function.append(cast)
+            value.name, cast.outputs[0].name, function.outputs[index] = f"{name}_float", name, cast.outputs[0]
 
 
 def _replace_dtype(function: ir.Function, old: ir.DataType, new: ir.DataType) -> None:
     """Puts a dtype in the place of another one, in casts and constants."""
     for node in function.all_nodes():
         for name, each in list(node.attributes.items()):
-            if each.is_ref():
-                continue
-            if each.type is ir.AttributeType.TENSOR and each.value.dtype is old:
+            if each.type is ir.AttributeType.TENSOR and not each.is_ref() and each.value.dtype is old:
                 array = each.value.numpy().astype("float32").astype(new.numpy())
                 node.attributes[name] = ir.AttrTensor(name, ir.tensor(array, dtype=new))
-            elif name in ("to", "dtype") and each.value == old:
+            elif name in ("to", "dtype") and not each.is_ref() and each.value == old:
                 node.attributes[name] = ir.AttrInt64(name, int(new))
-
-
-def in_use(model: ir.Model, libraries: Iterable[Path]) -> Iterator[Path]:
-    """Yields the libraries that have an op of the model's nodes."""
-    nodes = {(node.domain, node.op_type) for node in model.graph.all_nodes()}
-    for path in libraries:
-        library = read_library(path)
-        if any((library.domain, name) in nodes for name in library.by_onnx_name):
-            yield path

@@ -89,7 +89,7 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
         for index, value in enumerate(node.inputs):
             if value is None:
                 continue
-            to = (chosen.inputs[index] if chosen is not None else None) or wanted
+            to = (chosen[index] if chosen is not None else None) or wanted
             if value in dtypes and dtypes[value] is not to:
                 node.replace_input_with(index, _cast(node, value, to, casts))
             elif value not in dtypes and _is_wide_constant(value) and to is not ir.DataType.FLOAT:
@@ -98,7 +98,7 @@ def convert(model: ir.Model, dtype: ir.DataType, kept: Mapping[str, ir.DataType]
             _widen_captured(node, subgraph, dtypes, casts)
         for index, result in enumerate(node.outputs):
             if result in floats:
-                to = (chosen.outputs[index] if chosen is not None else None) or wanted
+                to = (chosen[len(node.inputs) + index] if chosen is not None else None) or wanted
                 _set_dtype(result, to, dtypes)
         _convert_attributes(node, wanted)
     _cast_outputs(graph, dtypes, dtype, kept)
@@ -146,7 +146,7 @@ def _fp32_nodes(graph: ir.Graph, dtype: ir.DataType, own: OwnOps) -> set[ir.Node
         if ir.DataType.FLOAT not in kinds:
             continue
         if (types := own.types_in_result(node)) is not None:
-            wide = wide - {node} if dtype in (*types.inputs, *types.outputs) else wide | {node}
+            wide = wide - {node} if dtype in types else wide | {node}
             continue
         domain, users = node.domain, [use.node for value in node.outputs for use in value.uses()]
         if node in wide or domain == DOMAIN or (domain == MICROSOFT and node.op_type in _MICROSOFT):

@@ -19,7 +19,7 @@ from ..attach import OPSETS
 from ..folding import fold_constants
 from ..routes import quiet
 from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims
-from .own_ops import OwnOps, count_inlined
+from .own_ops import OwnOps
 from .precision import WAS_16_BITS
 from .symbolic_shapes import infer_shapes
 
@@ -56,7 +56,7 @@ def inline_functions(model: ir.Model, records: Mapping[str, Record], own: OwnOps
             f"the model's functions cannot be inlined: {reason}. Inline them first, with "
             "onnx.inliner.inline_local_functions(model, convert_version=True)"
         ) from error
-    own.inlined = count_inlined(done.id_count, own.domains)
+    own.count_inlined(done.id_count)
     own.detach(model, records, bodies)
 
 

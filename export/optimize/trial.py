@@ -19,10 +19,11 @@ import twinop
 from twinop.deploy.cuda import obstacles
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError
+from twinop.library import Library
 from twinop.record import Record
 
 from ..attach import attach_to_calls
-from ..calls import find_calls
+from ..calls import find_calls, paths_in_use
 from ..comparison import NotRunnable
 from ..files import EXTERNAL_DATA_BYTES, save
 from ..routes import quiet
@@ -31,7 +32,7 @@ from .graph import MICROSOFT, Work, share_constants
 from .inputs import Case, Sizes, draws_random, hides_left, read_npz
 from .load import load
 from .microsoft import split_simplified_norms
-from .own_ops import OwnOps, in_use
+from .own_ops import OwnOps
 from .prepare import clean, prepare
 from .report import OptimizeReport
 from .timing import milliseconds
@@ -76,7 +77,7 @@ class Trial:
         self.cases: list[Case] = []
         self.expected: compare.Outputs = []
         self.sizes = Sizes(1, 1)
-        self.registered: list[Path] = []  # the libraries of the last run
+        self.registered: Sequence[Library] = []  # the libraries of the last run
         self.base, self.opset = model, model.graph.opset_imports.get("")
 
     def make_cases(self, inputs_file: str | os.PathLike[str] | None) -> None:
@@ -181,7 +182,7 @@ class Trial:
         try:
             path = self._write(model.clone(), "trial.onnx")[-1]
             answer = compare.run(path, self.library, self.cases)
-            found, self.registered = answer.outputs, [library.path for library in answer.libraries]
+            found, self.registered = answer.outputs, answer.libraries
         except NotRunnable as reason:
             raise compare.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
@@ -294,11 +295,10 @@ class Trial:
             ir.external_data.load_to_model(model)
             split_simplified_norms(model)
             compare.declare_outputs(model, self.expected)
-            report.libraries = [*in_use(model, self.registered)]
+            report.libraries = paths_in_use(model, self.registered)
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
         model = work.model
-        report.inlined = {f"{domain}::{name}": count for (domain, name), count in self.own.inlined.items()}
-        report.libraries = [*in_use(model, self.registered)]
+        report.inlined, report.libraries = self.own.inlined, paths_in_use(model, self.registered)
         if wide := self._convert(model):
             report.notes.append(f"{wide} nodes compute in fp32")
         if masks := {str(shown.name) for lengths, shown in work.lengths.items() if lengths.uses()}:

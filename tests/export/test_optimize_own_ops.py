@@ -247,6 +247,18 @@ def test_subgraphs(text: str, count: int, dtype: str | None, tmp_path: Path, lib
     assert nodes(model, "CustomLinear") and report.libraries[0] == library
 
 
+def test_16_bits_beside_a_subgraph(tmp_path: Path, library: Path) -> None:
+    """One body serves the node of the main graph, in 16 bits, and that of a subgraph, in fp32."""
+    text = LOOP.replace("b = Add (a, bias)", "c = Add (a, bias) b = mine.CustomBump (c)")
+    _, model = optimized(made(text, bump()), tmp_path, library, dtype="float16")
+    assert own(model) == ["CustomBump"] * 2
+    assert {node.inputs[0].dtype for node in model.graph.all_nodes() if node.domain == "mine"} == {
+        ir.DataType.FLOAT16,
+        ir.DataType.FLOAT,
+    }
+    check_values(tmp_path, library, accepted=2e-2)
+
+
 WRAPPER = """
 < domain: "other", opset_import: ["" : 20, "mine" : 1] >
 CustomTwice (x) => (y)
