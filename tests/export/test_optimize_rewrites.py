@@ -254,6 +254,34 @@ def test_windows_that_stay(outer: str, reason: str, tmp_path: Path) -> None:
     assert not report.made and reason in next(iter(report.left))
 
 
+ALIBI = "u = Mul (s, scale) t = Add (alibi, u)"
+
+
+@pytest.mark.parametrize(
+    ("batch", "alibi", "sums"),
+    [("4", "8", ALIBI), ("4", "1", ALIBI), ("B", "1", ALIBI), ("B", "8", "t = Div (s, scale)")],
+)
+def test_attention_with_heads_in_the_batch(batch: str, alibi: str, sums: str, tmp_path: Path) -> None:
+    """BLOOM computes both products on [B*H, S, D], and adds ALiBi there."""
+    text = f"""(float[{batch}, 6, 8] q, float[{batch}, 6, 8] k, float[{batch}, 6, 8] v,
+        float[{alibi}, 1, 6] alibi, float[{batch}, 1, 6, 6] m) => (float[{batch}, 6, 8] y) {{
+        qr = Reshape (q, apart) qt = Transpose <perm=[0, 2, 1, 3]> (qr) qb = Reshape (qt, together)
+        kr = Reshape (k, apart) kt = Transpose <perm=[0, 2, 1, 3]> (kr) kb = Reshape (kt, together)
+        vr = Reshape (v, apart) vt = Transpose <perm=[0, 2, 1, 3]> (vr) vb = Reshape (vt, together)
+        kk = Transpose <perm=[0, 2, 1]> (kb) s = MatMul (qb, kk) {sums}
+        w = Reshape (t, scores) x = Add (w, m) p = Softmax (x) pb = Reshape (p, rows)
+        o = MatMul (pb, vb) oh = Reshape (o, heads) ot = Transpose <perm=[0, 2, 1, 3]> (oh)
+        y = Reshape (ot, joined) }}"""
+    targets = {"together": [-1, 6, 4], "scores": [-1, 2, 6, 6], "rows": [-1, 6, 6], "heads": [-1, 2, 6, 4]}
+    constants = SHAPES | {name: np.array(target) for name, target in targets.items()}
+    npz = tmp_path / "in.npz"
+    sizes = dict.fromkeys("qkv", (4, 6, 8)) | {"alibi": (int(alibi), 1, 6), "m": (4, 1, 6, 6)}
+    np.savez(npz, **{name: weights(*size) for name, size in sizes.items()})  # type: ignore[arg-type]
+    report, model = optimized(parsed(text, **constants), tmp_path, inputs_file=npz)
+    assert report.made == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
+    assert_same(tmp_path, **sizes)
+
+
 def test_scores_that_16_bits_hide(tmp_path: Path) -> None:
     """MPT in fp16 hides scores with the lowest number of fp16."""
     case = (", bool[B, 1, S, T] m", "s = MatMul (qh, kt) t = Where (m, s, low) p = Softmax (t)")
