@@ -18,7 +18,17 @@ from twinop.record import Record
 from ..attach import OPSETS
 from ..folding import fold_constants
 from ..routes import quiet
-from .graph import attribute, constant, dims, initializer, is_constant, producer, replace, same_dims
+from .graph import (
+    attribute,
+    constant,
+    dims,
+    initializer,
+    is_constant,
+    only_user,
+    producer,
+    replace,
+    same_dims,
+)  # fmt: skip
 from .own_ops import OwnOps
 from .precision import WAS_16_BITS
 from .symbolic_shapes import infer_shapes
@@ -87,9 +97,33 @@ def fold(model: ir.Model, own: set[str]) -> None:
         if not again:
             infer_shapes(model)
             _fold_sizes(model)
+    _unflatten_softmax(model)
     _remove_no_ops(model)
     CommonSubexpressionEliminationPass()(model)
     clean(model)
+
+
+def _unflatten_softmax(model: ir.Model) -> None:
+    """Removes the Flatten and Reshape around a Softmax over the last dimension.
+
+    onnx's conversion of opset 12 writes them where it does not know the number of dimensions.
+    """
+    for node in model.graph:
+        flatten = producer(node.inputs[0], "Flatten") if node.op_type == "Softmax" else None
+        reshape = only_user(node.outputs[0])
+        if flatten is None or reshape is None or reshape.op_type != "Reshape" or node.domain:
+            continue
+        source = flatten.inputs[0]
+        shape, axis = dims(source), attribute(flatten, "axis", 1)
+        is_last = (
+            shape is not None and axis in (-1, len(shape) - 1) and attribute(node, "axis", -1) in (-1, 1)
+        )
+        if is_last and same_dims(shape, dims(reshape.outputs[0])):
+            assert shape is not None
+            node.replace_input_with(0, source)
+            node.attributes["axis"] = ir.AttrInt64("axis", -1)
+            node.outputs[0].shape = ir.Shape(shape)
+            replace(reshape.outputs[0], node.outputs[0])
 
 
 def clean(model: ir.Model) -> None:

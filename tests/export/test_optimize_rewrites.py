@@ -212,6 +212,21 @@ def test_attention(case: tuple[str, str], tmp_path: Path) -> None:
     assert [str(dim) for dim in model.graph.inputs[1].shape or ()] == ["B", "T", "8"]
 
 
+def test_softmax_before_opset_13_of_unknown_rank(tmp_path: Path) -> None:
+    """onnx's conversion writes Flatten, Softmax and Reshape where it does not know the rank."""
+    text = """(float[B, S, 8] q, float[B, S, 8] k, float[B, S, 8] v) => (float[B, S, 8] y) {
+        whole = Shape (q) bs = Gather (whole, outer) four = Concat <axis=0> (bs, split)
+        qr = Reshape (q, four) qh = Transpose <perm=[0, 2, 1, 3]> (qr)
+        kr = Reshape (k, four) kt = Transpose <perm=[0, 2, 3, 1]> (kr)
+        vr = Reshape (v, four) vh = Transpose <perm=[0, 2, 1, 3]> (vr)
+        s = MatMul (qh, kt) p = Softmax <axis=3> (s) o = MatMul (p, vh)
+        ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) }"""
+    model = parsed(text, **SHAPES, outer=np.array([0, 1]), split=np.array([2, 4]))
+    model.opset_import[0].version, model.ir_version = 12, 7
+    report, fast = optimized(model, tmp_path)
+    assert report.made == {"attention": 1} and not nodes(fast, "Softmax", "Flatten")
+
+
 def test_multi_query_attention(tmp_path: Path) -> None:
     """One head of keys and values, which MatMul broadcasts: Falcon, GPTBigCode."""
     text = """(float[B, 6, 8] q, float[B, 6, 4] k, float[B, 6, 4] v) => (float[B, 6, 8] y) {
