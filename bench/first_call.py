@@ -4,13 +4,13 @@ import itertools
 import json
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from twinop import child
 from twinop.console import clear_errors
 
 from . import report
@@ -60,7 +60,7 @@ def measure(libraries: list[Path], provider: str, rounds: int) -> list[dict[str,
     with report.progress("first call", len(cases)) as step:
         for _, op, library in cases:
             step(op)
-            command = [sys.executable, "-c", _PROGRAM, str(library), op, provider]
+            command = child.python(_PROGRAM, str(library), op, provider)
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise report.BenchError(f"{library}, {op}: {done.stderr.strip().splitlines()[-1]}")

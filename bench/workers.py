@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from twinop import child
+
 from .report import reason_of
 
 FAILURE = "failure"
@@ -44,7 +46,7 @@ class Worker:
         if beside:
             few = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
             environment |= few | {"CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", __spec__.name, function, str(self._result)]
+        command = child.module(__spec__.name, function, str(self._result))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twinop import deploy
+from twinop import child, deploy
 from twinop.errors import ExportError, TwinopError
 from twinop.library import Library
 
@@ -102,9 +102,8 @@ class Server:
     def _started(self) -> "subprocess.Popen[bytes]":
         if self.process is None or self._owner != os.getpid() or self.process.poll() is not None:
             self._owner = os.getpid()
-            program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
             self.process = subprocess.Popen(
-                [sys.executable, "-c", program],
+                child.python(f"from {__name__} import serve; serve()"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is the caller's

@@ -6,6 +6,7 @@ when it is first used.
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .own_op import second_derivative as second_derivative
 
 __version__ = "0.2.0"
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime reads it at its import
 
 _MODULES = {
     "DefaultInput": "bodies",

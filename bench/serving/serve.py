@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 import onnx
 import typer
 
+from twinop import child
 from twinop.console import clear_errors
 
 from .. import report
@@ -135,7 +135,7 @@ def measure_once(
     method = load.METHOD if protocol == GRPC else ""
     processes = max(1, min(clients // 8, (os.cpu_count() or 1) // 4))  # one is slower than several servers
     options = load.Load(server.ports[protocol], str(request), clients, seconds, method, processes)
-    line = [sys.executable, "-m", "twinop.bench.serving.load", json.dumps(asdict(options))]
+    line = child.module("twinop.bench.serving.load", json.dumps(asdict(options)))
     done = subprocess.run(line, capture_output=True, text=True, timeout=seconds * 10 + 60, check=False)
     if done.returncode:
         raise report.BenchError(f"the clients of {server.name} ended:\n{done.stderr[-2000:]}")

@@ -24,6 +24,7 @@ import onnx
 import onnx.parser
 from onnx import numpy_helper
 
+from twinop import child
 from twinop.record import DOMAIN, DOMAIN_VERSION
 
 from .. import report
@@ -146,7 +147,7 @@ def started(
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
     start = time.perf_counter()
     with log.open("ab") as file:
-        running = subprocess.Popen([sys.executable, "-m", *command, *ports], stdout=file, stderr=file)
+        running = subprocess.Popen(child.module(*command, *ports), stdout=file, stderr=file)
     try:
         while not _is_ready(http_port, f"/v2/models/{model}/ready"):
             late = time.perf_counter() - start > _START_SECONDS

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from onnx import TensorProto, helper
 
+from twinop import child
 from twinop.building.toolchain import Compiler, Nvcc, find_compiler, find_nvcc
 from twinop.errors import ForeignLibraryError, TwinopError
 from twinop.find import Package, installed_packages, package_of, project_libraries
@@ -206,12 +206,9 @@ def _tiny(opsets: dict[str, int], ir_version: int) -> bytes:
 
 def _ask(*arguments: str, model: bytes = b"") -> tuple[str, str]:
     """Runs `probe`. Returns its answer, and what went wrong."""
-    command = [sys.executable, "-m", "twinop.deploy.doctor.probe", *arguments]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = child.module("twinop.deploy.doctor.probe", *arguments)
     try:
-        done = subprocess.run(
-            command, input=model, capture_output=True, timeout=_SECONDS, env=environment, check=False
-        )
+        done = subprocess.run(command, input=model, capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return "", f"no answer within {_SECONDS} s"
     if done.returncode < 0:

@@ -67,7 +67,7 @@ def test_without_torch_and_onnxruntime(tmp_path: Path) -> None:
 
 def test_onnxruntime_that_crashes(tmp_path: Path) -> None:
     (tmp_path / "onnxruntime.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    result = doctor(cwd=tmp_path)
+    result = doctor(cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
     assert (
         "error: onnxruntime: it cannot be imported: the process ended with signal 11 | pip" in result.stdout

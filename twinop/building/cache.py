@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,25 @@ from ..errors import BuildError
 
 
 def cache_folder() -> Path:
-    """Returns $TWINOP_CACHE, $XDG_CACHE_HOME/twinop or ~/.cache/twinop, and in it the folder of builds."""
+    """Returns $TWINOP_CACHE, $XDG_CACHE_HOME/twinop or ~/.cache/twinop, and in it the folder of builds.
+
+    Raises:
+        BuildError: the folder belongs to another user, whose code would run.
+    """
     named = os.environ.get("TWINOP_CACHE")
     if not named:
         named = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/twinop"
-    return Path(named).expanduser().absolute() / "build"
+    folder = Path(named).expanduser().absolute() / "build"
+    for each in (folder.parent, folder):
+        with suppress(OSError):  # not there yet, or whatever writes there says why it cannot
+            if (status := each.stat()).st_uid != os.geteuid():
+                raise BuildError(
+                    f"{each}: the cache of builds belongs to another user, who could change what runs. Set "
+                    "TWINOP_CACHE to a folder of your own"
+                )
+            if status.st_mode & 0o077 and each.name in ("twinop", "build"):
+                each.chmod(0o700)
+    return folder
 
 
 def digest(*parts: Any) -> str:
