@@ -19,7 +19,7 @@ from twinop.library import Library
 from twinop.record import Record
 
 from .bodies import find_body
-from .calls import Call, make_call
+from .calls import Call, make_call, paths_in_use
 from .ort_process import SERVER, Answer, OrtCrash, Request
 from .record_body import trace
 from .report import ExportReport, Parity
@@ -29,6 +29,10 @@ _HIDDEN_ROWS = (
     "opset 23 and differs from torch there. Export with opset 23 or, where ONNX Runtime refuses that (rotary "
     "positions, broadcast masks), with the torchscript exporter"
 )
+
+
+Case = tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]
+"""Inputs, and torch's outputs for them."""
 
 
 class NotRunnable(Exception):
@@ -128,7 +132,7 @@ def verify(
     model: ir.Model,
     library: deploy.Libraries,
     calls: Mapping[Record, Sequence[Call]],
-    cases: Sequence[tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]],
+    cases: Sequence[Case],
 ) -> None:
     """Runs a file with the library and without it, and writes into the report how it compares with torch.
 
@@ -158,7 +162,7 @@ def verify(
 
     try:
         report.parity, used = compare_run(library, "the exported model")
-        report.library = used[0].path if used else None
+        report.libraries = paths_in_use(model, used)
         known = {record for each in used for record in each.by_onnx_name.values()}
         if foreign := [record.onnx_name for record in calls if record not in known]:
             report.notes.append(

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +118,21 @@ def export(
             calls = _run_passes(exported, records, report, replace, fuse)
         files = save(exported, folder / target.name, external_data_bytes)
         report.size = sum(file.stat().st_size for file in files)
+        libraries = _libraries(library, calls) if verify or optimize else []
+        cases: list[comparison.Case] = []
         if verify:
             progress("comparing with torch in ONNX Runtime")
-            cases = [(inputs.tensors, list(expected.values()))]
+            cases.append((inputs.tensors, list(expected.values())))
             if axes:
                 try:
                     cases.append(_larger_case(model, inputs, axes))
                     report.resized = True
                 except ExportError as error:
                     report.notes.append(f"not compared at other sizes: {error}")
-            libraries = _libraries(library, calls)
             comparison.verify(report, files[-1], exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
-            files = _optimized(files, inputs.tensors, _libraries(library, calls), calls, report, fuse, device)
+            files = _optimized(files, inputs.tensors, libraries, calls, report, fuse, device, cases)
         publish(files, target.parent)
     report.data_path = target.parent / files[0].name if len(files) > 1 else None
     return report
@@ -164,8 +166,9 @@ def _optimized(
     report: ExportReport,
     fuse: bool,
     device: str,
+    cases: Sequence[comparison.Case],
 ) -> list[Path]:
-    """Optimises a file into a folder of its own; returns the files to keep."""
+    """Optimises a file into a folder of its own, and compares it with torch; returns the files to keep."""
     folder = files[-1].parent / "optimized"
     folder.mkdir()
     given, path = folder / "inputs.npz", folder / files[-1].name
@@ -182,6 +185,11 @@ def _optimized(
             library=libraries or None,
             kept=kept,
         )
+        checked = changed(report, notes=[], unsupported=[], parity=None, without_library=None)
+        if optimized.made and cases:
+            model = ir.load(path)
+            calls = find_calls(model, torch_op.records())
+            comparison.verify(checked, path, model, libraries, calls, cases)
     except TwinopError as error:
         report.notes.append(f"not optimised: {error}")
         return files
@@ -192,6 +200,10 @@ def _optimized(
         return files
     if optimized.made:
         report.optimized = optimized
+        if checked.parity is not None:  # this machine's CPU runs it
+            report.parity, report.libraries = checked.parity, checked.libraries
+            report.without_library, report.without_reason = checked.without_library, checked.without_reason
+            report.unsupported = checked.unsupported
         _describe(ir.load(path), report)
         files = [file for file in (path.with_name(f"{path.name}.data"), path) if file.exists()]
         report.size = sum(file.stat().st_size for file in files)

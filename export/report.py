@@ -37,7 +37,7 @@ class ExportReport:
     nodes: dict[str, int] = field(default_factory=dict)  # "Gemm", "custom_domain.CustomRelu" -> count
     size: int = 0  # bytes, external data included
     data_path: Path | None = None  # external data, if there is any
-    library: Path | None = None  # the one that was compared with torch
+    libraries: list[Path] = field(default_factory=list)  # those whose ops were compared with torch
     parity: Parity | None = None  # with the library; None: not compared, `parity_reason` says why
     parity_reason: str = ""
     replaced: dict[str, int] = field(default_factory=dict)  # nodes that replaced standard operators, by type

@@ -217,7 +217,7 @@ def _table(report: "ExportReport") -> Table:
     row("size", decimal(report.size) + (f", weights in {report.data_path.name}" if report.data_path else ""))
     if report.parity is not None:
         sizes = ", also at other sizes" if report.resized else ""
-        used = report.library.name if report.library else "no library needed"
+        used = ", ".join(path.name for path in report.libraries) or "no library needed"
         row("torch = ONNX Runtime", f"{report.parity}{sizes} ({used})", "green")
     else:
         row("torch = ONNX Runtime", f"not compared: {report.parity_reason or '--no-verify'}", "yellow")

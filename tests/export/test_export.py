@@ -253,7 +253,7 @@ def test_a_model_without_custom_ops(tmp_path: Path) -> None:
     report = export(torch.nn.ReLU(), torch.randn(3), tmp_path / "plain.onnx", exporter="torchscript")
     assert (
         report.custom_ops == []
-        and report.library is None
+        and not report.libraries
         and report.parity is not None
         and report.parity.equal
     )
