@@ -48,6 +48,7 @@ def run(
     library: deploy.Libraries | bool,
     cases: Sequence[Mapping[str, Any]] = (),
     until_one_runs: bool = False,
+    optimize: bool = True,
 ) -> Answer:
     """Runs a model on the CPU provider in another process, so that a crash of ONNX Runtime is reported.
 
@@ -56,6 +57,7 @@ def run(
         cases: the inputs of each run, tensors or arrays. Inputs that the model does not have are ignored: an
             exporter removes those that it finds to be unused.
         until_one_runs: end with the first case that runs; those that fail before it have no outputs.
+        optimize: whether ONNX Runtime may run its graph optimizations.
 
     Raises:
         NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.
@@ -63,7 +65,7 @@ def run(
         TwinopError: the library is missing, damaged, or not the one that the model needs.
     """
     arrays = [{name: to_array(tensor) for name, tensor in case.items()} for case in cases]
-    request = Request(model, library, arrays, until_one_runs=until_one_runs)
+    request = Request(model, library, arrays, optimize, until_one_runs=until_one_runs)
     name = f"ONNX Runtime {ort.__version__}"
     try:
         try:

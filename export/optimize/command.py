@@ -42,6 +42,12 @@ def main(
             help="A rewrite to leave out, such as attention; repeat it for others.", show_default=False
         ),
     ] = None,
+    allow_uncompared: Annotated[
+        bool,
+        typer.Option(
+            "--allow-uncompared", help="Keep the file although an output is empty or NaN for all inputs."
+        ),
+    ] = False,
     library: Annotated[
         list[Path] | None,
         typer.Option(help="A library of ops that the model needs; repeat it for others.", show_default=False),
@@ -69,6 +75,7 @@ def main(
             padding=padding,
             inputs_file=inputs,
             without=without or (),
+            allow_uncompared=allow_uncompared,
             library=library,
             progress=status.update,
         )

@@ -1,7 +1,7 @@
 """Generates inputs for a model from nothing but its graph."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,12 @@ _RANDOM = {
 }  # fmt: skip
 _MOST = 2**27  # elements of an input
 _LEAST = 3  # what a difference of two dimensions is raised to, if it would be empty
+_SPECIAL: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "inputs of zeros": np.zeros_like,
+    "inputs of ones": np.ones_like,
+    "large inputs": lambda array: array * array.dtype.type(1000),
+}
+_HIDES = {"right": "the end", "left": "the beginning", "holes": "tokens between others"}
 _UNKNOWN_ROWS = 2  # integers of unknown meaning are 0 or 1, like masks and token types
 
 
@@ -68,7 +74,8 @@ def generate(
 
     Args:
         sizes: of the dynamic dimensions. Dimensions of one name have one size.
-        hide: which end of the sequences masks hide: "right", "left", "nothing" or "everything".
+        hide: which end of the sequences masks hide: "right", "left", "nothing", "everything", or "holes" for
+            some tokens between others.
         positive: generate positive floats only, for logarithms and roots.
         only: the inputs to generate; by default all.
 
@@ -106,6 +113,27 @@ def generate(
                 array[..., 1:2, :] = True
         case[value.name] = np.asarray(array, dtype.numpy())
     return case
+
+
+def hidden(padding: str | None) -> list[str]:
+    """Returns what masks may hide, if `padding` is promised."""
+    return ["right"] if padding == "right" else ["right", "left", "holes", "everything"]
+
+
+def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Case]:
+    """Returns a case again, by what differs: numbers that are all 0 or 1 or large, and other masks."""
+    values = {str(value.name): value for value in model.graph.inputs if value.name in case}
+    masks = {name: case[name] for name, value in values.items() if is_mask(value) and case[name].ndim == 2}
+    numbers = {name: case[name] for name in values if case[name].dtype.kind == "f" and not is_mask_name(name)}
+    found = {}
+    for name, change in _SPECIAL.items() if numbers else ():
+        found[name] = case | {key: change(array) for key, array in numbers.items()}
+    for hide in hidden if masks else ():
+        found[f"a mask that hides {_HIDES.get(hide, hide)}"] = case | {
+            key: (padding_mask([*array.shape], hide) != _is_inverted(key, array.dtype)).astype(array.dtype)
+            for key, array in masks.items()
+        }
+    return found
 
 
 def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
@@ -158,6 +186,11 @@ def is_mask(value: ir.Value) -> bool:
     return is_mask_name(str(value.name)) and len(dims(value) or ()) == 2
 
 
+def has_mask(model: ir.Model) -> bool:
+    """Whether a model has a padding mask."""
+    return any(map(is_mask, model.graph.inputs))
+
+
 def is_mask_name(name: str) -> bool:
     """Whether an input of this name is a mask."""
     return "mask" in name.lower() or "padding" in name.lower()
@@ -166,9 +199,14 @@ def is_mask_name(name: str) -> bool:
 def padding_mask(shape: list[int], hide: str) -> np.ndarray:
     """Returns a mask [batch, length] of ones.
 
-    Each sequence but the first of several has zeros at one end, unless `hide` is "nothing" or "everything".
+    Each sequence but the first of several has zeros at one end, unless `hide` is "nothing", "everything" or
+    "holes".
     """
     batch, length = shape
+    if hide == "holes":
+        shown = np.random.default_rng(0).random((batch, length)) < 0.6
+        shown[:, 0:3:2], shown[:, 1] = True, length < 3
+        return shown
     counts = 2 * np.arange(batch) + 2 * (batch == 1)
     if hide in ("nothing", "everything"):
         return np.full((batch, length), hide == "nothing")
@@ -182,6 +220,15 @@ def hides_left(case: Case) -> bool:
     masks = {name: array for name, array in case.items() if is_mask_name(name) and array.ndim == 2}
     return any(
         ((array[:, :1] != 0) == _is_inverted(name, array.dtype)).any() for name, array in masks.items()
+    )
+
+
+def hides_all(case: Case) -> bool:
+    """Whether a padding mask of a case hides everything: there, scores are beside a large number."""
+    return any(
+        ((array != 0) == _is_inverted(name, array.dtype)).all()
+        for name, array in case.items()
+        if is_mask_name(name) and array.ndim == 2
     )
 
 

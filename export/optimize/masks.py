@@ -93,10 +93,10 @@ def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str
         name: of the padding mask among the inputs, or "".
         batch: of more cases than those of one sequence; 0 for none.
     """
-    kinds = [(1, "right"), (1, "left")]
+    kinds = [(1, "right"), (1, "left"), (1, "holes")]
     given = given_of(*(mask.value for mask in masks))
     if batch:
-        kinds += [(batch, hide) for hide in ("nothing", "right", "left", "everything")]
+        kinds += [(batch, hide) for hide in ("nothing", *inputs.hidden(None))]
     cases = [
         inputs.generate(model, replace(sizes, batch=size), hide=hide, seed=seed, only=given)
         for seed, (size, hide) in enumerate(kinds)

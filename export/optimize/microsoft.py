@@ -32,7 +32,7 @@ from .graph import (
     replace,
 )  # fmt: skip
 
-_LOWEST = float(np.finfo(np.float32).min)
+_HIDDEN = -10000.0  # what ONNX Runtime adds to a hidden score, also where a row has no other
 _TANH = {"approximate": "tanh"}  # the form of FastGelu
 
 
@@ -237,7 +237,7 @@ def _multi_head(node: ir.Node, parts: list[ir.Value], mask: ir.Value | None, add
     rank = len(dims(mask) or ()) if mask is not None else 1
     if rank == 2:
         assert mask is not None
-        bias = padding_bias(mask, attribute(node, "mask_filter_value", _LOWEST), parts[0], node)
+        bias = padding_bias(mask, attribute(node, "mask_filter_value", _HIDDEN), parts[0], node)
         if added is not None:
             bias = add(node, "Add", [bias, added], shape=broadcast_dims(dims(bias), dims(added)))
         added, mask = spread(bias, parts[0], parts[1], node), None

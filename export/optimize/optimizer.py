@@ -89,6 +89,7 @@ def optimize(
     padding: str | None = None,
     inputs_file: str | os.PathLike[str] | None = None,
     without: Sequence[str] = (),
+    allow_uncompared: bool = False,
     library: deploy.Libraries = None,
     kept: Iterable[Record] = (),
     progress: Callable[[str], None] = lambda step: None,
@@ -109,6 +110,7 @@ def optimize(
         padding: "right" promises that masks hide nothing but the end of each sequence.
         inputs_file: an .npz file of inputs for the comparison; by default they are generated.
         without: names of rewrites to leave out.
+        allow_uncompared: keep the file although an output is empty or NaN for all inputs; the report says so.
         library: libraries of custom ops that the original needs. Those of other domains are found as
             `deploy.session` finds them. The nodes of all of them stay as they are.
         kept: ops whose nodes stay although no library may have them.
@@ -150,7 +152,7 @@ def optimize(
         unchanged = source if dtype is None or found == {dtype} else None
         exposed = interface if dtype is None else {}
         trial = Trial(model, original, unchanged, exposed, folder, records, report, padding, own, progress)
-        trial.make_cases(inputs_file)
+        trial.make_cases(inputs_file, allow_uncompared)
         left_out = {*without, *(_CUDA_ONLY if device == "cpu" else ())}
         if report.dtype not in precision.DTYPES:
             left_out.add("packed_attention")  # it needs tensor cores

@@ -4,6 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,9 @@ from ..calls import find_calls, paths_in_use
 from ..comparison import NotRunnable
 from ..files import EXTERNAL_DATA_BYTES, save
 from ..routes import quiet
-from . import compare, masks, precision
-from .graph import MICROSOFT, Work, share_constants
-from .inputs import Case, Sizes, draws_random, hides_left, read_npz
+from . import compare, inputs, masks, precision
+from .graph import MICROSOFT, Work, dims, share_constants
+from .inputs import Sizes, draws_random, hides_left, read_npz
 from .load import load
 from .microsoft import split_simplified_norms
 from .own_ops import OwnOps
@@ -74,36 +75,46 @@ class Trial:
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
         self.acting, self.longest_trial = set[str](), 0.0  # the rewrites that changed something; seconds
-        self.cases: list[Case] = []
-        self.expected: compare.Outputs = []
+        self.reference = compare.Reference([], [], [], [])
         self.sizes = Sizes(1, 1)
         self.registered: Sequence[Library] = []  # the libraries of the last run
         self.base, self.opset = model, model.graph.opset_imports.get("")
 
-    def make_cases(self, inputs_file: str | os.PathLike[str] | None) -> None:
+    def make_cases(self, inputs_file: str | os.PathLike[str] | None, allow_uncompared: bool) -> None:
         """Runs the original on the given inputs, or on generated ones, and prepares the model.
 
         Raises:
-            ExportError: the original does not run.
+            ExportError: the original does not run, or returns nothing that can be compared.
         """
         self.progress("running the original")
         if inputs_file is not None:
-            self.cases, self.sizes = read_npz(os.fspath(inputs_file), self.base, self.padding)
+            usual, self.sizes = read_npz(os.fspath(inputs_file), self.base, self.padding)
+            hidden = inputs.hidden(self.padding)
             try:
-                self.expected = compare.run(self.original, self.library, self.cases).outputs
+                self.reference = compare.reference(self.original, self.base, self.library, usual, hidden)
             except NotRunnable as refused:
                 raise ExportError(f"the original cannot be run on the CPU: {refused}") from refused
-            if reason := compare.shows_nothing(self.expected):
-                raise ExportError(
-                    f"--inputs {inputs_file}: {reason}, so nothing can be compared. Give inputs of at "
-                    "least one row, for which the original returns finite numbers"
-                )
         else:
-            generated = compare.make_cases(self.original, self.base, self.padding, self.library)
-            self.cases, self.expected, self.sizes = generated
-        compare.declare_outputs(self.base, self.expected)
+            found = compare.generated(self.original, self.base, self.padding, self.library)
+            self.reference, self.sizes = found
+        self._check_shown(allow_uncompared)
+        compare.declare_outputs(self.base, self.reference.outputs)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
+
+    def _check_shown(self, allow_uncompared: bool) -> None:
+        """Refuses outputs of which nothing can be compared, or notes them if that is allowed."""
+        for index, reason in self.reference.not_shown().items():
+            output = self.base.graph.outputs[index]
+            text = f"output {output.name} of the original {reason}"
+            if 0 in (dims(output) or ()):  # it never has any
+                continue
+            if not allow_uncompared:
+                raise ExportError(
+                    f"{text} for any of the inputs, so it cannot be compared. Give inputs for which it has "
+                    "finite numbers with --inputs, or keep the file all the same with --allow-uncompared"
+                )
+            self.report.notes.append(f"{text}: it was not compared")
 
     def apply(self, rewrites: Rewrites) -> Work:
         """Applies rewrites to a copy of the model.
@@ -177,22 +188,16 @@ class Trial:
         Raises:
             NotEquivalent: the model does not run, or the error is too large.
         """
-        accepted = compare.ACCEPTED["float32"]
         self.progress("comparing with the original")
         try:
             path = self._write(model.clone(), "trial.onnx")[-1]
-            answer = compare.run(path, self.library, self.cases)
+            answer = compare.run(path, self.library, self.reference.cases)
             found, self.registered = answer.outputs, answer.libraries
         except NotRunnable as reason:
             raise compare.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
             raise compare.NotEquivalent(f"fails: {failure}") from failure
-        error = compare.worst_error(self.expected, found)
-        if not error <= accepted:
-            raise compare.NotEquivalent(
-                f"differs from the original: relative error {error:.1e}, accepted {accepted:.0e}"
-            )
-        return error
+        return self.reference.check(self.reference.errors(found), self.reference.noise, "float32")
 
     def _write(self, model: ir.Model, name: str) -> list[Path]:
         """Attaches the function bodies and writes a model."""
@@ -224,7 +229,7 @@ class Trial:
         try:
             before, now = self._milliseconds(report.source, path, stop=stop)
             report.times = (before, now)
-            report.timed_shape = next((array.shape for array in self.cases[0].values()), ())
+            report.timed_shape = next((array.shape for array in self.reference.cases[0].values()), ())
             for name in [name for name in rewrites if name in self.acting]:
                 started = time.monotonic()
                 if started + self.longest_trial > stop:
@@ -277,7 +282,7 @@ class Trial:
         return precision.convert(model, dtype, self.interface, self.own)
 
     def _milliseconds(self, *paths: Path, stop: float) -> list[float]:
-        found = milliseconds(paths, self.cases[0], self.report.device, self.library, stop)
+        found = milliseconds(paths, self.reference.cases[0], self.report.device, self.library, stop)
         times, self.report.timed_on = found
         return times
 
@@ -294,7 +299,7 @@ class Trial:
             model = load(self.unchanged)
             ir.external_data.load_to_model(model)
             split_simplified_norms(model)
-            compare.declare_outputs(model, self.expected)
+            compare.declare_outputs(model, self.reference.outputs)
             report.libraries = paths_in_use(model, self.registered)
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
         model = work.model
@@ -319,9 +324,17 @@ class Trial:
 
     def _compare_16_bits(self, path: Path, dtype: ir.DataType) -> None:
         """Compares the model in 16 bits, and the original converted to 16 bits, with the original in fp32."""
-        report = self.report
+        report, reference = self.report, self.reference
+        # The result of a row of which a mask hides everything is the mean of all values only if the mask's
+        # lowest number absorbs every score, as in fp32. The comparison in fp32 has these cases.
+        chosen = [index for index, case in enumerate(reference.cases) if not hides_left(case)]
+        if not chosen:
+            report.notes.append(
+                "compared in its fp32 form: all inputs have a mask that hides the first token"
+            )
+            return
         try:
-            error = self._error_in(path, dtype)
+            errors = self._errors_in(path, dtype, chosen)
         except NotRunnable as refused:
             report.notes.append(f"compared in its fp32 form: {refused}")
             return
@@ -331,53 +344,49 @@ class Trial:
                 f"--dtype {report.dtype}: the dtypes of some values are not known, so they could not be "
                 f"converted ({reason}). Leave out --dtype, or declare these values (value_info)"
             ) from failure
+        noise = [
+            [inf if index >= reference.usual else 0.0 for _ in reference.outputs[index]] for index in chosen
+        ]
         try:
             plain = self.unchanged
             if plain is None:
                 model = self.base.clone()
                 self._convert(model)
                 plain = self._write(model, "plain.onnx")[-1]
-            report.own_error = self._error_in(plain, dtype)
+            # Without graph optimisations the CPU rounds each result to 16 bits, as torch does.
+            runs = [self._errors_in(plain, dtype, chosen, optimize) for optimize in (True, False)]
+            noise = [[*map(max, *pair)] for pair in zip(*runs, strict=True)]
+            report.own_error = own = reference.largest(noise, chosen)
         except (NotRunnable, TwinopError):
-            report.own_error = None
-        report.error, own = error, report.own_error or 0.0
+            report.own_error, own = None, 0.0
         if own > compare.LOST:
             raise ExportError(
                 f"the original in {report.dtype} has a relative error of {own:.1e}: its numbers do not fit. "
                 "Keep float32, or give the other of float16 and bfloat16"
             )
-        accepted = max(compare.FACTOR * own, compare.ACCEPTED[report.dtype])
-        if not error <= accepted:
+        report.error = reference.largest(errors, chosen)
+        try:
+            reference.check(errors, noise, report.dtype, chosen)
+        except compare.NotEquivalent as reason:
             raise ExportError(
-                f"the model in {report.dtype} differs from the original in fp32: relative error {error:.1e},"
-                f" accepted {accepted:.1e}. Leave rewrites out with --without, or keep its dtype"
-            )
-        if error > max(compare.NOTED * own, compare.ACCEPTED[report.dtype]):
-            report.notes.append(
-                f"its error in {report.dtype} is {error / own:.1f} times the original's on the CPU"
-            )
+                f"the model in {report.dtype} {reason}. Leave rewrites out with --without, or keep its dtype"
+            ) from None
 
-    def _error_in(self, path: Path, dtype: ir.DataType) -> float:
-        """Returns the error of a model in 16 bits.
-
-        It leaves out cases with fully masked rows. Their result is the mean of all values only if the mask's
-        lowest number absorbs every score, as in fp32. The comparison in fp32 has these cases.
-        """
-        chosen = [index for index, case in enumerate(self.cases) if not hides_left(case)]
-        if not chosen:
-            raise NotRunnable("all inputs have a mask that hides the first token")
+    def _errors_in(
+        self, path: Path, dtype: ir.DataType, chosen: Sequence[int], optimize: bool = True
+    ) -> compare.Errors:
+        """Returns the errors of a model in 16 bits in the chosen cases."""
         cases = [
             {
                 n: precision.narrow(a, self.interface.get(n, dtype)) if a.dtype == np.float32 else a
-                for n, a in self.cases[index].items()
+                for n, a in self.reference.cases[index].items()
             }
             for index in chosen
         ]
         try:
-            found = compare.run(path, self.library, cases).outputs
+            found = compare.run(path, self.library, cases, optimize=optimize).outputs
         except TwinopError as error:
             if "bound to different types" in str(error):
                 raise
             raise NotRunnable(str(error).splitlines()[0]) from error
-        expected = [[precision.clip(each, dtype) for each in self.expected[index]] for index in chosen]
-        return compare.worst_error(expected, found)
+        return self.reference.errors(found, chosen, dtype)

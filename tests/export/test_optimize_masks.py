@@ -241,14 +241,15 @@ def test_the_comparison_sees_every_number(
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"), [(0, "the outputs of the original have no elements"), (3, "has no finite number")]
+    ("rows", "expected"),
+    [(0, "output y of the original has no elements"), (3, "output y of the original has no finite number")],
 )
 def test_inputs_that_show_nothing(rows: int, expected: str, tmp_path: Path) -> None:
     model = parsed("(float[N, 8] x) => (float[N, 4] y) { l = Log (x) y = MatMul (l, w) }", w=weights(8, 4))
     onnx.save(model, tmp_path / "old.onnx")
     np.savez(tmp_path / "inputs.npz", x=-np.ones((rows, 8), np.float32))
     with pytest.raises(
-        ExportError, match=f"{expected}.* nothing can be compared. Give inputs of at least one"
+        ExportError, match=f"{expected} for any of the inputs, so it cannot be compared. Give inputs"
     ):
         optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx", inputs_file=tmp_path / "inputs.npz")
 

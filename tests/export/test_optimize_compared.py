@@ -1,0 +1,106 @@
+"""Tests of what `twinop optimize` compares, and of what it accepts."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from optimizing import nodes, optimized, parsed, weights
+
+from twinop import deploy
+from twinop.errors import ExportError
+from twinop.export.optimize import compare, inputs, optimize
+
+DETECTOR = """(float[N, 8] x) => (float[K, 8] boxes OTHERS) { h = MatMul (x, w)
+    s = ReduceMax <keepdims=0> (h, last) k = Greater (s, threshold) i = NonZero (k)
+    t = Transpose <perm=[1, 0]> (i) boxes = GatherND (h, t) }"""
+GIVEN = {"w": weights(8, 8), "last": np.array([1]), "threshold": np.array(1e3, np.float32)}
+NOTHING = {
+    "one empty output": DETECTOR.replace("OTHERS", ""),
+    "an empty output beside another": DETECTOR.replace("OTHERS", ", float[N, 8] h"),
+    "only NaN": "(float[N, 8] x) => (float[N, 8] boxes) { a = Abs (x) n = Neg (a) s = Sub (n, threshold)"
+    " l = Sqrt (s) boxes = MatMul (l, w) }",
+    "only NaN beside numbers": "(float[N, 8] x) => (float[N, 8] boxes, float[N, 8] y) {"
+    " a = Abs (x) n = Neg (a) s = Sub (n, threshold) l = Sqrt (s) boxes = MatMul (l, w) y = MatMul (x, w) }",
+}
+
+
+@pytest.mark.parametrize("text", NOTHING.values(), ids=list(NOTHING))
+def test_an_output_that_is_never_compared_is_refused(text: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(parsed(text, **GIVEN), source)
+    with pytest.raises(ExportError, match="output boxes .*cannot be compared. Give inputs .*--inputs"):
+        optimize(source, target)
+    assert not target.exists()
+    report = optimize(source, target, allow_uncompared=True)
+    assert target.exists() and "output boxes" in str(report) and "it was not compared" in str(report)
+
+
+def test_inputs_for_which_there_is_something_to_compare(tmp_path: Path) -> None:
+    onnx.save(parsed(NOTHING["one empty output"], **GIVEN), tmp_path / "in.onnx")
+    np.savez(tmp_path / "x.npz", x=np.full((3, 8), 1e5, np.float32) * np.sign(GIVEN["w"].sum(1)))
+    report = optimize(tmp_path / "in.onnx", tmp_path / "out.onnx", inputs_file=tmp_path / "x.npz")
+    assert not report.notes and report.made
+
+
+def test_special_inputs_are_compared() -> None:
+    """Zeros, constants, large numbers, and masks with holes."""
+    given = "(float[N, 8] x, int64[N, 8] mask, int64[N, 8] ids)"
+    model = parsed(f"{given} => (float[N, 8] y) {{ y = Relu (x) }}")
+    ir_model = compare.ir.from_proto(model)
+    case = inputs.generate(ir_model, inputs.Sizes(3, 8), hide="nothing")
+    found = inputs.special(ir_model, case, inputs.hidden(None))
+    assert not found["inputs of zeros"]["x"].any() and (found["inputs of ones"]["x"] == 1).all()
+    assert np.abs(found["large inputs"]["x"]).max() > 1000
+    assert all(each["ids"] is case["ids"] for each in found.values())
+    holes = found["a mask that hides tokens between others"]["mask"]
+    assert (holes[:, :3] == [1, 0, 1]).all()
+    assert not found["a mask that hides everything"]["mask"].any()
+
+
+def reference(noise: float) -> compare.Reference:
+    x = np.linspace(1, 2, 100, dtype=np.float32)
+    return compare.Reference([{}, {}], [[x], [0 * x]], ["inputs of zeros"], [[noise], [0.0]])
+
+
+@pytest.mark.parametrize(
+    ("noise", "error", "is_accepted"),
+    [(0, 9e-5, True), (0, 2e-4, False), (4e-3, 7e-3, True), (4e-3, 9e-3, False), (np.inf, 2e-4, False)],
+)
+def test_twice_the_noise_of_the_original_is_accepted(noise: float, error: float, is_accepted: bool) -> None:
+    usual = reference(noise)
+    x = usual.outputs[0][0]
+    errors = usual.errors([[x * (1 + np.float32(error))], [0 * x]])
+    if is_accepted:
+        assert usual.check(errors, usual.noise, "float32") == pytest.approx(error, rel=0.01)
+    else:
+        with pytest.raises(compare.NotEquivalent, match="relative error"):
+            usual.check(errors, usual.noise, "float32")
+
+
+@pytest.mark.parametrize("wrong", [np.nan, 0.1])
+def test_special_inputs_have_a_say(wrong: float) -> None:
+    usual = reference(0.0)
+    x = usual.outputs[0][0]
+    usual.check(usual.errors([[x], [0 * x + 1e-6]]), usual.noise, "float32")  # rounding, beside usual numbers
+    errors = usual.errors([[x], [0 * x + wrong]])
+    with pytest.raises(compare.NotEquivalent, match="for inputs of zeros"):
+        usual.check(errors, usual.noise, "float32")
+
+
+@pytest.mark.parametrize("attribute", ["", ", mask_filter_value=-5000.0"])
+@pytest.mark.parametrize("kind", ["Attention", "MultiHeadAttention"])
+def test_rows_of_a_mask_that_hides_everything(kind: str, attribute: str, tmp_path: Path) -> None:
+    given = "x, w, b, mask" if kind == "Attention" else "x, x, x, b, mask"
+    text = f"""(float[N, S, 8] x, int32[N, S] mask) => (float[N, S, 8] y) {{
+        z = com.microsoft.{kind} <num_heads=2{attribute}> ({given}) y = MatMul (z, v) }}"""
+    _, model = optimized(parsed(text, w=weights(8, 24), b=weights(24), v=weights(8, 8)), tmp_path)
+    [node] = nodes(model, "MultiHeadAttention")
+    assert len(node.inputs) == 6 and node.inputs[4] is None
+    x = np.random.default_rng(3).standard_normal((4, 5, 8)).astype(np.float32) * 2
+    mask = np.array([[0] * 5, [1] * 5, [1, 0, 1, 1, 0], [0, 0, 1, 1, 1]], np.int32)
+    files = (tmp_path / "old.onnx", tmp_path / "fast.onnx")
+    old, new = (
+        deploy.session(file, ["CPUExecutionProvider"]).run({"x": x, "mask": mask})["y"] for file in files
+    )
+    np.testing.assert_allclose(new, old, rtol=2e-3, atol=2e-3)
