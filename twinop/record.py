@@ -201,7 +201,7 @@ class Record:
         for part in re.finditer(r"[^;]*[^;\s][^;]*", self.limits):
             limit = _LIMIT.fullmatch(part[0])
             if limit is None:
-                problem = "expected `dim of x`, `n in 0 | 1`, or a bound: `eps > 0`, `p <= 0.5`"
+                problem = "expected `axis of x`, `n in 0 | 1`, or a bound: `eps > 0`, `p <= 0.5`"
                 raise RecordSyntaxError("limits", self.limits, part.start(), problem)
             found.append((limit["name"], limit["word"], limit["value"]))
         return tuple(found)

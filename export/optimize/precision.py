@@ -204,7 +204,8 @@ def _of_large_integers(graph: ir.Graph, dtype: ir.DataType) -> set[ir.Node]:
             continue  # a mask: the number that hides is limited to the dtype's
         found.add(node)
         scales = node.op_type in ("Mul", "Div") and not large.issuperset(node.inputs) and number < 1
-        if node.op_type in _ELEMENTS | _BOUNDS | _SHAPES | _LAYERS | {"CustomLinear"} and not scales:
+        is_product = node.domain == DOMAIN and node.op_type.endswith("Linear")
+        if (node.op_type in _ELEMENTS | _BOUNDS | _SHAPES | _LAYERS or is_product) and not scales:
             large.update(value for value in node.outputs if value.dtype is ir.DataType.FLOAT)
     return found
 

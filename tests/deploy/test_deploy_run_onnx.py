@@ -85,7 +85,7 @@ def test_the_library_is_loaded_into_torch_too(libraries: dict[str, Path], tmp_pa
     """In a fresh process, which knows twinop's own ops only."""
     shutil.copy(libraries["test_ops"], tmp_path)
     (tmp_path / "model.onnx").write_bytes(several().SerializeToString())
-    result = script(tmp_path / "model.onnx")
+    result = script(tmp_path / "model.onnx", "--library", tmp_path / "libtest_ops.so")
     assert result.returncode == 0, result.stderr
     assert f"registered {tmp_path / 'libtest_ops.so'}" in " ".join(result.stdout.split())
     assert result.stdout.count(" yes ") == 3 and "torch has no" not in result.stdout

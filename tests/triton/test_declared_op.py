@@ -252,7 +252,7 @@ def test_schemas_that_do_not_parse(schema: str, place: str, said: str) -> None:
         ({"shapes": "y = x[:-1] + [é]"}, "x[:-1] + [é]", "é", "not in the language of shapes"),
         ({"input_shapes": "x = x; w"}, "x = x; w", "w", "expected entries `name = value`"),
         ({"choices": "mode = a | b; mode = c"}, "mode = a | b; mode = c", "mode = c", "each name once"),
-        ({"limits": "n > 0; n = 3"}, "n > 0; n = 3", " n = 3", "expected `dim of x`"),
+        ({"limits": "n > 0; n = 3"}, "n > 0; n = 3", " n = 3", "expected `axis of x`"),
         ({"limits": "n > 0.5"}, "n > 0.5", "n > 0.5", "for an int or a float and a number of this kind"),
         ({"limits": "mode in 0 | 1"}, "mode in 0 | 1", "mode in", "is for an int and lists ints"),
         ({"limits": "n > 0; eps > 0"}, "n > 0; eps > 0", "eps > 0", "eps is not an attribute of the op"),
