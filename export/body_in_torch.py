@@ -5,6 +5,7 @@ In float64 a body is the exact meaning of its op. The tests compare kernels and 
 benchmarks run it as torch's own version of an op. Results are differentiable.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,13 +140,21 @@ class TorchOps:
             function = function or getattr(F, name, None)
         if function is None:
             raise ExportError(
-                f"body {self._record.name}: export/body_in_torch.py does not know operator {op_type}. Add "
-                "it to OPERATORS there"
+                f"body {self._record.name}: twinop computes it with torch, and does not know what "
+                f"{op_type} is there. Write it with other operators, or give the tests the op's meaning: "
+                "reference(op) that returns a twinop.testing.references.Reference with `compute`"
             )
 
         def add(*inputs: Any, _outputs: int = 1, **attributes: Any) -> Any:
             named = {key: v.value if isinstance(v, AttributeValue) else v for key, v in attributes.items()}
-            return self._apply(op_type, partial(function, **named), [self._tensor(v, inputs) for v in inputs])
+            given = [self._tensor(v, inputs) for v in inputs]
+            try:
+                return self._apply(op_type, partial(function, **named), given)
+            except TypeError as error:  # what torch's function of this name does not take
+                raise ExportError(
+                    f"body {self._record.name}: {op_type}({len(inputs)} inputs, {named}) cannot be computed "
+                    f"with torch: {str(error).splitlines()[0]}. Write it with other operators"
+                ) from error
 
         return add
 
@@ -221,7 +230,65 @@ def _variadic(function):
     return lambda *tensors: reduce(function, tensors)
 
 
+def _arg(function):
+    """Returns ArgMax or ArgMin, from a function of (x, dim, keepdim) that gives the first index."""
+
+    def arg(x, *, axis=0, keepdims=1, select_last_index=0):
+        if not select_last_index:
+            return function(x, axis, bool(keepdims))
+        return x.shape[axis] - 1 - function(x.flip(axis), axis, bool(keepdims))
+
+    return arg
+
+
+def _cumsum(x, axis, *, exclusive=0, reverse=0):
+    axis = int(axis)
+    x = x.flip(axis) if reverse else x
+    sums = x.cumsum(axis) - x if exclusive else x.cumsum(axis)
+    return sums.flip(axis) if reverse else sums
+
+
+def _gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
+    product = alpha * ((a.T if transA else a) @ (b.T if transB else b))
+    return product if c is None else product + beta * c
+
+
+def _product(x, dims, keep):
+    for dim in sorted((dim % x.ndim for dim in dims), reverse=True):
+        x = x.prod(dim, keep)
+    return x
+
+
+def _sums_to_one(x, *, axis=-1):
+    return F.one_hot(x.argmax(axis), x.shape[axis]).movedim(-1, axis).to(x.dtype)
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
+    "ArgMax": _arg(torch.argmax),
+    "ArgMin": _arg(torch.argmin),
+    "CumSum": _cumsum,
+    "Einsum": lambda *tensors, equation: torch.einsum(equation, *tensors),
+    "Flatten": lambda x, *, axis=1: x.reshape(math.prod(x.shape[:axis]), -1),
+    "GatherElements": lambda x, indices, *, axis=0: x.gather(axis, indices % x.shape[axis]),
+    "Gemm": _gemm,
+    "HardSigmoid": lambda x, *, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
+    "HardSwish": F.hardswish,
+    "Hardmax": _sums_to_one,
+    "IsInf": lambda x, *, detect_negative=1, detect_positive=1: (
+        x.isinf() & (((x < 0) & bool(detect_negative)) | ((x > 0) & bool(detect_positive)))
+    ),
+    "Mean": lambda *tensors: reduce(torch.add, tensors) / len(tensors),
+    "PRelu": lambda x, slope: torch.where(x < 0, slope * x, x),
+    "Selu": lambda x, *, alpha=1.6732632423543772, gamma=1.0507009873554805: (
+        gamma * torch.where(x > 0, x, alpha * x.clamp(max=0).expm1())
+    ),
+    "Shrink": lambda x, *, bias=0.0, lambd=0.5: torch.where(
+        x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0)
+    ),
+    "Swish": lambda x, *, alpha=1.0: x * (alpha * x).sigmoid(),
+    "ThresholdedRelu": lambda x, *, alpha=1.0: torch.where(x > alpha, x, 0),
+    "Tile": lambda x, repeats: x.tile(_ints(repeats)),
+    "TopK": lambda x, k, *, axis=-1, largest=1, sorted=1: tuple(x.topk(int(k), axis, bool(largest))),
     "Cast": lambda x, *, to: x.to(getattr(torch, dtype_name(to))),
     "CastLike": lambda x, like: x.to(like.dtype),
     "Clip": lambda x, low=None, high=None: x if low is high is None else x.clamp(low, high),
@@ -230,7 +297,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Equal": lambda a, b: torch.tensor(a == b) if isinstance(a, str) else torch.eq(a, b),
     "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, _ints(shape))),
     "Gather": lambda x, indices, *, axis=0: (
-        x.index_select(axis, indices.reshape(-1)).unflatten(axis, indices.shape)
+        x.index_select(axis, indices.reshape(-1) % max(x.shape[axis], 1)).unflatten(axis, indices.shape)
         if indices.ndim
         else x.select(axis, int(indices))
     ),
@@ -250,6 +317,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceMax": _reduction(torch.amax),
     "ReduceMean": _reduction(torch.mean),
     "ReduceMin": _reduction(torch.amin),
+    "ReduceLogSum": _reduction(lambda x, dims, keep: x.sum(dims, keep).log()),
+    "ReduceProd": _reduction(_product),
     "ReduceSum": _reduction(torch.sum),
     "ReduceSumSquare": _reduction(lambda x, dims, keep: x.square().sum(dims, keep)),
     "Reshape": _reshape,
@@ -264,7 +333,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(_ints(axes)),
     "Sum": _variadic(torch.add),
     "Trilu": lambda x, k=0, *, upper=1: (torch.triu if upper else torch.tril)(x, int(k)),
-    "Transpose": lambda x, *, perm: x.permute(perm),
+    "Transpose": lambda x, *, perm=None: x.permute(perm or tuple(reversed(range(x.ndim)))),
     "Unsqueeze": _unsqueeze,
 }
 """Operators that torch's functions of the same name do not compute alone."""

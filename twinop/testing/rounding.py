@@ -1,7 +1,9 @@
 """How far rounding may take an op's results: a running error analysis of its function body.
 
 Every operator of the body adds half a unit or so of its own result, and passes on the errors of its inputs,
-multiplied by its derivatives. The sums are first order and in units of the compute type's eps.
+multiplied by its derivatives. The sums are first order and in units of the compute type's eps. Each input
+counts as wrong by a unit: a right op may compute by another formula than its body, and its results are then
+those of inputs next to the given ones (it is backward stable).
 """
 
 from collections.abc import Callable
@@ -31,6 +33,20 @@ EXACT = {
     *("Squeeze", "Transpose", "Unsqueeze", "Where"),
 }
 """Operators that choose or move numbers."""
+ABSOLUTE = {
+    "Celu",
+    "Elu",
+    "Erf",
+    "Gelu",
+    "HardSigmoid",
+    "Mish",
+    "Selu",
+    "Sigmoid",
+    "Softplus",
+    "Swish",
+    "Tanh",
+}
+"""Operators whose errors in ONNX Runtime are absolute below 1."""
 SUMS = {"CumSum", "MatMul", "ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Sum"}
 """Operators that add numbers up: roundings have the size of what is added, and in long rows of equal numbers
 all go one way."""
@@ -47,8 +63,8 @@ class Bounded:
 class RoundingOps(TorchOps):
     """`op` of a body whose values carry bounds of their errors."""
 
-    def input(self, tensor: Tensor) -> Bounded:
-        return Bounded(tensor, torch.zeros_like(tensor))
+    def input(self, tensor: Tensor) -> Any:
+        return Bounded(tensor, tensor.abs().nan_to_num(0, 0)) if tensor.is_floating_point() else tensor
 
     def rounded(self, value: Bounded, like: Bounded) -> Bounded:  # type: ignore[override]
         """The error of the unrounded value may lead to the next number of the narrower type."""
@@ -64,31 +80,56 @@ class RoundingOps(TorchOps):
         powers = self.Exp(self.Sub(x, self.ReduceMax(x, axes)))
         return self.Div(powers, self.ReduceSum(powers, axes))
 
+    def LogSoftmax(self, x: Bounded, *, axis: Any = -1) -> Any:
+        """In single steps: where one number is far above the others, log(sum) is 0 with an error of 1."""
+        if x.value.numel() == 0:
+            return x
+        axes = torch.tensor([getattr(axis, "value", axis)])
+        centred = self.Sub(x, self.ReduceMax(x, axes))
+        return self.Sub(centred, self.Log(self.ReduceSum(self.Exp(centred), axes)))
+
     def _apply(self, op_type: str, function: Callable[..., Any], inputs: list[Any]) -> Any:
         values = [each.value if isinstance(each, Bounded) else each for each in inputs]
         results = function(*values)
         if op_type in SUMS:
             values = [each.abs() if each.is_floating_point() else each for each in values]
-        errors = [_rounding(op_type, each) for each in _listed(function(*values))]
+        errors = [self._rounding(op_type, each) for each in _listed(function(*values))]
+        floating = [each.is_floating_point() for each in _listed(results)]
         for i, given in enumerate(inputs):
-            if isinstance(given, Bounded) and given.error.any():
+            if isinstance(given, Bounded) and given.error.any() and any(floating):
 
                 def of_one(tensor: Tensor, i: int = i) -> Any:
-                    return function(*values[:i], tensor, *values[i + 1 :])
+                    results = _listed(function(*values[:i], tensor, *values[i + 1 :]))
+                    return tuple(each for each in results if each.is_floating_point())
 
-                moved = torch.func.jvp(of_one, (values[i],), (given.error,))[1]
-                errors = [a + b.abs() for a, b in zip(errors, _listed(moved), strict=True)]
+                moved = iter(torch.func.jvp(of_one, (values[i],), (given.error,))[1])
+                errors = [
+                    a + next(moved).abs() if is_float else a
+                    for a, is_float in zip(errors, floating, strict=True)
+                ]
         bounded = [
-            Bounded(value, error.nan_to_num(0)) if value.is_floating_point() else value
-            for value, error in zip(_listed(results), errors, strict=True)
+            Bounded(value, error.nan_to_num(0, posinf=torch.inf)) if is_float else value
+            for value, error, is_float in zip(_listed(results), errors, floating, strict=True)
         ]
         return bounded[0] if isinstance(results, Tensor) else tuple(bounded)
+
+    def _rounding(self, op_type: str, result: Tensor) -> Tensor:
+        return _rounding(op_type, result)
+
+
+class OrtRoundingOps(RoundingOps):
+    """The errors of ONNX Runtime's own operators. Those of its Sigmoid and the like are absolute below 1."""
+
+    def _rounding(self, op_type: str, result: Tensor) -> Tensor:
+        error = super()._rounding(op_type, result)
+        return error.clamp(min=4) if op_type in ABSOLUTE and result.is_floating_point() else error
 
 
 def _rounding(op_type: str, result: Tensor) -> Tensor:
     if op_type in EXACT or not result.is_floating_point():
         return torch.zeros_like(result)
-    size = result.abs().clamp(min=torch.finfo(torch.float32).tiny)  # below, fp32 has fewer digits
+    size = result.abs().nan_to_num(0, 0)  # infinity is not rounded
+    size = size.clamp(min=torch.finfo(torch.float32).tiny)  # below, fp32 has fewer digits
     return 2 * size if op_type in SUMS else size
 
 

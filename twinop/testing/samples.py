@@ -188,12 +188,20 @@ def make_sample(
         moved = Sample(inputs, sample.attributes | dict(attributes or {}))
         return moved.map(lambda t: t * factor if t.is_floating_point() else t)
     found: dict[str, Tensors] = {}
+    # An index or a whole number has no value that stands for NaN.
+    kinds = [torch_dtype(dtypes[name]) for name in record.outputs if name in dtypes]
+    gives_integers = any(not kind.is_floating_point and kind != torch.bool for kind in kinds)
     shapes = input_shapes(record, shape, attributes)
     first = shapes[record.inputs[0].name]
     for i, entry in enumerate(record.inputs):
         wanted, dtype = shapes[entry.name], torch_dtype(dtypes[entry.name])
 
         def draw(seed: int, wanted: Any = wanted, dtype: Any = dtype, other: bool = wanted != first) -> Any:
+            if gives_integers and dtype.is_floating_point:
+                return drawn(seed, wanted, dtype, other).nan_to_num(0.5, torch.inf, -torch.inf)
+            return drawn(seed, wanted, dtype, other)
+
+        def drawn(seed: int, wanted: Any, dtype: Any, other: bool) -> Any:
             if not dtype.is_floating_point:
                 return integers(wanted, dtype, seed)
             if tame or (not record.is_elementwise and other):

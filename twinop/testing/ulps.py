@@ -45,6 +45,17 @@ def _widened(inputs: Inputs, dtype: torch.dtype) -> tuple[list[Tensor | None], t
     return [None if t is None else t.cpu() for t in wide], first.dtype
 
 
+def is_defined(record: Record, inputs: Inputs, attributes: Mapping[str, Any]) -> bool:
+    """Whether the op has a meaning for these inputs: an index of the largest of no numbers has none."""
+    if all(t is None or t.numel() for t in inputs.values()):
+        return True
+    try:
+        exact(record, inputs, attributes)
+    except (IndexError, RuntimeError):
+        return False
+    return True
+
+
 def exact(
     record: Record, inputs: Inputs, attributes: Mapping[str, Any], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:
@@ -53,8 +64,14 @@ def exact(
     return compute(record, wide, attributes, stored)
 
 
-def magnitudes(record: Record, inputs: Inputs, attributes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Computes what the errors of the results are measured by."""
+def magnitudes(
+    record: Record, inputs: Inputs, attributes: Mapping[str, Any], ops: type[RoundingOps] = RoundingOps
+) -> tuple[Tensor, ...]:
+    """Computes what the errors of the results are measured by.
+
+    Args:
+        ops: whose rounding errors count, where the op has no `Reference` with `ulps`.
+    """
     reference = reference_of(record)
     wide, stored = _widened(inputs, torch.float64)
     if reference.magnitude is not None:
@@ -62,12 +79,13 @@ def magnitudes(record: Record, inputs: Inputs, attributes: Mapping[str, Any]) ->
     results = [result.abs() for result in compute(record, wide, attributes, stored)]
     if reference.ulps is not None or not stored.is_floating_point:
         return tuple(results)
-    bounds = evaluate_body(record, wide, attributes, stored, RoundingOps)
+    bounds = evaluate_body(record, wide, attributes, stored, ops)
     computed = torch.float64 if stored == torch.float64 else torch.float32
     share = BODY_ROUNDINGS / ONE_ROUNDING * torch.finfo(computed).eps / torch.finfo(stored).eps
+    errors = [getattr(bound, "error", torch.zeros(())) for bound in bounds]  # integers have none
     return tuple(
-        result.nan_to_num(0) + (share * bound.error).nan_to_num(0)
-        for result, bound in zip(results, bounds, strict=True)
+        result.nan_to_num(0) + (share * error).nan_to_num(0, posinf=torch.inf)
+        for result, error in zip(results, errors, strict=True)
     )
 
 
@@ -92,6 +110,7 @@ def measure(
     attributes: Mapping[str, Any],
     results: Sequence[Tensor],
     smallest: float = 0.0,
+    ops: type[RoundingOps] = RoundingOps,
 ) -> list[Measured]:
     """Compares the results of a call with the reference.
 
@@ -99,6 +118,7 @@ def measure(
 
     Args:
         smallest: magnitudes below it count as this.
+        ops: as `magnitudes`.
 
     Raises:
         AssertionError: a result has another shape than the reference.
@@ -107,7 +127,7 @@ def measure(
     truths = zip(
         exact(record, inputs, attributes),
         exact(record, inputs, attributes, narrow_type),
-        magnitudes(record, inputs, attributes),
+        magnitudes(record, inputs, attributes, ops),
         strict=True,
     )
     found = []
@@ -133,4 +153,5 @@ def _errors(result: Tensor, truth: Tensor, narrow_truth: Tensor, magnitude: Tens
     edge = info.max * (1 - 8 * info.eps)
     allowed |= (truth.abs() >= edge) & (result.abs() >= edge) & (result.sign() == truth.sign())
     error = (result.double() - truth).abs() / (info.eps * magnitude.clamp(min=info.tiny))
-    return error.nan_to_num(torch.inf, torch.inf).masked_fill(allowed, 0)
+    # An infinite magnitude: a rounded number was multiplied with infinity, which gives any result.
+    return error.nan_to_num(torch.inf, torch.inf).masked_fill(allowed | magnitude.isposinf(), 0)

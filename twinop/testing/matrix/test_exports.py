@@ -25,8 +25,9 @@ from twinop.record import Record
 from ..messages import called, fail, first_difference
 from ..one_node import body_session, one_node_model, run_body
 from ..references import as_close_as_torch_asks
+from ..rounding import OrtRoundingOps
 from ..samples import Sample, make_sample, presence_patterns, run_in_torch, samples
-from ..ulps import measure
+from ..ulps import is_defined, measure
 from ..under_test import advice, library_of, op_of, records_under_test, reference_of
 
 
@@ -101,14 +102,24 @@ def test_the_body_gives_what_the_kernel_gives(record: Record, dtypes: dict[str, 
         session = sessions[key]
         if session is None:
             continue
-        results = run_body(session, given)
+        try:
+            results = run_body(session, given)
+        except Exception as error:  # ONNX Runtime's own classes
+            if not all(tensor.numel() for tensor in given.values()):
+                continue  # several of its operators refuse what has no elements
+            fail(f"{called(record, sample)}: the function body fails in ONNX Runtime: {error}")
+        if not is_defined(record, sample.inputs, sample.attributes):
+            continue
         expected = run_in_torch(record, sample)
-        measured = measure(record, sample.inputs, sample.attributes, results, smallest=1.0)
+        same_shapes = [a.shape for a in results] == [b.shape for b in expected]
+        if not same_shapes and not all(tensor.numel() for tensor in given.values()):
+            continue  # several of its operators give another shape for what has no elements
+        measured = measure(record, sample.inputs, sample.attributes, results, 1.0, OrtRoundingOps)
         for name, a, b, each in zip(record.outputs, results, expected, measured, strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{called(record, sample)}: {name} of the body"
             allowed = reference.allowed_of_body(dtypes[name])
             assert allowed or same_bits(a, b), f"{called(record, sample)}: {name} of the body has other bits"
-            wrong = each.errors > allowed
+            wrong = (each.errors > allowed) & ~each.exact.isnan()  # ORT's operators may lose a NaN
             if record.key in DECLARED and reference.ulps is None:
                 wrong &= ~as_close_as_torch_asks(a, each.exact)
             if wrong.any():
