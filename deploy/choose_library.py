@@ -213,10 +213,10 @@ def _no_library(
     if skipped:
         text += f" Passed over: {'; '.join(skipped)}."
     if domain == DOMAIN:
-        return f"{text} {how_to_build()}, or pass library=<path>"
+        return f"{text} {how_to_build()}, or name the library (--library, library=)"
     return (
         f"{text}{_package(model, domain)} Build it (twinop build), install the package that has it, "
-        "or pass library=<path>"
+        "or name the library (--library, library=)"
     )
 
 
@@ -232,5 +232,5 @@ def _several(model: Model, domain: str, owners: dict[str, Library]) -> str:
     return (
         f"{model.name} needs ops of several libraries: {spread}. ONNX Runtime takes one library per domain "
         "and session, so a model needs one that has all of its ops. Link them into one, in CMake: "
-        f"twinop_add_library(my_ops DOMAIN {domain} OPS {ops}), and pass library=<path of libmy_ops.so>"
+        f"twinop_add_library(my_ops DOMAIN {domain} OPS {ops}), and name libmy_ops.so (--library, library=)"
     )

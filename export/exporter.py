@@ -31,7 +31,7 @@ from .attach import attach_to_calls
 from .calls import Call, find_calls
 from .files import EXTERNAL_DATA_BYTES, publish, save, work_folder
 from .fuse_add_norm import fuse_sums
-from .inputs import Dynamic, Inputs, bind_inputs, check_dynamic, check_opset, leaves, resized
+from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
 from .optimize import check_device
 from .optimize import optimize as optimize_file
 from .report import ExportReport
@@ -70,7 +70,7 @@ def export(
     its own, so that a crash there is reported as well.
 
     Args:
-        model: any module; `torch_op.replace_modules(model)` puts twinop's ops into it.
+        model: a module or a function; `torch_op.replace_modules(model)` puts twinop's ops into it.
         args: example inputs, a tensor or a tuple.
         path: the file to write; an existing one is replaced. Weights of `external_data_bytes` or more go to
             `<path>.data` beside it.
@@ -99,9 +99,10 @@ def export(
     if exporter not in ROUTES:
         raise ExportError(f"exporter {exporter!r} is not known; expected one of: {', '.join(ROUTES)}")
     if optimize and not bodies:
-        raise ExportError("optimize=True needs function bodies, bodies=True: it compares without the library")
+        raise ExportError("optimising needs function bodies: the file is compared without the library")
     check_device(device)
     check_opset(opset)
+    model = as_module(model)
     inputs = bind_inputs(model, args, kwargs)
     axes = check_dynamic(dynamic, inputs.tensors)
     report = ExportReport(target, exporter, bodies=bodies)

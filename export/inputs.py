@@ -51,6 +51,48 @@ class Inputs:
         return model(*bound.args, **bound.kwargs)
 
 
+class _Function(torch.nn.Module):
+    """A function as a module, with the modules that it uses: they are exported in eval mode."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        inner = getattr(function, "func", function)  # of functools.partial
+        used = [getattr(inner, "__self__", None), inner, *getattr(function, "args", ())]
+        if inspect.isfunction(inspect.unwrap(inner)):
+            found = inspect.getclosurevars(inspect.unwrap(inner))
+            used += [*found.nonlocals.values(), *found.globals.values()]
+        self.used = torch.nn.ModuleList(each for each in used if isinstance(each, torch.nn.Module))
+        self.forward = function
+
+
+def as_module(model: Any) -> torch.nn.Module:
+    """Returns a module to export: functions are wrapped, and torch.compile and DataParallel taken off.
+
+    Raises:
+        ExportError: it is neither a module nor a function, or torch's exporter does not take it.
+    """
+    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    compiled = ("_orig_mod", "_torchdynamo_orig_callable")  # of a module, of a function
+    while isinstance(model, wrappers) or any(hasattr(model, name) for name in compiled):
+        name = "module" if isinstance(model, wrappers) else next(n for n in compiled if hasattr(model, n))
+        model = getattr(model, name)
+    if isinstance(model, torch.export.ExportedProgram) or "_guards_fn" in getattr(model, "_modules", {}):
+        raise ExportError("an ExportedProgram is fixed already: export the module that it was made from")
+    if not isinstance(model, torch.nn.Module):
+        if not callable(model) or isinstance(model, type):
+            name = getattr(model, "__name__", type(model).__name__)
+            raise ExportError(f"the model is {name}; expected a torch.nn.Module or a function of tensors")
+        return _Function(model)
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ExportError(
+                f"{name or 'the model'} is a ScriptModule, which cannot be exported: use the module it "
+                "was made from"
+            )
+    return model
+
+
 def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Inputs:
     """Binds the example inputs to the parameters of the model's forward.
 
@@ -58,7 +100,10 @@ def bind_inputs(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | N
         ExportError: they do not fit forward, or hold no tensor.
     """
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-    signature = inspect.signature(model.forward)
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError as error:  # a function of C++
+        raise ExportError(f"the arguments of {model.forward} are not known: wrap it in a def") from error
     try:
         inputs = Inputs(signature.bind(*args, **(kwargs or {})))
     except TypeError as error:

@@ -38,8 +38,20 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        typer.echo(f"twinop {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def twinop() -> None:
+def twinop(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """One kernel, two runtimes: custom ops for PyTorch and ONNX Runtime from the same code."""
 
 

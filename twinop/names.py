@@ -2,12 +2,21 @@
 
 import keyword
 import re
+import sys
 
 from .errors import TwinopError
 from .record import DOMAIN
 
 BUILT_IN = re.compile(r"(ai\.onnx|com\.microsoft|com\.ms|org\.pytorch)(\..*)?")
 """The domains of ONNX and ONNX Runtime, and their subdomains."""
+
+_CPP = """
+alignas alignof asm auto bool case catch char const constexpr const_cast decltype default delete do double
+dynamic_cast enum explicit export extern float friend goto inline int long mutable namespace new noexcept
+nullptr operator private protected public register reinterpret_cast short signed sizeof static static_assert
+static_cast struct switch template this thread_local throw typedef typeid typename union unsigned using virtual
+void volatile wchar_t
+"""
 
 _TORCH = {"aten": "torch's own operators", "prim": "torch's primitive operators"}
 
@@ -42,6 +51,23 @@ def check_op_name(name: str) -> None:
         raise TwinopError(f"op name {name!r}: expected letters, digits and _, such as my_op")
     if name == "torch":
         raise TwinopError("op name torch: reserved, because formulas use torch. Choose another name")
+    if name in _CPP.split():
+        raise TwinopError(f"op name {name}: a keyword of C++. Choose another name, such as my_{name}")
+
+
+def check_project_name(name: str) -> None:
+    """Checks the name of a project, which is that of its op, domain and Python module.
+
+    Raises:
+        TwinopError: it cannot be one.
+    """
+    check_op_name(name)
+    check_domain(name)
+    if name in sys.stdlib_module_names or name in ("main", "twinop", "onnx", "numpy", "triton", "test"):
+        raise TwinopError(
+            f"project name {name}: its Python file would hide the module {name}. Choose another name, such "
+            f"as my_{name}"
+        )
 
 
 def _is_identifier(name: str) -> bool:

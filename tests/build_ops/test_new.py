@@ -13,6 +13,7 @@ import pytest
 from build_files import twinop
 
 from twinop.building.new import create_project
+from twinop.building.project import Project, find_project
 from twinop.errors import BuildError, TwinopError
 
 MISH = {
@@ -175,3 +176,53 @@ def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match=r"file/mish: cannot be written: Not a directory"):
         create_project("mish", parent=tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("class", "expected letters, digits and _"),
+        ("def", "expected letters, digits and _"),
+        ("3op", "expected letters, digits and _"),
+        ("torch", "reserved, because formulas use torch"),
+        ("template", "a keyword of C\\+\\+"),
+        ("new", "a keyword of C\\+\\+"),
+        ("main", "would hide the module main"),
+        ("json", "would hide the module json"),
+        ("numpy", "would hide the module numpy"),
+        ("custom_domain", "reserved for twinop's own ops"),
+        ("aten", "reserved for torch's own operators"),
+    ],
+)
+def test_names_that_a_project_cannot_have(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(TwinopError, match=said):
+        create_project(name, parent=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_version() -> None:
+    from typer.testing import CliRunner
+
+    from twinop import __version__
+    from twinop.cli import app
+
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"twinop {__version__}\n"
+
+
+def test_cuda_only_op_is_found(tmp_path: Path) -> None:
+    """docs/from-a-pytorch-extension.md recommends the macro."""
+    header = tmp_path / "only.h"
+    header.write_text('TWINOP_CUDA_OP(only, Record("only(Tensor x) -> Tensor"), Launch)\n')
+    (source,) = find_project([header]).sources
+    assert source.ops == (("CUDA_OP", "only"),) and source.has_cuda
+
+
+def test_process_that_has_just_ended_does_not_hide_the_error() -> None:
+    from twinop.building.builder import _Steps
+
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    ended.wait()
+    steps = _Steps(None, Project("a", "a", ()), lambda *_: None)  # type: ignore[arg-type]
+    steps._running.add(ended)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the compile error"), steps._stop_at_error():
+        raise ValueError("the compile error")

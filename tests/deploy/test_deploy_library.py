@@ -105,7 +105,9 @@ def test_no_library_has_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "no library has custom_domain::CustomNothing, and the model has no function body" in str(
         error.value
     )
-    assert "libcustom_relu.so (CustomRelu)" in str(error.value) and "pass library=<path>" in str(error.value)
+    assert "libcustom_relu.so (CustomRelu)" in str(
+        error.value
+    ) and "name the library (--library, library=)" in str(error.value)
     only_these(monkeypatch, tmp_path)
     with pytest.raises(
         ModelError, match=f"Found: no library. Searched: {tmp_path}. Build it with ./build.sh"

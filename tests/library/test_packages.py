@@ -157,7 +157,7 @@ def test_no_library_of_a_domain(site: Path) -> None:
     with pytest.raises(ModelError) as refused:
         deploy.session(negate_model("none.such"), CPU)
     assert "no library has none.such::CustomNegate" in str(refused.value)
-    assert str(refused.value).endswith("install the package that has it, or pass library=<path>")
+    assert str(refused.value).endswith("package that has it, or name the library (--library, library=)")
 
 
 def test_the_model_names_the_missing_package(site: Path) -> None:

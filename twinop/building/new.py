@@ -7,7 +7,7 @@ import typer
 
 from ..console import clear_errors, out, run_alone
 from ..errors import BuildError
-from ..names import check_domain, check_op_name
+from ..names import check_project_name
 from .cache import writing
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -26,8 +26,7 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
         BuildError: the folder is there already, or cannot be written.
         TwinopError: the name cannot be that of an op and its domain.
     """
-    check_op_name(name)
-    check_domain(name)
+    check_project_name(name)
     folder = (parent or Path()) / name
     if folder.exists():
         raise BuildError(f"{folder} is there already. Choose another name, or another folder to start from")

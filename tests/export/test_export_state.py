@@ -1,0 +1,109 @@
+"""What an export takes as a model, and that it leaves the model and torch as they were."""
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from twinop import torch_op
+from twinop.errors import ExportError
+from twinop.export import export
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """Writes to all that an export may leave behind, then fails if it is told to."""
+
+    def __init__(self, error: type[BaseException] | None = None) -> None:
+        super().__init__()
+        self.norm, self.drop, self.act = nn.BatchNorm1d(8), nn.Dropout(0.5), torch_op.CustomGELU()
+        self.register_buffer("count", torch.zeros(()))
+        self.calls, self.error = 0, error
+        self.drop.eval()  # one part in another mode than the rest
+        self.norm.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+            self.count.add_(1)
+            self.norm.weight.requires_grad_(True)
+            self.register_forward_hook(lambda *_: None)
+            torch.set_grad_enabled(False)
+            random.random(), np.random.rand(), torch.rand(1)
+            if self.error is not None:
+                torch.set_default_dtype(torch.float64)
+                raise self.error("stop")
+        return self.drop(self.norm(self.act(x)))
+
+
+def state_of(net: Net) -> dict[str, Any]:
+    return {
+        "modes": [module.training for module in net.modules()],
+        "buffers": [(name, id(buffer), buffer.tolist()) for name, buffer in net.named_buffers()],
+        "parameters": [(id(each), each.requires_grad, each.grad) for each in net.parameters()],
+        "attributes": (net.calls, len(net._forward_hooks), sorted(vars(net))),
+        "random": (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()),
+        "torch": (torch.is_grad_enabled(), torch.get_default_dtype()),
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+    }
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_model_and_torch_are_as_before(
+    error: type[BaseException] | None, exporter: str, tmp_path: Path
+) -> None:
+    net = Net(error).train()
+    net.drop.eval()
+    before = state_of(net)
+    try:
+        export(net, (X,), tmp_path / "m.onnx", exporter=exporter, verify=False)
+        assert error is None
+    except (ExportError, KeyboardInterrupt):
+        assert error is not None
+    assert state_of(net) == before
+
+
+def scale(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    return torch_op.gelu(x) * factor
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("kind", ["function", "partial", "method", "closure", "compiled", "data parallel"])
+def test_what_is_taken_as_a_model(kind: str, exporter: str, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), torch_op.CustomGELU()).train()
+    models: dict[str, Any] = {
+        "function": scale,
+        "partial": functools.partial(scale, factor=3.0),
+        "method": net.forward,
+        "closure": lambda x: net(x) + 1,  # with dropout off, or the outputs would differ
+        "compiled": torch.compile(net),
+        "data parallel": nn.DataParallel(net),
+    }
+    report = export(models[kind], (X,), tmp_path / "m.onnx", exporter=exporter)
+    assert report.nodes["custom_domain.CustomGelu"] == 1 and report.parity is not None and net.training
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_what_is_refused_as_a_model(exporter: str, tmp_path: Path) -> None:
+    program = torch.export.export(nn.ReLU(), (X,))
+    scripted = torch.jit.script(nn.ReLU())
+    for model, said in (
+        (program, "an ExportedProgram is fixed already"),
+        (program.module(), "an ExportedProgram is fixed already"),
+        (scripted, "the model is a ScriptModule"),
+        (torch.jit.trace(nn.ReLU(), X), "the model is a ScriptModule"),
+        (nn.Sequential(scripted), "0 is a ScriptModule"),
+        ({"weight": X}, "the model is dict; expected a torch.nn.Module or a function"),
+        (nn.ReLU, "the model is ReLU; expected a torch.nn.Module or a function"),
+        (torch.relu, "the arguments of .* are not known: wrap it in a def"),
+    ):
+        with pytest.raises(ExportError, match=said) as raised:
+            export(model, (X,), tmp_path / "m.onnx", exporter=exporter)  # type: ignore[arg-type]
+        assert "\n" not in str(raised.value)
