@@ -107,6 +107,11 @@ def load_model(source: ModelSource, folder: Path | None = None, *, confined: boo
 
 
 def _parsed(model: Model, data: bytes, confined: bool) -> Model:
+    if data[4:8] == b"ORTM":
+        raise ModelError(
+            f"{model.name}: in ONNX Runtime's own format (.ort), whose nodes twinop does not check. Give the "
+            ".onnx file, or open this one in plain ONNX Runtime with register_custom_ops_library"
+        )
     damaged = f"{model.name}: not a complete ONNX model"
     try:
         model.proto.ParseFromString(data)
@@ -114,15 +119,36 @@ def _parsed(model: Model, data: bytes, confined: bool) -> Model:
         raise ModelError(f"{damaged} ({error}). Copy or export it again") from error
     if not model.proto.HasField("graph") or not model.proto.opset_import:
         raise ModelError(f"{damaged}: it has no graph or no opset. Copy or export it again")
-    for tensor in tensors(model.proto):
-        if external_data_helper.uses_external_data(tensor):
-            _check_external(model, tensor, confined)
+    try:
+        _require_text(model.proto)
+        for tensor in tensors(model.proto):
+            if external_data_helper.uses_external_data(tensor):
+                _check_external(model, tensor, confined)
+        model.nodes = list(custom_nodes(model.proto))
+    except (OSError, TypeError, ValueError, RecursionError) as error:  # names that are no text, or no file's
+        raise ModelError(f"{damaged}: {error}. Copy or export it again") from error
     for tensor in model.proto.graph.initializer:
         if tensor.ByteSize() > _LARGE and not external_data_helper.uses_external_data(tensor):
             for content in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
                 tensor.ClearField(content)
-    model.nodes = list(custom_nodes(model.proto))
     return model
+
+
+def _require_text(proto: onnx.ModelProto) -> None:
+    """Raises TypeError for a name that is not UTF-8, which protobuf gives as bytes."""
+    entries = [*proto.metadata_props, *proto.opset_import, *proto.functions, *proto.graph.input]
+    names = [getattr(entry, key, "") for entry in entries for key in ("key", "value", "domain", "name")]
+    for node in custom_nodes(proto, lambda node: True):
+        names += [
+            node.proto.name,
+            node.proto.domain,
+            node.proto.op_type,
+            *node.proto.input,
+            *node.proto.output,
+        ]
+        names += [text for each in node.proto.attribute for text in (each.name, each.ref_attr_name)]
+    if bad := next((name for name in names if isinstance(name, bytes)), None):
+        raise TypeError(f"the name {bad!r:.80} is not UTF-8")
 
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -130,6 +156,7 @@ def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     yield from _tensors_of_graph(proto.graph)
     for function in proto.functions:
         yield from _tensors_of_nodes(function.node)
+        yield from _tensors_of_attributes(function.attribute_proto)
 
 
 def _tensors_of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
@@ -140,7 +167,11 @@ def _tensors_of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def _tensors_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for attribute in (attribute for node in nodes for attribute in node.attribute):
+    yield from _tensors_of_attributes(attribute for node in nodes for attribute in node.attribute)
+
+
+def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.TensorProto]:
+    for attribute in attributes:
         yield from (attribute.t, *attribute.tensors)
         for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
             yield from (sparse.values, sparse.indices)
@@ -160,6 +191,11 @@ def _check_external(model: Model, tensor: onnx.TensorProto, confined: bool) -> N
     if model.folder is None:
         raise ModelError(
             f"{model.name} keeps {tensor.name} in the file {info.location}: pass the model's path"
+        )
+    if "_ORT_MEM_ADDR_" in info.location or min(info.offset or 0, info.length or 0) < 0:
+        raise ModelError(
+            f"{model.name} keeps {what} in {info.location!r} at {info.offset}: ONNX Runtime could read "
+            "memory of the process there. Export it again"
         )
     path = model.folder / info.location
     if confined:

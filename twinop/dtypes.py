@@ -31,7 +31,8 @@ FLOATING = ("float32", "float16", "bfloat16", "float64")
 
 def dtype_name(element: int) -> str:
     """Returns numpy's and torch's name of an ONNX element type; for types that they lack, ONNX's own."""
-    return _NAMES.get(element) or TensorProto.DataType.Name(element).lower()
+    known = element in TensorProto.DataType.values()
+    return _NAMES.get(element) or (TensorProto.DataType.Name(element).lower() if known else f"type {element}")
 
 
 def onnx_name(name: str) -> str:

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import twinop
 
-from .errors import ForeignLibraryError, LibraryError
+from .errors import ForeignLibraryError, LibraryError, RecordError
 from .installation import how_to_build
 from .module_texts import HEADER, read_texts
 from .module_texts import SECTION as _MODULES
-from .record import DOMAIN, DOMAIN_VERSION, Record
+from .record import DOMAIN, DOMAIN_VERSION, Record, check_kind
 
 ABI_VERSION = 1
 """The version of the interface between libraries and adapters (`kernels/abi.h`) that this code reads."""
@@ -33,6 +33,7 @@ _NO_CONTENT = 8  # sh_type
 _ALLOCATED, _EXECUTABLE = 2, 4  # sh_flags
 _GPU_CODE = ".nv_fatbin"
 _NEEDED, _RPATH, _RUNPATH = 1, 15, 29  # d_tag
+_HEADER_BYTES, _LONGEST_NAME, _LONGEST_PATH, _MOST_DYNAMIC = 64, 256, 4096, 1 << 14  # bytes
 _PAGE = 4096
 _LEAST = 256  # bytes of a page: fewer zeros may be padding
 
@@ -114,8 +115,11 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
         records = {
             fields["name"]: Record.from_json(fields | place) for fields in texts if fields is not build
         }
-        version, cuda_archs, cuda_version = (build[name] for name in ("twinop", "cuda_archs", "cuda_version"))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        version, cuda_archs, cuda_version, _, source = (
+            check_kind(name, build.get(name, ""), str)
+            for name in ("twinop", "cuda_archs", "cuda_version", "domain", "source")
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RecordError) as error:
         raise LibraryError(f"{path}: its op records do not parse: {error}. Copy or build it again") from error
     return Library(
         path=path,
@@ -126,7 +130,7 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
         **place,
         exports_ort=_EXPORT + b"\0" in exports,
         has_blank_page=blank,
-        source=build.get("source", ""),
+        source=source,
     )
 
 
@@ -177,17 +181,27 @@ def _sections(path: Path, file: BinaryIO) -> dict[str, _Section]:
         entry_size, count, names_index = struct.unpack_from("<HHH", head, 58)
         if count == 0:  # stripped
             return {}
+        if entry_size != _HEADER_BYTES:
+            raise ValueError(f"section headers of {entry_size} bytes")
         entries = _read(path, file, table, count * entry_size)
         headers = [struct.unpack_from("<IIQQQQ", entries, i * entry_size) for i in range(count)]
         names = _read(path, file, *headers[names_index][4:])
         if headers[names_index][1] != _STRINGS or not names.strip(b"\0"):
             raise ValueError("the sections' names are zeros")
         sections = [
-            _Section(names[name : names.index(b"\0", name)].decode(), kind, flags, offset, size)
+            _Section(
+                names[name : names.index(b"\0", name, name + _LONGEST_NAME)].decode(),
+                kind,
+                flags,
+                offset,
+                size,
+            )
             for name, kind, flags, _, offset, size in headers
         ]
     except (struct.error, ValueError, IndexError) as error:
         raise _damaged(path) from error
+    if sum(each.size for each in sections if each.kind != _NO_CONTENT) > file.seek(0, os.SEEK_END):
+        raise _damaged(path)  # sections that overlap could be read for ever
     return {section.name: section for section in sections}
 
 
@@ -286,11 +300,14 @@ def _dynamic_texts(path: Path) -> list[tuple[int, str]]:
             return []
         names = _content(path, file, sections[".dynstr"])
         dynamic = _content(path, file, sections[".dynamic"])
-    return [
-        (tag, names[value : names.index(b"\0", value)].decode())
-        for tag, value in struct.iter_unpack("<qQ", dynamic)
-        if tag in (_NEEDED, _RPATH, _RUNPATH)
-    ]
+    try:
+        return [
+            (tag, names[value : names.index(b"\0", value, value + _LONGEST_PATH)].decode())
+            for tag, value in struct.iter_unpack("<qQ", dynamic[:_MOST_DYNAMIC])
+            if tag in (_NEEDED, _RPATH, _RUNPATH)
+        ]
+    except (struct.error, ValueError, OverflowError) as error:
+        raise _damaged(path) from error
 
 
 def library_folders() -> list[Path]:

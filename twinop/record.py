@@ -96,7 +96,11 @@ class Record:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Record":
-        """Reads a record from a library's JSON (`kernels/record/json.h`), to which its domain was added."""
+        """Reads a record from a library's JSON (`kernels/record/json.h`), to which its domain was added.
+
+        Raises:
+            KeyError, TypeError, ValueError, RecordError: it is damaged.
+        """
         special = {
             "inputs": tuple(Input(**entry) for entry in fields["inputs"]),
             "attributes": tuple(
@@ -106,7 +110,19 @@ class Record:
             "outputs": tuple(fields["outputs"]),
             "devices": tuple(fields["devices"]),
         }
-        return cls(**{**fields, **special})
+        record = cls(**{**fields, **special})
+        for name, value in vars(record).items():
+            check_kind(name, value, {"domain_version": int}.get(name, tuple if name in special else str))
+        kinds = [attribute.kind for attribute in record.attributes]
+        for text in (*record.parameters, *record.outputs, *record.devices, *kinds):
+            check_kind("name", text, str)
+        try:  # what is parsed when it is needed must parse
+            copy = cls(**vars(record))
+            _ = [attribute.default for attribute in copy.attributes], copy.combinations, copy.gradients
+            _ = copy.attribute_choices, copy.attribute_limits, copy.host_inputs, copy.optional_outputs
+        except (SyntaxError, MemoryError, RecursionError) as error:
+            raise ValueError(str(error)) from error
+        return record
 
     @property
     def qualified_name(self) -> str:
@@ -219,7 +235,7 @@ class Record:
     @property
     def has_repeated_input(self) -> bool:
         """Whether the last input is a list of tensors."""
-        return self.inputs[-1].repeated
+        return bool(self.inputs) and self.inputs[-1].repeated
 
     @property
     def broadcasts(self) -> bool:
@@ -229,6 +245,13 @@ class Record:
     def attribute(self, name: str) -> Attribute | None:
         """Returns the attribute of that name, or None."""
         return next((entry for entry in self.attributes if entry.name == name), None)
+
+
+def check_kind(name: str, value: Any, kind: type) -> Any:
+    """Returns a value of a record's JSON. Raises TypeError if it has another type."""
+    if type(value) is not kind:
+        raise TypeError(f"{name} is {value!r:.80}, expected {kind.__name__}")
+    return value
 
 
 def key_of(domain: str, name: str) -> str:

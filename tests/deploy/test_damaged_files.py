@@ -1,0 +1,186 @@
+"""Damaged files end in one message: models and libraries, mutated at random, and those that were found so."""
+
+import random
+import resource
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from models import make_model, model, node, value
+from onnx import helper
+
+from twinop.deploy import ModelError, check_model
+from twinop.deploy.custom_nodes import load_model
+from twinop.errors import LibraryError, TwinopError
+from twinop.library import needed_libraries, read_library, relative_to_itself, section_sizes
+from twinop.library_table import show_library
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """Changes some bytes, and at times cuts, repeats or swaps a part."""
+    found = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        place, count = chance.randrange(len(found)), chance.choice((1, 1, 4, 64))
+        how = chance.randrange(4)
+        if how == 0:
+            found[place : place + count] = chance.randbytes(count)
+        elif how == 1:
+            found[place : place + count] = b"\xff" * count
+        elif how == 2:
+            del found[place : place + count]
+        else:
+            found[place:place] = found[place : place + count]
+    return bytes(found) or b"x"
+
+
+def read_everything(path: Path) -> None:
+    library = read_library(path)
+    show_library(library)
+    for read in (needed_libraries, relative_to_itself, section_sizes):
+        read(path)
+    for record in library.records.values():
+        _ = record.combinations, record.by_name if hasattr(record, "by_name") else record.schema_hash
+
+
+def library_tables(data: bytes, path: Path, chance: random.Random) -> bytes:
+    """Mutates what is read of a library: headers, records, dynamic section; not the code between them."""
+    path.write_bytes(data)
+    (table,) = struct.unpack_from("<Q", data, 40)
+    begin = data.index(b'{"twinop"')
+    places = [(0, 64), (table, len(data)), (begin, begin + 3000)]
+    first, last = chance.choice(places)
+    part = mutated(data[first:last], chance)[: last - first].ljust(last - first, b"\0")
+    return data[:first] + part + data[last:]
+
+
+def with_weights() -> bytes:
+    """A model with every kind of thing that is read: external data, a function, a subgraph, attributes."""
+    proto = make_model("CustomPadAffine", pads=[0, 0], scale=2.0)
+    weight = helper.make_tensor("w", 1, [2], [1.0, 2.0])
+    weight.ClearField("float_data")
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    for key, text in (("location", "w.bin"), ("offset", "0"), ("length", "8")):
+        weight.external_data.add(key=key, value=text)
+    proto.graph.initializer.append(weight)
+    body = [helper.make_node("Identity", ["a"], ["b"])]
+    proto.functions.append(
+        helper.make_function("mine", "F", ["a"], ["b"], body, [helper.make_opsetid("", 20)])
+    )
+    return bytes(proto.SerializeToString())
+
+
+def survive(count: int, read: Callable[[random.Random], None]) -> None:
+    """Reads mutated inputs: an error of ours or a result, in 5 s and 200 MB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for seed in range(count):
+        begin = time.monotonic()
+        try:
+            read(random.Random(seed))
+        except TwinopError:
+            pass
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+        assert time.monotonic() - begin < 5, f"seed {seed}"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+counts = pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
+
+
+@counts
+@pytest.mark.timeout(900)
+def test_mutated_models(count: int, tmp_path: Path, libraries: dict[str, Path]) -> None:
+    (tmp_path / "w.bin").write_bytes(bytes(8))
+    data, path = with_weights(), tmp_path / "m.onnx"
+
+    def read(chance: random.Random) -> None:
+        path.write_bytes(mutated(data, chance))
+        load_model(path, confined=True)
+        check_model(path, libraries["test_ops"])
+
+    survive(count, read)
+
+
+@counts
+@pytest.mark.timeout(900)
+def test_mutated_libraries(
+    count: int, tmp_path: Path, libraries: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, path = libraries["custom_relu"].read_bytes(), tmp_path / "libm.so"
+
+    def read(chance: random.Random) -> None:
+        path.write_bytes(library_tables(data, path, chance))
+        read_everything(path)
+        capsys.readouterr()
+
+    survive(count, read)
+
+
+def test_a_library_that_would_take_gigabytes(tmp_path: Path) -> None:
+    """60,000 sections that are named by the ends of one long text, or that each are the whole file."""
+    count, length = 60_000, 1_000_000
+    for sizes in ((0, 1), (length, 0)):
+        head = bytearray(64)
+        head[:6] = b"\x7fELF\x02\x01"
+        struct.pack_into("<H", head, 18, 62)
+        struct.pack_into("<Q", head, 40, 64)
+        struct.pack_into("<HHH", head, 58, 64, count, 0)
+        names = b"a" * length + b"\0"
+        place = 64 + count * 64
+        first = struct.pack("<IIQQQQIIQQ", length - 9, 3, 0, 0, place, len(names), 0, 0, 0, 0)
+        rest = b"".join(
+            struct.pack(
+                "<IIQQQQIIQQ", i % length if sizes[1] else length - 9, 1, 2, 0, 0, sizes[0], 0, 0, 0, 0
+            )
+            for i in range(1, count)
+        )
+        (path := tmp_path / "libbomb.so").write_bytes(bytes(head) + first + rest + names)
+        with pytest.raises(LibraryError, match="libbomb.so: the file is damaged"):
+            read_library(path)
+
+
+def external(tensor: onnx.TensorProto, **where: str) -> onnx.TensorProto:
+    tensor.ClearField("float_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, text in where.items():
+        tensor.external_data.add(key=key, value=text)
+    return tensor
+
+
+def test_external_data_in_the_attributes_of_a_function(tmp_path: Path) -> None:
+    proto = model([node("CustomRelu")], [value("x")], [value("y")])
+    tensor = external(helper.make_tensor("t", 1, [1], [1.0]), location="../outside.bin")
+    body = [helper.make_node("Constant", [], ["b"])]
+    function = helper.make_function("mine", "F", [], ["b"], body, [helper.make_opsetid("", 20)])
+    function.attribute_proto.append(helper.make_attribute("value", tensor))
+    proto.functions.append(function)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "outside.bin").write_bytes(bytes(4))
+    (path := tmp_path / "m/m.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(ModelError, match="keeps tensor t outside of its folder"):
+        load_model(path, confined=True)
+
+
+@pytest.mark.parametrize(
+    "where", [{"location": "*/_ORT_MEM_ADDR_/*", "offset": "4096"}, {"location": "w.bin", "offset": "-4"}]
+)
+def test_external_data_that_is_memory_of_the_process(tmp_path: Path, where: dict[str, str]) -> None:
+    """Though there is a file of that name."""
+    proto = model([node("CustomRelu")], [value("x")], [value("y")])
+    proto.graph.initializer.append(external(helper.make_tensor("w", 1, [1], [1.0]), **where))
+    for name in ("*/_ORT_MEM_ADDR_/*", "w.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(8192))
+    (path := tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    for confined in (True, False):
+        with pytest.raises(ModelError, match="memory of the process|is damaged"):
+            load_model(path, confined=confined)
+
+
+def test_a_file_in_onnx_runtimes_own_format(tmp_path: Path) -> None:
+    (path := tmp_path / "r.ort").write_bytes(b"\x1c\0\0\0ORTM" + bytes(100))
+    with pytest.raises(ModelError, match=r"in ONNX Runtime's own format \(.ort\).*Give the .onnx file"):
+        load_model(path)
