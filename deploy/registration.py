@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from twinop.child import require_loads
 from twinop.errors import LibraryError
 from twinop.library import Library, read_library, relative_to_itself
 
@@ -84,8 +85,10 @@ def register(options: Any, library: SealedLibrary) -> None:
     Raises:
         LibraryError: ONNX Runtime cannot load it.
     """
-    if library.has_blank_page and library.copy.sha256 not in _registered:
-        _register_elsewhere(library)
+    if library.copy.sha256 not in _registered:
+        require_loads(library.path, f"/proc/self/fd/{library.copy.number}", library.copy.number)
+        if library.has_blank_page:
+            _register_elsewhere(library)
     copy = _registered.setdefault(library.copy.sha256, library.copy)
     try:
         options.register_custom_ops_library(str(copy.path))

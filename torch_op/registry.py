@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from twinop.child import require_loads
 from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
 from twinop.library import Library, find_library, read_library
@@ -126,6 +127,7 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
             check_formulas(record, known)
         except RecordError as error:
             raise LibraryError(f"{path}: {error}") from error
+    require_loads(path, str(path))
     try:
         function = ctypes.CDLL(str(path)).twinop_library
     except AttributeError:

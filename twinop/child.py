@@ -1,9 +1,19 @@
 """Commands of child processes in Python, which take no code from the current folder as `python -m` does."""
 
 import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
+from .errors import LibraryError
 from .installation import ROOT
+
+_LOAD = (
+    "import ctypes, sys; table = ctypes.CDLL(sys.argv[1], 2).twinop_library; "
+    "table.restype = ctypes.c_void_p; table(1)"
+)
+_SECONDS = 60
 
 
 def python(program: str, *arguments: str) -> list[str]:
@@ -15,6 +25,30 @@ def python(program: str, *arguments: str) -> list[str]:
     paths = [path for path in sys.path if path and (path in named or os.path.abspath(path) != os.getcwd())]
     paths.append(str(ROOT))
     return [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {paths!r}; {program}", *arguments]
+
+
+def require_loads(library: Path, file: str, *passed: int) -> None:
+    """Loads a library in another process first: a damaged one can end the process that loads it, or hang it.
+
+    Args:
+        library: the name for the message.
+        file: the file to load, which may be one of the file descriptors `passed`.
+
+    Raises:
+        LibraryError: the process is ended by a signal or the loader, or does not end.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _LOAD, file]
+    try:
+        status = subprocess.run(command, pass_fds=passed, capture_output=True, timeout=_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        how = f"does not end in {_SECONDS} s"
+    else:
+        if status in (0, 1):  # an exception here is one where it is loaded, too
+            return
+        how = f"ends with {signal.Signals(-status).name if status < 0 else f'code {status}'}"
+    raise LibraryError(
+        f"{library}: the file is damaged: a process that loads it {how}. Copy or build it again"
+    )
 
 
 def module(name: str, *arguments: str) -> list[str]:

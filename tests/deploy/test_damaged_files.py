@@ -12,18 +12,21 @@ import pytest
 from models import make_model, model, node, value
 from onnx import helper
 
-from twinop.deploy import ModelError, check_model
+from twinop import torch_op
+from twinop.deploy import ModelError, check_model, session
 from twinop.deploy.custom_nodes import load_model
 from twinop.errors import LibraryError, TwinopError
-from twinop.library import needed_libraries, read_library, relative_to_itself, section_sizes
+from twinop.library import _sections, needed_libraries, read_library, relative_to_itself, section_sizes
 from twinop.library_table import show_library
+
+CPU = ["CPUExecutionProvider"]
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
     """Changes some bytes, and at times cuts, repeats or swaps a part."""
     found = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 8))):
-        place, count = chance.randrange(len(found)), chance.choice((1, 1, 4, 64))
+        place, count = chance.randrange(max(len(found), 1)), chance.choice((1, 1, 4, 64))
         how = chance.randrange(4)
         if how == 0:
             found[place : place + count] = chance.randbytes(count)
@@ -184,3 +187,26 @@ def test_a_file_in_onnx_runtimes_own_format(tmp_path: Path) -> None:
     (path := tmp_path / "r.ort").write_bytes(b"\x1c\0\0\0ORTM" + bytes(100))
     with pytest.raises(ModelError, match=r"in ONNX Runtime's own format \(.ort\).*Give the .onnx file"):
         load_model(path)
+
+
+@pytest.mark.parametrize("section", [".dynsym", ".dynamic", ".rela.dyn"])
+def test_a_library_that_ends_the_process_that_loads_it(
+    section: str, tmp_path: Path, libraries: dict[str, Path]
+) -> None:
+    """The first load is in another process, for ONNX Runtime and for torch."""
+    path = tmp_path / "libcustom_relu.so"
+    data = bytearray(libraries["custom_relu"].read_bytes())
+    with libraries["custom_relu"].open("rb") as file:
+        place = _sections(path, file)[section]
+    ends = []
+    for seed in range(6):
+        chance = random.Random(seed)
+        found = bytearray(data)
+        found[place.offset : place.offset + place.size] = chance.randbytes(place.size)
+        path.write_bytes(found)
+        for opens in (lambda: session(make_model("CustomRelu"), CPU, path), lambda: torch_op.load(path)):
+            with pytest.raises((LibraryError, ModelError)) as error:
+                opens()
+            assert str(path) in str(error.value)
+            ends.append("a process that loads it ends with " in str(error.value))
+    assert any(ends)
