@@ -8,13 +8,12 @@ import onnx
 import onnx_ir as ir
 
 from twinop.errors import ExportError
-from twinop.op_schema import default_of
 from twinop.record import Record
 
 from .bodies import Body, DefaultInput, find_body
 from .calls import Call, find_calls, graphs_of, name_standard_domain, records_or_loaded
 from .record_body import trace
-from .schema import ONNX_TYPES
+from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
 OPSETS = range(20, 26)
 """Standard opsets that models may have: string comparison needs 20, onnxscript converts models up to 25."""
@@ -27,8 +26,8 @@ def attach_bodies(
 ) -> AnyModel:
     """Gives each of twinop's ops in a model its function body, for runtimes without the library.
 
-    Attributes that have their default value are removed from the nodes; a body and the library have the same
-    defaults. Where only some nodes of an op omit an optional input, they get its default tensor.
+    The nodes get every attribute, also those at their defaults: onnx.inliner does not read a function's.
+    Where only some nodes of an op omit an optional input, they get its default tensor.
 
     Args:
         model: an `onnx_ir.Model`, which is changed in place, or an `onnx.ModelProto`, which is left as it is.
@@ -81,11 +80,14 @@ def attach_to_calls(
 
 
 def _normalize(call: Call) -> None:
-    """Removes attributes at their defaults, and names every output, as the caller of a function must."""
+    """Writes every attribute, and names every output, as the caller of a function must.
+
+    onnx.inliner and onnx.reference do not read a function's defaults.
+    """
     record, node = call.record, call.node
     for entry in record.attributes:
-        if call.attributes[entry.name] == default_of(entry):
-            node.attributes.pop(entry.name, None)
+        value = call.attributes[entry.name]
+        node.attributes[entry.name] = ir.Attr(entry.name, ATTRIBUTE_TYPES[entry.kind], value)
     if len(node.outputs) < len(record.outputs):
         node.resize_outputs(len(record.outputs))
     for value, name in zip(node.outputs, record.outputs, strict=True):

@@ -85,10 +85,18 @@ def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
     weights = [value.const_value for value in model.graph.initializers.values()]
     external = sum(tensor.nbytes for tensor in weights if tensor is not None) >= external_data_bytes
     data = [data_path(path)] if external else []
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    kinds = [(value, value.shape, value.type) for value in values if not value.is_graph_input()]
     try:
+        for value, *_ in kinds:  # tools that change weights, such as quantize_dynamic, keep their value_info
+            value.shape = value.type = None
+            value.metadata_props.clear()
         ir.save(model, path, format="protobuf", external_data=data[0].name if data else None)
     except OSError as error:
         raise ExportError(f"{path.name}: cannot be written: {error.strerror or error}") from error
+    finally:
+        for value, shape, kind in kinds:
+            value.shape, value.type = shape, kind
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:

@@ -75,8 +75,8 @@ class Calls(torch.nn.Module):
 
 WANTED = [
     (["x", None, "w"], {"scale": 2.5, "sign": "minus", "pads": (1, 2)}),
-    (["x", None, "w"], {"scale": 0.5, "pads": (3, 4)}),
-    (["x", None, "w"], {"sign": "minus"}),
+    (["x", None, "w"], {"scale": 0.5, "pads": (3, 4), "sign": "plus"}),
+    (["x", None, "w"], {"scale": pytest.approx(0.1), "sign": "minus", "pads": (0, 1)}),
 ]
 
 

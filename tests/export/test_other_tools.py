@@ -1,0 +1,54 @@
+"""Tests that tools of others read the files: onnx.inliner, onnxruntime.quantization."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnxruntime as ort
+import pytest
+import torch
+from onnxruntime.quantization import quantize_dynamic
+
+from twinop import torch_op
+from twinop.export import export
+
+OPS = {
+    "rms_norm": torch_op.rms_norm,
+    "layer_norm": torch_op.layer_norm,
+    "softmax": torch_op.softmax,
+    "gelu": torch_op.gelu,
+    "swiglu": lambda x: torch_op.swiglu(x, x),
+}
+
+
+class Call(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = OPS[self.name](x)
+        return y
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_inliner_reads_attributes_at_their_defaults(name: str, tmp_path: Path) -> None:
+    x, path = torch.tensor([[-1.0, -2.0, 3.0, 0.5]]), tmp_path / "m.onnx"
+    export(Call(name), (x,), path, exporter="torchscript")
+    model = onnx.inliner.inline_local_functions(onnx.load(path))
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    [found] = session.run(None, {"x": x.numpy()})
+    np.testing.assert_allclose(found, Call(name)(x).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("optimize", [False, True], ids=["export", "optimize"])
+def test_quantize_dynamic(exporter: str, optimize: bool, tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)).eval()
+    x, path = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)), tmp_path / "m.onnx"
+    export(torch_op.replace_modules(net), (x,), path, exporter=exporter, optimize=optimize, device="cpu")
+    weights = {weight.name for weight in onnx.load(path).graph.initializer}
+    assert weights.isdisjoint(value.name for value in onnx.load(path).graph.value_info)
+    quantize_dynamic(path, tmp_path / "int8.onnx")
+    assert any("Integer" in node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node)
