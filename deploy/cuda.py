@@ -17,6 +17,7 @@ from twinop.library import Library, needed_libraries
 CUDA = "CUDAExecutionProvider"
 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+_WORKS = {0, 600, *range(900, 909)}  # success, CUDA_ERROR_NOT_READY, and that a graph is being captured
 
 
 # ------------------------------------------------------------------------------------------------ probes
@@ -48,9 +49,37 @@ def device_count() -> tuple[int, str]:
     code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     if code in (0, _NO_DEVICE):
         return count.value, ""
+    return 0, _error_name(library, code)
+
+
+def _error_name(library: Any, code: int) -> str:
     name = ctypes.c_char_p()
     library.cuGetErrorName(code, ctypes.byref(name))
-    return 0, (name.value or b"").decode() or f"error {code}"
+    return (name.value or b"").decode() or f"error {code}"
+
+
+def fatal_error(device: int) -> str:
+    """Returns the driver's error if this process cannot use a GPU any more, "" if it can.
+
+    After an illegal memory access or a failed assertion of a kernel, every later call fails with that error.
+    This asks for it without waiting for the GPU. Call it after a failed run, from any thread.
+    """
+    library = driver()
+    if library is None:
+        return ""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    code = (
+        library.cuInit(0)
+        or library.cuDeviceGet(ctypes.byref(handle), device)
+        or library.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+    )
+    if code == 0:
+        code = library.cuCtxPushCurrent_v2(context)
+        if code == 0:
+            code = library.cuStreamQuery(None)
+            library.cuCtxPopCurrent_v2(ctypes.byref(context))
+        library.cuDevicePrimaryCtxRelease_v2(handle)
+    return "" if code in _WORKS else _error_name(library, code)
 
 
 def compute_capability(device: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import cuda
 from ..errors import FeedError, RunError
 from ..inference_session import Session
 from .errors import BROKEN, INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
@@ -18,18 +19,6 @@ _Parts = Sequence[Mapping[str, np.ndarray]]
 # Messages of ONNX Runtime, its allocators, cuBLAS and NumPy when memory runs out.
 _NO_MEMORY = re.compile(
     r"out of memory|failed to allocate memory|bad_alloc|alloc_failed|unable to allocate|cuda failure 2:", re.I
-)
-# The errors of CUDA after which every later call of the process fails: by number, by name (in small letters
-# without underscores) and by text.
-_STICKY = re.compile(
-    r"cuda (?:failure|error):? (?:214|220|226|700|702|709|710|71[4-9]|721)\b"
-    r"|cudaerror(?:assert|contained|contextisdestroyed|eccuncorrectable|hardwarestackerror|illegaladdress"
-    r"|illegalinstruction|invalidaddressspace|invalidpc|launchfail(?:ed|ure)|launchtimeout|misalignedaddress"
-    r"|nvlinkuncorrectable|tensormemoryleak)\b"
-    r"|an illegal (?:memory access|instruction) was encountered|device-side assert triggered"
-    r"|unspecified launch failure|the launch timed out and was terminated|hardware stack error"
-    r"|uncorrectable (?:ecc|nvlink) error|misaligned address|invalid program counter|context is destroyed"
-    r"|operation not supported on global/shared address space"
 )
 _STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : (\w+) :")  # precedes the text that RunError keeps
 # A location in ONNX Runtime's source, such as "element_wise_ops.h:583 void f(int, int) ".
@@ -55,7 +44,7 @@ class Instance:
         Raises:
             ServiceError: the inputs do not fit the model, or the run failed. The message is for clients.
         """
-        with _translated():
+        with _translated(self._session.device):
             return self._session.run(_joined(parts), outputs, options=self._options)
 
     def terminate(self, now: bool = True) -> None:
@@ -74,8 +63,8 @@ def _joined(parts: _Parts) -> Mapping[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Convert the exceptions of a run to ServiceError."""
+def _translated(device: str) -> Iterator[None]:
+    """Convert the exceptions of a run on the device to ServiceError."""
     try:
         yield
     except ServiceError:
@@ -83,14 +72,16 @@ def _translated() -> Iterator[None]:
     except FeedError as error:
         raise ServiceError(INVALID, str(error)) from error
     except Exception as error:
-        raise _failure(error) from error
+        raise _failure(error, device) from error
 
 
-def _failure(error: Exception) -> ServiceError:
+def _failure(error: Exception, device: str) -> ServiceError:
     text = str(error)
-    if breaks(text):
-        _log.error("a run failed: %s", text)
-        return ServiceError(BROKEN, f"the GPU cannot be used any more: {without_paths(text)}")
+    # Only the driver knows: the text has names that the model's author chose.
+    fatal = cuda.fatal_error(int(device.removeprefix("cuda:"))) if device != "cpu" else ""
+    if fatal:
+        _log.error("a run failed, and the driver answers %s: %s", fatal, text)
+        return ServiceError(BROKEN, f"the GPU cannot be used any more, {fatal}: {without_paths(text)}")
     if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
         _log.warning("a run was out of memory: %s", text)
         return ServiceError(
@@ -103,11 +94,6 @@ def _failure(error: Exception) -> ServiceError:
     if isinstance(error, RunError):
         return ServiceError(RUN_FAILED, f"the run failed: {without_paths(text)}")
     return ServiceError(RUN_FAILED, "the run failed; the server's log says why")
-
-
-def breaks(text: str) -> bool:
-    """Return whether the text is an error of CUDA after which this process cannot use the GPU any more."""
-    return _STICKY.search(text.lower().replace("_", "")) is not None
 
 
 def without_paths(text: str) -> str:

@@ -17,7 +17,7 @@ from . import metrics
 from .datatypes import version_number
 from .errors import NOT_FOUND, NOT_READY, OFF, ServiceError
 from .folders import ModelFolder, Stamps, VersionFolder, scan
-from .instance import breaks, without_paths
+from .instance import without_paths
 from .loading import load
 from .metrics import ModelMetrics
 from .model_settings import ModelSettings
@@ -295,8 +295,6 @@ class Repository:
             metrics.loaded(False)
             _log.error("model %s version %d cannot be loaded: %s", where.model, where.version, error)
             known[where.version] = _Known(stamp, State.UNAVAILABLE, self._for_clients(error))
-            if breaks(str(error)):
-                self.give_up(str(error))
             return [str(error)]
         metrics.loaded(True)
         known[where.version] = _Known(stamp, State.READY)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import service_models as models
 from models import node
@@ -16,12 +17,16 @@ from onnx import helper
 from service_fixtures import Served, receive, serve, tensor, wait_until
 from service_rows import ROW
 
+from twinop.deploy.errors import RunError
 from twinop.deploy.service import run_limit
 from twinop.deploy.service.batching import Batcher
-from twinop.deploy.service.errors import BROKEN, RUN_FAILED, RUN_TOO_LONG, ServiceError
+from twinop.deploy.service.errors import BROKEN, INVALID, RUN_FAILED, RUN_TOO_LONG, ServiceError
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.model_settings import ModelSettings
+from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.request import Request
+from twinop.deploy.service.settings import Settings
+from twinop.errors import TwinopError
 from twinop.library import find_library
 
 TRUSTING = ("--allow-model-libraries",)  # the library lies beside the model
@@ -98,44 +103,118 @@ def test_of_several_processes_only_the_one_with_the_kernel_that_hangs_ends(tmp_p
         assert served.infer("stall", ROW).status == 200
 
 
-STICKY = [
-    "CUDA failure 700: an illegal memory access was encountered ; GPU=0 ; hostname=h ; file=f.cc ; line=1",
-    "CUDA error 719",
-    "cudaErrorAssert",
-    "CUDA_ERROR_ECC_UNCORRECTABLE",
-    "CUDA_ERROR_LAUNCH_FAILED: x",
-    "cudaErrorHardwareStackError",
-    "the launch of a kernel failed: device-side assert triggered",
-    "the launch of a kernel failed: unspecified launch failure",
-    "uncorrectable ECC error encountered",
-]
-PASSING = [
-    "CUDA failure 1: invalid argument",
-    "CUDA failure 7000",
-    "CUDA failure 98: invalid device function",
-    "assert failed",
-    "CUBLAS_STATUS_NOT_SUPPORTED",
-]
+PROSE = "an illegal memory access was encountered, CUDA failure 700, device-side assert triggered"
 
 
-class Faked:
+class Driver:
+    """A stand-in for libcuda.so.1 that answers every question about a context with `code`."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.contexts = 0
+
+    def cuDevicePrimaryCtxRetain(self, *_: Any) -> int:
+        self.contexts += 1
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, *_: Any) -> int:
+        self.contexts -= 1
+        return 0
+
+    def cuStreamQuery(self, *_: Any) -> int:
+        return self.code
+
+    def cuGetErrorName(self, code: int, name: Any) -> int:
+        name._obj.value = f"CUDA_ERROR_{code}".encode()
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0
+
+
+class Failing:
     """A session whose runs fail."""
 
-    def __init__(self, error: str) -> None:
-        self.error = error
+    def __init__(self, device: str, error: Exception) -> None:
+        self.device, self.error = device, error
 
     def run(self, *arguments: Any, **options: Any) -> Any:
-        raise RuntimeError(self.error)
+        raise self.error
 
 
-@pytest.mark.parametrize(
-    ("text", "failure"), [(text, BROKEN) for text in STICKY] + [(text, RUN_FAILED) for text in PASSING]
-)
-def test_errors_that_stick_are_told_from_others(text: str, failure: Any) -> None:
-    session: Any = Faked(text)
+def failure_of(device: str, error: Exception) -> ServiceError:
+    session: Any = Failing(device, error)
     with pytest.raises(ServiceError) as caught:
         Instance(session).run([{}], [])
-    assert caught.value.failure is failure
+    return caught.value
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Reshape failed"), RunError(PROSE), MemoryError()])
+@pytest.mark.parametrize("code", [700, 710, 719, 999])
+def test_the_driver_says_that_a_gpu_is_lost(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    driver = Driver(code)
+    monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: driver)
+    found = failure_of("cuda:1", error)
+    assert found.failure is BROKEN and f"cannot be used any more, CUDA_ERROR_{code}" in str(found)
+    assert driver.contexts == 0
+
+
+@pytest.mark.parametrize("driver", [None, Driver(0), Driver(600), Driver(901)])
+def test_an_error_that_leaves_the_gpu_usable_concerns_one_request(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver | None
+) -> None:
+    """Whatever the text says: a model's names are in it."""
+    monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: driver)
+    assert failure_of("cuda:0", RunError(PROSE)).failure is RUN_FAILED
+
+
+def test_on_the_cpu_the_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: Driver(700))
+    assert failure_of("cpu", RunError(PROSE)).failure is RUN_FAILED
+
+
+def named_like_an_error(fits: bool) -> onnx.ModelProto:
+    """Return a gather whose node is named like a fatal error. If it does not `fit`, its types are wrong."""
+    model = models.gather()
+    model.graph.node[0].name = PROSE
+    if not fits:
+        model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return model
+
+
+def test_names_in_a_model_do_not_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where its load fails nor where a run fails; with a driver that would say it is lost."""
+    models.place(tmp_path, "runs", named_like_an_error(fits=True))
+    models.place(tmp_path, "refused", named_like_an_error(fits=False))
+    monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: Driver(700))
+
+    async def test() -> None:
+        repository = Repository(tmp_path, Settings(model={"provider": "cpu"}))
+        with pytest.raises(TwinopError, match=PROSE):
+            await repository.load_all()
+        with pytest.raises(ServiceError, match="out of data bounds") as caught:
+            await repository.answer(Request("runs", {"index": np.array([99])}, arrived=time.monotonic()))
+        assert caught.value.failure in (INVALID, RUN_FAILED) and repository.broken == ""
+
+    asyncio.run(test())
+
+
+@pytest.mark.cuda
+def test_names_in_a_model_do_not_end_a_server_with_a_gpu(tmp_path: Path) -> None:
+    model = models.make(
+        [node("Reshape", ["x", "shape"], ["y"], PROSE, domain="")],
+        [models.info("x", "FP32", ("N",)), models.info("shape", "INT64", (1,))],
+        [models.info("y", "FP32", ("M",))],
+    )
+    models.place(tmp_path, "m", model)
+    with serve(tmp_path, "--provider", "cuda") as served:
+        given = tensor("x", "FP32", [4], [0, 1, 2, 3])
+        for _ in range(3):
+            assert served.infer("m", given, tensor("shape", "INT64", [1], [3])).status in (400, 500)
+            assert served.infer("m", given, tensor("shape", "INT64", [1], [4])).status == 200
+        assert served.ask("GET", "/v2/health/live").status == 200
 
 
 def test_a_batch_that_broke_the_gpu_is_not_run_again() -> None:
