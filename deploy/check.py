@@ -47,7 +47,7 @@ def main(
         problems = []
         for name, folder in scan(models).items():
             try:
-                asked = settings.for_model(name, *folder.layers)
+                asked = folder.settings(settings)
                 for where in folder.wanted(asked.versions).values():
                     loaded = load(where, asked, settings.server, settings.policy)
                     out.print(_line(loaded), markup=False, highlight=False, soft_wrap=True)

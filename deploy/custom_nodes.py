@@ -11,9 +11,11 @@ from onnx import external_data_helper
 
 from twinop.names import BUILT_IN
 from twinop.record import DOMAIN
+from twinop.regular_file import read_regular
 
 from .errors import ModelError
 
+_MOST_BYTES = 2 << 30  # of a protobuf message
 _LARGE = 1024  # bytes. Type inference needs the values of small initializers only (shapes, axes).
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -97,10 +99,11 @@ def load_model(source: ModelSource, folder: Path | None = None, *, confined: boo
         return _parsed(Model("the model", onnx.ModelProto(), data=source, folder=folder), source, confined)
     path = Path(source)
     if not path.is_file():
-        what = "a folder, not an .onnx file" if path.is_dir() else "no such file"
+        what = "not a regular file" if path.exists() else "no such file"
+        what = "a folder, not an .onnx file" if path.is_dir() else what
         raise ModelError(f"{path}: {what}. Expected a model such as export/to_onnx.py writes")
     try:
-        data = path.read_bytes()
+        data = read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     return _parsed(Model(str(path), onnx.ModelProto(), path=path, folder=path.parent), data, confined)

@@ -9,11 +9,13 @@ from typing import Any
 import grpc
 
 from twinop.errors import TwinopError
+from twinop.regular_file import read_regular
 
 from .settings import ServerSettings
 from .watched import Watched
 
 _log = logging.getLogger(__name__)
+_MOST_BYTES = 16 << 20  # of a PEM file; those of all authorities have 0.3 MB
 
 
 class AddressError(TwinopError):
@@ -95,7 +97,7 @@ def grpc_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
         return None
     pair = settings.tls_key, settings.tls_certificate
     try:
-        authorities = settings.tls_client_ca.read_bytes() if settings.tls_client_ca is not None else None
+        authorities = read_pem(settings.tls_client_ca) if settings.tls_client_ca is not None else None
         first = _configuration(pair, authorities)
     except (OSError, ValueError) as error:
         raise tls_error(settings, error) from error
@@ -116,8 +118,17 @@ def grpc_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
     return credentials
 
 
+def read_pem(file: Path) -> bytes:
+    """Read a certificate or a key.
+
+    Raises:
+        OSError: it is no regular file, far too large, or cannot be read.
+    """
+    return read_regular(file, _MOST_BYTES)
+
+
 def _configuration(pair: tuple[Path, Path], authorities: bytes | None) -> Any:
-    key, certificate = (file.read_bytes() for file in pair)
+    key, certificate = map(read_pem, pair)
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authorities)
 
 

@@ -56,7 +56,8 @@ class Batcher:
         self._closed = False
         self._seconds_per_run = 0.0  # a moving average for Retry-After
         self._is_dispatching = False
-        self._short = ShortRuns(may_block and not settings.max_queue_delay_us)
+        is_watched = settings.run_timeout_seconds is not None  # a run on the loop's thread cannot be
+        self._short = ShortRuns(may_block and not settings.max_queue_delay_us and not is_watched)
         self.on_run: Callable[[int, float], None] = lambda rows, seconds: None
         self.on_broken: Callable[[str], None] = lambda why: None  # nothing more can be run in this process
 

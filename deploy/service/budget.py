@@ -1,6 +1,7 @@
 """The memory for requests: bytes are counted before they are kept, and given back once they are answered."""
 
 import ctypes
+import threading
 from typing import Any
 
 from .errors import OVER_BUDGET, ServiceError
@@ -35,7 +36,7 @@ class Budget:
         """Note that bytes were taken or freed; free memory returns to the system after some of them."""
         self._moved += size
         if self._moved > self.most // 16 and _trim is not None:
-            _trim(0)
+            threading.Thread(target=_trim, args=(0,), daemon=True).start()  # it takes milliseconds
             self._moved = 0
 
     def request(self, announced: int = 0) -> "Held":

@@ -49,10 +49,11 @@ def parse(data: bytes) -> pb.ModelInferRequest:
     """
     raw = at = 0
     while len(data) > MOST_TYPED_BYTES and at < len(data) and at - raw <= MOST_TYPED_BYTES:
-        size, start = _length(data, at + 1)
-        if data[at] & 7 != 2:  # a number, which no top-level field of the protocol is
+        key, start = _varint(data, at)
+        size, start = _varint(data, start)
+        if key & 7 != 2:  # a number, which no top-level field of the protocol is
             break
-        raw += size if data[at] == _RAW_KEY else 0
+        raw += size if key == _RAW_KEY else 0
         at = start + size
     if len(data) - raw > MOST_TYPED_BYTES:
         raise ServiceError(
@@ -63,8 +64,8 @@ def parse(data: bytes) -> pb.ModelInferRequest:
     return pb.ModelInferRequest.FromString(data)
 
 
-def _length(data: bytes, at: int) -> tuple[int, int]:
-    """Return the length that protobuf encodes at `at`, and where it ends."""
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the key or length that protobuf encodes at `at`, and where it ends."""
     size = shift = 0
     for at in range(at, min(at + 5, len(data))):  # noqa: B020 (the last one is the result)
         size |= (data[at] & 0x7F) << shift

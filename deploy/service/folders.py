@@ -8,19 +8,21 @@ models/<name>.onnx                     version 1
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from twinop.errors import TwinopError
 
 from . import read_triton_config
+from .model_settings import ModelSettings
 from .read_triton_config import TritonConfig
-from .settings import FILE, anchored, read_toml
+from .settings import FILE, Settings, SettingsError, anchored, read_toml
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
@@ -83,9 +85,22 @@ class ModelFolder:
             return ()
         config = config_of(self.folder)
         layers = [dict(config.settings)] if config is not None else []
-        if (self.folder / FILE).is_file():
-            layers.append(anchored(read_toml(self.folder / FILE), self.folder))
+        if (own := _settings_in(self.folder / FILE, read_toml)) is not None:
+            layers.append(anchored(own, self.folder))
         return tuple(layers)
+
+    def settings(self, given: Settings) -> ModelSettings:
+        """Return the model's settings: those of the server, and of its folder.
+
+        Raises:
+            SettingsError: a file cannot be read, or a setting is invalid. There are no other exceptions.
+        """
+        try:
+            return given.for_model(self.name, *self.layers)
+        except SettingsError:
+            raise
+        except Exception as error:  # the settings of one model must not end the service of others
+            raise SettingsError(f"the settings of model {self.name}: {_said(error)}") from error
 
     def wanted(self, choice: str | tuple[int, ...]) -> dict[int, VersionFolder]:
         """Return the versions that `ModelSettings.versions` selects.
@@ -112,19 +127,40 @@ def config_of(folder: Path | None) -> TritonConfig | None:
     Raises:
         SettingsError: the file cannot be read, or asks for an unsupported feature.
     """
-    if folder is None:
+    return None if folder is None else _settings_in(folder / read_triton_config.FILE, _read_config)
+
+
+def _read_config(path: Path) -> TritonConfig:
+    return read_triton_config.read_config(path, path.parent.name)
+
+
+def _settings_in(path: Path, read: Callable[[Path], T]) -> T | None:
+    """Return what `read` finds in a file, or None if there is no such file."""
+    if not os.path.lexists(path):
         return None
-    path = folder / read_triton_config.FILE
     try:
         status = path.stat()
-    except OSError:
-        return None
-    return _config(path, status.st_mtime_ns, status.st_size)
+    except OSError as error:  # a link to nowhere: what it should say is missing
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+    found = _unchanged(read, path, status.st_mtime_ns, status.st_size)
+    if isinstance(found, SettingsError):
+        raise SettingsError(str(found))
+    return found
 
 
-@lru_cache(maxsize=256)
-def _config(path: Path, time: int, size: int) -> TritonConfig:
-    return read_triton_config.read_config(path, path.parent.name)
+@lru_cache(maxsize=512)
+def _unchanged(read: Callable[[Path], T], path: Path, time: int, size: int) -> T | SettingsError:
+    """Return what `read` finds, or its error. Both are kept until the file changes."""
+    try:
+        return read(path)
+    except SettingsError as error:
+        return SettingsError(str(error))
+    except Exception as error:  # this file's problem only
+        return SettingsError(f"{path}: cannot be read: {_said(error)}")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def scan(
@@ -177,7 +213,7 @@ def _in_folder(root: Path, libraries: Stamp) -> tuple[list[ModelFolder], list[st
     if not root.is_dir():
         raise FolderError(f"{root}: no such file or folder. Expected an .onnx file or a folder of models")
     entries = _entries(root)
-    folders = [entry for entry in entries if entry.is_dir()]
+    folders = [entry for entry in entries if os.path.isdir(entry)]
     if folders and all(_VERSION.fullmatch(entry.name) for entry in folders):
         raise FolderError(
             f"{root}: its folders are versions, so it is one model's folder: serve the folder above, "
@@ -194,7 +230,7 @@ def _in_folder(root: Path, libraries: Stamp) -> tuple[list[ModelFolder], list[st
         if model is not None:
             found.append(model)
     for entry in entries:
-        if not entry.is_dir() and entry.suffix == _SUFFIX:
+        if not os.path.isdir(entry) and entry.suffix == _SUFFIX:
             found.append(_of_file(entry, libraries, root))
     return found, notes
 
@@ -204,6 +240,9 @@ def _entries(folder: Path) -> list[Path]:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise FolderError(f"{folder}: cannot be read: {error.strerror}") from error
+    if strange := [name for name in names if not name.isprintable()]:  # such as bytes that are not UTF-8
+        log_once(f"{folder}: names with characters that cannot be printed are passed over: {strange!a}")
+    names = [name for name in names if name.isprintable()]
     return [folder / name for name in names if not name.startswith(".") and name != "lost+found"]
 
 
@@ -211,7 +250,7 @@ def _of_folder(folder: Path, libraries: Stamp, notes: list[str]) -> ModelFolder 
     versions = {}
     strange = []
     for entry in _entries(folder):
-        if not entry.is_dir():
+        if not os.path.isdir(entry):
             continue
         if _VERSION.fullmatch(entry.name) is None:
             strange.append(entry.name)
@@ -249,7 +288,7 @@ def _of_file(path: Path, libraries: Stamp, root: Path) -> ModelFolder:
 
 def _model_file(folder: Path, model_folder: Path, notes: list[str]) -> Path | None:
     """Return the .onnx file to serve: the one that config.pbtxt names, else model.onnx, else the only one."""
-    there = {each.name: each for each in _entries(folder) if each.suffix == _SUFFIX and each.is_file()}
+    there = {each.name: each for each in _entries(folder) if each.suffix == _SUFFIX and os.path.isfile(each)}
     try:
         config = config_of(model_folder)
     except TwinopError:  # reported when the settings are read

@@ -97,5 +97,6 @@ def _failure(error: Exception, device: str) -> ServiceError:
 
 
 def without_paths(text: str) -> str:
-    """Return the text for clients, with each path reduced to its file name."""
-    return _PATH.sub("", _INTERNALS.sub("", text)).strip()
+    """Return the text for clients: paths are reduced to file names, and what is not UTF-8 is escaped."""
+    shown = _PATH.sub("", _INTERNALS.sub("", text)).strip()
+    return shown.encode(errors="backslashreplace").decode()

@@ -27,6 +27,7 @@ def _as_several(value: Any) -> Any:
     return (value,) if isinstance(value, str | Path) else value
 
 
+_MOST = 2**31 - 1
 _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
 
 
@@ -50,12 +51,16 @@ class ModelSettings(Section):
         description="tables cuda and tensorrt with options of these providers, under ONNX Runtime's names",
     )
     allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
-    max_batch_size: int = Field(0, ge=0, description="most rows in one run; 0 never joins requests")
-    preferred_batch_sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+    max_batch_size: int = Field(0, ge=0, le=_MOST, description="most rows in one run; 0 never joins requests")
+    preferred_batch_sizes: tuple[Annotated[int, Field(gt=0, le=_MOST)], ...] = Field(
         (), description="batch sizes that end the wait for more rows (with max_queue_delay_us)"
     )
-    max_queue_delay_us: int = Field(0, ge=0, description="how long an idle instance waits for more rows")
-    max_queue: int = Field(256, gt=0, description="requests that may wait; further ones are refused with 429")
+    max_queue_delay_us: int = Field(
+        0, ge=0, le=_MOST, description="how long an idle instance waits for more rows"
+    )
+    max_queue: int = Field(
+        256, gt=0, le=_MOST, description="requests that may wait; further ones are refused with 429"
+    )
     instances: int = Field(
         1, ge=1, le=64, description="concurrent runs; on CUDA each has its own session and stream"
     )
@@ -67,7 +72,9 @@ class ModelSettings(Section):
     intra_op_threads: int = Field(
         0,
         ge=0,
-        description="ONNX Runtime's threads for a run on the CPU; 0: one per core of the quota",
+        le=1024,
+        description="ONNX Runtime's threads for a run on the CPU; 0: one per core of the quota, the most that "
+        "a model's own folder gets",
     )
     intra_op_spinning: bool = Field(
         False, description="let these threads spin while they wait for work, which keeps the cores busy"

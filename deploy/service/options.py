@@ -1,6 +1,7 @@
 """Command-line options that are settings: their types, defaults and helps are those of the settings."""
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -69,7 +70,7 @@ def settings_of(models: Path, config: Path | None, given: dict[str, Any], **fixe
     Raises:
         SettingsError: a setting is invalid.
     """
-    if config is None and (models / FILE).is_file():
+    if config is None and os.path.lexists(models / FILE):
         config = models / FILE
     values = {name: value for name, value in given.items() if value is not None} | fixed
     sections = {

@@ -13,11 +13,13 @@ from typing import Any
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
+from twinop.regular_file import read_regular
+
 from ..tensor_specs import Spec
 from . import triton_options
 from .model_settings import Provider
 from .protocol import model_config_pb2
-from .settings import SettingsError
+from .settings import MOST_BYTES, SettingsError
 from .triton_tensors import differences, is_vector, shape_of
 
 FILE = "config.pbtxt"
@@ -82,8 +84,11 @@ def read_config(path: Path, model: str) -> TritonConfig:
         SettingsError: the file cannot be read or parsed, or asks for an unsupported feature.
     """
     try:
-        config = text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_regular(path, MOST_BYTES).decode()
+        config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
     except text_format.ParseError as error:
         raise SettingsError(f"{path}: does not parse as Triton's model configuration: {error}") from error

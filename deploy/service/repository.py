@@ -1,10 +1,12 @@
 """Load models at the start, follow changes on disk or by request, and swap versions without a gap."""
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from twinop.errors import TwinopError
 from . import metrics
 from .datatypes import version_number
 from .errors import NOT_FOUND, NOT_READY, OFF, ServiceError
-from .folders import ModelFolder, Stamps, VersionFolder, scan
+from .folders import ModelFolder, Stamps, VersionFolder, log_once, scan
 from .instance import without_paths
 from .loading import load
 from .metrics import ModelMetrics
@@ -26,6 +28,9 @@ from .served import ServedModel, State, Version
 from .settings import Control, Settings
 
 _log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 5.0  # with one model, before the next one is looked at
+_LOADS = 64  # at once, of models that take longer than that
 
 
 @dataclass
@@ -55,6 +60,9 @@ class Repository:
         self._known: dict[str, dict[int, _Known]] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
         self._closing: set[asyncio.Task[None]] = set()
+        self._following: dict[str, asyncio.Task[list[str]]] = {}  # by model
+        self._pool = ThreadPoolExecutor(_LOADS, "load")  # a load that hangs takes no thread from requests
+        self._began = asyncio.Event()  # the first load of each model has begun
         self._loaded = False
 
     # -------------------------------------------------------------------------------- asking
@@ -150,14 +158,44 @@ class Repository:
                 problems.append(said)
             else:
                 _log.warning("%s", said)
-        for name, folder in folders.items():
-            found = await self._follow(folder)
-            if found and name not in self.models:
-                await self._follow_older(folder)
-            problems += found if name not in self.models else []
+        tasks = await self._in_turn(folders.values(), self._load_first)
+        self._began.set()
+        problems += [problem for found in await asyncio.gather(*tasks) for problem in found]
         if problems:
             raise TwinopError("\n".join(problems))
         self._loaded = True
+
+    async def _load_first(self, folder: ModelFolder) -> list[str]:
+        """Load the wanted versions, or else an older one; return the problems if there is none."""
+        found = await self._follow(folder)
+        if found and folder.name not in self.models:
+            await self._follow_older(folder)
+        return found if folder.name not in self.models else []
+
+    async def _in_turn(
+        self, folders: Iterable[ModelFolder], follow: Callable[[ModelFolder], Awaitable[list[str]]]
+    ) -> list[asyncio.Task[list[str]]]:
+        """Follow models one after the other. One that takes long goes on while others are followed."""
+        tasks = []
+        for folder in folders:
+            if folder.name not in self._following:
+                task = asyncio.ensure_future(self._guarded(folder, follow))
+                self._following[folder.name] = task
+                tasks.append(task)
+                await asyncio.wait({task}, timeout=PATIENCE_SECONDS)
+        return tasks
+
+    async def _guarded(
+        self, folder: ModelFolder, follow: Callable[[ModelFolder], Awaitable[list[str]]]
+    ) -> list[str]:
+        """Follow a model. A bug in that does not concern the others."""
+        try:
+            return await follow(folder)
+        except Exception as error:
+            log_once(said := f"model {folder.name} cannot be followed: {error!r}")
+            return [said]
+        finally:
+            del self._following[folder.name]
 
     def announce(self, **ports: int | None) -> None:
         """Log that all models are loaded, and where clients find them."""
@@ -165,6 +203,7 @@ class Repository:
 
     async def poll(self) -> None:
         """Follow the folder until cancelled. A version is loaded once its files have stopped changing."""
+        await self._began.wait()
         before: dict[str, ModelFolder] = {}
         missing: set[str] = set()
         said = ""
@@ -173,22 +212,20 @@ class Repository:
             try:
                 before, missing = await self._poll_once(before, missing)
                 said = ""
-            except TwinopError as error:  # the folder is missing or empty: go on serving
-                if said != (said := str(error)):
-                    _log.warning("%s", error)
-            except Exception:  # otherwise nobody would follow the folder any more
-                _log.exception("following %s failed; the next try is in a moment", self.root)
+            except Exception as error:  # such as a missing folder: go on serving, and following
+                if said != (said := repr(error)):
+                    _log.warning("%s", error, exc_info=not isinstance(error, TwinopError))
 
     async def _poll_once(
         self, before: dict[str, ModelFolder], missing: set[str]
     ) -> tuple[dict[str, ModelFolder], set[str]]:
         """Follow models that are unchanged since the last scan, and remove those missing in both scans."""
         folders = await self._scan()
-        for name, folder in folders.items():
-            if name in before and before[name].stamps == folder.stamps:
-                await self._follow(folder)
+        known = [folder for name, folder in folders.items() if name in before]
+        same = [folder for folder in known if folder.stamps == before[folder.name].stamps]
+        await self._in_turn(same, self._follow)
         gone = self._known.keys() - folders.keys()
-        for name in gone & missing:
+        for name in (gone & missing) - self._following.keys():
             await self._remove(name)
         return folders, gone
 
@@ -247,7 +284,7 @@ class Repository:
         async with self._locks[folder.name]:
             known = self._known.setdefault(folder.name, {})
             try:
-                settings = self.settings.for_model(folder.name, *folder.layers)
+                settings = await asyncio.to_thread(folder.settings, self.settings)
                 wanted = folder.wanted(settings.versions)
             except TwinopError as error:
                 self._refuse(folder, error)
@@ -275,7 +312,7 @@ class Repository:
         """Load the newest version that loads, out of those that are not wanted."""
         async with self._locks[folder.name]:
             try:
-                settings = self.settings.for_model(folder.name, *folder.layers)
+                settings = await asyncio.to_thread(folder.settings, self.settings)
             except TwinopError:
                 return
             for version in sorted(folder.versions.keys() - self._known[folder.name].keys(), reverse=True):
@@ -288,8 +325,9 @@ class Repository:
         known = self._known[where.model]
         known[where.version] = _Known(stamp, State.LOADING)
         try:
-            loaded = await asyncio.to_thread(
-                load, where, settings, self.settings.server, self.settings.policy
+            in_context = contextvars.copy_context().run  # the logs' fields
+            loaded = await asyncio.get_running_loop().run_in_executor(
+                self._pool, in_context, load, where, settings, self.settings.server, self.settings.policy
             )
         except TwinopError as error:
             metrics.loaded(False)
@@ -343,5 +381,7 @@ class Repository:
 
     async def close(self) -> None:
         """Answer all accepted requests, then release all models."""
+        for task in self._following.values():
+            task.cancel()
         versions = [version for model in self.models.values() for version in model.versions.values()]
         await asyncio.gather(*(version.close() for version in versions), *self._closing)

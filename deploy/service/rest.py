@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from . import ids, logs, metrics, shared_memory_calls, spans
-from .addresses import LoggedHandshake, bound, tls_error
+from .addresses import LoggedHandshake, bound, read_pem, tls_error
 from .budget import Budget
 from .endpoints import FAILURES, Endpoints, as_json, telling
 from .errors import NOT_READY, UNAUTHENTICATED
@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 65  # longer than proxies, which might otherwise reuse a connection that is just closed
 DRAIN_IDLE_SECONDS = 1.0  # a request may still arrive on an open connection of a stopping server
+HALF_CLOSE_SECONDS = 0.1  # a client that closes its half sooner after a request waits for its answer
 CUT_OFF_SECONDS = 0.5  # to answer those whose grace time is over
 _OPEN = {"/v2/health/live", "/v2/health/ready"}  # need no token
 
@@ -95,6 +96,18 @@ class _Connection(HttpToolsProtocol):
             KEEP_ALIVE_SECONDS, self.timeout_keep_alive_handler
         )
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._complete = self.loop.time()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer a client that closes its half with its request. One that does so later has gone."""
+        last = self.pipeline[0][0] if self.pipeline else self.cycle
+        if last is None or last.more_body or last.response_complete or self.scheme == "https":
+            return False
+        last.keep_alive = False
+        return self.loop.time() - self._complete < HALF_CLOSE_SECONDS
+
     def send_400_response(self, msg: str) -> None:
         content = orjson.dumps({"error": "this is not an HTTP/1.1 request, or its head is malformed"})
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-length: {len(content)}\r\n".encode()
@@ -114,13 +127,16 @@ class _Uvicorn(uvicorn.Server):
         config = self.config
         if config.ssl is None or config.ssl_certfile is None:
             return
-        watched = Watched(Path(config.ssl_certfile), Path(str(config.ssl_keyfile)))
+        pair = Path(config.ssl_certfile), Path(str(config.ssl_keyfile))
+        watched = Watched(*pair)
         while True:
             await asyncio.sleep(SECONDS)
             if not watched.changed():
                 continue
             try:
-                config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+                for file in pair:
+                    read_pem(file)  # OpenSSL would wait at a FIFO
+                config.ssl.load_cert_chain(*pair)
                 _log.info("reloaded the TLS certificate")
             except OSError:  # also ssl.SSLError, for example while the files do not match
                 _log.exception("the TLS certificate could not be reloaded")
@@ -213,6 +229,8 @@ class RestServer:
             ssl_cert_reqs=ssl.CERT_NONE if settings.tls_client_ca is None else ssl.CERT_REQUIRED,
         )
         try:
+            for file in filter(None, (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)):
+                read_pem(file)
             config.load()
         except (OSError, ssl.SSLError) as error:  # an SSLError names no file
             raise tls_error(settings, error) from error

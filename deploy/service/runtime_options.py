@@ -33,7 +33,7 @@ class SessionOptions(_Options):
         "ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_LAYOUT", "ORT_ENABLE_ALL"
     ] = "ORT_ENABLE_ALL"
     execution_mode: Literal["ORT_SEQUENTIAL", "ORT_PARALLEL"] = "ORT_SEQUENTIAL"
-    inter_op_num_threads: int = Field(0, ge=0)
+    inter_op_num_threads: int = Field(0, ge=0, le=1024)
     enable_cpu_mem_arena: bool = True
     enable_mem_pattern: bool = True
 

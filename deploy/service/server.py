@@ -68,6 +68,8 @@ class Server:
             asked = loop.create_task(stop.wait())
             loading = loop.create_task(repository.load_all())
             background.append(loading)
+            if self._settings.control == Control.POLL:
+                background.append(loop.create_task(repository.poll()))
             await asyncio.wait((asked, loading), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
@@ -76,9 +78,7 @@ class Server:
                 gc.enable()  # off since the start
                 ports = [front.port for front in fronts] + [None]
                 repository.announce(http_port=ports[0], grpc_port=ports[1])
-                if self._settings.control == Control.POLL:
-                    background.append(loop.create_task(repository.poll()))
-                elif self._settings.control == Control.NONE:
+                if self._settings.control == Control.NONE:
                     _log.info("later changes of %s are not followed: --control poll does", repository.root)
                 await asked
         finally:

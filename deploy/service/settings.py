@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -9,12 +10,16 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
 
 from twinop.errors import TwinopError
+from twinop.regular_file import read_regular
 
 from .cores import quota
 from .model_settings import ModelSettings, Section
 from .newer_python import StrEnum, tomllib
 
 FILE = "twinop.toml"
+MOST_BYTES = 256 << 10  # of a file with settings
+# tomllib's memory grows with the square of a dotted key's parts.
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""")
 
 
 class SettingsError(TwinopError):
@@ -213,9 +218,12 @@ class Settings(Section):
         for layer in (*layers, by_server):
             merged |= layer
         settings = checked(ModelSettings, merged, f"the settings of model {name}")
-        self.policy.require(name, settings, set().union(*layers) - by_server.keys(), self.model)
+        by_folder = set().union(*layers) - by_server.keys()
+        self.policy.require(name, settings, by_folder, self.model)
+        cores = quota() or len(os.sched_getaffinity(0))
+        if "intra_op_threads" in by_folder and settings.intra_op_threads > cores:
+            settings = settings.model_copy(update={"intra_op_threads": cores})
         if (processes := self.server.processes) > 1:
-            cores = quota() or len(os.sched_getaffinity(0))
             threads = settings.intra_op_threads or max(cores // processes, 1)
             share = {"max_queue": self.server.share(settings.max_queue), "intra_op_threads": threads}
             settings = settings.model_copy(update=share)
@@ -271,6 +279,8 @@ def anchored(section: dict[str, Any], folder: Path) -> dict[str, Any]:
     def absolute(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(map(absolute, value))
+        if "\0" in str(value):
+            raise SettingsError(f"{folder}: the path {value!r} has a NUL character, which none can have")
         return folder / value if isinstance(value, str | Path) else value  # pydantic reports other types
 
     return section | {name: absolute(section[name]) for name in _PATHS if section.get(name)}
@@ -283,11 +293,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         SettingsError: the file cannot be read, or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text())
+        text = read_regular(path, MOST_BYTES).decode()
+        if _LONG_KEY.search(text):
+            raise SettingsError(f"{path}: not settings: a key has more than 32 parts")
+        return tomllib.loads(text)
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not UTF-8, not TOML, or a number with more digits than Python takes
         raise SettingsError(f"{path}: not TOML: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path}: not settings: arrays or tables are nested too deeply") from error
 
 
 def checked(kind: type[S], values: dict[str, Any], where: str) -> S:

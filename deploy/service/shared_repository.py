@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from twinop.errors import TwinopError
 
 from . import metrics
-from .errors import NOT_FOUND, NOT_READY, ServiceError
+from .errors import NOT_FOUND, ServiceError
 from .processes import Member, State
 from .repository import Repository
 from .repository import State as VersionState
@@ -26,7 +26,7 @@ class SharedRepository(Repository):
     def __init__(self, root: Path, settings: Settings, member: Member) -> None:
         super().__init__(root, settings)
         self.member = member
-        self._began = asyncio.Event()  # the first loads are done
+        self._did_load = asyncio.Event()  # the first loads are done
         answers: dict[str, Answer] = {
             "index": super().index,
             "load": self._load_here,
@@ -43,14 +43,6 @@ class SharedRepository(Repository):
         words = (_WORDS.get(board.state(number)) for number in range(board.count))
         said = [f"process {number} of {board.count} {word}" for number, word in enumerate(words) if word]
         return super().why_not_ready() or ", ".join(said)
-
-    async def require_ready(self, name: str, version: int | None = None) -> None:
-        """Check that all processes have a version of a model; the latest for None."""
-        await super().require_ready(name, version)
-        wanted = name, str(version or max(self.models[name].versions))
-        for each in await self.index():
-            if (each["name"], each["version"]) == wanted and each["state"] != VersionState.READY:
-                raise ServiceError(NOT_READY, f"model {name} is not ready: {each['reason']}")
 
     async def index(self, ready: bool = False) -> list[dict[str, str]]:
         """Return every version of every model. It is READY if all processes have it."""
@@ -104,7 +96,7 @@ class SharedRepository(Repository):
             self._loaded = True
         else:
             await super().load_all()
-        self._began.set()
+        self._did_load.set()
 
     async def _load_those(self, wanted: set[tuple[str, int]]) -> None:
         """Load these versions of models, whatever else the folder has by now."""
@@ -138,7 +130,7 @@ class SharedRepository(Repository):
             raise ServiceError(NOT_FOUND, f"there is no model {name!r} that is loaded")
 
     async def _load_here(self, name: str) -> None:
-        await self._began.wait()
+        await self._did_load.wait()
         await super().load_by_request(name)
 
     async def _unload_here(self, name: str) -> bool:

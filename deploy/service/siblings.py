@@ -11,10 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from .errors import NOT_READY, ServiceError
+from .newer_python import timeout
 from .processes import Member, State
 
 _log = logging.getLogger(__name__)
 
+ANSWER_SECONDS = 2.0
 Answer = Callable[..., Awaitable[Any]]
 
 
@@ -64,14 +66,19 @@ class Siblings:
                 with contextlib.closing(writer):
                     writer.write(json.dumps([question, *arguments]).encode())
                     writer.write_eof()
+                    async with timeout(ANSWER_SECONDS):  # one that is stopped accepts, and says nothing
+                        await reader.readexactly(1)
                     return json.loads(await reader.read())
-            except (OSError, ValueError):  # it has ended
+            except TimeoutError:
+                return {"error": "it does not answer"} if question in ("load", "unload") else None
+            except (OSError, EOFError, ValueError):  # it has ended
                 return None
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError):  # the other process has ended
             _require_own(writer.get_extra_info("socket"))
             question, *arguments = json.loads(await reader.read())
+            writer.write(b" ")  # it was heard
             try:
                 said = {"answer": await self._answers[question](*arguments)}
             except ServiceError as error:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from .settings import ServerSettings, SettingsError
+from twinop.regular_file import read_regular
+
+from .settings import MOST_BYTES, ServerSettings, SettingsError
 from .watched import Watched
 
 _log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Token:
 
 def _read(file: Path) -> bytes:
     try:
-        token = file.read_bytes().strip()
+        token = read_regular(file, MOST_BYTES).strip()
     except OSError as error:
         raise SettingsError(f"the token's file {file} cannot be read: {error.strerror}") from error
     if not token:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from twinop.deploy.service import codec_grpc
-from twinop.deploy.service.errors import INVALID, NOT_FOUND, ServiceError
+from twinop.deploy.service.errors import INVALID, NOT_FOUND, TOO_LARGE, ServiceError
 from twinop.deploy.service.protocol import pb
 
 
@@ -87,3 +87,33 @@ def test_unknown_version_over_grpc() -> None:
     with pytest.raises(ServiceError, match="model m has no version 'x'") as error:
         codec_grpc.decode(pb.ModelInferRequest(model_name="m", model_version="x"), None)
     assert error.value.failure is NOT_FOUND
+
+
+def varint(number: int, length: int = 1) -> bytes:
+    """Encode a number in at least `length` bytes, as protobuf accepts it."""
+    parts = []
+    while number > 0x7F or len(parts) < length - 1:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])
+
+
+@pytest.mark.parametrize("key", [16, 2000, 300_000])
+def test_typed_contents_do_not_hide_behind_an_unknown_field(key: int) -> None:
+    """To who takes its key for one byte, the unknown field's content announces raw contents to the end."""
+    message = message_with(contents={"int_contents": [1] * (codec_grpc.MOST_TYPED_BYTES + 1)})
+    typed = message.SerializeToString()
+    for before in range(4):
+        content = bytes(before) + varint(codec_grpc._RAW_KEY) + varint(len(typed))
+        data = varint(key << 3 | 2) + varint(len(content)) + content + typed
+        assert len(pb.ModelInferRequest.FromString(data).inputs) == 1
+        with pytest.raises(ServiceError, match="outside of raw_input_contents") as caught:
+            codec_grpc.parse(data)
+        assert caught.value.failure is TOO_LARGE
+
+
+def test_raw_contents_are_found_behind_long_keys() -> None:
+    raw = bytes(2 * codec_grpc.MOST_TYPED_BYTES)
+    for length in (1, 2, 3):
+        data = varint(2000 << 3 | 2) + varint(3) + b"abc" + varint(codec_grpc._RAW_KEY, length)
+        assert codec_grpc.parse(data + varint(len(raw)) + raw).raw_input_contents == [raw]

@@ -123,6 +123,22 @@ def test_an_upgrade_without_a_body_is_ignored(served: Served) -> None:
 # -------------------------------------------------------------------------------- clients that go
 
 
+@pytest.mark.parametrize("request_", [REQUEST, SLOW, REQUEST + SLOW + REQUEST, LIVE])
+def test_a_client_that_closes_its_half_is_answered(served: Served, request_: bytes) -> None:
+    with served.connect() as connection:
+        connection.sendall(request_)
+        connection.shutdown(socket.SHUT_WR)
+        data = receive_all(connection)
+    assert data.count(b"HTTP/1.1 200 OK") == data.count(b"HTTP/1.1 ") == request_.count(b"HTTP/1.1")
+
+
+def test_a_client_that_closes_its_half_amid_a_request_is_not(served: Served) -> None:
+    with served.connect() as connection:
+        connection.sendall(REQUEST[:-9])
+        connection.shutdown(socket.SHUT_WR)
+        assert receive_all(connection) == b""
+
+
 def test_a_client_that_does_not_read(served: Served) -> None:
     rows = 500_000
     tensors = [

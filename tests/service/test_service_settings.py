@@ -118,3 +118,14 @@ def test_versions(versions: Any) -> None:
 
 def test_the_token_is_not_shown() -> None:
     assert "secret" not in repr(read_settings(None, {"server": {"token": "secret"}}))
+
+
+def test_a_models_folder_gets_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinop.deploy.service.settings.quota", lambda: 3)
+    settings = Settings(models={"ours": {"intra_op_threads": 5}})
+    assert settings.for_model("theirs", {"intra_op_threads": 900}).intra_op_threads == 3
+    assert settings.for_model("theirs", {"intra_op_threads": 2}).intra_op_threads == 2
+    assert settings.for_model("ours", {"intra_op_threads": 900}).intra_op_threads == 5
+    for asked in ({"intra_op_threads": 100_000}, {"session": {"inter_op_num_threads": 100_000}}):
+        with pytest.raises(SettingsError, match="less than or equal to 1024"):
+            settings.for_model("theirs", asked)

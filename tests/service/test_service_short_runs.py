@@ -122,8 +122,11 @@ def test_of_those_that_come_together_one_at_fault_fails_alone() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("settings", [{"may_block": False}, {"max_batch_size": 8, "max_queue_delay_us": 1}])
-def test_on_a_gpu_and_where_runs_wait_for_company_none_is_made_here(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"may_block": False}, {"max_batch_size": 8, "max_queue_delay_us": 1}, {"run_timeout_seconds": 60.0}],
+)
+def test_on_a_gpu_and_where_runs_wait_or_are_watched_none_is_made_here(settings: dict[str, Any]) -> None:
     async def test() -> None:
         runner = Noting()
         await ask(batcher(runner, **settings), 3)

@@ -24,7 +24,7 @@ def read(folder: Path, text: str) -> TritonConfig:
     return read_config(path, "relu")
 
 
-def test_all_that_has_an_effect(tmp_path: Path) -> None:
+def test_all_that_has_an_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read(
         tmp_path,
         """
@@ -58,6 +58,7 @@ def test_all_that_has_an_effect(tmp_path: Path) -> None:
         "warm_up": {"x": (4, 7, 4)},
         "intra_op_threads": "3",
     }
+    monkeypatch.setattr("twinop.deploy.service.settings.quota", lambda: 4)
     assert Settings().for_model("relu", dict(config.settings)).intra_op_threads == 3
 
 

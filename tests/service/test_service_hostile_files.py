@@ -1,0 +1,174 @@
+"""Files in a model's folder that are no plain text of settings: the error is that model's alone."""
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import service_models
+from service_rows import scaled
+from typer.testing import CliRunner
+
+from twinop.cli import app
+from twinop.deploy.custom_nodes import load_model
+from twinop.deploy.errors import ModelError
+from twinop.deploy.service import repository as repository_module
+from twinop.deploy.service.addresses import AddressError, grpc_credentials
+from twinop.deploy.service.errors import ServiceError
+from twinop.deploy.service.folders import scan
+from twinop.deploy.service.instance import without_paths
+from twinop.deploy.service.repository import Repository
+from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
+from twinop.deploy.service.tokens import Tokens
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+STRANGE: dict[str, Callable[[Path], Any]] = {
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "socket": listening,
+    "link to itself": lambda path: path.symlink_to(path),
+    "link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "link with a long name": lambda path: path.symlink_to("x" * 300),
+    "huge": sparse,
+}
+TEXTS: dict[str, bytes] = {
+    "not UTF-8": b"max_queue = 1 # \xff",
+    "NUL": b"max_queue = \0",
+    "NUL in a path": b'library = "a\\u0000b"',
+    "surrogate": b'library = "\xed\xa0\x80"',
+    "deep array": b"max_queue = " + b"[" * 20_000,
+    "deep table": b"max_queue = " + b"{a = " * 20_000,
+    "long key": b"max_queue" + b".a" * 100_000 + b" = 1",
+    "long header": b"[max_queue" + b" . 'a'" * 30_000 + b"]",
+    "digits": b"max_queue = " + b"9" * 5_000,
+    "hexadecimal digits": b"max_queue = 0x" + b"f" * 100_000,
+    "digits of an option": b"[session]\n'session.x' = 0x" + b"f" * 100_000 + b"\n[session.y]",
+    "deep option": b"session" + b".a" * 30 + b" = " + b"[" * 400 + b"]" * 400,
+}
+
+
+def placed(folder: Path) -> Path:
+    for name in ("bad", "good"):
+        service_models.place(folder, name, scaled(1))
+    return folder / "bad"
+
+
+def each_is_that_models_own(root: Path, file: str) -> None:
+    found = scan(root)
+    assert found["good"].settings(Settings()).max_queue == 256
+    with pytest.raises(SettingsError) as caught:
+        found["bad"].settings(Settings())
+    assert file in str(caught.value) or "bad" in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["twinop.toml", "config.pbtxt"])
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_what_is_no_regular_file(tmp_path: Path, make: Callable[[Path], Any], file: str) -> None:
+    make(placed(tmp_path) / file)
+    each_is_that_models_own(tmp_path, file)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_texts_that_are_no_settings(tmp_path: Path, text: bytes) -> None:
+    (placed(tmp_path) / "twinop.toml").write_bytes(text)
+    each_is_that_models_own(tmp_path, "twinop.toml")
+
+
+def test_check_tells_of_that_model_alone(tmp_path: Path) -> None:
+    os.mkfifo(placed(tmp_path) / "config.pbtxt")
+    found = CliRunner().invoke(app, ["check", str(tmp_path), "--provider", "cpu"])
+    assert found.exit_code == 1 and "good version 1 can be served" in found.output
+    assert found.output.count("not a regular file") == 1
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, STRANGE["device"], STRANGE["huge"]])
+def test_the_server_s_own_files(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    file = tmp_path / "file"
+    make(file)
+    with pytest.raises(SettingsError, match="file: cannot be read"):
+        read_settings(file, {})
+    with pytest.raises(SettingsError, match="token's file .* cannot be read"):
+        Tokens(ServerSettings(token_file=file))
+    with pytest.raises(AddressError, match="TLS cannot be set up"):
+        grpc_credentials(ServerSettings(tls_certificate=file, tls_key=file))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, STRANGE["device"], STRANGE["huge"], STRANGE["folder"]])
+def test_a_model_that_is_no_regular_file(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    make(tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match=r"m.onnx: (not a regular file|a folder|cannot be read: larger)"):
+        load_model(tmp_path / "m.onnx", confined=True)
+
+
+def test_names_that_cannot_be_shown(tmp_path: Path) -> None:
+    placed(tmp_path)
+    (tmp_path / "good" / "1" / "model.onnx").rename(tmp_path / "good" / "1" / "\udcff.onnx")
+    (tmp_path / "long").symlink_to("x" * 300)
+    assert list(scan(tmp_path)) == ["bad"]
+    assert without_paths("/a/\udcff.so: no") == "\\udcff.so: no"
+
+
+def test_following_goes_on_with_few_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One model's settings cannot be read, and the first load of another one does not end."""
+    placed(tmp_path)
+    service_models.place(tmp_path, "hangs", scaled(1))
+    loading, end = threading.Event(), threading.Event()
+    load = repository_module.load
+
+    def slowly(where: Any, *rest: Any) -> Any:
+        if where.model == "hangs":
+            loading.set()
+            end.wait(60)
+        return load(where, *rest)
+
+    monkeypatch.setattr(repository_module, "load", slowly)
+    monkeypatch.setattr(repository_module, "PATIENCE_SECONDS", 0.01)
+    settings = Settings(server={"control": "poll", "poll_seconds": 0.01}, model={"provider": "cpu"})
+
+    async def test() -> None:
+        repository = Repository(tmp_path, settings)
+        tasks = [asyncio.ensure_future(each) for each in (repository.load_all(), repository.poll())]
+
+        async def wait(name: str, version: int) -> None:
+            while True:
+                try:
+                    repository.find(name, version)
+                    return
+                except ServiceError:
+                    await asyncio.sleep(0.01)
+
+        await wait("good", 1)
+        assert loading.is_set() or await asyncio.to_thread(loading.wait, 60)
+        (tmp_path / "bad" / "twinop.toml").write_bytes(TEXTS["deep array"])
+        for version in (2, 3):
+            service_models.place(tmp_path, "good", scaled(version), version)
+            await wait("good", version)
+        assert repository.why_not_ready()
+        end.set()
+        await wait("hangs", 1)
+        for task in tasks[1:]:
+            task.cancel()
+        await tasks[0]
+        await repository.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(test(), 60))
+    assert sum(len(record.getMessage()) for record in caplog.records) < 2_000
