@@ -73,8 +73,8 @@ class ModelSettings(Section):
         0,
         ge=0,
         le=1024,
-        description="ONNX Runtime's threads for a run on the CPU; 0: one per core of the quota, the most that "
-        "a model's own folder gets",
+        description="ONNX Runtime's threads for a run on the CPU; 0: one per core of the quota, the "
+        "most that a model's own folder gets",
     )
     intra_op_spinning: bool = Field(
         False, description="let these threads spin while they wait for work, which keeps the cores busy"
