@@ -1,13 +1,18 @@
 """`twinop test` as a user runs it: from an empty folder, on libraries that are right and that are wrong."""
 
+import faulthandler
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from build_files import tiny, twinop
+
+from twinop.testing import child
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -123,6 +128,69 @@ def test_targets_that_are_none(arguments: list[str], message: str, tmp_path: Pat
     code, said = twinop_test(tmp_path, *arguments)
     assert code == 1 and re.search(message, said), said
     assert said.startswith("error:") and "Traceback" not in said
+
+
+def test_a_test_that_ends_the_process(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It is one message with the call; the tests of other ops run, those that are done do not run again."""
+    runs = tmp_path / "runs"
+
+    def tests(left_out: list[str]) -> int:
+        with runs.open("a") as file:
+            file.write(f"{left_out}\n")
+        if "mine::bad" not in left_out:
+            child.note(
+                test="test_results.py::test_bits[bad]",
+                op="mine::bad",
+                done=["test_a"],
+                failures=["test_b: 1 != 2"],
+            )
+            child.note_call("mine::bad(x: float32[3, 0]), cpu")
+            faulthandler.disable()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return 0
+
+    assert child.run(tests) == 1
+    assert runs.read_text().splitlines() == ["[]", "['test_a', 'mine::bad']"]
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "\ntest_b: 1 != 2\n\nerror: mine::bad(x: float32[3, 0]), cpu ended with SIGSEGV in "
+    )
+    assert "in test_results.py::test_bits[bad]. The kernel reads or writes where no tensor is" in said
+
+
+def test_a_process_that_ends_again_and_again(capfd: pytest.CaptureFixture[str]) -> None:
+    def tests(left_out: list[str]) -> int:
+        faulthandler.disable()
+        os.kill(os.getpid(), signal.SIGABRT)
+        return 0
+
+    assert child.run(tests) == 1
+    assert (
+        "error: the process ended with SIGABRT before the first test. Often, memory" in capfd.readouterr().err
+    )
+    assert child.run(lambda left_out: 5) == 5
+
+
+@pytest.mark.slow
+def test_a_kernel_that_crashes(tmp_path: Path) -> None:
+    source = tiny("empty").replace(
+        "return {};", "if (call.inputs[0].numel == 7) raise(SIGSEGV);\n  return {};"
+    )
+    (tmp_path / "empty.h").write_text(source.replace("#pragma once", "#pragma once\n#include <csignal>"))
+    (tmp_path / "test_empty.py").write_text("def test_of_the_project() -> None:\n    assert 1 + 1 == 2\n")
+    assert twinop("build", "empty.h", "--cpu", cwd=tmp_path).returncode == 0
+    code, said = twinop_test(tmp_path)
+    assert code == 1, said
+    assert (
+        len(
+            re.findall(
+                r"^error: empty::empty\(x: float32\[.*\]\), cpu ended with SIGSEGV in test_", said, re.M
+            )
+        )
+        == 1
+    )
+    assert "Fatal Python error" not in said and "Traceback" not in said and "DEBUG" not in said
+    assert re.search(r"1 passed, \d+ deselected", said), said
 
 
 def test_without_pytest(tmp_path: Path) -> None:

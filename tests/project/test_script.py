@@ -67,7 +67,10 @@ def test_examples_are_typed_as_they_stand_in_the_help() -> None:
     twinop = str(ROOT / ".venv/bin/twinop")
     for command, example in (("export", "export --dtype float16"), ("run", "run custom_relu.onnx")):
         said = run(Path(twinop), command, "--help", cwd=ROOT).stdout
-        assert f" .venv/bin/twinop {example}" in said and f" twinop {command}" not in said.partition("Examples")[2]
+        assert (
+            f" .venv/bin/twinop {example}" in said
+            and f" twinop {command}" not in said.partition("Examples")[2]
+        )
     env = {"PATH": f"{ROOT}/.venv/bin:/usr/bin:/bin", "COLUMNS": "200"}
     done = subprocess.run(["twinop", "run", "--help"], capture_output=True, text=True, env=env, cwd="/")
     assert " twinop run custom_relu.onnx" in done.stdout and ".venv" not in done.stdout

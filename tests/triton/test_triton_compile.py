@@ -218,6 +218,10 @@ def test_too_much_shared_memory() -> None:
     message = refusal(launch, archs=(80, 86))
     assert message.startswith("big_kernel, ahead_kernels.py:")
     assert "it needs 128 KiB of shared memory on compute capability 86, which has 99" in message
+    assert (
+        "Take tl.range(..., num_stages=1) in its loops, or num_stages=" in message
+        and "build without 86" in message
+    )
 
 
 def test_an_unknown_architecture() -> None:

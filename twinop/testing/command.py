@@ -55,6 +55,12 @@ def run(arguments: list[str]) -> int:
     Raises:
         TwinopError: the target is not a library, project or Python file.
     """
+    from . import child
+
+    return child.run(lambda left_out: _run_here(arguments, left_out))
+
+
+def _run_here(arguments: list[str], left_out: list[str]) -> int:
     import pytest
 
     from .target import TARGET, find_target, load
@@ -66,5 +72,8 @@ def run(arguments: list[str]) -> int:
     load(given)  # so that an error is one message
     files = [str(MATRIX), *map(str, target.tests)]
     own = ["-p", "twinop.testing.plugin", f"{TARGET}={Path(given).resolve()}", "-p", "no:cacheprovider"]
+    own += [f"--twinop-left-out={name}" for name in left_out]
+    # A crash is one message of ours; libraries log much at the level DEBUG.
+    own += ["-p", "no:faulthandler", "--log-level=WARNING", "-W", "ignore:.*torch.jit.script.*"]
     shown = ["-q", "--no-header", "-rfE", f"--rootdir={Path.cwd()}"]
     return int(pytest.main([*own, *shown, *files, *options]))

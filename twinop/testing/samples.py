@@ -17,6 +17,7 @@ from twinop.record import Record
 from twinop.shapes import input_shapes as shapes_of_inputs
 from twinop.torch_op.second_derivatives import in_torch
 
+from . import child
 from .numbers import ROW_KINDS, integers, plain_values, row_values, values
 from .under_test import given_calls, op_of
 
@@ -79,14 +80,25 @@ def has_derivative(record: Record) -> bool:
 def run_in_torch(record: Record, sample: Sample, **attributes: Any) -> tuple[torch.Tensor, ...]:
     """Calls the op through `torch.ops`; returns its outputs, also a single one, as a tuple."""
     op = getattr(getattr(torch.ops, record.namespace), record.name)
+    _note(record, sample)
     results = op(*sample.inputs.values(), **sample.attributes, **attributes)
     return results if isinstance(results, tuple) else (results,)
 
 
 def call(record: Record, sample: Sample) -> tuple[torch.Tensor, ...]:
     """Calls the op's Python function; returns its outputs as a tuple."""
+    _note(record, sample)
     results = op_of(record).function(*sample.inputs.values(), **sample.attributes)
     return results if isinstance(results, tuple) else (results,)
+
+
+def _note(record: Record, sample: Sample) -> None:
+    """Keeps the call, for the message if it ends the process."""
+    if child.is_watched():
+        given = {n: f"{str(t.dtype)[6:]}{list(t.shape)}" for n, t in sample.tensors().items()}
+        device = next(iter(sample.tensors().values())).device.type
+        texts = ", ".join(f"{name}: {text}" for name, text in given.items())
+        child.note_call(f"{record.qualified_name}({texts}), {device}")
 
 
 # ---------------------------------------------------------------------------- what the record says

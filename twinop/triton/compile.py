@@ -251,8 +251,19 @@ def _check_memory(source: Source, arch: int, made: Any) -> None:
     if made.shared > limit * 1024:
         raise BuildError(
             f"{source.label}: it needs {made.shared / 1024:.0f} KiB of shared memory on compute capability "
-            f"{arch}, which has {limit}. Take smaller blocks or fewer stages, or build without {arch}"
+            f"{arch}, which has {limit}. {_cure(source)}, or build without {arch}"
         )
+
+
+def _cure(source: Source) -> str:
+    """Says what makes a kernel take less shared memory, with the numbers that it was compiled with."""
+    names = list(source.signature)
+    sizes = {names[place[0]]: value for place, value in source.constants.items() if len(place) == 1}
+    blocks = [f"{name}={value}" for name, value in sizes.items() if type(value) is int and value >= 16]
+    stages = source.options.get("num_stages")
+    fewer = [f"num_stages={stages - 1}"] if isinstance(stages, int) and stages > 1 else ["num_stages=1"]
+    loops = f"tl.range(..., num_stages=1) in its loops, or {fewer[0]} where it is launched"
+    return f"Take {loops}" + (f"; a smaller block ({', '.join(blocks)})" if blocks else "")
 
 
 def _failure(source: Source, arch: int, error: BaseException) -> BuildError:
