@@ -16,7 +16,8 @@ from test_docs import ROOT, Block, blocks_of
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "docs/index.md", *(ROOT / "docs/guide").glob("*.md"))
-    if path.name != "first-op.md" and re.search("^```(sh|python)", path.read_text(), re.MULTILINE)
+    if path.name not in ("first-op.md", "record.md")
+    and re.search("^```(sh|python)", path.read_text(), re.MULTILINE)
 )
 NOT_RUN = {  # by the first line
     "docs/index.md": ["pip install twinop-", "twinop serve net.onnx"],

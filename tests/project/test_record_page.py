@@ -1,0 +1,61 @@
+"""docs/guide/record.md: its records compile, its Python runs, and what it says of refusals is said."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from record_driver import ROOT, compiler
+from test_docs import blocks_of
+
+from twinop.call_checks import check_attributes
+from twinop.errors import RecordError
+from twinop.schema_text import record_of
+
+PAGE = "docs/guide/record.md"
+
+
+def test_the_records_compile(tmp_path: Path) -> None:
+    records = [block.text.strip() for block in blocks_of(PAGE) if block.language == "cpp"]
+    assert len(records) == 4
+    checks = "\n".join(f"static_assert(Validate({text}));" for text in records)
+    source = f'#include "twinop/record/validate.h"\nnamespace twinop {{\n{checks}\n}}\n'
+    (tmp_path / "page.cpp").write_text(source)
+    flags = ["-std=c++17", "-fsyntax-only", f"-I{ROOT}", f"-I{ROOT}/twinop/include"]
+    done = subprocess.run([compiler(), *flags, tmp_path / "page.cpp"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_limits_are_those_of_the_page() -> None:
+    text = (ROOT / PAGE).read_text()
+    [(schema, limits)] = re.findall(r'Record\("(quantile.*?)"\)\s*\.limits\("(.*?)"\)', text)
+    record = record_of(schema, "page", limits=limits)
+    check_attributes(record, {"q": 1.0, "alpha": 1e-9, "bits": 4})
+    for wrong in ({"q": 1.1}, {"q": -0.1}, {"bits": 5}):
+        with pytest.raises(RecordError):
+            check_attributes(record, wrong)
+    said = re.search("attribute alpha is 0, expected a finite number > 0", text)
+    assert said is not None
+    with pytest.raises(RecordError, match=re.escape(said[0])):
+        check_attributes(record, {"alpha": 0.0})
+
+
+def test_the_reference_of_the_page() -> None:
+    [block] = [block for block in blocks_of(PAGE) if block.language == "python"]
+    names: dict[str, object] = {}
+    exec(compile(block.text, PAGE, "exec"), names)
+    given = names["reference"]("any")  # type: ignore[operator]
+    assert given.allowed("float32") == 4 and given.gradient_ulps == 64
+
+
+def test_the_functions_of_the_page_are_there() -> None:
+    """Those of functors in math.h, those of launchers in kernel.h and what it includes."""
+    text = (ROOT / PAGE).read_text()
+    headers = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.h"))
+    headers += "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.cuh"))
+    functors = text.partition("## Functions in a functor")[2].partition("## How")[0]
+    launchers = text.partition("## What a launcher reads")[2].partition("## Functions")[0]
+    names = re.findall(r"`([A-Z]\w+)`", functors) + re.findall(r"`([A-Z]\w+)[<(]", launchers)
+    assert len(names) > 12
+    for name in names:
+        assert re.search(rf"\b{name}\b", headers), name
