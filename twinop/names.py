@@ -14,8 +14,8 @@ _CPP = """
 alignas alignof asm auto bool case catch char const constexpr const_cast decltype default delete do double
 dynamic_cast enum explicit export extern float friend goto inline int long mutable namespace new noexcept
 nullptr operator private protected public register reinterpret_cast short signed sizeof static static_assert
-static_cast struct switch template this thread_local throw typedef typeid typename union unsigned using virtual
-void volatile wchar_t
+static_cast struct switch template this thread_local throw typedef typeid typename union unsigned using
+virtual void volatile wchar_t
 """
 
 _TORCH = {"aten": "torch's own operators", "prim": "torch's primitive operators"}

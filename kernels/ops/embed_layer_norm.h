@@ -11,6 +11,10 @@ namespace twinop {
 // The embeddings of BERT and its relatives: sum = table[ids] + rows, rounded to the tensors' type,
 // and y = layer_norm(sum) * weight + bias. ids [B, S] index the rows of table [V, C]; rows [1 or B,
 // S, C] is the sum of the other embeddings, such as those of the positions.
+//
+// The rule for ids: -V to V - 1, and negative ones count from the end, as in ONNX's Gather. Others
+// are an error on the CPU, in the function body as well. A CUDA kernel cannot report one without
+// waiting for the GPU: it reads the first or the last row instead, never other memory.
 template <class T>
 struct EmbedLayerNorm : AddLayerNorm<T> {
   static constexpr auto kRows = rowwise::Names("table", "rows");

@@ -190,6 +190,7 @@ def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
         ("main", "would hide the module main"),
         ("json", "would hide the module json"),
         ("numpy", "would hide the module numpy"),
+        ("exp", "would hide the function Exp of twinop's headers"),
         ("custom_domain", "reserved for twinop's own ops"),
         ("aten", "reserved for torch's own operators"),
     ],

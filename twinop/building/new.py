@@ -31,6 +31,14 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
     if folder.exists():
         raise BuildError(f"{folder} is there already. Choose another name, or another folder to start from")
     words = {"my_op": name, "MyOp": "".join(word[:1].upper() + word[1:] for word in name.split("_"))}
+    maths = Path(__file__).parents[1] / "include" / "twinop" / "math"
+    if kind != "triton" and any(
+        f" {words['MyOp']}(" in file.read_text("utf-8") for file in maths.glob("*.h")
+    ):
+        raise BuildError(
+            f"project name {name}: its functor would hide the function {words['MyOp']} of twinop's headers. "
+            f"Choose another name, such as my_{name}"
+        )
     if kind == "triton":
         words = {"my_op.h": "my_op.py"} | words
     with writing(folder):
