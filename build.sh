@@ -8,6 +8,7 @@ usage: ./build.sh [command] [arguments]
 
   build     (default) set up .venv, compile into build/, install .venv/bin/twinop
   demo      build, export custom_relu.onnx, run it and compare with torch
+            --cpu behind build or demo leaves the CUDA kernels out; ./build.sh clean takes that back
   serve     build, add the packages of the service; arguments go to twinop serve
   test      build, run the tests; arguments go to pytest, --all adds the slow tests
   bench     build, run a performance report: ./build.sh bench --ops gelu --quick; bench --help lists the others
@@ -114,7 +115,13 @@ setup() {
 
 # Compiles with a build preset of CMakePresets.json and installs the result into .venv.
 build() {
-  cmake --preset default
+  if [[ ! -f build/CMakeCache.txt ]]; then
+    say "the first build takes minutes: on two cores 4 for the CPU, and 10 where nvcc builds the CUDA kernels, too"
+    if [[ $(device) == cpu && ${#cuda[@]} == 0 ]] && command -v nvcc >/dev/null; then
+      say "without a GPU, ./build.sh demo --cpu leaves them out"
+    fi
+  fi
+  cmake --preset default "${cuda[@]}"
   cmake --build --preset "$1"
   # The editable install copies the libraries from build/ and knows the modules by name.
   local stamp=$venv/twinop/installed want
@@ -188,6 +195,11 @@ run_tests() {
 
 command=${1:-build}
 shift || true
+cuda=() # what CMake is told of the CUDA kernels
+if [[ ${1:-} == --cpu && ($command == build || $command == demo) ]]; then
+  cuda=(-DTWINOP_WITH_CUDA=OFF)
+  shift
+fi
 case $command in
   build)
     setup base

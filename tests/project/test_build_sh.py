@@ -83,6 +83,18 @@ def test_the_second_run_needs_no_network(tmp_path, build):
     assert log(tmp_path) == ["cmake", "cmake"]
 
 
+def test_the_cuda_kernels_can_be_left_out(tmp_path, build):
+    (tmp_path / "programs" / "nvcc").symlink_to(tmp_path / "programs" / "c++")
+    done = build("build")
+    assert "the first build takes minutes: on two cores 4 for the CPU, and 10 where nvcc" in done.stderr
+    assert "without a GPU, ./build.sh demo --cpu leaves them out" in done.stderr
+    assert not any("TWINOP_WITH_CUDA" in line for line in log(tmp_path))
+    for command in ("build", "demo"):
+        done = build(command, "--cpu")
+        assert "leaves them out" not in done.stderr
+        assert [line for line in log(tmp_path) if "--preset default -DTWINOP_WITH_CUDA=OFF" in line]
+
+
 def change(path: Path) -> None:
     with path.open("a") as file:
         file.write("# changed\n")
