@@ -15,6 +15,7 @@ from twinop.errors import ExportError, TwinopError
 
 from ..comparison import NotRunnable, run
 from . import inputs
+from .graph import dims
 from .inputs import Case, Sizes
 from .precision import clip
 from .weight_sizes import fit
@@ -295,7 +296,20 @@ def _require_loadable(original: Path, library: deploy.Libraries) -> None:
 
 
 def declare_outputs(model: ir.Model, outputs: Outputs) -> None:
-    """Gives outputs without a shape the rank that they have in a run: onnx.checker wants one."""
-    for value, found in zip(model.graph.outputs, outputs[0], strict=True):
-        if value.shape is None and isinstance(found, np.ndarray):
-            value.shape = ir.Shape([None] * found.ndim)
+    """Gives outputs the rank that they have in the runs, where they have none or declare another.
+
+    Declared sizes that a run contradicts become unknown: ONNX Runtime ignores them.
+    """
+    for value, *found in zip(model.graph.outputs, *outputs, strict=True):
+        if not all(isinstance(each, np.ndarray) for each in found):
+            continue
+        shape = dims(value)
+        if shape is None or any(each.ndim != len(shape) for each in found):
+            shape = [None] * found[0].ndim
+        sizes = [{each.shape[axis] for each in found} for axis in range(len(shape))]
+        value.shape = ir.Shape(
+            [
+                None if isinstance(dim, int) and {dim} != size else dim
+                for dim, size in zip(shape, sizes, strict=True)
+            ]
+        )

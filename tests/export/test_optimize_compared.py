@@ -104,3 +104,12 @@ def test_rows_of_a_mask_that_hides_everything(kind: str, attribute: str, tmp_pat
         deploy.session(file, ["CPUExecutionProvider"]).run({"x": x, "mask": mask})["y"] for file in files
     )
     np.testing.assert_allclose(new, old, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("declared", ["1, seqlen", "N, 7, 8", "1, 4, 8", "N, 4, 8, 1"])
+def test_an_output_whose_declared_shape_is_wrong(declared: str, tmp_path: Path) -> None:
+    """ONNX Runtime warns, and ignores it."""
+    text = f"(float[N, 32] x) => (float[{declared}] y) {{ p = MatMul (x, w) y = Reshape (p, shape) }}"
+    given = {"w": weights(32, 32), "shape": np.array([-1, 4, 8])}
+    report, model = optimized(parsed(text, **given), tmp_path)
+    assert report.made and len(model.graph.outputs[0].shape or ()) == 3
