@@ -229,7 +229,7 @@ def test_export_optimises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert report.optimized is not None and report.optimized.made == {"linear+bias": 1}
         assert list(report.nodes) == ["custom_domain.CustomLinear"] and report.custom_ops == ["CustomLinear"]
         assert [node.op_type for node in onnx.load(path).graph.node] == ["CustomLinear"]
-    with pytest.raises(ExportError, match="optimize=True needs function bodies"):
+    with pytest.raises(ExportError, match="optimising needs function bodies"):
         export(layers, given, path, optimize=True, bodies=False, **options)
 
     for error, note in (
