@@ -1,6 +1,8 @@
 """One budget for the bytes of all requests: many large ones at once, over HTTP and gRPC."""
 
 import json
+import queue
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,6 +18,7 @@ from service_fixtures import Answer, Served, serve, tensor, wait_until
 from service_many import outcomes
 from service_raw import answers_well
 
+from twinop.deploy.service import budget
 from twinop.deploy.service.budget import Budget
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
 from twinop.deploy.service.protocol import pb
@@ -182,3 +185,11 @@ def test_more_calls_than_allowed(small: Served) -> None:
         return False
 
     wait_until(is_allowed)
+
+
+def test_memory_returns_to_the_system_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long, and the budget is used on the event loop's thread."""
+    threads: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(budget, "_trim", lambda size: threads.put(threading.get_ident()))
+    Budget(1600).moved(101)
+    assert threads.get(timeout=60) != threading.get_ident()

@@ -14,7 +14,9 @@ import grpc
 import pytest
 from service_fixtures import Served, serve, tensor, wait_until
 from service_models import gather, place, slow
-from service_rows import QUICK, ROW, call, in_flight
+from service_rows import QUICK, ROW, call, in_flight, scaled
+
+from twinop.deploy.service.protocol import SERVICE
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place(folder, "gather", gather(), settings="max_batch_size = 32")
     place(folder, "full", slow(rounds=3000), settings="max_queue = 1")
     place(folder, "slow", slow(rounds=3000))
+    place(folder, "quick", scaled(1))
     with serve(folder, *QUICK) as found:
         yield found
 
@@ -88,3 +91,21 @@ def test_the_service_survives_the_end_of_a_client(served: Served) -> None:
     wait_until(lambda: served.metric("twinop_queued", model="slow") == 0)
     first.join()
     assert served.metric("twinop_failures_total", model="slow", reason="cancelled") == 1
+
+
+@pytest.mark.xfail(strict=True, reason="issue 33: gRPC's own limits stand in place of `messages`")
+def test_calls_that_send_nothing_do_not_delay_another_one(served: Served) -> None:
+    end = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        end.wait(60)
+        return
+        yield b""
+
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        infer = channel.stream_unary(f"/{SERVICE}/ModelInfer")
+        silent = [infer.future(nothing()) for _ in range(40)]
+        call(served, "quick")  # waits until most of them are refused
+        refused = [each for each in silent if each.done()]
+        end.set()
+        assert refused == []
