@@ -18,6 +18,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import InlinePass
 from torch.fx.experimental import _config
+from torch.overrides import TorchFunctionMode
 
 from twinop.dtypes import FLOATING
 from twinop.errors import ExportError
@@ -178,6 +179,23 @@ def _export(
     return program.model.graph
 
 
+class _Slices(TorchFunctionMode):
+    """Halves and other chunks as slices: torch's exporter makes sequences of open sizes, and then fails."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.chunk, torch.Tensor.chunk):
+            return func(*args, **(kwargs or {}))
+
+        def chunk(x: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+            step = (x.shape[dim] + chunks - 1) // chunks
+            ends = [(i + 1) * step if i + 1 < chunks else None for i in range(chunks)]
+            along = [(slice(None),) * (dim % x.dim()) + (slice(i * step, ends[i]),) for i in range(chunks)]
+            return tuple(x[each] for each in along)
+
+        given = dict(zip(("x", "chunks", "dim"), args, strict=False)) | dict(kwargs or {})
+        return chunk(given.get("x", given.pop("input", None)), given["chunks"], given.get("dim", 0))
+
+
 class _Module(torch.nn.Module):
     """A body as a module, of the inputs that are present."""
 
@@ -189,7 +207,9 @@ class _Module(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         rest = iter(tensors)
-        result = self.function(*(next(rest) if given else None for given in self.present), **self.attributes)
+        with _Slices():
+            given = (next(rest) if is_given else None for is_given in self.present)
+            result = self.function(*given, **self.attributes)
         return tuple(result) if isinstance(result, list | tuple) else (result,)
 
 

@@ -56,6 +56,22 @@ def looped(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def gated_body(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return a * torch.sigmoid(b)
+
+
+@twinop.triton_op(
+    "gated(Tensor x) -> Tensor",
+    body=gated_body,
+    samples=lambda dtype, size: [(torch.randn(3, 2 * size).to(dtype),)],
+    shapes="y = x[:-1] + [x[-1] // 2]",
+    domain="bodies",
+)
+def gated(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def model(
     op: KernelOp, calls: Sequence[Mapping[str, Any]], *shapes: Sequence[int | str] | None
 ) -> onnx.ModelProto:
@@ -78,6 +94,16 @@ def model(
     graph = onnx.helper.make_graph(nodes, "g", values, outputs)
     made = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     return attach_bodies(made, {record.key: record})
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (1, 2), (4, 6, 10)], ids=str)
+def test_halves_of_open_sizes(shape: tuple[int, ...]) -> None:
+    """torch's exporter splits into a sequence for `chunk`, and fails."""
+    made = model(gated, [{}], [f"n{i}" for i in range(len(shape))])
+    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = torch.randn(*shape)
+    [found] = session.run(None, {"x0": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), gated_body(x))
 
 
 def test_one_function_serves_all_attributes() -> None:
