@@ -41,6 +41,8 @@ OrtStatusPtr Guard(const OrtApi* api, Body&& body) {
     return api->CreateStatus(ORT_FAIL, error.what());
   } catch (const char* reason) {
     return api->CreateStatus(ORT_FAIL, reason);
+  } catch (...) {
+    return api->CreateStatus(ORT_FAIL, "twinop: an exception that is not a std::exception");
   }
 }
 

@@ -77,24 +77,29 @@ struct Pool {
 // below).
 void ParallelFor(void* pool, std::int64_t count, std::int64_t grain, Context::Range range,
                  void* argument) {
-  struct Work {
+  struct Work : FirstError {
     std::int64_t count, grain;
     Context::Range range;
     void* argument;
-  } work{count, grain, range, argument};
+  } work;
+  work.count = count;
+  work.grain = grain;
+  work.range = range;
+  work.argument = argument;
   auto [api, context] = *static_cast<Pool*>(pool);
   auto pieces = static_cast<std::size_t>((count + grain - 1) / grain);
   OwnedStatus status(api, api->KernelContext_ParallelFor(
                               context,
                               [](void* data, std::size_t piece) {
-                                const Work& work = *static_cast<const Work*>(data);
+                                Work& work = *static_cast<Work*>(data);
                                 std::int64_t begin = static_cast<std::int64_t>(piece) * work.grain;
                                 std::int64_t end = begin + work.grain < work.count
                                                        ? begin + work.grain
                                                        : work.count;
-                                work.range(begin, end, work.argument);
+                                work.Run([&] { work.range(begin, end, work.argument); });
                               },
                               pieces, 0, &work));
+  work.Rethrow();                               // to the op, whose own boundary takes it
   if (!status.ok()) range(0, count, argument);  // without a pool, this thread does all the work
 }
 
@@ -146,8 +151,7 @@ OrtStatusPtr ComputeKernel(void* data, OrtKernelContext* context) {
 // The same sequence for an op with one input, one output of its shape and no scratch, such as most
 // elementwise ops: without loops, arrays and messages, which would cost a fifth of a small node
 // (`twinop bench node-overhead`). ComputeKernel handles, or refuses, all other cases.
-OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
-  const Kernel& kernel = *static_cast<const Kernel*>(data);
+OrtStatusPtr RunUnary(const Kernel& kernel, void* data, OrtKernelContext* context) {
   const Op& op = *kernel.op;
   const OrtApi* api = kernel.api;
   const OrtValue* x;
@@ -185,10 +189,12 @@ OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
       y_data == x_data && input.dtype == output.dtype && op.record->InPlaceInput(0) == 0;
   Call call = CallOf(kernel, &input, 1, &output);
   if (!in_place && !CheckAliases(*op.record, call).ok()) return ComputeKernel(data, context);
-  return Guard(api, [&] {
-    Status status = LaunchOn(kernel, context, &call);
-    return status.ok() ? nullptr : ToOrt(api, AtNode(kernel, status));
-  });
+  const Status status = LaunchOn(kernel, context, &call);
+  return status.ok() ? nullptr : ToOrt(api, AtNode(kernel, status));
+}
+OrtStatusPtr ComputeUnary(void* data, OrtKernelContext* context) {
+  const Kernel& kernel = *static_cast<const Kernel*>(data);
+  return Guard(kernel.api, [&] { return RunUnary(kernel, data, context); });
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ inline Status ReadShape(const Kernel& kernel, const OrtValue* value, std::int64_
 
 inline std::int64_t Numel(const std::int64_t* sizes, std::size_t rank) {
   std::int64_t numel = 1;
-  for (std::size_t i = 0; i < rank; ++i) numel *= sizes[i];
+  for (std::size_t i = 0; i < rank; ++i) numel = Times(numel, sizes[i]);
   return numel;
 }
 

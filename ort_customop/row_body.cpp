@@ -20,7 +20,8 @@ constexpr std::int64_t kPieceMultiplyAdds = 1 << 23;
 std::int64_t Pieces(std::int64_t rows, std::int64_t multiply_adds_of_row) {
   static const std::int64_t cores = std::max(1U, std::thread::hardware_concurrency());
   return std::max<std::int64_t>(
-      std::min({cores, rows / kPieceRows, rows * multiply_adds_of_row / kPieceMultiplyAdds}), 1);
+      std::min({cores, rows / kPieceRows, Times(rows, multiply_adds_of_row) / kPieceMultiplyAdds}),
+      1);
 }
 
 // ONNX Runtime does not tell how many threads a session has. After so many runs in which one thread
@@ -31,7 +32,7 @@ constexpr int kRunsBetween = 32;
 
 std::int64_t Rows(const Tensor& tensor) {
   std::int64_t rows = 1;
-  for (std::size_t i = 0; i + 1 < tensor.rank; ++i) rows *= tensor.sizes[i];
+  for (std::size_t i = 0; i + 1 < tensor.rank; ++i) rows = Times(rows, tensor.sizes[i]);
   return rows;
 }
 
@@ -162,7 +163,7 @@ Status RowBody::Create(const Op& op, const Attribute* attributes, const OrtKerne
 
 Status RowBody::Run(OrtKernelContext*, const Call& call) {
   const std::int64_t rows = Rows(call.inputs[0]);
-  const std::int64_t pieces = Pieces(rows, Width(call.inputs[0]) * Width(call.outputs[0]));
+  const std::int64_t pieces = Pieces(rows, Times(Width(call.inputs[0]), Width(call.outputs[0])));
   const int alone = runs_alone_.load(std::memory_order_relaxed);
   if (pieces == 1 || alone >= kRunsAlone) {
     if (pieces > 1)

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,6 +17,8 @@
 #pragma weak aoti_torch_get_current_cuda_stream
 #pragma weak torch_c10_cuda_check_msg
 #pragma weak torch_c10_cuda_free_error_msg
+extern "C" int cudaStreamIsCapturing(void* stream, int* status);
+#pragma weak cudaStreamIsCapturing
 
 namespace twinop::torch_op {
 namespace {
@@ -225,39 +228,12 @@ void ParallelFor(void*, std::int64_t count, std::int64_t grain, Context::Range r
     range(0, count, argument);
 }
 
-// Returns the op's state for these attributes on this device. It lives until the process ends.
-// torch has no constant inputs.
-void* StateFor(LoadedOp* op, const Call& call) {
-  const Record& record = op->record;
-  if (record.create_state == nullptr) return nullptr;
-  std::string key =
-      std::to_string(call.context->device_type) + ":" + std::to_string(call.context->device_index);
-  const auto add = [&key](const void* data, std::size_t size) {
-    key.append(reinterpret_cast<const char*>(&size), sizeof(size));
-    if (size > 0) key.append(static_cast<const char*>(data), size);
-  };
-  for (std::size_t i = 0; i < record.schema.attribute_count; ++i) {
-    const Attribute& value = call.attributes[i];
-    add(&value.i, sizeof(value.i));
-    add(&value.f, sizeof(value.f));
-    add(value.s.data, value.s.size);
-    add(value.ints, value.count * sizeof(std::int64_t));
-  }
-  const std::lock_guard<std::mutex> lock(op->mutex);
-  auto [entry, fresh] = op->states.try_emplace(key, nullptr);
-  if (!fresh) return entry->second;
-  const std::vector<Tensor> none(call.input_count);
-  Call creation = call;
-  Context context = *call.context;
-  context.stream = nullptr;
-  creation.inputs = none.data();
-  creation.outputs = nullptr;
-  creation.context = &context;
-  const Status status = CreateState(record, creation, &entry->second);
-  if (status.ok()) return entry->second;
-  op->states.erase(entry);
-  Check(Failure(record, call.inputs, status.message()));
-  return nullptr;
+// Whether a CUDA graph is captured on the call's stream, or may be.
+bool IsCaptured(const Context& context) {
+  if (context.device_type != TWINOP_CUDA) return false;
+  int status = 0;
+  return cudaStreamIsCapturing == nullptr || cudaStreamIsCapturing(context.stream, &status) != 0 ||
+         status != 0;
 }
 
 void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Device& device,
@@ -279,7 +255,12 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
   call.outputs = outputs;
   call.attributes = arguments.attributes;
   call.context = &context;
-  call.state = StateFor(op, call);
+  std::shared_ptr<void> state;
+  if (record.create_state != nullptr) {
+    const Status status = op->states.Find(record, call, &state);
+    if (!status.ok()) Check(Failure(record, call.inputs, status.message()));
+    call.state = state.get();
+  }
   std::int64_t bytes = 0;
   Check(ScratchBytes(record, call, &bytes));
   std::optional<TorchTensor> scratch;
@@ -294,6 +275,78 @@ void LaunchOn(LoadedOp* op, bool on_cuda, const Arguments& arguments, const Devi
 }
 
 }  // namespace
+
+struct States::Entry {
+  std::int32_t device_type, device_index;
+  std::size_t count;
+  Attribute attributes[kMaxArguments];
+  AttributeStorage storage[kMaxArguments];
+  std::shared_ptr<void> state;
+  bool is_captured = false;
+
+  Entry(const Record& record, const Call& call)
+      : device_type(call.context->device_type),
+        device_index(call.context->device_index),
+        count(record.schema.attribute_count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      Attribute& value = attributes[i] = call.attributes[i];
+      storage[i].text = std::string_view(value.s);
+      value.s = std::string_view(storage[i].text);
+      std::copy_n(value.ints, value.count, storage[i].ints);
+      value.ints = storage[i].ints;
+    }
+  }
+  bool IsOf(const Call& call) const {
+    if (device_type != call.context->device_type || device_index != call.context->device_index)
+      return false;
+    for (std::size_t i = 0; i < count; ++i) {
+      const Attribute &a = attributes[i], &b = call.attributes[i];
+      if (a.i != b.i || std::memcmp(&a.f, &b.f, sizeof(a.f)) != 0 || a.count != b.count ||
+          !(a.s == std::string_view(b.s)) || !std::equal(a.ints, a.ints + a.count, b.ints))
+        return false;
+    }
+    return true;
+  }
+};
+
+Status States::Find(const Record& record, const Call& call, std::shared_ptr<void>* state) {
+  std::shared_ptr<void> oldest;  // is destroyed without the mutex
+  const bool is_captured = IsCaptured(*call.context);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto found = std::find_if(entries_.begin(), entries_.end(),
+                            [&](const Entry& entry) { return entry.IsOf(call); });
+  if (found == entries_.end()) {
+    Call creation = call;
+    const std::vector<Tensor> none(call.input_count);  // torch has no constant inputs
+    Context context = *call.context;
+    context.stream = nullptr;
+    creation.inputs = none.data();
+    creation.outputs = nullptr;
+    creation.context = &context;
+    void* made = nullptr;
+    TWINOP_RETURN_IF_ERROR(CreateState(record, creation, &made));
+    const auto destroy = record.destroy_state;
+    const std::shared_ptr<void> owned(made, [destroy](void* each) {
+      if (each != nullptr) destroy(each);
+    });
+    found = entries_.emplace(entries_.end(), record, call);
+    found->state = owned;
+    auto last = entries_.end();
+    while (entries_.size() > kMost && last != entries_.begin()) {
+      if ((--last)->is_captured || last == found) continue;
+      oldest = last->state;
+      entries_.erase(last);
+      break;
+    }
+  }
+  found->is_captured = found->is_captured || is_captured;
+  entries_.splice(entries_.begin(), entries_, found);
+  *state = found->state;
+  return {};
+}
+
+LoadedOp::LoadedOp(const Record& record, std::string_view space)
+    : record(record), space(space), states(*new States()) {}
 
 void CallBoxed(LoadedOp* op, bool on_cuda, StableIValue* stack) {
   const Record& record = op->record;

@@ -3,23 +3,37 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <map>
+#include <list>
+#include <memory>
 #include <mutex>
-#include <string>
 #include <string_view>
 
 #include "twinop/record/record.h"
 
 namespace twinop::torch_op {
 
+// The states of an op by attributes and device, those of the last calls first.
+class States {
+ public:
+  // More are kept only where a CUDA graph was captured with them: it may point to their memory.
+  static constexpr std::size_t kMost = 64;
+
+  // Finds or makes the state for a call. The caller holds it until the work is queued.
+  Status Find(const Record& record, const Call& call, std::shared_ptr<void>* state);
+
+ private:
+  struct Entry;
+  std::mutex mutex_;
+  std::list<Entry> entries_;
+};
+
 // An op of a library that is loaded.
 struct LoadedOp {
-  LoadedOp(const Record& record, std::string_view space) : record(record), space(space) {}
+  LoadedOp(const Record& record, std::string_view space);
 
   const Record record;
-  const std::string_view space;         // the namespace in torch
-  std::mutex mutex;                     // of `states`
-  std::map<std::string, void*> states;  // by attributes and device
+  const std::string_view space;  // the namespace in torch
+  States& states;                // never deleted: at the end of the process CUDA is gone
 };
 
 // Unboxes the arguments, checks them, allocates the outputs, launches the kernel, and boxes the

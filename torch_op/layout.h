@@ -9,14 +9,14 @@ inline void ContiguousStrides(const std::int64_t* sizes, std::size_t rank, std::
   std::int64_t next = 1;
   for (std::size_t i = rank; i-- > 0;) {
     strides[i] = next;
-    if (sizes[i] > 0) next *= sizes[i];
+    if (sizes[i] > 0) next = Times(next, sizes[i]);
   }
 }
 
 // Whether the dimensions from `begin` on are those of a contiguous tensor.
 inline bool IsContiguous(const Tensor& view, const std::int64_t* strides, std::size_t begin = 0) {
   std::int64_t expected = 1;
-  for (std::size_t i = view.rank; i-- > begin; expected *= view.sizes[i])
+  for (std::size_t i = view.rank; i-- > begin; expected = Times(expected, view.sizes[i]))
     if (view.sizes[i] > 1 && strides[i] != expected) return false;
   return true;
 }
@@ -33,7 +33,7 @@ inline bool IsDense(const Tensor& view, const std::int64_t* strides) {
       if (!used[i] && (view.sizes[i] <= 1 || strides[i] == expected)) next = i;
     if (next == view.rank) return false;
     used[next] = true;
-    if (view.sizes[next] > 1) expected *= view.sizes[next];
+    if (view.sizes[next] > 1) expected = Times(expected, view.sizes[next]);
   }
   return true;
 }
@@ -66,7 +66,7 @@ inline bool AreRows(const RowDimension& rows, const Attribute* attributes, const
   for (std::int64_t i = axis; i-- > 0;) {
     if (view.sizes[i] == 1) continue;
     if (expected >= 0 && strides[i] != expected) return false;
-    expected = strides[i] * view.sizes[i];
+    expected = Times(strides[i], view.sizes[i]);
   }
   return true;
 }

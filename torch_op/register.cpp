@@ -24,7 +24,15 @@ std::size_t loaded_count = 0;
 
 template <std::size_t kIndex, bool kCuda>
 void Boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
-  CallBoxed(loaded_ops[kIndex].get(), kCuda, stack);
+  try {
+    CallBoxed(loaded_ops[kIndex].get(), kCuda, stack);
+  } catch (const std::exception&) {
+    throw;
+  } catch (const char* reason) {
+    throw std::runtime_error(reason);
+  } catch (...) {
+    throw std::runtime_error("an exception that is not a std::exception");
+  }
 }
 
 using BoxedFunction = void (*)(StableIValue*, std::uint64_t, std::uint64_t);
@@ -101,6 +109,8 @@ extern "C" __attribute__((visibility("default"))) const char* twinop_torch_regis
     error = exception.what();
   } catch (const char* reason) {
     error = std::string("a record does not parse: ") + reason;
+  } catch (...) {
+    error = "an exception that is not a std::exception";
   }
   return error.c_str();
 }

@@ -5,6 +5,7 @@ Sizes are numbers, torch SymInts or `Unknown`.
 
 import ast
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ class Unknown:
     __floordiv__ = __rfloordiv__ = __neg__ = _computed
 
 
+_TOO_LARGE = 2**63  # the C++ code counts in 64 bits, and takes -2**63 for an unknown size
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -68,7 +70,10 @@ class ShapeExpression:
             RecordError: it does not fit the call.
         """
         try:
-            return self._shape(_parsed(text))
+            shape = self._shape(_parsed(text))
+            if math.prod(size for size in shape if isinstance(size, int) and size > 0) * 16 >= _TOO_LARGE:
+                raise ValueError("a tensor would have too many elements")
+            return shape
         except SyntaxError as error:
             place = (error.offset or 1) - 1
             raise RecordSyntaxError(f"op {self.record.name}, shape", text, place, error.msg) from error
@@ -100,6 +105,9 @@ class ShapeExpression:
         raise _mistake(node.col_offset, f"{ast.unparse(node)} is not a shape")
 
     def _size(self, node: ast.expr) -> Any:
+        return _fitting(self._any_size(node))
+
+    def _any_size(self, node: ast.expr) -> Any:
         match node:
             case ast.Constant(value=int(number)) if not isinstance(number, bool):
                 return number
@@ -124,7 +132,7 @@ class ShapeExpression:
             case ast.Call(func=ast.Name(id="len"), args=[shape], keywords=[]):
                 return len(self._shape(shape))
             case ast.Call(func=ast.Name(id="numel"), args=[shape], keywords=[]):
-                return functools.reduce(operator.mul, self._shape(shape), 1)
+                return functools.reduce(lambda a, b: _fitting(a * b), self._shape(shape), 1)
         raise _mistake(node.col_offset, f"{ast.unparse(node)} is not a size")
 
     def _kind(self, name: str) -> str | None:
@@ -138,6 +146,12 @@ class ShapeExpression:
         if any(entry.name == node.id for entry in self.record.inputs):
             raise ValueError(f"the shape of {node.id} is not known")
         raise _mistake(node.col_offset, f"{node.id} is not an input")
+
+
+def _fitting(size: Any) -> Any:
+    if isinstance(size, int) and abs(size) >= _TOO_LARGE:
+        raise ValueError("a size does not fit in 64 bits")
+    return size
 
 
 def _mistake(position: int, problem: str) -> SyntaxError:

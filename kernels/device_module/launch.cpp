@@ -171,9 +171,10 @@ class Run {
                        : argument.base == Base::kOutput ? call_.outputs[argument.index].data
                                                         : call_.scratch;
     if (base == nullptr) return 0;
-    std::int64_t offset = EvaluateInt(argument.value, facts_);
-    if (argument.base == Base::kTemporary) offset += temporaries_[argument.index];
-    return reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uint64_t>(offset);
+    auto offset = static_cast<std::uint64_t>(EvaluateInt(argument.value, facts_));
+    if (argument.base == Base::kTemporary)
+      offset += static_cast<std::uint64_t>(temporaries_[argument.index]);
+    return reinterpret_cast<std::uintptr_t>(base) + offset;
   }
 
   void FillBytes(const Fill& fill) const {

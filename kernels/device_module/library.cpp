@@ -116,7 +116,7 @@ std::unique_ptr<const Library> Open() try {
                     library->ops.size(),
                     library->ops.data()};
   return library;
-} catch (const std::exception&) {
+} catch (...) {
   return nullptr;
 }
 

@@ -2,6 +2,7 @@
 // where to run.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -87,7 +88,29 @@ struct Tensor {
   T* as() const {
     return static_cast<T*>(data);
   }
-  std::int64_t bytes() const { return numel * static_cast<std::int64_t>(Info(dtype).size); }
+  std::int64_t bytes() const { return Times(numel, static_cast<std::int64_t>(Info(dtype).size)); }
+};
+
+// Keeps the first exception of the pieces of some work: none may leave a thread of a framework.
+class FirstError {
+ public:
+  template <class Piece>
+  void Run(const Piece& piece) noexcept {
+    if (failed_) return;
+    try {
+      piece();
+    } catch (...) {
+      if (!failed_.exchange(true)) error_ = std::current_exception();
+    }
+  }
+  // Throws it, once all threads have ended.
+  void Rethrow() const {
+    if (error_ != nullptr) std::rethrow_exception(error_);
+  }
+
+ private:
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;
 };
 
 // Where a launch runs. `parallel_for` is the framework's own thread pool.
@@ -97,16 +120,22 @@ struct Context : twinop_context {
   constexpr Context() : twinop_context{} {}
 
   // Calls body(begin, end) over [0, count) in pieces of at least `grain`. One piece runs on this
-  // thread.
+  // thread. What a piece throws, on any thread, is thrown here once all others have ended.
   template <class Body>
   void ParallelFor(std::int64_t count, std::int64_t grain, const Body& body) const {
     if (count <= grain) return body(0, count);
+    struct Work : FirstError {
+      const Body& body;
+      explicit Work(const Body& body) : body(body) {}
+    } work(body);
     parallel_for(
         pool, count, grain,
         [](std::int64_t begin, std::int64_t end, void* argument) {
-          (*static_cast<const Body*>(argument))(begin, end);
+          Work& work = *static_cast<Work*>(argument);
+          work.Run([&] { work.body(begin, end); });
         },
-        const_cast<void*>(static_cast<const void*>(&body)));
+        &work);
+    work.Rethrow();
   }
 };
 

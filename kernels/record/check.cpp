@@ -168,8 +168,11 @@ Status ScratchBytes(const Record& record, const Call& call, std::int64_t* bytes)
   *bytes = 0;
   if (record.scratch_size == nullptr) return {};
   ErrorText error;
-  if (record.scratch_size(ToC(call), bytes, &error) == 0) return {};
-  return Failure(record, call.inputs, error.text);
+  if (record.scratch_size(ToC(call), bytes, &error) != 0)
+    return Failure(record, call.inputs, error.text);
+  if (*bytes >= 0 && *bytes <= INT64_MAX / 2) return {};
+  return Failure(record, call.inputs,
+                 "the op asks for " + std::to_string(*bytes) + " bytes of scratch memory");
 }
 
 Status CreateState(const Record& record, const Call& call, void** state) {

@@ -147,6 +147,11 @@ Status Broadcast(const Record& record, const Tensor* inputs, std::int64_t* sizes
       last[k] = size;
     }
   }
+  Shape shape;
+  for (std::size_t k = 0; k < *rank; ++k) shape.Push(Dim{sizes[k], nullptr});
+  if (shape.IsTooLarge())
+    return Failure(record, inputs,
+                   "a tensor would have too many elements: " + SizesText(sizes, *rank));
   return {};
 }
 

@@ -24,6 +24,18 @@ inline constexpr std::size_t kMaxRank = 32;
 // The value of an expression over unknown sizes. (Intermediate values may be negative: x[:-1].)
 inline constexpr std::int64_t kUnknownSize = INT64_MIN;
 
+// Computes a op b of '+', '-' and '*'. Returns whether the result fits: sizes come from files.
+constexpr bool Calculate(std::int64_t a, char op, std::int64_t b, std::int64_t* result) {
+  return !(op == '+'   ? __builtin_add_overflow(a, b, result)
+           : op == '-' ? __builtin_sub_overflow(a, b, result)
+                       : __builtin_mul_overflow(a, b, result));
+}
+// a * b, or INT64_MAX where it does not fit.
+constexpr std::int64_t Times(std::int64_t a, std::int64_t b) {
+  std::int64_t product = 0;
+  return Calculate(a, '*', b, &product) ? product : INT64_MAX;
+}
+
 struct Dim {
   std::int64_t value = -1;       // negative: unknown
   const char* symbol = nullptr;  // its name in the graph, or null
@@ -39,6 +51,13 @@ struct Shape {
   constexpr void Push(Dim dim) {
     if (rank == kMaxRank) throw "a shape has too many dimensions";
     dims[rank++] = dim;
+  }
+  // Whether the strides or the bytes, 16 an element at most, may not fit in 64 bits.
+  constexpr bool IsTooLarge() const {
+    std::int64_t bytes = 16;
+    for (std::size_t i = 0; i < rank; ++i)
+      if (dims[i].value > 0) bytes = Times(bytes, dims[i].value);
+    return bytes == INT64_MAX;
   }
 };
 
@@ -75,6 +94,7 @@ struct ShapeScope {
   const Schema* schema = nullptr;
   const Shape* const* inputs = nullptr;
   const Attribute* attributes = nullptr;
+  bool has_values = true;  // of the attributes; false: sizes that depend on them are unknown
 };
 
 class ShapeExpression {
@@ -86,6 +106,7 @@ class ShapeExpression {
   constexpr Shape EvaluateShape() {
     Shape result = ParseShape();
     if (!scan_.AtEnd()) throw "a shape expression goes on after its end";
+    if (result.IsTooLarge()) throw "a tensor would have too many elements";
     return result;
   }
 
@@ -232,15 +253,14 @@ class ShapeExpression {
     }
     if (int index = scope_.schema->FindAttribute(name); index != Schema::kNotFound) {
       Kind kind = scope_.schema->attribute(index).kind;
-      if (kind == Kind::kInt || kind == Kind::kBool)
-        return Dim{scope_.attributes[index].i, nullptr};
+      if (kind == Kind::kInt || kind == Kind::kBool) return OfAttribute(scope_.attributes[index].i);
       if (kind != Kind::kIntList)
         throw "a shape expression names an attribute that is no int, bool or int[]";
       const Attribute& list = scope_.attributes[index];
       Dim entry = ParseIndex(static_cast<std::int64_t>(list.count));
       if (entry.value == kUnknownSize) return entry;
       if (entry.value < 0) throw "an int[] attribute is too short";
-      return Dim{list.ints[entry.value], nullptr};
+      return OfAttribute(list.ints[entry.value]);
     }
     const Shape& input = Input(name);
     Dim axis = ParseIndex(static_cast<std::int64_t>(input.rank));
@@ -274,20 +294,23 @@ class ShapeExpression {
   static constexpr Dim Combine(Dim a, Dim b, char op, bool dims = false) {
     if (a.value == kUnknownSize || b.value == kUnknownSize || (dims && !b.known()))
       return Unknown();
-    switch (op) {
-      case '+':
-        return Dim{a.value + b.value, nullptr};
-      case '-':
-        return Dim{a.value - b.value, nullptr};
-      case '*':
-        return Dim{a.value * b.value, nullptr};
-      default:
-        if (b.value == 0) throw "a size expression divides by zero";
-        // As Python's //, rounds towards minus infinity.
-        return Dim{a.value / b.value -
-                       ((a.value % b.value != 0) && ((a.value < 0) != (b.value < 0)) ? 1 : 0),
-                   nullptr};
+    if (op != '/') {
+      std::int64_t result = 0;
+      if (!Calculate(a.value, op, b.value, &result) || result == kUnknownSize)
+        throw "a size does not fit in 64 bits";
+      return Dim{result, nullptr};
     }
+    if (b.value == 0) throw "a size expression divides by zero";
+    // As Python's //, rounds towards minus infinity. (No value is INT64_MIN, which -1 cannot
+    // divide.)
+    return Dim{
+        a.value / b.value - ((a.value % b.value != 0) && ((a.value < 0) != (b.value < 0)) ? 1 : 0),
+        nullptr};
+  }
+  constexpr Dim OfAttribute(std::int64_t value) const {
+    if (!scope_.has_values) return Unknown();
+    if (value == kUnknownSize) throw "a size does not fit in 64 bits";
+    return Dim{value, nullptr};
   }
 
   Scanner scan_;

@@ -29,13 +29,11 @@ constexpr void ValidateShapes(const Record& record) {
   for (std::size_t i = 0; i < schema.input_count; ++i) inputs[i] = &unknown;
   Attribute attributes[kMaxArguments] = {};
   std::int64_t list[kMaxList] = {};
-  for (std::int64_t& entry : list) entry = kUnknownSize;
   for (Attribute& attribute : attributes) {
-    attribute.i = kUnknownSize;
     attribute.count = kMaxList;
     attribute.ints = list;
   }
-  ShapeScope scope{&schema, inputs, attributes};
+  ShapeScope scope{&schema, inputs, attributes, false};
   for (std::size_t i = 0; i < schema.output_count; ++i)
     ShapeExpression(record.ShapeText(i), scope).EvaluateShape();
   for (std::size_t i = 0; i < schema.input_count; ++i)

@@ -107,6 +107,49 @@ def test_values(text: str, expected: tuple[int, ...] | None) -> None:
     assert (None if isinstance(cpp, str) else cpp) == expected, cpp
 
 
+# Values that a file may hold. INT64_MIN stands for "not known" in C++.
+HUGE = [-(2**63), -(2**63) + 1, 2**63 - 1, 2**62, 2**32, -(2**32), -1, 0, 1, 3]
+OVERFLOWS = {
+    "[n * n]": ({2**62, 2**32}, {2**63 - 1}),
+    "[n + n]": ({2**62}, {2**63 - 1}),
+    "[2 - n]": ({-(2**63) + 1}, {2**63 - 1}),
+    "[-n]": ({-(2**63)}, {-(2**63) + 1}),
+    "[n, n]": ({2**62}, {2**32}),
+    "[p[0]]": ({-(2**63)}, set()),
+    "a[n:]": ({-(2**63)}, set()),
+    "[numel(a + [n, n])]": ({2**62, 2**32}, set()),
+    "[n - n]": ({-(2**63)}, set()),
+    "[n // -1 + 1]": ({-(2**63)}, set()),
+    "broadcast([n, 1], [n])": ({2**62, 2**63 - 1}, set()),
+}
+
+
+@pytest.mark.parametrize("text", OVERFLOWS)
+def test_sizes_that_do_not_fit_in_64_bits_are_refused(text: str) -> None:
+    refused = set()
+    for n in HUGE:
+        scope = ({"a": [2, 3, 4], "b": [3, 1], "c": None}, {"n": n, "t": True, "p": [n, 6]})
+        cpp, python = ask_cpp(text, *scope), ask_python(text, *scope)
+        assert (None if isinstance(cpp, str) else cpp) == python, (n, cpp, python)
+        assert not isinstance(cpp, str) or ("error" in cpp and cpp != "*")
+        if isinstance(cpp, str) and ("64 bits" in cpp or "too many elements" in cpp):
+            refused.add(n)
+    assert refused >= OVERFLOWS[text][0] and not refused & {-1, 0, 1, 3}
+
+
+SIZE = st.sampled_from(HUGE) | st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(expressions(), SHAPES, SHAPES, SIZE, st.lists(SIZE, max_size=3))
+def test_cpp_and_python_agree_on_huge_attributes(
+    text: str, a: list[int], b: list[int], n: int, p: list[int]
+) -> None:
+    scope = ({"a": a, "b": b, "c": None}, {"n": n, "t": False, "p": p})
+    cpp, python = ask_cpp(text, *scope), ask_python(text, *scope)
+    assert python == (None if isinstance(cpp, str) else cpp), cpp
+
+
 INFERRED = {  # a = (?, 3, 4), b of unknown rank
     "a": (UNKNOWN, 3, 4),
     "a[1:] + [a[0] * 0]": (3, 4, UNKNOWN),
