@@ -31,27 +31,35 @@ __device__ __forceinline__ void ApplyEach(const F& functor, Vector<T, kWidth> (&
   }
 }
 
+// The lanes that take part in Apply, given to all lanes of a warp, of which some may have no
+// vector.
+template <class F>
+__device__ __forceinline__ unsigned LanesOf(bool takes_part) {
+  if constexpr (PlainCase<F>::kExists) return __ballot_sync(0xFFFFFFFFu, takes_part);
+  return 0;
+}
+
 // A warp whose vectors hold plain values only takes the functor's plain case (tuning.h). There is
 // one branch for all elements, because a branch for each would keep their arithmetic from being
 // interleaved.
 template <class F, class T, int kWidth, int kOutputs, int kInputs, std::size_t... I>
-__device__ __forceinline__ void Apply(const F& functor, Vector<T, kWidth> (&out)[kOutputs],
+__device__ __forceinline__ void Apply(const F& functor, unsigned lanes,
+                                      Vector<T, kWidth> (&out)[kOutputs],
                                       const Vector<T, kWidth> (&in)[kInputs],
                                       std::index_sequence<I...> indices) {
   if constexpr (PlainCase<F>::kExists) {
     static_assert(kOutputs == 1);
-    constexpr unsigned kAll = 0xFFFFFFFFu;
     bool plain = true;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) plain = plain & PlainCase<F>::Holds(ComputeAt(in[I], i)...);
-    if (__all_sync(kAll, plain)) {
+    if (__all_sync(lanes, plain)) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const auto result = PlainCase<F>::Try(ComputeAt(in[I], i)...);
         plain = plain & result.plain;
         Round(result.value, &out[0].values[i]);
       }
-      if (__all_sync(kAll, plain)) return;
+      if (__all_sync(lanes, plain)) return;
     }
   }
   ApplyEach(functor, out, in, indices);
@@ -86,9 +94,10 @@ __global__ void __launch_bounds__(kThreads, kLoads <= 2 || sizeof(T) == 8
 #pragma unroll
   for (int j = 0; j < kLoads; ++j) {
     const std::int64_t v = first + j * kThreads;
+    const unsigned lanes = LanesOf<F>(v < vectors);
     if (v < vectors) {
       V results[kOutputs];
-      Apply(functor, results, loaded[j], kIndices);
+      Apply(functor, lanes, results, loaded[j], kIndices);
 #pragma unroll
       for (int k = 0; k < kOutputs; ++k) reinterpret_cast<V*>(out[k])[v] = results[k];
     }
@@ -96,12 +105,14 @@ __global__ void __launch_bounds__(kThreads, kLoads <= 2 || sizeof(T) == 8
 
   if constexpr (kWidth > 1) {
     const std::int64_t tail = vectors * kWidth + first;
-    if (blockIdx.x == 0 && tail < count) {
+    const bool has_tail = blockIdx.x == 0 && tail < count;
+    const unsigned lanes = LanesOf<F>(has_tail);
+    if (has_tail) {
       Vector<T, 1> last[kInputs];
       Vector<T, 1> results[kOutputs];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) last[k].values[0] = in[k][tail];
-      Apply(functor, results, last, kIndices);
+      Apply(functor, lanes, results, last, kIndices);
 #pragma unroll
       for (int k = 0; k < kOutputs; ++k) out[k][tail] = results[k].values[0];
     }

@@ -162,9 +162,11 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
   }
 #pragma unroll
   for (int j = 0; j < kLoads; ++j) {
-    if (first + j * kThreads < vectors) {
+    const bool inside = first + j * kThreads < vectors;
+    const unsigned lanes = LanesOf<F>(inside);
+    if (inside) {
       V results[kOutputs];
-      Apply(functor, results, loaded[j], kIndices);
+      Apply(functor, lanes, results, loaded[j], kIndices);
 #pragma unroll
       for (int k = 0; k < kOutputs; ++k) *reinterpret_cast<V*>(out[k] + offsets[j][k]) = results[k];
     }
@@ -172,13 +174,15 @@ __global__ void __launch_bounds__(kThreads, kOutputs + kInputs <= 3 && sizeof(T)
 
   if constexpr (kWidth > 1) {
     const std::uint32_t tail = vectors * kWidth + first;
-    if (blockIdx.x == 0 && tail < count) {
+    const bool has_tail = blockIdx.x == 0 && tail < count;
+    const unsigned lanes = LanesOf<F>(has_tail);
+    if (has_tail) {
       Vector<T, 1> last[kInputs];
       Vector<T, 1> results[kOutputs];
       strides.Locate(tail, offsets[0]);
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) last[k].values[0] = in[k][offsets[0][kOutputs + k]];
-      Apply(functor, results, last, kIndices);
+      Apply(functor, lanes, results, last, kIndices);
 #pragma unroll
       for (int k = 0; k < kOutputs; ++k) out[k][offsets[0][k]] = results[k].values[0];
     }
