@@ -116,6 +116,16 @@ Status Cuda(const AnyCall& call);
 
 namespace twinop::elementwise {
 
+// Is compiled on the CPU, and never called: a functor of ReducedFloat, which CUDA takes for 16-bit
+// types. A build without nvcc so refuses what one with nvcc would.
+template <class F, class Op, int kInputs>
+auto CompileReduced(const CallOf<Op>& call, ReducedFloat x) {
+  const F functor = MakeFunctor<F>(call);
+  if constexpr (kInputs == 1) return functor(x);
+  if constexpr (kInputs == 2) return functor(x, x);
+  if constexpr (kInputs == 3) return functor(x, x, x);
+}
+
 // Runs a functor on the device that this compiler builds for. Checks the functor against the op's
 // record.
 template <template <class> class F, class Op>
@@ -133,6 +143,7 @@ Status Launcher(const CallOf<Op>& call) {
 #if defined(__CUDACC__)
     return Cuda<F>(call);
 #else
+    if constexpr (Op::kIsOnCuda) static_cast<void>(&CompileReduced<F<ReducedFloat>, Op, kArity<F>>);
     return Cpu<F>(call);
 #endif
   }

@@ -298,7 +298,7 @@ Status LaunchFor(const Call& call, const Operands& at, const Sizes& sizes,
   const bool is_silu = activation == "silu";
   if (!gated)
     return is_silu ? LaunchIfFaster<T, Silu, false>(call, at, sizes, y, done)
-                   : LaunchIfFaster<T, GeluOfSum, false>(call, at, sizes, y, done);
+                   : LaunchIfFaster<T, Gelu<ReducedFloat>, false>(call, at, sizes, y, done);
   if (activation == "gelu_tanh")
     return LaunchIfFaster<T, TanhGelu<ReducedFloat>, true>(call, at, sizes, y, done);
   return is_silu ? LaunchIfFaster<T, Silu, true>(call, at, sizes, y, done)

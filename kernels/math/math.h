@@ -1,9 +1,17 @@
 // Mathematical functions of the compute types: float, double, and on CUDA ReducedFloat, a float
-// whose value will be rounded to 16 bits (math/cuda.cuh).
+// whose value will be rounded to 16 bits (math/reduced.h).
 //
-// The formulas have no branches, so that the compiler vectorises loops over them, and are the same
-// on both devices. tests/kernels/test_math_ulp.py bounds their errors in units of the last place.
-// Special values (NaN, infinities, -0, subnormals, overflow) give what C's functions give.
+// Exp, Log, Pow, Tanh, Sigmoid, Softplus, Sqrt, Rsqrt, Fma: the formulas have no branches, so that
+// the compiler vectorises loops over them, and are the same on both devices.
+// tests/kernels/test_math_ulp.py bounds their errors in units of the last place. Special values
+// (NaN, infinities, -0, subnormals, overflow) give what C's functions give.
+//
+// Abs, Floor, Ceil, Trunc, Rint, Copysign, Min, Max, Fmod: exact, so the same everywhere.
+//
+// Sin, Cos, Tan, Asin, Acos, Atan, Atan2, Sinh, Cosh, Asinh, Acosh, Atanh, Erf, Erfc, Exp2, Expm1,
+// Log2, Log10, Log1p, Cbrt, Hypot: the functions of the device's C library, which do not vectorise.
+// The bits are the same on every CPU for float and 16-bit types, but not those of CUDA; for double,
+// on CPUs with the same C library. tests/kernels/test_math_functions.py bounds their errors.
 #pragma once
 
 #include <cmath>
@@ -15,6 +23,7 @@
 #else
 #include "twinop/math/cpu.h"
 #endif
+#include "twinop/math/reduced.h"
 
 namespace twinop {
 
@@ -178,11 +187,6 @@ TWINOP_INLINE T Mills(T t) {
   return Divide(Format<T>::MillsNumerator(t), Format<T>::MillsDenominator(t));
 }
 
-template <class T>
-TWINOP_INLINE T AccurateMills(T t) {
-  return Mills(t);
-}
-
 // ---------------------------------------------------------------------------------- roots
 
 template <class T>
@@ -211,6 +215,61 @@ TWINOP_INLINE float Rsqrt(float x) {
   const float better = Fma(0.5f * inverse, rest, inverse);
   return better == better ? better : inverse;  // for 0 and infinity
 }
+
+// ---------------------------------------------------------------------------------- C's functions
+
+// The smaller or larger of two; NaN if one is.
+template <class T>
+TWINOP_INLINE T Min(T a, T b) {
+  return (a < b) | (a != a) ? a : b;
+}
+template <class T>
+TWINOP_INLINE T Max(T a, T b) {
+  return (a > b) | (a != a) ? a : b;
+}
+
+#define TWINOP_FUNCTION(Name, name, Float)                                                    \
+  template <class... X>                                                                       \
+  TWINOP_INLINE float Name(float x, X... more) {                                              \
+    return static_cast<float>(std::name(static_cast<Float>(x), static_cast<Float>(more)...)); \
+  }                                                                                           \
+  template <class... X>                                                                       \
+  TWINOP_INLINE double Name(double x, X... more) {                                            \
+    return std::name(x, static_cast<double>(more)...);                                        \
+  }                                                                                           \
+  template <class... X>                                                                       \
+  TWINOP_INLINE ReducedFloat Name(ReducedFloat x, X... more) {                                \
+    return Name(x.value, static_cast<float>(more)...);                                        \
+  }
+TWINOP_FUNCTION(Abs, fabs, float)
+TWINOP_FUNCTION(Floor, floor, float)
+TWINOP_FUNCTION(Ceil, ceil, float)
+TWINOP_FUNCTION(Trunc, trunc, float)
+TWINOP_FUNCTION(Rint, rint, float)  // to even, as torch.round
+TWINOP_FUNCTION(Copysign, copysign, float)
+TWINOP_FUNCTION(Fmod, fmod, float)
+TWINOP_FUNCTION(Sin, sin, Library)
+TWINOP_FUNCTION(Cos, cos, Library)
+TWINOP_FUNCTION(Tan, tan, Library)
+TWINOP_FUNCTION(Asin, asin, Library)
+TWINOP_FUNCTION(Acos, acos, Library)
+TWINOP_FUNCTION(Atan, atan, Library)
+TWINOP_FUNCTION(Atan2, atan2, Library)
+TWINOP_FUNCTION(Sinh, sinh, Library)
+TWINOP_FUNCTION(Cosh, cosh, Library)
+TWINOP_FUNCTION(Asinh, asinh, Library)
+TWINOP_FUNCTION(Acosh, acosh, Library)
+TWINOP_FUNCTION(Atanh, atanh, Library)
+TWINOP_FUNCTION(Erf, erf, Library)
+TWINOP_FUNCTION(Erfc, erfc, Library)
+TWINOP_FUNCTION(Exp2, exp2, Library)
+TWINOP_FUNCTION(Expm1, expm1, Library)
+TWINOP_FUNCTION(Log2, log2, Library)
+TWINOP_FUNCTION(Log10, log10, Library)
+TWINOP_FUNCTION(Log1p, log1p, Library)
+TWINOP_FUNCTION(Cbrt, cbrt, Library)
+TWINOP_FUNCTION(Hypot, hypot, Library)
+#undef TWINOP_FUNCTION
 
 }  // namespace twinop
 

@@ -1,8 +1,10 @@
 // Storage types and their compute types. 16-bit types are computed in fp32 and rounded once.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -40,29 +42,6 @@ TWINOP_INLINE float ToCompute(Half value) { return __half2float(value); }
 TWINOP_INLINE float ToCompute(BFloat16 value) { return __bfloat162float(value); }
 TWINOP_INLINE void Round(float value, Half* result) { *result = __float2half_rn(value); }
 TWINOP_INLINE void Round(float value, BFloat16* result) { *result = __float2bfloat16_rn(value); }
-
-// A float32 whose value will be rounded to a 16-bit type. Functions of it may use the hardware's
-// approximations (math/cuda.cuh).
-struct ReducedFloat {
-  float value;
-
-  ReducedFloat() = default;
-  TWINOP_INLINE ReducedFloat(float v) : value(v) {}
-};
-
-TWINOP_INLINE ReducedFloat operator-(ReducedFloat a) { return -a.value; }
-TWINOP_INLINE ReducedFloat operator+(ReducedFloat a, ReducedFloat b) { return a.value + b.value; }
-TWINOP_INLINE ReducedFloat operator-(ReducedFloat a, ReducedFloat b) { return a.value - b.value; }
-TWINOP_INLINE ReducedFloat operator*(ReducedFloat a, ReducedFloat b) { return a.value * b.value; }
-TWINOP_INLINE ReducedFloat operator/(ReducedFloat a, ReducedFloat b) { return a.value / b.value; }
-TWINOP_INLINE bool operator<(ReducedFloat a, ReducedFloat b) { return a.value < b.value; }
-TWINOP_INLINE bool operator>(ReducedFloat a, ReducedFloat b) { return a.value > b.value; }
-TWINOP_INLINE bool operator<=(ReducedFloat a, ReducedFloat b) { return a.value <= b.value; }
-TWINOP_INLINE bool operator>=(ReducedFloat a, ReducedFloat b) { return a.value >= b.value; }
-TWINOP_INLINE bool operator==(ReducedFloat a, ReducedFloat b) { return a.value == b.value; }
-
-TWINOP_INLINE void Round(ReducedFloat value, Half* result) { Round(value.value, result); }
-TWINOP_INLINE void Round(ReducedFloat value, BFloat16* result) { Round(value.value, result); }
 
 #else
 
@@ -127,6 +106,51 @@ TWINOP_INLINE void Round(double value, double* result) {
 #endif
 }
 
+// A float32 whose value will be rounded to a 16-bit type: on CUDA, the T of functors of these
+// types. Functions of it may use the hardware's approximations (math/reduced.h). It does what a
+// float does, but becomes a plain number only where it is asked to: float(x).
+struct ReducedFloat {
+  float value;
+
+  ReducedFloat() = default;
+  TWINOP_INLINE constexpr ReducedFloat(float v) : value(v) {}
+  template <class T, class = std::enable_if_t<std::is_arithmetic_v<T>>>
+  TWINOP_INLINE constexpr explicit operator T() const {
+    return static_cast<T>(value);
+  }
+};
+
+TWINOP_INLINE constexpr ReducedFloat operator+(ReducedFloat a) { return a; }
+TWINOP_INLINE constexpr ReducedFloat operator-(ReducedFloat a) { return -a.value; }
+#define TWINOP_OPERATOR(op)                                                                  \
+  TWINOP_INLINE constexpr ReducedFloat operator op(ReducedFloat a, ReducedFloat b) {         \
+    return a.value op b.value;                                                               \
+  }                                                                                          \
+  TWINOP_INLINE constexpr ReducedFloat& operator op## = (ReducedFloat & a, ReducedFloat b) { \
+    return a = a op b;                                                                       \
+  }
+TWINOP_OPERATOR(+)
+TWINOP_OPERATOR(-)
+TWINOP_OPERATOR(*)
+TWINOP_OPERATOR(/)
+#undef TWINOP_OPERATOR
+#define TWINOP_OPERATOR(op)                                                  \
+  TWINOP_INLINE constexpr bool operator op(ReducedFloat a, ReducedFloat b) { \
+    return a.value op b.value;                                               \
+  }
+TWINOP_OPERATOR(<)
+TWINOP_OPERATOR(>)
+TWINOP_OPERATOR(<=)
+TWINOP_OPERATOR(>=)
+TWINOP_OPERATOR(==)
+TWINOP_OPERATOR(!=)
+#undef TWINOP_OPERATOR
+
+template <class S>
+TWINOP_INLINE void Round(ReducedFloat value, S* result) {
+  Round(value.value, result);
+}
+
 template <class T>
 using Compute = decltype(ToCompute(std::declval<T>()));
 
@@ -162,3 +186,43 @@ template <class Body>
 }
 
 }  // namespace twinop
+
+// Functors call the functions of <cmath> for any T, so they exist for ReducedFloat too.
+namespace std {
+
+template <>
+struct numeric_limits<twinop::ReducedFloat> : numeric_limits<float> {};
+
+#define TWINOP_FUNCTION(name) \
+  TWINOP_INLINE twinop::ReducedFloat name(twinop::ReducedFloat x) { return std::name(x.value); }
+#define TWINOP_FUNCTIONS(a, b, c, d, e, f) \
+  TWINOP_FUNCTION(a)                       \
+  TWINOP_FUNCTION(b) TWINOP_FUNCTION(c) TWINOP_FUNCTION(d) TWINOP_FUNCTION(e) TWINOP_FUNCTION(f)
+TWINOP_FUNCTIONS(abs, fabs, ceil, floor, trunc, round)
+TWINOP_FUNCTIONS(rint, nearbyint, sqrt, cbrt, exp, exp2)
+TWINOP_FUNCTIONS(expm1, log, log2, log10, log1p, sin)
+TWINOP_FUNCTIONS(cos, tan, asin, acos, atan, sinh)
+TWINOP_FUNCTIONS(cosh, tanh, asinh, acosh, atanh, erf)
+TWINOP_FUNCTION(erfc)
+TWINOP_FUNCTION(lgamma)
+TWINOP_FUNCTION(tgamma)
+#undef TWINOP_FUNCTIONS
+#undef TWINOP_FUNCTION
+#define TWINOP_FUNCTION(name)                                                               \
+  TWINOP_INLINE twinop::ReducedFloat name(twinop::ReducedFloat a, twinop::ReducedFloat b) { \
+    return std::name(a.value, b.value);                                                     \
+  }
+    TWINOP_FUNCTION(pow) TWINOP_FUNCTION(fmod) TWINOP_FUNCTION(remainder) TWINOP_FUNCTION(atan2)
+        TWINOP_FUNCTION(hypot) TWINOP_FUNCTION(fmin) TWINOP_FUNCTION(fmax) TWINOP_FUNCTION(copysign)
+#undef TWINOP_FUNCTION
+#define TWINOP_FUNCTION(name) \
+  TWINOP_INLINE bool name(twinop::ReducedFloat x) { return std::name(x.value); }
+            TWINOP_FUNCTION(isnan) TWINOP_FUNCTION(isinf) TWINOP_FUNCTION(isfinite)
+                TWINOP_FUNCTION(signbit)
+#undef TWINOP_FUNCTION
+                    TWINOP_INLINE twinop::ReducedFloat
+    fma(twinop::ReducedFloat a, twinop::ReducedFloat b, twinop::ReducedFloat c) {
+  return std::fma(a.value, b.value, c.value);
+}
+
+}  // namespace std

@@ -28,19 +28,20 @@
 // whose launcher only nvcc compiles, and TWINOP_BODY_OP one whose record has a row_body as well.
 // The macros of kernels/elementwise.h and kernels/rowwise.h derive the launcher from a functor;
 // kernels/kernel.h has what other launchers need.
-#define TWINOP_RECORD(id, record)                                                                \
+#define TWINOP_RECORD(id, record, is_on_cuda)                                                    \
   namespace id##_op {                                                                            \
     struct Op;                                                                                   \
     constexpr Record kRecord = record;                                                           \
     struct Op {                                                                                  \
       static constexpr const Record& kRecord = id##_op::kRecord;                                 \
+      static constexpr bool kIsOnCuda = is_on_cuda;                                              \
     };                                                                                           \
     static_assert(kRecord.schema.name.view() == #id, "the schema has another name than the op"); \
   }
 
 #if defined(__CUDACC__)
 #define TWINOP_OP(id, record, ...)                                                  \
-  TWINOP_RECORD(id, record)                                                         \
+  TWINOP_RECORD(id, record, true)                                                   \
   namespace id##_op {                                                               \
     template <bool kHere>                                                           \
     Status LaunchOnCuda(const twinop_call* call) {                                  \
@@ -64,16 +65,16 @@
 #define TWINOP_CUDA_LAUNCHER nullptr
 #endif
 #define TWINOP_OP(id, record, ...)      \
-  TWINOP_RECORD(id, record)             \
+  TWINOP_RECORD(id, record, true)       \
   TWINOP_LAUNCH_ON_CUDA(id)             \
   TWINOP_LAUNCH_ON_CPU(id, __VA_ARGS__) \
   TWINOP_ENTRY(id, LaunchOnCpu, TWINOP_CUDA_LAUNCHER)
 #define TWINOP_CPU_OP(id, record, ...)  \
-  TWINOP_RECORD(id, record)             \
+  TWINOP_RECORD(id, record, false)      \
   TWINOP_LAUNCH_ON_CPU(id, __VA_ARGS__) \
   TWINOP_ENTRY(id, LaunchOnCpu, nullptr)
 #define TWINOP_CUDA_OP(id, record, ...) \
-  TWINOP_RECORD(id, record)             \
+  TWINOP_RECORD(id, record, true)       \
   TWINOP_LAUNCH_ON_CUDA(id)             \
   TWINOP_ENTRY(id, nullptr, TWINOP_CUDA_LAUNCHER)
 #define TWINOP_BODY_OP TWINOP_CUDA_OP

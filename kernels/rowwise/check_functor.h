@@ -76,4 +76,22 @@ constexpr bool CheckFunctor() {
   return true;
 }
 
+// Is compiled on the CPU, and never called (elementwise.h).
+template <class F, class Op>
+void CompileReduced(const CallOf<Op>& call, const Rows& rows) {
+  using T = ReducedFloat;
+  F functor = MakeFunctor<F>(call, rows);
+  Values<T, kRowInputs<F>> row{};
+  const Values<T, kColumnInputs<F>> column{};
+  if constexpr (F::kPreparedOutput >= 0) row[0] = functor.Prepared(row);
+  const auto reduce = [&](auto phase) {
+    static_cast<void>(functor.Term(phase, row, column));
+    functor.Finish(phase, Terms<F, T, decltype(phase)::value>{});
+  };
+  reduce(Phase<0>{});
+  reduce(Phase<kPhases<F> - 1>{});
+  if constexpr (F::kColumnSums > 0) static_cast<void>(functor.ColumnTerm(row));
+  static_cast<void>(functor.Result(row, column));
+}
+
 }  // namespace twinop::rowwise

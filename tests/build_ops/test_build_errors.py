@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from build_files import tiny, twinop
+from record_driver import compiler
 
 from twinop.building import flags
 from twinop.building.builder import Built, build
@@ -334,3 +335,79 @@ def test_no_nvcc_is_a_note(times: Built, tmp_path: Path) -> None:
         done.returncode == 0
         and "note: no nvcc found (CUDACXX, PATH, CUDA_HOME, /usr/local/cuda)" in done.stderr
     )
+
+
+# ---------------------------------------------------------------------------- what CUDA would refuse
+
+ELEMENTWISE = """
+#include "twinop/elementwise.h"
+#include "twinop/math/math.h"
+
+namespace twinop {
+
+inline float Own(float x) { return x; }
+inline double Own(double x) { return x; }
+
+template <class T>
+struct Odd {
+  TWINOP_INLINE T operator()(T x) const {
+    T y = EXPRESSION;
+    y += x;
+    return y != x ? y : 0.0f;
+  }
+};
+
+REGISTER
+
+}  // namespace twinop
+"""
+UNARY = 'TWINOP_ELEMENTWISE(odd, Odd, Record("odd(Tensor x) -> Tensor"))'
+ON_CPU = 'TWINOP_CPU_OP(odd, Record("odd(Tensor x) -> Tensor").elementwise(), elementwise::Launcher<Odd>)'
+ROWWISE = """
+#include "twinop/rowwise.h"
+
+namespace twinop {
+
+inline float Own(float x) { return x; }
+inline double Own(double x) { return x; }
+
+template <class T>
+struct Odd : rowwise::Defaults {
+  using One = rowwise::Values<T, 1>;
+  using None = rowwise::Values<T, 0>;
+  using Phases = rowwise::Reductions<rowwise::kSum>;
+  static constexpr auto kRows = rowwise::Names("x");
+  T total{};
+  TWINOP_INLINE One Term(rowwise::Phase<0>, One& row, const None&) const { return {{row[0]}}; }
+  TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& sum) { total = sum[0]; }
+  TWINOP_INLINE One Result(const One& row, const None&) const {
+    const T x = row[0] - total;
+    return {{EXPRESSION}};
+  }
+};
+
+TWINOP_ROWWISE(odd, Odd, Record("odd(Tensor x) -> Tensor").rows("-1"))
+
+}  // namespace twinop
+"""
+
+
+def says(text: str, tmp_path: Path) -> str:
+    """What the C++ compiler says of a header, without making code."""
+    (tmp_path / "odd.cpp").write_text(text)
+    include = f"-I{Path(__file__).parents[2] / 'twinop' / 'include'}"
+    command = [compiler(), "-std=c++17", "-O0", "-fsyntax-only", include, str(tmp_path / "odd.cpp")]
+    return subprocess.run(command, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize("source", [ELEMENTWISE.replace("REGISTER", UNARY), ROWWISE], ids=["element", "row"])
+def test_a_build_for_the_cpu_refuses_what_cuda_cannot_compile(source: str, tmp_path: Path) -> None:
+    """On CUDA, the T of 16-bit types is no float: a function of floats alone does not take it."""
+    said = says(source.replace("EXPRESSION", "Own(x)"), tmp_path)
+    assert re.search(r"error: .*Own\(.*ReducedFloat", said), said[:2000]
+    wanted = "std::sin(x) + T(float(x)) * std::pow(x, T(2)) + Erf(x) + Max(x, T(1)) + T(0.5 * double(x))"
+    assert says(source.replace("EXPRESSION", wanted), tmp_path) == ""
+
+
+def test_an_op_for_the_cpu_alone_may_take_what_it_likes(tmp_path: Path) -> None:
+    assert says(ELEMENTWISE.replace("REGISTER", ON_CPU).replace("EXPRESSION", "Own(x)"), tmp_path) == ""

@@ -39,6 +39,26 @@ def test_sizes_of_any_alignment(m: int, n: int, k: int, dtype: torch.dtype) -> N
         assert bool(((found.double() - expected).abs() <= bound * size).all()), (layout, activation, residual)
 
 
+# 4869 rows and more go through the fused kernel on a Hopper GPU.
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 128, 1000, 2048, 4869, 8192])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gelu_is_as_exact_for_any_number_of_rows(dtype: torch.dtype, rows: int) -> None:
+    """Within one unit, for sums without an error: results next to 0 and of large negative sums, too."""
+    sums = torch.linspace(-13, 6, 1288, dtype=torch.float64).to(dtype).cuda()
+    x = torch.zeros(rows, 200, dtype=dtype, device="cuda")
+    x[:, 3] = 1
+    weight = torch.zeros(1288, 200, dtype=dtype, device="cuda")
+    weight[:, 3] = sums
+    found = torch_op.linear(x, weight, activation="gelu").double()
+    wide = sums.double()
+    right = wide * torch.special.erfc(-wide * 0.5**0.5) / 2
+    info = torch.finfo(dtype)
+    unit = torch.ldexp(torch.full_like(right, info.eps), torch.frexp(right.abs().clamp(min=info.tiny))[1] - 1)
+    assert float(((found - right).abs() / unit).max()) <= 0.6
+    gated = torch_op.linear_swiglu(x, torch.cat([weight, weight]), activation="gelu").double()
+    assert float(((gated - found * wide).abs() / (info.eps * (found * wide).abs() + info.tiny)).max()) <= 1.2
+
+
 def test_the_same_bits_every_time() -> None:
     """Also where the sum over K is split, which a wide K with few rows asks for."""
     x, weight = (
