@@ -212,15 +212,16 @@ TWINOP_FUNCTION(tgamma)
   TWINOP_INLINE twinop::ReducedFloat name(twinop::ReducedFloat a, twinop::ReducedFloat b) { \
     return std::name(a.value, b.value);                                                     \
   }
-    TWINOP_FUNCTION(pow) TWINOP_FUNCTION(fmod) TWINOP_FUNCTION(remainder) TWINOP_FUNCTION(atan2)
-        TWINOP_FUNCTION(hypot) TWINOP_FUNCTION(fmin) TWINOP_FUNCTION(fmax) TWINOP_FUNCTION(copysign)
+TWINOP_FUNCTION(pow)
+TWINOP_FUNCTION(fmod) TWINOP_FUNCTION(remainder) TWINOP_FUNCTION(atan2) TWINOP_FUNCTION(hypot)
+    TWINOP_FUNCTION(fmin) TWINOP_FUNCTION(fmax) TWINOP_FUNCTION(copysign)
 #undef TWINOP_FUNCTION
 #define TWINOP_FUNCTION(name) \
   TWINOP_INLINE bool name(twinop::ReducedFloat x) { return std::name(x.value); }
-            TWINOP_FUNCTION(isnan) TWINOP_FUNCTION(isinf) TWINOP_FUNCTION(isfinite)
-                TWINOP_FUNCTION(signbit)
+        TWINOP_FUNCTION(isnan) TWINOP_FUNCTION(isinf) TWINOP_FUNCTION(isfinite)
+            TWINOP_FUNCTION(signbit)
 #undef TWINOP_FUNCTION
-                    TWINOP_INLINE twinop::ReducedFloat
+                TWINOP_INLINE twinop::ReducedFloat
     fma(twinop::ReducedFloat a, twinop::ReducedFloat b, twinop::ReducedFloat c) {
   return std::fma(a.value, b.value, c.value);
 }

@@ -12,8 +12,8 @@ struct GeluBackward {
   TWINOP_INLINE T operator()(T grad_y, T x) const {
     const T t = NormalDistance(x);
     const T absolute = x < T(0) ? -x : x;
-    const T tail = ScaledBell(t) * (Mills(t) - absolute * T(0.398942280401432677940)) *
-                   Format<T>::kUnscale;
+    const T tail =
+        ScaledBell(t) * (Mills(t) - absolute * T(0.398942280401432677940)) * Format<T>::kUnscale;
     return grad_y * (x < T(0) ? tail : T(1) - tail);
   }
 };
