@@ -166,9 +166,10 @@ def _fuse_windows(work: Work, scores: Scores, matmul: ir.Node) -> None:
         raise UnsupportedPattern("windows of an unknown number or size")
     inputs = list[ir.Value | None]()
     for each, shape in zip((q, k, v), shapes, strict=True):
-        if not isinstance(shape[-2], int) or not isinstance(shape[-1], int):
+        tokens, width = shape[-2:]
+        if not isinstance(tokens, int) or not isinstance(width, int):
             raise UnsupportedPattern("windows of an unknown number or size")
-        target = int_constant(matmul, [-1, *shape[-2:]])
+        target = int_constant(matmul, [-1, tokens, width])
         inputs.append(
             each if rank == 3 else add(matmul, "Reshape", [each, target], shape=[None, *shape[-2:]])
         )

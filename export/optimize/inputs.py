@@ -169,9 +169,9 @@ def sizes_by_name(model: ir.Model, sizes: Sizes) -> dict[str, int]:
     by_name |= fixed
     for each in found.values():  # a difference needs a larger first number
         for name in each.names.values():
-            value = each(by_name)
-            raised = {**by_name, name: by_name[name] + _LEAST - value}
-            if value < 1 and name not in fixed and each(raised) > value:
+            size = each(by_name)
+            raised = {**by_name, name: by_name[name] + _LEAST - size}
+            if size < 1 and name not in fixed and each(raised) > size:
                 by_name = raised
     return by_name | {dim: max(each(by_name), 1) for dim, each in found.items()}
 

@@ -224,7 +224,10 @@ def _with_floats(record: Record | None, node: ir.Node, before: Types, dtype: ir.
     values = (*node.inputs, *node.outputs)
     floats, found = (_FLOAT, *FLOATS_16), []
     for combination in record.combinations:
-        types = tuple(v and ONNX_TYPES[combination[name]] for v, name in zip(values, names, strict=False))
+        types = tuple(
+            None if value is None else ONNX_TYPES[combination[name]]
+            for value, name in zip(values, names, strict=False)
+        )
         pairs = [(old, new) for old, new in zip(before, types, strict=True) if old is not None]
         fits = all(new in (dtype, _FLOAT) if old in floats else new is old for old, new in pairs)
         if fits and (dtype in types or not any(old in floats for old in before)):

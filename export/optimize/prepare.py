@@ -66,7 +66,7 @@ def inline_functions(model: ir.Model, records: Mapping[str, Record], own: OwnOps
             f"the model's functions cannot be inlined: {reason}. Inline them first, with "
             "onnx.inliner.inline_local_functions(model, convert_version=True)"
         ) from error
-    own.count_inlined(done.id_count)
+    own.count_inlined(done.id_count)  # type: ignore[attr-defined]
     own.detach(model, records, bodies)
 
 

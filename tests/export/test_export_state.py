@@ -31,7 +31,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self.calls += 1
-            self.count.add_(1)
+            self.count.add_(1)  # type: ignore[operator]
             self.norm.weight.requires_grad_(True)
             self.register_forward_hook(lambda *_: None)
             torch.set_grad_enabled(False)

@@ -134,7 +134,7 @@ def test_integer_sums_never_become_16_bits(name: str, tmp_path: Path) -> None:
     text = f"""(float[N, {k}] x, float[N, 16] r) => (float[N, 16] z) {{ q, s, p = DynamicQuantizeLinear (x)
         m = MatMulInteger (q, w, p) mf = Cast <to=1> (m) sc = Mul (s, ws) o = Mul (mf, sc) {QUANTISED[name]}
         z = Tanh (y) }}"""
-    given = {
+    given: dict[str, np.ndarray] = {
         "w": rng.integers(20, 127, (k, 16)).astype(np.int8), "ws": np.array(1e-4, np.float32),
         "b": weights(16), "one": np.ones(16, np.float32), "wf": weights(16, 16),
         "small": np.array(1e-7, np.float32),

@@ -271,7 +271,7 @@ def test_values_of_one_name_in_several_graphs(body: str, dtype: str | None, tmp_
 def test_maps_and_sequences(tmp_path: Path) -> None:
     """skl2onnx returns probabilities as a sequence of maps. Sequences as outputs are compared."""
     labels = {"classlabels_int64s": [0, 1]}
-    node = onnx.helper.make_node("ZipMap", ["x"], ["z"], domain="ai.onnx.ml", **labels)
+    node = onnx.helper.make_node("ZipMap", ["x"], ["z"], domain="ai.onnx.ml", **labels)  # type: ignore[arg-type]
     x = onnx.helper.make_tensor_value_info("x", 1, ["N", 2])
     map_type = onnx.helper.make_map_type_proto(7, onnx.helper.make_tensor_type_proto(1, []))
     z = onnx.helper.make_value_info("z", onnx.helper.make_sequence_type_proto(map_type))

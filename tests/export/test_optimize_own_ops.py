@@ -208,7 +208,7 @@ def test_nothing_recognised_but_converted(tmp_path: Path, library: Path) -> None
     text = "(float[N, 16] x) => (float[N, 16] y) { y = mine.CustomBump (x) }"
     report, model = optimized(made(text, bump()), tmp_path, library, dtype="float16")
     [node] = model.graph
-    assert own(model) == ["CustomBump"] and node.inputs[0].dtype is ir.DataType.FLOAT16
+    assert own(model) == ["CustomBump"] and node.inputs[0].dtype is ir.DataType.FLOAT16  # type: ignore[union-attr]
     assert report.libraries == [library]
     check_values(tmp_path, library, accepted=2e-3)
 
@@ -252,7 +252,12 @@ def test_16_bits_beside_a_subgraph(tmp_path: Path, library: Path) -> None:
     text = LOOP.replace("b = Add (a, bias)", "c = Add (a, bias) b = mine.CustomBump (c)")
     _, model = optimized(made(text, bump()), tmp_path, library, dtype="float16")
     assert own(model) == ["CustomBump"] * 2
-    assert {node.inputs[0].dtype for node in model.graph.all_nodes() if node.domain == "mine"} == {
+    assert {
+        each and each.dtype
+        for node in model.graph.all_nodes()
+        if node.domain == "mine"
+        for each in node.inputs[:1]
+    } == {
         ir.DataType.FLOAT16,
         ir.DataType.FLOAT,
     }
@@ -368,6 +373,7 @@ def test_types_that_the_file_does_not_declare(tmp_path: Path, library: Path) -> 
 def test_16_bits(dtype: str, tmp_path: Path, library: Path) -> None:
     report, model = optimized(made(NET, bump()), tmp_path, library, dtype=dtype)
     [node] = nodes(model, "CustomBump")
+    assert node.inputs[0] is not None
     assert node.inputs[0].dtype == ir.DataType[dtype.upper()] == node.outputs[0].dtype
     assert not nodes(model, "Cast") and report.libraries[0] == library
     check_values(tmp_path, library, accepted=4e-3 if dtype == "float16" else 4e-2)
@@ -378,7 +384,7 @@ def half(model: onnx.ModelProto, dtype: type = np.float16) -> onnx.ModelProto:
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
     for tensor in model.graph.initializer:
-        array = numpy_helper.to_array(tensor).astype(dtype)
+        array: np.ndarray = numpy_helper.to_array(tensor).astype(dtype)
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     return model
 
@@ -403,12 +409,14 @@ def test_a_part_in_another_dtype_stays_so(tmp_path: Path, library: Path) -> None
     inner = "h = Cast <to = {0}> (b) k = mine.Custom{2} (h) c = Cast <to = {1}> (k)"
     wide = half(made(text.replace("{}", inner.format(1, 10, "WideBump")), bump("WideBump")))
     _, new = optimized(wide, tmp_path, library)
-    assert nodes(new, "CustomWideBump")[0].inputs[0].dtype is ir.DataType.FLOAT
+    [first] = nodes(new, "CustomWideBump")[0].inputs[:1]
+    assert first is not None and first.dtype is ir.DataType.FLOAT
     check_values(tmp_path, library, accepted=1e-2)
     for name in ("Bump", "HalfBump"):
         narrow = made(text.replace("{}", inner.format(10, 1, name)), bump(name, 10))
         _, new = optimized(narrow, tmp_path, library)
         [node] = nodes(new, f"Custom{name}")
+        assert node.inputs[0] is not None
         assert node.inputs[0].dtype is node.outputs[0].dtype is ir.DataType.FLOAT16
         assert len(nodes(new, "Cast")) == 2 and nodes(new, "CustomLinear", "CustomLayerNorm")
         check_values(tmp_path, library, accepted=1e-3)

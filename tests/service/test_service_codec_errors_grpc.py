@@ -91,7 +91,7 @@ def test_unknown_version_over_grpc() -> None:
 
 def varint(number: int, length: int = 1) -> bytes:
     """Encode a number in at least `length` bytes, as protobuf accepts it."""
-    parts = []
+    parts = list[int]()
     while number > 0x7F or len(parts) < length - 1:
         parts.append(number & 0x7F | 0x80)
         number >>= 7

@@ -80,7 +80,7 @@ def _first_error(text: str, sources: Collection[Path]) -> tuple[str, int, str] |
     for line in text.splitlines():
         place = _PLACE.match(line.removeprefix("In file included from ").strip())
         used = _INSTANTIATED.search(line) if elsewhere and place is None else None
-        if used and _is_own(Path(used["file"]), folders):
+        if used and elsewhere is not None and _is_own(Path(used["file"]), folders):
             return used["file"], int(used["line"]), elsewhere[2]
         if place is None:
             continue
