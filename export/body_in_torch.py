@@ -254,8 +254,8 @@ def _gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
 
 
 def _product(x, dims, keep):
-    for dim in sorted((dim % x.ndim for dim in dims), reverse=True):
-        x = x.prod(dim, keep)
+    for axis in sorted((axis % x.ndim for axis in dims), reverse=True):
+        x = x.prod(axis, keep)
     return x
 
 

@@ -186,14 +186,16 @@ class _Slices(TorchFunctionMode):
         if func not in (torch.chunk, torch.Tensor.chunk):
             return func(*args, **(kwargs or {}))
 
-        def chunk(x: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
-            step = (x.shape[dim] + chunks - 1) // chunks
+        def chunk(whole: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+            step = (whole.shape[dim] + chunks - 1) // chunks
             ends = [(i + 1) * step if i + 1 < chunks else None for i in range(chunks)]
-            along = [(slice(None),) * (dim % x.dim()) + (slice(i * step, ends[i]),) for i in range(chunks)]
-            return tuple(x[each] for each in along)
+            along = [
+                (slice(None),) * (dim % whole.dim()) + (slice(i * step, ends[i]),) for i in range(chunks)
+            ]
+            return tuple(whole[each] for each in along)
 
-        given = dict(zip(("x", "chunks", "dim"), args, strict=False)) | dict(kwargs or {})
-        return chunk(given.get("x", given.pop("input", None)), given["chunks"], given.get("dim", 0))
+        given = dict(zip(("input", "chunks", "dim"), args, strict=False)) | dict(kwargs or {})
+        return chunk(given["input"], given["chunks"], given.get("dim", 0))
 
 
 class _Module(torch.nn.Module):

@@ -213,8 +213,9 @@ TWINOP_FUNCTION(tgamma)
     return std::name(a.value, b.value);                                                     \
   }
 TWINOP_FUNCTION(pow)
-TWINOP_FUNCTION(fmod) TWINOP_FUNCTION(remainder) TWINOP_FUNCTION(atan2) TWINOP_FUNCTION(hypot)
-    TWINOP_FUNCTION(fmin) TWINOP_FUNCTION(fmax) TWINOP_FUNCTION(copysign)
+TWINOP_FUNCTION(fmod)
+TWINOP_FUNCTION(remainder) TWINOP_FUNCTION(atan2) TWINOP_FUNCTION(hypot) TWINOP_FUNCTION(fmin)
+    TWINOP_FUNCTION(fmax) TWINOP_FUNCTION(copysign)
 #undef TWINOP_FUNCTION
 #define TWINOP_FUNCTION(name) \
   TWINOP_INLINE bool name(twinop::ReducedFloat x) { return std::name(x.value); }
