@@ -131,8 +131,13 @@ def _fits(record: Record, text: str, traced: Traced, output: int) -> bool:
     """Whether a text gives the shapes of all traces, for several sizes."""
     random = Random(0)
     for ranks, paths in traced.items():
+        # Products of all sizes stay below the number of elements that a tensor may have.
+        dimensions = max(sum(rank or 0 for rank in ranks), *(len(path[output].shape) for path in paths), 1)
+        largest = min(9000, max(40, int(2 ** (58 / dimensions))))
         for _ in range(3):
-            sizes = tuple(None if r is None else tuple(random.sample(range(1000, 9000), r)) for r in ranks)
+            sizes = tuple(
+                None if r is None else tuple(random.sample(range(largest // 9, largest), r)) for r in ranks
+            )
             attributes = tuple(random.randrange(2, 9) for _ in record.attributes)
             call = _required(record, Call(sizes, attributes))
             shapes = dict(zip((entry.name for entry in record.inputs), call.sizes, strict=True))
