@@ -86,7 +86,11 @@ def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
     external = sum(tensor.nbytes for tensor in weights if tensor is not None) >= external_data_bytes
     data = [data_path(path)] if external else []
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
-    kinds = [(value, value.shape, value.type) for value in values if not value.is_graph_input()]
+    kinds = [
+        (value, value.shape, value.type)
+        for value in values
+        if not value.is_graph_input() and not value.is_graph_output()
+    ]
     try:
         for value, *_ in kinds:  # tools that change weights, such as quantize_dynamic, keep their value_info
             value.shape = value.type = None
