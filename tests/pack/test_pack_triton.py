@@ -268,7 +268,8 @@ def test_triton_readme(gpu: bool, tmp_path: Path) -> None:
     assert len(published) == 3 and all(each.startswith("127.0.0.1:") for each in published)
     assert '-v "$PWD/models:/mnt/models:ro"' in said and "--model-repository=/mnt/models" in said
     assert "/mnt/models/custom_relu/1/lib" in said and "KIND_GPU but no GPUs" in said
-    assert ("--gpus all -p" in said) == gpu
+    assert ("docker run --rm --gpus all -e ORT_DISABLE_TELEMETRY=1 -p" in said) == gpu
+    assert "-e ORT_DISABLE_TELEMETRY=1" in said
 
 
 def test_packs_share_a_repository(tmp_path: Path) -> None:

@@ -126,11 +126,17 @@ def test_settings_may_name_libraries_in_a_library_folder(
     "options, words",
     [
         (("--token-file", "/nowhere"), "the token's file /nowhere cannot be read: No such file"),
-        (("--token-file", "/dev/null"), "the token's file /dev/null is empty"),
+        (("--token-file", "/dev/null"), "the token's file /dev/null cannot be read: not a regular file"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: tuple[str, ...], words: str, one_model: Path) -> None:
     assert words in refusal_of(one_model, *options)
+
+
+def test_an_empty_file_of_a_token_is_refused(one_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(" \n")
+    assert f"the token's file {file} is empty" in refusal_of(one_model, "--token-file", str(file))
 
 
 def test_a_library_that_does_not_exist(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

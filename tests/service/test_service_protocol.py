@@ -14,6 +14,7 @@ from service_fixtures import Served, receive, serve, split, tensor, wait_until
 from service_rows import in_flight, message
 
 from twinop.deploy.service.protocol import pb
+from twinop.deploy.service.rest import HALF_CLOSE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,7 @@ def test_work_of_a_client_that_has_gone_is_dropped(served: Served) -> None:
             for _ in range(5):  # these wait behind the first
                 stack.enter_context(served.connect()).sendall(slow_request())
             wait_until(lambda: in_flight(served, 6))
+            time.sleep(2 * HALF_CLOSE_SECONDS)  # one that closes at once may wait for its answer
         wait_until(lambda: cancelled(served) == before + 5)
         assert receive(first).status == 200
         first.sendall(slow_request())  # runs after all requests that were not dropped
@@ -173,6 +175,7 @@ def test_a_client_with_a_large_request_that_has_gone_is_noticed(served: Served) 
         with served.connect() as other:
             other.sendall(head + body)
             wait_until(lambda: in_flight(served, 2))
+            time.sleep(2 * HALF_CLOSE_SECONDS)
         wait_until(lambda: cancelled(served) == before + 1)
         assert receive(first).status == 200
 
