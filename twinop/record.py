@@ -235,7 +235,7 @@ class Record:
     @property
     def has_repeated_input(self) -> bool:
         """Whether the last input is a list of tensors."""
-        return bool(self.inputs) and self.inputs[-1].repeated
+        return len(self.inputs) > 0 and self.inputs[-1].repeated  # torch 2.11 cannot trace bool() of a tuple
 
     @property
     def broadcasts(self) -> bool:

@@ -193,36 +193,33 @@ namespace std {
 template <>
 struct numeric_limits<twinop::ReducedFloat> : numeric_limits<float> {};
 
+// clang-format off
 #define TWINOP_FUNCTION(name) \
   TWINOP_INLINE twinop::ReducedFloat name(twinop::ReducedFloat x) { return std::name(x.value); }
-#define TWINOP_FUNCTIONS(a, b, c, d, e, f) \
-  TWINOP_FUNCTION(a)                       \
-  TWINOP_FUNCTION(b) TWINOP_FUNCTION(c) TWINOP_FUNCTION(d) TWINOP_FUNCTION(e) TWINOP_FUNCTION(f)
-TWINOP_FUNCTIONS(abs, fabs, ceil, floor, trunc, round)
-TWINOP_FUNCTIONS(rint, nearbyint, sqrt, cbrt, exp, exp2)
-TWINOP_FUNCTIONS(expm1, log, log2, log10, log1p, sin)
-TWINOP_FUNCTIONS(cos, tan, asin, acos, atan, sinh)
-TWINOP_FUNCTIONS(cosh, tanh, asinh, acosh, atanh, erf)
-TWINOP_FUNCTION(erfc)
-TWINOP_FUNCTION(lgamma)
+TWINOP_FUNCTION(abs) TWINOP_FUNCTION(fabs) TWINOP_FUNCTION(ceil) TWINOP_FUNCTION(floor)
+TWINOP_FUNCTION(trunc) TWINOP_FUNCTION(round) TWINOP_FUNCTION(rint) TWINOP_FUNCTION(nearbyint)
+TWINOP_FUNCTION(sqrt) TWINOP_FUNCTION(cbrt) TWINOP_FUNCTION(exp) TWINOP_FUNCTION(exp2)
+TWINOP_FUNCTION(expm1) TWINOP_FUNCTION(log) TWINOP_FUNCTION(log2) TWINOP_FUNCTION(log10)
+TWINOP_FUNCTION(log1p) TWINOP_FUNCTION(sin) TWINOP_FUNCTION(cos) TWINOP_FUNCTION(tan)
+TWINOP_FUNCTION(asin) TWINOP_FUNCTION(acos) TWINOP_FUNCTION(atan) TWINOP_FUNCTION(sinh)
+TWINOP_FUNCTION(cosh) TWINOP_FUNCTION(tanh) TWINOP_FUNCTION(asinh) TWINOP_FUNCTION(acosh)
+TWINOP_FUNCTION(atanh) TWINOP_FUNCTION(erf) TWINOP_FUNCTION(erfc) TWINOP_FUNCTION(lgamma)
 TWINOP_FUNCTION(tgamma)
-#undef TWINOP_FUNCTIONS
 #undef TWINOP_FUNCTION
 #define TWINOP_FUNCTION(name)                                                               \
   TWINOP_INLINE twinop::ReducedFloat name(twinop::ReducedFloat a, twinop::ReducedFloat b) { \
     return std::name(a.value, b.value);                                                     \
   }
-TWINOP_FUNCTION(pow)
-TWINOP_FUNCTION(fmod)
-TWINOP_FUNCTION(remainder) TWINOP_FUNCTION(atan2) TWINOP_FUNCTION(hypot) TWINOP_FUNCTION(fmin)
-    TWINOP_FUNCTION(fmax) TWINOP_FUNCTION(copysign)
+TWINOP_FUNCTION(pow) TWINOP_FUNCTION(fmod) TWINOP_FUNCTION(remainder) TWINOP_FUNCTION(atan2)
+TWINOP_FUNCTION(hypot) TWINOP_FUNCTION(fmin) TWINOP_FUNCTION(fmax) TWINOP_FUNCTION(copysign)
 #undef TWINOP_FUNCTION
 #define TWINOP_FUNCTION(name) \
   TWINOP_INLINE bool name(twinop::ReducedFloat x) { return std::name(x.value); }
-        TWINOP_FUNCTION(isnan) TWINOP_FUNCTION(isinf) TWINOP_FUNCTION(isfinite)
-            TWINOP_FUNCTION(signbit)
+TWINOP_FUNCTION(isnan) TWINOP_FUNCTION(isinf) TWINOP_FUNCTION(isfinite) TWINOP_FUNCTION(signbit)
 #undef TWINOP_FUNCTION
-                TWINOP_INLINE twinop::ReducedFloat
+    // clang-format on
+
+    TWINOP_INLINE twinop::ReducedFloat
     fma(twinop::ReducedFloat a, twinop::ReducedFloat b, twinop::ReducedFloat c) {
   return std::fma(a.value, b.value, c.value);
 }
