@@ -54,10 +54,11 @@ struct Arguments : MoreArguments<F> {
   W* sums[F::kColumnSums + 1];     // null: not wanted
   Rows rows;
 
-  // The row of the j-th input that goes into a row of the results.
+  // The row of the j-th input that goes into a row of the results. Threads without a row ask, too:
+  // they get the last one's, because ids end there.
   TWINOP_INLINE std::int64_t InputRow(int j, std::int64_t row) const {
     if constexpr (F::kGathers) {
-      return this->Row(j, row);
+      return this->Row(j, row < rows.count ? row : rows.count - 1);
     } else {
       return row;
     }
