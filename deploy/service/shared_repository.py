@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from twinop.errors import TwinopError
 
 from . import metrics
-from .errors import NOT_FOUND, ServiceError
+from .errors import NOT_FOUND, NOT_READY, ServiceError
 from .processes import Member, State
 from .repository import Repository
 from .repository import State as VersionState
@@ -43,6 +43,28 @@ class SharedRepository(Repository):
         words = (_WORDS.get(board.state(number)) for number in range(board.count))
         said = [f"process {number} of {board.count} {word}" for number, word in enumerate(words) if word]
         return super().why_not_ready() or ", ".join(said)
+
+    async def require_ready(self, name: str, version: int | None = None) -> None:
+        """Check that all processes have a version of a model; the latest for None.
+
+        A process that was ready and says nothing is stopped: it does not hold up those that answer.
+        """
+        await super().require_ready(name, version)
+        version = version or max(self.models[name].versions)
+        wanted = name, str(version)
+        indexes = await self._of_all("index", await super().index())
+        states = {
+            number: each
+            for number, index in indexes.items()
+            for each in index
+            if (each["name"], each["version"]) == wanted
+        }
+        for number in range(self.member.board.count):
+            if number not in indexes and self.member.board.state(number) == State.READY:
+                states[number] = states[self.member.number]
+        found = self._merged(name, version, states)
+        if found["state"] != VersionState.READY:
+            raise ServiceError(NOT_READY, f"model {name} is not ready: {found['reason']}")
 
     async def index(self, ready: bool = False) -> list[dict[str, str]]:
         """Return every version of every model. It is READY if all processes have it."""
