@@ -220,6 +220,7 @@ template <class T, class Activation, bool kGated>
 static __global__ void __launch_bounds__(kThreads, 1)
     Kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap weight,
            const T* bias, T* y, const Tiling tiling) {
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char memory[];
   const std::uint32_t offset = hopper::SharedAddress(memory) % kAlignBytes;
   Shared* shared = reinterpret_cast<Shared*>(memory + (kAlignBytes - offset) % kAlignBytes);
@@ -245,6 +246,9 @@ static __global__ void __launch_bounds__(kThreads, 1)
     Multiply<T, Activation, kGated>(bias, tiling, first, step, rank, group - 1, shared, y);
   }
   hopper::ClusterSync();  // the other block still arrives at barriers of this one
+#else
+  __trap();  // PTX for newer GPUs, where Run chooses other kernels
+#endif
 }
 
 // Whether the kernel takes this product. Rows of x and of the weight are multiples of 16 bytes, as

@@ -11,20 +11,14 @@
 
 namespace twinop::hopper {
 
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define TWINOP_WGMMA_ASM asm volatile
-#else
-#define TWINOP_WGMMA_ASM(...) __trap()
-#endif
-
 // Gives registers of this warpgroup back, or takes some that another one gave back.
 template <int kRegisters>
 __device__ __forceinline__ void KeepRegisters() {
-  TWINOP_WGMMA_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
 __device__ __forceinline__ void TakeRegisters() {
-  TWINOP_WGMMA_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // A matrix in shared memory whose rows are boxes' rows (primitives/tensor_map.cuh), by rows. Adding
@@ -52,11 +46,12 @@ __device__ __forceinline__ std::uint64_t Operand(const void* matrix) {
   "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, "  \
   "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define TWINOP_MULTIPLY(type)                                                            \
-  TWINOP_WGMMA_ASM(                                                                      \
+  asm volatile(                                                                          \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"                                \
       "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" TWINOP_REGISTERS \
-      "}, %128, %129, adds, 1, 1, 0, 0;\n}" : TWINOP_SIXTY_FOUR(d, 0),                   \
-      TWINOP_SIXTY_FOUR(d, 64) : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
+      "}, %128, %129, adds, 1, 1, 0, 0;\n}"                                              \
+      : TWINOP_SIXTY_FOUR(d, 0), TWINOP_SIXTY_FOUR(d, 64)                                \
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
 
 // d = a b^T, or d += a b^T, for a [64, 16] and b [256, 16]. Warp w has rows 16 w to 16 w + 15 of d;
 // of rows g and g + 8 of them, lane 4 g + t has columns 8 j + 2 t and the next in d[4 j + 0, 1] and
@@ -72,15 +67,15 @@ __device__ __forceinline__ void Multiply(std::uint64_t a, std::uint64_t b, bool 
 }
 
 __device__ __forceinline__ void BeginProducts() {
-  TWINOP_WGMMA_ASM("wgmma.fence.sync.aligned;" :: : "memory");
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void EndProducts() {
-  TWINOP_WGMMA_ASM("wgmma.commit_group.sync.aligned;" :: : "memory");
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Waits until all but the last kRunning groups of products are done.
 template <int kRunning>
 __device__ __forceinline__ void WaitForProducts() {
-  TWINOP_WGMMA_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(kRunning) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kRunning) : "memory");
 }
 
 // Waits until all products are done, which is where the compiler may use their sums.
@@ -95,6 +90,5 @@ __device__ __forceinline__ void WaitForProducts(float (&sums)[128]) {
 #undef TWINOP_SIXTY_FOUR
 #undef TWINOP_SIXTEEN
 #undef TWINOP_FOUR
-#undef TWINOP_WGMMA_ASM
 
 }  // namespace twinop::hopper
