@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -53,17 +52,11 @@ TWINOP_INLINE Results<T, kCount> OneNan(Results<T, kCount> results) {
 
 template <class S, class F, class... Values>
 TWINOP_INLINE auto Evaluate(const F& functor, Values... values) {
-  auto results = functor(values...);
-  if constexpr (kTuning<F>.picks ||
-                std::is_same_v<S, BFloat16>) {  // Round makes one NaN of bfloat16
+  const auto results = functor(values...);
+  if constexpr (kTuning<F>.picks || std::is_same_v<S, BFloat16>) {  // Round makes one NaN
     return results;
-  } else if constexpr (std::is_same_v<std::tuple<Values...>, std::tuple<decltype(results)>>) {
-    // One operand: test it instead of the result, which takes the test out of the dependency chain.
-    // (A NaN that the processor makes of other values is always the same.)
-    return ((values == values) && ...) ? results
-                                       : std::numeric_limits<decltype(results)>::quiet_NaN();
   } else {
-    return OneNan(results);
+    return OneNan(results);  // not of the values: a functor may have a number for a NaN
   }
 }
 

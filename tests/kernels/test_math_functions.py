@@ -180,6 +180,16 @@ def test_functions_of_two_values(
     assert float(errors(found, right, dtype).max()) <= allowed
 
 
+@each_dtype
+@each_device
+@pytest.mark.parametrize("count", [1, 8, 100])
+def test_a_functor_decides_what_a_nan_gives(count: int, device: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([torch.nan, -0.0, torch.inf, -torch.inf, 2, -2], dtype=dtype).repeat(20)[:count]
+    right = x.nan_to_num(3, torch.inf, -torch.inf)
+    for given in (x, torch.stack([x, x], 1)[:, 0]):
+        assert torch.equal(ops().or_three(given.to(device)).cpu(), right)
+
+
 # ---------------------------------------------------------------------------- formulas of 16 bits
 
 SOURCE = """

@@ -1,6 +1,8 @@
-// The functions of math.h that call the C library, as one op, and those of <cmath> for any T.
+// The functions of math.h that call the C library, as one op, those of <cmath> for any T, and a
+// choice between results.
 #pragma once
 
+#include "twinop/elementwise.h"
 #include "twinop/kernel.h"
 #include "twinop/math/math.h"
 
@@ -93,5 +95,12 @@ TWINOP_OP(
     function,
     Record("function(Tensor x, Tensor other, int number) -> Tensor").input_shapes("other = x"),
     LaunchFunction)
+
+// A number for a NaN.
+template <class T>
+struct OrThree {
+  TWINOP_INLINE T operator()(T x) const { return x > T(0) ? x : x == x ? Min(x, T(0)) : T(3); }
+};
+TWINOP_ELEMENTWISE(or_three, OrThree, Record("or_three(Tensor x) -> Tensor"))
 
 }  // namespace twinop
