@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as changed
+from functools import cache, partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferenceP
 import twinop
 from twinop import deploy, torch_op
 from twinop.deploy.choose_library import library_paths
-from twinop.dtypes import FLOATING
+from twinop.dtypes import FLOATING, to_array, to_tensor
 from twinop.errors import ExportError, LibraryError, TwinopError
 from twinop.find import package_key, package_of
 from twinop.library import read_library
@@ -34,6 +36,7 @@ from .fuse_add_norm import fuse_sums
 from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
 from .optimize import check_device
 from .optimize import optimize as optimize_file
+from .optimize.inputs import special as special_cases
 from .report import ExportReport
 from .routes import ROUTES, Source, quiet, run_route
 from .standard_nodes import replace_nodes
@@ -53,6 +56,7 @@ def export(
     replace: Sequence[str] = (),
     fuse: bool = True,
     verify: bool = True,
+    allow_uncompared: bool = False,
     optimize: bool = False,
     device: str = "cuda",
     library: deploy.Libraries = None,
@@ -66,8 +70,8 @@ def export(
     hash of each op's schema (`twinop.schema.CustomRelu`), and the packages of other libraries
     (`twinop.package.<domain>`). It must pass `onnx.checker` with full_check, and
     its results in ONNX Runtime's CPU provider must be torch's, also for other data with one more entry on
-    every dynamic axis. The report says whether it runs without the library. ONNX Runtime runs in a process of
-    its own, so that a crash there is reported as well.
+    every dynamic axis, and for numbers that are all 0, all 1 or large. The report says whether it runs
+    without the library. ONNX Runtime runs in a process of its own, so that a crash there is reported as well.
 
     Args:
         model: a module or a function; `torch_op.replace_modules(model)` puts twinop's ops into it.
@@ -84,6 +88,7 @@ def export(
             `twinop.export.standard_nodes`), also where `torch_op.replace_modules` finds no module.
         fuse: make one node of a sum and a norm of twinop's that follows it; the results keep every bit.
         verify: compare with torch in ONNX Runtime.
+        allow_uncompared: keep the file although an output is empty or NaN for the example inputs.
         optimize: optimise the file for ONNX Runtime as `twinop optimize` does, and compare it with the file
             that the exporter wrote. Where that fails the file stays as it is, and the report says why.
         device: what the file is optimised for, "cuda" or "cpu". It runs on both.
@@ -123,17 +128,25 @@ def export(
         cases: list[comparison.Case] = []
         if verify:
             progress("comparing with torch in ONNX Runtime")
-            cases.append((inputs.tensors, list(expected.values())))
+            cases.append(comparison.Case(inputs.tensors, list(expected.values())))
             if axes:
                 try:
                     cases.append(_larger_case(model, inputs, axes))
                     report.resized = True
                 except ExportError as error:
                     report.notes.append(f"not compared at other sizes: {error}")
+            shown, cure = (
+                [case.expected for case in cases],
+                "Give example inputs for which it has finite numbers",
+            )
+            report.notes += comparison.check_shown(exported.graph, shown, allow_uncompared, cure)
+            cases += _special_cases(model, inputs, exported)
             comparison.verify(report, files[-1], exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
-            files = _optimized(files, inputs.tensors, libraries, calls, report, fuse, device, cases)
+            files = _optimized(
+                files, inputs.tensors, libraries, calls, report, fuse, device, cases, allow_uncompared
+            )
         publish(files, target.parent)
     report.data_path = target.parent / files[0].name if len(files) > 1 else None
     return report
@@ -168,6 +181,7 @@ def _optimized(
     fuse: bool,
     device: str,
     cases: Sequence[comparison.Case],
+    allow_uncompared: bool,
 ) -> list[Path]:
     """Optimises a file into a folder of its own, and compares it with torch; returns the files to keep."""
     folder = files[-1].parent / "optimized"
@@ -183,6 +197,7 @@ def _optimized(
             device=device,
             inputs_file=given,
             without=without,
+            allow_uncompared=allow_uncompared,
             library=libraries or None,
             kept=kept,
         )
@@ -283,7 +298,7 @@ def _outputs(
 
 def _larger_case(
     model: torch.nn.Module, inputs: Inputs, axes: Mapping[str, Mapping[int, str]]
-) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+) -> comparison.Case:
     """Returns inputs with one more entry on each dynamic axis, and torch's outputs.
 
     Raises:
@@ -291,10 +306,55 @@ def _larger_case(
     """
     try:
         larger = resized(inputs.tensors, axes, fresh=True)
-        return larger, list(_outputs(model, inputs, larger).values())
+        return comparison.Case(larger, list(_outputs(model, inputs, larger).values()))
     except ExportError:  # values that depend on each other, such as sorted offsets
         larger = resized(inputs.tensors, axes, fresh=False)
-        return larger, list(_outputs(model, inputs, larger).values())
+        return comparison.Case(larger, list(_outputs(model, inputs, larger).values()))
+
+
+def _special_cases(model: torch.nn.Module, inputs: Inputs, exported: ir.Model) -> Iterator[comparison.Case]:
+    """Yields numbers that are all 0, all 1 or large, and torch's outputs, where torch runs the model."""
+    arrays = {name: to_array(tensor) for name, tensor in inputs.tensors.items()}
+    for special, case in special_cases(exported, arrays, ()).items():
+        tensors = {name: to_tensor(array).to(inputs.tensors[name].device) for name, array in case.items()}
+        with suppress(ExportError):
+            expected = list(_outputs(model, inputs, tensors).values())
+            noise = cache(partial(_noise, model, inputs, tensors, expected))
+            yield comparison.Case(tensors, expected, special, noise)
+
+
+def _noise(
+    model: torch.nn.Module,
+    inputs: Inputs,
+    tensors: Mapping[str, torch.Tensor],
+    expected: Sequence[torch.Tensor],
+) -> list[float]:
+    """Returns by how much each of torch's outputs changes with the last bits of the inputs.
+
+    Zeros become tiny numbers, which shows what is a choice among equals; that NaN becomes a number there is
+    no noise. Infinity is in fp16: ONNX Runtime keeps results in fp32, which do not overflow.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def nudged(tensor: torch.Tensor) -> torch.Tensor:
+        signs = (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(tensor)
+        finfo = torch.finfo(tensor.dtype)
+        return torch.where(tensor == 0, signs * finfo.tiny, tensor * (1 + signs * 4 * finfo.eps))
+
+    numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    zeros = not any(tensor.any() for tensor in numbers.values())
+    try:
+        near = dict(tensors) | {name: nudged(tensor) for name, tensor in numbers.items()}
+        other = _outputs(model, inputs, near).values()
+    except ExportError:
+        return [inf] * len(expected)
+    errors = []
+    for a, b in zip(expected, other, strict=True):
+        error, wide = comparison.difference(a, b), a.dtype is not torch.float16
+        if wide and zeros and a.is_floating_point() and error == inf:
+            error = 0.0
+        errors.append(error if wide or a.isfinite().all() else inf)
+    return errors
 
 
 def _output_names(outputs: Mapping[str, torch.Tensor], inputs: Inputs) -> list[str]:

@@ -100,6 +100,13 @@ def main(
         bool, typer.Option(help="Make one node of a sum and the norm that follows it; no bit changes.")
     ] = True,
     verify: Annotated[bool, typer.Option(help="Run the file and compare it with torch.")] = True,
+    allow_uncompared: Annotated[
+        bool,
+        typer.Option(
+            "--allow-uncompared",
+            help="Keep the file although an output is empty or NaN for the inputs.",
+        ),
+    ] = False,
     optimize: Annotated[
         bool | None,
         typer.Option(
@@ -166,6 +173,7 @@ def main(
             replace=replace or (),
             fuse=fuse,
             verify=verify,
+            allow_uncompared=allow_uncompared,
             optimize=model is not None and bodies if optimize is None else optimize,
             device=device,
             library=library,

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from twinop import deploy
 from twinop.errors import ExportError, TwinopError
 
-from ..comparison import NotRunnable, run
+from ..comparison import LOST, NOISE, NotRunnable, check_shown, run
 from . import inputs
 from .graph import dims
 from .inputs import Case, Sizes
@@ -27,10 +27,6 @@ Errors = list[list[float]]
 
 ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-2}
 """The relative error that is always accepted: sums in another order have as much."""
-NOISE = 2.0
-"""How many times the original's own error is accepted: by how much its results differ between ONNX Runtime
-with and without graph optimisations, and in 16 bits from those in fp32."""
-LOST = 0.1  # an error of the original with which its numbers are of no use
 _LARGE, _TIMES_TYPICAL = 1e4, 1e3  # numbers that hide scores and logits are far larger than the rest
 _ULPS = 2.0**-22  # two fp32 numbers beside each other, twice
 _BESIDE_10000 = 2.0**-10  # what an fp32 score keeps to which a mask has added -10000
@@ -115,20 +111,10 @@ class Reference:
         """The number of usual cases."""
         return len(self.cases) - len(self.special)
 
-    def not_shown(self) -> dict[int, str]:
-        """Returns which outputs have nothing to compare in the usual cases, and why."""
-        found = {}
-        for index, values in enumerate(zip(*self.outputs[: self.usual], strict=True)):
-            arrays = [
-                np.asarray(each)
-                for value in values
-                for each in (value if isinstance(value, list) else [value])
-            ]
-            if not any(array.size for array in arrays):
-                found[index] = "has no elements"
-            elif all(array.dtype.kind not in "OSUiub" and not np.isfinite(array).any() for array in arrays):
-                found[index] = "has no finite number"
-        return found
+    def uncompared(self, graph: ir.Graph, allowed: bool = True) -> list[str]:
+        """Returns a note for each output with nothing to compare in the usual cases; see `check_shown`."""
+        cure = "Give inputs for which it has finite numbers with --inputs"
+        return check_shown(graph, self.outputs[: self.usual], allowed, cure)
 
     def errors(self, found: Outputs, chosen: Sequence[int] = (), dtype: ir.DataType | None = None) -> Errors:
         """Returns the errors of outputs for all cases, or for those with the chosen indices.
@@ -226,9 +212,9 @@ def generated(
                     _require_loadable(original, library)
                 reasons.append(str(error).splitlines()[0])
                 break
-            if best is None or len(found.not_shown()) < len(best[0].not_shown()):
+            if best is None or len(found.uncompared(model.graph)) < len(best[0].uncompared(model.graph)):
                 best = found, sizes
-            if not best[0].not_shown():
+            if not best[0].uncompared(model.graph):
                 return best
         return None
 
@@ -258,15 +244,10 @@ def reference(
         TwinopError: the same.
     """
     special = inputs.special(model, usual[-1], hidden)
-    try:
-        outputs = run(original, library, [*usual, *special.values()]).outputs
-    except (TwinopError, NotRunnable):
-        outputs, runs = run(original, library, usual).outputs, {}
-        for name, case in special.items():
-            with suppress(TwinopError, NotRunnable):
-                outputs += run(original, library, [case]).outputs
-                runs[name] = case
-        special = runs
+    answer = run(original, library, [*usual, *special.values()], required=len(usual))
+    ran = zip(special.items(), answer.outputs[len(usual) :], strict=True)
+    special = {name: case for (name, case), found in ran if found}
+    outputs = [each for each in answer.outputs if each]
     cases = [*usual, *special.values()]
     noise: Errors = [[0.0] * len(each) for each in outputs]
     with suppress(TwinopError, NotRunnable):

@@ -124,7 +124,11 @@ def special(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, Cas
     """Returns a case again, by what differs: numbers that are all 0 or 1 or large, and other masks."""
     values = {str(value.name): value for value in model.graph.inputs if value.name in case}
     masks = {name: case[name] for name, value in values.items() if is_mask(value) and case[name].ndim == 2}
-    numbers = {name: case[name] for name in values if case[name].dtype.kind == "f" and not is_mask_name(name)}
+    numbers = {
+        name: case[name]
+        for name, value in values.items()
+        if value.dtype is not None and value.dtype.is_floating_point() and not is_mask_name(name)
+    }
     found = {}
     for name, change in _SPECIAL.items() if numbers else ():
         found[name] = case | {key: change(array) for key, array in numbers.items()}

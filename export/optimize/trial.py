@@ -29,7 +29,7 @@ from ..comparison import NotRunnable
 from ..files import EXTERNAL_DATA_BYTES, save
 from ..routes import quiet
 from . import compare, inputs, masks, precision
-from .graph import MICROSOFT, Work, dims, share_constants
+from .graph import MICROSOFT, Work, share_constants
 from .inputs import Sizes, draws_random, hides_left, read_npz
 from .load import load
 from .microsoft import split_simplified_norms
@@ -97,24 +97,10 @@ class Trial:
         else:
             found = compare.generated(self.original, self.base, self.padding, self.library)
             self.reference, self.sizes = found
-        self._check_shown(allow_uncompared)
+        self.report.notes += self.reference.uncompared(self.base.graph, allow_uncompared)
         compare.declare_outputs(self.base, self.reference.outputs)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
-
-    def _check_shown(self, allow_uncompared: bool) -> None:
-        """Refuses outputs of which nothing can be compared, or notes them if that is allowed."""
-        for index, reason in self.reference.not_shown().items():
-            output = self.base.graph.outputs[index]
-            text = f"output {output.name} of the original {reason}"
-            if 0 in (dims(output) or ()):  # it never has any
-                continue
-            if not allow_uncompared:
-                raise ExportError(
-                    f"{text} for any of the inputs, so it cannot be compared. Give inputs for which it has "
-                    "finite numbers with --inputs, or keep the file all the same with --allow-uncompared"
-                )
-            self.report.notes.append(f"{text}: it was not compared")
 
     def apply(self, rewrites: Rewrites) -> Work:
         """Applies rewrites to a copy of the model.

@@ -1,5 +1,6 @@
 """Tests exports that must fail or warn: each has one message, and no incomplete file is left."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,60 @@ def test_another_operator_without_a_kernel_stops_the_comparison_only(tmp_path: P
     x = torch.randn(2, 3, dtype=torch.bfloat16)
     report = export(model, x, tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is None and "has no CPU kernel for" in report.parity_reason
+
+
+class Numbers(torch.nn.Module):
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x)
+
+
+WRONG = {  # a body that is right for ordinary numbers
+    "inputs of zeros": lambda op, x, *, variant: op.Div(op.Mul(op.Relu(x), x), x),
+    "inputs of ones": lambda op, x, *, variant: op.Where(op.Equal(x, 1), 0.5, op.Relu(x)),
+    "large inputs": lambda op, x, *, variant: op.Clip(x, 0.0, 99.0),
+}
+
+
+@pytest.mark.parametrize("special", WRONG)
+def test_what_is_wrong_for_special_inputs_only_is_refused(
+    special: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twinop.export import bodies
+
+    monkeypatch.setitem(bodies.BODIES, "relu", bodies.Body(WRONG[special]))
+    with pytest.raises(ExportError, match=f"without the library, differs from torch for {special} in output"):
+        export(torch_op.CustomReLU(), torch.randn(3, 5), tmp_path / "m.onnx", exporter="torchscript")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x / x.abs(),  # NaN in both
+        lambda x: x.topk(3).indices,  # a choice among equals
+        lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True),  # of ones: noise
+        lambda x: x.half() * x.half() * 1e-3,  # too large for fp16
+        lambda x: torch.softmax(x @ x.T, -1),
+    ],
+)
+def test_special_inputs_for_which_torch_has_no_certain_result(
+    compute: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    report = export(Numbers(compute), torch.randn(4, 16), tmp_path / "m.onnx", exporter="torchscript")
+    assert report.parity is not None and report.parity.error < 1e-3 and not report.notes
+
+
+@pytest.mark.parametrize("compute", [lambda x: x[x > 1e5], lambda x: torch.sqrt(-1 - x.abs())])
+def test_an_output_that_is_never_compared(
+    compute: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    given = Numbers(compute), torch.randn(4, 16), tmp_path / "m.onnx"
+    with pytest.raises(ExportError, match="output y has no .*cannot be compared. Give example inputs"):
+        export(*given, exporter="torchscript")
+    assert not list(tmp_path.iterdir())
+    report = export(*given, exporter="torchscript", allow_uncompared=True)
+    assert any("it was not compared" in note for note in report.notes)
