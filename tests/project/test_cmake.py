@@ -62,6 +62,9 @@ def test_domains_that_no_library_can_have(arguments: str, message: str, tmp_path
     assert result.returncode != 0 and message in one_line(result.stderr)
 
 
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+
+
 def fake_nvcc(folder: Path, *archs: str) -> Path:
     path = folder / "nvcc"
     path.write_text("#!/bin/sh\n" + "".join(f"echo compute_{arch}\n" for arch in archs))
@@ -168,25 +171,34 @@ def test_architectures_with_the_nvcc_at_hand(wanted: str, archs: str | None, pro
         assert listed[-1].split("-")[0] == listed[-2].split("-")[0]
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def configure_linear(archs: str, build: Path) -> str:
+    """Configures `linear` alone for these architectures. Returns the command that compiles its CUDA code."""
+    options = (f"-DTWINOP_CUDA_ARCHS={archs}", "-DTWINOP_OPS=linear", f"-DPython_EXECUTABLE={sys.executable}")
+    configured = configure_twinop("cmake", build, *options)
+    assert configured.returncode == 0, configured.stderr
+    commands = json.loads((build / "compile_commands.json").read_text())
+    (command,) = (each["command"] for each in commands if each["file"].endswith("linear.0.cu"))
+    return command
+
+
+@needs_nvcc
 def test_code_of_hopper_alone(tmp_path: Path) -> None:
-    """`linear` has sm_90a's instead of sm_90's, PTX for newer GPUs, and compiles without either."""
+    """`linear` has sm_90a's instead of sm_90's, and PTX for newer GPUs."""
     for wanted, codes in (
         ("80;90", ["sm_80", "sm_90a", "compute_90"]),
         ("90a-real", ["sm_90a"]),
         ("80-real", ["sm_80"]),
     ):
-        options = (
-            f"-DTWINOP_CUDA_ARCHS={wanted}",
-            "-DTWINOP_OPS=linear",
-            f"-DPython_EXECUTABLE={sys.executable}",
-        )
-        configured = configure_twinop("cmake", tmp_path, *options)
-        assert configured.returncode == 0, configured.stderr
-        commands = json.loads((tmp_path / "compile_commands.json").read_text())
-        (command,) = (each["command"] for each in commands if each["file"].endswith("linear.0.cu"))
+        command = configure_linear(wanted, tmp_path)
         assert re.findall(r"code=\[([a-z0-9_]+)\]", command) == codes
         assert ("-DTWINOP_SM90A" in command) == ("sm_90a" in codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("archs", ["80-real", "90"])  # neither sm_90a nor PTX; both
+@needs_nvcc
+def test_linear_compiles(archs: str, tmp_path: Path) -> None:
+    configure_linear(archs, tmp_path)
     build: list[str | Path] = ["cmake", "--build", tmp_path, "--target", "twinop_op_linear"]
     built = subprocess.run(build, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout
