@@ -1,8 +1,9 @@
 """The report on all ops, in torch and in ONNX Runtime, beside their peers: `twinop bench`."""
 
-import multiprocessing
 import os
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from .providers import COMPILE, Budget, Providers
 from .recorded import added, compare_with
 from .recording import Commit, Device, Output, Recording, read_ops, to_add_to
 from .tables import show_document
+from .workers import FAILURE, Worker
 
 KINDS = "bandwidth,latency,numerics"
 
@@ -138,7 +140,8 @@ def main(
         count = workers if workers is not None else (_half_the_cores() if where.type == "cuda" else 0)
         if count:
             with machine.spending("compiling in advance"):
-                compile_in_advance(count, (ops, library, wanted, chosen, where, quick))
+                named = {"ops": ops, "library": str(library) if library else None, "wanted": wanted}
+                compile_in_advance(count, named | {"kinds": chosen, "device": str(where), "quick": quick})
         if "numerics" in chosen:
             with machine.spending("numerics"):
                 exact += numerics.measure(precise, entries)
@@ -171,50 +174,49 @@ COMPILED = (COMPILE, "Triton", "Liger", "quack", "flashinfer")
 _LIMIT = 150.0  # seconds for the compilation in advance
 
 
-def compile_in_advance(workers: int, options: tuple[Any, ...]) -> None:
+def compile_in_advance(workers: int, options: dict[str, Any]) -> None:
     """Runs `compile_part` with these options in several processes and waits for them.
 
     A failure here costs only time: the report meets it again and lists it.
     """
-    end = time.perf_counter() + _LIMIT
-    spawn = multiprocessing.get_context("spawn")
-    with report.progress("compiling", 1) as step:
+
+    def part(index: int) -> dict[str, Any]:
+        started = Worker(f"{__name__}:compile_part", Path(folder))
+        return started.result({"index": index, "count": workers, **options}, _LIMIT)
+
+    with tempfile.TemporaryDirectory() as folder, report.progress("compiling", 1) as step:
         step(f"in {workers} processes")
-        processes = [spawn.Process(target=compile_part, args=(i, workers, *options)) for i in range(workers)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(max(end - time.perf_counter(), 0.1))
-            if process.is_alive():
-                process.kill()
-                process.join()
-    if any(process.exitcode for process in processes):
-        err.print(f"compiling in advance: exit codes {[process.exitcode for process in processes]}")
+        with ThreadPoolExecutor(workers) as pool:
+            found = list(pool.map(part, range(workers)))
+    if failures := [each[FAILURE] for each in found if FAILURE in each]:
+        err.print(f"compiling in advance: {'; '.join(failures)}", markup=False)
 
 
 def compile_part(
     index: int,
     count: int,
     ops: str | None,
-    library: Path | None,
+    library: str | None,
     wanted: list[str] | None,
     kinds: list[str],
-    device: torch.device,
+    device: str,
     quick: bool,
-) -> None:
+) -> dict[str, Any]:
     """Compiles every `count`-th cell for the providers that cache their code. Measures nothing."""
+    where, file = torch.device(device), Path(library) if library else None
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read when torch._inductor is imported
     configure_compiler()
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    who = Providers(device, stream, 2, wanted, Budget(1e9, 1), only=COMPILED)
+    stream = torch.cuda.Stream(where) if where.type == "cuda" else None
+    who = Providers(where, stream, 2, wanted, Budget(1e9, 1), only=COMPILED)
     who.budget.next_op()
     cases = [
         (case, entry)
-        for name, entry in choose(ops, library).items()
-        for case in cases_of(name, entry, device.type, quick=quick, kinds=kinds)
+        for name, entry in choose(ops, file).items()
+        for case in cases_of(name, entry, where.type, quick=quick, kinds=kinds)
     ]
     with torch.no_grad(), Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
         for case, entry in cases[index::count]:
-            for subject in who.build(Sample.drawn(case, entry, device)).values():
+            for subject in who.build(Sample.drawn(case, entry, where)).values():
                 with suppress(Exception):  # the report meets it again and lists it
                     subject.result()
+    return {}

@@ -16,13 +16,14 @@ from twinop.record import DOMAIN
 from . import cuda
 from .check_nodes import Libraries, library_paths, require_fit
 from .choose_library import choose_libraries
-from .custom_nodes import Model, ModelSource, load_model
-from .errors import ProviderError, RunError
+from .custom_nodes import Model, ModelSource, load_model, read_model
+from .errors import ModelError, ProviderError, RunError
 from .inference_session import Session
 from .node_providers import Profile
 from .registration import SealedLibrary, register
 
 _OLDEST = (1, 18)  # the C API that the libraries are compiled for
+_STAYS_INSIDE = (1, 27)  # it refuses external data outside of the model's folder, in sparse tensors too
 _CPU = "CPUExecutionProvider"
 PROVIDERS: dict[str, "list[Provider] | None"] = {"auto": None, "cpu": [_CPU], "cuda": [cuda.CUDA, _CPU]}
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -174,13 +175,16 @@ def _onnxruntime() -> Any:
         raise ProviderError(
             f"ONNX Runtime cannot be imported ({error}). pip install onnxruntime, or onnxruntime-gpu for CUDA"
         ) from error
-    version = onnxruntime.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+    if _version(onnxruntime) < _OLDEST:
         raise ProviderError(
-            f"onnxruntime {version} is too old, custom ops need 1.18 or newer. "
+            f"onnxruntime {onnxruntime.__version__} is too old, custom ops need 1.18 or newer. "
             "pip install 'onnxruntime>=1.18' (or onnxruntime-gpu)"
         )
     return onnxruntime
+
+
+def _version(ort: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in ort.__version__.split(".")[:2])
 
 
 def _split(provider: Provider) -> tuple[str, dict[str, Any]]:
@@ -258,7 +262,7 @@ def _with_cuda_options(provider: Provider, stream: Any, cuda_graph: bool) -> Pro
 
 
 def _create(ort: Any, model: Model, options: Any, providers: list[Provider]) -> Any:
-    source = str(model.path) if model.path is not None else model.data
+    source = _source(ort, model)
     try:
         # The fallback would retry on the CPU and only print a message.
         return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
@@ -269,3 +273,21 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider]) -> 
                 "domain and session. Pass fresh options each time, or library=False to use what they have"
             ) from error
         raise RunError(f"{model.name}: ONNX Runtime refuses it: {error}") from error
+
+
+def _source(ort: Any, model: Model) -> str | bytes:
+    """Returns what ONNX Runtime opens: the file, or checked bytes where it would follow links in a new one.
+
+    Raises:
+        ModelError: the model must keep to its folder, and this ONNX Runtime does not hold it there.
+    """
+    if model.path is None:
+        return model.data
+    if not model.confined or _version(ort) >= _STAYS_INSIDE:
+        return str(model.path)
+    if model.has_external_data:
+        raise ModelError(
+            f"{model.name} has external data, and ONNX Runtime {ort.__version__} follows links out of the "
+            "model's folder. Install onnxruntime 1.27 or newer, or save the model as one file"
+        )
+    return load_model(read_model(model.path), confined=True).data

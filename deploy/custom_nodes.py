@@ -56,6 +56,8 @@ class Model:
         proto: the copy.
         path, data: the file, or the bytes if the model is not a file.
         folder: the folder of external data.
+        confined: whether external data outside the folder was refused.
+        has_external_data: whether a tensor lies in another file.
         nodes: the custom nodes.
     """
 
@@ -64,6 +66,8 @@ class Model:
     path: Path | None = None
     data: bytes = b""
     folder: Path | None = None
+    confined: bool = False
+    has_external_data: bool = False
     nodes: list[CustomNode] = field(default_factory=list)
 
     @property
@@ -98,15 +102,24 @@ def load_model(source: ModelSource, folder: Path | None = None, *, confined: boo
     if isinstance(source, bytes):
         return _parsed(Model("the model", onnx.ModelProto(), data=source, folder=folder), source, confined)
     path = Path(source)
+    data = read_model(path)
+    return _parsed(Model(str(path), onnx.ModelProto(), path=path, folder=path.parent), data, confined)
+
+
+def read_model(path: Path) -> bytes:
+    """Returns the bytes of a model's file.
+
+    Raises:
+        ModelError: it is missing, not a regular file, or too large.
+    """
     if not path.is_file():
         what = "not a regular file" if path.exists() else "no such file"
         what = "a folder, not an .onnx file" if path.is_dir() else what
         raise ModelError(f"{path}: {what}. Expected a model such as export/to_onnx.py writes")
     try:
-        data = read_regular(path, _MOST_BYTES)
+        return read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    return _parsed(Model(str(path), onnx.ModelProto(), path=path, folder=path.parent), data, confined)
 
 
 def _parsed(model: Model, data: bytes, confined: bool) -> Model:
@@ -115,6 +128,7 @@ def _parsed(model: Model, data: bytes, confined: bool) -> Model:
             f"{model.name}: in ONNX Runtime's own format (.ort), whose nodes twinop does not check. Give the "
             ".onnx file, or open this one in plain ONNX Runtime with register_custom_ops_library"
         )
+    model.confined = confined
     damaged = f"{model.name}: not a complete ONNX model"
     try:
         model.proto.ParseFromString(data)
@@ -127,6 +141,7 @@ def _parsed(model: Model, data: bytes, confined: bool) -> Model:
         for tensor in tensors(model.proto):
             if external_data_helper.uses_external_data(tensor):
                 _check_external(model, tensor, confined)
+                model.has_external_data = True
         model.nodes = list(custom_nodes(model.proto))
     except (OSError, TypeError, ValueError, RecursionError) as error:  # names that are no text, or no file's
         raise ModelError(f"{damaged}: {error}. Copy or export it again") from error

@@ -7,24 +7,30 @@ what is checked, hashed and run.
 import fcntl
 import hashlib
 import os
-import signal
-import subprocess
-import sys
 import weakref
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from twinop.child import require_loads
+import onnx
+
+from twinop.child import python, require_loads
 from twinop.errors import LibraryError
 from twinop.library import Library, read_library, relative_to_itself
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-_PROBE = (
-    "import sys; sys.path[:] = sys.argv[2:]; import onnxruntime; "
-    "onnxruntime.SessionOptions().register_custom_ops_library(sys.argv[1])"
+# A session has ONNX Runtime ask each op of the library for its inputs, outputs and attributes.
+_REGISTER = (
+    "import onnxruntime as ort; options = ort.SessionOptions(); "
+    "options.register_custom_ops_library(sys.argv[1]); "
+    "ort.InferenceSession(bytes.fromhex(sys.argv[2]), options, providers=['CPUExecutionProvider'])"
 )
+_MODEL = onnx.parser.parse_model(
+    '<ir_version: 8, opset_import: ["": 13]> m (float x) => (float y) { y = Identity(x) }'
+)
+may_end = False
+"""Whether a damaged library may end this process, which then only checks that the loader takes it."""
 
 
 class Copy:
@@ -86,31 +92,15 @@ def register(options: Any, library: SealedLibrary) -> None:
         LibraryError: ONNX Runtime cannot load it.
     """
     if library.copy.sha256 not in _registered:
-        require_loads(library.path, f"/proc/self/fd/{library.copy.number}", library.copy.number)
-        if library.has_blank_page:
-            _register_elsewhere(library)
+        file = f"/proc/self/fd/{library.copy.number}"
+        command = [] if may_end else python(_REGISTER, file, _MODEL.SerializeToString().hex())
+        require_loads(library.path, file, library.copy.number, command=command)
     copy = _registered.setdefault(library.copy.sha256, library.copy)
     try:
         options.register_custom_ops_library(str(copy.path))
     except Exception as error:
         text = str(error).replace(str(copy.path), str(library.path))
         raise LibraryError(f"{library.path}: ONNX Runtime cannot load it: {text}") from error
-
-
-def _register_elsewhere(library: SealedLibrary) -> None:
-    """Registers a library in another process, because zeros in place of constants end a process.
-
-    Raises:
-        LibraryError: they do.
-    """
-    copy = library.copy
-    command = [sys.executable, "-I", "-c", _PROBE, f"/proc/self/fd/{copy.number}", *sys.path]
-    status = subprocess.run(command, pass_fds=[copy.number], capture_output=True).returncode
-    if status < 0:
-        raise LibraryError(
-            f"{library.path}: the file is damaged: a page of its constants is all zeros, and a process that "
-            f"loads it ends with {signal.Signals(-status).name}. Copy or build it again"
-        )
 
 
 @lru_cache(maxsize=8)

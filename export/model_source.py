@@ -35,9 +35,9 @@ def load_model(spec: str, what: str) -> tuple[torch.nn.Module, Any]:
             "my_package.models:resnet. The name is that of a function that returns (module, example inputs), "
             "or of a Module class with a method example_inputs()"
         )
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
     is_file = place.endswith(".py") or "/" in place
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(len(sys.path) if is_file else 0, here)
     module = _import_file(Path(place), what) if is_file else _import_module(place, what)
     if name not in vars(module):
         available = [

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from twinop import child, deploy
+from twinop.deploy import registration
 from twinop.errors import ExportError, TwinopError
 from twinop.library import Library
 
@@ -160,6 +161,7 @@ def _answer(request: Request) -> Answer | Exception:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    registration.may_end = True  # this process ends anyway, and another one would take longer than a run
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors come back as exceptions
     if not request.optimize:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import LibraryError
@@ -16,28 +17,30 @@ _LOAD = (
 _SECONDS = 60
 
 
-def python(program: str, *arguments: str) -> list[str]:
-    """Returns the command that runs a program's text where this process finds its modules.
-
-    The current folder is not searched, unless PYTHONPATH names it.
-    """
+def paths() -> list[str]:
+    """Returns where this process finds its modules; the current folder only if PYTHONPATH names it."""
     named = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
-    paths = [path for path in sys.path if path and (path in named or os.path.abspath(path) != os.getcwd())]
-    paths.append(str(ROOT))
-    return [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {paths!r}; {program}", *arguments]
+    return [path for path in sys.path if path and (path in named or os.path.abspath(path) != os.getcwd())]
 
 
-def require_loads(library: Path, file: str, *passed: int) -> None:
+def python(program: str, *arguments: str) -> list[str]:
+    """Returns the command that runs a program's text where this process finds its modules (`paths`)."""
+    start = f"import sys; sys.path[:] = {[*paths(), str(ROOT)]!r}; {program}"
+    return [sys.executable, "-I", "-c", start, *arguments]
+
+
+def require_loads(library: Path, file: str, *passed: int, command: Sequence[str] = ()) -> None:
     """Loads a library in another process first: a damaged one can end the process that loads it, or hang it.
 
     Args:
         library: the name for the message.
         file: the file to load, which may be one of the file descriptors `passed`.
+        command: what loads it. Default: a process that asks the library for its table.
 
     Raises:
         LibraryError: the process is ended by a signal or the loader, or does not end.
     """
-    command = [sys.executable, "-I", "-S", "-c", _LOAD, file]
+    command = command or [sys.executable, "-I", "-S", "-c", _LOAD, file]
     try:
         status = subprocess.run(command, pass_fds=passed, capture_output=True, timeout=_SECONDS).returncode
     except subprocess.TimeoutExpired:

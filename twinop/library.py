@@ -31,7 +31,6 @@ _LOADER_TABLES = {_STRINGS, 4, 6, 11}  # with relocations, the dynamic section a
 _UNWIND_TABLES = {".eh_frame", ".eh_frame_hdr", ".gcc_except_table"}
 _NO_CONTENT = 8  # sh_type
 _ALLOCATED, _EXECUTABLE = 2, 4  # sh_flags
-_GPU_CODE = ".nv_fatbin"
 _NEEDED, _RPATH, _RUNPATH = 1, 15, 29  # d_tag
 _HEADER_BYTES, _LONGEST_NAME, _LONGEST_PATH, _MOST_DYNAMIC = 64, 256, 4096, 1 << 14  # bytes
 _PAGE = 4096
@@ -47,7 +46,6 @@ class Library:
         cuda_archs: the GPU architectures of its kernels, or "none".
         records: the ops by name.
         exports_ort: whether ONNX Runtime can load it.
-        has_blank_page: whether a page of its constants is all zeros, by intent or by damage.
         source: a hash of the Python source of its kernels, if it has such kernels.
     """
 
@@ -59,7 +57,6 @@ class Library:
     exports_ort: bool
     domain: str = DOMAIN
     domain_version: int = DOMAIN_VERSION
-    has_blank_page: bool = False
     source: str = ""
 
     @cached_property
@@ -102,7 +99,7 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
                     f"{path}: a shared library, but without twinop records (section {_SECTION}). "
                     "Expected one built by twinop, such as build/libcustom_relu.so"
                 )
-            blank = _has_blank_page(path, file, sections)
+            _require_no_blank_page(path, file, sections)
             exports = _content(path, file, sections[".dynstr"]) if ".dynstr" in sections else b""
     except OSError as error:
         raise LibraryError(f"{path}: cannot be read: {error.strerror}. Mend its permissions") from error
@@ -129,7 +126,6 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
         records=dict(sorted(records.items())),
         **place,
         exports_ort=_EXPORT + b"\0" in exports,
-        has_blank_page=blank,
         source=source,
     )
 
@@ -225,39 +221,29 @@ def _damaged(path: Path) -> LibraryError:
     return LibraryError(f"{path}: the file is damaged or cut short. Copy or build it again")
 
 
-def _has_blank_page(path: Path, file: BinaryIO, sections: dict[str, _Section]) -> bool:
+def _require_no_blank_page(path: Path, file: BinaryIO, sections: dict[str, _Section]) -> None:
     """Looks for pages of zeros, which an interrupted copy or a crashed file system leaves.
 
-    Returns:
-        Whether constants have such a page, where it may be valid. GPU code is not read.
+    Constants may have such a page. GPU code is not read.
 
     Raises:
         LibraryError: code, a table of the loader or the unwinder, or the records have such a page. Running
             them would end the process.
     """
-    found = False
     for section in sections.values():
-        if not section.flags & _ALLOCATED or section.kind == _NO_CONTENT:
-            continue
-        if section.name in (_GPU_CODE, _MODULES):  # modules have a checksum
+        tables = section.kind in _LOADER_TABLES or section.name in {*_UNWIND_TABLES, _SECTION}
+        if not section.flags & _ALLOCATED or not (tables or section.flags & _EXECUTABLE):
             continue
         data = _content(path, file, section)
         begin = 0
         while begin < len(data):
             end = min(len(data), begin + _PAGE - (section.offset + begin) % _PAGE)
             if end - begin >= _LEAST and not any(data[begin : begin + 8]) and not any(data[begin:end]):
-                if (
-                    section.kind in _LOADER_TABLES
-                    or section.flags & _EXECUTABLE
-                    or section.name in {*_UNWIND_TABLES, _SECTION}
-                ):
-                    raise LibraryError(
-                        f"{path}: the file is damaged: from byte {section.offset + begin} on, a page of its "
-                        f"section {section.name} is all zeros. Copy or build it again"
-                    )
-                found = True
+                raise LibraryError(
+                    f"{path}: the file is damaged: from byte {section.offset + begin} on, a page of its "
+                    f"section {section.name} is all zeros. Copy or build it again"
+                )
             begin = end
-    return found
 
 
 def checksum(path: Path) -> str:

@@ -1,42 +1,27 @@
 """Damaged files end in one message: models and libraries, mutated at random, and those that were found so."""
 
+import platform
 import random
-import resource
 import struct
-import time
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
 import pytest
+from elf import Elf
+from fuzzing import counts, mutated, survive
 from models import make_model, model, node, value
 from onnx import helper
 
 from twinop import torch_op
 from twinop.deploy import ModelError, check_model, session
 from twinop.deploy.custom_nodes import load_model
-from twinop.errors import LibraryError, TwinopError
+from twinop.errors import LibraryError
 from twinop.library import _sections, needed_libraries, read_library, relative_to_itself, section_sizes
 from twinop.library_table import show_library
 
 CPU = ["CPUExecutionProvider"]
-
-
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Changes some bytes, and at times cuts, repeats or swaps a part."""
-    found = bytearray(data)
-    for _ in range(chance.choice((1, 1, 2, 8))):
-        place, count = chance.randrange(max(len(found), 1)), chance.choice((1, 1, 4, 64))
-        how = chance.randrange(4)
-        if how == 0:
-            found[place : place + count] = chance.randbytes(count)
-        elif how == 1:
-            found[place : place + count] = b"\xff" * count
-        elif how == 2:
-            del found[place : place + count]
-        else:
-            found[place:place] = found[place : place + count]
-    return bytes(found) or b"x"
 
 
 def read_everything(path: Path) -> None:
@@ -73,24 +58,6 @@ def with_weights() -> bytes:
         helper.make_function("mine", "F", ["a"], ["b"], body, [helper.make_opsetid("", 20)])
     )
     return bytes(proto.SerializeToString())
-
-
-def survive(count: int, read: Callable[[random.Random], None]) -> None:
-    """Reads mutated inputs: an error of ours or a result, in 5 s and 200 MB."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for seed in range(count):
-        begin = time.monotonic()
-        try:
-            read(random.Random(seed))
-        except TwinopError:
-            pass
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
-        assert time.monotonic() - begin < 5, f"seed {seed}"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
-
-
-counts = pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
 
 
 @counts
@@ -210,3 +177,47 @@ def test_a_library_that_ends_the_process_that_loads_it(
             assert str(path) in str(error.value)
             ends.append("a process that loads it ends with " in str(error.value))
     assert any(ends)
+
+
+def test_a_library_that_ends_the_process_that_registers_it(
+    libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its code is damaged where ONNX Runtime calls it first."""
+    data, found = bytearray(libraries["custom_relu"].read_bytes()), Elf(libraries["custom_relu"])
+    (symbol,) = (each for each in found.dynamic_symbols if each.name == "RegisterCustomOps")
+    code = found.sections[symbol.section]
+    place = data.index(code.data) + symbol.value - code.address
+    data[place : place + 4] = bytes(4) if platform.machine() == "aarch64" else b"\x0f\x0b" * 2  # illegal
+    (path := tmp_path / "libcustom_relu.so").write_bytes(data)
+    with pytest.raises(
+        LibraryError, match=f"{path}: the file is damaged: a process that loads it ends with SIG"
+    ):
+        session(make_model("CustomRelu"), CPU, path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mutated_code_ends_no_process_that_registers_it(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """What damages only the kernels is seen in a run, if at all."""
+    data, code = libraries["custom_relu"].read_bytes(), Elf(libraries["custom_relu"]).section(".text")
+    begin = data.index(code)
+    for seed in range(60):
+        chance, found = random.Random(seed), bytearray(data)
+        for _ in range(20):
+            place = begin + chance.randrange(len(code) - 64)
+            found[place : place + 64] = chance.randbytes(64)
+        (tmp_path / f"lib{seed}.so").write_bytes(found)
+    program = (
+        "import pathlib, sys; import onnxruntime; from twinop.deploy import registration\n"
+        "for path in sorted(pathlib.Path(sys.argv[1]).glob('lib*.so')):\n"
+        "    print(path.name, end=' ', flush=True)\n"
+        "    try:\n"
+        "        registration.register(onnxruntime.SessionOptions(), registration.sealed(path))\n"
+        "        print('ok', flush=True)\n"
+        "    except registration.LibraryError as error:\n"
+        "        assert str(path) in str(error)\n"
+        "        print(error, flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-500:]}{done.stderr[-2000:]}"
+    assert done.stdout.count("the file is damaged") > 5 and done.stdout.count("ok\n") > 5

@@ -78,7 +78,8 @@ def test_one_content_is_loaded_once(libraries: dict[str, Path], tmp_path: Path) 
         return [line for line in lines if "memfd:libcustom_relu.so" in line and "r-xp" in line]
 
     model = make_model("CustomRelu")
-    session(model, CPU, libraries["custom_relu"])
+    copy = session(model, CPU, libraries["custom_relu"]).libraries[0].copy
+    assert str(copy.path) == f"/proc/{os.getpid()}/fd/{copy.number}"  # the name for debuggers
     before, files = mapped(), len(os.listdir("/proc/self/fd"))
     assert before
     for number in range(20):

@@ -177,6 +177,18 @@ def test_the_model_names_the_missing_package(site: Path) -> None:
         deploy.session(model, CPU)
 
 
+def test_metadata_that_names_a_library_loads_nothing(site: Path) -> None:
+    library = str(c_library("other_ops", '-DDOMAIN="other.ops"'))
+    model = negate_model("other.ops")
+    for key in (package_key("other.ops"), "twinop.library", "twinop.libraries", "library", "twinop.module"):
+        model.metadata_props.add(key=key, value=library)
+    onnx.save(model, "m.onnx")
+    for source in ("m.onnx", model):
+        with pytest.raises(ModelError, match="no library has other.ops::CustomNegate"):
+            deploy.session(source, CPU)
+    assert library not in Path("/proc/self/maps").read_text()
+
+
 def test_a_library_of_another_abi_keeps_its_message(site: Path) -> None:
     """It is in the project, and no other one has the domain."""
     path = put_in_build(c_library("newer", '-DDOMAIN="newer"'), Path().absolute())

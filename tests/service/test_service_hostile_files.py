@@ -1,8 +1,10 @@
 """Files in a model's folder that are no plain text of settings: the error is that model's alone."""
 
 import asyncio
+import json
 import logging
 import os
+import random
 import socket
 import threading
 from collections.abc import Callable
@@ -11,17 +13,21 @@ from typing import Any
 
 import pytest
 import service_models
+from fuzzing import WORDS, counts, mutated, survive
+from google.protobuf.message import DecodeError
 from service_rows import scaled
 from typer.testing import CliRunner
 
 from twinop.cli import app
 from twinop.deploy.custom_nodes import load_model
 from twinop.deploy.errors import ModelError
+from twinop.deploy.service import codec_grpc, codec_rest
 from twinop.deploy.service import repository as repository_module
 from twinop.deploy.service.addresses import AddressError, grpc_credentials
 from twinop.deploy.service.errors import ServiceError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.instance import without_paths
+from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
 from twinop.deploy.service.tokens import Tokens
@@ -172,3 +178,124 @@ def test_following_goes_on_with_few_words(
     with caplog.at_level(logging.WARNING):
         asyncio.run(asyncio.wait_for(test(), 60))
     assert sum(len(record.getMessage()) for record in caplog.records) < 2_000
+
+
+# -------------------------------------------------------------------------------- mutated at random
+
+SERVER_TEXT = b"""[server]
+host = "127.0.0.1"
+http_port = 8000
+library_folders = ["a", "b/c"]
+control = "poll"
+grace_seconds = 2.5
+processes = 2
+[policy]
+allow_model_libraries = true
+checks = "models"
+[model]
+max_batch_size = 8
+[models.m]
+provider = "cpu"
+"""
+MODEL_TEXT = b"""library = ["a.so", "b.so"]
+library_sha256 = "%s"
+max_batch_size = 4
+max_queue_delay_us = 100
+preferred_batch_sizes = [2, 4]
+instances = 2
+versions = "latest:2"
+warm_up = { x = [1, 4] }
+run_timeout_seconds = 1.5
+intra_op_threads = 2
+[session]
+graph_optimization_level = "all"
+[provider_options]
+gpu_mem_limit = 1000
+""" % (b"a" * 64)
+CONFIG_TEXT = b"""name: "bad" platform: "onnxruntime_onnx" max_batch_size: 4
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] reshape { shape: [ ] } } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ -1, 4 ] } ]
+instance_group [ { count: 2 kind: KIND_CPU gpus: [ 0 ] } ]
+dynamic_batching { preferred_batch_size: [ 2, 4 ] max_queue_delay_microseconds: 100 }
+version_policy { specific { versions: [ 1, 2 ] } }
+optimization { graph { level: 1 } execution_accelerators { gpu_execution_accelerator: [ { name: "cuda" } ] } }
+parameters { key: "intra_op_thread_count" value { string_value: "2" } }
+model_warmup [ { name: "w" batch_size: 1
+  inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 4 ] zero_data: true } } } ]
+model_operations { op_library_filename: [ "a.so" ] }
+"""
+REQUEST = {
+    "id": "1",
+    "parameters": {"timeout": 100, "binary_data_output": True},
+    "inputs": [
+        {"name": "x", "datatype": "FP16", "shape": [2, 2], "data": [[1, 2.5], [-3, 4]]},
+        {"name": "t", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]},
+        {"name": "b", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": 11}},
+        {"name": "i", "datatype": "INT64", "shape": [1], "parameters": {"binary_data_size": 8}},
+        {
+            "name": "s",
+            "datatype": "FP32",
+            "shape": [1, 4],
+            "parameters": {
+                "shared_memory_region": "r",
+                "shared_memory_byte_size": 16,
+                "shared_memory_offset": 0,
+            },
+        },
+    ],
+    "outputs": [{"name": "y", "parameters": {"binary_data": False, "classification": 0}}],
+}
+TAIL = b"\2\0\0\0ab\1\0\0\0c" + bytes(8)
+
+
+@counts
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("twinop.toml", MODEL_TEXT), ("config.pbtxt", CONFIG_TEXT), ("server.toml", SERVER_TEXT)],
+)
+def test_mutated_settings(tmp_path: Path, file: str, text: bytes, count: int) -> None:
+    path = tmp_path / "server.toml" if file == "server.toml" else placed(tmp_path) / file
+
+    def read(chance: random.Random) -> None:
+        path.write_bytes(mutated(text, chance, WORDS))
+        os.utime(path, ns=(0, chance.getrandbits(60)))  # what has not changed is not read again
+        if file == "server.toml":
+            read_settings(path, {}).for_model("m")
+        else:
+            Settings().for_model("bad", *scan(tmp_path)["bad"].layers)
+
+    path.write_bytes(text)
+    (read_settings(path, {}) if file == "server.toml" else scan(tmp_path)["bad"].layers)
+    survive(count, read)
+
+
+@counts
+@pytest.mark.timeout(900)
+def test_mutated_requests(count: int) -> None:
+    """JSON, the header's length and the binary tensors behind it; and messages of gRPC."""
+    head = json.dumps(REQUEST).encode()
+    message = pb.ModelInferRequest(model_name="m", id="1", raw_input_contents=[TAIL[:11], bytes(16)])
+    message.inputs.add(name="b", datatype="BYTES", shape=[2]).parameters["a"].string_param = "x"
+    message.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    message.outputs.add(name="y").parameters["classification"].int64_param = 0
+    typed = pb.ModelInferRequest(model_name="m")
+    typed.inputs.add(name="x", datatype="INT8", shape=[2]).contents.int_contents.extend([1, 2])
+    typed.inputs.add(name="t", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"a")
+    messages = [each.SerializeToString() for each in (message, typed)]
+    codec_rest.decode(head + TAIL, {codec_rest.HEADER_LENGTH: str(len(head))}, "m")
+    for each in messages:
+        codec_grpc.decode(codec_grpc.parse(each), None)
+
+    def read(chance: random.Random) -> None:
+        if chance.random() < 0.3:
+            data = mutated(chance.choice(messages), chance)
+            codec_grpc.decode(codec_grpc.parse(data), chance.choice((None, 1.0)))
+            return
+        text, tail = mutated(head, chance, WORDS), mutated(TAIL, chance) if chance.random() < 0.5 else TAIL
+        length = str(len(text)).encode()
+        if chance.random() < 0.3:
+            length = mutated(length, chance, WORDS)
+        codec_rest.decode(text + tail, {codec_rest.HEADER_LENGTH: length.decode("latin-1")}, "m")
+
+    survive(count, read, ServiceError, DecodeError)

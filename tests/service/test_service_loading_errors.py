@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import service_models
 from models import node
@@ -13,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from service_loads import X, loaded, where
 
 from twinop.deploy.errors import ModelError, ProviderError
+from twinop.deploy.service import loading
 from twinop.deploy.service.errors import INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
 from twinop.deploy.service.folders import VersionFolder
 from twinop.deploy.service.instance import without_paths
@@ -96,6 +98,49 @@ def test_external_data_in_the_folder_by_an_absolute_path(tmp_path: Path, librari
     place, data = external(tmp_path)
     service_models.point_external(place.path, str(data))
     with pytest.raises(ModelError, match="by an absolute path"):
+        load(place, ModelSettings(provider="cpu"), ServerSettings())
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (onnxruntime.__version__, "ONNX Runtime refuses it: .*escapes model directory"),
+        ("1.26.0", "has external data, and ONNX Runtime 1.26.0 follows links .* Install onnxruntime 1.27"),
+        ("1.20.1", "has external data, and ONNX Runtime 1.20.1 follows links"),
+    ],
+)
+def test_a_link_that_comes_after_the_check(
+    tmp_path: Path, libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch, version: str, said: str
+) -> None:
+    place, data = external(tmp_path)
+    monkeypatch.setattr(onnxruntime, "__version__", version)
+
+    def swapped(*arguments: Any) -> Any:
+        data.rename(tmp_path / "outside.bin")
+        data.symlink_to(tmp_path / "outside.bin")
+        return libraries_for(*arguments)
+
+    libraries_for = loading.libraries_for
+    monkeypatch.setattr(loading, "libraries_for", swapped)
+    with pytest.raises(TwinopError, match=said):
+        load(place, ModelSettings(provider="cpu"), ServerSettings())
+
+
+def test_a_model_that_is_replaced_after_the_check(
+    tmp_path: Path, libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ONNX Runtime that would read any file, or memory, gets the bytes that were checked."""
+    place = where(tmp_path, service_models.mlp(4, 8, 2))
+    monkeypatch.setattr(onnxruntime, "__version__", "1.20.1")
+    assert load(place, ModelSettings(provider="cpu"), ServerSettings()).instances[0].run([{"x": X}], ["y"])
+
+    def swapped(*arguments: Any) -> Any:
+        service_models.save_external(service_models.mlp(4, 8, 2), place.path)
+        return libraries_for(*arguments)
+
+    libraries_for = loading.libraries_for
+    monkeypatch.setattr(loading, "libraries_for", swapped)
+    with pytest.raises(ModelError, match="keeps w0 in the file weights.bin"):
         load(place, ModelSettings(provider="cpu"), ServerSettings())
 
 

@@ -26,6 +26,11 @@ def test_with_explicit_control_a_folder_may_be_empty_at_first(tmp_path: Path) ->
         with pytest.raises(ServiceError) as caught:
             await models.load_by_request("m")
         assert caught.value.failure is NOT_FOUND
+        place(tmp_path.parent, "outside", relu())
+        for name in ("../outside", "..", ".", "", str(tmp_path.parent / "outside"), "outside\0"):
+            for asked in (models.load_by_request, models.unload_by_request):
+                with pytest.raises(ServiceError, match="there is no model"):
+                    await asked(name)
         place(tmp_path, "m", relu())
         await models.load_by_request("m")
         assert models.find("m").loaded.version == 1

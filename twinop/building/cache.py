@@ -20,7 +20,7 @@ def cache_folder() -> Path:
     """Returns $TWINOP_CACHE, $XDG_CACHE_HOME/twinop or ~/.cache/twinop, and in it the folder of builds.
 
     Raises:
-        BuildError: the folder belongs to another user, whose code would run.
+        BuildError: the folder belongs to another user, or others may write there: their code would run.
     """
     named = os.environ.get("TWINOP_CACHE")
     if not named:
@@ -35,6 +35,11 @@ def cache_folder() -> Path:
                 )
             if status.st_mode & 0o077 and each.name in ("twinop", "build"):
                 each.chmod(0o700)
+            elif status.st_mode & 0o022:
+                raise BuildError(
+                    f"{each}: others may write to the cache of builds, and so change what runs. Forbid it "
+                    f"(chmod go-w {each}), or set TWINOP_CACHE to a folder of your own"
+                )
     return folder
 
 
@@ -76,7 +81,8 @@ def _elsewhere(what: Path) -> str:
 def work_folder() -> Iterator[Path]:
     """Makes a folder for one build, on the disk of the cache, and removes it."""
     with writing(cache_folder()):
-        cache_folder().mkdir(parents=True, exist_ok=True)
+        for each in (cache_folder().parent, cache_folder()):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="work-", dir=cache_folder()))
     try:
         yield folder
