@@ -4,7 +4,7 @@ Matches: chains of operators over the last dimension (`regions.py`), with means,
 LayerNormalization and RMSNormalization.
 Writes: CustomLayerNorm and CustomRmsNorm, with weight and bias.
 Leaves alone: norms over several dimensions, with one number as weight, or whose other outputs are read;
-x / (length + eps), which adds eps after the square root.
+x / (length + eps) and x / max(length, eps), which differ for rows that are almost zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,6 @@ from .regions import REDUCTIONS, Region, regions
 
 _SEED = 0
 _LARGEST_EPS = 0.01
-_SMALLEST_NORM = 1e-10
 _STANDARD = ("LayerNormalization", "RMSNormalization")
 
 
@@ -68,10 +67,7 @@ def _fit(region: Region, width: int) -> _Norm | None:
     """Returns the norm that a region computes, with the weight and bias that follow from its results."""
     rows = np.random.default_rng(_SEED).standard_normal((8, width)) + 0.5
     numbers = {number for value in region.constants() if (number := scalar(value)) is not None}
-    candidates = [(number, number**0.5) for number in numbers if 0 < number < _LARGEST_EPS]
-    if region.has("Clip"):  # torch.nn.functional.normalize, whose limit matters for rows of almost zero only
-        candidates = [(number**2 / width, 1e-2) for number in numbers if 0 < number <= _SMALLEST_NORM]
-    for eps, scale in sorted(candidates):
+    for eps in sorted(number for number in numbers if 0 < number < _LARGEST_EPS):
         for op in ("rms_norm", "layer_norm"):
             centred = rows - rows.mean(-1, keepdims=True) * (op == "layer_norm")
             normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
@@ -81,7 +77,7 @@ def _fit(region: Region, width: int) -> _Norm | None:
             bias = region(np.zeros_like(rows))[0]  # exactly: the norm of a row of zeros is 0
             largest = np.abs(normal).argmax(0), np.arange(width)
             weight = (result - bias)[largest] / normal[largest]
-            small = rows * scale  # eps makes a difference here
+            small = rows * eps**0.5  # eps makes a difference here
             centred = small - small.mean(-1, keepdims=True) * (op == "layer_norm")
             expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
             fits = _close(result, normal * weight + bias) and _close(region(small), expected)

@@ -21,7 +21,6 @@ erf = np.vectorize(math.erf, otypes=[float])
 _ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "Add": np.add,
     "Cast": lambda x: x,
-    "Clip": np.maximum,  # with a minimum only
     "Div": np.divide,
     "Erf": erf,
     "Exp": np.exp,
@@ -130,8 +129,6 @@ def _computable(node: ir.Node) -> bool:
         return axes is not None and axes in ([-1], [rank - 1]) and is_kept
     if node.op_type in _RESTORES:
         return _restores(node)
-    if node.op_type == "Clip" and (len(node.inputs) != 2 or scalar(node.inputs[1]) is None):
-        return False
     if node.op_type not in _ELEMENTWISE or node.outputs[0].dtype in (None, ir.DataType.BOOL):
         return False
     if not node.outputs[0].dtype.is_floating_point():

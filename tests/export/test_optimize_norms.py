@@ -55,8 +55,12 @@ def test_norms_however_they_are_written(name: str, tmp_path: Path) -> None:
 
 SPREAD = "o = Shape (x) f = Expand (c, o) n = Div (x, f) y = Mul (n, w)"
 LENGTHS = {
-    "torch's normalize": (f"l = ReduceL2 (x, last) c = Clip (l, tiny) {SPREAD}", 1),
-    "a large limit": (f"l = ReduceL2 (x, last) c = Clip (l, eps) {SPREAD}", 0),
+    "torch's normalize": (f"l = ReduceL2 (x, last) c = Clip (l, tiny) {SPREAD}", 0),
+    "large numbers are cut off": (
+        "s = Mul (x, x) m = ReduceMean (s, last) v = Add (m, eps) k = Clip (x, low) r = Sqrt (v)"
+        " y = Div (k, r)",
+        0,
+    ),
     "a sum of length and eps": (f"l = ReduceL2 (x, last) c = Add (l, tiny) {SPREAD}", 0),
     "another divisor": (
         "s = Mul (x, x) t = ReduceSum <keepdims=0> (s, last) u = Add (t, columns) v = Unsqueeze (u, last)"
@@ -69,6 +73,7 @@ LENGTHS = {
 @pytest.mark.parametrize("case", LENGTHS.values(), ids=list(LENGTHS))
 def test_rows_divided_by_their_length(case: tuple[str, int], tmp_path: Path) -> None:
     given = ROWS | {"tiny": np.array(1e-12, np.float32), "columns": np.full(6, 1e-3, np.float32)}
+    given["low"] = np.array(-100, np.float32)
     _, model = optimized(parsed(f"{UNARY} {{ {case[0]} }}", **given), tmp_path)
     assert len(nodes(model, "CustomRmsNorm")) == case[1]
     assert_same(tmp_path, x=(5, 6, 8))
