@@ -1,20 +1,24 @@
 """An op's rules for torch, derived from its record: fake, vmap, autocast, refusals."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
 from twinop.errors import RecordError
 from twinop.own_op import CPU_FUNCTIONS
-from twinop.record import Record
+from twinop.record import Record, entries
 from twinop.shapes import known
 
 from .arguments import bind, empty_list_error, signature_of
 
 Rule = Callable[..., Any]
+_OF_ROWS = re.compile(r"\w+(\[:-1\].*)?")  # the shape of an input with rows, as `x` or `x[:-1] + [1]`
+_PRODUCTS = ("linear", "linear_swiglu")  # compute each row alone, though their records name no rows
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -115,7 +119,7 @@ def _combination(record: Record, given: dict[str, torch.Tensor]) -> dict[str, st
 
 
 def vmap_rule(record: Record, op: Rule) -> Rule:
-    """Returns the rule for vmap: one call for a batch if the op is elementwise, else one for each example."""
+    """Returns the rule for vmap: one call for a batch if that gives the same, else one an example."""
     signature = signature_of(record)
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
@@ -139,6 +143,13 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
                 for name in _tensor_names(record, arguments)
             }
             outputs = op(*(arguments | whole).values())
+        elif (rows := _rows_of_batch(record, arguments, batched, info.batch_size)) is not None:
+            outputs = op(*rows.values())
+        elif isinstance(info.batch_size, torch.SymInt) and free_unbacked_symbols(info.batch_size):
+            raise RecordError(
+                f"{record.qualified_name} runs once for each example under torch.vmap, and here their number "
+                "depends on data, as with x[mask]. Call the op on the batch, without vmap"
+            )
         else:
             examples = [{name: value[i] for name, value in batched.items()} for i in range(info.batch_size)]
             if not examples:  # one of zeros shows what the outputs are like
@@ -150,6 +161,33 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
         return outputs, (0 if len(record.outputs) == 1 else (0,) * len(record.outputs))
 
     return rule
+
+
+def _rows_of_batch(
+    record: Record, arguments: dict[str, Any], batched: dict[str, torch.Tensor], size: Any
+) -> dict[str, Any] | None:
+    """Returns the arguments of one call for a batch if the op computes each row alone, else None."""
+    first, axis, whole = record.inputs[0].name, record.rows.rstrip(":"), arguments | batched
+    names = _tensor_names(record, arguments)
+    texts = {first: first} | entries(record.input_shapes)
+    columns = {name for name in names if not _OF_ROWS.fullmatch(texts.get(name, ""))}
+    if not (record.rows or record.key in _PRODUCTS) or columns & batched.keys():
+        return None
+    for name in {*names} - columns - batched.keys():
+        whole[name] = arguments[name].expand(size, *arguments[name].shape)
+    rank = whole[first].dim() - 1
+    if arguments.get(axis, -1) >= 0:
+        whole[axis] -= rank
+    shapes = {entry.name: getattr(whole[entry.name], "shape", None) for entry in record.inputs}
+    examples = shapes | {name: whole[name].shape[1:] for name in {*names} - columns}
+    try:
+        check_shapes(record, examples, arguments)
+        check_shapes(record, shapes, whole)
+        found, each = infer_shapes(record, shapes, whole), infer_shapes(record, examples, arguments)
+    except RecordError:  # which the call for an example raises
+        return None
+    alike = [len(found[name]) == len(each[name]) + 1 and known(found[name][0] == size) for name in found]
+    return whole if rank > 0 and all(alike) else None
 
 
 def _tensor_names(record: Record, arguments: dict[str, Any]) -> list[str]:

@@ -134,3 +134,46 @@ def test_sizes_that_cannot_be_equal_are_refused() -> None:
         torch._check(n >= 4)
         with pytest.raises(RecordError, match=r"a has \[u0, 3\], b has \[u1\]; from the last"):
             torch_op.add(a, torch.empty(5).new_empty(n))
+
+
+W, KN = torch.randn(16), torch.randn(4, 16)
+ROWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "softmax": torch_op.softmax,
+    "softmax, dim 0": lambda x: torch_op.softmax(x, 0),
+    "rms_norm": lambda x: torch_op.rms_norm(x, W),
+    "layer_norm": lambda x: torch_op.layer_norm(x, W, W),
+    "a residual for all": lambda x: torch_op.add_rms_norm(x, KN[:3], W)[0],
+    "swiglu_packed": torch_op.swiglu_packed,
+    "linear": lambda x: torch_op.linear(x, KN),
+}
+
+
+class Mapped(torch.nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        return torch.vmap(self.function)(x[mask])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_vmap_of_rows_is_one_call(name: str) -> None:
+    """Also for a batch whose size depends on data; the results are those of an example at a time."""
+    x, mask = torch.randn(5, 3, 16), torch.tensor([True, False, True, True, False])
+    program = torch.export.export(Mapped(ROWS[name]), (x, mask))
+    calls = [node for node in program.graph.nodes if "custom_domain" in str(node.target)]
+    assert len(calls) == 1
+    expected = torch.stack([ROWS[name](each) for each in x[mask]])
+    torch.testing.assert_close(program.module()(x, mask), expected)
+
+
+def test_vmap_of_an_op_that_takes_no_batch() -> None:
+    x, mask = torch.randn(5, 3, 16), torch.tensor([True, False, True, True, False])
+    square = torch.randn(16, 16)
+    found = torch.vmap(lambda x: torch_op.matmul(x, square))(x)
+    torch.testing.assert_close(found, x @ square)
+    with pytest.raises(
+        RecordError, match=r"matmul runs once for each example under torch\.vmap.*without vmap"
+    ):
+        torch.export.export(Mapped(lambda x: torch_op.matmul(x, square)), (x, mask))
