@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from twinop.dtypes import dtype_name, element_type, is_foreign_to_numpy
+from twinop.installation import version_numbers
 
 from .custom_nodes import Model
 from .errors import FeedError, RunError
@@ -239,7 +240,7 @@ def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
 
 def takes_numbers(module: Any) -> bool:
     """Returns whether this ONNX Runtime binds buffers with ONNX's type numbers, not with numpy's types."""
-    return tuple(int(part) for part in module.__version__.split(".")[:2]) >= (1, 20)
+    return version_numbers(module.__version__) >= (1, 20)
 
 
 def require_numbers(module: Any) -> None:

@@ -1,5 +1,5 @@
 // RegisterCustomOps, which ONNX Runtime calls when it loads the library.
-#include <cstdlib>
+#include <cstdio>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -10,10 +10,11 @@
 namespace twinop::ort {
 namespace {
 
-// 23 for "1.23.2".
+// 23 for "1.23.2", and more than any 1.x has for later major versions.
 int RuntimeMinor(const OrtApiBase* base) {
-  const std::string version = base->GetVersionString();
-  return std::atoi(version.substr(version.find('.') + 1).c_str());
+  int major = 0, minor = 0;
+  std::sscanf(base->GetVersionString(), "%d.%d", &major, &minor);
+  return major > 1 ? 1000 * (major - 1) + minor : minor;
 }
 
 // The ops and their domain. Sessions point to them, so they live until the process ends.

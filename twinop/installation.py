@@ -1,5 +1,6 @@
 """How twinop is installed, and so what a user can do about a library of it: build it, or install a wheel."""
 
+import re
 from pathlib import Path
 
 from .record import DOMAIN
@@ -10,6 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def is_source_tree() -> bool:
     """Returns whether twinop runs from its source tree, which `./build.sh` builds."""
     return (ROOT / "build.sh").is_file()
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version: (2, 0) for "2.0rc1"."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def how_to_build(domain: str = DOMAIN, archs: str = "", needs_cuda: bool = False) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from twinop.installation import version_numbers
+
 from .facts import Environment
 
 Level = Literal["OK", "warning", "error"]
@@ -33,7 +35,7 @@ def error(subject: str, cause: str, cure: str) -> Finding:
 
 def old_driver(facts: Environment, subject: str, needed: str, other: str) -> Iterator[Finding]:
     """Finds a driver that is too old for a build with CUDA `needed`. `other`: how to do without it."""
-    if facts.gpus and facts.driver_cuda and needed and numbers(needed)[0] > facts.driver_cuda // 1000:
+    if facts.gpus and facts.driver_cuda and needed and version_numbers(needed)[0] > facts.driver_cuda // 1000:
         yield error(
             subject,
             f"the NVIDIA driver is too old: it serves CUDA {served(facts.driver_cuda)}, and {subject} is "
@@ -46,10 +48,6 @@ def from_message(level: Level, subject: str, message: str, cure: str) -> Finding
     """Makes a finding of an error's message, whose last sentence mostly is the cure."""
     cause, found, last = one_line(message).rpartition(". ")
     return Finding(level, subject, cause, last) if found else Finding(level, subject, last, cure)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def served(driver_cuda: int) -> str:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from twinop.installation import version_numbers
+
 from ..cuda import CUDA
 from .facts import Environment
-from .finding import Finding, Level, error, from_message, numbers, ok, old_driver, one_line, served, warning
+from .finding import Finding, Level, error, from_message, ok, old_driver, one_line, served, warning
 
 _OLDEST_RUNTIME = (1, 18)
 _OLDEST_TORCH = (2, 10)
@@ -81,7 +83,7 @@ def _nvcc_and_gpus(facts: Environment) -> Iterator[Finding]:
 def check_gcc_and_nvcc(facts: Environment) -> Iterator[Finding]:
     if not facts.compiler or not facts.nvcc or not facts.newest_gcc or facts.compiler.kind != "GCC":
         return
-    if int(facts.compiler.version.split(".")[0]) > facts.newest_gcc:
+    if version_numbers(facts.compiler.version)[0] > facts.newest_gcc:
         yield error(
             "compiler",
             f"GCC {facts.compiler.version} is newer than CUDA {facts.nvcc.version} accepts: unsupported GNU "
@@ -95,7 +97,7 @@ def check_torch(facts: Environment) -> Iterator[Finding]:
     if torch is None:
         yield ok("torch", "not installed: only training and export need it")
         return
-    if numbers(torch.version) < _OLDEST_TORCH:
+    if version_numbers(torch.version) < _OLDEST_TORCH:
         yield error(
             "torch",
             f"torch {torch.version} is too old: libtwinop_torch.so needs 2.10 or later",
@@ -137,7 +139,7 @@ def check_runtime(facts: Environment) -> Iterator[Finding]:
         yield error(
             "onnxruntime", f"it cannot be imported: {one_line(runtime.problem)}", f"{_BOTH} onnxruntime{gpu}"
         )
-    elif numbers(runtime.version) < _OLDEST_RUNTIME:
+    elif version_numbers(runtime.version) < _OLDEST_RUNTIME:
         yield error(
             "onnxruntime",
             f"onnxruntime {runtime.version} is too old: custom ops need 1.18 or later",

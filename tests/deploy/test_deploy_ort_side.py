@@ -165,3 +165,34 @@ def test_a_chain_runs_in_place(
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert buffers * 64 - 8 <= int(result.stdout) <= buffers * 64 + 24, result.stdout
+
+
+VERSIONS = """
+import ctypes, glob, os, sys
+import onnxruntime
+
+class Base(ctypes.Structure):
+    _fields_ = [("get", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)),
+                ("version", ctypes.CFUNCTYPE(ctypes.c_char_p))]
+
+[file] = glob.glob(os.path.dirname(onnxruntime.__file__) + "/capi/libonnxruntime.so.*")
+get_base = ctypes.CDLL(file).OrtGetApiBase
+get_base.restype = ctypes.POINTER(Base)
+base, asked = get_base().contents, []
+types = dict(Base._fields_)
+other = Base(types["get"](lambda number: asked.append(number) or base.get(number)),
+             types["version"](lambda: sys.argv[2].encode()))
+made = ctypes.c_void_p()  # of CreateSessionOptions, the 11th function
+functions = ctypes.cast(base.get(18), ctypes.POINTER(ctypes.c_void_p))
+ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(functions[10])(ctypes.byref(made))
+register = ctypes.CDLL(sys.argv[1]).RegisterCustomOps
+register.restype, register.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.POINTER(Base)]
+print(register(made, ctypes.byref(other)), 24 in asked)
+"""
+
+
+@pytest.mark.parametrize(("version", "is_new"), [("1.23.2", False), ("1.24.0", True), ("2.0.0", True)])
+def test_a_later_major_version_is_newer(version: str, is_new: bool, libraries: dict[str, Path]) -> None:
+    command = [sys.executable, "-c", VERSIONS, str(libraries["custom_relu"]), version]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["None", str(is_new)], done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError
+from ..installation import version_numbers
 from .cache import cache_folder, digest, write
 
 _OLDEST = {"GCC": 11, "Clang": 14}
@@ -47,7 +48,7 @@ class Nvcc:
 
     @property
     def knows_compression(self) -> bool:
-        return tuple(map(int, self.version.split(".")[:2])) >= (12, 8)
+        return version_numbers(self.version) >= (12, 8)
 
     @cached_property
     def library_folder(self) -> Path:
@@ -87,7 +88,7 @@ def find_compiler(keep: bool = True) -> Compiler:
         )
     kind, version = _facts(command, _ask_compiler, keep)
     oldest = _OLDEST[kind]
-    if int(version.split(".")[0]) < oldest:
+    if version_numbers(version)[0] < oldest:
         raise BuildError(
             f"{shlex.join(command)} is {kind} {version}, which is too old; twinop's headers need {kind} "
             f"{oldest} or later. Install a newer one, and set CXX to it"

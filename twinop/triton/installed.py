@@ -1,6 +1,7 @@
 """Checks that Triton is installed in a version that was tested."""
 
 from ..errors import BuildError
+from ..installation import version_numbers
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 """The versions of Triton that the tests cover."""
@@ -19,7 +20,7 @@ def check_triton() -> None:
             f"Triton cannot be imported: {error}. Its kernels need it: pip install 'twinop[triton]'. A "
             "library that `twinop build` made needs no Triton"
         ) from None
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    version = version_numbers(triton.__version__)
     if not OLDEST <= version <= NEWEST:
         oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
         raise BuildError(
