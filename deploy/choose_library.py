@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinop.errors import ForeignLibraryError, LibraryError
+from twinop.errors import ForeignLibraryError, LibraryError, option
 from twinop.find import package_key, places_of, searched
 from twinop.installation import how_to_build
 from twinop.library import Library, library_folders, read_library
@@ -18,10 +18,11 @@ from .registration import SealedLibrary, sealed
 Libraries = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 """The path of one library, several paths, or None to look for libraries."""
 
-ALLOW = (
-    "allow_model_libraries=True in Python, --allow-model-libraries on the command line, "
-    "allow_model_libraries = true under [policy] in the server's twinop.toml"
-)
+
+def allow() -> str:
+    """Returns how libraries in models' own folders are permitted."""
+    how = option("allow_model_libraries", True)
+    return f"{how}, or allow_model_libraries = true under [policy] in the server's twinop.toml"
 
 
 def library_paths(library: Libraries) -> list[Path]:
@@ -158,8 +159,8 @@ def require_none(folder: Path, domain: str, trusted: Collection[Path]) -> None:
             pass
         raise LibraryError(
             f"{path} lies in the model's own folder. A library can do all that this process can, so none is "
-            f"loaded from there, and no other one instead of it. Name it (library={path}, --library {path}), "
-            f"or remove it. If you trust all who can write to the models' folders: {ALLOW}"
+            f"loaded from there, and no other one instead of it. Name it ({option('library', path)}), "
+            f"or remove it. If you trust all who can write to the models' folders: {allow()}"
         )
 
 
@@ -213,10 +214,10 @@ def _no_library(
     if skipped:
         text += f" Passed over: {'; '.join(skipped)}."
     if domain == DOMAIN:
-        return f"{text} {how_to_build()}, or name the library (--library, library=)"
+        return f"{text} {how_to_build()}, or name the library ({option('library')})"
     return (
         f"{text}{_package(model, domain)} Build it (twinop build), install the package that has it, "
-        "or name the library (--library, library=)"
+        f"or name the library ({option('library')})"
     )
 
 
@@ -232,5 +233,5 @@ def _several(model: Model, domain: str, owners: dict[str, Library]) -> str:
     return (
         f"{model.name} needs ops of several libraries: {spread}. ONNX Runtime takes one library per domain "
         "and session, so a model needs one that has all of its ops. Link them into one, in CMake: "
-        f"twinop_add_library(my_ops DOMAIN {domain} OPS {ops}), and name libmy_ops.so (--library, library=)"
+        f"twinop_add_library(my_ops DOMAIN {domain} OPS {ops}), and name libmy_ops.so ({option('library')})"
     )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinop.errors import LibraryError
+from twinop.errors import LibraryError, TwinopWarning, in_command
 from twinop.find import package_key
+from twinop.installation import version_numbers
 from twinop.library import Library
 from twinop.record import DOMAIN
 
@@ -93,7 +94,7 @@ def session(
         loaded, found, choice, options=session_options, enable_cuda_graph=enable_cuda_graph, profile=profile
     )
     if opened.device == "cpu" and choice.automatic and cuda.has_gpu():
-        warnings.warn(f"the CPU is used, not the GPU: {opened.reason}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"the CPU is used, not the GPU: {opened.reason}", TwinopWarning, stacklevel=2)
     return opened
 
 
@@ -158,11 +159,13 @@ def _libraries(model: Model, library: Libraries | bool, allow: bool) -> list[Sea
     if domains:
         of = "" if domains == {DOMAIN} else f" for {', '.join(sorted(domains))}"
         packages = [model.metadata.get(package_key(domain), "") for domain in sorted(domains)]
-        install = f"pip install {' '.join(filter(None, packages))}, or pass" if any(packages) else "Pass"
+        how = "name the library (--library)" if in_command() else "pass library=False if that is intended"
+        if any(packages):
+            how = f"pip install {' '.join(filter(None, packages))}, or {how}"
         warnings.warn(
             f"{model.name}: no custom-op library found{of}, so its function bodies run instead, which is "
-            f"slower. {install} library=False if that is intended",
-            RuntimeWarning,
+            f"slower: {how}",
+            TwinopWarning,
             stacklevel=3,
         )
     return found
@@ -175,16 +178,12 @@ def _onnxruntime() -> Any:
         raise ProviderError(
             f"ONNX Runtime cannot be imported ({error}). pip install onnxruntime, or onnxruntime-gpu for CUDA"
         ) from error
-    if _version(onnxruntime) < _OLDEST:
+    if version_numbers(onnxruntime.__version__) < _OLDEST:
         raise ProviderError(
             f"onnxruntime {onnxruntime.__version__} is too old, custom ops need 1.18 or newer. "
             "pip install 'onnxruntime>=1.18' (or onnxruntime-gpu)"
         )
     return onnxruntime
-
-
-def _version(ort: Any) -> tuple[int, ...]:
-    return tuple(int(part) for part in ort.__version__.split(".")[:2])
 
 
 def _split(provider: Provider) -> tuple[str, dict[str, Any]]:
@@ -283,7 +282,7 @@ def _source(ort: Any, model: Model) -> str | bytes:
     """
     if model.path is None:
         return model.data
-    if not model.confined or _version(ort) >= _STAYS_INSIDE:
+    if not model.confined or version_numbers(ort.__version__) >= _STAYS_INSIDE:
         return str(model.path)
     if model.has_external_data:
         raise ModelError(

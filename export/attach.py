@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from twinop.errors import ExportError
+from twinop.errors import ExportError, option
 from twinop.record import Record
 
 from .bodies import Body, DefaultInput, find_body
@@ -63,8 +63,8 @@ def attach_to_calls(
         if body is None and not allow_missing:
             raise ExportError(
                 f"op {record.name} has no function body: {record.onnx_name} would need the library "
-                "everywhere. Write one (see twinop/export/bodies.py), or export without (bodies=False, "
-                "--no-bodies)"
+                "everywhere. Write one (see twinop/export/bodies.py), or export without "
+                f"({option('bodies', False)})"
             )
         for call in found:
             _normalize(call)

@@ -15,7 +15,7 @@ import torch
 from twinop import deploy
 from twinop.comparison import TOLERANCE, difference, same_bits
 from twinop.dtypes import to_array
-from twinop.errors import ExportError
+from twinop.errors import ExportError, option
 from twinop.library import Library
 from twinop.record import Record
 
@@ -169,7 +169,7 @@ def check_shown(graph: ir.Graph, outputs: Iterable[Sequence[Any]], allowed: bool
         if not allowed:
             raise ExportError(
                 f"{text}, so it cannot be compared. {cure}, or keep the file all the same with "
-                "--allow-uncompared"
+                f"{option('allow_uncompared', True)}"
             )
         notes.append(f"{text}: it was not compared")
     return notes

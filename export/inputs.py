@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twinop.dtypes import FLOATING
-from twinop.errors import ExportError
+from twinop.errors import ExportError, option
 
 from .attach import OPSETS
 
@@ -159,20 +159,24 @@ def check_dynamic(dynamic: Dynamic | None, tensors: Mapping[str, torch.Tensor]) 
     result: dict[str, dict[int, str]] = {}
     for name, axes in (dynamic or {}).items():
         if name not in tensors:
-            raise ExportError(f"dynamic: the model has no input {name}; its inputs are: {', '.join(tensors)}")
+            raise ExportError(
+                f"{option('dynamic', name)}: the model has no input {name}; its inputs are: "
+                f"{', '.join(tensors)}"
+            )
         shape = tensors[name].shape
         named = axes if isinstance(axes, Mapping) else dict.fromkeys(axes)
         result[name] = {}
         for axis, label in named.items():
             if not -len(shape) <= axis < len(shape):
                 raise ExportError(
-                    f"dynamic: input {name} has no axis {axis}; its example has shape {tuple(shape)}"
+                    f"{option('dynamic', name)}: input {name} has no axis {axis}; its example has shape "
+                    f"{tuple(shape)}"
                 )
             axis %= len(shape)
             if shape[axis] < 2:
                 raise ExportError(
-                    f"dynamic: axis {axis} of {name} has size {shape[axis]} in the example input, which the "
-                    "exporter takes for a constant; give an example with at least 2 there"
+                    f"{option('dynamic', name)}: axis {axis} of {name} has size {shape[axis]} in the example "
+                    "input, which the exporter takes for a constant; give an example with at least 2 there"
                 )
             result[name][axis] = label or f"{name}_dim{axis}"
     return result
@@ -195,8 +199,8 @@ def parse_dynamic(specs: Iterable[str]) -> dict[str, dict[int, str]]:
             separator = ""
         if not separator or not name.strip():
             raise ExportError(
-                f"dynamic {spec!r}: expected INPUT:AXIS,AXIS... such as x:0 or x:0,2, or with names "
-                "x:0=batch,2=time"
+                f"{option('dynamic', spec)}: expected INPUT:AXIS,AXIS... such as x:0 or x:0,2, or with "
+                "names x:0=batch,2=time"
             )
     return result
 

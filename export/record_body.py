@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxscript import build_function, build_graph
 
 from twinop.dtypes import FLOATING, dtype_name
-from twinop.errors import ExportError
+from twinop.errors import ExportError, option
 from twinop.op_schema import default_of
 from twinop.record import Attribute, Record
 
@@ -47,7 +47,7 @@ class AttributeArgument:
             described = ", ".join(f"{value!r} in {node}" for value, node in nodes.items())
             raise ExportError(
                 f"the body of {self._record.onnx_name} needs one value of {self._attribute.name} in the "
-                f"whole model, which has {described}. Export without bodies (bodies=False, --no-bodies; the "
+                f"whole model, which has {described}. Export without bodies ({option('bodies', False)}; the "
                 "model then needs the library), or write the body without .value"
             )
         value = next(iter(nodes))
@@ -188,7 +188,7 @@ class BodyOps:
         if not onnx.defs.has(op_type, self._opset) or onnx.defs.get_schema(op_type, self._opset).deprecated:
             raise ExportError(
                 f"body {self._record.name}: opset {self._opset} has no operator {op_type}. "
-                "Use operators of opset 20, or ask for a later one (opset=, --opset)"
+                f"Use operators of opset 20, or ask for a later one ({option('opset')})"
             )
 
         def add(*inputs: Any, **attributes: Any) -> Any:
@@ -313,7 +313,7 @@ def _as_output(
 def _mixed_error(record: Record, name: str, dtypes: set[str]) -> ExportError:
     return ExportError(
         f"the calls of {record.onnx_name} want {name} as {', '.join(sorted(dtypes))}: one body cannot serve "
-        "them. Use one dtype in the model, or export without bodies (bodies=False, --no-bodies)"
+        f"them. Use one dtype in the model, or export without bodies ({option('bodies', False)})"
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from onnx_ir.passes.common import InlinePass
 from onnxscript import version_converter
 
-from twinop.errors import ExportError, TwinopError
+from twinop.errors import ExportError, TwinopError, option
 from twinop.record import Record
 
 from .calls import infer_types
@@ -120,7 +120,8 @@ def _torchscript(source: Source) -> ir.Model:
         if model.graph.opset_imports[""] != source.opset:
             raise ExportError(
                 f"the model cannot be brought from opset {_TORCHSCRIPT_OPSET}, where the TorchScript "
-                f"exporter ends, to {source.opset}. Use opset {_TORCHSCRIPT_OPSET}, or the dynamo exporter"
+                f"exporter ends, to {source.opset}. Use {option('opset', _TORCHSCRIPT_OPSET)}, or the "
+                "dynamo exporter"
             )
     _remove_unknown_sizes(model)
     _infer_shapes(model, source.records)
@@ -193,7 +194,8 @@ def fixed_axis(name: str, axis: int, size: object) -> ExportError:
     """Makes the error for a dynamic axis that the model specializes."""
     return ExportError(
         f"axis {axis} of {name} was to stay dynamic, but the model fixes it to {size}. Leave it out of "
-        "dynamic, or change the model: a size used as a Python number, such as an op's attribute, fixes it"
+        f"{option('dynamic')}, or change the model: a size used as a Python number, such as an op's "
+        "attribute, fixes it"
     )
 
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx.defs import get_schema
 
 from twinop.dtypes import dtype_name
-from twinop.errors import ExportError
+from twinop.errors import ExportError, option
 from twinop.op_schema import default_of
 from twinop.record import Record
 
@@ -69,7 +69,7 @@ def replace_nodes(
         standard = standard_node(records[op], opset) if op in records else None
         if standard is None:
             known = ", ".join(name for name, record in records.items() if standard_node(record, opset))
-            raise ExportError(f"no standard operator is replaced by an op {op!r}; there are: {known}")
+            raise ExportError(f"{option('replace', op)}: no standard operator is this op; there are: {known}")
         by_type[standard.op_type] = records[op], standard
     replaced: Counter[str] = Counter()
     for node in list(model.graph.all_nodes()):

@@ -21,7 +21,7 @@ from torch.fx.experimental import _config
 from torch.overrides import TorchFunctionMode
 
 from twinop.dtypes import FLOATING
-from twinop.errors import ExportError
+from twinop.errors import ExportError, option
 from twinop.kernel_op import DECLARED, KernelOp
 
 from .record_body import UNKNOWN, Setting
@@ -100,7 +100,7 @@ def _by_ranks(
             f"the body of {declared.record.onnx_name} is not the same for inputs of {_dimensions(first)} "
             f"and of {_dimensions(different[0])} dimensions, and a model holds one body per op. Give the "
             "model's inputs shapes with at least one dimension, write the body without the rank, or export "
-            "without bodies (bodies=False, --no-bodies)"
+            f"without bodies ({option('bodies', False)})"
         )
     return [({index: ranks[index] or 0 for index in varying}, other) for ranks, other in found]
 

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .errors import TwinopError
+from .errors import TwinopError, TwinopWarning, command_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,9 +62,19 @@ def print_note(text: str) -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turns a TwinopError into one message and exit code 1."""
+    """Turns a TwinopError into one message and exit code 1, and a TwinopWarning into a note."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+        if issubclass(category, TwinopWarning):
+            print_note(str(message))
+        else:
+            usual(message, category, *rest, **named)
+
     try:
-        yield
+        with command_line(), warnings.catch_warnings():
+            warnings.showwarning = show
+            yield
     except TwinopError as error:
         from .console import err
 

@@ -1,8 +1,44 @@
 """The errors that twinop raises on purpose. Each says what was wrong, what was expected, and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_in_command = False
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """Lets messages name a command's options, not the keywords of Python functions."""
+    global _in_command
+    before, _in_command = _in_command, True
+    try:
+        yield
+    finally:
+        _in_command = before
+
+
+def in_command() -> bool:
+    """Whether a command runs, so that messages name its options."""
+    return _in_command
+
+
+def option(keyword: str, value: Any = None) -> str:
+    """Returns an option as its user gives it: `bodies=False` in Python, `--no-bodies` to a command."""
+    if not _in_command:
+        return f"{keyword}={'' if value is None else repr(value) if isinstance(value, str) else value}"
+    name = {"inputs_file": "inputs"}.get(keyword, keyword).replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}" if value is None else f"--{name} {value}"
+
 
 class TwinopError(Exception):
     """Base of all twinop errors."""
+
+
+class TwinopWarning(RuntimeWarning):
+    """Something works, but not as it was meant. On the command line it is shown as a note."""
 
 
 class RecordError(TwinopError):

@@ -9,7 +9,7 @@ from twinop.library import library_folders
 from twinop.record import DOMAIN
 
 from ..check_nodes import require_fit
-from ..choose_library import ALLOW, choose_libraries
+from ..choose_library import allow, choose_libraries
 from ..custom_nodes import Model
 from ..registration import SealedLibrary
 from .folders import VersionFolder
@@ -85,7 +85,7 @@ def _require_trusted(path: Path, trusted: Collection[Path]) -> None:
         f"{path}: a library can do all that the server can, so libraries are loaded only from "
         f"{', '.join(map(str, sorted(trusted)))}, and this one is in {target.parent}. If you trust all who "
         f"can write there, start with --library-folder {target.parent}. To trust all models' own folders: "
-        f"{ALLOW}"
+        f"{allow()}"
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.errors import ExportError, TwinopError
+from twinop.errors import ExportError, TwinopError, option
 
 from ..comparison import LOST, NOISE, NotRunnable, check_shown, run
 from . import inputs
@@ -113,7 +113,7 @@ class Reference:
 
     def uncompared(self, graph: ir.Graph, allowed: bool = True) -> list[str]:
         """Returns a note for each output with nothing to compare in the usual cases; see `check_shown`."""
-        cure = "Give inputs for which it has finite numbers with --inputs"
+        cure = f"Give inputs for which it has finite numbers with {option('inputs_file')}"
         return check_shown(graph, self.outputs[: self.usual], allowed, cure)
 
     def errors(self, found: Outputs, chosen: Sequence[int] = (), dtype: ir.DataType | None = None) -> Errors:
@@ -227,7 +227,7 @@ def generated(
         return best
     raise ExportError(
         f"the original does not run on generated inputs ({reasons[0]}). Give it inputs with "
-        f"--inputs file.npz: {', '.join(str(value.name) for value in model.graph.inputs)}"
+        f"{option('inputs_file', 'file.npz')}: {', '.join(str(value.name) for value in model.graph.inputs)}"
     )
 
 

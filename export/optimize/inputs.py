@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from twinop.errors import ExportError
+from twinop.errors import ExportError, option
 
 from .dimensions import expressions
 from .graph import Dim, attribute, constant, dims
@@ -270,10 +270,10 @@ def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case
             raise ValueError("it holds one array without a name; numpy.savez writes several with names")
         given: Mapping[str, np.ndarray] = {name: file[name] for name in file.files}
     except Exception as error:
-        raise ExportError(f"--inputs {path}: cannot be read as .npz: {error}") from error
+        raise ExportError(f"{option('inputs_file', path)}: cannot be read as .npz: {error}") from error
     if missing := [name for name in wanted if name not in given]:
         raise ExportError(
-            f"--inputs {path}: has {', '.join(given) or 'no arrays'}; the model also takes "
+            f"{option('inputs_file', path)}: has {', '.join(given) or 'no arrays'}; the model also takes "
             f"{', '.join(missing)}"
         )
     case = {
@@ -282,8 +282,9 @@ def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case
     }
     if padding == "right" and hides_left(case):
         raise ExportError(
-            f"--inputs {path}: a mask hides the first token of a sequence, and --padding right promises that "
-            "none does. Leave out --padding, or give other inputs"
+            f"{option('inputs_file', path)}: a mask hides the first token of a sequence, and "
+            f"{option('padding', 'right')} promises that none does. Leave out {option('padding')}, or give "
+            "other inputs"
         )
     masks = [case[str(value.name)] for value in model.graph.inputs if is_mask(value)]
     sizes = [

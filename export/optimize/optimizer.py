@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from twinop import deploy
-from twinop.errors import ExportError
+from twinop.errors import ExportError, option
 from twinop.library import find_library, read_library
 from twinop.record import Record
 
@@ -141,8 +141,8 @@ def optimize(
     report.dtype = dtype or own_dtype
     if own_dtype == "float64" != report.dtype:
         raise ExportError(
-            f"--dtype {dtype}: the model is in float64, which stays. Leave out --dtype, or export the model "
-            "in float32"
+            f"{option('dtype', dtype)}: the model is in float64, which stays. Leave out "
+            f"{option('dtype')}, or export the model in float32"
         )
     narrow_types = convert_to_fp32(model)
     own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
@@ -179,7 +179,7 @@ def _interface(model: ir.Model) -> dict[str, ir.DataType]:
 def check_device(device: str) -> None:
     """Raises ExportError unless the device is one that models can be optimised for."""
     if device not in DEVICES:
-        raise ExportError(f"--device {device}: expected one of: {', '.join(DEVICES)}")
+        raise ExportError(f"{option('device', device)}: expected one of: {', '.join(DEVICES)}")
 
 
 def _check(
@@ -188,11 +188,15 @@ def _check(
     if os.path.exists(source) and os.path.exists(target) and source.samefile(target):
         raise ExportError(f"{target}: is the input; name another file to write")
     if dtype is not None and dtype.startswith(("float8", "fp8")):
-        raise ExportError(f"--dtype {dtype}: fp8 is not supported yet; expected float16 or bfloat16")
+        raise ExportError(f"{option('dtype', dtype)}: fp8 is not supported yet; expected float16 or bfloat16")
     if dtype not in (None, "float32", *precision.DTYPES):
-        raise ExportError(f"--dtype {dtype}: expected one of: float32, {', '.join(precision.DTYPES)}")
+        raise ExportError(
+            f"{option('dtype', dtype)}: expected one of: float32, {', '.join(precision.DTYPES)}"
+        )
     check_device(device)
     if padding not in (None, "right"):
-        raise ExportError(f"--padding {padding}: expected right, or no --padding for masks of any form")
+        raise ExportError(
+            f"{option('padding', padding)}: expected right, or no {option('padding')} for masks of any form"
+        )
     if unknown := [name for name in without if name not in REWRITES]:
-        raise ExportError(f"--without {', '.join(unknown)}: expected some of: {', '.join(REWRITES)}")
+        raise ExportError(f"{option('without', ', '.join(unknown))}: expected some of: {', '.join(REWRITES)}")

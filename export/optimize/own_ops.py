@@ -16,7 +16,7 @@ import onnx_ir as ir
 from twinop import deploy
 from twinop.deploy.choose_library import choose_libraries, library_paths
 from twinop.deploy.custom_nodes import load_model
-from twinop.errors import ExportError, LibraryError, TwinopError
+from twinop.errors import ExportError, LibraryError, TwinopError, option
 from twinop.find import find_library_of
 from twinop.library import read_library
 from twinop.names import BUILT_IN
@@ -166,9 +166,9 @@ class OwnOps:
     def _refuse(self, node: ir.Node, record: Record, dtype: str) -> Types:
         paths = [str(path) for path in self.libraries if read_library(path).domain == record.domain]
         raise ExportError(
-            f"--dtype {dtype}: {label_of(node)} needs {record.domain}::{record.onnx_name} in {dtype}, and "
-            f"{''.join(paths) or 'its record'} has it for {record.dtypes}. Add {dtype} to the dtypes of its "
-            "record and build it again (twinop build), or leave out --dtype"
+            f"{option('dtype', dtype)}: {label_of(node)} needs {record.domain}::{record.onnx_name} in {dtype}"
+            f", and {''.join(paths) or 'its record'} has it for {record.dtypes}. Add {dtype} to the dtypes "
+            f"of its record and build it again (twinop build), or leave out {option('dtype')}"
         )
 
 
@@ -305,7 +305,7 @@ def _convert_body(function: ir.Function, calls: Sequence[tuple[Types, ir.Node]])
         if old is None or new is None or len(olds) > 1 or (several and (old in FLOATS_16 or like is None)):
             raise ExportError(
                 f"the nodes of {function.domain}::{function.name} would have several dtypes, and a model "
-                "holds one body per op. Leave out --dtype"
+                f"holds one body per op. Leave out {option('dtype')}"
             )
         if old in FLOATS_16:
             _replace_dtype(function, old, new)

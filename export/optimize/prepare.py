@@ -12,7 +12,7 @@ from onnx_ir.passes.common import (
     ShapeInferencePass,
 )
 
-from twinop.errors import ExportError
+from twinop.errors import ExportError, option
 from twinop.record import Record
 
 from ..attach import OPSETS
@@ -249,7 +249,7 @@ def _widen_type(value: ir.Value, found: set[ir.DataType]) -> None:
         if not isinstance(value.type, ir.TensorType):
             raise ExportError(
                 f"{value.name} is {value.type}: sequences and optionals of 16 bits are not supported. Export "
-                "the model in float32, and give --dtype"
+                f"the model in float32, and give {option('dtype')}"
             )
         found.add(value.dtype)
         value.type = ir.TensorType(ir.DataType.FLOAT)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from twinop.errors import option
+
 
 @dataclass
 class OptimizeReport:
@@ -68,7 +70,7 @@ class OptimizeReport:
         lines += [f"  reverted: {name}: {reason}" for name, reason in self.reverted.items()]
         lines += [
             f"  in standard operators now: {count} {op}: no library of {op.partition('::')[0]} was found. "
-            "Name one with --library to keep them"
+            f"Name one with {option('library')} to keep them"
             for op, count in self.inlined.items()
         ]
         lines.append(f"  size: {self.bytes_before / 1e6:.3g} -> {self.bytes_after / 1e6:.3g} MB")

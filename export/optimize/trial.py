@@ -19,7 +19,7 @@ from onnx_ir.passes.common import (
 import twinop
 from twinop.deploy.cuda import obstacles
 from twinop.deploy.tensor_specs import RIGHT_PADDED
-from twinop.errors import ExportError, TwinopError
+from twinop.errors import ExportError, TwinopError, option
 from twinop.library import Library
 from twinop.record import Record
 
@@ -208,7 +208,7 @@ class Trial:
         report, stop = self.report, time.monotonic() + _SECONDS
         reason = (obstacles(0, []) or [""])[0] if report.device == "cuda" else ""
         if reason:
-            report.untimed = f"{reason}. --device cpu optimises for the CPU"
+            report.untimed = f"{reason}. {option('device', 'cpu')} optimises for the CPU"
             return best
         rewrites, work = dict(best[0]), best[1]
         self.progress("measuring")
@@ -296,7 +296,8 @@ class Trial:
             [mask] = masks
             model.metadata_props[RIGHT_PADDED] = mask
             report.notes.append(
-                f"--padding right promised that {mask} hides nothing but the end of each sequence"
+                f"{option('padding', 'right')} promised that {mask} hides nothing but the end of each "
+                "sequence"
             )
         self.progress("writing and checking")
         files = self._write(model, name)
@@ -327,8 +328,9 @@ class Trial:
         except TwinopError as failure:
             reason = str(failure).splitlines()[0].rpartition("Type Error: ")[2].rstrip(".")
             raise ExportError(
-                f"--dtype {report.dtype}: the dtypes of some values are not known, so they could not be "
-                f"converted ({reason}). Leave out --dtype, or declare these values (value_info)"
+                f"{option('dtype', report.dtype)}: the dtypes of some values are not known, so they could "
+                f"not be converted ({reason}). Leave out {option('dtype')}, or declare these values "
+                "(value_info)"
             ) from failure
         noise = [
             [inf if index >= reference.usual else 0.0 for _ in reference.outputs[index]] for index in chosen
@@ -355,7 +357,8 @@ class Trial:
             reference.check(errors, noise, report.dtype, chosen)
         except compare.NotEquivalent as reason:
             raise ExportError(
-                f"the model in {report.dtype} {reason}. Leave rewrites out with --without, or keep its dtype"
+                f"the model in {report.dtype} {reason}. Leave rewrites out with {option('without')}, or "
+                "keep its dtype"
             ) from None
 
     def _errors_in(

@@ -47,7 +47,7 @@ def test_a_library_beside_the_model_needs_permission(libraries: dict[str, Path],
             opens(path)
         said = str(error.value)
         assert said.startswith(f"{beside} lies in the model's own folder.") and "no other one instead" in said
-        assert f"library={beside}" in said and "allow_model_libraries=True in Python" in said
+        assert f"library={beside}" in said and "allow_model_libraries=True, or " in said
     assert session(path, library=beside).library is not None
     opened = session(path, allow_model_libraries=True)
     assert opened.library is not None and opened.library.path == beside.resolve()
@@ -105,9 +105,9 @@ def test_no_library_has_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "no library has custom_domain::CustomNothing, and the model has no function body" in str(
         error.value
     )
-    assert "libcustom_relu.so (CustomRelu)" in str(
+    assert "libcustom_relu.so (CustomRelu)" in str(error.value) and "name the library (library=)" in str(
         error.value
-    ) and "name the library (--library, library=)" in str(error.value)
+    )
     only_these(monkeypatch, tmp_path)
     with pytest.raises(
         ModelError, match=f"Found: no library. Searched: {tmp_path}. Build it with ./build.sh"

@@ -58,7 +58,7 @@ def test_a_value_needed_in_python_must_be_one_for_the_model(monkeypatch: pytest.
     attached = attach(node, f"q = {DOMAIN}.CustomTwice<times = 3>(p)", records={"twice": record})
     assert run_body(body_session(attached), {"x": torch.ones(1, 3)})[0][0, 0] == 8
     with pytest.raises(
-        ExportError, match=r"needs one value of times .* 3 in node p, 2 in node q.*--no-bodies"
+        ExportError, match=r"needs one value of times .* 3 in node p, 2 in node q.*bodies=False"
     ):
         attach(node, f"q = {DOMAIN}.CustomTwice(x)", records={"twice": record})
 
@@ -115,7 +115,7 @@ def test_an_op_has_one_body() -> None:
 
 def test_an_op_without_body() -> None:
     record = make_record("plain(Tensor x) -> Tensor")
-    with pytest.raises(ExportError, match=r"op plain has no function body.*bodies\.py.*--no-bodies"):
+    with pytest.raises(ExportError, match=r"op plain has no function body.*bodies\.py.*bodies=False"):
         attach(f"p = {DOMAIN}.CustomPlain(x)", records={"plain": record})
     model = model_of([f"p = {DOMAIN}.CustomPlain(x)"], "float[N] x")
     assert not attach_bodies(model, {"plain": record}, allow_missing=True).functions

@@ -98,7 +98,7 @@ def test_float64_stays(tmp_path: Path) -> None:
     report, model = optimized(proto, tmp_path)
     assert report.dtype == "float64" and dtypes(model) == ["DOUBLE", "DOUBLE"]
     with pytest.raises(
-        ExportError, match="the model is in float64, which stays. Leave out --dtype, or export"
+        ExportError, match="the model is in float64, which stays. Leave out dtype=, or export"
     ):
         optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx", dtype="float16")
 
