@@ -87,6 +87,8 @@ def _verdicts(
     """Returns `equal` and `detail` of each output."""
     import torch
 
+    from twinop.torch_op.registry import runs_on_cpu
+
     count = len(node.output)
     if record is None:
         return [(None, "ran as its function body: no library was registered")] * count
@@ -98,6 +100,9 @@ def _verdicts(
     given += [None] * (len(record.inputs) - len(given))
     if record.has_repeated_input:
         given[len(record.inputs) - 1 :] = [given[len(record.inputs) - 1 :]]
+    on_gpu = any(tensor.is_cuda for tensor in values.values())
+    if not (on_gpu or runs_on_cpu(record)):
+        return [(None, f"{record.torch_name} needs a GPU in torch, and was not compared")] * count
     attributes = {entry.name: entry.default for entry in record.attributes}
     attributes |= {each.name: _value(each, record) for each in node.attribute}
     try:

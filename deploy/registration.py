@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx
 
+from twinop.built import warn_if_old
 from twinop.child import python, require_loads
 from twinop.errors import LibraryError
 from twinop.library import Library, read_library, relative_to_itself
@@ -77,6 +78,7 @@ def sealed(path: Path) -> SealedLibrary:
     except OSError as error:
         raise LibraryError(f"{path}: cannot be read: {error.strerror}. Put it there again") from error
     library = read_library(path, copy.path)
+    warn_if_old(path)
     if found := relative_to_itself(copy.path):
         raise LibraryError(
             f"{path}: finds other libraries by its own place ({', '.join(found)}), but a copy in memory "

@@ -1,7 +1,6 @@
 """The command `twinop run`, also `python deploy/run_onnx.py`: runs a model on random inputs."""
 
 import importlib.util
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,7 +19,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from twinop.console import clear_errors, out, run_alone
+from twinop.console import clear_errors, out, print_note, run_alone
 from twinop.deploy.create_session import PROVIDERS, Provider, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError
@@ -29,6 +28,7 @@ from twinop.deploy.node_parity import Comparison, compare, observed_model
 from twinop.deploy.node_providers import NodeRun
 from twinop.deploy.tensor_specs import Spec
 from twinop.dtypes import to_tensor
+from twinop.library import Library, in_use
 
 _MANY = 40  # in larger models built-in nodes are counted instead of listed
 _DYNAMIC_SIZE = 4
@@ -86,25 +86,29 @@ def _run(
     path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> bool:
     opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
-    out.print(f"{path}: {_library_text(opened)}", markup=False, highlight=False)
+    observed = observed_model(path)
+    used = in_use(opened.libraries, {(node.domain, node.op_type) for node in custom_nodes(observed)})
+    out.print(f"{path}: {_library_text(used)}", markup=False, highlight=False)
+    for unused in opened.libraries:
+        if unused not in used:
+            print_note(f"--library {unused.path}: no node of the model uses it ({unused.domain})")
     out.print(f"runs on {opened.device} ({opened.reason})", markup=False, highlight=False)
     feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)
     outputs = opened.run(feeds)
     ran = opened.executed_on(custom_only=False)
-    observed = observed_model(path)
     out.print(_node_table(observed, ran))
     for name, value in outputs.items():
         out.print(f"output {name}: {value.dtype}{list(value.shape)}", markup=False, highlight=False)
     if importlib.util.find_spec("torch") is None:
         out.print("torch is not installed: nothing to compare with")
         return True
-    comparisons = _compare_with_torch(opened, observed, feeds, PROVIDERS[provider], path.parent)
+    comparisons = _compare_with_torch(used, observed, feeds, PROVIDERS[provider], path.parent)
     out.print(_parity_table(comparisons, ran))
     return all(each.equal is not False for each in comparisons)
 
 
 def _compare_with_torch(
-    opened: Session,
+    libraries: list[Library],
     observed: onnx.ModelProto,
     feeds: dict[str, np.ndarray],
     providers: list[Provider] | None,
@@ -112,23 +116,19 @@ def _compare_with_torch(
 ) -> list[Comparison]:
     from twinop import torch_op
 
-    for library in opened.libraries:
+    for library in libraries:
         torch_op.load(library.path)
-    libraries: list[str | os.PathLike[str]] = [library.path for library in opened.libraries]
-    watched = session(observed, providers, libraries or False, folder=folder)
+    watched = session(observed, providers, [each.path for each in libraries] or False, folder=folder)
     tensors = {name: to_tensor(array).to(watched.device) for name, array in feeds.items()}
-    records = {
-        record.node_type: record for library in opened.libraries for record in library.by_onnx_name.values()
-    }
+    records = {record.node_type: record for each in libraries for record in each.by_onnx_name.values()}
     return compare(observed, watched.run(tensors), records)
 
 
-def _library_text(opened: Session) -> str:
-    if not opened.libraries:
-        return "no custom-op library registered"
+def _library_text(used: list[Library]) -> str:
+    if not used:
+        return "no node uses a custom-op library"
     return "registered " + ", ".join(
-        f"{library.path} (twinop {library.version}, GPU code: {library.cuda_archs})"
-        for library in opened.libraries
+        f"{library.path} (twinop {library.version}, GPU code: {library.cuda_archs})" for library in used
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from twinop.built import warn_if_old
 from twinop.child import require_loads
 from twinop.errors import LibraryError, RecordError
 from twinop.installation import how_to_build
@@ -115,6 +116,7 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
         _set_alias(_loaded[key].library, namespace)
         return _loaded[key]
     library = read_library(path)
+    warn_if_old(path)
     if namespace is not None:
         named = {name: replace(entry, torch_namespace=namespace) for name, entry in library.records.items()}
         library = replace(library, records=named)

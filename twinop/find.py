@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from .built import mark
 from .errors import LibraryError
 from .library import library_folders, read_library
 from .own_op import library_beside
@@ -105,11 +106,6 @@ def package_of(domain: str) -> Package | None:
 def _package(domain: str, entry: EntryPoint) -> Package:
     name, version = (entry.dist.name, entry.dist.version) if entry.dist is not None else (entry.module, "?")
     return Package(domain, name, version, entry.module)
-
-
-def mark(library: Path) -> Path:
-    """Returns the file that says that a library in `build/` was built there. TwinopOp.cmake makes it too."""
-    return library.with_name(f".{library.name}.built")
 
 
 def project_libraries() -> list[Path]:

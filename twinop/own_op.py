@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .bodies import DefaultInput, body
+from .built import warn_if_old
 from .errors import LibraryError, TwinopError
 from .names import check_domain, check_op_name
 from .record import key_of
@@ -133,6 +134,7 @@ def library_beside(file: str | os.PathLike[str]) -> Callable[[], str]:
     def library_path() -> str:
         for place in places:
             if (place / name).is_file():
+                warn_if_old(place / name)
                 return str(place / name)
         raise LibraryError(
             f"{name} not found; searched {', '.join(map(str, places))}. `twinop build` in "

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from itertools import groupby
 
+from twinop.built import changed_since
 from twinop.find import package_key
-from twinop.library import Library
+from twinop.library import Library, in_use
 
 from ..check_nodes import misfits
 from ..cuda import has_code_for
@@ -33,7 +34,11 @@ def check_libraries(facts: Environment) -> Iterator[Finding]:
         level: Level = "error" if facts.named and message.startswith(str(facts.named)) else "warning"
         yield from_message(level, "library", message, "copy or build it again, or remove it")
     wanted = [library for library in facts.libraries if library.path == facts.named] + _chosen(facts)
+    nodes = {node.node_type for node in facts.model.nodes} if facts.model is not None else set()
     for library in facts.libraries:
+        fits_torch_only = library.domain in _domains(facts) and not library.exports_ort
+        if facts.model is not None and library not in wanted and not fits_torch_only:
+            continue
         level = "error" if library in wanted else "warning"
         dtypes = {
             dtype
@@ -48,6 +53,11 @@ def check_libraries(facts: Environment) -> Iterator[Finding]:
             f"{count} op{'s' * (count != 1)} for {', '.join(sorted(dtypes))}, GPU code for "
             f"{library.cuda_archs or 'none'}",
         )
+        if said := changed_since(library.path):
+            yield from_message("warning", "library", said, _BUILD)
+        if facts.model is not None and library.path == facts.named and not in_use([library], nodes):
+            cure = f"leave it out, or name the library of {', '.join(sorted(_domains(facts))) or 'its nodes'}"
+            yield warning("library", f"{library.path}: no node of {facts.model.name} uses it", cure)
         if not library.exports_ort:
             yield Finding(
                 level,

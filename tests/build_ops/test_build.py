@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +23,32 @@ from twinop.building.builder import Built, build
 from twinop.building.flags import CommandLines, Options, find_installation
 from twinop.building.project import find_project
 from twinop.building.toolchain import find_compiler
+from twinop.built import changed_since
+from twinop.deploy.registration import sealed
+from twinop.errors import BuildError, TwinopWarning
 from twinop.library import find_library, read_library
+from twinop.own_op import library_beside
 
 CPU = Options(cpu=True)
+MODULE = """
+import torch
+import twinop
+
+library_path = twinop.library_beside(__file__)
+
+
+@twinop.op
+def times(op, x):
+    return op.Add(x, x)
+
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return times(x)
+
+    def example_inputs(self):
+        return torch.ones(2, 3)
+"""
 
 
 def test_the_library_runs_in_onnx_runtime(times: Built) -> None:
@@ -165,3 +190,67 @@ def test_cuda(tmp_path: Path) -> None:
     library = read_library(tmp_path / "build" / "libscaled.so")
     assert library.cuda_archs == "80-real,90" and library.records["scaled"].devices == ("cpu", "cuda")
     assert library.records["scaled"].outputs == ("y", "total")
+
+
+def test_a_header_that_changes_while_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler in whose time an editor saves the header: what is kept was compiled from what is there."""
+    factor, times, saved = tmp_path / "factor.h", tmp_path / "times.h", tmp_path / "saved"
+    factor.write_text("#define SEVEN 7\n")
+    times.write_text('#include "factor.h"\n' + tiny(factor="SEVEN").replace("SEVEN * grad", "7 * grad"))
+
+    def compiler(name: str, *compiles: str) -> None:
+        lines = ('case "$*" in *times_0.cpp*) ;; *) exec c++ "$@" ;; esac', *compiles)
+        monkeypatch.setenv("CXX", str(program(tmp_path / name, *lines)))
+
+    compiler("once", f'c++ "$@"; test -e {saved} || echo "#define SEVEN 7.0f" > {factor}; touch {saved}')
+    project = find_project([times])
+    assert build(project, options=CPU).compiled.count("compiling times.h") == 2
+    assert build(project, options=CPU).compiled == []
+    writes = f'eval "d=\\${{$(($# - 2))}} o=\\${{$#}}"; echo "o: {factor}" > $d; touch $o'
+    compiler("always", writes, f"echo // >> {factor}")
+    with pytest.raises(BuildError, match=r"factor\.h: changed while it was compiled, 3 times .*Build again"):
+        build(project, options=CPU)
+
+
+@pytest.fixture
+def old(times: Built, tmp_path: Path) -> Path:
+    """A project whose library is older than a header that its header includes."""
+    header, text = tmp_path / "times.h", tiny(factor="TWO").replace("TWO * grad", "2 * grad")
+    (tmp_path / "factor.h").write_text("#define TWO 2\n")
+    header.write_text(f'#include "factor.h"\n{text}')
+    library = build(find_project([header]), tmp_path / "build/libtimes.so", CPU).library.path
+    assert changed_since(library) == ""
+    (tmp_path / "factor.h").write_text("#define TWO 3\n")
+    return tmp_path
+
+
+def test_a_library_that_is_older_than_its_sources(old: Path) -> None:
+    library, factor = old / "build/libtimes.so", old / "factor.h"
+    said = f"{factor} has changed since {library} was built"
+    assert said in changed_since(library) and "twinop build" in changed_since(library)
+    with pytest.warns(TwinopWarning, match=re.escape(said)):
+        sealed(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once
+        assert library_beside(old / "times.py")() == str(library)
+    factor.unlink()  # the library was copied without it
+    assert changed_since(library) == ""
+    factor.write_text("#define TWO 3\n")
+    library.write_bytes(library.read_bytes() + b"\0")  # another tool wrote it
+    assert changed_since(library) == ""
+
+
+@pytest.mark.slow
+def test_commands_name_a_library_that_is_older_than_its_sources(old: Path) -> None:
+    """Once each: the file, the library and the cure."""
+    (old / "times.py").write_text(MODULE)
+    node = helper.make_node("CustomTimes", ["x"], ["y"], domain="times")
+    (old / "times.onnx").write_bytes(model([node], {"x": FLOAT}, {"y": FLOAT}, times=1).SerializeToString())
+    said = f"{old / 'factor.h'} has changed since {old / 'build/libtimes.so'} was built"
+    commands = "run times.onnx", "doctor times.onnx", "export times.py:Net", "optimize net.onnx -o o.onnx"
+    for command in (*commands, "test -k nothing"):
+        done = twinop(*command.split(), cwd=old)
+        assert (done.stdout + done.stderr).count(said) == 1, (command, done.stdout, done.stderr)
+    call = "import torch, times; times.times(torch.ones(2)); times.times(torch.ones(2))"
+    done = subprocess.run([sys.executable, "-c", call], cwd=old, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.count(said) == 1, done.stderr

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from abi_files import c_library
 from models import chain, make_model, model, node, relu_body, value
 from onnx import helper
 from run_command import run_command
@@ -121,10 +122,31 @@ def test_without_torch_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.M
 def test_a_body_instead_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twinop.deploy.choose_library.library_folders", list)
     graph = model([node("CustomRelu")], [value("x")], [value("y")], functions=[relu_body()])
-    with pytest.warns(RuntimeWarning, match="its function bodies run instead"):
-        result = run_command(graph, tmp_path)
+    result = run_command(graph, tmp_path)
     assert result.exit_code == 0, result.output
-    assert "no custom-op library registered" in result.output and "ran as its function body" in result.output
+    said = " ".join(result.output.split())
+    assert "note: " in said and "function bodies run instead, which is slower: name the library" in said
+    assert "no node uses a custom-op library" in said and "ran as its function body" in said
+
+
+def test_only_libraries_that_nodes_use_are_named(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    other = c_library("other_ops", '-DDOMAIN="other.ops"')
+    named = ("--library", str(other), "--library", str(libraries["custom_relu"]))
+    result = run_command(make_model("CustomRelu"), tmp_path, *named)
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0 and f"--library {other}: no node of the model uses it" in said
+    registered = said.partition("registered ")[2].partition("note: ")[0]
+    assert "libcustom_relu.so" in registered and "other_ops" not in registered
+
+
+def test_an_op_that_needs_a_gpu_in_torch_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an op of Triton, whose body runs in ONNX Runtime on the CPU: its module is not imported."""
+    monkeypatch.setattr("twinop.torch_op.registry.runs_on_cpu", lambda record: False)
+    result = run_command(make_model("CustomRelu"), tmp_path, "--provider", "cpu")
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0 and "custom_domain::relu needs a GPU in torch, and was not compared" in said
 
 
 def test_inputs_of_all_kinds(tmp_path: Path) -> None:

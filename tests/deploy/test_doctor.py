@@ -35,6 +35,9 @@ KNOWN = ("75", "80", "86", "89", "90", "100", "120")
 NVCC = Nvcc("/usr/local/cuda/bin/nvcc", "13.0.88", KNOWN)
 
 
+OTHER = replace(LIBRARY, path=Path("build/libother.so"), domain="other", records={})
+
+
 def one_node(op_type: str = "CustomMish", dtype: str = "float32", **attributes: Any) -> Model:
     """A model of one node of the domain mish."""
     only = node(op_type, domain="mish", **attributes)
@@ -263,6 +266,12 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "and libmish.so is built with CUDA 13.0",
         "build the library again with CUDA 12",
     ),
+    "a named library that no node uses": (
+        {"named": OTHER.path, "libraries": (OTHER, LIBRARY)},
+        "warning",
+        "build/libother.so: no node of the model uses it",
+        "leave it out, or name the library of mish",
+    ),
     "a library for torch only": (
         {"libraries": (replace(LIBRARY, exports_ort=False),)},
         "warning",
@@ -330,6 +339,13 @@ def test_broken_set_up(case: str) -> None:
 @pytest.mark.parametrize("changes", [{}, NO_GPU, {"torch": None}, {"model": None}, {"nvcc": None, **NO_GPU}])
 def test_healthy_set_up(changes: dict[str, Any]) -> None:
     assert [each for each in check(replace(HEALTHY, **changes)) if each.level != "OK"] == []
+
+
+def test_with_a_model_only_the_libraries_of_its_nodes_are_shown() -> None:
+    for given, shown in ((HEALTHY.model, False), (None, True)):
+        found = check(replace(HEALTHY, model=given, libraries=(OTHER, LIBRARY)))
+        assert any("libmish.so" in each.cause for each in found)
+        assert any("libother.so" in each.cause for each in found) == shown
 
 
 def test_every_problem_has_a_cure_on_one_line() -> None:

@@ -10,7 +10,7 @@ import onnx
 from abi_files import FLOAT, ROOT, c_library
 from onnx import helper
 
-from twinop.find import mark
+from twinop.built import mark
 from twinop.library import find_library
 
 CUBE = '''

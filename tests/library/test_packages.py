@@ -13,9 +13,10 @@ from own_ops import cube_package, cube_project, describe_package, negate_package
 
 import twinop
 from twinop import deploy
+from twinop.built import mark
 from twinop.deploy.errors import ModelError
 from twinop.errors import LibraryError
-from twinop.find import find_library_of, mark, package_key, package_of
+from twinop.find import find_library_of, package_key, package_of
 from twinop.library import find_library
 
 ROW = np.array([[-1, 2, -3, 0.5]], np.float32)
@@ -157,7 +158,7 @@ def test_no_library_of_a_domain(site: Path) -> None:
     with pytest.raises(ModelError) as refused:
         deploy.session(negate_model("none.such"), CPU)
     assert "no library has none.such::CustomNegate" in str(refused.value)
-    assert str(refused.value).endswith("package that has it, or name the library (--library, library=)")
+    assert str(refused.value).endswith("package that has it, or name the library (library=)")
 
 
 def test_the_model_names_the_missing_package(site: Path) -> None:
@@ -173,7 +174,7 @@ def test_the_model_names_the_missing_package(site: Path) -> None:
         onnx.helper.make_function("none.such", "CustomNegate", ["x"], ["y"], [body], opsets)
     )
     del model.graph.node[0].attribute[:]
-    with pytest.warns(RuntimeWarning, match="slower. pip install other-ops==0.3, or pass library=False if"):
+    with pytest.warns(RuntimeWarning, match="slower: pip install other-ops==0.3, or pass library=False if"):
         deploy.session(model, CPU)
 
 

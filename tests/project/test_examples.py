@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from record_driver import ROOT
 
-from twinop.find import mark
+from twinop.built import mark
 from twinop.library import read_library
 
 EXAMPLES = sorted(

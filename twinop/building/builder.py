@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,17 +13,18 @@ from threading import Lock
 
 import twinop
 
+from ..built import file_hash, mark, note_of
 from ..errors import BuildError
-from ..find import mark
-from ..library import Library, checksum, read_library
+from ..library import Library, checksum, get_include, read_library
 from ..names import check_op_name
-from .cache import cache_folder, digest, file_hash, keep, work_folder, write
+from .cache import cache_folder, digest, keep, work_folder, write
 from .diagnostics import build_error
 from .flags import CommandLines, Options, find_installation
 from .modules import Linked, add_modules, check_options
 from .project import Project
 from .toolchain import Nvcc, find_compiler, find_nvcc, identity
 
+_TRIES = 3  # of files that change while they are compiled
 Progress = Callable[[str, bool], None]
 """Gets what begins, with True, and what is done, with False."""
 
@@ -77,6 +78,7 @@ def build(
         check_options(options)
     installation = find_installation()
     notes: list[str] = []
+    sources = {str(path): file_hash(path) for path in project.modules}
     with work_folder() as work:
         done: list[str] = []
         if project.sources:
@@ -86,6 +88,8 @@ def build(
             objects = steps.compile_all(_units(project, nvcc is not None), work)
             library = steps.link(objects, work)
             done, notes = steps.done, notes + steps.notes
+            own = str(get_include())  # twinop's headers have a version
+            sources |= {path: found for path, found in steps.read if not path.startswith(own)}
         if project.modules:
             packed = work / f"lib{project.name}.so"
             linked = Linked(library, nvcc.version if nvcc else "") if project.sources else None
@@ -102,7 +106,7 @@ def build(
                 output = output / library.name
             write(output, library.read_bytes())
             if output.parent.name == "build":
-                write(mark(output), b"")
+                write(mark(output), note_of(output, sources))
             found = read_library(output)
     return Built(found, done, notes)
 
@@ -156,17 +160,32 @@ class _Steps:
         self.sources = [source.path for source in project.sources]
         self.done: list[str] = []
         self.notes: list[str] = []
+        self.read: set[tuple[str, str | None]] = set()  # files, and the hash of what was compiled
+        self.changed: set[str] = set()  # files, while they were compiled
         self._running: set[subprocess.Popen[str]] = set()
         self._stopped = False
         self._lock = Lock()
 
     def compile_all(self, units: list[Unit], work: Path) -> list[Path]:
-        """Returns the object files of the units; compiles in parallel what the cache does not have."""
-        with ThreadPoolExecutor(os.cpu_count()) as pool, self._stop_at_error():
-            futures = [pool.submit(self._object, unit, work) for unit in units]
-            for future in as_completed(futures):
-                future.result()
-        return [future.result() for future in futures]
+        """Returns the object files of the units; compiles in parallel what the cache does not have.
+
+        Files that change meanwhile are compiled again, so that all objects are of the same ones.
+        """
+        for _ in range(_TRIES):
+            self.read.clear()
+            self.changed.clear()
+            with ThreadPoolExecutor(os.cpu_count()) as pool, self._stop_at_error():
+                futures = [pool.submit(self._object, unit, work) for unit in units]
+                for future in as_completed(futures):
+                    future.result()
+            self.changed.update(path for path, found in self.read if file_hash(path) != found)
+            if not self.changed:
+                return [future.result() for future in futures]
+        raise BuildError(
+            f"{', '.join(sorted(self.changed))}: changed while it was compiled, {_TRIES} times in a row. "
+            "Build "
+            "again when nothing writes it any more"
+        )
 
     @contextmanager
     def _stop_at_error(self) -> Iterator[None]:
@@ -181,7 +200,7 @@ class _Steps:
             raise
 
     def _object(self, unit: Unit, work: Path) -> Path:
-        """Returns a unit's object file.
+        """Returns a unit's object file, unless a file changes while it is compiled.
 
         The cache's index has, by the command and the text, the files that the last compilation read. The
         object's name is a hash of these files' contents.
@@ -192,22 +211,33 @@ class _Steps:
             / "index"
             / f"{digest(unit.text, command, identity(self.lines.programs(unit.is_cuda)))}.json"
         )
+        times: dict[str, int] = {}
         try:
-            read = json.loads(index.read_text())
+            read = {path: file_hash(path) for path in json.loads(index.read_text())}
             kept = _object_path(index.stem, read)
             if kept.is_file():
+                self.read.update(read.items())
                 return kept
+            times = {path: _changed_at(path) for path in read}
         except (OSError, ValueError, TypeError):
             pass  # not compiled yet, or damaged
         source, made, dependencies = (work / f"{unit.file}{suffix}" for suffix in ("", ".o", ".d"))
         source.write_text(unit.text)
+        begin = _changed_at(source)
         self._run(
             f"compiling {unit.label}", [*command, str(source), "-MF", str(dependencies), "-o", str(made)]
         )
-        read = sorted({path for path in _prerequisites(dependencies) if path != str(source)})
+        names = sorted({path for path in _prerequisites(dependencies) if path != str(source)})
+        read = {path: file_hash(path) for path in names}
+        self.read.update(read.items())
+        write(index, json.dumps(names).encode())
+        for path in names:
+            now = _changed_at(path)
+            if now != times[path] if path in times else now > begin:
+                self.changed.add(path)
+                return made
         kept = _object_path(index.stem, read)
         keep(made, kept)
-        write(index, json.dumps(read).encode())
         return kept
 
     def link(self, objects: list[Path], work: Path) -> Path:
@@ -252,8 +282,16 @@ class _Steps:
             self.notes.append(output.strip())
 
 
-def _object_path(key: str, read: list[str]) -> Path:
-    name = digest(key, [(path, file_hash(Path(path))) for path in read])
+def _changed_at(path: str | Path) -> int:
+    """Returns when a file was last changed; 0 if there is none. Unlike the other time, no program sets it."""
+    try:
+        return os.stat(path).st_ctime_ns
+    except OSError:
+        return 0
+
+
+def _object_path(key: str, read: Mapping[str, str | None]) -> Path:
+    name = digest(key, sorted(read.items()))
     return cache_folder() / "objects" / name[:2] / f"{name}.o"
 
 

@@ -112,11 +112,3 @@ def write(file: Path, content: bytes) -> None:
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
-
-
-def file_hash(path: Path) -> str | None:
-    """Returns a hash of a file's content; None if there is no such file."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return None
