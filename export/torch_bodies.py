@@ -9,7 +9,9 @@ because an `If` chooses among the graphs of its values. An int attribute must ha
 import functools
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,23 +154,25 @@ def _export(
     axes = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.DYNAMIC) for tensor in given)
     try:
         # The patch: sizes that happen to be 1 stay open, too.
+        module = _Module(declared, tensors, dict(fixed + floats))
         with quiet(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             program = torch.onnx.export(
-                _Module(declared, tensors, dict(fixed + floats)),
+                module,
                 given,
                 dynamo=True,
                 opset_version=opset,
                 dynamic_shapes=(axes,),
                 verbose=False,
             )
+        assert program is not None
+        if _is_for_some_sizes(program.exported_program, module, given):
+            raise ValueError("some sizes only")
     except Exception as error:
-        cause = root_cause(error)
         raise ExportError(
             f"the body of {declared.record.qualified_name} ({declared.place}) cannot be exported to ONNX: "
-            f"{type(cause).__name__}: {' '.join(str(cause).split())[:400]}. Write it with other functions of "
-            "torch, or as an ONNX builder (twinop/export/bodies.py)"
+            f"{_reason(root_cause(error))}. Write it with other functions of torch, or as an ONNX builder "
+            "(twinop/export/bodies.py)"
         ) from error
-    assert program is not None
     InlinePass()(program.model)
     for node in program.model.graph:
         if any(value.type is ir.AttributeType.GRAPH for value in node.attributes.values()):
@@ -179,23 +183,54 @@ def _export(
     return program.model.graph
 
 
+def _is_for_some_sizes(program: Any, module: torch.nn.Module, given: Sequence[torch.Tensor]) -> bool:
+    """Whether the graph excludes a size that the function takes, as a branch that depends on a size does."""
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"][-len(given) :]
+    for symbol, bounds in program.range_constraints.items():
+        for other in (bounds.lower - 1, bounds.upper + 1):
+            if not 1 < other < 1 << 20:
+                continue
+            with suppress(Exception):
+                sizes = (
+                    [int(other) if str(n) == str(symbol) else int(n) for n in node.meta["val"].shape]
+                    for node in nodes
+                )
+                module(*(tensor.new_ones(shape) for tensor, shape in zip(given, sizes, strict=True)))
+                return True
+    return False
+
+
+def _reason(cause: BaseException) -> str:
+    text = " ".join(str(cause).split())
+    if unknown := re.search(r"No ONNX function found for <OpOverload\(op='\w+\.(\w+)'", text):
+        return f"torch has no ONNX operators for its function {unknown[1]}"
+    if "inferred a static shape" in text or text == "some sizes only":
+        return "it is not the same for all sizes, as a loop over a size, or a split into pieces of 4"
+    return f"{type(cause).__name__}: {text[:400]}"
+
+
+_CHUNK = (torch.chunk, torch.Tensor.chunk, torch.unsafe_chunk, torch.Tensor.unsafe_chunk)
+_SPLIT = (torch.split, torch.Tensor.split, torch.unsafe_split, torch.Tensor.unsafe_split)
+
+
 class _Slices(TorchFunctionMode):
-    """Halves and other chunks as slices: torch's exporter makes sequences of open sizes, and then fails."""
+    """Pieces of one size as slices: torch's exporter makes sequences of open sizes, and then fails."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.chunk, torch.Tensor.chunk):
-            return func(*args, **(kwargs or {}))
-
-        def chunk(whole: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
-            step = (whole.shape[dim] + chunks - 1) // chunks
-            ends = [(i + 1) * step if i + 1 < chunks else None for i in range(chunks)]
-            along = [
-                (slice(None),) * (dim % whole.dim()) + (slice(i * step, ends[i]),) for i in range(chunks)
-            ]
-            return tuple(whole[each] for each in along)
-
-        given = dict(zip(("input", "chunks", "dim"), args, strict=False)) | dict(kwargs or {})
-        return chunk(given["input"], given["chunks"], given.get("dim", 0))
+        pieces = func(*args, **(kwargs or {}))
+        if func not in (*_CHUNK, *_SPLIT):
+            return pieces
+        named = {"dim": 0, **(kwargs or {})}
+        names = [{"input": 0, "tensor": 0, "self": 0, "dim": 2}.get(name, 1) for name in named]
+        given = dict(zip(names, named.values(), strict=True)) | dict(enumerate(args))
+        whole, size, dim = given[0], given[1], given[2]
+        if not isinstance(size, int | torch.SymInt):
+            return pieces
+        if func in _CHUNK:
+            size = (whole.shape[dim] + size - 1) // size
+        ends = [(i + 1) * size for i in range(len(pieces) - 1)]
+        along = [slice(a, b) for a, b in zip([0, *ends], [*ends, None], strict=True)]
+        return tuple(whole[(slice(None),) * (dim % whole.dim()) + (each,)] for each in along)
 
 
 class _Module(torch.nn.Module):

@@ -51,14 +51,14 @@ def centred_body(x: torch.Tensor, *, kind: str) -> torch.Tensor:
     return y.transpose(-1, -2) if kind == "swapped" else y
 
 
-@twinop.triton_op("looped(Tensor x) -> Tensor", body=lambda x: x if x.sum() > 0 else -x, domain="bodies")
-def looped(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 def gated_body(x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return a * torch.sigmoid(b)
+    half = x.shape[-1] // 2
+    (a, b), (c, d), (e, f) = x.chunk(2, -1), x.split(half, -1), x.tensor_split(2, -1)
+    (g, h), (i, j) = torch.split(x, dim=-1, split_size_or_sections=half), torch.unsafe_chunk(x, 2, dim=-1)
+    (k, m), (n, o) = torch.unsafe_split(x, half, -1), x.split([half, x.shape[-1] - half], -1)
+    p, q = x.unflatten(-1, (2, -1)).unbind(-2)
+    r, s = x[..., :half] + x.narrow(-1, 0, half), x[..., half:] + x.narrow(-1, half, half)
+    return (a + c + e + g + i + k + n + p + r) * torch.sigmoid(b + d + f + h + j + m + o + q + s)
 
 
 @twinop.triton_op(
@@ -98,7 +98,7 @@ def model(
 
 @pytest.mark.parametrize("shape", [(3, 8), (1, 2), (4, 6, 10)], ids=str)
 def test_halves_of_open_sizes(shape: tuple[int, ...]) -> None:
-    """torch's exporter splits into a sequence for `chunk`, and fails."""
+    """torch's exporter splits into a sequence for `chunk` and `split`, and fails."""
     made = model(gated, [{}], [f"n{i}" for i in range(len(shape))])
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
     x = torch.randn(*shape)
@@ -141,8 +141,18 @@ def test_several_ranks_that_are_unknown_are_refused() -> None:
         model(centred, [{}, {}], None, ["a", "b", "c"])
 
 
-def test_what_has_no_translation() -> None:
-    with pytest.raises(
-        ExportError, match=r"the body of bodies::looped \(test_torch_bodies.py:\d+\) cannot be"
-    ):
-        model(looped, [{}], [3])
+BODIES = {
+    "its function mode": lambda x: x.mode(-1, keepdim=True).values + x,
+    "not the same for all sizes, as a": lambda x: x if x.shape[-1] > 10 else -x,
+    "not the same for all sizes": lambda x: torch.cat(x.split(4, -1)[::-1], -1),
+    "data-dependent": lambda x: x if x.sum() > 0 else -x,
+}
+
+
+@pytest.mark.parametrize("reason", BODIES)
+def test_what_has_no_translation(reason: str) -> None:
+    name = f"odd{len(reason)}"
+    op = twinop.triton_op(f"{name}(Tensor x) -> Tensor", body=BODIES[reason], domain="bodies")(lambda x: x)
+    message = rf"the body of bodies::{name} \(test_torch_bodies.py:\d+\) cannot be .*{reason}.* Write it with"
+    with pytest.raises(ExportError, match=message):
+        model(op, [{}], [8])
