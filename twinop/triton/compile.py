@@ -65,6 +65,13 @@ class Source:
         parts = (self.signature, self.constants, self.attributes, self.options)
         return (id(self.kernel), *(repr(sorted(part.items())) for part in parts))
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The constants that are ints, by the parameter's name."""
+        names = list(self.signature)
+        constants = {names[place[0]]: value for place, value in self.constants.items() if len(place) == 1}
+        return {name: value for name, value in constants.items() if type(value) is int}
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -89,20 +96,20 @@ def compile_kernels(
         check_ptx: whether ptxas, which takes a third of the time, tells if the PTX is valid for its target.
 
     Returns:
-        For each source the kernel, or the message why Triton refuses it.
+        For each source the kernel, or the message why it does not compile: Triton refuses it, or it needs
+        more shared memory than one of the architectures has.
 
     Raises:
-        BuildError: this Triton does not know an architecture, or a kernel needs more shared memory than one
-            has. The largest are compiled first.
+        BuildError: this Triton does not know an architecture.
     """
     if not sources:
         return []
     for arch in archs:
         _check_known(arch)
-    made: list[dict[int, Any]] = [dict.fromkeys(archs) for _ in sources]
+    made: list[dict[int, Any]] = [{} for _ in sources]
     portable = max((arch for arch in archs if arch <= _LAST_PORTABLE), default=_LAST_PORTABLE)
     with _settings(), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for arch in sorted(archs, key=_shared_memory):
+        for arch in archs:
             for of_source, result in zip(made, _run(pool, sources, arch), strict=True):
                 of_source[arch] = result
         with nullcontext() if check_ptx else _without_ptxas():
@@ -123,6 +130,7 @@ def _compiled(source: Source, by_arch: Mapping[int, Any], text: Any, portable: i
     for arch, result in by_arch.items():
         if isinstance(result, Exception):
             raise _failure(source, arch, result) from result
+        _check_memory(source, arch, result.metadata)
     images = [
         _image(f"{arch}a" if arch > _LAST_PORTABLE else str(arch), result.asm["cubin"], result.metadata)
         for arch, result in by_arch.items()
@@ -191,7 +199,7 @@ def _run(pool: ThreadPoolExecutor, sources: Sequence[Source], arch: int, **optio
     def run(source: Source, tries: int = 5) -> Any:
         specialised = dict(source.signature), dict(source.constants), dict(source.attributes)
         try:
-            made = compile(
+            return compile(
                 ASTSource(source.kernel, *specialised),
                 target=target,
                 options={**source.options, **options},
@@ -200,15 +208,10 @@ def _run(pool: ThreadPoolExecutor, sources: Sequence[Source], arch: int, **optio
             # CPython 3.11 counts the depth of ast.parse for all threads together (gh-106905).
             again = tries > 1 and isinstance(error, SystemError) and "AST constructor" in str(error)
             return run(source, tries - 1) if again else error
-        if "ptx_version" not in options:
-            _check_memory(source, arch, made)
-        return made
 
-    largest = sorted(sources, key=lambda source: -max(_sizes(source).values(), default=0))
     driver.set_active(_Driver(target))
     try:
-        made = dict(zip(map(id, largest), pool.map(run, largest), strict=True))
-        return [made[id(source)] for source in sources]
+        return list(pool.map(run, sources))
     finally:
         driver.set_active(None)  # the real one, made when it is used
 
@@ -250,28 +253,18 @@ def _known_architectures() -> frozenset[int]:
     return frozenset(number for number in known if number >= 75)
 
 
-def _shared_memory(arch: int) -> int:
-    return SHARED_MEMORY.get(arch, max(SHARED_MEMORY.values()))
-
-
 def _check_memory(source: Source, arch: int, made: Any) -> None:
-    needed, limit = made.metadata.shared, _shared_memory(arch)
-    if needed > limit * 1024:
+    limit = SHARED_MEMORY.get(arch, max(SHARED_MEMORY.values()))
+    if made.shared > limit * 1024:
         raise BuildError(
-            f"{source.label}: it needs {needed / 1024:.0f} KiB of shared memory on compute capability {arch}"
-            f", which has {limit}. {_cure(source)}, or build without {arch}"
+            f"{source.label}: it needs {made.shared / 1024:.0f} KiB of shared memory on compute capability "
+            f"{arch}, which has {limit}. {_cure(source)}, or build without {arch}"
         )
-
-
-def _sizes(source: Source) -> dict[str, int]:
-    names = list(source.signature)
-    constants = {names[place[0]]: value for place, value in source.constants.items() if len(place) == 1}
-    return {name: value for name, value in constants.items() if type(value) is int}
 
 
 def _cure(source: Source) -> str:
     """Says what makes a kernel take less shared memory, with the numbers that it was compiled with."""
-    blocks = [f"{name}={value}" for name, value in _sizes(source).items() if value >= 16]
+    blocks = [f"{name}={value}" for name, value in source.sizes.items() if value >= 16]
     stages = source.options.get("num_stages")
     fewer = [f"num_stages={stages - 1}"] if isinstance(stages, int) and stages > 1 else ["num_stages=1"]
     loops = f"tl.range(..., num_stages=1) in its loops, or {fewer[0]} where it is launched"
