@@ -36,8 +36,8 @@ def load_model(spec: str, what: str) -> tuple[torch.nn.Module, Any]:
             "or of a Module class with a method example_inputs()"
         )
     is_file = place.endswith(".py") or "/" in place
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(len(sys.path) if is_file else 0, here)
+    if not is_file and (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     module = _import_file(Path(place), what) if is_file else _import_module(place, what)
     if name not in vars(module):
         available = [

@@ -109,9 +109,11 @@ async def _all(port: int, exchange: Exchange, message: memoryview, clients: int,
     gate = asyncio.Event()
 
     async def one() -> str:
-        streams = await asyncio.open_connection("127.0.0.1", port)
-        with contextlib.closing(streams[1]):
+        try:
+            streams = await asyncio.open_connection("127.0.0.1", port)
+        finally:
             connected.release()
+        with contextlib.closing(streams[1]):
             await gate.wait()
             try:
                 return await exchange(streams, message, int(part * len(message)))

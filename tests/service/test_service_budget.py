@@ -2,9 +2,10 @@
 
 import json
 import queue
+import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -133,14 +134,19 @@ def small(tmp_path: Path) -> Iterator[Served]:
 def test_slow_bodies_give_their_bytes_back(small: Served) -> None:
     head = b"POST /v2/models/largest/infer HTTP/1.1\r\nContent-Length: %d\r\n"
     head += b"Inference-Header-Content-Length: 9\r\n\r\n"
-    connections = [small.connect() for _ in range(16)]  # the request below may take the place of some
-    for connection in connections:
-        connection.sendall(head % (2 * MIB) + bytes(MIB))
-    wait_until(lambda: "(max_bytes_in_flight)" in over_http(small, MIB), 8)
+    connections: list[socket.socket] = []
+
+    def is_refused() -> bool:
+        """Each holds its bytes for 8 s, in which a busy machine may send few of them."""
+        connections.append(small.connect(60))
+        connections[-1].sendall(head % (2 * MIB) + bytes(MIB))
+        return "(max_bytes_in_flight)" in over_http(small, MIB)
+
+    wait_until(is_refused, 60)
     assert small.infer("relu", X).status == 200
-    wait_until(lambda: over_http(small, MIB) == "ok")
-    statuses = {connection.recv(1000).split()[1] for connection in connections}
-    assert statuses == {b"408", b"503"}
+    wait_until(lambda: over_http(small, MIB) == "ok", 60)
+    statuses = [connection.recv(1000).split()[1] for connection in connections]
+    assert b"408" in statuses and {*statuses} <= {b"408", b"503"}
     for connection in connections:
         connection.close()
 
@@ -156,14 +162,19 @@ def test_more_connections_than_allowed(small: Served) -> None:
 
 def test_slow_grpc_messages_give_their_bytes_back(small: Served) -> None:
     """Only the first half of each arrives."""
-    with ThreadPoolExecutor() as pool:
-        sending = pool.submit(outcomes, small, "grpc", "largest", MIB, 16, part=0.5)
-        wait_until(lambda: outcomes(small, "grpc", "largest", MIB, 1) != ["ok"], 8)
+    with ThreadPoolExecutor(16) as pool:
+        sending: list[Future[list[str]]] = []
+
+        def is_refused() -> bool:
+            sending.append(pool.submit(outcomes, small, "grpc", "largest", MIB, 4, part=0.5))
+            return "(max_bytes_in_flight)" in outcomes(small, "grpc", "largest", MIB, 1)[0]
+
+        wait_until(is_refused, 60)
         assert small.infer("relu", X).status == 200
-        wait_until(lambda: outcomes(small, "grpc", "largest", MIB, 1) == ["ok"])
-        said = sending.result()
+        wait_until(lambda: outcomes(small, "grpc", "largest", MIB, 1) == ["ok"], 60)
+        said = [each for sent in sending for each in sent.result()]
     late = [each for each in said if "did not arrive within 8 s (body_seconds)" in each]
-    assert 0 < len(late) < 16 and all(each in late or "(max_bytes_in_flight)" in each for each in said)
+    assert late and all(each in late or "(max_bytes_in_flight)" in each for each in said)
 
 
 def test_more_calls_than_allowed(small: Served) -> None:
