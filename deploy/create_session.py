@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinop.errors import LibraryError, TwinopWarning, in_command
+from twinop.errors import LibraryError, TwinopWarning, in_command, option
 from twinop.find import package_key
 from twinop.installation import version_numbers
 from twinop.library import Library
@@ -159,7 +159,11 @@ def _libraries(model: Model, library: Libraries | bool, allow: bool) -> list[Sea
     if domains:
         of = "" if domains == {DOMAIN} else f" for {', '.join(sorted(domains))}"
         packages = [model.metadata.get(package_key(domain), "") for domain in sorted(domains)]
-        how = "name the library (--library)" if in_command() else "pass library=False if that is intended"
+        how = (
+            f"name the library ({option('library')})"
+            if in_command()
+            else "pass library=False if that is intended"
+        )
         if any(packages):
             how = f"pip install {' '.join(filter(None, packages))}, or {how}"
         warnings.warn(
@@ -271,7 +275,13 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider]) -> 
                 "these session options have a custom-op library already, and ONNX Runtime takes one per "
                 "domain and session. Pass fresh options each time, or library=False to use what they have"
             ) from error
-        raise RunError(f"{model.name}: ONNX Runtime refuses it: {error}") from error
+        said = str(error).partition(", inferred types:")[0]  # a list of all types
+        if where := [node.label for node in model.nodes if " in function " in node.label]:
+            said += (
+                f". It infers few types in functions, and {where[0]} is in one: twinop.export.attach_bodies "
+                "puts such functions into the graph"
+            )
+        raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}") from error
 
 
 def _source(ort: Any, model: Model) -> str | bytes:

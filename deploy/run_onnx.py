@@ -104,6 +104,10 @@ def _run(
         return True
     comparisons = _compare_with_torch(used, observed, feeds, PROVIDERS[provider], path.parent)
     out.print(_parity_table(comparisons, ran))
+    compared = {each.node for each in comparisons}
+    inner = [node.label for node in custom_nodes(observed) if node.proto.name not in compared]
+    if where := ", ".join(inner):
+        out.print(f"not compared, since not in the main graph: {where}", markup=False, highlight=False)
     return all(each.equal is not False for each in comparisons)
 
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
 
 from twinop.errors import ExportError, option
 from twinop.record import Record
@@ -27,7 +28,8 @@ def attach_bodies(
     """Gives each of twinop's ops in a model its function body, for runtimes without the library.
 
     The nodes get every attribute, also those at their defaults: onnx.inliner does not read a function's.
-    Where only some nodes of an op omit an optional input, they get its default tensor.
+    Where only some nodes of an op omit an optional input, they get its default tensor. Nodes in functions of
+    the model's own get into the graph with them: ONNX infers no types in functions.
 
     Args:
         model: an `onnx_ir.Model`, which is changed in place, or an `onnx.ModelProto`, which is left as it is.
@@ -43,7 +45,11 @@ def attach_bodies(
     """
     if isinstance(model, onnx.ModelProto):
         return ir.to_proto(attach_bodies(ir.from_proto(model), records, allow_missing=allow_missing))
-    attach_to_calls(model, find_calls(model, records_or_loaded(records)), allow_missing=allow_missing)
+    records = records_or_loaded(records)
+    ours = {record.domain for record in records.values()}
+    if any(node.domain in ours for function in model.functions.values() for node in function.all_nodes()):
+        InlinePass(lambda function: function.domain not in ours)(model)
+    attach_to_calls(model, find_calls(model, records), allow_missing=allow_missing)
     return model
 
 

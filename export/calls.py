@@ -138,7 +138,7 @@ def op_nodes(model: ir.Model, records: Mapping[str, Record]) -> dict[tuple[str, 
 
 def paths_in_use(model: ir.Model, libraries: Iterable[Library]) -> list[Path]:
     """Returns the files of the libraries that have an op of a model's nodes."""
-    nodes = {(node.domain, node.op_type) for node in model.graph.all_nodes()}
+    nodes = {(node.domain, node.op_type) for graph in graphs_of(model) for node in graph.all_nodes()}
     return [library.path for library in in_use(libraries, nodes)]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from twinop.errors import LibraryError
+from twinop.errors import LibraryError, TwinopWarning
 from twinop.find import find_library_of
 from twinop.kernel_op import DECLARED, KernelOp, describe_source
 from twinop.library import read_library
@@ -43,7 +43,9 @@ def _library_of(declared: KernelOp) -> Path | None:
     """Returns the op's library, unless there is none or the op's file has changed since it was built."""
     for find in (library_beside(declared.file), lambda: find_library_of(declared.domain)):
         try:
-            library = read_library(find())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TwinopWarning)  # the one below says more
+                library = read_library(find())
         except LibraryError:
             continue
         if library.domain != declared.domain or declared.name not in library.records:
@@ -55,6 +57,7 @@ def _library_of(declared: KernelOp) -> Path | None:
         warnings.warn(
             f"{library.path} was built from another version of {declared.file.name}: its ops run without the "
             f"library. Build it again: twinop build {declared.file.name}",
+            TwinopWarning,
             stacklevel=2,
         )
         return None

@@ -7,7 +7,10 @@ Most are subclasses of their counterparts in torch.nn, with the same arguments, 
 from typing import Any
 
 import torch
+import torch.fx
 from torch import nn
+
+from twinop.errors import TwinopError
 
 from .registry import functions
 
@@ -99,7 +102,7 @@ class CustomLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        axis = _first_axis(self, x)
+        axis = _first_axis(x, self.normalized_shape, type(self).__name__ if self.weight is None else "")
         return functions["layer_norm"](x, self.weight, self.bias, axis, self.eps)
 
 
@@ -140,24 +143,33 @@ class CustomRMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1 - self.offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        axis = _first_axis(self, x)
+        axis = _first_axis(x, self.normalized_shape, type(self).__name__ if self.weight is None else "")
         eps = self.eps
         if eps is None:
-            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+            eps = _default_eps(x)
         return functions["rms_norm"](x, self.weight, axis, eps, self.offset)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
 
 
-def _first_axis(norm: nn.LayerNorm | nn.RMSNorm, x: torch.Tensor) -> int:
-    """The first normalized dimension, counted from the end."""
-    axis = -len(norm.normalized_shape)
-    # With a weight, the op compares the shapes.
-    if norm.weight is None and tuple(x.shape[axis:]) != tuple(norm.normalized_shape):
+@torch.fx.wrap  # the traces of torch.fx have this call, not the comparison
+def _default_eps(x: torch.Tensor) -> float:
+    return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+
+
+@torch.fx.wrap
+def _first_axis(x: torch.Tensor, normalized_shape: tuple[int, ...], unchecked: str) -> int:
+    """The first normalized dimension, counted from the end.
+
+    Args:
+        unchecked: the name of a norm without a weight. With one, the op compares the shapes.
+    """
+    axis = -len(normalized_shape)
+    if unchecked and tuple(x.shape[axis:]) != tuple(normalized_shape):
         raise RuntimeError(
-            f"{type(norm).__name__}: the input has shape {list(x.shape)}, expected one that ends in "
-            f"normalized_shape = {list(norm.normalized_shape)}"
+            f"{unchecked}: the input has shape {list(x.shape)}, expected one that ends in "
+            f"normalized_shape = {list(normalized_shape)}"
         )
     return axis
 
@@ -198,3 +210,14 @@ class CustomGatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(functions["swiglu"](self.up_proj(x), self.gate_proj(x)))
+
+
+def _refuse_script(module: nn.Module) -> Any:
+    raise TwinopError(
+        f"{type(module).__name__} cannot be compiled by torch.jit.script. Use torch.jit.trace, torch.compile "
+        "or torch.export, or call torch.ops.custom_domain's ops, which scripts can call"
+    )
+
+
+for _module in [each for each in vars().values() if isinstance(each, type) and each.__module__ == __name__]:
+    _module.__prepare_scriptable__ = _refuse_script  # type: ignore[attr-defined]

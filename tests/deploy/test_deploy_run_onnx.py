@@ -16,6 +16,7 @@ from onnx import helper
 from run_command import run_command
 
 from twinop.deploy import node_parity, run_onnx
+from twinop.export import attach_bodies
 
 ROOT = Path(__file__).parents[2]
 
@@ -235,3 +236,31 @@ def test_help_teaches() -> None:
     assert result.returncode == 0
     for word in ("--provider", "--library", "--shape", "custom_relu.onnx", "bit for bit"):
         assert word in " ".join(result.stdout.split()), word
+
+
+def in_functions(levels: int) -> onnx.ModelProto:
+    """CustomRelu in a local function without types, called by functions of `levels` - 1 levels."""
+    opsets = [helper.make_opsetid(*each) for each in (("", 20), ("mine", 1), ("custom_domain", 1))]
+    relu = node("CustomRelu", ["a"], ["b"], "")
+    functions = [helper.make_function("mine", "F1", ["a"], ["b"], [relu], opsets)]
+    for level in range(2, levels + 1):
+        inner = node(f"F{level - 1}", ["a"], ["c"], "", "mine")
+        again = node("CustomRelu", ["c"], ["b"], "")
+        functions.append(helper.make_function("mine", f"F{level}", ["a"], ["b"], [inner, again], opsets))
+    top = node(f"F{levels}", ["x"], ["y"], "", "mine")
+    return model([top], [value("x")], [value("y")], domains=["custom_domain", "mine"], functions=functions)
+
+
+def test_ops_in_local_functions(tmp_path: Path, libraries: dict[str, Path]) -> None:
+    """They are found; what is not compared is named, and so is what helps where ONNX Runtime lacks a type."""
+    result = run_command(in_functions(1), tmp_path, "--provider", "cpu")
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0 and "registered " in said, said
+    assert "not compared, since not in the main graph: node 0 (CustomRelu) in function mine::F1" in said
+    nested = in_functions(2)
+    refused = " ".join(run_command(nested, tmp_path).output.split())
+    assert "(CustomRelu) in function mine::F1 is in one: twinop.export.attach_bodies puts" in refused
+    assert "tensor(int64)" not in refused
+    whole = attach_bodies(nested)
+    assert [each.op_type for each in whole.graph.node] == ["CustomRelu", "CustomRelu"]
+    assert run_command(whole, tmp_path, "--provider", "cpu").exit_code == 0

@@ -186,3 +186,17 @@ def test_an_output_that_is_never_compared(
     assert not list(tmp_path.iterdir())
     report = export(*given, exporter="torchscript", allow_uncompared=True)
     assert any("it was not compared" in note for note in report.notes)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao is deprecated
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_modules_quantized_by_torch_ao(exporter: str, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch_op.CustomReLU())
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    said = (
+        rf"torch's {exporter} exporter cannot.*quantized modules of torch\.ao, as 0 \(Linear\)\. Export the "
+    )
+    with pytest.raises(
+        ExportError, match=said + r"model before it is quantized, .*onnxruntime\.quantization$"
+    ):
+        export(quantized, (torch.ones(2, 4),), tmp_path / "m.onnx", exporter=exporter)

@@ -1,12 +1,19 @@
 """The sources stay readable: no import cycles, no imports from a higher layer."""
 
 import ast
+import inspect
+import re
 import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from twinop.deploy import session
+from twinop.errors import command_line, option
+from twinop.export import export
+from twinop.export.optimize import optimize
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("twinop", "torch_op", "deploy", "export", "testing", "bench")
@@ -114,3 +121,36 @@ def test_what_is_found() -> None:
     }
     assert upward(imports) == ["twinop.torch_op.call imports twinop.export.second"]
     assert set(cycle(imports)) == {"twinop.export.first", "twinop.export.second"}
+
+
+def test_messages_name_options_as_their_reader_gives_them(files: list[str]) -> None:
+    """`bodies=False` in Python is `--no-bodies` to a command: messages ask `twinop.errors.option`."""
+    functions = (export, optimize, session)
+    names = {name for function in functions for name in inspect.signature(function).parameters}
+    said = re.compile(rf"(?<![\w-])({'|'.join(names)})=|--({'|'.join(names)})\b".replace("_", "[_-]"))
+    python_only = re.compile(
+        "library=True: |with profile=True|library=False|twinop optimize|^import "
+    )  # of a session
+    commands = re.compile("command|to_onnx|run_onnx|service|pack|doctor|check.py|serve.py")
+    wrong = []
+    for file in files:
+        if not re.match(r"(export|deploy)/[\w/]+\.py$", file) or commands.search(file):
+            continue
+        program = ast.parse((ROOT / file).read_text())
+        documented = {ast.unparse(node) for node in ast.walk(program) if isinstance(node, ast.Expr)}
+        for node in ast.walk(program):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if said.search(text) and ast.unparse(node) not in documented and not python_only.search(text):
+                wrong.append(f"{file}: {text}")
+    assert wrong == []
+
+
+def test_an_option_in_python_and_in_a_command() -> None:
+    calls = (("bodies", False), ("allow_uncompared", True), ("inputs_file", "a.npz"), ("library", None))
+    assert [option(*call) for call in calls] == [
+        "bodies=False", "allow_uncompared=True", "inputs_file='a.npz'", "library=",
+    ]  # fmt: skip
+    with command_line():
+        assert [option(*call) for call in calls] == [
+            "--no-bodies", "--allow-uncompared", "--inputs a.npz", "--library",
+        ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from twinop import torch_op
+from twinop.errors import TwinopError
 
 # Two roundings of a 16-bit type at most: torch's own norms and activations round once as well.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -251,3 +252,21 @@ def test_an_op_that_no_library_has(monkeypatch: pytest.MonkeyPatch) -> None:
     report: list[torch_op.Replacement] = []
     torch_op.replace_modules(nn.SiLU(), report.append)
     assert str(report[0]) == "the model itself: SiLU stays: the loaded libraries have no op silu"
+
+
+@pytest.mark.parametrize("module", [torch_op.CustomReLU(), nn.Sequential(torch_op.CustomRMSNorm(16))])
+def test_jit_script_says_what_to_use(module: nn.Module) -> None:
+    said = r"^Custom\w+ cannot be compiled by torch\.jit\.script\. Use torch\.jit\.trace.*scripts can call$"
+    with pytest.raises(TwinopError, match=said):
+        torch.jit.script(module)
+
+
+@pytest.mark.parametrize("eps", [None, 1e-6])
+@pytest.mark.parametrize("affine", [True, False])
+def test_fx_traces_the_norms(eps: float | None, affine: bool) -> None:
+    x = torch.randn(3, 16)
+    for norm in (torch_op.CustomRMSNorm(16, eps, affine), torch_op.CustomLayerNorm(16, 1e-5, affine)):
+        traced = torch.fx.symbolic_trace(norm)
+        assert torch.equal(traced(x), norm(x))
+        with pytest.raises(RuntimeError, match="has shape"):
+            traced(x[:, :8])
