@@ -87,8 +87,12 @@ def library_of(record: Record) -> Path | None:
 
 def runs_on_cpu(record: Record) -> bool:
     """Whether a loaded op takes CPU tensors: with its kernel, or with the body in its Python module."""
-    has_kernel = "cpu" in record.devices and record.key not in _without_cpu_kernel
-    return has_kernel or record.key in CPU_FUNCTIONS
+    return has_cpu_kernel(record) or record.key in CPU_FUNCTIONS
+
+
+def has_cpu_kernel(record: Record) -> bool:
+    """Whether a loaded op has a kernel for the CPU. Without one, each runtime computes its body."""
+    return "cpu" in record.devices and record.key not in _without_cpu_kernel
 
 
 def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:

@@ -67,6 +67,29 @@ def test_a_difference_is_shown_and_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert result.exit_code == 1 and "NO, 1 of 16 elements differ, by up to 1" in result.output
 
 
+def test_outputs_left_out(tmp_path: Path) -> None:
+    nodes = [node("CustomAddLayerNorm", ["x", "x", "w"], ["y"])]
+    weights = {"w": np.ones(4, np.float32)}
+    result = run_command(model(nodes, [value("x")], [value("y")], initializers=weights), tmp_path)
+    assert result.exit_code == 0 and "yes" in result.output, result.output
+
+
+def test_an_op_without_a_cpu_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runtime computes it with its own operators: last bits may differ, not more."""
+    from twinop.own_op import CPU_FUNCTIONS
+
+    linear = CPU_FUNCTIONS["linear"]
+    inputs, outputs = [value("x", shape=(3, 4))], [value("y", shape=(3, 4))]
+    weights = {"w": np.eye(4, dtype=np.float32)}
+    product = model([node("CustomLinear", ["x", "w"])], inputs, outputs, initializers=weights)
+    for scale, code, verdict in (1, 0, "yes"), (1 + 1e-6, 0, "- (no CPU kernel"), (1.01, 1, "NO, no CPU"):
+        monkeypatch.setitem(
+            CPU_FUNCTIONS, "linear", lambda *args, scale=scale, **kw: scale * linear(*args, **kw)
+        )
+        result = run_command(product, tmp_path, "--provider", "cpu")
+        assert result.exit_code == code and f"CPU    │ {verdict}" in result.output, result.output
+
+
 def test_bits_are_compared_not_values() -> None:
     import torch
 
