@@ -179,11 +179,13 @@ def serve(
     env: Mapping[str, str] | None = None,
     seconds: float = READY_SECONDS,
     program: Sequence[str] = PROGRAM,
+    cwd: Path | None = None,
+    python: str | Path = sys.executable,
 ) -> Iterator[Served]:
     """Run `twinop serve models options` until the block ends; enter it once the server is ready."""
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "log"
-        process = start(models, log_path, *options, env=env, program=program)
+        process = start(models, log_path, *options, env=env, program=program, cwd=cwd, python=python)
         try:
             ready = _wait_until_ready(process, log_path, seconds)
             served = Served(process, ready["http_port"], ready["grpc_port"], log_path, models)
@@ -201,16 +203,19 @@ def start(
     *options: str,
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = PROGRAM,
+    cwd: Path | None = None,
+    python: str | Path = sys.executable,
 ) -> subprocess.Popen[bytes]:
     """Start the server's process, with its output in a file.
 
     Args:
         program: Python's arguments instead of `-m twinop`, for example to replace a part of twinop.
+        python: the interpreter; its environment has the twinop that serves.
     """
     ports = ("--http-port", "0", "--grpc-port", "0")
-    command = (sys.executable, *program, "serve", str(models), *ports, *options)
+    command = (str(python), *program, "serve", str(models), *ports, *options)
     with log_path.open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})})
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})}, cwd=cwd)
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:

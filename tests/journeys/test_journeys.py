@@ -1,0 +1,254 @@
+"""The ways users go, each from an empty folder, with the default options.
+
+A journey asserts what is in the files, and which library answered. It runs without nvcc in CI; with all that
+a machine has, and in a fresh environment with the wheel, in the slow tests.
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from steps import User, assert_close, assert_same_bits, checksum, content
+
+LINEAR, NORM = "custom_domain::CustomLinear", "custom_domain::CustomLayerNorm"
+
+# A linear layer before the op and a norm behind it: the optimizer of the export rewrites both.
+NET = """
+from pathlib import Path
+
+import torch
+from {op} import {op}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, op={op}):
+        super().__init__()
+        self.linear = torch.nn.Linear(48, 48)
+        self.op = op
+        self.norm = torch.nn.LayerNorm(48)
+        if Path("weights.pt").exists():
+            self.load_state_dict(torch.load("weights.pt"))
+
+    def forward(self, x):
+        {forward}
+
+    def example_inputs(self):
+        return (torch.linspace(-2, 2, 8 * 48).sin().view(8, 48),)
+
+
+def meaning(x{attributes}):
+    return {meaning}
+
+
+def twin():
+    return Net(meaning).double()
+"""
+ONE = "return self.norm(self.op(self.linear(x){given}))"
+TWO = """y, total = self.op(self.linear(x){given})
+        return self.norm(y), total"""
+
+MISH = """const T t = Tanh(Softplus(x));
+    return grad_y * Fma(x * Sigmoid(x), (T(1) - t) * (T(1) + t), t);"""
+
+
+def net(op: str, meaning: str, forward: str = ONE, given: str = "", attributes: str = "") -> str:
+    return NET.format(op=op, meaning=meaning, forward=forward.format(given=given), attributes=attributes)
+
+
+def answers(user: User, file: str, own: Path | None = None, accepted: float = 2e-5) -> list[Path]:
+    """A file runs in plain ONNX Runtime, with its libraries and without, and in `twinop run`."""
+    libraries = user.runs(file)
+    assert own is None or own in libraries
+    for given in (libraries, []):  # without libraries, the function bodies answer
+        assert_close(user.asks_plain_runtime(file, *given), user.reads("exact.npz"), accepted)
+    return libraries
+
+
+def deploys(user: User, file: str, own: Path | None = None, accepted: float = 2e-5) -> None:
+    """All that happens to a file: plain ONNX Runtime, `run`, `check`, `serve`, clients, `pack`."""
+    libraries = answers(user, file, own, accepted)
+    expected = user.asks_plain_runtime(file, *libraries)
+    assert user.checks(file) == {str(path): checksum(path) for path in libraries}
+    names = {path.name: checksum(path) for path in libraries}
+    models, *options = user.packs(file)
+    for served in ([file], [models, *options]):
+        with user.serves(*served) as service:
+            assert service.libraries == names
+            assert_same_bits(service.ask(user.feeds(file)), expected)
+
+
+def exports(user: User, own: str, library: Path, bits: str = "") -> str:
+    """Exports the model, in 16 bits too if they are named. The own op stays between what is rewritten."""
+    file = f"net{bits}.onnx"
+    said = user.exports(file, *(["--dtype", bits] if bits else []))
+    assert library.name in said and "torch = ONNX Runtime" in said
+    found = content(user.folder / file)
+    assert found.nodes == [LINEAR, own, NORM] and found.bodies == {LINEAR, own, NORM}
+    return file
+
+
+Way = Callable[[User], None]
+
+
+def elementwise(user: User) -> None:
+    user.makes("mish")
+    user.edits(
+        "mish.h", {"return x * x;": "return x * Tanh(Softplus(x));", "return grad_y * (T(2) * x);": MISH}
+    )
+    user.edits("mish.py", {"op.Mul(x, x)": "op.Mul(x, op.Tanh(op.Softplus(x)))"})
+    user.edits("test_mish.py", {"x * x": "torch.nn.functional.mish(x)"})
+    library = user.builds()
+    user.tests()
+    user.writes(model=net("mish", "torch.nn.functional.mish(x)"))
+    user.trains()
+    deploys(user, exports(user, "mish::CustomMish", library), library)
+    answers(user, exports(user, "mish::CustomMish", library, "float16"), library, 5e-3)
+    # Somewhere else nothing finds the library, and nothing is taken in its place.
+    elsewhere = user.folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(user.folder / "net.onnx", elsewhere)
+    user.folder = elsewhere
+    said = user.twinop("check", "net.onnx", code=1)
+    assert "no library has mish::CustomMish" in said and "name the library (--library" in said
+    assert checksum(library) in user.checks("net.onnx", "--library", str(library)).values()
+
+
+def rowwise(user: User) -> None:
+    user.makes("unit", "rowwise")
+    library = user.builds()
+    user.tests()
+    meaning = "x / (x.square().sum(-1, keepdim=True) + eps).sqrt()"
+    user.writes(model=net("unit", meaning, given=", eps=0.25", attributes=", eps"))
+    user.trains()
+    file = exports(user, "unit::CustomUnit", library)
+    assert content(user.folder / file).attributes["unit::CustomUnit"] == {"eps": 0.25}
+    deploys(user, file, library)
+    if user.has_time:
+        answers(user, exports(user, "unit::CustomUnit", library, "float16"), library, 5e-3)
+
+
+def kernel(user: User) -> None:
+    user.makes("scaled", "kernel")
+    library = user.builds()
+    user.tests()
+    meaning = "(y := scale * x), y.sum().reshape(1)"
+    user.writes(model=net("scaled", meaning, TWO, ", scale=0.02", ", scale"))
+    user.trains()
+    deploys(user, exports(user, "scaled::CustomScaled", library), library)
+    if user.has_time:
+        said = user.exports("half.onnx", "--dtype", "float16", code=1)
+        assert "scaled::scaled" in said and "float32" in said and not (user.folder / "half.onnx").exists()
+
+
+def triton(user: User) -> None:
+    pytest.importorskip("triton", reason="kernels in Python need it")
+    user.makes("twice", "triton")
+    library = user.builds()
+    user.tests()
+    user.writes(model=net("twice", "x.square()"))
+    user.trains()
+    deploys(user, exports(user, "twice::CustomTwice", library), library)
+
+
+def stock_file(user: User) -> None:
+    random = np.random.default_rng(0)
+    arrays = {
+        "w": random.standard_normal((32, 64)) / 6, "b": random.standard_normal(64),
+        "v": random.standard_normal((64, 32)) / 8, "c": random.standard_normal(32),
+        "scale": 1 + random.random(32), "shift": random.standard_normal(32),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("Gemm", ["x", "w", "b"], ["h"]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("MatMul", ["r", "v"], ["m"]),
+        helper.make_node("Add", ["m", "c"], ["a"]),
+        helper.make_node("Add", ["a", "x"], ["s"]),
+        helper.make_node("LayerNormalization", ["s", "scale", "shift"], ["y"]),
+    ]
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 32]) for name in "xy"]
+    weights = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "stock", values[:1], values[1:], weights)
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), user.folder / "stock.onnx")
+    x = random.standard_normal((5, 32))
+    a = {name: array.astype(np.float32).astype(np.float64) for name, array in arrays.items()}
+    s = x + np.maximum(x @ a["w"] + a["b"], 0) @ a["v"] + a["c"]
+    centred = s - s.mean(-1, keepdims=True)
+    y = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + 1e-5) * a["scale"] + a["shift"]
+    np.savez(user.folder / "inputs.npz", x=x)
+    np.savez(user.folder / "exact.npz", y)
+    for file, *options in ["net.onnx"], ["half.onnx", "--dtype", "float16"]:
+        said = user.twinop("optimize", "stock.onnx", "-o", file, *options)
+        assert "libcustom_ops.so" in said and "same outputs" in said
+        found = content(user.folder / file)
+        assert found.nodes == [LINEAR, LINEAR, "custom_domain::CustomAddLayerNorm"]
+        assert found.bodies == set(found.nodes) and found.attributes[LINEAR]["activation"] == b"relu"
+    deploys(user, "net.onnx")
+    answers(user, "half.onnx", accepted=5e-3)
+
+
+OF_THE_MASK = {"Cast", "Where", "Unsqueeze", "Expand"}
+BERT = """
+from pathlib import Path
+
+import torch
+from transformers import BertConfig, BertModel
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+        no_dropout = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+        config = BertConfig(vocab_size=50, max_position_embeddings=32, **sizes, **no_dropout)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        if Path("weights.pt").exists():
+            self.load_state_dict(torch.load("weights.pt"))
+
+    def forward(self, input_ids, attention_mask):
+        return self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+
+    def example_inputs(self):
+        mask = torch.ones(2, 12, dtype=torch.int64)
+        mask[1, 7:] = 0
+        return torch.arange(24).view(2, 12) % 50, mask
+
+
+def twin():
+    return Net().double()
+"""
+
+
+def transformers_model(user: User) -> None:
+    user.writes(model=BERT)
+    user.trains()
+    assert "libcustom_ops.so" in user.exports()
+    found = content(user.folder / "net.onnx")
+    assert Counter(each for each in found.nodes if "::" in each) == {
+        "custom_domain::CustomEmbedLayerNorm": 1,
+        LINEAR: 2 * 4,  # q, k and v are one
+        "com.microsoft::MultiHeadAttention": 2,
+        "custom_domain::CustomAddLayerNorm": 2 * 2,
+    }
+    assert set(found.nodes) <= {*found.bodies, "com.microsoft::MultiHeadAttention", *OF_THE_MASK, "Split"}
+    deploys(user, "net.onnx", accepted=1e-4)
+    if user.has_time:
+        user.exports("half.onnx", "--dtype", "float16")
+        answers(user, "half.onnx", accepted=1e-2)
+
+
+each_way = pytest.mark.parametrize(
+    "way",
+    [elementwise, rowwise, kernel, triton, stock_file, transformers_model],
+    ids=lambda way: way.__name__,
+)
+
+
+@each_way
+def test_way(way: Way, tmp_path: Path) -> None:
+    way(User(tmp_path))
