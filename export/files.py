@@ -108,6 +108,19 @@ def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
     return [*data, path]
 
 
+def rename(files: Sequence[Path], target: Path) -> list[Path]:
+    """Renames what `save` has written, also within the model."""
+    data = [data_path(target) for _ in files[:-1]]
+    if data:
+        model = onnx.load(files[-1], load_external_data=False)
+        for entry in (entry for tensor in model.graph.initializer for entry in tensor.external_data):
+            entry.value = data[0].name if entry.key == "location" else entry.value
+        onnx.save(model, files[-1])
+    for old, new in zip(files, (*data, target), strict=True):
+        os.replace(old, new)
+    return [*data, target]
+
+
 def publish(files: Sequence[Path], folder: Path) -> None:
     """Moves files into their folder; existing ones are replaced."""
     for file in files:

@@ -5,6 +5,8 @@ within 1e-5 of 1 for 1: log(x + 1e-10) becomes log(x), which is -inf at 0. Here 
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
@@ -70,6 +72,18 @@ _RULES: Sequence[pattern.RewriteRule] = (
 )
 
 
+def _of_its_type(rule: pattern.RewriteRule) -> pattern.RewriteRule:
+    """Returns a rule that only looks at nodes of its pattern's type: some rules walk all nodes for each."""
+    limited, wanted = copy(rule), rule._target_pattern.output_nodes[0].op_identifier()
+
+    def try_rewrite(model: ir.Model, graph: ir.Graph, node: ir.Node, **options: Any) -> Any:
+        same = node.op_identifier() == wanted
+        return rule.try_rewrite(model, graph, node, **options) if same else None
+
+    vars(limited)["try_rewrite"] = try_rewrite
+    return limited
+
+
 def fold_constants(
     model: ir.Model, should_fold: Callable[[ir.Node], bool | None] = lambda node: None
 ) -> None:
@@ -79,9 +93,10 @@ def fold_constants(
         should_fold: whether a node of constants is folded; None leaves it to onnxscript.
     """
     names = [value.name for value in model.graph.inputs]
+    rules_of_types = [*map(_of_its_type, _RULES)]
     for _ in range(_TIMES):
         fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
-        changed = RewritePass(_RULES)(model).modified
+        changed = RewritePass(rules_of_types)(model).modified
         passes.RemoveUnusedNodesPass()(model)
         if not changed:
             break

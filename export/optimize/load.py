@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
@@ -196,12 +197,22 @@ def _external(model: ir.Model) -> list[tuple[ir.Value, ir.ExternalTensor]]:
 
 
 def load_weights(model: ir.Model) -> None:
-    """Loads external data: folding reads it, and files that are written elsewhere cannot refer to it.
+    """Maps external data into memory: folding reads it, and files written elsewhere cannot refer to it.
 
     Raises:
         ExportError: the comparison in fp32 needs more memory than is free.
     """
     _check_memory(model)
+    files: dict[str, np.ndarray] = {}
+    for value, tensor in _external(model):
+        if tensor.dtype.bitwidth < 8 or not tensor.nbytes:
+            continue
+        path, start = str(tensor.path), tensor.offset or 0
+        if path not in files:
+            files[path] = np.asarray(np.memmap(path, np.uint8, "r"))
+        numbers = files[path][start : start + tensor.nbytes].view(tensor.dtype.numpy())
+        array = numbers.reshape(tensor.shape.numpy())
+        value.const_value = ir.tensor(array, dtype=tensor.dtype, name=tensor.name)
     ir.external_data.load_to_model(model)
 
 

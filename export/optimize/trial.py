@@ -26,7 +26,7 @@ from twinop.record import Record
 from ..attach import attach_to_calls
 from ..calls import find_calls, paths_in_use
 from ..comparison import NotRunnable
-from ..files import EXTERNAL_DATA_BYTES, save
+from ..files import EXTERNAL_DATA_BYTES, rename, save
 from ..routes import quiet
 from . import compare, inputs, masks, precision
 from .graph import MICROSOFT, Work, share_constants
@@ -78,6 +78,7 @@ class Trial:
         self.reference = compare.Reference([], [], [], [])
         self.sizes = Sizes(1, 1)
         self.registered: Sequence[Library] = []  # the libraries of the last run
+        self.written: tuple[ir.Model, list[Path]] | None = None  # the last model in fp32, and its files
         self.base, self.opset = model, model.graph.opset_imports.get("")
 
     def make_cases(self, inputs_file: str | os.PathLike[str] | None, allow_uncompared: bool) -> None:
@@ -123,6 +124,8 @@ class Trial:
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(work.model)
         clean(work.model)
         share_constants(work.graph)
+        if masks_shown := {str(shown.name) for lengths, shown in work.lengths.items() if lengths.uses()}:
+            [work.model.metadata_props[RIGHT_PADDED]] = masks_shown
         return work
 
     def verify(self, rewrites: Rewrites) -> tuple[Rewrites, Work]:
@@ -176,8 +179,8 @@ class Trial:
         """
         self.progress("comparing with the original")
         try:
-            path = self._write(model.clone(), "trial.onnx")[-1]
-            answer = compare.run(path, self.library, self.reference.cases)
+            self.written = model, self._write(model.clone(), "trial.onnx")
+            answer = compare.run(self.written[1][-1], self.library, self.reference.cases)
             found, self.registered = answer.outputs, answer.libraries
         except NotRunnable as reason:
             raise compare.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
@@ -263,9 +266,12 @@ class Trial:
     def _convert(self, model: ir.Model) -> int:
         """Converts a model to the wanted dtypes, and returns how many of its nodes compute in fp32."""
         dtype = precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
-        if {dtype, *self.interface.values()} == {ir.DataType.FLOAT}:
-            return 0
-        return precision.convert(model, dtype, self.interface, self.own)
+        return precision.convert(model, dtype, self.interface, self.own) if self._converts() else 0
+
+    def _converts(self) -> bool:
+        """Whether `_convert` changes a model."""
+        dtype = precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
+        return {dtype, *self.interface.values()} != {ir.DataType.FLOAT}
 
     def _milliseconds(self, *paths: Path, stop: float) -> list[float]:
         found = milliseconds(paths, self.reference.cases[0], self.report.device, self.library, stop)
@@ -292,15 +298,17 @@ class Trial:
         report.inlined, report.libraries = self.own.inlined, paths_in_use(model, self.registered)
         if wide := self._convert(model):
             report.notes.append(f"{wide} nodes compute in fp32")
-        if masks := {str(shown.name) for lengths, shown in work.lengths.items() if lengths.uses()}:
-            [mask] = masks
-            model.metadata_props[RIGHT_PADDED] = mask
+        if any(lengths.uses() for lengths in work.lengths):
+            mask = model.metadata_props[RIGHT_PADDED]
             report.notes.append(
                 f"{option('padding', 'right')} promised that {mask} hides nothing but the end of each "
                 "sequence"
             )
         self.progress("writing and checking")
-        files = self._write(model, name)
+        if self.written and self.written[0] is model and not self._converts():
+            files, self.written = rename(self.written[1], self.folder / name), None
+        else:
+            files = self._write(model, name)
         report.nodes_after = len(model.graph)
         kinds = Counter(node.op_type for node in model.graph if node.domain == MICROSOFT)
         report.needs = [f"{MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]

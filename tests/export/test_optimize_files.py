@@ -5,19 +5,25 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from onnxscript.rewriter._matcher import SimplePatternMatcher
 from optimizing import nodes, optimized, parsed, types, weights
 
 from twinop import deploy
 from twinop.errors import ExportError
+from twinop.export import files
 from twinop.export.attach import attach_bodies
+from twinop.export.folding import fold_constants
 from twinop.export.optimize import optimize
+from twinop.export.optimize.timing import milliseconds
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
 
@@ -324,3 +330,56 @@ def test_a_long_name_of_a_file_of_weights(tmp_path: Path) -> None:
     proto.graph.initializer[0].external_data[0].value = "a" * 5000
     source.write_bytes(proto.SerializeToString())
     assert "which is not there (w)" in message(source, tmp_path / "new.onnx")
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_weights_are_written_once(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that was compared is the result, and external data is mapped, not copied."""
+    saved, read = list[Path](), list[np.ndarray]()
+
+    def save(model: ir.Model, path: Path, external_data_bytes: int) -> list[Path]:
+        saved.append(path)
+        return files.save(model, path, limit)
+
+    def convert_to_fp32(model: ir.Model) -> set[ir.DataType]:
+        read.append(model.graph.initializers["w"].const_value.numpy())  # type: ignore[union-attr]
+        return set()
+
+    monkeypatch.setattr("twinop.export.optimize.trial.save", save)
+    monkeypatch.setattr("twinop.export.optimize.optimizer.convert_to_fp32", convert_to_fp32)
+    source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
+    report = optimize(source, tmp_path / "fast.onnx")
+    assert len(saved) == 1 and report.made == {"linear": 1}
+    assert not read[0].flags.writeable  # a view of the file
+    x = np.ones((2, 4), np.float32)
+    expected, found = (
+        deploy.session(path, ["CPUExecutionProvider"]).run({"x": x})["y"] for path in (source, report.path)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_folding_tries_rules_on_nodes_of_their_type_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of onnxscript's rules walks all nodes for each node: quadratic in the number of nodes."""
+    tried = Counter[str]()
+
+    def match(self: SimplePatternMatcher, model: ir.Model, graph: ir.Graph, node: ir.Node, **_: Any) -> Any:
+        tried[node.op_type] += 1
+        return plain(self, model, graph, node, **_)
+
+    plain = SimplePatternMatcher.match
+    monkeypatch.setattr(SimplePatternMatcher, "match", match)
+    lines = "".join(f"v{i + 1} = Tanh (v{i}) " for i in range(50))
+    text = f"(float[N] v0) => (float[N] y) {{ {lines} a = Add (v50, z) y = Add (a, a) }}"
+    model = ir.from_proto(parsed(text, z=np.zeros((), np.float32)))
+    fold_constants(model)
+    assert set(tried) == {"Add"} and [node.op_type for node in model.graph].count("Add") == 1
+
+
+def test_measuring_ends_after_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow model is not run 23 times."""
+    runs = list[Path]()
+    onnx.save(parsed(TEXT, w=weights(4, 3)), tmp_path / "old.onnx")
+    monkeypatch.setattr(deploy.Session, "run", lambda self, feeds: runs.append(self))
+    path = tmp_path / "old.onnx"
+    times, _ = milliseconds([path, path], {"x": np.ones((1, 4), np.float32)}, "cpu", None, stop=0.0)
+    assert len(runs) == 2 and np.isfinite(times).all()
