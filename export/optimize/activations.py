@@ -1,8 +1,9 @@
-"""Fuses GELU and SiLU, however they are written.
+"""Fuses GELU and SiLU, however they are written, and squares after Relu.
 
 Matches: a Mul or Div whose region (`regions.py`) computes GELU (erf or tanh form) or SiLU; ONNX's `Gelu`, and
-`Swish` with its default alpha.
-Writes: CustomGelu, CustomSilu. `linear.py` fuses them with the matrix product before them.
+`Swish` with its default alpha; on CUDA Pow(Relu(x), 2), also as a Mul, which Nemotron has.
+Writes: CustomGelu, CustomSilu, CustomSquare. `linear.py` fuses the first two and Relu with the matrix product
+before them.
 Leaves alone: quick GELU, x * sigmoid(1.702 x), and SiLU after a convolution, because ONNX Runtime fuses them;
 GELU on the CPU, because ONNX Runtime fuses it with the bias.
 """
@@ -41,6 +42,12 @@ def rewrite(work: Work) -> None:
         if node.op_type == "Swish":
             name = "silu" if attribute(node, "alpha", 1.0) == 1.0 else "swish with an alpha"
         _replace(work, node, name, node.inputs[0])
+    for node in work.nodes("Mul", "Pow", domain="") if work.device == "cuda" else ():
+        x, other = node.inputs
+        is_square = other is x if node.op_type == "Mul" else scalar(other) == 2
+        if x is not None and is_square and producer(x, "Relu") and x.dtype is ir.DataType.FLOAT:
+            replace(node.outputs[0], add_op(node, work.records["square"], [x]))
+            work.made["square"] += 1
 
 
 def _match(node: ir.Node, order: Mapping[ir.Node, int]) -> tuple[str, ir.Value] | None:

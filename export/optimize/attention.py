@@ -10,7 +10,7 @@ the right becomes the length of each sequence, if that was promised (`masks.py`)
 and packed inputs are never written, because their kernels are slow.
 Attention on [..., S, D] without a mask, such as Hiera's windows, becomes sequences of one head.
 Leaves alone: scores that are capped or whose softmax is returned, an unknown number of heads, other ranks,
-keys or values of a cache.
+keys or values of a cache, quantised probabilities, which the node would not round.
 """
 
 import math

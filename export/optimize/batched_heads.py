@@ -7,7 +7,19 @@ Writes: the same operators on four dimensions, without the reshapes.
 
 import onnx_ir as ir
 
-from .graph import Work, add, attribute, dims, int_constant, is_constant, only_user, producer, replace, scalar
+from .graph import (
+    Work,
+    add,
+    attribute,
+    dims,
+    int_constant,
+    is_constant,
+    only_user,
+    producer,
+    replace,
+    same_dims,
+    scalar,
+)
 
 _TURNED = [0, 2, 1]
 
@@ -16,6 +28,7 @@ def rewrite(work: Work) -> None:
     for matmul in work.nodes("MatMul", domain=""):
         if len(dims(matmul.outputs[0]) or ()) != 3 or not all(map(_is_joined, matmul.inputs)):
             continue
+        _read_sizes_elsewhere(matmul)
         chain = _to_four_dimensions(matmul)
         heads = (dims(chain[-1].outputs[0]) or [])[1] if chain else None
         if not isinstance(heads, int) or {_heads(value) for value in matmul.inputs} != {heads}:
@@ -29,6 +42,14 @@ def rewrite(work: Work) -> None:
             inputs = [moved if each is value else _with_heads(each, heads, node) for each in node.inputs]
             value, moved = node.outputs[0], add(node, node.op_type, inputs, dtype=moved.dtype, shape=shape)
         replace(last.outputs[0], moved)
+
+
+def _read_sizes_elsewhere(matmul: ir.Node) -> None:
+    """Lets each Shape of a product, which TorchScript's exporter writes, read v, if v has the same one."""
+    v, product = matmul.inputs[1], matmul.outputs[0]
+    if same_dims(dims(v), dims(product)):
+        for node in [use.node for use in product.uses() if use.node.op_type == "Shape"]:
+            node.replace_input_with(0, v)
 
 
 def _is_joined(value: ir.Value | None) -> bool:

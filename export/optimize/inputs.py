@@ -22,7 +22,7 @@ _PASS_THROUGH = (
 _RANDOM = {
     "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
 }  # fmt: skip
-_MOST = 2**27  # elements of an input
+MOST = 18_000_000  # elements of all inputs, of which there are several cases; or of a mask
 _LEAST = 3  # what a difference of two dimensions is raised to, if it would be empty
 _SPECIAL: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "inputs of zeros": np.zeros_like,
@@ -80,7 +80,7 @@ def generate(
         only: the inputs to generate; by default all.
 
     Raises:
-        TooLarge: an input would have too many elements.
+        TooLarge: the inputs would have too many elements.
         ExportError: an input is an index into a table without rows.
     """
     rng = np.random.default_rng(seed)
@@ -89,9 +89,10 @@ def generate(
         value for value in model.graph.inputs
         if value.name not in model.graph.initializers and (only is None or value in only)
     ]  # fmt: skip
-    for value in wanted:
-        if math.prod(by_name[str(value.name)]) > _MOST:
-            raise TooLarge(f"input {value.name} of shape {by_name[str(value.name)]} is too large to try")
+    elements = {str(value.name): math.prod(by_name[str(value.name)]) for value in wanted}
+    if sum(elements.values()) > MOST:
+        largest = max(elements, key=lambda name: elements[name])
+        raise TooLarge(f"input {largest} of shape {by_name[largest]} is too large to try")
     for value in wanted:
         dtype, shape = value.dtype, by_name[str(value.name)]
         assert dtype is not None and value.name is not None

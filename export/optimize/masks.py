@@ -26,7 +26,6 @@ from .prepare import clean
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
 _LONG = 2048  # a length at which windows show, however they are written
 _LARGEST = 4096  # numbers up to this are exceeded; longer masks take too much memory
-_MOST = 18_000_000  # elements of a mask or of an input that are tried
 _SMALL = 8  # elements; larger constants are buffers
 
 Form = tuple[bool, str]
@@ -97,11 +96,11 @@ def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str
     given = given_of(*(mask.value for mask in masks))
     if batch:
         kinds += [(batch, hide) for hide in ("nothing", *inputs.hidden(None))]
-    cases = [
-        inputs.generate(model, replace(sizes, batch=size), hide=hide, seed=seed, only=given)
-        for seed, (size, hide) in enumerate(kinds)
-    ]
     try:
+        cases = [
+            inputs.generate(model, replace(sizes, batch=size), hide=hide, seed=seed, only=given)
+            for seed, (size, hide) in enumerate(kinds)
+        ]
         part = model_of(model, [mask.value for mask in masks])
         found = [run(part, False, [case]).outputs[0] for case in cases]  # one by one: masks may be large
     except (NotRunnable, TwinopError):
@@ -131,7 +130,7 @@ def _try_long(model: ir.Model, mask: _Mask, sizes: inputs.Sizes, name: str) -> b
     least = max((a * b for a in numbers for b in numbers), default=0)  # a window may be their product
     for length in tried:
         long = replace(sizes, batch=1, length=length)
-        if _elements(model, mask.value, long) <= _MOST:
+        if _elements(model, mask.value, long) <= inputs.MOST:
             if _try(model, [mask], long, name):
                 return True
         elif length <= least:

@@ -78,6 +78,8 @@ class OptimizeReport:
             lines.append(f"  libraries: {', '.join(map(str, self.libraries))}")
         if self.needs:
             lines.append(f"  needs ONNX Runtime: {', '.join(self.needs)}")
+        if self.times is not None and self.times[1] > self.times[0] * 1.05:
+            lines.append(f"  {self.dtype} takes longer here than the dtype of the original")
         lines += [f"  no time was measured: {self.untimed}"] if self.untimed else []
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)

@@ -11,6 +11,7 @@ from twinop import deploy
 from .inputs import Case
 
 _RUNS, _WARM_UP = 20, 3
+_LEAST = 1.0  # seconds of runs, also after the time is over: the first ones are slow
 
 
 def milliseconds(
@@ -20,7 +21,7 @@ def milliseconds(
 
     Args:
         device: "cpu" or "cuda".
-        stop: the `time.monotonic()` after which no further run starts.
+        stop: the `time.monotonic()` after which no further run starts, if they have taken a second.
 
     Returns:
         The median time of each model, and the device that it ran on.
@@ -33,6 +34,7 @@ def milliseconds(
     )
     sessions = [deploy.session(path, providers, library) for path in paths]
     times: list[list[float]] = [[] for _ in sessions]
+    stop = max(stop, time.monotonic() + _LEAST)
     for run in range(_WARM_UP + _RUNS):
         if run and time.monotonic() > stop:
             break

@@ -6,6 +6,7 @@ much as the tensors of the node differ.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -123,8 +124,14 @@ def _run(
     """
     try:
         needed, part = given_of(*values), model_of(model, values)
-        cases = [inputs.generate(model, each, hide="right", only=needed) for each in tried]
+        cases, small = list[inputs.Case](), list[Sizes]()
+        for each in tried:
+            with suppress(inputs.TooLarge):
+                cases.append(inputs.generate(model, each, hide="right", only=needed))
+                small.append(each)
+        if not cases:
+            return None
         outputs = run(part, library, cases, until_one_runs=True).outputs
     except (NotRunnable, TwinopError, ValueError):  # a part above 2 GiB
         return None
-    return (tried[len(outputs) - 1], [np.asarray(each) for each in outputs[-1]]) if outputs[-1] else None
+    return (small[len(outputs) - 1], [np.asarray(each) for each in outputs[-1]]) if outputs[-1] else None

@@ -1,6 +1,7 @@
 """Tests that transformers are recognised in the exports of both exporters, and compute the same."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -280,6 +281,25 @@ def test_rewrites_that_are_slower_here_are_reverted(
     assert all(text.startswith("slower here (") for text in report.reverted.values())
     assert report.same == (slow == ["any"]) and bool(report.made) != report.same
     assert report.times is None if report.same else report.times == (10.0, 10.0)
+
+
+@pytest.mark.parametrize("noisy", [1, 9])
+def test_a_result_that_was_slower_once_is_measured_again(
+    noisy: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No report says 33 -> 53 ms of a file that is kept: a later time counts, or the original is kept."""
+    measured = Counter[str]()
+
+    def milliseconds(self: Trial, *paths: Path, stop: float) -> list[float]:
+        measured[paths[0].name] += 1
+        return [33.0, 53.0 if paths[0] == path and measured[path.name] <= noisy else 32.0]
+
+    monkeypatch.setattr(Trial, "_milliseconds", milliseconds)
+    monkeypatch.setattr(Trial, "_slower", lambda self, path, other, stop: (0.0, 0.0))
+    path = exported("bert", "eager", "torchscript", tmp_path)
+    report = optimize(path, tmp_path / "fast.onnx", device="cpu")
+    assert report.times == ((33.0, 32.0) if noisy == 1 else None)
+    assert report.same == (noisy == 9)
 
 
 def test_measuring_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,26 @@ def test_silu_and_what_is_no_activation_of_ours(tmp_path: Path) -> None:
     assert types(model) == {"CustomSilu": 1, "Mul": 3, "Sigmoid": 2, "Conv": 1}
 
 
+@pytest.mark.parametrize(
+    ("square", "dtype"), [("Pow (r, two)", None), ("Pow (r, two)", "float16"), ("Mul (r, r)", None)]
+)
+def test_a_square_after_relu(square: str, dtype: str | None, tmp_path: Path) -> None:
+    """Nemotron's activation. In 16 bits, Pow would stay in fp32, between casts."""
+    text = f"(float[N, 6, 8] x) => (float[N, 6, 4] y) {{ a = MatMul (x, w) r = Relu (a) y = {square} }}"
+    constants = {"w": weights(8, 4), "two": np.array(2, np.float32)}
+    report, model = optimized(parsed(text, **constants), tmp_path, dtype=dtype)
+    assert report.made == {"linear+relu": 1, "square": 1}
+    assert types(model) == {"CustomLinear": 1, "CustomSquare": 1}
+
+
+@pytest.mark.parametrize(
+    "body", ["y = Pow (x, two)", "r = Relu (x) y = Pow (r, three)", "r = Relu (x) y = Mul (r, x)"]
+)
+def test_powers_that_stay(body: str, tmp_path: Path) -> None:
+    numbers = SCALARS | {"two": np.array(2, np.float32)}
+    assert not optimized(parsed(f"{UNARY} {{ {body} }}", **numbers), tmp_path)[0].made
+
+
 def test_a_gelu_of_others_is_no_activation() -> None:
     node = ir.node("CustomTheirGelu", [ir.Value(name="x")], {"approximate": "tanh"}, domain="theirs")
     assert (
@@ -297,6 +317,26 @@ def test_attention_with_heads_in_the_batch(batch: str, alibi: str, sums: str, tm
     assert_same(tmp_path, **sizes)
 
 
+def test_attention_that_reads_the_size_of_its_result(tmp_path: Path) -> None:
+    """torch's TorchScript exporter writes it for BLOOM, where batch and length are dynamic."""
+    text = """(float[B, S, 8] q, float[B, S, 8] k, float[B, S, 8] v) => (float[B, S, 8] y) {
+        qr = Reshape (q, apart) qt = Transpose <perm=[0, 2, 1, 3]> (qr) n = Shape (q)
+        s0 = Gather (n, one) joined_heads = Concat <axis=0> (minus, s0, four) qb = Reshape (qt, joined_heads)
+        kr = Reshape (k, apart) kt = Transpose <perm=[0, 2, 1, 3]> (kr) kb = Reshape (kt, joined_heads)
+        vr = Reshape (v, apart) vt = Transpose <perm=[0, 2, 1, 3]> (vr) vb = Reshape (vt, joined_heads)
+        kk = Transpose <perm=[0, 2, 1]> (kb) s = MatMul (qb, kk) t = Mul (s, scale)
+        scores = Concat <axis=0> (minus, two, s0, s0) w = Reshape (t, scores) p = Softmax (w)
+        rows = Concat <axis=0> (minus, s0, s0) pb = Reshape (p, rows) o = MatMul (pb, vb)
+        size = Shape (o) count = Gather (size, zero) b = Div (count, two) tokens = Gather (size, one)
+        heads = Concat <axis=0> (b, two, tokens, four) oh = Reshape (o, heads)
+        ot = Transpose <perm=[0, 2, 1, 3]> (oh) y = Reshape (ot, joined) }"""
+    numbers = {"zero": 0, "one": 1, "two": 2, "four": 4, "minus": -1}
+    constants = SHAPES | {name: np.array([number]) for name, number in numbers.items()}
+    report, model = optimized(parsed(text, **constants), tmp_path)
+    assert report.made == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Shape")
+    assert_same(tmp_path, q=(4, 6, 8), k=(4, 6, 8), v=(4, 6, 8))
+
+
 def test_scores_that_16_bits_hide(tmp_path: Path) -> None:
     """MPT in fp16 hides scores with the lowest number of fp16."""
     case = (", bool[B, 1, S, T] m", "s = MatMul (qh, kt) t = Where (m, s, low) p = Softmax (t)")
@@ -315,6 +355,15 @@ def test_scores_that_16_bits_hide(tmp_path: Path) -> None:
 def test_attention_that_stays(scores: str, reason: str, tmp_path: Path) -> None:
     report, _ = optimized(parsed(HEADS % ("", scores), **SHAPES), tmp_path)
     assert not report.made and reason in next(iter(report.left))
+
+
+def test_attention_with_quantised_probabilities_stays(tmp_path: Path) -> None:
+    """One node for all of it would not round them: other results than those that were calibrated."""
+    rounded = "e = QuantizeLinear (f, step, offset) p = DequantizeLinear (e, step, offset)"
+    case = ("", f"s = MatMul (qh, kt) t = Mul (s, scale) f = Softmax (t) {rounded}")
+    numbers = SHAPES | {"step": np.array(1 / 255, np.float32), "offset": np.array(0, np.uint8)}
+    report, model = optimized(parsed(HEADS % case, **numbers), tmp_path)
+    assert not report.made and len(nodes(model, "Softmax", "QuantizeLinear", "DequantizeLinear")) == 3
 
 
 CACHES = {
