@@ -70,7 +70,7 @@ class Served:
         with grpc.insecure_channel(address, new) as channel:
             yield GRPCInferenceServiceStub(channel)
 
-    def connect(self, seconds: float = 30) -> socket.socket:
+    def connect(self, seconds: float = 60) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.http_port), seconds)
 
     def ask(
@@ -105,7 +105,7 @@ class Served:
         models = self.ask("GET", "/status").json["models"]
         return {(each["name"], int(each["version"])): (each["state"], each["reason"]) for each in models}
 
-    def exchange(self, data: bytes, seconds: float = 30) -> bytes:
+    def exchange(self, data: bytes, seconds: float = 60) -> bytes:
         """Send raw bytes and return what arrives until the server closes the connection."""
         with self.connect(seconds) as connection:
             connection.sendall(data)
@@ -218,7 +218,7 @@ def start(
         return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(env or {})}, cwd=cwd)
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, f"not so after {seconds:g} s"

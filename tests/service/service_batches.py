@@ -25,7 +25,7 @@ class Doubler:
 
     def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         self.batches.append([part["x"].shape[0] for part in parts])
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         x = np.concatenate([part["x"] for part in parts])
         if (x < 0).any():
             raise ServiceError(INVALID, "negative")
@@ -42,7 +42,7 @@ def batcher(runner: Any, instances: int = 1, **settings: Any) -> Batcher:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -20,7 +20,7 @@ def answers_well(server: Served, times: int = 10) -> None:
             connection.sendall(REQUEST)
             answer = receive(connection)
             assert answer.status == 200 and answer.json["outputs"][0]["data"] == [0, 0, 1, 2]
-            found = stub.ModelInfer(message("relu", -1, 0, 1, 2), timeout=30)
+            found = stub.ModelInfer(message("relu", -1, 0, 1, 2), timeout=60)
             assert list(found.outputs[0].contents.fp32_contents) == [0, 0, 1, 2]
 
 

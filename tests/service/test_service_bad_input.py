@@ -245,7 +245,7 @@ def test_no_message_over_grpc(served: Served, stub: Any, method: str) -> None:
         grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
         pytest.raises(grpc.RpcError) as error,
     ):
-        channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(b"\xff" * 40, timeout=30)
+        channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(b"\xff" * 40, timeout=60)
     assert error.value.code() is INVALID and "not a protobuf message" in error.value.details()
     assert dict(error.value.trailing_metadata())["x-request-id"]
     assert served.metric("twinop_failures_total", reason="invalid") == before + 1
@@ -320,7 +320,7 @@ def test_the_repository_extension_is_off(served: Served, stub: Any) -> None:
         grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
         pytest.raises(grpc.RpcError) as error,
     ):
-        channel.unary_unary(f"/{SERVICE}/RepositoryIndex")(b"", timeout=30)
+        channel.unary_unary(f"/{SERVICE}/RepositoryIndex")(b"", timeout=60)
     assert (error.value.code(), error.value.details()) == (CODES.PERMISSION_DENIED, off)
     assert served.ask("GET", "/v2").json["extensions"] == [
         "binary_tensor_data",

@@ -267,7 +267,7 @@ def test_deadlines_of_any_fraction_are_kept_on_the_loop_that_serves() -> None:
         runner.gate.set()
         await first
 
-    uvloop.run(asyncio.wait_for(test(), 20))
+    uvloop.run(asyncio.wait_for(test(), 60))
 
 
 def test_a_request_without_inputs_and_a_scalar_have_one_row() -> None:

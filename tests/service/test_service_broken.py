@@ -90,7 +90,7 @@ def test_a_kernel_that_hangs_ends_the_server(tmp_path: Path) -> None:
         with suppress(ConnectionError):  # closed already, which says the same to whoever probes
             assert receive(kept).status == 503
         served.is_stopped = True
-        assert served.process.wait(30) == 70
+        assert served.process.wait(60) == 70
         assert said(served, "the server stops, to be started anew: a run of model stall does not end") == 1
 
 
@@ -250,7 +250,7 @@ def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch)
 
         def run(self, parts: Any, outputs: Any) -> Any:
             x = np.concatenate([part["x"] for part in parts])
-            if len(parts) > 1 or self.ended.wait(30.0 if x.min() < 0 else 0.6):
+            if len(parts) > 1 or self.ended.wait(30.0 if x.min() < 0 else 0.2):
                 raise ValueError
             return {"y": x}
 
@@ -261,16 +261,16 @@ def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch)
         return Request("m", {"x": np.full((1, 1), value, np.float32)}, arrived=time.monotonic())
 
     async def test() -> None:
-        queue = Batcher("m", 1, [Failing()], ModelSettings(max_batch_size=8, run_timeout_seconds=2))
+        queue = Batcher("m", 1, [Failing()], ModelSettings(max_batch_size=16, run_timeout_seconds=2))
         first = asyncio.create_task(queue.submit(request(0), ("y",)))
-        asked = [queue.submit(request(value), ("y",)) for value in (1, 2, 3, 4)]
-        assert len(await asyncio.gather(first, *asked)) == 5
+        asked = [queue.submit(request(value), ("y",)) for value in range(1, 13)]
+        assert len(await asyncio.gather(first, *asked)) == 13
         with pytest.raises(ServiceError) as caught:
             await queue.submit(request(-1), ("y",))
         assert caught.value.failure is RUN_TOO_LONG
         assert (await queue.submit(request(1), ("y",))).outputs["y"] == 1
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 @pytest.mark.cuda

@@ -159,7 +159,7 @@ def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"loading\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,6 @@ def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> No
         wait_until(lambda: decoding() >= 5)
         assert served.stop(seconds=50) == 1
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert 503 in outcomes and len(outcomes) == 41
         assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)

@@ -198,4 +198,4 @@ def test_half_frames_do_not_add_up(served: Served, half: str) -> None:
                     receive_all(connection)  # until body_seconds have passed
             else:
                 wait_until(lambda: served.files >= files + 20)  # the server would close them after a minute
-        wait_until(lambda: served.files <= files, 10)
+        wait_until(lambda: served.files <= files)

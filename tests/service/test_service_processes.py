@@ -206,8 +206,8 @@ def test_one_started_anew_loads_what_the_others_have(tmp_path: Path) -> None:
 
 def test_sigterm_lets_all_answer(tmp_path: Path) -> None:
     place(tmp_path, "slow", slow(1000))
-    with serve(tmp_path, *TWO) as served:
-        connections = [served.connect(60) for _ in range(MANY)]
+    with serve(tmp_path, *TWO, "--grace-seconds", "200") as served:  # on a busy machine a run takes seconds
+        connections = [served.connect(200) for _ in range(MANY)]
         for connection in connections:
             connection.sendall(SLOW)
 

@@ -198,7 +198,7 @@ def test_a_cancelled_grpc_call_is_dropped(served: Served, stub: Any) -> None:
 def test_deadlines(served: Served, stub: Any) -> None:
     request = message("slow")
     first = stub.ModelInfer.future(request)
-    time.sleep(0.05)
+    wait_until(lambda: in_flight(served, 1))
     answer = split(
         served.exchange(
             slow_request(parameters={"timeout": 20_000}).replace(b"Host: h", b"Connection: close")

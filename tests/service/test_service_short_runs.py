@@ -53,7 +53,7 @@ def batcher(runner: Noting, may_block: bool = True, **settings: Any) -> Batcher:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 async def ask(queue: Batcher, count: int = 1, **of: Any) -> None:

@@ -38,7 +38,7 @@ def ask_over_both(served: Served, model: str) -> None:
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend(ROW["data"])
     with served.stub() as stub:
         call = stub.ModelInfer.future(
-            request, metadata=tuple(metadata("gRPC", f"gRPC-{model}").items()), timeout=30
+            request, metadata=tuple(metadata("gRPC", f"gRPC-{model}").items()), timeout=60
         )
         assert call.exception() is None or model == "nope"
 

@@ -137,7 +137,7 @@ def over_grpc(server: Served, folder: Path, client: str | None) -> bool:
         pair = (folder / f"{client}.key").read_bytes(), (folder / f"{client}.pem").read_bytes()
     credentials = grpc.ssl_channel_credentials((folder / "server.pem").read_bytes(), *pair)
     with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
-        live: bool = GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=20).live
+        live: bool = GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=60).live
         return live
 
 
@@ -175,7 +175,7 @@ def test_grpc_health(tmp_path: Path) -> None:
             stub = HealthStub(channel)
 
             def is_serving(service: str) -> bool:
-                found: int = stub.Check(HealthCheckRequest(service=service), timeout=20).status
+                found: int = stub.Check(HealthCheckRequest(service=service), timeout=60).status
                 return found == HealthCheckResponse.SERVING
 
             for service in ("", "inference.GRPCInferenceService"):

@@ -153,7 +153,7 @@ def test_what_appears_and_cannot_be_served_is_said_and_disturbs_nobody(
         assert refused.status == 503 and refused.error == "model bad is not ready"
         request = pb.ModelInferRequest(model_name="bad")
         with served.stub() as stub, pytest.raises(grpc.RpcError) as error:
-            stub.ModelInfer(request, timeout=30)
+            stub.ModelInfer(request, timeout=60)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert served.infer("good", ROW).json["outputs"][0]["data"] == [0, 2, 0, 4]
         assert "Traceback" not in served.log_path.read_text()
