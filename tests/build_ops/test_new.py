@@ -8,6 +8,7 @@ import sys
 import zipfile
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 from build_files import twinop
@@ -73,22 +74,11 @@ def test_fifteen_lines_make_mish_of_it(tmp_path: Path) -> None:
     run_pytest(folder)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("elementwise", marks=pytest.mark.slow),
-        pytest.param("rowwise", marks=pytest.mark.slow),
-        "kernel",
-    ],
-)
-def test_it_is_complete_and_green(kind: str, tmp_path: Path) -> None:
-    made = twinop("new", "my_first", "--kind", kind, cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    folder = tmp_path / "my_first"
-    texts = [path.read_text() for path in folder.iterdir()]
-    assert len(texts) == 4 and not any(re.search(r"my_op|MyOp", text) for text in texts)
-    build(folder)
-    run_pytest(folder)
+@pytest.mark.parametrize("kind", ["elementwise", "rowwise", "kernel", "triton"])
+def test_no_name_of_the_template_is_left(kind: Any, tmp_path: Path) -> None:
+    """That the projects build and are green: tests/journeys."""
+    texts = [path.read_text() for path in create_project("my_first", kind, tmp_path).iterdir()]
+    assert len(texts) == 3 + (kind != "triton") and not any(re.search("my_op|MyOp", text) for text in texts)
 
 
 def test_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

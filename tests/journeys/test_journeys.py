@@ -4,7 +4,10 @@ A journey asserts what is in the files, and which library answered. It runs with
 a machine has, and in a fresh environment with the wheel, in the slow tests.
 """
 
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 from onnx import helper, numpy_helper
 from steps import User, assert_close, assert_same_bits, checksum, content
 
+ROOT = Path(__file__).resolve().parents[2]
 LINEAR, NORM = "custom_domain::CustomLinear", "custom_domain::CustomLayerNorm"
 
 # A linear layer before the op and a norm behind it: the optimizer of the export rewrites both.
@@ -60,19 +64,25 @@ def net(op: str, meaning: str, forward: str = ONE, given: str = "", attributes: 
     return NET.format(op=op, meaning=meaning, forward=forward.format(given=given), attributes=attributes)
 
 
-def answers(user: User, file: str, own: Path | None = None, accepted: float = 2e-5) -> list[Path]:
-    """A file runs in plain ONNX Runtime, with its libraries and without, and in `twinop run`."""
+def answers(
+    user: User, file: str, own: Path | None = None, accepted: float = 2e-5
+) -> tuple[list[Path], list[np.ndarray]]:
+    """A file runs in `twinop run`, and in plain ONNX Runtime with its libraries and without.
+
+    Returns:
+        The libraries, and what ONNX Runtime answers with them.
+    """
     libraries = user.runs(file)
     assert own is None or own in libraries
-    for given in (libraries, []):  # without libraries, the function bodies answer
-        assert_close(user.asks_plain_runtime(file, *given), user.reads("exact.npz"), accepted)
-    return libraries
+    with_bodies, found = user.asks_plain_runtime(file), user.asks_plain_runtime(file, *libraries)
+    for each in (with_bodies, found):
+        assert_close(each, user.reads("exact.npz"), accepted)
+    return libraries, found
 
 
 def deploys(user: User, file: str, own: Path | None = None, accepted: float = 2e-5) -> None:
     """All that happens to a file: plain ONNX Runtime, `run`, `check`, `serve`, clients, `pack`."""
-    libraries = answers(user, file, own, accepted)
-    expected = user.asks_plain_runtime(file, *libraries)
+    libraries, expected = answers(user, file, own, accepted)
     assert user.checks(file) == {str(path): checksum(path) for path in libraries}
     names = {path.name: checksum(path) for path in libraries}
     models, *options = user.packs(file)
@@ -252,3 +262,30 @@ each_way = pytest.mark.parametrize(
 @each_way
 def test_way(way: Way, tmp_path: Path) -> None:
     way(User(tmp_path))
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a fresh environment, with the wheel of what ./build.sh has built."""
+    if not (ROOT / "build/libcustom_ops.so").exists():
+        pytest.skip("./build.sh has not run")
+    folder = tmp_path_factory.mktemp("environment")
+    wheels = ["wheel", "--no-index", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT]
+    subprocess.run([sys.executable, "-m", "pip", "-q", *map(str, wheels)], check=True)
+    [wheel] = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    index = ROOT / ".venv/twinop/index"  # torch's, that .venv was made with
+    options = ["--extra-index-url", url] if index.exists() and (url := index.read_text().strip()) else []
+    for pins in ("base", "cpu"):
+        options += ["-c", str(ROOT / f"requirements/{pins}.txt")]
+    packages = [f"twinop[serve,test,triton] @ {wheel.as_uri()}", "torch", "onnxruntime", "transformers"]
+    subprocess.run([folder / "venv/bin/pip", "-q", "install", *options, *packages], check=True)
+    return folder / "venv/bin"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@each_way
+def test_way_with_the_wheel(way: Way, environment: Path, tmp_path: Path) -> None:
+    """In a fresh environment, with all that this machine has: where nvcc is on the PATH, it builds, too."""
+    way(User(tmp_path, environment, os.environ["PATH"], has_time=True))
