@@ -3,6 +3,9 @@
 Each document is read from top to bottom in a folder that looks like the checkout; every block gets a new
 shell. A server that a block starts runs until the end of the document. A block that is not run has a comment
 above it, `<!-- not run: reason -->`. Blocks of `text` are output and pictures: nobody types them.
+
+Python finds only what the page has installed above a block (`./build.sh serve`, `pip install`)
+and what that needs.
 """
 
 import fcntl
@@ -20,9 +23,12 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 from twinop.cli import app
@@ -62,6 +68,15 @@ class Block:
     def first_line(self) -> str:
         return self.text.splitlines()[0]
 
+    @property
+    def installed(self) -> list[str]:
+        """The files of requirements/ that the page has installed above the block."""
+        document, _, line = self.place.partition(":")
+        above = "".join((ROOT / document).read_text().splitlines(keepends=True)[: int(line) + 1])
+        named = set(re.findall(r"\./build\.sh (?:setup )?(serve|bench)\b", above))
+        named |= {"serve"} if "./build.sh bench" in above else set()  # as build.sh does
+        return ["base", "cpu", *sorted(named)]
+
 
 def blocks_of(document: str) -> list[Block]:
     content = (ROOT / document).read_text()
@@ -80,6 +95,44 @@ def blocks_of(document: str) -> list[Block]:
     return found
 
 
+SITE_CUSTOMIZE = """
+import importlib.machinery, sys
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in {absent!r} else super().find_spec(name, path, target)
+sys.meta_path = [Finder if each is importlib.machinery.PathFinder else each for each in sys.meta_path]
+"""
+
+
+def needed(requirements: list[str]) -> set[str]:
+    """The distributions that pip installs for requirements, of those that are here."""
+    rest, seen = [Requirement(text) for text in requirements], set[tuple[str, frozenset[str]]]()
+    while rest:
+        one = rest.pop()
+        key = canonicalize_name(one.name), frozenset(one.extras)
+        if key in seen:
+            continue
+        seen.add(key)
+        with suppress(metadata.PackageNotFoundError):
+            for text in metadata.requires(one.name) or []:
+                of = Requirement(text)
+                if of.marker is None or any(of.marker.evaluate({"extra": e}) for e in {"", *one.extras}):
+                    rest.append(of)
+    return {name for name, _ in seen}
+
+
+def absent_modules(files: list[str], others: list[str]) -> list[str]:
+    lines = "".join((ROOT / f"requirements/{name}.txt").read_text() for name in files).splitlines()
+    asked = [line.partition("#")[0] for line in lines if re.match(r"\w", line)]
+    there = needed([*asked, *others]) | {"twinop", "pip"}
+    return sorted(
+        module
+        for module, of in metadata.packages_distributions().items()
+        if not there & {canonicalize_name(name) for name in of}
+    )
+
+
 @dataclass
 class Reader:
     """Follows a document in `folder`."""
@@ -88,6 +141,7 @@ class Reader:
     server: subprocess.Popen[str] | None = None
     said: dict[str, str] = field(default_factory=dict)  # the output of each block, by its first line
     env: dict[str, str] = field(init=False)
+    pip: list[str] = field(default_factory=list)  # what blocks have installed
 
     def __post_init__(self) -> None:
         for entry in ROOT.iterdir():
@@ -99,7 +153,19 @@ class Reader:
         path = "/usr/local/bin:/usr/bin:/bin"
         self.env = {"PATH": path, "HOME": str(home), "LANG": "C.UTF-8", "OMP_WAIT_POLICY": "PASSIVE"}
 
+    def prepare(self, block: Block) -> None:
+        """Hides the packages that the page has not installed."""
+        if block.language not in ("sh", "python"):
+            return
+        self.pip += re.findall(r"(?m)^\.venv/bin/pip install .*?'(\S+)'", block.text)
+        place = self.folder / "home/site"
+        place.mkdir(exist_ok=True)
+        text = SITE_CUSTOMIZE.format(absent=absent_modules(block.installed, self.pip))
+        (place / "sitecustomize.py").write_text(text)
+        self.env["PYTHONPATH"] = str(place)
+
     def do(self, block: Block) -> None:
+        self.prepare(block)
         {"sh": self.shell, "python": self.python, "toml": self.settings, "cpp": self.cpp}[block.language](
             block
         )
@@ -201,6 +267,16 @@ def ports() -> Iterator[None]:
         yield
 
 
+def follow(reader: Reader, document: str) -> None:
+    blocks = [block for block in blocks_of(document) if block.language != "text" and block.reason is None]
+    with ports() if any("twinop serve " in block.text for block in blocks) else nullcontext():
+        try:
+            for block in blocks:
+                reader.do(block)
+        finally:
+            reader.stop()
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "document",
@@ -213,13 +289,7 @@ def test_blocks(document: str, tmp_path: Path) -> None:
     if not (ROOT / ".venv/bin/twinop").exists():
         pytest.skip("no .venv: ./build.sh has not run")
     reader = Reader(tmp_path)
-    blocks = [block for block in blocks_of(document) if block.language != "text" and block.reason is None]
-    with ports() if any("twinop serve " in block.text for block in blocks) else nullcontext():
-        try:
-            for block in blocks:
-                reader.do(block)
-        finally:
-            reader.stop()
+    follow(reader, document)
     if document == "README.md" and shutil.which("nvidia-smi") is None:
         [shown] = [block.text for block in blocks_of(document) if "Custom nodes against torch" in block.text]
         [said] = [text for first, text in reader.said.items() if first.startswith(".venv/bin/twinop export ")]
