@@ -192,7 +192,7 @@ def generated(
     best: tuple[Reference, Sizes] | None = None
     hidden = inputs.hidden(padding) if inputs.has_mask(model) else ["right", "left"]
 
-    def tried(sizes: Sizes) -> tuple[Reference, Sizes] | None:
+    def tried(sizes: Sizes, hidden: Sequence[str] = hidden) -> tuple[Reference, Sizes] | None:
         nonlocal best
         other = replace(sizes, batch=1, length=sizes.length + 2 * (sizes.length % 2))
         kinds = [(sizes, hide) for hide in hidden]
@@ -211,7 +211,7 @@ def generated(
                 if not reasons:
                     _require_loadable(original, library)
                 reasons.append(str(error).splitlines()[0])
-                break
+                return tried(sizes, hidden[:-1]) if hidden[-1] == "everything" else None
             if best is None or len(found.uncompared(model.graph)) < len(best[0].uncompared(model.graph)):
                 best = found, sizes
             if not best[0].uncompared(model.graph):
@@ -276,21 +276,29 @@ def _require_loadable(original: Path, library: deploy.Libraries) -> None:
         raise ExportError(f"the original cannot be loaded on the CPU: {error}") from error
 
 
-def declare_outputs(model: ir.Model, outputs: Outputs) -> None:
-    """Gives outputs the rank that they have in the runs, where they have none or declare another.
-
-    Declared sizes that a run contradicts become unknown: ONNX Runtime ignores them.
-    """
-    for value, *found in zip(model.graph.outputs, *outputs, strict=True):
+def confirm_shapes(model: ir.Model, reference: Reference) -> None:
+    """Keeps of the shapes of inputs and outputs what no run contradicts: ONNX Runtime ignores the rest."""
+    known: list[dict[str, int]] = [{} for _ in reference.cases]  # the sizes of each case, by name
+    given = {
+        value: [case[name] for case in reference.cases]
+        for value in model.graph.inputs
+        if (name := str(value.name)) in reference.cases[0]
+    }
+    for value, found in (
+        *given.items(),
+        *zip(model.graph.outputs, zip(*reference.outputs, strict=True), strict=True),
+    ):
         if not all(isinstance(each, np.ndarray) for each in found):
             continue
         shape = dims(value)
         if shape is None or any(each.ndim != len(shape) for each in found):
             shape = [None] * found[0].ndim
-        sizes = [{each.shape[axis] for each in found} for axis in range(len(shape))]
-        value.shape = ir.Shape(
-            [
-                None if isinstance(dim, int) and {dim} != size else dim
-                for dim, size in zip(shape, sizes, strict=True)
+        for axis, dim in enumerate(shape):
+            sizes = [each.shape[axis] for each in found]
+            wanted = [
+                names.setdefault(dim, size) if isinstance(dim, str) else dim
+                for names, size in zip(known, sizes, strict=True)
             ]
-        )
+            if sizes != wanted:
+                shape[axis] = f"{value.name}_{axis}" if value in given else None
+        value.shape = ir.Shape(shape)

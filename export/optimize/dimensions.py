@@ -15,6 +15,7 @@ from typing import Any
 
 _LONGEST = 500  # characters; longer names are no expressions
 _LARGEST = 2**31
+_TOTAL = "total_sequence_length"  # onnxruntime-genai's name for the sum of two others
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -74,6 +75,9 @@ def expressions(names: Collection[str]) -> dict[str, Expression]:
     """Returns those of some names of dimensions that are expressions."""
     plain = {name for name in names if not _OPERATOR.search(name)}
     found = {name: each for name in names if name not in plain and (each := _parse(name, plain))}
+    parts = {"past_sequence_length", "sequence_length"}
+    if {_TOTAL, *parts} <= plain and (total := _parse(" + ".join(sorted(parts)), parts)):
+        found[_TOTAL] = total
     plain = {*names} - found.keys()  # now also those such as sequence-length, which may be parts of others
     return found | {name: each for name in plain if (each := _parse(name, plain - {name}))}
 

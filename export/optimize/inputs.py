@@ -210,7 +210,7 @@ def padding_mask(shape: list[int], hide: str) -> np.ndarray:
     batch, length = shape
     if hide == "holes":
         shown = np.random.default_rng(0).random((batch, length)) < 0.6
-        shown[:, 0:3:2], shown[:, 1] = True, length < 3
+        shown[:, 0:3:2], shown[:, 1:2] = True, length < 3
         return shown
     counts = 2 * np.arange(batch) + 2 * (batch == 1)
     if hide in ("nothing", "everything"):

@@ -43,6 +43,7 @@ def load(path: Path) -> ir.Model:
     _check_text(path, model)
     name_standard_domain(model)
     _name_sizes(model)
+    _forget_shapes(model)
     if not len(model.graph) and not model.graph.outputs:
         raise ExportError(f"{path}: is not an ONNX model: it has no nodes and no outputs")
     if any(isinstance(each.value, ir.ExternalTensor) for each in _attributes(model)):
@@ -122,6 +123,17 @@ def _name_sizes(model: ir.Model) -> None:
         if None in (shape := dims(value) or []):
             names = [f"{value.name}_{axis}" if dim is None else dim for axis, dim in enumerate(shape)]
             value.shape = ir.Shape(names)
+
+
+def _forget_shapes(model: ir.Model) -> None:
+    """Removes declared shapes inside the graph, to be inferred anew: ONNX Runtime ignores wrong ones."""
+    results = {output for node in model.graph.all_nodes() for output in node.outputs}
+    for value in results - {*model.graph.outputs}:
+        value.shape = None
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                value.shape = ir.Shape(value.const_value.shape.numpy())
 
 
 def _check_values(path: Path, model: ir.Model) -> None:

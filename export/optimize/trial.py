@@ -100,7 +100,7 @@ class Trial:
             found = compare.generated(self.original, self.base, self.padding, self.library)
             self.reference, self.sizes = found
         self.report.notes += self.reference.uncompared(self.base.graph, allow_uncompared)
-        compare.declare_outputs(self.base, self.reference.outputs)
+        compare.confirm_shapes(self.base, self.reference)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
 
@@ -301,7 +301,7 @@ class Trial:
             model = load(self.unchanged)
             ir.external_data.load_to_model(model)
             split_simplified_norms(model)
-            compare.declare_outputs(model, self.reference.outputs)
+            compare.confirm_shapes(model, self.reference)
             report.libraries = paths_in_use(model, self.registered)
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
         model = work.model

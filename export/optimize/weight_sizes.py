@@ -95,7 +95,12 @@ def _candidates(model: ir.Model, node: ir.Node, sizes: Sizes, library: deploy.Li
     found = {size for varies, array in pairs if varies for size in array.shape}
     wanted = dict.fromkeys(size for _, array in pairs for size in (*array.shape, *_small_integers(array)))
     factors = [each.value for each in node.attributes.values() if each.type is ir.AttributeType.INT]
+    heads = [a + 2 * b for a in factors for b in factors]  # of q, k and v in one tensor
+    divided = [
+        size // each for size in wanted for each in (*factors, *heads) if each > 0 and size % each == 0
+    ]
     wanted |= dict.fromkeys(size * factor for size in wanted for factor in factors)
+    wanted |= dict.fromkeys(divided)
     now, fixed = inputs.sizes_by_name(model, sizes), dict(sizes.fixed)
     names = {dim for value in given_of(*read) for dim in dims(value) or () if isinstance(dim, str)}
     names |= {name for each in expressions(names).values() for name in each.names.values()}

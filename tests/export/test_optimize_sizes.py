@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from optimizing import optimized, parsed, weights
+from optimizing import nodes, optimized, parsed, weights
+from other_sizes import assert_same
 
 from twinop.errors import ExportError
 from twinop.export.comparison import run
@@ -146,3 +147,57 @@ def test_long_masks_do_not_enlarge_images_and_heads(tmp_path: Path, monkeypatch:
         report = optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx", inputs_file=given)
         assert report.made["attention"] == 1
     assert max(elements) < 2**25
+
+
+DECLARED = {
+    "another rank": "float[4, S] p",
+    "one batch": "float[1, S, 8] p",
+    "another size": "float[N, S, 4] p",
+    "one name for two sizes": "float[N, N, 8] p, float[S, S, 2, 4] r",
+    "another order": "float[N, S, 4, 2] r",
+    "a scalar": "float m",
+    "too large a mean": "float[N, S, 8] m",
+    "a weight": "float[3] w",
+    "a constant": "int64 shape",
+}
+
+
+@pytest.mark.parametrize("declared", DECLARED.values(), ids=list(DECLARED))
+def test_wrong_shapes_inside_are_not_believed(declared: str, tmp_path: Path) -> None:
+    """ONNX Runtime ignores them. The file has to be right at other sizes, too."""
+    text = f"""(float[N, S, 8] x) => (float[N, S, 8] y) <{declared}> {{
+        shape = Constant <value = int64[4] {{0, 0, 2, 4}}> () p = MatMul (x, w) r = Reshape (p, shape)
+        n = Shape (p) q = Reshape (r, n) s = Mul (q, q) m = ReduceMean (s, last) v = Add (m, eps) d = Sqrt (v)
+        y = Div (q, d) }}"""
+    given = {"w": weights(8, 8), "last": np.array([-1]), "eps": np.array(1e-3, np.float32)}
+    of_weight = declared.endswith(" w")
+    proto = parsed(text.replace(f"<{declared}>", "") if of_weight else text, **given)
+    if of_weight:
+        proto.graph.value_info.append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, [3]))
+    report, _ = optimized(proto, tmp_path)
+    assert report.made == {"linear": 1, "rms_norm": 1} and not report.reverted
+    assert_same(tmp_path, x=(5, 6, 8))
+
+
+def test_a_decoder_as_onnxruntime_genai_writes_it(tmp_path: Path) -> None:
+    """Its sizes follow from each other in ways that ONNX cannot say; its declared shapes are wrong."""
+    cache = "[batch_size, 2, past_sequence_length, kv_cache_dim]"
+    present = "[batch_size, 2, total_sequence_length, kv_cache_dim]"
+    text = f"""(int64[batch_size, sequence_length] input_ids,
+        int64[batch_size, total_sequence_length] attention_mask, float{cache} k0, float{cache} v0)
+        => (float[batch_size, sequence_length, 32] y, float{present} k1, float{present} v1)
+        <int64 one, float[sequence_length] n> {{
+        one = Constant <value = int64[1] {{1}}> () sum = ReduceSum (attention_mask, one)
+        less = Sub (sum, one) lens = Cast <to=6> (less) shape = Shape (attention_mask)
+        size = Gather (shape, index) total = Cast <to=6> (size) e = Gather (table, input_ids)
+        n = SimplifiedLayerNormalization <epsilon=1e-3> (e, scale)
+        q = MatMul (n, w) k = MatMul (n, wk) v = MatMul (n, wv)
+        a, k1, v1 = com.microsoft.GroupQueryAttention <num_heads=4, kv_num_heads=2>
+            (q, k, v, k0, v0, lens, total)
+        o = MatMul (a, w) r, u, i, s = com.microsoft.SkipSimplifiedLayerNormalization (e, o, scale)
+        y = MatMul (r, w) }}"""
+    given = {name: weights(32, 16, seed=seed) for seed, name in enumerate(("wk", "wv"))}
+    given |= {"w": weights(32, 32), "scale": weights(32) + 1, "table": weights(9, 32), "index": np.array(1)}
+    report, model = optimized(parsed(text, **given), tmp_path)
+    assert {"rms_norm", "add_rms_norm", "linear"} <= report.made.keys() and not report.reverted
+    assert nodes(model, "GroupQueryAttention")
