@@ -39,9 +39,9 @@ def refused(source: Path, target: Path, **options: Any) -> str:
         ({"dtype": "float8e4m3fn"}, "fp8 is not supported yet; expected float16 or bfloat16"),
         ({"dtype": "fp8"}, "fp8 is not supported yet; expected float16 or bfloat16"),
         ({"dtype": "int8"}, "expected one of: float32, float16, bfloat16"),
-        ({"device": "tpu"}, "--device tpu: expected one of: cuda, cpu"),
-        ({"padding": "left"}, "--padding left: expected right"),
-        ({"without": ["linaer"]}, "--without linaer: expected some of: microsoft, embedding, unflatten"),
+        ({"device": "tpu"}, "device='tpu': expected one of: cuda, cpu"),
+        ({"padding": "left"}, "padding='left': expected right"),
+        ({"without": ["linaer"]}, "without='linaer': expected some of: microsoft, embedding, unflatten"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str, model: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_values_without_a_dtype_cannot_be_converted(dtype: str, tmp_path: Path) 
         a = MatMul (x, w) b = com.microsoft.Trilu (a) y = MatMul (b, w) }"""
     onnx.save(parsed(text, w=weights(4, 4)), tmp_path / "old.onnx")
     said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", dtype=dtype)
-    assert f"--dtype {dtype}: the dtypes of some values are not known" in said and "value_info" in said
+    assert f"dtype='{dtype}': the dtypes of some values are not known" in said and "value_info" in said
 
 
 def test_no_shapes(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_inputs_that_break_a_promise(tmp_path: Path) -> None:
     given, mask = tmp_path / "inputs.npz", np.array([[0, 1, 1]], np.float32)
     np.savez(given, x=np.ones((1, 3, 4), np.float32), mask=mask)
     said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", inputs_file=given, padding="right")
-    assert "a mask hides the first token of a sequence, and --padding right promises" in said
+    assert "a mask hides the first token of a sequence, and padding='right' promises" in said
 
 
 def test_a_model_that_does_not_run_on_generated_inputs(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_model_that_does_not_run_on_generated_inputs(tmp_path: Path) -> None:
     text = "(float[N, 4] x) => (float[N, 4] y) { y = Reshape (x, shape) }"
     onnx.save(parsed(text, shape=np.array([1000, 4])), tmp_path / "old.onnx")
     message = refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
-    assert "does not run on generated inputs" in message and "--inputs file.npz: x" in message
+    assert "does not run on generated inputs" in message and "inputs_file='file.npz': x" in message
 
 
 @pytest.mark.parametrize(

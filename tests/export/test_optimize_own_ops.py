@@ -187,7 +187,7 @@ def test_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     report, model = optimized(made(NET, bump()), tmp_path, None)
     assert not own(model) and not bodies(model) and report.inlined == {"mine::CustomBump": 1}
-    assert "1 mine::CustomBump: no library of mine was found. Name one with --library" in str(report)
+    assert "1 mine::CustomBump: no library of mine was found. Name one with library=" in str(report)
     assert [path.name for path in report.libraries] == ["libcustom_ops.so"]
 
 
