@@ -1,10 +1,9 @@
 """The ways users go, each from an empty folder, with the default options.
 
-A journey asserts what is in the files, and which library answered. It runs without nvcc in CI; with all that
-a machine has, and in a fresh environment with the wheel, in the slow tests.
+A journey asserts what is in the files, and which library answered. In CI it builds for the CPU; the slow
+tests build with all that the machine has, in a fresh environment with the wheel.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -288,4 +287,4 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @each_way
 def test_way_with_the_wheel(way: Way, environment: Path, tmp_path: Path) -> None:
     """In a fresh environment, with all that this machine has: where nvcc is on the PATH, it builds, too."""
-    way(User(tmp_path, environment, os.environ["PATH"], has_time=True))
+    way(User(tmp_path, environment, has_time=True))
