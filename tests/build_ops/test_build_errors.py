@@ -280,7 +280,7 @@ def test_a_folder_that_cannot_be_written(
         build(project, tmp_path / "file" / "libtimes.so", CPU)
     monkeypatch.setenv("TWINOP_CACHE", str(tmp_path / "file"))
     with pytest.raises(
-        BuildError, match="cannot be written: Not a directory.*or set TWINOP_CACHE to a folder on"
+        BuildError, match="cannot be written: File exists.*or set TWINOP_CACHE to a folder on"
     ):
         build(project, options=CPU)
 
