@@ -136,7 +136,7 @@ def test_one_function_serves_several_ranks(known: bool) -> None:
 
 
 def test_several_ranks_that_are_unknown_are_refused() -> None:
-    message = r"CustomCentred is not the same for .*Give the model's inputs shapes.*--no-bodies"
+    message = r"CustomCentred is not the same for .*Give the model's inputs shapes.*bodies=False"
     with pytest.raises(ExportError, match=message):
         model(centred, [{}, {}], None, ["a", "b", "c"])
 
