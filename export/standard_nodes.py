@@ -69,7 +69,10 @@ def replace_nodes(
         standard = standard_node(records[op], opset) if op in records else None
         if standard is None:
             known = ", ".join(name for name, record in records.items() if standard_node(record, opset))
-            raise ExportError(f"{option('replace', op)}: no standard operator is this op; there are: {known}")
+            raise ExportError(
+                f"{option('replace', op)}: no standard operator is replaced by an op '{op}'; there are: "
+                f"{known}"
+            )
         by_type[standard.op_type] = records[op], standard
     replaced: Counter[str] = Counter()
     for node in list(model.graph.all_nodes()):

@@ -51,6 +51,7 @@ def build(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow  # tests/journeys does the same through the command line
 def test_fifteen_lines_make_mish_of_it(tmp_path: Path) -> None:
     made = twinop("new", "mish", cwd=tmp_path)
     assert made.returncode == 0, made.stderr

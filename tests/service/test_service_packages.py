@@ -63,6 +63,7 @@ def twinop(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_no_path_is_named(site: Path) -> None:
     """Two packages and twinop's own ops in one model, from an empty folder."""
     assert (

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from twinop.cli import app
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.settings import Policy, ServerSettings, SettingsError, read_settings
-from twinop.errors import LibraryError, TwinopError
+from twinop.errors import LibraryError, TwinopError, command_line
 
 STRICT = Policy()
 
@@ -33,14 +33,14 @@ def test_a_library_in_a_models_folder_needs_permission(
 ) -> None:
     """Nor is another library taken instead of it, such as the installed one."""
     library = beside(libraries, tmp_path, place)
-    with pytest.raises(TwinopError) as error:
+    with command_line(), pytest.raises(TwinopError) as error:
         asyncio.run(repository_of(monkeypatch, tmp_path, *QUICK).load_all())
     for part in (
         f"{library} lies in the model's own folder. A library can do all that this process can",
         "no other one instead of it",
         f"--library {library}",
-        "--allow-model-libraries on the command line",
-        "allow_model_libraries = true under [policy] in the server's twinop.toml",
+        "all who can write to the models' folders: --allow-model-libraries, or allow_model_libraries = true "
+        "under [policy] in the server's twinop.toml",
     ):
         assert part in str(error.value)
     allowed = repository_of(monkeypatch, tmp_path, *QUICK, "--allow-model-libraries")

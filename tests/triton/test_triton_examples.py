@@ -12,17 +12,11 @@ from record_driver import ROOT
 from twinop.library import read_library
 
 EXAMPLES = sorted((ROOT / "examples/triton").glob("*.py"))
-QUICK = "square"  # the others take up to four minutes
 
 
+@pytest.mark.slow  # up to four minutes each; tests/journeys has the same way for an op of its own
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(path, id=path.stem, marks=() if path.stem == QUICK else pytest.mark.slow)
-        for path in EXAMPLES
-    ],
-)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_is_built_and_passes_the_matrix(example: Path, tmp_path: Path) -> None:
     shutil.copy(example, tmp_path)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

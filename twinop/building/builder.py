@@ -183,8 +183,7 @@ class _Steps:
                 return [future.result() for future in futures]
         raise BuildError(
             f"{', '.join(sorted(self.changed))}: changed while it was compiled, {_TRIES} times in a row. "
-            "Build "
-            "again when nothing writes it any more"
+            "Build again when nothing writes it any more"
         )
 
     @contextmanager
