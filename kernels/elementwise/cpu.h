@@ -55,6 +55,10 @@ TWINOP_INLINE auto Evaluate(const F& functor, Values... values) {
   const auto results = functor(values...);
   if constexpr (kTuning<F>.picks || std::is_same_v<S, BFloat16>) {  // Round makes one NaN
     return results;
+  } else if constexpr (kTuning<F>.keeps_nan) {  // a NaN that the processor makes is always the same
+    return ((values == values) && ...)
+               ? results
+               : std::numeric_limits<decltype(functor(values...))>::quiet_NaN();
   } else {
     return OneNan(results);  // not of the values: a functor may have a number for a NaN
   }

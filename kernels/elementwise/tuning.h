@@ -21,6 +21,8 @@ struct HyperbolicTangent;
 template <class T>
 struct SoftPlus;
 template <class T>
+struct Exponential;
+template <class T>
 struct Logarithm;
 template <class T>
 struct Power;
@@ -41,6 +43,9 @@ struct FunctorTuning {
   // On the CPU: the functor calls a function of the C library. It is compiled once, because no
   // instruction set makes it faster.
   bool is_scalar = false;
+  // On the CPU: the functor has one operand, and its result is NaN if that is. The operand is
+  // tested for NaN then, not the result, which takes the test out of the dependency chain.
+  bool keeps_nan = false;
 };
 
 template <class T>
@@ -62,7 +67,9 @@ inline constexpr FunctorTuning kTuning<HyperbolicTangent<T>>{2};
 template <class T>
 inline constexpr FunctorTuning kTuning<SoftPlus<T>>{2, kFloat64Registers<T>};
 template <class T>
-inline constexpr FunctorTuning kTuning<Logarithm<T>>{2};
+inline constexpr FunctorTuning kTuning<Exponential<T>>{1, 0, false, false, true};
+template <class T>
+inline constexpr FunctorTuning kTuning<Logarithm<T>>{2, 0, false, false, true};
 template <class T>
 inline constexpr FunctorTuning kTuning<Power<T>>{2,
                                                  sizeof(T) == 8                ? 64
