@@ -30,6 +30,7 @@ from .servers import GRPC, REST, Server, parsed, started
 
 CLIENTS = 32
 _BROKEN_EACH = 4  # every fourth version is corrupt
+_LOADED = 30.0  # seconds within which a new version is loaded or refused
 
 
 def write_version(folder: Path, version: int, broken: bool = False) -> None:
@@ -95,14 +96,19 @@ async def _swap(server: Server, models: Path, every: float, outcome: Outcome) ->
         broken = version % _BROKEN_EACH == 0
         await asyncio.to_thread(write_version, models, version, broken)
         await asyncio.sleep(every / 2)  # the previous version serves until the new one does
+        end = time.monotonic() + _LOADED
+        while (state := await asyncio.to_thread(_state, server, version)) not in ("ready", "unavailable"):
+            if time.monotonic() > end:
+                break
+            await asyncio.sleep(0.05)
         if broken:
-            outcome.broken[version] = await asyncio.to_thread(_state, server, version)
-            gone = version
+            outcome.broken[version], gone = state, version
         else:
-            outcome.swapped.append(version)
             gone, served = served, version
         shutil.rmtree(models / NAME / str(gone))
         await asyncio.sleep(every / 2)
+        if not broken:
+            outcome.swapped.append(version)  # it had this time to answer
 
 
 async def soak(
