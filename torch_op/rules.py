@@ -6,7 +6,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from twinop.call_checks import check_attributes, check_shapes, describe, infer_shapes
 from twinop.errors import RecordError
@@ -145,7 +144,7 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
             outputs = op(*(arguments | whole).values())
         elif (rows := _rows_of_batch(record, arguments, batched, info.batch_size)) is not None:
             outputs = op(*rows.values())
-        elif isinstance(info.batch_size, torch.SymInt) and free_unbacked_symbols(info.batch_size):
+        elif _depends_on_data(info.batch_size):
             raise RecordError(
                 f"{record.qualified_name} runs once for each example under torch.vmap, and here their number "
                 "depends on data, as with x[mask]. Call the op on the batch, without vmap"
@@ -161,6 +160,15 @@ def vmap_rule(record: Record, op: Rule) -> Rule:
         return outputs, (0 if len(record.outputs) == 1 else (0,) * len(record.outputs))
 
     return rule
+
+
+def _depends_on_data(size: Any) -> bool:
+    if isinstance(size, int):
+        return False
+    # Not at the top: it imports sympy, a fifth of the time that torch takes.
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
 
 
 def _rows_of_batch(
