@@ -1,8 +1,10 @@
 """Shared by all tests: the paths of the libraries, torch with the test ops, no CUDA tests without a GPU."""
 
+import fcntl
 import importlib.util
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -46,6 +48,25 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") is not None and _cuda_devices() == 0:
         pytest.skip("needs an NVIDIA GPU and a torch built for it")
+
+
+@pytest.fixture
+def gpu_alone() -> None:
+    """For a test that reads the free memory of the GPU: no other process runs a `cuda` test then."""
+
+
+@pytest.fixture(autouse=True)
+def _turn_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`cuda` tests of many processes run side by side, those with `gpu_alone` alone."""
+    if request.node.get_closest_marker("cuda") is None:
+        yield
+        return
+    files = [Path(tempfile.gettempdir()) / f"twinop-gpu-{os.getuid()}-{name}" for name in ("next", "tests")]
+    with files[0].open("w") as following, files[1].open("w") as tests:
+        fcntl.flock(following, fcntl.LOCK_EX)  # held while one waits to be alone: no others begin
+        fcntl.flock(tests, fcntl.LOCK_EX if "gpu_alone" in request.fixturenames else fcntl.LOCK_SH)
+        fcntl.flock(following, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ def test_tensors_are_bound_in_place(dtype: str, bound: dict[str, int]) -> None:
     assert bound == {"x": x.data_ptr(), "y": y.data_ptr()}
 
 
-def test_no_memory_beside_the_tensors() -> None:
+def test_no_memory_beside_the_tensors(gpu_alone: None) -> None:
     opened = relu(shape=("N",))
     x = torch.randn(1 << 28, device="cuda")  # 1 GiB
     opened.run({"x": x[:1024]})
@@ -281,7 +281,7 @@ assert torch.equal(y, torch.relu(x[:, 1:]).repeat(40, 1))
 
 
 @pytest.mark.parametrize("op_type, buffers", [("CustomRelu", 1), ("CustomPadAffine", 2)])
-def test_a_chain_runs_in_place(op_type: str, buffers: int) -> None:
+def test_a_chain_runs_in_place(op_type: str, buffers: int, gpu_alone: None) -> None:
     """x -> t1 -> t2 -> y: relu's record lets t2 take t1's memory; pad_affine's does not, so there are two."""
     graph = chain(op_type, 3, shape=(1 << 26,))  # 256 MiB
     if op_type == "CustomPadAffine":

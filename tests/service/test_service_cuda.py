@@ -158,7 +158,7 @@ def test_function_bodies_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @cuda
-def test_memory_comes_back(tmp_path: Path) -> None:
+def test_memory_comes_back(tmp_path: Path, gpu_alone: None) -> None:
     import torch
 
     def used() -> int:
