@@ -247,7 +247,7 @@ def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = Fals
     if floating:  # the widest type in the model, to which the narrower ones convert without loss
         compute = ir.DataType.DOUBLE if "float64" in floating else ir.DataType.FLOAT
 
-    def run(builder: Any, *inputs: ir.Value) -> list[ir.Value]:
+    def run(builder: Any, *inputs: ir.Value, any_float: bool) -> list[ir.Value]:
         ops = BodyOps(builder, calls, opset, compute, by_rank)
         arguments: list[ir.Value | None] = []
         for value in inputs:
@@ -255,7 +255,7 @@ def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = Fals
             floats = {ONNX_TYPES[dtype] for dtype in found.intersection(FLOATING)}
             if value.name not in calls[0].inputs:
                 arguments.append(None)
-            elif floats and floats != {compute}:
+            elif floats and (any_float or floats != {compute}):
                 if found.difference(FLOATING):  # a cast could change an integer
                     raise _mixed_error(record, str(value.name), found)
                 arguments.append(ops.computed(value))
@@ -271,24 +271,41 @@ def trace(body: Body, calls: Sequence[Call], opset: int, *, by_rank: bool = Fals
             )
         results: list[ir.Value] = []
         for name, value in zip(record.outputs, outputs, strict=True):
-            value = _as_output(builder, name, value, calls, inputs)
+            value = _as_output(builder, name, value, calls, inputs, any_float)
             if value.producer() is None or value in results:  # an output must be a node's own
                 value = builder.Identity(value)
             results.append(value)
         return results
 
-    function = build_function(
-        run,
-        [_formal_input(entry.name, dtypes[entry.name]) for entry in record.inputs],
-        domain=record.domain,
-        name=record.onnx_name,
-        attributes=[
-            ir.Attr(entry.name, ATTRIBUTE_TYPES[entry.kind], default_of(entry)) for entry in record.attributes
-        ],
-        opset_imports={"": opset},
-    )
+    def build(any_float: bool) -> ir.Function:
+        return build_function(
+            functools.partial(run, any_float=any_float),
+            [_formal_input(entry.name, dtypes[entry.name]) for entry in record.inputs],
+            domain=record.domain,
+            name=record.onnx_name,
+            attributes=[
+                ir.Attr(entry.name, ATTRIBUTE_TYPES[entry.kind], default_of(entry))
+                for entry in record.attributes
+            ],
+            opset_imports={"": opset},
+        )
+
+    function = build(any_float=False)
+    if compute is ir.DataType.FLOAT and _names_floats(function):
+        function = build(any_float=True)
     _rename(function, record)
     return function
+
+
+def _names_floats(function: ir.Function) -> bool:
+    """Whether constants or casts of a body are of one float type: others' converters to 16 bits keep them."""
+    for node in function.all_nodes():
+        for name, each in node.attributes.items():
+            tensor = each.type is ir.AttributeType.TENSOR and each.value.dtype.is_floating_point()
+            cast = node.op_type == "Cast" and ir.DataType(each.value).is_floating_point()
+            if tensor or cast or name == "value_float":
+                return True
+    return False
 
 
 def _formal_input(name: str, dtypes: set[str]) -> ir.Value:
@@ -297,16 +314,23 @@ def _formal_input(name: str, dtypes: set[str]) -> ir.Value:
 
 
 def _as_output(
-    builder: Any, name: str, value: ir.Value, calls: Sequence[Call], inputs: Sequence[ir.Value]
+    builder: Any,
+    name: str,
+    value: ir.Value,
+    calls: Sequence[Call],
+    inputs: Sequence[ir.Value],
+    any_float: bool,
 ) -> ir.Value:
     """Casts an output to the dtype that each call expects."""
     dtypes = {call.dtypes[name] for call in calls}
-    if len(dtypes) == 1:
-        wanted = ONNX_TYPES[dtypes.pop()]
+    wanted = ONNX_TYPES[min(dtypes)] if len(dtypes) == 1 else None
+    if wanted is not None and not (any_float and wanted.is_floating_point()):
         return value if value.dtype is wanted else builder.Cast(value, to=wanted)
     for like in inputs:
         if all(like.name in call.inputs and call.dtypes[like.name] == call.dtypes[name] for call in calls):
             return builder.CastLike(value, like)
+    if wanted is not None:
+        return builder.Cast(value, to=wanted)
     raise _mixed_error(calls[0].record, name, dtypes)
 
 
