@@ -1,4 +1,4 @@
-"""Tests that tools of others read the files: onnx.inliner, onnxruntime.quantization."""
+"""Tests that tools of others read the files: onnx.inliner, ONNX Runtime's quantization and float16."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnxruntime.quantization import quantize_dynamic
+from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from twinop import torch_op
 from twinop.export import export
@@ -18,6 +19,7 @@ OPS = {
     "layer_norm": torch_op.layer_norm,
     "softmax": torch_op.softmax,
     "gelu": torch_op.gelu,
+    "relu": torch_op.relu,
     "swiglu": lambda x: torch_op.swiglu(x, x),
 }
 
@@ -52,3 +54,13 @@ def test_quantize_dynamic(exporter: str, optimize: bool, tmp_path: Path) -> None
     assert weights.isdisjoint(value.name for value in onnx.load(path).graph.value_info)
     quantize_dynamic(path, tmp_path / "int8.onnx")
     assert any("Integer" in node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_bodies_after_a_conversion_to_float16(name: str, tmp_path: Path) -> None:
+    x, path = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), tmp_path / "m.onnx"
+    export(Call(name), (x,), path, exporter="torchscript")
+    half = convert_float_to_float16(onnx.load(path), keep_io_types=True)
+    session = ort.InferenceSession(half.SerializeToString(), providers=["CPUExecutionProvider"])
+    [found] = session.run(None, {"x": x.numpy()})
+    np.testing.assert_allclose(found, Call(name)(x).numpy(), rtol=4e-3, atol=2e-3)
