@@ -48,14 +48,51 @@ def test_the_reference_of_the_page() -> None:
     assert given.allowed("float32") == 4 and given.gradient_ulps == 64
 
 
-def test_the_functions_of_the_page_are_there() -> None:
-    """Those of functors in math.h, those of launchers in kernel.h and what it includes."""
+def test_the_functions_of_launchers_are_there() -> None:
+    """In kernel.h and what it includes."""
     text = (ROOT / PAGE).read_text()
-    headers = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.h"))
-    headers += "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.cuh"))
-    functors = text.partition("## Functions in a functor")[2].partition("## How")[0]
+    headers = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.*h"))
     launchers = text.partition("## What a launcher reads")[2].partition("## Functions")[0]
-    names = re.findall(r"`([A-Z]\w+)`", functors) + re.findall(r"`([A-Z]\w+)[<(]", launchers)
-    assert len(names) > 12
+    names = re.findall(r"`([A-Z]\w+)[<(]", launchers)
+    assert len(names) > 6
     for name in names:
         assert re.search(rf"\b{name}\b", headers), name
+
+
+STEPS = {  # of the formulas: not for functors
+    *("ReduceByLn2", "SmallExp", "ScaledExp2", "ScaledExp", "LogOrSpecial", "Log1pOfFraction", "Quotient"),
+    *("PartsOfSigmoid", "NormalDistance", "ScaledBell", "Mills", "InverseOfOnePlus", "ClampTanhGelu"),
+    *("Product", "Factors"),
+}
+
+
+def offered() -> set[str]:
+    """The functions of T that the headers of functors define, and those of <cmath> that ReducedFloat has."""
+    math, cpu, polynomials, gelu, numeric = (
+        (ROOT / f"kernels/math/{name}.h").read_text()
+        for name in ("math", "cpu", "polynomials", "gelu", "numeric")
+    )
+    names = set(re.findall(r"(?m)^TWINOP_INLINE \S+ ([A-Z]\w+)\(", math + cpu + polynomials))
+    names |= set(re.findall(r"(?m)^TWINOP_FUNCTION\((\w+), ", math))
+    names |= set(re.findall(r"(?m)^struct (\w+) {\n  TWINOP_INLINE T operator\(\)\(T x\)", gelu))
+    of_reduced = re.findall(r"\bTWINOP_FUNCTION\((\w+)\)|^    (\w+)\(twinop", numeric, re.MULTILINE)
+    names |= {f"std::{one or other}" for one, other in of_reduced}
+    return names - STEPS - {"std::name"}
+
+
+def test_the_page_names_all_functions_of_functors_and_they_compile(tmp_path: Path) -> None:
+    functors = (ROOT / PAGE).read_text().partition("## Functions in a functor")[2].partition("\n## ")[0]
+    calls = re.findall(r"`((?:std::)?\w+(?:<T>{})?\([abcx, ]+\))`", functors)
+    calls = [call for call in calls if not call.startswith(("float(", "int("))]
+    assert {re.split("[<(]", call)[0] for call in calls} == offered()
+    lines = "".join(f"  (void){call};\n" for call in calls)
+    source = (
+        '#include "twinop/math/gelu.h"\nusing namespace twinop;\n'
+        f"template <class T>\nvoid All(T x, T a, T b, T c) {{\n{lines}}}\n"
+    )
+    for T in ("float", "double", "ReducedFloat"):
+        source += f"template void All<{T}>({T}, {T}, {T}, {T});\n"
+    (tmp_path / "functions.cpp").write_text(source)
+    flags = ["-std=c++17", "-fsyntax-only", f"-I{ROOT}/twinop/include"]
+    done = subprocess.run([compiler(), *flags, tmp_path / "functions.cpp"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
