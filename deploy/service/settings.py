@@ -23,7 +23,20 @@ _LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ 
 
 
 class SettingsError(TwinopError):
-    """A setting is unknown, out of range, or contradicts another one."""
+    """A setting is unknown, out of range, or contradicts another one. Long values in the message are cut."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut(message))
+
+
+def cut(message: str, line: int = 1000, lines: int = 20) -> str:
+    """Return the message with the middle of long lines and the last of many lines left out."""
+    kept = [
+        text if len(text) <= line else f"{text[: line // 2]} ... {text[-line // 4 :]}"
+        for text in message.split("\n", lines)[:lines]
+    ]
+    more = message.count("\n") + 1 - len(kept)
+    return "\n".join([*kept, f"  ... and {more} more lines"] if more > 0 else kept)
 
 
 class Control(StrEnum):

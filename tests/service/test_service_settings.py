@@ -129,3 +129,27 @@ def test_a_models_folder_gets_no_more_threads_than_cores(monkeypatch: pytest.Mon
     for asked in ({"intra_op_threads": 100_000}, {"session": {"inter_op_num_threads": 100_000}}):
         with pytest.raises(SettingsError, match="less than or equal to 1024"):
             settings.for_model("theirs", asked)
+
+
+LONG = "v" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "end"),
+    [
+        (f'[model]\nprovider = "{LONG}"', "model.provider: ", ""),
+        (f"[model.provider_options.cuda]\n{LONG} = [1]", "model.provider_options", ""),
+        (f'[model]\nlibrary = "\\u0000{LONG}"', "the path '", "has a NUL character, which none can have"),
+        (f"[model]\n{LONG} = 1", f"model.{LONG[:100]}", ""),
+        (f'[server]\nport = "{LONG}"', "server.port: ", ""),
+        ("[model]\n" + "\n".join(f"a{i} = 1" for i in range(10_000)), "model.a0: no such", "9981 more lines"),
+    ],
+)
+def test_long_values_are_cut_in_messages(text: str, start: str, end: str, tmp_path: Path) -> None:
+    path = tmp_path / "twinop.toml"
+    path.write_text(text)
+    with pytest.raises(SettingsError) as error:
+        read_settings(path, {})
+    said = str(error.value)
+    assert start in said and said.endswith(end)
+    assert len(said) < 20_000 and max(map(len, said.split("\n"))) <= 1000
