@@ -294,6 +294,8 @@ def anchored(section: dict[str, Any], folder: Path) -> dict[str, Any]:
             return tuple(map(absolute, value))
         if "\0" in str(value):
             raise SettingsError(f"{folder}: the path {value!r} has a NUL character, which none can have")
+        if isinstance(value, str | Path) and any(len(os.fsencode(part)) > 255 for part in Path(value).parts):
+            raise SettingsError(f"{folder}: the path {str(value)!r} has a name of more than 255 bytes")
         return folder / value if isinstance(value, str | Path) else value  # pydantic reports other types
 
     return section | {name: absolute(section[name]) for name in _PATHS if section.get(name)}

@@ -140,6 +140,7 @@ LONG = "v" * 200_000
         (f'[model]\nprovider = "{LONG}"', "model.provider: ", ""),
         (f"[model.provider_options.cuda]\n{LONG} = [1]", "model.provider_options", ""),
         (f'[model]\nlibrary = "\\u0000{LONG}"', "the path '", "has a NUL character, which none can have"),
+        (f'[model]\nlibrary = "{LONG}"', "the path '", "has a name of more than 255 bytes"),
         (f"[model]\n{LONG} = 1", f"model.{LONG[:100]}", ""),
         (f'[server]\nport = "{LONG}"', "server.port: ", ""),
         ("[model]\n" + "\n".join(f"a{i} = 1" for i in range(10_000)), "model.a0: no such", "9981 more lines"),
