@@ -31,6 +31,7 @@ def main(**given: Any) -> None:
     """
     with clear_errors():
         # Imported late, because --help needs neither ONNX Runtime nor jinja2.
+        from ..cuda import has_gpu
         from .packing import pack
 
         options = Options(**given)
@@ -52,6 +53,10 @@ def main(**given: Any) -> None:
         table.add_row("image", packed.image)
     for note in contents.notes:
         table.add_row("note", note, style="yellow")
+    if contents.gpu and options.gpu is None and not has_gpu():
+        table.add_row(
+            "note", "this machine has no GPU to serve it on; --cpu packs for the CPU", style="yellow"
+        )
     out.print(table, highlight=False)
     commands = [f"twinop serve {output}/models --allow-model-libraries"]
     if not options.triton:

@@ -264,6 +264,23 @@ def test_gpu_without_gpu_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         read_contents(saved(tmp_path, relu()), [], True, False)
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_packed_for_a_gpu_where_there_is_none(
+    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twinop.deploy import cuda
+    from twinop.deploy.pack import contents
+
+    monkeypatch.setattr(cuda, "has_gpu", lambda: here)
+    monkeypatch.setattr(contents, "_wants_gpu", lambda asked, _: asked is not False)
+    path = saved(tmp_path, relu())
+    said = run(str(path), "-o", str(tmp_path / "unasked"))
+    assert said.exit_code == 0 and "runs on" in said.output
+    assert ("--cpu packs for the CPU" in said.output) == (not here)
+    for asked in ("--gpu", "--cpu"):
+        assert "--cpu packs" not in run(str(path), "-o", str(tmp_path / asked), asked).output
+
+
 def test_library_newer_than_the_images(tmp_path: Path, libraries: dict[str, Path]) -> None:
     library = libraries["custom_relu"]
     assert (2, 2, 5) <= needed_version(library, "GLIBC") <= (2, 39)
