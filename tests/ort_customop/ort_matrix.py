@@ -78,7 +78,7 @@ def run_case(case, folder, arrays):
 
 
 def main(folder):
-    arrays = np.load(folder / "arrays.npz")
+    arrays = dict(np.load(folder / "arrays.npz"))
     print(json.dumps({"onnxruntime": ort.__version__}), flush=True)
     for case in json.loads((folder / "cases.json").read_text()):
         print(json.dumps({"case": case["name"]}), flush=True)  # which one it was if the process dies
