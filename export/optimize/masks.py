@@ -85,6 +85,24 @@ def classify(work: Work, sizes: inputs.Sizes, padding: str | None) -> None:
             work.causal_masks.add(mask.value)
 
 
+def transfer(known: Work, work: Work) -> None:
+    """Fills the fields of `work` that end in `_masks` with those of another work on the same model."""
+    graph = work.graph
+    values = [*graph.inputs, *graph.initializers.values(), *(each for node in graph for each in node.outputs)]
+    by_name = {value.name: value for value in values}
+
+    def same(value: ir.Value) -> ir.Value:
+        return by_name[value.name]
+
+    for mask, (shown, number) in known.padding_masks.items():
+        work.padding_masks[same(mask)] = same(shown), number
+    for mask, shown in known.right_padding_masks.items():
+        work.right_padding_masks[same(mask)] = same(shown)
+    work.causal_masks |= {*map(same, known.causal_masks)}
+    work.empty_masks |= {*map(same, known.empty_masks)}
+    work.finite_masks |= {*map(same, known.finite_masks)}
+
+
 def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:
     """Removes the forms that masks do not have at some lengths. Returns False if they cannot be computed.
 

@@ -103,6 +103,8 @@ class Trial:
         compare.confirm_shapes(self.base, self.reference)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
+        self.classified = Work(self.base, self.report.device, self.records)
+        masks.classify(self.classified, self.sizes, self.padding)
 
     def apply(self, rewrites: Rewrites) -> Work:
         """Applies rewrites to a copy of the model.
@@ -111,7 +113,7 @@ class Trial:
             NotEquivalent: a rewrite raises an exception.
         """
         work = Work(self.base.clone(), self.report.device, self.records)
-        masks.classify(work, self.sizes, self.padding)
+        masks.transfer(self.classified, work)
         for name, rewrite in rewrites.items():
             self.progress(f"rewriting: {name}")
             before = Counter(work.made)
