@@ -129,7 +129,10 @@ SERVER = Server()
 
 def serve() -> None:
     """Answers requests from standard input until it ends."""
-    import onnxruntime  # noqa: F401  (before the first fork, so that no request pays for it)
+    # Before the first fork, so that no request pays for them.
+    import onnxruntime  # noqa: F401
+
+    from twinop.deploy import create_session  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps what ONNX Runtime prints out of the answers
