@@ -16,6 +16,7 @@ END = 1  # also: acknowledged
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Exchange = Callable[[Streams, memoryview, int], Awaitable[str]]
+ANSWER_SECONDS = 120
 
 
 async def _send(writer: asyncio.StreamWriter, data: memoryview) -> None:
@@ -116,7 +117,10 @@ async def _all(port: int, exchange: Exchange, message: memoryview, clients: int,
         with contextlib.closing(streams[1]):
             await gate.wait()
             try:
-                return await exchange(streams, message, int(part * len(message)))
+                sending = exchange(streams, message, int(part * len(message)))
+                return await asyncio.wait_for(sending, ANSWER_SECONDS)
+            except asyncio.TimeoutError:
+                return f"no answer within {ANSWER_SECONDS} s"
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 return repr(error)
 
