@@ -187,6 +187,9 @@ def weight_nk(work: Work, linear: Linear) -> ir.Value:
         assert weight is not None
         known = initializer(work.graph, weight.T, f"{linear.weight.name}_nk")
         work.weights_nk[linear.weight] = known
+        for user in linear.weight.consumers():  # the table of an embedding that shares the weight
+            if user.op_type == "Transpose" and not user.domain and user.graph is work.graph:
+                replace(user.outputs[0], known)
     return known
 
 

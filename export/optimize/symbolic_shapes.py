@@ -79,6 +79,18 @@ def _inference() -> Any:
             super().__init__(*args)
             for op_type in _BROADCASTS:
                 self.dispatcher_[op_type] = partial(self._broadcast, self.dispatcher_.get(op_type))
+            if not self.auto_merge_:
+                for op_type, infer in self.dispatcher_.items():
+                    self.dispatcher_[op_type] = partial(self._name_unknown, infer)
+
+        def _name_unknown(self, infer: Callable[[Any], None], node: onnx.NodeProto) -> None:
+            """Names each size that is not found: at one without a name the inference would end."""
+            infer(node)
+            for index, name in enumerate(node.output):
+                shape = self.known_vi_[name].type.tensor_type.shape if name in self.known_vi_ else None
+                for axis, dim in enumerate(shape.dim if shape is not None else ()):
+                    if not dim.HasField("dim_value") and dim.dim_param not in self.symbolic_dims_:
+                        dim.dim_param = str(self._new_symbolic_dim_from_output(node, index, axis))
 
         def _broadcast(self, infer: Callable[[Any], None] | None, node: onnx.NodeProto) -> None:
             if infer is not None:

@@ -201,3 +201,25 @@ def test_a_decoder_as_onnxruntime_genai_writes_it(tmp_path: Path) -> None:
     report, model = optimized(parsed(text, **given), tmp_path)
     assert {"rms_norm", "add_rms_norm", "linear"} <= report.made.keys() and not report.reverted
     assert nodes(model, "GroupQueryAttention")
+
+
+def test_sizes_of_a_cache_whose_names_do_not_say_that_they_fit(tmp_path: Path) -> None:
+    """The decoders of onnxruntime-genai: the last size of the cache has a name, that of the new keys is 8."""
+    proto = parsed(
+        "(float[B, S, 8] x, float[B, P, D] past) => (float[B, S, 8] y, float[B, T, 8] present) "
+        "{ present = Concat <axis=1> (past, x) s = com.microsoft.QuickGelu (x) y = MatMul (s, w) }",
+        w=weights(8, 8),
+    )
+    report, _ = optimized(proto, tmp_path)
+    assert report.made == {"linear": 1}, report.left
+
+
+def test_an_embedding_shares_the_weight_of_the_last_product(tmp_path: Path) -> None:
+    proto = parsed(
+        "(int64[B, S] ids) => (float[B, S, 3000] y) "
+        "{ table = Transpose <perm=[1, 0]> (w) x = Gather (table, ids) y = MatMul (x, w) }",
+        w=weights(16, 3000),
+    )
+    report, model = optimized(proto, tmp_path)
+    assert report.made == {"linear": 1}
+    assert [tuple(value.shape or ()) for value in model.graph.initializers.values()] == [(3000, 16)]
