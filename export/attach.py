@@ -88,9 +88,11 @@ def attach_to_calls(
 def _normalize(call: Call) -> None:
     """Writes every attribute, and names every output, as the caller of a function must.
 
-    onnx.inliner and onnx.reference do not read a function's defaults.
+    onnx.inliner and onnx.reference do not read a function's defaults. onnxslim removes inputs that a body
+    does not read, so the node does not name absent ones at the end.
     """
     record, node = call.record, call.node
+    node.resize_inputs(max((at for at, value in enumerate(node.inputs, 1) if value is not None), default=0))
     for entry in record.attributes:
         value = call.attributes[entry.name]
         node.attributes[entry.name] = ir.Attr(entry.name, ATTRIBUTE_TYPES[entry.kind], value)

@@ -89,9 +89,8 @@ def check_model(facts: Environment) -> Iterator[Finding]:
     if facts.model_problem:
         yield from_message("error", "model", facts.model_problem, "export it again")
     if facts.model is not None:
-        opsets = ", ".join(
-            f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in facts.model.proto.opset_import
-        )
+        imports = facts.model.proto.opset_import
+        opsets = ", ".join(dict.fromkeys(f"{each.domain or 'ai.onnx'} {each.version}" for each in imports))
         nodes = sorted({f"{node.domain}::{node.op_type}" for node in facts.model.nodes})
         yield ok("model", f"{facts.model.name}: {opsets}; custom nodes: {', '.join(nodes) or 'none'}")
 
@@ -123,6 +122,17 @@ def check_nodes(facts: Environment) -> Iterator[Finding]:
             yield warning("model", text, cure)
         else:
             yield error("model", f"no library of the domain {domain}, which has {names}", cure)
+    for library in chosen:
+        used = {node.node_type for node in facts.model.nodes if node.domain == library.domain}
+        lacking = {op for _, op in used & facts.model.bodies} - library.by_onnx_name.keys()
+        if lacking:
+            names = ", ".join(sorted(lacking))
+            text = f"{library.path} does not have {names}: function bodies run, which is slower"
+            yield warning("model", text, "name a library that has it, or build it (twinop build)")
+    inside = [node for node in facts.model.nodes if " in function " in node.label]
+    if inside := [node for node in inside if node.node_type not in facts.model.bodies]:
+        text = f"{inside[0].label}: ONNX Runtime infers few types in functions, and may refuse the model"
+        yield warning("model", text, "twinop.export.attach_bodies puts such functions into the graph")
     problems = misfits(facts.model, chosen)
     for problem in problems:
         yield from_message("error", "model", problem, "export the model again, or use a library that has it")

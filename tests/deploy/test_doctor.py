@@ -52,6 +52,15 @@ def of_package() -> Model:
     return load_model(proto.SerializeToString())
 
 
+def in_function() -> Model:
+    opsets = [onnx.helper.make_opsetid(domain, 1) for domain in ("mish", "my")]
+    body = [onnx.helper.make_node("CustomMish", ["x"], ["y"], domain="mish")]
+    function = onnx.helper.make_function("my", "Outer", ["x"], ["y"], body, opsets)
+    proto = model([node("Outer", domain="my")], [value("x")], [value("y")], domains=["mish", "my"])
+    proto.functions.append(function)
+    return load_model(proto.SerializeToString())
+
+
 def with_body() -> Model:
     proto = one_node().proto
     opsets = [onnx.helper.make_opsetid("", 20)]
@@ -301,6 +310,18 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "warning",
         "CustomMish runs on function bodies",
         "twinop build",
+    ),
+    "a function body, and a library that lacks the op": (
+        {"model": with_body(), "libraries": (replace(LIBRARY, records={}),)},
+        "warning",
+        "build/libmish.so does not have CustomMish: function bodies run, which is slower",
+        "twinop build",
+    ),
+    "an op in a function": (
+        {"model": in_function()},
+        "warning",
+        "node 0 (CustomMish) in function my::Outer: ONNX Runtime infers few types in functions",
+        "twinop.export.attach_bodies",
     ),
     "an op that the library lacks": (
         {"model": one_node("CustomMisch")},

@@ -64,3 +64,16 @@ def test_bodies_after_a_conversion_to_float16(name: str, tmp_path: Path) -> None
     session = ort.InferenceSession(half.SerializeToString(), providers=["CPUExecutionProvider"])
     [found] = session.run(None, {"x": x.numpy()})
     np.testing.assert_allclose(found, Call(name)(x).numpy(), rtol=4e-3, atol=2e-3)
+
+
+def test_absent_inputs_at_the_end_are_not_named(tmp_path: Path) -> None:
+    """onnxslim removes the inputs that a body does not read, and leaves the nodes that name them."""
+
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return torch_op.rms_norm(x + x, weight)
+
+    export(Net(), (torch.randn(2, 16), torch.ones(16)), tmp_path / "m.onnx")
+    [node] = onnx.load(tmp_path / "m.onnx").graph.node
+    assert node.op_type == "CustomAddRmsNorm"
+    assert len(node.input) == 3
