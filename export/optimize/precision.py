@@ -47,7 +47,8 @@ _BOUNDS = {"Add", "Clip", "Max", "Sub", "Sum", "Where"}
 _DIVIDES = {"Div", "Log", "Pow", "Reciprocal"}
 _KEEPS = {"Abs", "Expand", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
 _SMALL = 256  # bfloat16 has all integers up to this
-_WEIGHT = 2**20  # elements
+MOST_ELEMENTS = 2**20
+"""Of weights that are read as a whole, to look at their numbers."""
 _MICROSOFT = {"GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding", "FusedMatMul", "QuickGelu"}
 
 Casts = dict[tuple[ir.Value, ir.DataType], ir.Value]
@@ -185,7 +186,7 @@ def _largest(value: ir.Value | None) -> float:
     """Returns the largest absolute number of a small constant in fp32, and 0 of other values."""
     if value is None or not _is_wide_constant(value) or value.const_value is None:
         return 0.0
-    is_weight = value.const_value.size > _WEIGHT
+    is_weight = value.const_value.size > MOST_ELEMENTS
     return 0.0 if is_weight else float(np.abs(value.const_value.numpy()).max(initial=0.0))
 
 

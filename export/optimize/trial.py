@@ -4,6 +4,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class Trial:
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
         self.acting, self.longest_trial = set[str](), 0.0  # the rewrites that changed something; seconds
-        self.reference = compare.Reference([], [], [], [])
+        self.reference = compare.Reference([], [], [])
         self.sizes = Sizes(1, 1)
         self.registered: Sequence[Library] = []  # the libraries of the last run
         self.written: tuple[ir.Model, list[Path]] | None = None  # the last model in fp32, and its files
@@ -100,11 +101,17 @@ class Trial:
             found = compare.generated(self.original, self.base, self.padding, self.library)
             self.reference, self.sizes = found
         self.report.notes += self.reference.uncompared(self.base.graph, allow_uncompared)
+        self.noise = cache(partial(self._noise, self.base.clone()))
         compare.confirm_shapes(self.base, self.reference)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
         self.classified = Work(self.base, self.report.device, self.records)
         masks.classify(self.classified, self.sizes, self.padding)
+
+    def _noise(self, original: ir.Model) -> compare.Errors:
+        self.progress("comparing the original with itself")
+        nudged = self._save(compare.nudge_weights(original), "nudged.onnx")[-1]
+        return compare.noise(nudged, self.library, self.reference)
 
     def apply(self, rewrites: Rewrites) -> Work:
         """Applies rewrites to a copy of the model.
@@ -189,7 +196,7 @@ class Trial:
             raise compare.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
             raise compare.NotEquivalent(f"fails: {failure}") from failure
-        return self.reference.check(self.reference.errors(found), self.reference.noise, "float32")
+        return self.reference.check(self.reference.errors(found), self.noise, "float32")
 
     def _write(self, model: ir.Model, name: str) -> list[Path]:
         """Attaches the function bodies and writes a model."""
@@ -363,7 +370,7 @@ class Trial:
                 plain = self._write(model, "plain.onnx")[-1]
             # Without graph optimisations the CPU rounds each result to 16 bits, as torch does.
             runs = [self._errors_in(plain, dtype, chosen, optimize) for optimize in (True, False)]
-            noise = [[*map(max, *pair)] for pair in zip(*runs, strict=True)]
+            noise = compare.largest_of(runs)
             report.own_error = own = reference.largest(noise, chosen)
         except (NotRunnable, TwinopError):
             report.own_error, own = None, 0.0
@@ -374,7 +381,7 @@ class Trial:
             )
         report.error = reference.largest(errors, chosen)
         try:
-            reference.check(errors, noise, report.dtype, chosen)
+            reference.check(errors, lambda: noise, report.dtype, chosen)
         except compare.NotEquivalent as reason:
             raise ExportError(
                 f"the model in {report.dtype} {reason}. Leave rewrites out with {option('without')}, or "
