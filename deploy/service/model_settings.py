@@ -36,7 +36,8 @@ class ModelSettings(Section):
 
     library: Annotated[tuple[Path, ...], BeforeValidator(_as_several)] = Field(
         (),
-        description="a custom-op library, one for each domain; by default beside the model, or installed",
+        description="a custom-op library, one for each domain; by default from build/, if twinop build "
+        "put it there, or from an installed package",
     )
     library_sha256: Annotated[tuple[_Sha256, ...], BeforeValidator(_as_several)] = Field(
         (), description="use libraries only if they have this SHA-256, or one of these"

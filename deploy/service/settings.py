@@ -86,7 +86,7 @@ class ServerSettings(Section):
     )
     control_token_file: Path | None = None
     metrics_token_file: Path | None = None
-    tls_certificate: Path | None = Field(None, description="a PEM file; needs tls_key")
+    tls_certificate: Path | None = Field(None, description="a PEM file; needs its key too")
     tls_key: Path | None = Field(None, description="a PEM file")
     tls_client_ca: Path | None = Field(
         None, description="clients need a certificate of these authorities; read at the start"

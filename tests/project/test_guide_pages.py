@@ -1,17 +1,18 @@
 """The front page and docs/guide/ are typed from top to bottom in an empty folder; what is not run is known.
 
 tests/project/test_site.py follows the page of the first op. A block that is not run has a comment above
-it, as in test_docs.py.
+it, as in test_docs.py. Python finds only the packages that the front page and the page itself install.
 """
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_docs import ROOT, Block, blocks_of
+from test_docs import ROOT, SITE_CUSTOMIZE, Block, absent_modules, blocks_of
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
@@ -22,6 +23,7 @@ PAGES = sorted(
 NOT_RUN = {  # by the first line
     "docs/index.md": ["pip install twinop-", "twinop serve net.onnx"],
     "docs/guide/cmake.md": ["cmake -B build"],
+    "docs/guide/triton.md": ["pip install 'twinop[triton]'", "twinop tune"],
     "docs/guide/performance.md": ["twinop bench"],
 }
 COMMANDS_ONLY = ("docs/guide/cmake.md", "docs/guide/performance.md")  # nothing in them is run here
@@ -50,6 +52,15 @@ CONTEXT = {
 }
 
 
+def installed(page: str) -> list[str]:
+    """What the front page and then the page install with pip: twinop's wheel itself needs what it needs."""
+    blocks = [*blocks_of("docs/index.md"), *blocks_of(page)]
+    lines = re.findall(r"(?m)^pip install ([^#\n]+)", "".join(block.text for block in blocks))
+    asked = ["twinop" if text.endswith(".whl") else text for line in lines for text in shlex.split(line)]
+    assert {"twinop", "torch", "onnxruntime"} <= set(asked)
+    return asked
+
+
 def script(blocks: list[Block], context: str) -> str:
     """Returns the blocks as one program of bash: a folder that a block enters stays the current one."""
     parts = ["set -euo pipefail"]
@@ -76,6 +87,12 @@ def test_blocks(page: str, tmp_path: Path) -> None:
     blocks = [block for block in blocks_of(page) if block.reason is None and block.language != "text"]
     env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path), "LANG": "C.UTF-8"}
     env |= {name: os.environ[name] for name in ("TWINOP_LIBRARY_DIR",) if name in os.environ}
+    hidden = SITE_CUSTOMIZE.format(absent=absent_modules([], installed(page)))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(hidden)
+    # pytest would load the plugins of hidden packages too.
+    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}
+    env["PYTHONPATH"] = str(tmp_path / "site")
     command = ["bash", "-c", script(blocks, CONTEXT.get(page, ""))]
     done = subprocess.run(
         command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True

@@ -74,6 +74,6 @@ def _run_here(arguments: list[str], left_out: list[str]) -> int:
     own = ["-p", "twinop.testing.plugin", f"{TARGET}={Path(given).resolve()}", "-p", "no:cacheprovider"]
     own += [f"--twinop-left-out={name}" for name in left_out]
     # A crash is one message of ours; libraries log much at the level DEBUG.
-    own += ["-p", "no:faulthandler", "--log-level=WARNING", "-W", "ignore:.*torch.jit.script.*"]
+    own += ["-p", "no:faulthandler", "--log-level=WARNING", "-W", "ignore:`torch.jit.script"]  # -W takes text
     shown = ["-q", "--no-header", "-rfE", f"--rootdir={Path.cwd()}"]
     return int(pytest.main([*own, *shown, *files, *options]))
