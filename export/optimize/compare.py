@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from twinop import deploy
@@ -331,3 +332,27 @@ def confirm_shapes(model: ir.Model, reference: Reference) -> None:
             if sizes != wanted:
                 shape[axis] = f"{value.name}_{axis}" if value in given else None
         value.shape = ir.Shape(shape)
+
+
+def require_types(source: Path, library: deploy.Libraries) -> None:
+    """Loads a file in 16 bits without its weights: its form in fp32, which runs, has other types.
+
+    Raises:
+        ExportError: a declared type is not the one that the nodes compute.
+    """
+    proto = onnx.load(source, load_external_data=False)
+    named = {value.name for value in proto.graph.input}
+    for tensor in proto.graph.initializer:
+        if tensor.name not in named:
+            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            proto.graph.input.append(value)
+    proto.graph.ClearField("initializer")
+    try:
+        run(proto.SerializeToString(), library, optimize=False)
+    except (TwinopError, NotRunnable) as error:
+        if "does not match expected type" in str(error):
+            reason = str(error).partition("Type Error: ")[2]
+            raise ExportError(
+                f"{source}: ONNX Runtime refuses it: {reason} Remove that declaration (value_info), or "
+                "export the model again"
+            ) from error

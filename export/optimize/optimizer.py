@@ -19,6 +19,7 @@ from . import (
     addcmul,
     attention,
     batched_heads,
+    compare,
     embedding,
     gated,
     linear,
@@ -144,7 +145,8 @@ def optimize(
             f"{option('dtype', dtype)}: the model is in float64, which stays. Leave out "
             f"{option('dtype')}, or export the model in float32"
         )
-    narrow_types = convert_to_fp32(model)
+    if narrow_types := convert_to_fp32(model):
+        compare.require_types(source, own.libraries or None)
     own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
     with work_folder(target) as folder:
         original = source if not narrow_types else None

@@ -272,3 +272,16 @@ def test_a_rewrite_that_changes_the_results_is_reverted(
     assert "this is a defect of twinop" in report.reverted["broken"]
     assert "reverted: broken" in str(report)
     assert report.made == {"linear": 1}
+
+
+@pytest.mark.parametrize(
+    ("of", "declared"), [("float", "float16"), ("float16", "float"), ("float16", "bfloat16")]
+)
+def test_declared_types_that_onnx_runtime_refuses(of: str, declared: str, tmp_path: Path) -> None:
+    """Types behind ops that ONNX does not know: in fp32, where the comparison runs, all of them fit."""
+    text = f"({of}[N, 4] x) => ({of}[N, 4] y) <{declared}[N, 4] t> "
+    text += "{ t = com.microsoft.QuickGelu (x) y = Relu (t) }"
+    onnx.save(parsed(text), tmp_path / "old.onnx")
+    said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx", device="cpu")
+    assert f"Type (tensor({declared})) of output arg (t) of node () does not match" in said
+    assert "Remove that declaration (value_info), or export the model again" in said

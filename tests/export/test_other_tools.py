@@ -4,15 +4,21 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.compose
 import onnx.inliner
+import onnx.version_converter
 import onnxruntime as ort
+import onnxscript.rewriter
 import pytest
 import torch
 from onnxruntime.quantization import quantize_dynamic
+from onnxruntime.quantization.shape_inference import quant_pre_process
 from onnxruntime.transformers.float16 import convert_float_to_float16
+from onnxruntime.transformers.optimizer import optimize_model
 
+import twinop
 from twinop import torch_op
-from twinop.export import export
+from twinop.export import attach_bodies, export
 
 OPS = {
     "rms_norm": torch_op.rms_norm,
@@ -77,3 +83,55 @@ def test_absent_inputs_at_the_end_are_not_named(tmp_path: Path) -> None:
     [node] = onnx.load(tmp_path / "m.onnx").graph.node
     assert node.op_type == "CustomAddRmsNorm"
     assert len(node.input) == 3
+
+
+def errors(model: onnx.ModelProto, inputs: dict[str, np.ndarray], expected: np.ndarray) -> list[float]:
+    """Returns the largest error of the ops, and that of the function bodies."""
+    found = []
+    for libraries in (twinop.libraries_for(model), []):
+        options = ort.SessionOptions()
+        for path in libraries:
+            options.register_custom_ops_library(path)
+        session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+        [result] = session.run(None, inputs)
+        found.append(float(np.abs(result - expected).max()))
+    return found
+
+
+def version_20_to_21(path: Path) -> onnx.ModelProto:
+    return attach_bodies(onnx.version_converter.convert_version(onnx.load(path), 21))
+
+
+def preprocessed(path: Path) -> onnx.ModelProto:
+    quant_pre_process(path, path.with_name("new.onnx"), skip_symbolic_shape=True, skip_optimization=True)
+    return onnx.load(path.with_name("new.onnx"))
+
+
+def transformers_optimizer(path: Path) -> onnx.ModelProto:
+    return optimize_model(str(path), "bert", num_heads=2, hidden_size=16, opt_level=0).model
+
+
+TOOLS = {
+    "onnx.version_converter": version_20_to_21,
+    "quant_pre_process": preprocessed,
+    "onnxruntime.transformers": transformers_optimizer,
+    "onnxscript.rewriter": lambda path: onnxscript.rewriter.rewrite(onnx.load(path)),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_keep_ops_and_bodies(tool: str, tmp_path: Path) -> None:
+    x, net = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), Call("gelu")
+    export(net, (x,), tmp_path / "m.onnx", exporter="torchscript")
+    model = TOOLS[tool](tmp_path / "m.onnx")
+    assert [node.op_type for node in model.graph.node] == ["CustomGelu"]
+    assert max(errors(model, {"x": x.numpy()}, net(x).numpy())) < 1e-5
+
+
+def test_merged_models(tmp_path: Path) -> None:
+    x, net = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), Call("gelu")
+    export(net, (x,), tmp_path / "m.onnx", exporter="torchscript", bodies=False)
+    one = onnx.load(tmp_path / "m.onnx")
+    through = [(one.graph.output[0].name, "x")]
+    merged = attach_bodies(onnx.compose.merge_models(one, one, through, prefix1="a_", prefix2="b_"))
+    assert max(errors(merged, {"a_x": x.numpy()}, net(net(x)).numpy())) < 1e-5
