@@ -1,6 +1,7 @@
 """Tests of what `twinop optimize` compares, and of what it accepts."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,6 +11,7 @@ from optimizing import nodes, optimized, parsed, weights
 from twinop import deploy
 from twinop.errors import ExportError
 from twinop.export.optimize import compare, inputs, optimize
+from twinop.export.optimize.trial import Trial
 
 DETECTOR = """(float[N, 8] x) => (float[K, 8] boxes OTHERS) { h = MatMul (x, w)
     s = ReduceMax <keepdims=0> (h, last) k = Greater (s, threshold) i = NonZero (k)
@@ -112,6 +114,27 @@ def test_the_last_bits_of_weights_change_and_nothing_else() -> None:
         assert nudged is not None
         np.testing.assert_allclose(nudged.numpy(), array, rtol=1e-6)
         assert (nudged.numpy() == array).all() == (name == "sizes")
+
+
+@pytest.mark.parametrize("own", [0.0, np.inf])
+def test_special_inputs_have_a_say_in_16_bits(
+    own: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the original in 16 bits fails for them, too."""
+    real = Trial._errors_in
+
+    def found(self: Trial, path: Path, *options: Any) -> compare.Errors:
+        errors = real(self, path, *options)
+        return [*errors[:-1], [own if path.name == "plain.onnx" else 0.5]]
+
+    monkeypatch.setattr(Trial, "_errors_in", found)
+    model = parsed("(float[N, 8] x) => (float[N, 8] y) { y = MatMul (x, w) }", w=weights(8, 8))
+    if own:
+        assert optimized(model, tmp_path, dtype="float16")[0].own_error is not None
+    else:
+        with pytest.raises(ExportError, match="in float16 differs from the original for large inputs"):
+            optimized(model, tmp_path, dtype="float16")
+        assert not (tmp_path / "fast.onnx").exists()
 
 
 @pytest.mark.parametrize("attribute", ["", ", mask_filter_value=-5000.0"])
