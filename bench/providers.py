@@ -112,12 +112,10 @@ class Providers:
         """Builds all providers of a cell that it can. The others go to `problems` with the reason."""
         case, entry = sample.case, sample.entry
         makers: dict[str, Callable[[], Subject]] = {}
-        for suffix, attributes in entry.all_variants():
-            function = functions[entry.op] if entry.library is None else function_of(entry.op)
-            ours = partial(function, **attributes)
-            makers[IN_TORCH + suffix] = partial(_in_torch, ours, sample)
-            if case.direction == FORWARD:
-                makers[IN_ORT + suffix] = partial(self._in_ort, IN_ORT + suffix, sample)
+        function = functions[entry.op] if entry.library is None else function_of(entry.op)
+        makers[IN_TORCH] = partial(_in_torch, partial(function, **entry.attributes), sample)
+        if case.direction == FORWARD:
+            makers[IN_ORT] = partial(self._in_ort, IN_ORT, sample)
         makers[EAGER] = partial(_in_torch, entry.eager, sample)
         if case.direction == FORWARD:
             makers |= {provider: partial(self._in_ort, provider, sample) for provider in entry.ort}
@@ -239,9 +237,8 @@ def _peer(peer: peers.Peer, sample: Sample) -> Subject:
 
 def onnx_nodes(entry: Entry, provider: str) -> tuple[list[NodeProto], int]:
     """Returns the nodes of a provider in ONNX Runtime, and their opset."""
-    if provider.startswith(IN_ORT):
-        attributes = dict(entry.all_variants())[provider.removeprefix(IN_ORT)]
-        return [runtime.custom_node(torch_op.records()[entry.op], entry.input_names, attributes)], 20
+    if provider == IN_ORT:
+        return [runtime.custom_node(torch_op.records()[entry.op], entry.input_names, entry.attributes)], 20
     nodes = runtime.parse_nodes(entry.ort[provider])
     return nodes, 23 if nodes[0].op_type == "RMSNormalization" else 20
 

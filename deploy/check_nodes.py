@@ -101,9 +101,13 @@ def _problems(model: Model, libraries: Sequence[Library]) -> Iterator[str]:
             yield f"{node.label}: the library has no such op{_suggestion(node.op_type, known)}"
 
 
+_FORMER_RELU = "61fa5f81d25b2d12"
+"""The schema's hash in models exported up to 0.2, whose CustomRelu nodes have the attribute `variant`."""
+
+
 def _schema_problem(model: Model, library: Library, record: Record) -> Iterator[str]:
     expected = model.metadata.get(record.metadata_key, record.schema_hash)
-    if expected != record.schema_hash:
+    if expected not in (record.schema_hash, _FORMER_RELU if _is_relu(record) else ""):
         exporter = model.metadata.get("twinop.version", "another version")
         yield (
             f"{record.onnx_name} was exported by twinop {exporter} with schema {expected}; the library "
@@ -122,13 +126,23 @@ def node_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Record
     given = {attribute.name: attribute for attribute in node.attribute}
     for name, attribute in given.items():
         declared = record.attribute(name)
-        if declared is None:
+        if declared is None and name == "variant" and _is_relu(record):
+            if attribute.s != b"auto":
+                yield (
+                    f"attribute variant is '{attribute.s.decode(errors='replace')}', a kernel that went with "
+                    "twinop 0.3. Remove the attribute: the result has the same bits"
+                )
+        elif declared is None:
             yield f"unknown attribute {name}{_suggestion(name, (entry.name for entry in record.attributes))}"
         else:
             yield from _attribute_problems(attribute, declared, record)
     for declared in record.attributes:
         if declared.required and declared.name not in given:
             yield f"attribute {declared.name} ({declared.kind}) is missing and has no default"
+
+
+def _is_relu(record: Record) -> bool:
+    return record.key == "relu"
 
 
 def _input_problems(node: onnx.NodeProto, types: Mapping[str, int], record: Record) -> Iterator[str]:

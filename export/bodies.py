@@ -38,7 +38,7 @@ def find_body(name: str) -> Body | None:
 
 
 @body
-def relu(op, x, *, variant):
+def relu(op, x):
     # op.Relu would not do: ONNX does not specify it for NaN, and runtimes differ. x is in the second branch
     # because ONNX Runtime's Where turns a -0 in the first branch into +0.
     return op.Where(op.Less(x, 0), 0, x)
@@ -109,11 +109,6 @@ def pow(op, a, b):
 @body
 def addcmul(op, x, a, b):
     return op.Add(x, op.Mul(a, b))
-
-
-@body
-def matmul(op, a, b, *, variant, tile):
-    return op.MatMul(a, b)
 
 
 @body

@@ -79,9 +79,6 @@ def main(
         ),
     ] = None,
     opset: Annotated[int, typer.Option(help="Version of the standard operators, 20 to 25.")] = 20,
-    variant: Annotated[
-        str | None, _option("CustomReLU's CUDA kernel: auto, scalar or vec4. Not with a MODEL.")
-    ] = None,
     library: Annotated[
         list[Path] | None,
         _option(
@@ -148,11 +145,7 @@ def main(
         converted = floating_dtype(dtype) if dtype is not None else None
         axes = {} if dynamic == ["none"] else parse_dynamic(dynamic or ([] if model else ["x:0=batch"]))
         if model is None:
-            module, args = _example(variant or "auto")
-        elif variant is not None:
-            raise ExportError(
-                "--variant belongs to the built-in CustomReLU; with a MODEL, set it in your factory"
-            )
+            module, args = _example()
         else:
             check_target(output, [Path(model.rpartition(":")[0])])
             status.update(f"loading {model}")
@@ -183,13 +176,13 @@ def main(
     out.print(_table(report))
 
 
-def _example(variant: str) -> "tuple[torch.nn.Module, Any]":
+def _example() -> "tuple[torch.nn.Module, Any]":
     import torch
 
     from twinop import torch_op
 
     torch.manual_seed(0)
-    return torch_op.CustomReLU(variant), (torch.randn(_EXAMPLE_SHAPE),)
+    return torch_op.CustomReLU(), (torch.randn(_EXAMPLE_SHAPE),)
 
 
 def _convert(module: "torch.nn.Module", args: Any, dtype: "torch.dtype") -> "tuple[torch.nn.Module, Any]":

@@ -15,28 +15,15 @@ from twinop.errors import TwinopError
 from .registry import functions
 
 
-class CustomReLU(nn.Module):
+class CustomReLU(nn.ReLU):
     """Computes y = max(x, 0). NaN stays NaN.
 
     Input and output have the same shape, which may be any, and the same dtype: float32, float16, bfloat16 or
     float64.
-
-    Args:
-        variant: the CUDA kernel: "auto" (the fastest), or "scalar" and "vec4" for study. All give the same
-            bits.
     """
 
-    variant = "auto"
-
-    def __init__(self, variant: str = "auto") -> None:
-        super().__init__()
-        self.variant = variant
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functions["relu"](x, self.variant)
-
-    def extra_repr(self) -> str:
-        return "" if self.variant == "auto" else f"variant={self.variant!r}"
+        return functions["relu"](x)
 
 
 class CustomGELU(nn.GELU):

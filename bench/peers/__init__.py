@@ -37,7 +37,6 @@ class Entry:
         peers: provider -> "module:function" of this package, or a function.
         ort: provider -> ONNX Runtime's own nodes in ONNX's text format, separated by semicolons; the first
             provider is what a stock export holds.
-        variants: other values of the op's attribute `variant`, measured beside the default.
         backward: measure the gradient too.
         positive: the inputs that must be positive.
         reference: the exact result, if it is not `eager` of the inputs in float64.
@@ -50,7 +49,6 @@ class Entry:
     peers: Mapping[str, Peer] = field(default_factory=dict)
     ort: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    variants: tuple[str, ...] = ()
     backward: bool = False
     positive: tuple[str, ...] = ()
     reference: Callable[..., Any] | None = None
@@ -59,11 +57,6 @@ class Entry:
     @property
     def input_names(self) -> list[str]:
         return self.inputs.split()
-
-    def all_variants(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns (suffix of the provider's name, attributes) of the default and of each variant."""
-        own = dict(self.attributes)
-        return [("", own), *((f", {variant}", own | {"variant": variant}) for variant in self.variants)]
 
 
 def _gelu_exact(x: Tensor) -> Tensor:
@@ -116,7 +109,7 @@ _RMS_NORM = "<axis = -1, epsilon = 1e-6>(x, weight)"
 _ADD_RMS_NORM = "SkipSimplifiedLayerNormalization<epsilon = 1e-6>(x, residual, weight)"
 
 ENTRIES: dict[str, Entry] = {
-    "relu": Entry("relu", "x", torch.relu, variants=("vec4", "scalar"), ort={"ORT Relu": "y = Relu(x)"}),
+    "relu": Entry("relu", "x", torch.relu, ort={"ORT Relu": "y = Relu(x)"}),
     "gelu": Entry(
         "gelu",
         "x",

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "twinop/elementwise.h"
-#include "twinop/elementwise/relu_variants.cuh"
 
 namespace twinop {
 
@@ -20,23 +19,10 @@ struct ReluBackward {
   TWINOP_INLINE T operator()(T grad_y, T y) const { return y <= T(0) ? T(0) : grad_y; }
 };
 
-template <class Op>
-Status LaunchRelu(const CallOf<Op>& call) {
-#if defined(__CUDACC__)
-  const auto variant = AttributeOf<std::string_view>(call, "variant"_name);
-  if (variant != "auto" && elementwise::IsFlat(call, 1, 1))
-    return LaunchReluVariant<Relu>(call, variant);
-#endif
-  return elementwise::Launcher<Relu>(call);
-}
-
-TWINOP_OP(relu,
-          Record("relu(Tensor x, str variant=\"auto\") -> Tensor")
-              .elementwise()
-              .in_place("y = x")
-              .choices("variant = auto | scalar | vec4")
-              .gradient("x = relu_backward(grad, y)"),
-          LaunchRelu)
+TWINOP_ELEMENTWISE(relu, Relu,
+                   Record("relu(Tensor x) -> Tensor")
+                       .in_place("y = x")
+                       .gradient("x = relu_backward(grad, y)"))
 
 TWINOP_ELEMENTWISE(relu_backward, ReluBackward,
                    Record("relu_backward(Tensor grad_y, Tensor y) -> Tensor grad_x"))

@@ -31,7 +31,7 @@ struct Record {
   std::string_view input_shapes_text = "";
   // Outputs that may overwrite an input of the same shape and type, "y = x".
   std::string_view in_place_text = "";
-  // Allowed values of str attributes, "variant = auto | scalar | vec4".
+  // Allowed values of str attributes, "approximate = none | tanh".
   std::string_view choices_text = "";
   // Allowed values of numbers: "dim of x" is a dimension of x, counted from the end if it is
   // negative; "offset in 0 | 1" is one of these; "eps > 0" is finite and more than 0. Such bounds

@@ -50,7 +50,7 @@ def check_origin(document: dict[str, Any], benchmark: str) -> None:
 def check_document(document: dict[str, Any], benchmark: str) -> None:
     check_origin(document, benchmark)
     assert document["clocks"].keys() == {"before", "after"}
-    assert document["rows"] and (document.get("bars") or benchmark == "matmul")
+    assert document["rows"] and (document.get("bars"))
     for row in document["rows"]:
         assert 0 < row["low_us"] <= row["median_us"] and row["runs"] > 0
 
@@ -84,7 +84,7 @@ def test_packed_weight_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(report.RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_recorded_results_say_where_they_come_from(path: Path) -> None:
     document = read_json(path)
-    kinds = ("ops", "matmul", "linear", "node-overhead", "packed-weight")
+    kinds = ("ops", "linear", "node-overhead", "packed-weight")
     of_kernels = document["benchmark"] in kinds
     (check_document if of_kernels else check_origin)(document, document["benchmark"])
     assert document["environment"]["commit"] != "unknown"

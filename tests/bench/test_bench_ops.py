@@ -62,7 +62,7 @@ def test_every_op_of_the_library_has_an_entry() -> None:
         for name, record in read_library(find_library("custom_ops")).records.items()
         if not record.is_backward
     }
-    others = {"linear", "linear_swiglu", "matmul", "attention_packed", "rope", "addcmul", "embed_layer_norm"}
+    others = {"linear", "linear_swiglu", "attention_packed", "rope", "addcmul", "embed_layer_norm"}
     assert ops - others <= {entry.op for entry in BUILT.values()}
 
 
@@ -133,8 +133,6 @@ def test_all_of_ours_and_torchs_are_right(name: str) -> None:
     cells = {cell.direction: cell for cell in cells_of(where.rows)}
     forward = cells[FORWARD]
     assert {IN_TORCH, IN_ORT, EAGER, *BUILT[name].ort} <= set(forward.rows)
-    for variant in BUILT[name].variants:
-        assert {f"{IN_TORCH}, {variant}", f"{IN_ORT}, {variant}"} <= set(forward.rows)
     tensors = len(BUILT[name].input_names) + len(torch_op.records()[BUILT[name].op].outputs)
     assert forward.first["bytes"] <= 4 * 192 * (tensors + (name == "swiglu_packed"))
     if BUILT[name].backward:

@@ -13,17 +13,21 @@ from twinop.deploy import ModelError, RunError, check_model, session
 from twinop.library import read_library
 
 RELU = {"op_type": "CustomRelu"}
+GELU = {"op_type": "CustomGelu"}
 PAD = {"op_type": "CustomPadAffine"}
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "attribute name": (RELU | {"varient": "auto"}, "unknown attribute varient; did you mean variant?"),
-    "attribute name, not close": (RELU | {"mode": "auto"}, "unknown attribute mode; it has: variant"),
-    "attribute type": (RELU | {"variant": 3}, "attribute variant is INT, expected STRING (str)"),
+    "attribute name": (
+        GELU | {"aproximate": "tanh"},
+        "unknown attribute aproximate; did you mean approximate?",
+    ),
+    "attribute name, not close": (GELU | {"mode": "auto"}, "unknown attribute mode; it has: approximate"),
+    "attribute type": (GELU | {"approximate": 3}, "attribute approximate is INT, expected STRING (str)"),
     "int for a float": (PAD | {"scale": 2}, "attribute scale is INT, expected FLOAT (float)"),
     "int for ints": (PAD | {"pads": 2}, "attribute pads is INT, expected INTS (int[])"),
     "attribute value": (
-        RELU | {"variant": "fast"},
-        "attribute variant is 'fast', expected one of: auto, scalar, vec4",
+        GELU | {"approximate": "fast"},
+        "attribute approximate is 'fast', expected one of: none, tanh",
     ),
     "attribute below its limit": (
         {"op_type": "CustomLayerNorm", "eps": -1.0},
@@ -56,13 +60,22 @@ def test_a_node_that_does_not_fit_is_refused_with_its_name(case: str) -> None:
 
 def test_all_problems_are_listed_at_once() -> None:
     nodes = [
-        node("CustomRelu", ["x"], ["a"], "first", variant=1),
+        node("CustomGelu", ["x"], ["a"], "first", approximate=1),
         node("CustomRelu", ["a"], ["y"], "", depth=1),
     ]
     with pytest.raises(ModelError) as error:
         session(model(nodes, [value("x")], [value("y")]))
-    assert "node 'first' (CustomRelu): attribute variant" in str(error.value)
+    assert "node 'first' (CustomGelu): attribute approximate" in str(error.value)
     assert "node 1 (CustomRelu): unknown attribute depth" in str(error.value)
+
+
+def test_a_model_with_the_former_variant_of_relu_still_loads() -> None:
+    x = np.array([[-1, 2, -3, 4]], np.float32)
+    former = make_model("CustomRelu", variant="auto")
+    former.metadata_props.add(key="twinop.schema.CustomRelu", value="61fa5f81d25b2d12")
+    np.testing.assert_array_equal(session(former).run({"x": x})["y"], np.maximum(x, 0))
+    with pytest.raises(ModelError, match="attribute variant is 'vec4', a kernel that went with twinop 0.3"):
+        session(make_model("CustomRelu", variant="vec4"))
 
 
 def test_outputs_must_all_be_named() -> None:
@@ -153,8 +166,8 @@ def test_nodes_in_functions_are_checked() -> None:
         return model([call], [value("x")], [value("y")], functions=[body], domains=["mine"])
 
     with pytest.raises(ModelError) as error:
-        session(calling(node("CustomRelu", ["a"], ["y"], "second", variant="no")))
-    assert "node 'second' (CustomRelu) in function mine::Twice: attribute variant is 'no'" in str(error.value)
+        session(calling(node("CustomRelu", ["a"], ["y"], "second", mode="no")))
+    assert "node 'second' (CustomRelu) in function mine::Twice: unknown attribute mode" in str(error.value)
     x = np.array([[-1, 2, -3, 4]], np.float32)
     opened = session(calling(node("CustomRelu", ["a"], ["y"], "second")), profile=True)
     np.testing.assert_array_equal(opened.run({"x": x})["y"], np.maximum(x, 0))
@@ -163,14 +176,14 @@ def test_nodes_in_functions_are_checked() -> None:
 
 def test_an_attribute_that_a_function_passes_on_is_checked_by_type() -> None:
     def passing(kind: Any) -> onnx.ModelProto:
-        inner = node("CustomRelu", ["x"], ["y"], "inner")
-        inner.attribute.append(onnx.AttributeProto(name="variant", ref_attr_name="how", type=kind))
+        inner = node("CustomGelu", ["x"], ["y"], "inner")
+        inner.attribute.append(onnx.AttributeProto(name="approximate", ref_attr_name="how", type=kind))
         body = function("Any", [inner], domain="mine", attributes=["how"])
-        call = node("Any", ["x"], ["y"], "call", "mine", how="scalar")
+        call = node("Any", ["x"], ["y"], "call", "mine", how="tanh")
         return model([call], [value("x")], [value("y")], functions=[body], domains=["mine"])
 
     check_model(passing(onnx.AttributeProto.STRING))
-    with pytest.raises(ModelError, match="attribute variant is INT, expected STRING"):
+    with pytest.raises(ModelError, match="attribute approximate is INT, expected STRING"):
         check_model(passing(onnx.AttributeProto.INT))
 
 

@@ -31,14 +31,14 @@ def failure(graph: onnx.ModelProto, library: Path, feeds: Mapping[str, Any] | No
 
 
 def test_attributes(libraries: dict[str, Path]) -> None:
-    relu, pad = libraries["custom_relu"], libraries["test_ops"]
-    start = "CustomRelu node 'node' (CPU): "
-    text = failure(make_model("CustomRelu", variant=3), relu)
-    assert f"{start}attribute variant is an int, expected a string" in text
-    text = failure(make_model("CustomRelu", variant=[1, 2]), relu)
-    assert f"{start}attribute variant is a list of ints, expected a string" in text
-    text = failure(make_model("CustomRelu", variant="fast"), relu)
-    assert "attribute variant is 'fast', expected one of auto | scalar | vec4" in text and start in text
+    ops, pad = libraries["custom_ops"], libraries["test_ops"]
+    start = "CustomGelu node 'node' (CPU): "
+    text = failure(make_model("CustomGelu", approximate=3), ops)
+    assert f"{start}attribute approximate is an int, expected a string" in text
+    text = failure(make_model("CustomGelu", approximate=[1, 2]), ops)
+    assert f"{start}attribute approximate is a list of ints, expected a string" in text
+    text = failure(make_model("CustomGelu", approximate="fast"), ops)
+    assert "attribute approximate is 'fast', expected one of none | tanh" in text and start in text
     text = failure(make_model("CustomPadAffine", scale=2), pad)
     assert "attribute scale is an int, expected a float" in text
     text = failure(make_model("CustomPadAffine", pads=3), pad)
@@ -118,7 +118,7 @@ def test_the_runtime_goes_on_after_failures(libraries: dict[str, Path]) -> None:
         with pytest.raises(Exception, match="weight and bias"):
             opened.run(None, {"x": X, "w": np.ones(3, np.float32)})
     for _ in range(50):
-        failure(make_model("CustomRelu", variant="fast"), libraries["custom_relu"])
+        failure(make_model("CustomGelu", approximate="fast"), libraries["custom_ops"])
     good = opened.run(None, {"x": X, "w": np.ones(4, np.float32)})[0]
     np.testing.assert_allclose(good[:, :4], 0.1 * X, rtol=1e-6)
 

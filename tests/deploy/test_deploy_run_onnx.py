@@ -223,8 +223,8 @@ def test_no_random_strings(tmp_path: Path) -> None:
 def test_a_bad_model_is_one_message(tmp_path: Path) -> None:
     result = run_command(tmp_path / "none.onnx", tmp_path)
     assert result.exit_code == 1 and "no such file" in result.output
-    result = run_command(make_model("CustomRelu", varient="auto"), tmp_path)
-    assert result.exit_code == 1 and "did you mean variant?" in result.output
+    result = run_command(make_model("CustomGelu", aproximate="tanh"), tmp_path)
+    assert result.exit_code == 1 and "did you mean approximate?" in result.output
 
 
 # ------------------------------------------------------------------------------------------- as a script

@@ -106,7 +106,7 @@ def test_a_body_that_does_not_fit_its_record(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_op_has_one_body() -> None:
-    def relu(op: Any, x: Any, *, variant: Any) -> Any:
+    def relu(op: Any, x: Any) -> Any:
         return x
 
     with pytest.raises(ExportError, match=r"op relu has a body already, from twinop\.export\.bodies\.relu"):
@@ -128,11 +128,11 @@ def test_an_op_without_body() -> None:
         ("CustomRelu(x)", "int64[2] x", r"no kernel for these dtypes: x is int64\. It takes: float32"),
         ("CustomRelu(x)", "int8[2] x", r"no kernel for these dtypes: x is int8"),
         (
-            'CustomRelu<varaint = "auto">(x)',
+            'CustomGelu<aproximate = "tanh">(x)',
             "float[2] x",
-            r"unknown attribute varaint; did you mean variant\?",
+            r"unknown attribute aproximate; did you mean approximate\?",
         ),
-        ("CustomRelu<variant = 1>(x)", "float[2] x", r"attribute variant is INT, expected STRING \(str\)"),
+        ("CustomGelu<approximate = 1>(x)", "float[2] x", r"approximate is INT, expected STRING \(str\)"),
         ("CustomRelu(x, x)", "float[2] x", r"2 inputs; it takes 1 \(x\)"),
         ('CustomPadAffine("", x)', "float[2] x", r"input x is absent"),
         ("CustomPadAffine(x, w)", "float[2] x, double[2] w", r"x is float32, weight is float64"),

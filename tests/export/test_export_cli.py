@@ -135,12 +135,10 @@ def test_the_script_runs_from_anywhere(folder: Path) -> None:
 
 def test_options_for_the_example(folder: Path) -> None:
     output = succeed(
-        *("--dtype", "float16", "--dynamic", "x:0=rows,1=columns", "--opset", "22", "--variant", "vec4"),
+        *("--dtype", "float16", "--dynamic", "x:0=rows,1=columns", "--opset", "22"),
         *("--exporter", "torchscript", "-o", "half.onnx"),
     )
     assert "half.onnx" in output and "ai.onnx 22" in output and "float16 [rows,columns]" in output
-    model = onnx.load("half.onnx")
-    assert model.graph.node[0].attribute[0].s == b"vec4"
     succeed("--dynamic", "none", "-o", "fixed.onnx", "--no-bodies", *QUICK)
     model = onnx.load("fixed.onnx")
     assert [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim] == [8, 1024]
@@ -247,7 +245,6 @@ def test_libraries_are_loaded_into_torch(folder: Path) -> None:
         (["--dynamic", "x"], "--dynamic x: expected INPUT:AXIS,AXIS"),
         (["--dynamic", "x:first"], "--dynamic x:first: expected INPUT:AXIS,AXIS"),
         (["--dynamic", ":0"], "--dynamic :0: expected INPUT:AXIS,AXIS"),
-        (["--variant", "vec5"], "fails on its example inputs, in torch:"),
         (["--library", "none.so", *QUICK], "none.so: no such file"),
         (["--model", "my_factories"], "--model my_factories: expected file.py:name or package.module:name"),
         (["--model", "my_factories.none:f"], "no module my_factories.none; searched the current folder"),
@@ -270,7 +267,6 @@ def test_libraries_are_loaded_into_torch(folder: Path) -> None:
         (["helper_of_mine.py:x:"], "MODEL helper_of_mine.py:x:: expected file.py:name or"),
         (["helper_of_mine.py:f", "-o", "helper_of_mine.py"], "helper_of_mine.py: belongs to the input"),
         (["a.py:f", "--model", "b:f"], "MODEL a.py:f and --model b:f: give one of them"),
-        (["--model", "my_factories.models:mlp", "--variant", "vec4"], "--variant belongs to the built-in"),
     ],
 )  # fmt: skip
 def test_errors_are_one_message(arguments: list[str], message: str, folder: Path) -> None:
@@ -301,7 +297,7 @@ def test_help_and_list_of_ops() -> None:
         assert text in done.stdout
     result = CliRunner().invoke(app, ["ops"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
-    for text in ("CustomRelu", "torch only", 'relu(Tensor x, str variant="auto") -> Tensor', "bfloat16"):
+    for text in ("CustomRelu", "torch only", "relu(Tensor x) -> Tensor", "bfloat16"):
         assert text in result.output
     result = CliRunner().invoke(app, ["ops", "none.so"])
     assert result.exit_code == 1 and "none.so: no such file" in result.stderr

@@ -23,8 +23,6 @@ from twinop.record import DOMAIN, Attribute, Record
 from twinop.shapes import Unknown
 
 FOLDER = Path(twinop.export.__file__).resolve().parent
-# The command line has CustomReLU's own option.
-MAY_NAME = {"to_onnx.py": {"variant"}}
 GENERIC = {"axis", "dim", "add", "table"}  # and single letters: names that any code has
 
 
@@ -49,7 +47,7 @@ def test_no_op_and_no_argument_is_named_twice() -> None:
         arguments = {entry.name for entry in record.inputs} | {entry.name for entry in record.attributes}
         telling = {name for name in {record.name, *arguments} - GENERIC if len(name) > 1}
         for file, found in files.items():
-            repeated = ({record.onnx_name} | telling) & found - MAY_NAME.get(file, set())
+            repeated = ({record.onnx_name} | telling) & found
             assert not repeated, f"{file} names {repeated} of {record.schema}"
 
 

@@ -103,7 +103,7 @@ def test_a_wrong_result_is_refused_and_nothing_is_kept(
 
     path = tmp_path / "m.onnx"
     path.write_text("the file of before")
-    wrong = bodies.Body(lambda op, x, *, variant: op.Neg(x))
+    wrong = bodies.Body(lambda op, x: op.Neg(x))
     monkeypatch.setitem(bodies.BODIES, "relu", wrong)
     with pytest.raises(ExportError, match=r"without the library, differs from torch in output 0"):
         export(torch_op.CustomReLU(), torch.randn(3), path, exporter="torchscript")
@@ -115,7 +115,7 @@ def test_a_missing_kernel_in_onnxruntime_is_listed(tmp_path: Path, monkeypatch: 
     from twinop.export import bodies
 
     # 0 * erf(x) does not change the result.
-    body = bodies.Body(lambda op, x, *, variant: op.Where(op.Less(x, op.Mul(op.Erf(x), 0.0)), 0, x))
+    body = bodies.Body(lambda op, x: op.Where(op.Less(x, op.Mul(op.Erf(x), 0.0)), 0, x))
     monkeypatch.setitem(bodies.BODIES, "relu", body)
     x = torch.randn(3, dtype=torch.float64)
     report = export(torch_op.CustomReLU(), x, tmp_path / "m.onnx", exporter="torchscript")
@@ -141,9 +141,9 @@ class Numbers(torch.nn.Module):
 
 
 WRONG = {  # a body that is right for ordinary numbers
-    "inputs of zeros": lambda op, x, *, variant: op.Div(op.Mul(op.Relu(x), x), x),
-    "inputs of ones": lambda op, x, *, variant: op.Where(op.Equal(x, 1), 0.5, op.Relu(x)),
-    "large inputs": lambda op, x, *, variant: op.Clip(x, 0.0, 99.0),
+    "inputs of zeros": lambda op, x: op.Div(op.Mul(op.Relu(x), x), x),
+    "inputs of ones": lambda op, x: op.Where(op.Equal(x, 1), 0.5, op.Relu(x)),
+    "large inputs": lambda op, x: op.Clip(x, 0.0, 99.0),
 }
 
 

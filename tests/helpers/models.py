@@ -96,7 +96,7 @@ def function(
 
 def relu_body() -> onnx.FunctionProto:
     """The function body of CustomRelu: what runs where no library is registered."""
-    return function("CustomRelu", [node("Relu", domain="")], attributes=["variant"])
+    return function("CustomRelu", [node("Relu", domain="")])
 
 
 def exported_by(record: Record, version: str = "0.1.0") -> dict[str, str]:

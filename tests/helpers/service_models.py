@@ -254,13 +254,12 @@ def relu_body(datatype: str = "FP32") -> onnx.FunctionProto:
             node("Where", ["below", "zero", "c"], ["r"], "where", domain=""),
             node("Cast", ["r"], ["y"], "back", domain="", to=ELEMENTS[datatype]),
         ],
-        attributes=["variant"],
     )
 
 
 def wrong_body() -> onnx.FunctionProto:
     """A function body of CustomRelu that computes something else."""
-    return function("CustomRelu", [node("Abs", domain="")], attributes=["variant"])
+    return function("CustomRelu", [node("Abs", domain="")])
 
 
 # ------------------------------------------------------------------------------------------------ on disk

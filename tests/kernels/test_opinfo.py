@@ -20,7 +20,6 @@ OPS = {
     "add": "add",
     "exp": "exp",
     "log": "log",
-    "matmul": "matmul",
     "mul": "mul",
     "nn.functional.gelu": "gelu",
     "nn.functional.layer_norm": "layer_norm",
@@ -40,12 +39,10 @@ ALPHA = "alpha: ours adds a and b as they are"
 DTYPE = "dtype: ours computes in the input's"
 COMPLEX = "complex numbers: ours are for real ones"
 BETA = "beta or threshold: ours has neither"
-VECTOR = "a vector operand: ours multiplies matrices"
 NEGATIVE = "eps below 0: ours refuses it"
 # Samples that our ops cannot take, by function and torch's variant name.
 EXCLUDED = {
     "add": {ALPHA},
-    "matmul": {VECTOR},
     "nn.functional.layer_norm": {NEGATIVE},
     "nn.functional.rms_norm": {NEGATIVE},
     "nn.functional.silu complex": {COMPLEX},
@@ -62,7 +59,6 @@ def key(info: Any) -> str:
 
 def reason(info: Any, sample: Any) -> str:
     """Returns why our op cannot take this sample, or ""."""
-    tensors = [t for t in (sample.input, *sample.args) if isinstance(t, torch.Tensor)]
     if info.variant_test_name == "complex":
         return COMPLEX
     if "dtype" in sample.kwargs:
@@ -71,8 +67,6 @@ def reason(info: Any, sample: Any) -> str:
         return ALPHA
     if info.name == "nn.functional.softplus" and sample.kwargs:
         return BETA
-    if info.name == "matmul" and min(t.dim() for t in tensors) < 2:
-        return VECTOR
     if info.name.endswith("_norm"):
         dims = tuple(sample.args[0])
         if not dims or dims != tuple(sample.input.shape[-len(dims) :]):
@@ -144,8 +138,7 @@ def test_samples(info: Any, dtype: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("info", [p.values[0] for p in cells() if p.values[1] == "float32"], ids=key)
 def test_gradients_of_samples(info: Any, device: str) -> None:
-    dtype = torch.float32 if info.name == "matmul" else torch.float64
-    for sample in applicable(info, device, dtype, requires_grad=True):
+    for sample in applicable(info, device, torch.float64, requires_grad=True):
         leaves = [t for t in (sample.input, *sample.args) if isinstance(t, torch.Tensor) and t.requires_grad]
         for weight in ("ones", "random"):
 

@@ -236,10 +236,9 @@ def attribute_cases(cases: Cases, records: Mapping[str, Record]) -> None:
     """Attributes that are not what the schema says, and values of each kind that are."""
     x = values((3, 5), torch.float32, 1)
     wrong: list[tuple[str, str, Any, str]] = [
-        ("relu", "variant", 1, "attribute variant is an int, expected a string"),
-        ("relu", "variant", 1.5, "attribute variant is a float, expected a string"),
-        ("relu", "variant", [1, 2], "attribute variant is a list of ints, expected a string"),
-        ("relu", "variant", "fast", r"attribute variant is 'fast', expected one of auto \| scalar \| vec4"),
+        ("gelu", "approximate", 1, "attribute approximate is an int, expected a string"),
+        ("gelu", "approximate", 1.5, "attribute approximate is a float, expected a string"),
+        ("gelu", "approximate", [1, 2], "attribute approximate is a list of ints, expected a string"),
         ("pad_affine", "scale", 2, "attribute scale is an int, expected a float"),
         ("pad_affine", "scale", "x", "attribute scale is a string, expected a float"),
         ("pad_affine", "pads", 1, "attribute pads is an int, expected a list of ints"),

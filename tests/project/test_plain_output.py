@@ -16,7 +16,7 @@ FOLDER = "a folder whose name is longer than the lines of a narrow terminal"
     ("arguments", "expected"),
     [
         (["--help"], ["Usage: twinop"]),
-        (["ops", "{library}"], ["{library} (domain", 'relu(Tensor x, str variant="auto") -> Tensor']),
+        (["ops", "{library}"], ["{library} (domain", "relu(Tensor x) -> Tensor"]),
         (["new", "mish"], ["next: cd mish && twinop build && twinop test"]),
         (["doctor", "{model}", "{library}"], ["OK: model: {model}: ai.onnx"]),
         (["check", "{model}", "--library", "{library}"], ["relu version 1 can be served", "from {library}"]),

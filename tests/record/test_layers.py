@@ -188,11 +188,10 @@ def test_the_search_finds_repeated_arguments(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         assert repeats(words(tmp_path / name), names) == (name in found), name
     named = (ROOT / "export/bodies.py", ROOT / "torch_op/modules.py")
-    assert all(repeats(words(path), {"x", "variant"}) for path in named)
+    assert all(repeats(words(path), {"x", "approximate"}) for path in named)
 
 
 MODULES = {
-    torch_op.CustomReLU: "relu",
     torch_op.CustomGELU: "gelu",
     torch_op.CustomSoftmax: "softmax",
     torch_op.CustomLayerNorm: "layer_norm",

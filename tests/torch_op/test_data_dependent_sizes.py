@@ -1,6 +1,7 @@
 """Sizes that depend on data (`x[mask]`: detections, valid tokens) go through every op, as through torch's."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +170,10 @@ def test_vmap_of_rows_is_one_call(name: str) -> None:
 
 
 def test_vmap_of_an_op_that_takes_no_batch() -> None:
-    x, mask = torch.randn(5, 3, 16), torch.tensor([True, False, True, True, False])
-    square = torch.randn(16, 16)
-    found = torch.vmap(lambda x: torch_op.matmul(x, square))(x)
-    torch.testing.assert_close(found, x @ square)
+    x, mask = torch.randn(5, 2, 3, 48), torch.tensor([True, False, True, True, False])
+    call = partial(torch_op.attention_packed, heads=2)
+    torch.testing.assert_close(torch.vmap(call)(x), torch.stack([call(each) for each in x]))
     with pytest.raises(
-        RecordError, match=r"matmul runs once for each example under torch\.vmap.*without vmap"
+        RecordError, match=r"attention_packed runs once for each example under torch\.vmap.*without vmap"
     ):
-        torch.export.export(Mapped(lambda x: torch_op.matmul(x, square)), (x, mask))
+        torch.export.export(Mapped(call), (x, mask))

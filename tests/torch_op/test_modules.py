@@ -117,11 +117,6 @@ def test_constructors_are_torchs(make: Callable[[], nn.Module], twin: type[nn.Mo
     assert issubclass(twin, type(make()))
 
 
-def test_module_prints_its_variant() -> None:
-    assert repr(torch_op.CustomReLU()) == "CustomReLU()"
-    assert repr(torch_op.CustomReLU("vec4")) == "CustomReLU(variant='vec4')"
-
-
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "beta": (lambda: torch_op.CustomSoftplus(2.0), ValueError, r"beta is 2\.0, expected 1; write softplus"),
     "offset": (lambda: torch_op.CustomRMSNorm(8, offset=2), ValueError, r"offset is 2, expected 0 .* or 1"),

@@ -50,10 +50,6 @@ def test_quantized_tensor() -> None:
 DIMENSION = r"attribute {} is {}, expected a dimension of x: {} to {}"
 WEIGHTED = r"custom_domain::{}\(x: float32\[2, 3\], .*weight: float32\[{}\]"
 CALLS: dict[str, tuple[Callable[[str], object], str]] = {
-    "choice": (
-        lambda d: torch_op.relu(torch.ones(3, device=d), "fast"),
-        r"relu.*: attribute variant is 'fast', expected one of auto \| scalar \| vec4",
-    ),
     "approximate": (
         lambda d: torch_op.gelu(torch.ones(3, device=d), "fast"),
         r"gelu.*: attribute approximate is 'fast', expected one of none \| tanh",

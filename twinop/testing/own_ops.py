@@ -102,19 +102,7 @@ def _embed_layer_norms(size: int) -> Iterator[dict[str, Any]]:
         )
 
 
-def _matmuls(size: int) -> Iterator[dict[str, Any]]:
-    shapes = [((size, size + 2), (size + 2, 3)), ((2, 3, size), (2, size, 5))]
-    if size:  # ONNX Runtime's own MatMul leaves the results of empty sums unset where operands broadcast
-        shapes.append(((4, size), (2, 3, size, 6)))
-    for seed, (a, b) in enumerate(shapes):
-        generator = torch.Generator().manual_seed(seed)
-        inputs = {"a": torch.randn(a, generator=generator), "b": torch.randn(b, generator=generator)}
-        for attributes in ({}, {"variant": "naive"}, {"tile": 8}, {"tile": 32}):
-            yield inputs | attributes
-
-
 _CALLS = {
-    "matmul": _matmuls,
     "linear": _linears,
     "linear_swiglu": _linear_swiglus,
     "rope": _ropes,
@@ -243,10 +231,6 @@ def _add_rms_norm_magnitude(
     return _affine(normal, None, None if bias is None else bias.abs()), total.abs()
 
 
-def _matmul_magnitude(a: Tensor, b: Tensor, variant: str = "tiled", tile: int = 0) -> Tensor:
-    return a.abs() @ b.abs()
-
-
 _STEEPEST = 1.13  # how much an activation enlarges an error
 
 
@@ -339,8 +323,6 @@ REFERENCES: dict[str, Reference] = {
     "rms_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_rms_norm_magnitude),
     "add_layer_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_add_layer_norm_magnitude),
     "add_rms_norm": Reference(ulps=ulps(16), body_ulps=32, magnitude=_add_rms_norm_magnitude),
-    # A sum's bound is a unit for each of its terms, here up to 257; random ones reach few.
-    "matmul": Reference(ulps=ulps(8), magnitude=_matmul_magnitude),
     # cuBLASLt's GELU uses the hardware's tanh, and the product before some activations is rounded.
     "linear": Reference(ulps=ulps(8, half=1), magnitude=_linear_magnitude),
     "linear_swiglu": Reference(ulps=ulps(8, half=1), magnitude=_linear_swiglu_magnitude),

@@ -248,8 +248,9 @@ def given_samples(record: Record, dtypes: Mapping[str, str], size: int) -> Itera
     """
     calls = given_calls(record, dtypes[record.inputs[0].name], size)
     if calls is None:
+        reason = why_not_derived(record) or "its input_shapes take none of the usual shapes"
         raise NoSamples(
-            f"{record.qualified_name}: inputs cannot be derived from the record: {why_not_derived(record)}. "
+            f"{record.qualified_name}: inputs cannot be derived from the record: {reason}. "
             f"Write a function samples(op, dtype, size) in {op_of(record).place} that returns a list of "
             "calls, inputs and attributes by name, such as "
             f'[{{"{record.inputs[0].name}": torch.randn(3, size), ...}}]'
