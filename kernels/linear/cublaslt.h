@@ -60,7 +60,6 @@ struct CublasLt {
                        LtLayout, const LtAlgorithm*, void* workspace, std::size_t workspace_bytes,
                        void* stream);
   const char* (*StatusName)(LtStatus);
-  std::size_t (*Version)();
 
   Status Load() {
     void* library = nullptr;
@@ -90,7 +89,6 @@ struct CublasLt {
     find("cublasLtMatmulAlgoGetHeuristic", &Heuristic);
     find("cublasLtMatmul", &Multiply);
     find("cublasLtGetStatusName", &StatusName);
-    find("cublasLtGetVersion", &Version);
     if (missing.empty()) return {};
     return Status::Error("the process's cuBLASLt has no function " + missing +
                          "; install one of CUDA 12.0 or newer: pip install -U nvidia-cublas");

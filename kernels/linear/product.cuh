@@ -1,19 +1,15 @@
 // A product with cuBLASLt: y = activation(x W + bias + residual).
 #pragma once
 
-#include <algorithm>
 #include <cstdlib>
-#include <cstring>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
 #include <utility>
-#include <vector>
 
-#include "twinop/linear/algorithm_file.h"
+#include "twinop/linear/cublaslt.h"
 #include "twinop/linear/operands.h"
 #include "twinop/primitives/launch.cuh"
 
@@ -73,39 +69,6 @@ struct Memory {
   cudaStream_t stream;
 };
 
-// Finds the fastest of `count` algorithms. run(memory, i) launches algorithm i and returns whether
-// that worked. y is not written to; the algorithms write to a temporary.
-template <class Launch>
-Status Measure(Memory at, const Problem& problem, const Launch& run, int count, int* best) {
-  constexpr int kRounds = 16, kRuns = 8;
-  const std::size_t bytes = static_cast<std::size_t>(problem.sizes.m) *
-                            static_cast<std::size_t>(problem.sizes.n) * Info(problem.dtype).size;
-  cudaEvent_t events[2] = {};
-  void* y = nullptr;
-  cudaError_t error = cudaMalloc(&y, bytes);
-  for (cudaEvent_t& event : events)
-    if (error == cudaSuccess) error = cudaEventCreate(&event);
-  if (error == cudaSuccess) error = cudaMemsetAsync(y, 0, bytes, at.stream);
-  at.y = y;
-  std::vector<float> sums(static_cast<std::size_t>(count));  // of milliseconds
-  for (int round = 0; round < kRounds * count && error == cudaSuccess; ++round) {
-    const int i = round % count;
-    bool runs = run(at, i);  // warm-up: the first run loads the kernel
-    error = cudaEventRecord(events[0], at.stream);
-    for (int j = 0; j < kRuns; ++j) runs = runs && run(at, i);
-    if (error == cudaSuccess) error = cudaEventRecord(events[1], at.stream);
-    if (error == cudaSuccess) error = cudaEventSynchronize(events[1]);
-    float ms = 0;
-    if (error == cudaSuccess) error = cudaEventElapsedTime(&ms, events[0], events[1]);
-    sums[static_cast<std::size_t>(i)] += runs ? ms : std::numeric_limits<float>::infinity();
-  }
-  *best = static_cast<int>(std::min_element(sums.begin(), sums.end()) - sums.begin());
-  for (cudaEvent_t event : events)
-    if (event != nullptr) cudaEventDestroy(event);
-  cudaFree(y);
-  return CudaStatus(error, "measuring a product's algorithms");
-}
-
 inline LtType LtTypeOf(DType dtype) {
   return dtype == DType::kFloat64    ? kLtFloat64
          : dtype == DType::kFloat16  ? kLtFloat16
@@ -138,8 +101,7 @@ inline Status Describe(const CublasLt& lt, const Problem& problem, const void* b
 }
 
 inline LtStatus Run(const CublasLt& lt, LtHandle handle, LtProduct product, const Problem& problem,
-                    const Plan& plan, const LtHeuristicResult& heuristic, const Memory& at,
-                    const void* c) {
+                    const Plan& plan, const Memory& at, const void* c) {
   static constexpr double kScales64[] = {0, 1};
   static constexpr float kScales32[] = {0, 1};
   const auto scale = [&](bool one) {
@@ -148,17 +110,16 @@ inline LtStatus Run(const CublasLt& lt, LtHandle handle, LtProduct product, cons
   };
   return lt.Multiply(handle, product, scale(true), at.weight, plan.weight, at.x, plan.x,
                      scale(problem.has_c), problem.has_c ? c : at.y, plan.y, at.y, plan.y,
-                     &heuristic.algorithm, at.workspace, heuristic.workspace_bytes, at.stream);
+                     &plan.heuristic.algorithm, at.workspace, plan.heuristic.workspace_bytes, at.stream);
 }
 
 // The plans of one device. A plan is made when its problem first occurs.
 class Plans {
  public:
   static constexpr std::size_t kMaxPlans = 2048;
-  static constexpr int kCandidates = 16;  // algorithms to measure, with an algorithm file
 
-  Status Find(const CublasLt& lt, const Problem& problem, LtProduct product, const Memory& at,
-              LtHandle* handle, std::shared_ptr<const Plan>* plan) {
+  Status Find(const CublasLt& lt, const Problem& problem, LtProduct product, LtHandle* handle,
+              std::shared_ptr<const Plan>* plan) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (handle_ == nullptr) TWINOP_RETURN_IF_LT_ERROR(lt, Create(&handle_));
     *handle = handle_;
@@ -168,7 +129,7 @@ class Plans {
       return {};
     }
     auto fresh = std::make_shared<Plan>(lt);
-    TWINOP_RETURN_IF_ERROR(Choose(lt, problem, product, at, fresh.get()));
+    TWINOP_RETURN_IF_ERROR(Choose(lt, problem, product, fresh.get()));
     if (plans_.size() >= kMaxPlans) plans_.clear();
     *plan = plans_[problem.Key()] = std::move(fresh);
     return {};
@@ -184,8 +145,7 @@ class Plans {
     return {};
   }
 
-  Status Choose(const CublasLt& lt, const Problem& problem, LtProduct product, const Memory& at,
-                Plan* plan) const {
+  Status Choose(const CublasLt& lt, const Problem& problem, LtProduct product, Plan* plan) const {
     const auto [m, n, k, is_kn] = problem.sizes;
     TWINOP_RETURN_IF_ERROR(Layout(lt, problem.dtype, is_kn ? n : k, is_kn ? k : n, &plan->weight));
     TWINOP_RETURN_IF_ERROR(Layout(lt, problem.dtype, k, m, &plan->x));
@@ -200,59 +160,10 @@ class Plans {
     TWINOP_RETURN_IF_ERROR(set(kLtReductions, kLtWideReductions));
     for (int i = 0; i < kLtOperands; ++i)
       TWINOP_RETURN_IF_ERROR(set(kLtAlignments + i, static_cast<std::uint32_t>(kAlignment)));
-    LtHeuristicResult results[kCandidates]{};
     int count = 0;
-    const int wanted = AlgorithmFile::Get().IsAsked() ? kCandidates : 1;
     const LtStatus status = lt.Heuristic(handle_, product, plan->weight, plan->x, plan->y, plan->y,
-                                         preference.value, wanted, results, &count);
-    plan->found = status == 0 && count > 0 && results[0].status == 0;
-    plan->heuristic = results[0];
-    if (!plan->found || count == 1) return {};
-    return Fastest(lt, problem, product, at, results, count, plan);
-  }
-
-  // Takes the algorithm of the file, or measures all and adds the fastest to the file. While a CUDA
-  // graph is captured nothing can be measured, and the plan keeps cuBLASLt's first algorithm.
-  Status Fastest(const CublasLt& lt, const Problem& problem, LtProduct product, const Memory& at,
-                 const LtHeuristicResult* results, int count, Plan* plan) const {
-    static std::mutex file_mutex;  // shared by the devices
-    const std::lock_guard<std::mutex> lock(file_mutex);
-    AlgorithmFile& file = AlgorithmFile::Get();
-    std::string key;
-    TWINOP_RETURN_IF_ERROR(KeyOf(lt, problem, &key));
-    if (const LtAlgorithm* known = file.Find(key); known != nullptr) {
-      for (int i = 0; i < count; ++i) {
-        if (std::memcmp(known, &results[i].algorithm, sizeof(*known)) != 0) continue;
-        plan->heuristic = results[i];
-        return {};
-      }
-    }
-    cudaStreamCaptureStatus captures = cudaStreamCaptureStatusNone;
-    TWINOP_RETURN_IF_ERROR(CudaStatus(cudaStreamIsCapturing(at.stream, &captures), "a product"));
-    if (captures != cudaStreamCaptureStatusNone) return {};
-    int best = 0;
-    TWINOP_RETURN_IF_ERROR(Measure(
-        at, problem,
-        [&](const Memory& memory, int i) {
-          return Run(lt, handle_, product, problem, *plan, results[i], memory, memory.y) == 0;
-        },
-        count, &best));
-    plan->heuristic = results[best];
-    return file.Add(key, results[best].algorithm);
-  }
-
-  static Status KeyOf(const CublasLt& lt, const Problem& problem, std::string* key) {
-    int device = 0;
-    cudaDeviceProp properties{};
-    TWINOP_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
-    TWINOP_RETURN_IF_ERROR(
-        CudaStatus(cudaGetDeviceProperties(&properties, device), "asking for the device's name"));
-    const auto [m, n, k, is_kn] = problem.sizes;
-    *key = std::string(properties.name) + ", cuBLASLt " + std::to_string(lt.Version()) + ": " +
-           std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k) +
-           (is_kn ? " kn " : " nk ") + std::string(Info(problem.dtype).name) + ", compute " +
-           std::to_string(ComputeOf(problem.dtype)) + (problem.has_c ? ", adds" : "") +
-           ", epilogue " + std::to_string(problem.epilogue);
+                                         preference.value, 1, &plan->heuristic, &count);
+    plan->found = status == 0 && count > 0 && plan->heuristic.status == 0;
     return {};
   }
 
@@ -283,10 +194,10 @@ inline Status Multiply(const Call& call, const Operands& at, const Sizes& sizes,
   LtHandle handle = nullptr;
   std::shared_ptr<const Plan> plan;
   TWINOP_RETURN_IF_ERROR(
-      PlansOf(call.context->device_index).Find(lt, problem, product.value, memory, &handle, &plan));
+      PlansOf(call.context->device_index).Find(lt, problem, product.value, &handle, &plan));
   *done = plan->found;
   if (!plan->found) return {};
-  return LtResult(lt, Run(lt, handle, product.value, problem, *plan, plan->heuristic, memory, c),
+  return LtResult(lt, Run(lt, handle, product.value, problem, *plan, memory, c),
                   "the product");
 }
 

@@ -140,35 +140,3 @@ def test_the_cublaslt_of_the_process_is_used() -> None:
     )
     mapped = in_another_process(code).split()
     assert len(mapped) == 1, mapped
-
-
-def test_measured_algorithms_are_kept_in_a_file(tmp_path: Path) -> None:
-    """The first process measures and writes a line for each product, and the next one reads them."""
-    file = tmp_path / "algorithms"
-    code = (
-        "import torch; from twinop import torch_op; torch.manual_seed(0)\n"
-        "x, w, b = (torch.randn(*s, device='cuda').half() for s in ((300, 768), (512, 768), (512,)))\n"
-        "for given in ((x, w), (x, w, b), (x[:64], w)):\n"
-        "    y = torch_op.linear(*given)\n"
-        "    e = torch.nn.functional.linear(*(t.double() for t in given))\n"
-        "    assert (y.double() - e).abs().max() < 1e-3 * e.abs().max(), given\n"
-        "    print(*y.view(torch.int16).flatten().tolist())\n"
-    )
-    asked = {"TWINOP_LINEAR_ALGORITHMS": str(file)}
-    first = in_another_process(code, **asked)
-    lines = file.read_text().splitlines()
-    assert len(lines) == 3 and all("cuBLASLt" in line and "float16" in line for line in lines)
-    assert in_another_process(code, **asked) == first and file.read_text().splitlines() == lines
-    file.write_text("\n".join(["not a line", *lines[:2], lines[2].rpartition("\t")[0], ""]))
-    assert in_another_process(code, **asked) == first  # the incomplete line is measured again
-    assert len(file.read_text().splitlines()) == 5
-
-
-def test_a_file_of_algorithms_that_cannot_be_written(tmp_path: Path) -> None:
-    code = (
-        "import torch; from twinop import torch_op\n"
-        "try: torch_op.linear(torch.ones(64, 64, device='cuda'), torch.ones(64, 64, device='cuda'))\n"
-        "except RuntimeError as error: print(error)\n"
-    )
-    said = in_another_process(code, TWINOP_LINEAR_ALGORITHMS=str(tmp_path / "missing" / "file"))
-    assert "cannot be written (No such file or directory). Name a file in a folder" in said
