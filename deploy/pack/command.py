@@ -15,8 +15,8 @@ def main(**given: Any) -> None:
     """Pack a model and its custom-op library for deployment.
 
     Writes a Triton model repository (also for twinop serve), a Dockerfile of
-    the service, docker-compose.yml with Prometheus, manifests for Kubernetes
-    with and without KServe, and a README.md that says how to run each. The
+    the service, one manifest for Kubernetes and one for KServe, and a
+    README.md that says how to run each. The
     model is opened once with its library, so that a model that does not load
     here is refused. The folder is written whole or not at all.
 

@@ -49,13 +49,4 @@ class Options:
     image: Annotated[
         str | None, _option("The image's name. Default: the model's name and version.", "Image")
     ] = None
-    cpus: Annotated[int, _option("CPUs of a replica. Default: 2.", "Scaling", min=1)] = 2
-    min_replicas: Annotated[int, _option("Default: 1.", "Scaling", min=1)] = 1
-    max_replicas: Annotated[int, _option("Default: 4.", "Scaling")] = 4
-    prometheus: Annotated[
-        str,
-        _option("Whose count of waiting requests scales replicas on GPUs in KServe.", "Scaling"),
-    ] = "http://prometheus-operated.monitoring:9090"
-    storage_uri: Annotated[
-        str | None, _option("Where KServe finds models/. Default: pvc://models/NAME.", "Scaling")
-    ] = None
+    cpus: Annotated[int, _option("CPUs of a replica. Default: 2.", "Image", min=1)] = 2

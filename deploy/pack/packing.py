@@ -25,7 +25,6 @@ from .options import Options
 MODELS_IN_CONTAINER = "/mnt/models"  # where KServe mounts what it downloads
 MANIFEST = "twinop-pack.json"
 TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:26.09-py3"
-PROMETHEUS_IMAGE = "prom/prometheus:v3.13.3"
 PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock.py locks packages for
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _SOURCES = {".py", ".html"}
@@ -37,10 +36,7 @@ _FILES = {
     "twinop.toml.j2": "models/{name}/twinop.toml",
     "Dockerfile.j2": "Dockerfile",
     "dockerignore.j2": ".dockerignore",
-    "docker-compose.yml.j2": "docker-compose.yml",
-    "prometheus.yml.j2": "prometheus.yml",
     "deployment.yaml.j2": "kubernetes/deployment.yaml",
-    "runtime.yaml.j2": "kubernetes/kserve/runtime.yaml",
     "inferenceservice.yaml.j2": "kubernetes/kserve/inferenceservice.yaml",
     "README.md.j2": "README.md",
 }
@@ -120,11 +116,6 @@ def _image(options: Options, kube_name: str) -> str:
 
 
 def _check_options(options: Options) -> None:
-    if options.min_replicas > options.max_replicas:
-        raise PackError(
-            f"--min-replicas {options.min_replicas} --max-replicas {options.max_replicas}: expected no more "
-            "than the second"
-        )
     if options.bodies and not options.triton:
         raise PackError(
             "--bodies without --triton: what is packed for twinop serve always has the function bodies, with "
@@ -154,22 +145,15 @@ def _values(options: Options, packed: Packed) -> dict[str, Any]:
     """Returns the values for the templates: the options, the contents, and what follows from them."""
     contents = packed.contents
     memory = _memory(contents)
-    device = "gpu" if contents.gpu else "cpu"
-    registry = packed.image[: packed.image.rfind("/") + 1]
     return vars(options) | vars(contents) | {
         "name": packed.name, "kube_name": packed.kube_name, "image": packed.image,
         "image_title": packed.image.rpartition(":")[0].rpartition("/")[2],
         "memory": memory, "memory_limit": 2 * memory,
-        # What may wait at a replica before another one starts: one more run.
-        "queue_target": max(4, options.max_batch_size),
-        "storage_uri": options.storage_uri or f"pvc://models/{packed.kube_name}",
-        "runtime_name": f"twinop-{device}",
-        "service_image": f"{registry}twinop:{twinop.__version__}-{device}",
         "library_paths": packed.libraries, "library_sha256": contents.library_sha256,
         "cuda_archs": contents.cuda_archs,
         "needs_glibc": _needed(contents, "GLIBC"), "needs_glibcxx": _needed(contents, "GLIBCXX"),
         "models_in_container": MODELS_IN_CONTAINER, "platform": _PLATFORMS[os.uname().machine],
-        "python_image": PYTHON_IMAGE, "triton_image": TRITON_IMAGE, "prometheus_image": PROMETHEUS_IMAGE,
+        "python_image": PYTHON_IMAGE, "triton_image": TRITON_IMAGE,
         "runtime_version": _runtime_version(contents.gpu), "twinop_version": twinop.__version__,
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ yaml = importlib.import_module("yaml")
 CASES: dict[str, dict[str, Any]] = {
     "gpu": {"gpu": True, "max_batch_size": 64, "image": "registry.example.com/team/relu:1"},
     "cpu": {"gpu": False},
-    "no-library": {"gpu": False, "min_replicas": 2, "max_replicas": 2},
+    "no-library": {"gpu": False},
 }
 
 

@@ -53,9 +53,8 @@ def test_folder(tmp_path: Path, libraries: dict[str, Path]) -> None:
     repo, said = packed(tmp_path, library=[libraries["custom_relu"]], gpu=False)
     assert {path for path in files(repo) if not path.startswith("service/twinop/")} == {
         "README.md", "twinop-pack.json",
-        "Dockerfile", ".dockerignore", "docker-compose.yml", "prometheus.yml",
-        "kubernetes/deployment.yaml",
-        "kubernetes/kserve/runtime.yaml", "kubernetes/kserve/inferenceservice.yaml",
+        "Dockerfile", ".dockerignore",
+        "kubernetes/deployment.yaml", "kubernetes/kserve/inferenceservice.yaml",
         "models/custom_relu/twinop.toml", "models/custom_relu/config.pbtxt",
         "models/custom_relu/1/model.onnx", "models/custom_relu/1/libcustom_relu.so",
         "service/requirements.txt",
@@ -201,7 +200,6 @@ def nothing_written(folder: Path) -> bool:
         ({"name": ""}, "cannot be a model's name"),
         ({"image": "Team/Model:1"}, "expected a name such as"),
         ({"image": "model:"}, "expected a name such as"),
-        ({"min_replicas": 3, "max_replicas": 2}, "no more than the second"),
         ({"bodies": True}, "--bodies without --triton"),
         ({"library": [Path("missing.so")]}, "no such file"),
     ],
@@ -212,7 +210,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path
     assert nothing_written(tmp_path)
 
 
-@pytest.mark.parametrize("option", ["--version", "--cpus", "--min-replicas", "--max-batch-size"])
+@pytest.mark.parametrize("option", ["--version", "--cpus", "--max-batch-size"])
 def test_numbers_that_are_too_small(option: str, tmp_path: Path) -> None:
     result = run(str(saved(tmp_path)), "-o", str(tmp_path / "repo"), option, "-1")
     assert f"'{option}': Input should be greater than or equal to" in result.output

@@ -77,10 +77,6 @@ def check_document(path, type_name):
     expect(f"v{version}", constants.KSERVE_V1ALPHA1_VERSION, constants.KSERVE_V1BETA1_VERSION)
     expect(document["apiVersion"], f"{constants.KSERVE_GROUP}/v{version}")
     expect(document["kind"], kind)
-    protocols = [each.value for each in constants.PredictorProtocol]
-    spec = document["spec"]
-    for protocol in spec.get("protocolVersions") or [spec["predictor"]["model"]["protocolVersion"]]:
-        expect(protocol, *protocols)
 
 
 for path in sys.argv[2:]:
@@ -97,13 +93,9 @@ def verdicts(kind: str, *files: Path) -> list[str]:
     return in_another_process(KSERVE, kind, *files).splitlines()
 
 
-@pytest.mark.parametrize(
-    ("file", "kind"),
-    [("runtime", "V1alpha1ClusterServingRuntime"), ("inferenceservice", "V1beta1InferenceService")],
-)
-def test_kserve_types(repos: dict[str, Path], file: str, kind: str) -> None:
-    files = [repo / f"kubernetes/kserve/{file}.yaml" for repo in repos.values()]
-    assert verdicts(kind, *files) == ["fits"] * len(CASES)
+def test_kserve_types(repos: dict[str, Path]) -> None:
+    files = [repo / "kubernetes/kserve/inferenceservice.yaml" for repo in repos.values()]
+    assert verdicts("V1beta1InferenceService", *files) == ["fits"] * len(CASES)
 
 
 def test_kserve_types_refuse(repos: dict[str, Path], tmp_path: Path) -> None:
@@ -112,12 +104,10 @@ def test_kserve_types_refuse(repos: dict[str, Path], tmp_path: Path) -> None:
         ("maxReplicas:", "maxReplica:"),
         ("scaleTarget: 70", "scaleTarget: often"),
         ("maxSurge: 1", "maxSurge: [1]"),
-        ("modelFormat:\n        name: onnx", "modelFormat:\n        nam: onnx"),
         ("serving.kserve.io/v1beta1", "serving.kserve.io/v1"),
         ("kind: InferenceService", "kind: InferenceServices"),
-        ("storageUri:", "storageURI:"),
+        ("containerPort:", "containerport:"),
         ("secretKeyRef:", "secretRef:"),
-        ("protocolVersion: v2", "protocolVersion: v3"),
     ]
     files = [tmp_path / f"{number}.yaml" for number in range(len(changes))]
     for file, (old, new) in zip(files, changes, strict=True):
@@ -126,84 +116,6 @@ def test_kserve_types_refuse(repos: dict[str, Path], tmp_path: Path) -> None:
     found = verdicts("V1beta1InferenceService", *files)
     fitting = [change for change, verdict in zip(changes, found, strict=True) if verdict == "fits"]
     assert not fitting
-
-
-def kserve(repo: Path) -> tuple[Any, Any]:
-    """The InferenceService and its runtime."""
-    folder = repo / "kubernetes/kserve"
-    return document(folder / "inferenceservice.yaml"), document(folder / "runtime.yaml")
-
-
-def refusals(service: Any, runtime: Any) -> set[str]:
-    """The fields that KServe's webhook, KEDA or Knative refuse or miss, in words of the manifests."""
-    annotations = {key.partition("/")[2]: value for key, value in service["metadata"]["annotations"].items()}
-    predictor, container = service["spec"]["predictor"], runtime["spec"]["containers"][0]
-    found = set()
-    if annotations.get("autoscalerClass") not in (None, "hpa", "keda", "external", "none"):
-        found.add("autoscalerClass")
-    if annotations["deploymentMode"] == "Standard" and annotations["autoscalerClass"] == "hpa":
-        if predictor.get("scaleMetric", "cpu") not in ("cpu", "memory"):
-            found.add("scaleMetric")
-        found |= {"autoScaling"} & predictor.keys()  # it has no metrics from elsewhere
-    elif annotations["deploymentMode"] == "Standard" and annotations["autoscalerClass"] == "keda":
-        found |= {"scaleMetric"} & predictor.keys()
-        for metric in predictor["autoScaling"]["metrics"]:
-            external = metric["external"]
-            found |= {"query", "serverAddress"} - external["metric"].keys()
-            found |= {"value"} - external.get("target", {}).keys()
-    elif annotations["deploymentMode"] == "Knative":
-        if predictor.get("scaleMetric", "concurrency") not in ("concurrency", "rps"):
-            found.add("scaleMetric")
-        found |= {"deploymentStrategy", "terminationGracePeriodSeconds"} & predictor.keys()
-        found |= {"lifecycle"} & container.keys()
-        names = [port["name"] for port in container["ports"]]
-        if len(names) != 1 or names[0] not in ("http1", "h2c"):
-            found.add("ports")
-    else:
-        found.add("deploymentMode")
-    return found
-
-
-def test_the_webhooks_take_it(repo: Path) -> None:
-    service, runtime = kserve(repo)
-    assert not refusals(service, runtime)
-
-
-def test_a_gpu_is_scaled_by_its_queue(repos: dict[str, Path]) -> None:
-    service, runtime = kserve(repos["gpu"])
-    predictor = service["spec"]["predictor"]
-    (metric,) = predictor["autoScaling"]["metrics"]
-    assert metric["external"]["metric"]["query"] == 'sum(twinop_queued{model="custom_relu"})'
-    assert metric["external"]["metric"]["serverAddress"].startswith("http://prometheus-operated")
-    assert metric["external"]["target"] == {"type": "Value", "value": "64"}
-    (metric,) = plain(repos["gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
-    assert metric["pods"]["metric"]["name"] == "twinop_queued"
-    (metric,) = plain(repos["cpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
-    assert metric["resource"]["name"] == "cpu"
-    # KEDA takes no scaleMetric, and needs an address and a target.
-    predictor["scaleMetric"] = "cpu"
-    external = predictor["autoScaling"]["metrics"][0]["external"]
-    del external["metric"]["serverAddress"], external["target"]
-    assert refusals(service, runtime) == {"scaleMetric", "serverAddress", "value"}
-
-
-def test_knative_as_the_readme_says(repo: Path) -> None:
-    service, runtime = kserve(repo)
-    annotations, predictor = service["metadata"]["annotations"], service["spec"]["predictor"]
-    container = runtime["spec"]["containers"][0]
-    annotations["serving.kserve.io/deploymentMode"] = "Knative"
-    predictor["scaleMetric"] = "concurrency"
-    said = (repo / "README.md").read_text()
-    said = said[said.index("With Knative") :]
-    for name in ("deploymentStrategy", "terminationGracePeriodSeconds", "autoScaling"):
-        assert (f"`{name}`" in said) == (name in predictor)
-        predictor.pop(name, None)
-    assert "the annotation `autoscalerClass`" in said and "without `lifecycle`" in said
-    del annotations["serving.kserve.io/autoscalerClass"]
-    assert refusals(service, runtime) == {"lifecycle", "ports"}
-    del container["lifecycle"]
-    container["ports"] = [port for port in container["ports"] if port["name"] != "grpc"]
-    assert not refusals(service, runtime)
 
 
 def validate(thing: Any) -> None:
@@ -238,33 +150,12 @@ def test_plain_objects_name_each_other(repo: Path) -> None:
 
 
 def test_kserves_pod_is_the_plain_one(repo: Path) -> None:
-    """The pod that KServe makes: the runtime's container and what the predictor adds to it."""
-    service, runtime = kserve(repo)
-    predictor = service["spec"]["predictor"]
-    theirs, ours = runtime["spec"]["containers"][0], container(repo)
-    assert theirs["name"] == "kserve-container"
-    added = {key: predictor["model"][key] for key in ("env", "resources")}
-    image = {"name": ours["name"], "image": ours["image"]}
-    assert theirs | added | image == ours
-    pod = plain(repo)["Deployment"]["spec"]["template"]["spec"]
-    for key in ("terminationGracePeriodSeconds", "automountServiceAccountToken"):
-        assert predictor[key] == pod[key]
-    assert predictor["deploymentStrategy"] == plain(repo)["Deployment"]["spec"]["strategy"]
-    for key in ("volumes", "tolerations"):
-        assert runtime["spec"].get(key) == pod.get(key)
-
-
-def test_service_and_runtime_agree(repo: Path) -> None:
-    service, runtime = kserve(repo)
-    model = service["spec"]["predictor"]["model"]
-    formats = [(each["name"], each["version"]) for each in runtime["spec"]["supportedModelFormats"]]
-    assert model["runtime"] == runtime["metadata"]["name"] and model["storageUri"]
-    assert tuple(model["modelFormat"].values()) in formats
-    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
-    built = f"--target service -t {runtime['spec']['containers'][0]['image']} ."
-    assert built in (repo / "Dockerfile").read_text() and built in (repo / "README.md").read_text()
-    for each in (runtime, service):
-        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", each["metadata"]["name"])
+    service = document(repo / "kubernetes/kserve/inferenceservice.yaml")
+    deployment = plain(repo)["Deployment"]["spec"]
+    predictor, pod = service["spec"]["predictor"], deployment["template"]["spec"]
+    assert {key: predictor[key] for key in pod} == pod
+    assert predictor["deploymentStrategy"] == deployment["strategy"]
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", service["metadata"]["name"])
 
 
 def test_container_is_hardened_and_probed(repo: Path) -> None:
@@ -294,8 +185,6 @@ def test_grace_is_longer_than_what_it_covers(repo: Path) -> None:
     needed = int(sleep[1]) + read_settings(None, {}).server.grace_seconds
     pod = plain(repo)["Deployment"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > needed
-    compose = document(repo / "docker-compose.yml")["services"]["twinop"]
-    assert int(compose["stop_grace_period"].removesuffix("s")) > needed
 
 
 # -------------------------------------------------------------------------------- Triton
