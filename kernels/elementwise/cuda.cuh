@@ -154,7 +154,6 @@ Status LaunchFlat(const Call& call, const F& functor, const Outputs<T, kOutputs>
                   const Inputs<T, kInputs>& in) {
   constexpr int kWidth = kVectorBytes / sizeof(T);
   constexpr int kMost = kTuning<F>.loads;
-  if (!AreAligned(out) || !AreAligned(in)) return LaunchStrided(call, functor, out, in);
   if constexpr (sizeof(T) < 8) {
     constexpr int kCached = kMost > kLoads ? kMost : kCachedLoads;
     const std::int64_t bytes = call.outputs[0].bytes();
@@ -175,8 +174,14 @@ Status Cuda(const AnyCall& call) {
     const auto functor = MakeFunctor<F<ElementCompute<T>>>(call);
     const auto out = OutputPointers<T, kOutputs>(call);
     const auto in = InputPointers<T, kInputs>(call);
-    return IsFlat(call, kOutputs, kInputs) ? LaunchFlat(call, functor, out, in)
-                                           : LaunchStrided(call, functor, out, in);
+    const bool flat = IsFlat(call, kOutputs, kInputs);
+    const bool aligned = AreAligned(out) && AreAligned(in);
+    if (__builtin_expect(kIsTraced, false))
+      Trace("  %s", !flat     ? "strides: each element finds its operands"
+                    : aligned ? "one flat sequence of aligned vectors"
+                              : "one flat sequence that begins between two vectors");
+    return flat && aligned ? LaunchFlat(call, functor, out, in)
+                           : LaunchStrided(call, functor, out, in);
   });
 }
 

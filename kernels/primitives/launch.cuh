@@ -2,15 +2,19 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <cxxabi.h>
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <string>
 #include <utility>
 
+#include "twinop/primitives/policy.h"
 #include "twinop/record/record.h"
+#include "twinop/record/trace.h"
 
 namespace twinop {
 
@@ -171,6 +175,28 @@ class LaunchConfig {
   int shared_bytes_;
 };
 
+// Prints the kernel and its grid.
+inline void TraceKernel(const void* kernel, const Grid& grid) {
+  const char* name = nullptr;
+#if CUDART_VERSION >= 12030
+  cudaFuncGetName(&name, kernel);
+#endif
+  char* const readable =
+      name == nullptr ? nullptr : abi::__cxa_demangle(name, nullptr, nullptr, nullptr);
+  Trace("  %lld x %u blocks of %u x %u threads, %d bytes of shared memory, clusters of %d: %s",
+        static_cast<long long>(grid.blocks), grid.blocks_y, grid.threads.x, grid.threads.y,
+        grid.shared_bytes, grid.cluster,
+        readable != nullptr ? readable
+        : name != nullptr   ? name
+                            : "(CUDA names no kernel)");
+  std::free(readable);
+  int architecture = 0;
+  const Status known = KernelArchitecture<ArchitectureKernel>(&architecture);
+  if (known.ok() && !IsTuned(architecture))
+    Trace("  its settings are those measured on 9.0: %d.%d has none of its own", architecture / 10,
+          architecture % 10);
+}
+
 template <class... Parameters, class... Arguments>
 Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call& call,
                     const Arguments&... arguments) {
@@ -185,6 +211,7 @@ Status LaunchKernel(void (*kernel)(Parameters...), const Grid& grid, const Call&
     if (architecture >= 90) launch.LaunchDependent();
   }
   TWINOP_RETURN_IF_ERROR(launch.Allow(kernel));
+  if (__builtin_expect(kIsTraced, false)) TraceKernel(reinterpret_cast<const void*>(kernel), grid);
   cudaError_t error =
       cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...);
   cudaError_t last = cudaGetLastError();  // leaves no error for the next call

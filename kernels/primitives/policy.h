@@ -27,6 +27,9 @@ constexpr DevicePolicy PolicyOf(int architecture) {
   return policy;
 }
 
+// Whether the launch settings were measured on this architecture.
+constexpr bool IsTuned(int architecture) { return architecture == 90; }
+
 // The grids that sum columns have one size on all architectures: it decides the order of the
 // additions and the size of the scratch memory.
 inline constexpr DevicePolicy kSumPolicy = kHopperPolicy;

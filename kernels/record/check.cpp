@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdio>
 
+#include "twinop/primitives/cpu_features.h"
+
 namespace twinop {
 namespace {
 
@@ -49,6 +51,24 @@ std::string BoundsText(const Limit& limit) {
          std::string(limit.upper);
 }
 
+// "custom_domain::gelu(x: float32[2, 3], approximate=none)"; without attributes if they are null.
+std::string CallText(const Record& record, const Tensor* inputs, const Attribute* attributes) {
+  const Schema& schema = record.schema;
+  std::string text = std::string(record.domain) + "::" + std::string(schema.name.view()) + "(";
+  for (std::size_t i = 0; i < schema.input_count; ++i)
+    text += (i > 0 ? ", " : "") + Describe(schema.input(i).name.view(), inputs[i]);
+  for (std::size_t i = 0; attributes != nullptr && i < schema.attribute_count; ++i) {
+    const Argument& argument = schema.attribute(i);
+    const Attribute& value = attributes[i];
+    text += ", " + std::string(argument.name.view()) + "=" +
+            (argument.kind == Kind::kFloat     ? Number(value.f)
+             : argument.kind == Kind::kString  ? std::string(std::string_view(value.s))
+             : argument.kind == Kind::kIntList ? SizesText(value.ints, value.count)
+                                               : std::to_string(value.i));
+  }
+  return text + ")";
+}
+
 }  // namespace
 
 std::string SizesText(const std::int64_t* sizes, std::size_t rank) {
@@ -64,11 +84,15 @@ std::string Describe(std::string_view name, const Tensor& tensor) {
 }
 
 Status Failure(const Record& record, const Tensor* inputs, std::string_view message) {
-  const Schema& schema = record.schema;
-  std::string text = std::string(record.domain) + "::" + std::string(schema.name.view()) + "(";
-  for (std::size_t i = 0; i < schema.input_count; ++i)
-    text += (i > 0 ? ", " : "") + Describe(schema.input(i).name.view(), inputs[i]);
-  return Status::Error(text + "): " + std::string(message));
+  return Status::Error(CallText(record, inputs, nullptr) + ": " + std::string(message));
+}
+
+void TraceCall(const Record& record, const Call& call) {
+  static constexpr const char* kLevels[] = {"baseline", "AVX2", "AVX-512"};
+  const bool on_cuda = call.context->device_type == TWINOP_CUDA;
+  Trace("%s on %s", CallText(record, call.inputs, call.attributes).c_str(),
+        on_cuda ? ("CUDA device " + std::to_string(call.context->device_index)).c_str()
+                : (std::string("the CPU, ") + kLevels[static_cast<int>(CpuLevel())]).c_str());
 }
 
 Status ParseDefault(const Record& record, std::size_t index, Attribute* value,

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "twinop/record/record.h"
+#include "twinop/record/trace.h"
 
 namespace twinop {
 
@@ -53,8 +54,12 @@ bool AllEmpty(const Record& record, const Tensor* outputs);
 // Checks that no output overlaps an input, except where the record allows the same memory.
 Status CheckAliases(const Record& record, const Call& call);
 
+// Prints the call: the op, its tensors and attributes, and where it runs.
+void TraceCall(const Record& record, const Call& call);
+
 // Runs the op's launcher.
 inline Status Launch(const Record& record, twinop_launch launch, const Call& call) {
+  if (__builtin_expect(kIsTraced, false)) TraceCall(record, call);
   ErrorText error;
   if (__builtin_expect(launch(ToC(call), &error) == 0, true)) return {};
   return Failure(record, call.inputs, error.text);

@@ -46,6 +46,9 @@ struct Launch {
     }
     const RowAccess access = AccessOf();
     const RowMapping mapping = ChooseMapping(rows, kWidth, kSettings);
+    if (__builtin_expect(kIsTraced, false))
+      Trace("  %lld rows of %lld columns: %s, %s", static_cast<long long>(rows.count),
+            static_cast<long long>(rows.columns), NameOf(mapping), NameOf(access));
     if (mapping == RowMapping::kCluster) return RunWide(access == RowAccess::kVectors);
     if constexpr (kSettings.HasLongRows()) {
       if (mapping == RowMapping::kLong) return RunBlock<kSettings.long_vectors>(access);

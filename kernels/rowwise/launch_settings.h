@@ -27,6 +27,14 @@ enum class RowMapping {
   kCluster,  // a block or a cluster of blocks, slice by slice
 };
 
+constexpr const char* NameOf(RowMapping mapping) {
+  constexpr const char* kNames[] = {
+      "8 lanes take a row",       "a warp takes a row, a vector a lane",
+      "a warp takes a row",       "a block takes a row",
+      "a block takes a long row", "a row is too wide for a block's registers: slices"};
+  return kNames[static_cast<int>(mapping)];
+}
+
 struct ResidentSettings {
   int vectors;       // of a thread whose warp or block takes a row
   int max_threads;   // of such a block
@@ -67,6 +75,13 @@ enum class RowAccess {
   kSingle,       // the elements of each vector one by one: float32 and float64 rows
   kInterleaved,  // element by element, neighbouring lanes on neighbouring elements
 };
+
+constexpr const char* NameOf(RowAccess access) {
+  constexpr const char* kNames[] = {"aligned vectors", "realigned vectors",
+                                    "the elements of vectors one by one",
+                                    "neighbouring lanes on neighbouring elements"};
+  return kNames[static_cast<int>(access)];
+}
 
 // Elements of 4 bytes fill a warp's access; those of 2 bytes fill half of it.
 constexpr bool Interleaves(int bytes, bool column_sums, std::int64_t columns) {
