@@ -72,7 +72,7 @@ template <class T>
 inline constexpr FunctorTuning kTuning<Logarithm<T>>{2, 0, false, false, true};
 template <class T>
 inline constexpr FunctorTuning kTuning<Power<T>>{2,
-                                                 sizeof(T) == 8                ? 64
+                                                 sizeof(T) == 8                ? 0
                                                  : std::is_floating_point_v<T> ? 32
                                                                                : 40,
                                                  false, sizeof(T) == 8};
@@ -87,7 +87,7 @@ struct PlainCase {
 #if defined(__CUDACC__)
 template <class T>
 struct PlainCase<Power<T>> {
-  static constexpr bool kExists = true;
+  static constexpr bool kExists = sizeof(T) < sizeof(double);
   __device__ __forceinline__ static bool Holds(T a, T) { return IsPlainBase(a); }
   __device__ __forceinline__ static auto Try(T a, T b) { return TryPlainPow(a, b); }
 };

@@ -59,7 +59,7 @@ def test_error_of_float64(device: str) -> None:
     a, b = samples(torch.float64, device)
     exact = np.power(a.cpu().numpy().astype(np.longdouble), b.cpu().numpy())
     distance = np.abs(torch_op.pow(a, b).cpu().numpy() - exact)
-    assert float((distance / np.spacing(exact.astype(np.float64))).max()) <= 0.9
+    assert float((distance / np.spacing(exact.astype(np.float64))).max()) <= (0.9 if device == "cpu" else 2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
