@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from twinop.export import export
-from twinop.export.optimize import optimize
 from twinop.library import find_library
+from twinop.optimize import optimize
 
 from . import runtime
 from .cases import relative_error

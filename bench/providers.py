@@ -11,7 +11,7 @@ import torch
 from onnx import NodeProto
 from torch import Tensor
 
-from twinop import comparison, torch_op
+from twinop import tolerance, torch_op
 from twinop.testing.under_test import function_of
 from twinop.torch_op.registry import functions
 
@@ -26,7 +26,7 @@ EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "torch.compile max-au
 _MODES = {COMPILE: "default", AUTOTUNE: "max-autotune-no-cudagraphs"}
 
 # A single op rounds less often than the models that the shared table is for.
-TOLERANCE = comparison.TOLERANCE | {"bfloat16": 2e-2, "float64": 1e-10}
+TOLERANCE = tolerance.TOLERANCE | {"bfloat16": 2e-2, "float64": 1e-10}
 
 # The shapes that the compiler may autotune, which takes long.
 AUTOTUNED = ((1 << 28,), (1 << 26,), (32768, 4096), (4096, 65536), (64, 4096))

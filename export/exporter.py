@@ -22,25 +22,25 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferenceP
 import twinop
 from twinop import deploy, torch_op
 from twinop.deploy.choose_library import library_paths
+from twinop.deploy.ort_runs import check_shown
 from twinop.dtypes import FLOATING, to_array, to_tensor
 from twinop.errors import ExportError, LibraryError, TwinopError
 from twinop.find import package_key, package_of
 from twinop.library import read_library
 from twinop.record import DOMAIN, Record
+from twinop.tolerance import difference
 
-from . import comparison
 from .attach import attach_to_calls
 from .calls import Call, find_calls
 from .files import EXTERNAL_DATA_BYTES, publish, save, work_folder
 from .fuse_add_norm import fuse_sums
 from .inputs import Dynamic, Inputs, as_module, bind_inputs, check_dynamic, check_opset, leaves, resized
-from .optimize import check_device
-from .optimize import optimize as optimize_file
-from .optimize.inputs import special as special_cases
 from .report import ExportReport
-from .routes import ROUTES, Source, quiet, run_route
+from .routes import ROUTES, Source, quiet_torch, run_route
 from .standard_nodes import replace_nodes
 from .state import evaluation
+from .verify import Case
+from .verify import verify as compare_with_torch
 
 
 def export(
@@ -105,7 +105,10 @@ def export(
         raise ExportError(f"exporter {exporter!r} is not known; expected one of: {', '.join(ROUTES)}")
     if optimize and not bodies:
         raise ExportError("optimising needs function bodies: the file is compared without the library")
-    check_device(device)
+    if optimize:
+        from twinop.optimize import check_device  # above this room: the export's last step calls it
+
+        check_device(device)
     check_opset(opset)
     model = as_module(model)
     inputs = bind_inputs(model, args, kwargs)
@@ -120,15 +123,15 @@ def export(
         source = Source(model, inputs, names, axes, opset, records, folder)
         exported, report.notes = run_route(exporter, source)
         progress("attaching function bodies, checking")
-        with quiet():
+        with quiet_torch():
             calls = _run_passes(exported, records, report, replace, fuse)
         files = save(exported, folder / target.name, external_data_bytes)
         report.size = sum(file.stat().st_size for file in files)
         libraries = _libraries(library, calls) if verify or optimize else []
-        cases: list[comparison.Case] = []
+        cases: list[Case] = []
         if verify:
             progress("comparing with torch in ONNX Runtime")
-            cases.append(comparison.Case(inputs.tensors, list(expected.values())))
+            cases.append(Case(inputs.tensors, list(expected.values())))
             if axes:
                 try:
                     cases.append(_larger_case(model, inputs, axes))
@@ -139,9 +142,9 @@ def export(
                 [case.expected for case in cases],
                 "Give example inputs for which it has finite numbers",
             )
-            report.notes += comparison.check_shown(exported.graph, shown, allow_uncompared, cure)
+            report.notes += check_shown(exported.graph, shown, allow_uncompared, cure)
             cases += _special_cases(model, inputs, exported)
-            comparison.verify(report, files[-1], exported, libraries, calls, cases)
+            compare_with_torch(report, files[-1], exported, libraries, calls, cases)
         if optimize:
             progress("optimizing")
             files = _optimized(
@@ -180,10 +183,12 @@ def _optimized(
     report: ExportReport,
     fuse: bool,
     device: str,
-    cases: Sequence[comparison.Case],
+    cases: Sequence[Case],
     allow_uncompared: bool,
 ) -> list[Path]:
     """Optimises a file into a folder of its own, and compares it with torch; returns the files to keep."""
+    from twinop.optimize import optimize as optimize_file
+
     folder = files[-1].parent / "optimized"
     folder.mkdir()
     given, path = folder / "inputs.npz", folder / files[-1].name
@@ -205,7 +210,7 @@ def _optimized(
         if optimized.made and cases:
             model = ir.load(path)
             calls = find_calls(model, torch_op.records())
-            comparison.verify(checked, path, model, libraries, calls, cases)
+            compare_with_torch(checked, path, model, libraries, calls, cases)
     except TwinopError as error:
         report.notes.append(f"not optimised: {error}")
         return files
@@ -296,9 +301,7 @@ def _outputs(
     return outputs
 
 
-def _larger_case(
-    model: torch.nn.Module, inputs: Inputs, axes: Mapping[str, Mapping[int, str]]
-) -> comparison.Case:
+def _larger_case(model: torch.nn.Module, inputs: Inputs, axes: Mapping[str, Mapping[int, str]]) -> Case:
     """Returns inputs with one more entry on each dynamic axis, and torch's outputs.
 
     Raises:
@@ -306,21 +309,23 @@ def _larger_case(
     """
     try:
         larger = resized(inputs.tensors, axes, fresh=True)
-        return comparison.Case(larger, list(_outputs(model, inputs, larger).values()))
+        return Case(larger, list(_outputs(model, inputs, larger).values()))
     except ExportError:  # values that depend on each other, such as sorted offsets
         larger = resized(inputs.tensors, axes, fresh=False)
-        return comparison.Case(larger, list(_outputs(model, inputs, larger).values()))
+        return Case(larger, list(_outputs(model, inputs, larger).values()))
 
 
-def _special_cases(model: torch.nn.Module, inputs: Inputs, exported: ir.Model) -> Iterator[comparison.Case]:
+def _special_cases(model: torch.nn.Module, inputs: Inputs, exported: ir.Model) -> Iterator[Case]:
     """Yields numbers that are all 0, all 1 or large, and torch's outputs, where torch runs the model."""
+    from twinop.optimize.inputs import special as special_cases
+
     arrays = {name: to_array(tensor) for name, tensor in inputs.tensors.items()}
     for special, case in special_cases(exported, arrays, ()).items():
         tensors = {name: to_tensor(array).to(inputs.tensors[name].device) for name, array in case.items()}
         with suppress(ExportError):
             expected = list(_outputs(model, inputs, tensors).values())
             noise = cache(partial(_noise, model, inputs, tensors, expected))
-            yield comparison.Case(tensors, expected, special, noise)
+            yield Case(tensors, expected, special, noise)
 
 
 def _noise(
@@ -350,7 +355,7 @@ def _noise(
         return [inf] * len(expected)
     errors = []
     for a, b in zip(expected, other, strict=True):
-        error, wide = comparison.difference(a, b), a.dtype is not torch.float16
+        error, wide = difference(a, b), a.dtype is not torch.float16
         if wide and zeros and a.is_floating_point() and error == inf:
             error = 0.0
         errors.append(error if wide or a.isfinite().all() else inf)

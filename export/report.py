@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .optimize.report import OptimizeReport
+from twinop.optimize.report import OptimizeReport
 
 
 @dataclass(frozen=True)

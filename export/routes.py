@@ -1,6 +1,5 @@
 """Runs torch's two exporters: each returns an onnx_ir model without function bodies, and prints nothing."""
 
-import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from onnx_ir.passes.common import InlinePass
 from onnxscript import version_converter
 
 from twinop.errors import ExportError, TwinopError, option
+from twinop.quiet import quiet
 from twinop.record import Record
 
 from .calls import infer_types
@@ -25,9 +25,6 @@ from .inputs import Inputs
 from .torchscript import register_symbolics
 
 _TORCHSCRIPT_OPSET = 20  # the newest that the TorchScript exporter writes
-_LOGGERS = (
-    "torch.onnx", "torch.export", "onnxscript", "onnx_ir", "onnxruntime.tools.symbolic_shape_infer",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
     Raises:
         ExportError: torch cannot export the model.
     """
-    with quiet() as caught:
+    with quiet_torch() as caught:
         try:
             model = ROUTES[exporter](source)
         except Exception as error:
@@ -233,23 +230,14 @@ def run_route(exporter: str, source: Source) -> tuple[ir.Model, list[str]]:
 
 
 @contextmanager
-def quiet() -> Iterator[list[warnings.WarningMessage]]:
+def quiet_torch() -> Iterator[list[warnings.WarningMessage]]:
     """Silences the exporters and collects the tracer's warnings, which say where a model may be wrong."""
     # torch prints the whole graph of a model that its TorchScript exporter refuses.
     silenced = mock.patch.object(torch._C, "_jit_onnx_log", lambda *_: None, create=True)
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
     kept: list[warnings.WarningMessage] = []
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with silenced, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield kept
-        kept += [entry for entry in caught if issubclass(entry.category, torch.jit.TracerWarning)]
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with silenced, quiet() as caught:
+        yield kept
+    kept += [entry for entry in caught if issubclass(entry.category, torch.jit.TracerWarning)]
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -27,7 +27,7 @@ from twinop.errors import ExportError, option
 from twinop.kernel_op import DECLARED, KernelOp
 
 from .record_body import UNKNOWN, Setting
-from .routes import quiet, root_cause
+from .routes import quiet_torch, root_cause
 
 Ranks = tuple[int | None, ...]
 
@@ -155,7 +155,7 @@ def _export(
     try:
         # The patch: sizes that happen to be 1 stay open, too.
         module = _Module(declared, tensors, dict(fixed + floats))
-        with quiet(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        with quiet_torch(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             program = torch.onnx.export(
                 module,
                 given,

@@ -20,7 +20,7 @@ class Commands(LazyGroup):
         "test": "twinop.testing.command:main",
         "bench": "twinop.bench.__main__:bench",
         "export": "twinop.export.to_onnx:main",
-        "optimize": "twinop.export.optimize.command:main",
+        "optimize": "twinop.optimize.command:main",
         "run": "twinop.deploy.run_onnx:main",
         "check": "twinop.deploy.check:main",
         "doctor": "twinop.deploy.doctor.command:main",

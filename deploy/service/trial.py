@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twinop.comparison import TOLERANCE, difference
+from twinop.tolerance import TOLERANCE, difference
 
 from ..errors import FeedError, ModelError, RunError
 from ..tensor_specs import Spec

@@ -42,9 +42,8 @@ def test_children_take_no_module_of_the_current_folder(
     hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from twinop.bench.workers import FAILURE, Worker
-    from twinop.deploy import registration, session
+    from twinop.deploy import ort_process, registration, session
     from twinop.deploy.doctor.facts import _ask
-    from twinop.export import ort_process
 
     monkeypatch.syspath_prepend("")  # as in a notebook
     monkeypatch.syspath_prepend(str(hostile))  # as after python -m

@@ -12,9 +12,9 @@ from samples import RECORDS, torch_dtype, values
 
 import twinop
 from twinop import deploy, torch_op
-from twinop.comparison import same_bits
 from twinop.export import export
 from twinop.record import DOMAIN
+from twinop.tolerance import same_bits
 
 # The dynamo exporter is slower, and its graph is the same for every dtype.
 DTYPES = {"dynamo": ("float32", "bfloat16"), "torchscript": ("float32", "float16", "bfloat16", "float64")}

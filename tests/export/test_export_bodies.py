@@ -8,11 +8,11 @@ import torch
 from export_models import model_of
 from samples import RECORDS, values
 
-from twinop.comparison import same_bits
 from twinop.export import attach_bodies
 from twinop.export.schema import registered_schemas
 from twinop.record import DOMAIN
 from twinop.testing.one_node import body_session, one_node_model, run_body
+from twinop.tolerance import same_bits
 
 OPSETS = (20, 23, 24, 25)
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from twinop import deploy, torch_op
 from twinop.bench.encoder_models import STYLES, TINY, Encoder, batch, encoder
-from twinop.comparison import TOLERANCE, difference
 from twinop.export import ExportReport, export
+from twinop.tolerance import TOLERANCE, difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"

@@ -15,8 +15,8 @@ import torch
 
 from twinop.bench.encoder_models import TINY, Size, batch, encoder
 from twinop.export import export
-from twinop.export.optimize import OptimizeReport, optimize
-from twinop.export.optimize.trial import Trial
+from twinop.optimize import OptimizeReport, optimize
+from twinop.optimize.trial import Trial
 
 LENGTHS = {name: {0: "batch", 1: "length"} for name in ("ids", "mask")}
 

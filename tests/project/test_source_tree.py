@@ -13,10 +13,10 @@ import pytest
 from twinop.deploy import session
 from twinop.errors import command_line, option
 from twinop.export import export
-from twinop.export.optimize import optimize
+from twinop.optimize import optimize
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = ("twinop", "torch_op", "deploy", "export", "testing", "bench")
+LAYERS = ("twinop", "torch_op", "deploy", "export", "optimize", "testing", "bench")
 """The folders of Python modules. A module imports from its own folder and from those before it."""
 
 
@@ -134,7 +134,7 @@ def test_messages_name_options_as_their_reader_gives_them(files: list[str]) -> N
     commands = re.compile("command|to_onnx|run_onnx|service|pack|doctor|check.py|serve.py")
     wrong = []
     for file in files:
-        if not re.match(r"(export|deploy)/[\w/]+\.py$", file) or commands.search(file):
+        if not re.match(r"(export|optimize|deploy)/[\w/]+\.py$", file) or commands.search(file):
             continue
         program = ast.parse((ROOT / file).read_text())
         documented = {ast.unparse(node) for node in ast.walk(program) if isinstance(node, ast.Expr)}

@@ -13,11 +13,11 @@ from models import node
 from onnx import TensorProto, helper
 from service_loads import loaded
 
-from twinop.comparison import difference
 from twinop.deploy.create_session import open_session
 from twinop.deploy.errors import ModelError
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.settings import ServerSettings, SettingsError
+from twinop.tolerance import difference
 
 # -------------------------------------------------------------------------------------- what is loaded
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from twinop.comparison import TOLERANCE
 from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import Record
+from twinop.tolerance import TOLERANCE
 
 from .one_node import bits
 from .samples import Sample

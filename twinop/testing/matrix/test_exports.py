@@ -10,17 +10,17 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from twinop.comparison import same_bits
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, export
 from twinop.export.attach import OPSETS
 from twinop.export.bodies import find_body
 from twinop.export.calls import make_call
-from twinop.export.comparison import unsupported_cell
+from twinop.export.verify import unsupported_cell
 from twinop.kernel_op import DECLARED
 from twinop.op_schema import default_of
 from twinop.own_op import CPU_FUNCTIONS
 from twinop.record import Record
+from twinop.tolerance import same_bits
 
 from ..messages import called, fail, first_difference
 from ..one_node import body_session, one_node_model, run_body

@@ -14,9 +14,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from twinop import deploy
+from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import TwinopError
 
-from ..comparison import NotRunnable, run
 from . import inputs
 from .dimensions import expressions
 from .graph import dims

@@ -8,8 +8,8 @@ import pytest
 from optimizing import nodes, optimized, parsed, types, weights
 from other_sizes import assert_same
 
-from twinop.export.optimize.graph import Work
-from twinop.export.optimize.linear import activation_of
+from twinop.optimize.graph import Work
+from twinop.optimize.linear import activation_of
 
 UNARY = "(float[N, 6, 8] x) => (float[N, 6, 8] y)"
 

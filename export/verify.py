@@ -1,27 +1,24 @@
 """Compares an exported file with torch: runs it in ONNX Runtime, with the library and without."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import torch
 
 from twinop import deploy
-from twinop.comparison import TOLERANCE, difference, same_bits
+from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, run
 from twinop.dtypes import to_array
-from twinop.errors import ExportError, option
+from twinop.errors import ExportError
 from twinop.library import Library
 from twinop.record import Record
+from twinop.tolerance import TOLERANCE, difference, same_bits
 
 from .bodies import find_body
 from .calls import Call, make_call, paths_in_use
-from .ort_process import SERVER, Answer, OrtCrash, Request
 from .record_body import trace
 from .report import ExportReport, Parity
 
@@ -30,11 +27,6 @@ _HIDDEN_ROWS = (
     "opset 23 and differs from torch there. Export with opset 23 or, where ONNX Runtime refuses that (rotary "
     "positions, broadcast masks), with the torchscript exporter"
 )
-
-NOISE = 2.0
-"""How many times the original's own error is accepted."""
-LOST = 0.1
-"""An error of the original with which its numbers are of no use."""
 
 
 @dataclass(frozen=True)
@@ -52,55 +44,8 @@ class Case:
     noise: Callable[[], Sequence[float]] = tuple
 
 
-class NotRunnable(Exception):
-    """ONNX Runtime cannot run the model on this machine's CPU; the model itself may be right."""
-
-
 class Differs(ExportError):
     """The numbers are not torch's."""
-
-
-def run(
-    model: Path | bytes,
-    library: deploy.Libraries | bool,
-    cases: Sequence[Mapping[str, Any]] = (),
-    until_one_runs: bool = False,
-    optimize: bool = True,
-    required: float = inf,
-) -> Answer:
-    """Runs a model on the CPU provider in another process, so that a crash of ONNX Runtime is reported.
-
-    Args:
-        library: as in `deploy.session`.
-        cases: the inputs of each run, tensors or arrays. Inputs that the model does not have are ignored: an
-            exporter removes those that it finds to be unused.
-        until_one_runs: end with the first case that runs; those that fail before it have no outputs.
-        optimize: whether ONNX Runtime may run its graph optimizations.
-        required: how many of the cases must run; others that fail have no outputs.
-
-    Raises:
-        NotRunnable: an operator of the model has no kernel there, or ONNX Runtime crashes.
-        ExportError: ONNX Runtime refuses the model or a run for another reason.
-        TwinopError: the library is missing, damaged, or not the one that the model needs.
-    """
-    arrays = [{name: to_array(tensor) for name, tensor in case.items()} for case in cases]
-    request = Request(model, library, arrays, optimize, until_one_runs, required)
-    name = f"ONNX Runtime {ort.__version__}"
-    try:
-        try:
-            return SERVER.run(request)
-        except OrtCrash as crash:
-            note = (
-                f"{name} crashes ({crash}) when it optimizes this model for the CPU: compared without its "
-                "optimizations. Where it runs on the CPU, set graph_optimization_level to ORT_DISABLE_ALL"
-            )
-            return replace(SERVER.run(replace(request, optimize=False)), note=note)
-    except OrtCrash as crash:
-        raise NotRunnable(f"{name} crashes ({crash}) on this model on the CPU") from crash
-    except deploy.RunError as error:
-        if missing := re.search(r"implementation for (?:\S+:)?(\w+)\(\d+\)", str(error)):
-            raise NotRunnable(f"{name} has no CPU kernel for {missing[1]}") from error
-        raise ExportError(str(error)) from error
 
 
 def compare(case: Case, found: Sequence[Any], what: str) -> Parity:
@@ -139,40 +84,6 @@ def compare(case: Case, found: Sequence[Any], what: str) -> Parity:
         worst = worst if case.special else max(worst, error)
         equal = equal and same_bits(reference, value)
     return Parity(worst, equal, len(found))
-
-
-def check_shown(graph: ir.Graph, outputs: Iterable[Sequence[Any]], allowed: bool, cure: str) -> list[str]:
-    """Finds outputs of which no case shows a finite number; returns a note for each if they are allowed.
-
-    Args:
-        graph: the model's. Outputs that never have elements are left out.
-        outputs: of each usual case.
-        cure: how other inputs are given.
-
-    Raises:
-        ExportError: there is such an output.
-    """
-    notes = []
-    for output, *values in zip(graph.outputs, *outputs, strict=True):
-        arrays = [
-            to_array(each) for value in values for each in (value if isinstance(value, list) else [value])
-        ]
-        if not any(array.size for array in arrays):
-            reason = "has no elements"
-        elif all(array.dtype.kind not in "OSUiub" and not np.isfinite(array).any() for array in arrays):
-            reason = "has no finite number"
-        else:
-            reason = ""
-        if not reason or 0 in (output.shape or ()):  # it never has elements
-            continue
-        text = f"output {output.name} {reason} for any of the inputs"
-        if not allowed:
-            raise ExportError(
-                f"{text}, so it cannot be compared. {cure}, or keep the file all the same with "
-                f"{option('allow_uncompared', True)}"
-            )
-        notes.append(f"{text}: it was not compared")
-    return notes
 
 
 def _worst_rows(reference: np.ndarray, value: np.ndarray) -> str:

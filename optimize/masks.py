@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
+from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import TwinopError
 
-from ..comparison import NotRunnable, run
 from . import inputs
 from .attention import attentions, masks_of
 from .dimensions import expressions

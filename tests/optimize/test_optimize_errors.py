@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from twinop.cli import app
 from twinop.errors import ExportError
 from twinop.export import export
-from twinop.export.optimize import norms, optimize, optimizer
+from twinop.optimize import norms, optimize, optimizer
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
 
@@ -49,10 +49,10 @@ def test_wrong_options(options: dict[str, Any], message: str, model: Path, tmp_p
 
 
 def test_more_memory_than_is_free(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.export.optimize.load.available_bytes", lambda: 4 * 4 * 12 - 1)
+    monkeypatch.setattr("twinop.optimize.load.available_bytes", lambda: 4 * 4 * 12 - 1)
     said = refused(model, tmp_path / "new.onnx")
     assert "takes about 1.92e-07 GB of memory, and 1.91e-07 GB are free. Optimise it on a machine" in said
-    monkeypatch.setattr("twinop.export.optimize.load.available_bytes", lambda: 4 * 4 * 12)
+    monkeypatch.setattr("twinop.optimize.load.available_bytes", lambda: 4 * 4 * 12)
     optimize(model, tmp_path / "new.onnx")
 
 

@@ -13,11 +13,11 @@ from onnx_ir.passes.common import (
 )
 
 from twinop.errors import ExportError, option
+from twinop.export.attach import OPSETS
+from twinop.export.folding import fold_constants
+from twinop.quiet import quiet
 from twinop.record import Record
 
-from ..attach import OPSETS
-from ..folding import fold_constants
-from ..routes import quiet
 from .graph import (
     attribute,
     constant,

@@ -8,19 +8,19 @@ import onnx_ir as ir
 
 from twinop import deploy
 from twinop.errors import ExportError, option
+from twinop.export.files import check_target, publish, work_folder
+from twinop.export.fuse_add_norm import fuse_sums
 from twinop.library import find_library, read_library
 from twinop.record import Record
 
-from ..files import check_target, publish, work_folder
-from ..fuse_add_norm import fuse_sums
 from . import (
     activations,
     ada_layer_norm,
     addcmul,
     attention,
     batched_heads,
-    compare,
     embedding,
+    equivalence,
     gated,
     linear,
     merge_linear,
@@ -146,7 +146,7 @@ def optimize(
             f"{option('dtype')}, or export the model in float32"
         )
     if narrow_types := convert_to_fp32(model):
-        compare.require_types(source, own.libraries or None)
+        equivalence.require_types(source, own.libraries or None)
     own.convert_to_fp32(model, report.dtype, report.dtype != own_dtype)
     with work_folder(target) as folder:
         original = source if not narrow_types else None

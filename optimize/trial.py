@@ -19,17 +19,17 @@ from onnx_ir.passes.common import (
 
 import twinop
 from twinop.deploy.cuda import obstacles
+from twinop.deploy.ort_runs import LOST, NotRunnable, run
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError, option
+from twinop.export.attach import attach_to_calls
+from twinop.export.calls import find_calls, paths_in_use
+from twinop.export.files import EXTERNAL_DATA_BYTES, rename, save
 from twinop.library import Library
+from twinop.quiet import quiet
 from twinop.record import Record
 
-from ..attach import attach_to_calls
-from ..calls import find_calls, paths_in_use
-from ..comparison import NotRunnable
-from ..files import EXTERNAL_DATA_BYTES, rename, save
-from ..routes import quiet
-from . import compare, inputs, masks, precision
+from . import equivalence, inputs, masks, precision
 from .graph import MICROSOFT, Work, share_constants
 from .inputs import Sizes, draws_random, hides_left, read_npz
 from .load import load
@@ -77,7 +77,7 @@ class Trial:
         self.own, self.library, self.progress = own, own.libraries or None, progress
         self.original = original or self._save(model.clone(), "original.onnx")[-1]
         self.acting, self.longest_trial = set[str](), 0.0  # the rewrites that changed something; seconds
-        self.reference = compare.Reference([], [], [])
+        self.reference = equivalence.Reference([], [], [])
         self.sizes = Sizes(1, 1)
         self.registered: Sequence[Library] = []  # the libraries of the last run
         self.written: tuple[ir.Model, list[Path]] | None = None  # the last model in fp32, and its files
@@ -94,24 +94,24 @@ class Trial:
             usual, self.sizes = read_npz(os.fspath(inputs_file), self.base, self.padding)
             hidden = inputs.hidden(self.padding)
             try:
-                self.reference = compare.reference(self.original, self.base, self.library, usual, hidden)
+                self.reference = equivalence.reference(self.original, self.base, self.library, usual, hidden)
             except NotRunnable as refused:
                 raise ExportError(f"the original cannot be run on the CPU: {refused}") from refused
         else:
-            found = compare.generated(self.original, self.base, self.padding, self.library)
+            found = equivalence.generated(self.original, self.base, self.padding, self.library)
             self.reference, self.sizes = found
         self.report.notes += self.reference.uncompared(self.base.graph, allow_uncompared)
         self.noise = cache(partial(self._noise, self.base.clone()))
-        compare.confirm_shapes(self.base, self.reference)
+        equivalence.confirm_shapes(self.base, self.reference)
         self.progress("folding constants, inferring shapes")
         prepare(self.base, {**self.records, **self.own.records})
         self.classified = Work(self.base, self.report.device, self.records)
         masks.classify(self.classified, self.sizes, self.padding)
 
-    def _noise(self, original: ir.Model) -> compare.Errors:
+    def _noise(self, original: ir.Model) -> equivalence.Errors:
         self.progress("comparing the original with itself")
-        nudged = self._save(compare.nudge_weights(original), "nudged.onnx")[-1]
-        return compare.noise(nudged, self.library, self.reference)
+        nudged = self._save(equivalence.nudge_weights(original), "nudged.onnx")[-1]
+        return equivalence.noise(nudged, self.library, self.reference)
 
     def apply(self, rewrites: Rewrites) -> Work:
         """Applies rewrites to a copy of the model.
@@ -127,7 +127,8 @@ class Trial:
             try:
                 rewrite(work)
             except Exception as failure:  # on a graph that it was not written for
-                raise compare.NotEquivalent(f"fails: {type(failure).__name__}: {failure}", name) from failure
+                text = f"fails: {type(failure).__name__}: {failure}"
+                raise equivalence.NotEquivalent(text, name) from failure
             self.acting |= {name} if work.made != before else set()
             clean(work.model)
         CommonSubexpressionEliminationPass()(work.model)
@@ -146,7 +147,7 @@ class Trial:
                 work = self.apply(kept)
                 self.report.error = self._verify_fp32(work.model)
                 return kept, work
-            except compare.NotEquivalent as reason:
+            except equivalence.NotEquivalent as reason:
                 if len(kept) == len(rewrites):
                     self._verify_unchanged()
                 name = reason.rewrite or self._first_wrong(kept)
@@ -161,7 +162,7 @@ class Trial:
         """
         try:
             self._verify_fp32(self.apply({}).model)
-        except compare.NotEquivalent as reason:
+        except equivalence.NotEquivalent as reason:
             random = [node.op_type for node in self.base.graph.all_nodes() if draws_random(node)]
             opset, target = self.opset, self.base.graph.opset_imports.get("")
             why = "this is a defect of twinop, please report it"
@@ -177,7 +178,7 @@ class Trial:
         for count in range(1, len(names)):
             try:
                 self._verify_fp32(self.apply({name: rewrites[name] for name in names[:count]}).model)
-            except compare.NotEquivalent:
+            except equivalence.NotEquivalent:
                 return names[count - 1]
         return names[-1]
 
@@ -190,12 +191,12 @@ class Trial:
         self.progress("comparing with the original")
         try:
             self.written = model, self._write(model.clone(), "trial.onnx")
-            answer = compare.run(self.written[1][-1], self.library, self.reference.cases)
+            answer = run(self.written[1][-1], self.library, self.reference.cases)
             found, self.registered = answer.outputs, answer.libraries
         except NotRunnable as reason:
-            raise compare.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
+            raise equivalence.NotEquivalent(f"cannot be run on the CPU: {reason}") from reason
         except TwinopError as failure:
-            raise compare.NotEquivalent(f"fails: {failure}") from failure
+            raise equivalence.NotEquivalent(f"fails: {failure}") from failure
         return self.reference.check(self.reference.errors(found), self.noise, "float32")
 
     def _write(self, model: ir.Model, name: str) -> list[Path]:
@@ -262,7 +263,7 @@ class Trial:
                     break
                 before, now = self._milliseconds(report.source, path, stop=stop)
                 report.times = (before, now)
-        except (TwinopError, compare.NotEquivalent) as error:
+        except (TwinopError, equivalence.NotEquivalent) as error:
             if report.times is None or report.times[1] > report.times[0] * _SLOWER:
                 report.times = None
                 report.untimed = str(error).splitlines()[0]
@@ -310,7 +311,7 @@ class Trial:
             model = load(self.unchanged)
             ir.external_data.load_to_model(model)
             split_simplified_norms(model)
-            compare.confirm_shapes(model, self.reference)
+            equivalence.confirm_shapes(model, self.reference)
             report.libraries = paths_in_use(model, self.registered)
             return save(model, self.folder / name, EXTERNAL_DATA_BYTES)
         model = work.model
@@ -370,11 +371,11 @@ class Trial:
                 plain = self._write(model, "plain.onnx")[-1]
             # Without graph optimisations the CPU rounds each result to 16 bits, as torch does.
             runs = [self._errors_in(plain, dtype, chosen, optimize) for optimize in (True, False)]
-            noise = compare.largest_of(runs)
+            noise = equivalence.largest_of(runs)
             report.own_error = own = reference.largest(noise, chosen)
         except (NotRunnable, TwinopError):
             report.own_error, own = None, 0.0
-        if own > compare.LOST:
+        if own > LOST:
             raise ExportError(
                 f"the original in {report.dtype} has a relative error of {own:.1e}: its numbers do not fit. "
                 "Keep float32, or give the other of float16 and bfloat16"
@@ -382,7 +383,7 @@ class Trial:
         report.error = reference.largest(errors, chosen)
         try:
             reference.check(errors, lambda: noise, report.dtype, chosen)
-        except compare.NotEquivalent as reason:
+        except equivalence.NotEquivalent as reason:
             raise ExportError(
                 f"the model in {report.dtype} {reason}. Leave rewrites out with {option('without')}, or "
                 "keep its dtype"
@@ -390,7 +391,7 @@ class Trial:
 
     def _errors_in(
         self, path: Path, dtype: ir.DataType, chosen: Sequence[int], optimize: bool = True
-    ) -> compare.Errors:
+    ) -> equivalence.Errors:
         """Returns the errors of a model in 16 bits in the chosen cases."""
         cases = [
             {
@@ -400,7 +401,7 @@ class Trial:
             for index in chosen
         ]
         try:
-            found = compare.run(path, self.library, cases, optimize=optimize).outputs
+            found = run(path, self.library, cases, optimize=optimize).outputs
         except TwinopError as error:
             if "bound to different types" in str(error):
                 raise

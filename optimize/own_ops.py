@@ -17,14 +17,14 @@ from twinop import deploy
 from twinop.deploy.choose_library import choose_libraries, library_paths
 from twinop.deploy.custom_nodes import load_model
 from twinop.errors import ExportError, LibraryError, TwinopError, option
+from twinop.export.attach import OPSETS
+from twinop.export.calls import graphs_of, infer_types, label_of
+from twinop.export.schema import ONNX_TYPES
 from twinop.find import find_library_of
 from twinop.library import read_library
 from twinop.names import BUILT_IN
 from twinop.record import DOMAIN, Record
 
-from ..attach import OPSETS
-from ..calls import graphs_of, infer_types, label_of
-from ..schema import ONNX_TYPES
 from .graph import add
 
 FLOATS_16 = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -11,9 +11,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from twinop.errors import ExportError
+from twinop.export.calls import name_standard_domain
+from twinop.quiet import quiet
 
-from ..calls import name_standard_domain
-from ..routes import quiet
 from .graph import dims
 
 _FP32_COPIES = 4  # of the weights: the original, the new model, a session and its packed weights

@@ -12,7 +12,7 @@ from optimizing import optimized, parsed, types, weights
 
 from twinop import deploy
 from twinop.errors import ExportError
-from twinop.export.optimize import optimize
+from twinop.optimize import optimize
 
 
 def dtypes(model: ir.Model) -> list[str]:

@@ -11,7 +11,7 @@ from optimizing import nodes, optimized, parsed, weights
 
 from twinop import deploy
 from twinop.errors import ExportError
-from twinop.export.optimize import optimize
+from twinop.optimize import optimize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOWEST = float(np.finfo(np.float32).min)
@@ -233,7 +233,7 @@ def wrong(work: object) -> None:
 def test_the_comparison_sees_every_number(
     output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twinop.export.optimize.optimizer.REWRITES", {"wrong": wrong})
+    monkeypatch.setattr("twinop.optimize.optimizer.REWRITES", {"wrong": wrong})
     low = np.array([[LOWEST, 0, 0, 0, 0, 0]] if "Add" in output else [[LOWEST] * 6], np.float32)
     onnx.save(parsed(GATE % output, w=weights(8, 12), low=low), tmp_path / "old.onnx")
     report = optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx")

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ..attach import OPSETS
+from twinop.export.attach import OPSETS
+
 from .attention import padding_bias, spread
 from .graph import (
     MICROSOFT,

@@ -11,9 +11,9 @@ import onnx
 import onnx_ir as ir
 
 from twinop import deploy
+from twinop.deploy.ort_runs import LOST, NOISE, NotRunnable, check_shown, run
 from twinop.errors import ExportError, TwinopError, option
 
-from ..comparison import LOST, NOISE, NotRunnable, check_shown, run
 from . import inputs
 from .graph import dims
 from .inputs import Case, Sizes

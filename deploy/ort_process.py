@@ -19,10 +19,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from twinop import child, deploy
-from twinop.deploy import registration
+from twinop import child
 from twinop.errors import ExportError, TwinopError
 from twinop.library import Library
+
+from . import registration
+from .choose_library import Libraries
+from .create_session import session as open_session
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Request:
     """
 
     model: Path | bytes
-    library: deploy.Libraries | bool
+    library: Libraries | bool
     cases: Sequence[Mapping[str, Any]] = ()
     optimize: bool = True
     until_one_runs: bool = False
@@ -132,8 +135,6 @@ def serve() -> None:
     # Before the first fork, so that no request pays for them.
     import onnxruntime  # noqa: F401
 
-    from twinop.deploy import create_session  # noqa: F401
-
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps what ONNX Runtime prints out of the answers
     while True:
@@ -172,7 +173,7 @@ def _answer(request: Request) -> Answer | Exception:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # no library found: the caller reports it
-            session = deploy.session(
+            session = open_session(
                 request.model, ["CPUExecutionProvider"], request.library, session_options=options
             )
         outputs = []

@@ -14,11 +14,11 @@ from torch import nn
 
 from twinop import deploy
 from twinop.bench.encoder_models import TINY, batch, encoder
-from twinop.comparison import difference
 from twinop.deploy.cuda import has_gpu
 from twinop.export import export
-from twinop.export.optimize import optimize
-from twinop.export.optimize.trial import Trial
+from twinop.optimize import optimize
+from twinop.optimize.trial import Trial
+from twinop.tolerance import difference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MADE = {
@@ -303,7 +303,7 @@ def test_a_result_that_was_slower_once_is_measured_again(
 
 
 def test_measuring_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.export.optimize.trial._SECONDS", 0.0)
+    monkeypatch.setattr("twinop.optimize.trial._SECONDS", 0.0)
     path = exported("bert", "eager", "torchscript", tmp_path)
     report = optimize(path, tmp_path / "fast.onnx", device="cpu")
     assert report.made and report.times is not None and not report.reverted

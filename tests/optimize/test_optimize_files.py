@@ -22,8 +22,8 @@ from twinop.errors import ExportError
 from twinop.export import files
 from twinop.export.attach import attach_bodies
 from twinop.export.folding import fold_constants
-from twinop.export.optimize import optimize
-from twinop.export.optimize.timing import milliseconds
+from twinop.optimize import optimize
+from twinop.optimize.timing import milliseconds
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
 
@@ -43,7 +43,7 @@ def message(source: Path, target: Path) -> str:
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_external_data(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written again from the limit on; below, the weights are in the file."""
-    monkeypatch.setattr("twinop.export.optimize.trial.EXTERNAL_DATA_BYTES", limit)
+    monkeypatch.setattr("twinop.optimize.trial.EXTERNAL_DATA_BYTES", limit)
     text = "(float[N, 4] x) => (float[N, 3] y) { a = MatMul (x, w) y = Add (a, b) }"
     source = external(tmp_path, parsed(text, w=weights(4, 3), b=weights(3)))
     (tmp_path / "new").mkdir()
@@ -345,8 +345,8 @@ def test_weights_are_written_once(limit: int, tmp_path: Path, monkeypatch: pytes
         read.append(model.graph.initializers["w"].const_value.numpy())  # type: ignore[union-attr]
         return set()
 
-    monkeypatch.setattr("twinop.export.optimize.trial.save", save)
-    monkeypatch.setattr("twinop.export.optimize.optimizer.convert_to_fp32", convert_to_fp32)
+    monkeypatch.setattr("twinop.optimize.trial.save", save)
+    monkeypatch.setattr("twinop.optimize.optimizer.convert_to_fp32", convert_to_fp32)
     source = external(tmp_path, parsed(TEXT, w=weights(4, 3)))
     report = optimize(source, tmp_path / "fast.onnx")
     assert len(saved) == 1 and report.made == {"linear": 1}
@@ -379,7 +379,7 @@ def test_measuring_ends_after_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
     """A slow model is not run 23 times."""
     runs = list[Path]()
     onnx.save(parsed(TEXT, w=weights(4, 3)), tmp_path / "old.onnx")
-    monkeypatch.setattr("twinop.export.optimize.timing._LEAST", 0.0)
+    monkeypatch.setattr("twinop.optimize.timing._LEAST", 0.0)
     monkeypatch.setattr(deploy.Session, "run", lambda self, feeds: runs.append(self))
     path = tmp_path / "old.onnx"
     times, _ = milliseconds([path, path], {"x": np.ones((1, 4), np.float32)}, "cpu", None, stop=0.0)

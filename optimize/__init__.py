@@ -1,6 +1,6 @@
 """Optimises ONNX files for ONNX Runtime with twinop's ops: `twinop optimize`.
 
-    from twinop.export.optimize import optimize
+    from twinop.optimize import optimize
 
     print(optimize("old.onnx", "fast.onnx", dtype="bfloat16"))
 
@@ -22,7 +22,7 @@ __all__ = ["OptimizeReport", "check_device", "optimize"]
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"twinop.export.optimize has no attribute {name!r}")
+        raise AttributeError(f"twinop.optimize has no attribute {name!r}")
     from .optimizer import check_device, optimize
     from .report import OptimizeReport
 

@@ -10,8 +10,8 @@ from optimizing import nodes, optimized, parsed, weights
 
 from twinop import deploy
 from twinop.errors import ExportError
-from twinop.export.optimize import compare, inputs, optimize
-from twinop.export.optimize.trial import Trial
+from twinop.optimize import equivalence, inputs, optimize
+from twinop.optimize.trial import Trial
 
 DETECTOR = """(float[N, 8] x) => (float[K, 8] boxes OTHERS) { h = MatMul (x, w)
     s = ReduceMax <keepdims=0> (h, last) k = Greater (s, threshold) i = NonZero (k)
@@ -49,7 +49,7 @@ def test_special_inputs_are_compared() -> None:
     """Zeros, constants, large numbers, and masks with holes."""
     given = "(float[N, 8] x, int64[N, 8] mask, int64[N, 8] ids)"
     model = parsed(f"{given} => (float[N, 8] y) {{ y = Relu (x) }}")
-    ir_model = compare.ir.from_proto(model)
+    ir_model = equivalence.ir.from_proto(model)
     case = inputs.generate(ir_model, inputs.Sizes(3, 8), hide="nothing")
     found = inputs.special(ir_model, case, inputs.hidden(None))
     assert not found["inputs of zeros"]["x"].any() and (found["inputs of ones"]["x"] == 1).all()
@@ -60,9 +60,9 @@ def test_special_inputs_are_compared() -> None:
     assert not found["a mask that hides everything"]["mask"].any()
 
 
-def reference() -> compare.Reference:
+def reference() -> equivalence.Reference:
     x = np.linspace(1, 2, 100, dtype=np.float32)
-    return compare.Reference([{}, {}], [[x], [0 * x]], ["inputs of zeros"])
+    return equivalence.Reference([{}, {}], [[x], [0 * x]], ["inputs of zeros"])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_twice_the_noise_of_the_original_is_accepted(noise: float, error: float,
     if is_accepted:
         assert usual.check(errors, lambda: [[noise], [0.0]], "float32") == pytest.approx(error, rel=0.01)
     else:
-        with pytest.raises(compare.NotEquivalent, match="relative error"):
+        with pytest.raises(equivalence.NotEquivalent, match="relative error"):
             usual.check(errors, lambda: [[noise], [0.0]], "float32")
 
 
@@ -88,7 +88,7 @@ def test_special_inputs_have_a_say(wrong: float) -> None:
         usual.errors([[x], [0 * x + 1e-6]]), lambda: [[0.0], [0.0]], "float32"
     )  # rounding, beside usual numbers
     errors = usual.errors([[x], [0 * x + wrong]])
-    with pytest.raises(compare.NotEquivalent, match="for inputs of zeros"):
+    with pytest.raises(equivalence.NotEquivalent, match="for inputs of zeros"):
         usual.check(errors, lambda: [[0.0], [0.0]], "float32")
 
 
@@ -98,7 +98,7 @@ def test_the_noise_of_a_model_of_integers_is_that_of_its_weights(tmp_path: Path)
         y = LayerNormalization <axis=-1> (h, scale, bias) }"""
     given = {"table": 3000 + weights(50, 64), "scale": weights(64, seed=1), "bias": weights(64, seed=2)}
     report, model = optimized(parsed(text, **given), tmp_path, device="cpu")
-    assert nodes(model, "CustomLayerNorm") and compare.ACCEPTED["float32"] < report.error < 1e-2
+    assert nodes(model, "CustomLayerNorm") and equivalence.ACCEPTED["float32"] < report.error < 1e-2
 
 
 def test_the_last_bits_of_weights_change_and_nothing_else() -> None:
@@ -108,7 +108,7 @@ def test_the_last_bits_of_weights_change_and_nothing_else() -> None:
         "sizes": np.ones(4, np.float32),
     }
     model = parsed("(float[N, 8] x) => (float[N, 8] y) { y = MatMul (x, w) }", **given)
-    found = compare.nudge_weights(compare.ir.from_proto(model)).graph.initializers
+    found = equivalence.nudge_weights(equivalence.ir.from_proto(model)).graph.initializers
     for name, array in given.items():
         nudged = found[name].const_value
         assert nudged is not None
@@ -123,7 +123,7 @@ def test_special_inputs_have_a_say_in_16_bits(
     """Unless the original in 16 bits fails for them, too."""
     real = Trial._errors_in
 
-    def found(self: Trial, path: Path, *options: Any) -> compare.Errors:
+    def found(self: Trial, path: Path, *options: Any) -> equivalence.Errors:
         errors = real(self, path, *options)
         return [*errors[:-1], [own if path.name == "plain.onnx" else 0.5]]
 

@@ -16,7 +16,7 @@ from twinop.building.builder import build
 from twinop.building.flags import Options
 from twinop.building.project import find_project
 from twinop.errors import ExportError
-from twinop.export.optimize import OptimizeReport, optimize
+from twinop.optimize import OptimizeReport, optimize
 
 HEADER = """
 #pragma once

@@ -8,10 +8,10 @@ import pytest
 from optimizing import nodes, optimized, parsed, weights
 from other_sizes import assert_same
 
+from twinop.deploy.ort_runs import run
 from twinop.errors import ExportError
-from twinop.export.comparison import run
-from twinop.export.optimize import inputs, masks, optimize
-from twinop.export.optimize.dimensions import expressions
+from twinop.optimize import inputs, masks, optimize
+from twinop.optimize.dimensions import expressions
 
 
 @pytest.mark.parametrize(

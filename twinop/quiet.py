@@ -1,0 +1,26 @@
+"""Silences what the libraries that make and optimise models log and warn of."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LOGGERS = (
+    "torch.onnx", "torch.export", "onnxscript", "onnx_ir", "onnxruntime.tools.symbolic_shape_infer",
+)  # fmt: skip
+
+
+@contextmanager
+def quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Silences loggers and warnings; yields the list into which warnings go."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield caught
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
