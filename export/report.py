@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from twinop.optimize.report import OptimizeReport
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ExportReport:
     without_library: Parity | None = None  # of the function bodies; None: `without_reason` says why
     without_reason: str = ""
     unsupported: list[str] = field(default_factory=list)  # ops and dtypes that need the library
-    optimized: OptimizeReport | None = None  # of `optimize`, if it found anything
+    optimized: Any = None  # the `twinop.optimize.OptimizeReport`, if it found anything
     notes: list[str] = field(default_factory=list)
 
     @property
