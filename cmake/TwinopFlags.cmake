@@ -22,7 +22,7 @@ set(TWINOP_LINK_OPTIONS -Wl,--no-undefined -Wl,-z,nostart-stop-gc -Wl,-z,nodelet
 set(TWINOP_ARCHIVE_LINK_OPTIONS -Wl,--undefined=RegisterCustomOps -Wl,-Bsymbolic)
 
 # Of libraries that carry device modules as data: the section gets a segment of its own, behind all others, which
-# twinop/device_module/pack.py can make longer without moving anything else.
+# twinop/aot_kernels/pack.py can make longer without moving anything else.
 set(TWINOP_DEVICE_LINK_OPTIONS -Wl,--section-start=.twinop_modules=0x10000000)
 
 # twinop_write_flags(): compile_flags.json and exports.map, in build/ beside the libraries and the archive.

@@ -105,7 +105,7 @@ _change: ContextVar[_Change | None] = ContextVar("twinop_launches", default=None
 _KERNELS = {
     "triton.runtime.jit": "KernelInterface",
     "numba.cuda.dispatcher": "CUDADispatcher",
-    "twinop.device_module.nvrtc": "CudaKernel",
+    "twinop.aot_kernels.nvrtc": "CudaKernel",
 }
 """The classes of kernels, by module: `kernel[grid](...)` launches one."""
 

@@ -10,10 +10,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .aot_kernels.nvrtc import cuda_kernel as cuda_kernel
     from .bodies import DefaultInput as DefaultInput
     from .building.compile_source import compile as compile
     from .deploy.check_nodes import libraries_for as libraries_for
-    from .device_module.nvrtc import cuda_kernel as cuda_kernel
     from .kernel_op import cuda_op as cuda_op
     from .kernel_op import numba_op as numba_op
     from .kernel_op import triton_op as triton_op
@@ -33,7 +33,7 @@ _MODULES = {
     "DefaultInput": "bodies",
     "Op": "own_op",
     "compile": "building.compile_source",
-    "cuda_kernel": "device_module.nvrtc",
+    "cuda_kernel": "aot_kernels.nvrtc",
     "cuda_op": "kernel_op",
     "get_cmake_dir": "library",
     "get_include": "library",

@@ -1,4 +1,4 @@
-"""The outer form of device modules, the payload of a library (`twinop/device_module/`)."""
+"""The outer form of device modules, the payload of a library (`twinop/aot_kernels/`)."""
 
 import struct
 import zlib

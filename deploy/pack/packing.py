@@ -29,7 +29,7 @@ PYTHON_IMAGE = "python:3.13.11-slim-trixie"  # the Python that requirements/lock
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _SOURCES = {".py", ".html"}
 _NOT_SERVING = {
-    *("__pycache__", "bench", "building", "device_module", "doctor"),
+    *("__pycache__", "bench", "building", "aot_kernels", "doctor"),
     *("export", "lib", "pack", "testing", "torch_op", "triton"),
 }
 _FILES = {

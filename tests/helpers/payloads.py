@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from twinop.device_module.plan import DeviceOp, Image, Kernel, Launch, Payload, Plan, Variant, as_expression
+from twinop.aot_kernels.plan import DeviceOp, Image, Kernel, Launch, Payload, Plan, Variant, as_expression
 from twinop.record import Attribute, Input, Record
 
 InProcess = Callable[..., Any]

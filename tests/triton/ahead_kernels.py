@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from twinop.device_module.plan import Expression, Pointer, Scalar, constant, size
+from twinop.aot_kernels.plan import Expression, Pointer, Scalar, constant, size
 from twinop.triton.intercept import label_of
 from twinop.triton.traced import Argument, TracedLaunch, TracedPlan
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from twinop.device_module.plan import Fill, Pointer, Refuse, Scalar
+from twinop.aot_kernels.plan import Fill, Pointer, Refuse, Scalar
 from twinop.record import Attribute, Input, Record
 from twinop.triton.traced import TracedLaunch, TracedOp, TracedPlan
 

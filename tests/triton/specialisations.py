@@ -6,7 +6,7 @@ from typing import Any
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 
-from twinop.device_module.plan import Requirement
+from twinop.aot_kernels.plan import Requirement
 from twinop.triton.traced import TracedLaunch
 from twinop.triton.variants import Address, SourceVariant
 

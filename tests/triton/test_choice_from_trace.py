@@ -15,7 +15,7 @@ from ahead_kernels import strided_kernel
 from launchers import chosen, direct, evaluated, record
 from specialisations import assumed_by, chosen_variant, is_sound, of_triton
 
-from twinop.device_module.plan import Pointer
+from twinop.aot_kernels.plan import Pointer
 from twinop.triton.trace import trace
 from twinop.triton.traced import TracedLaunch, TracedOp
 from twinop.triton.variants import Address, variants

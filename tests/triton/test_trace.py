@@ -11,7 +11,7 @@ import torch
 import triton
 from launchers import chosen, direct, evaluated, pointers, record
 
-from twinop.device_module.plan import Fill, Refuse
+from twinop.aot_kernels.plan import Fill, Refuse
 from twinop.triton.trace import trace
 from twinop.triton.traced import TracedOp
 

@@ -7,7 +7,7 @@ import pytest
 from ahead_kernels import add_kernel, copy_rows_kernel, gelu_launch, launch_of, number, pointer, typed_kernel
 from specialisations import DIVISIBLE, assumed_by, chosen_variant, is_sound, of_triton
 
-from twinop.device_module.plan import POINTER, Expression, Opcode, Requirement, attribute, constant, size
+from twinop.aot_kernels.plan import POINTER, Expression, Opcode, Requirement, attribute, constant, size
 from twinop.errors import BuildError
 from twinop.triton.variants import Address, variants
 

@@ -52,7 +52,7 @@ def add_modules(
         LibraryError: the installation lacks the prebuilt library.
         TwinopError: a file cannot be imported.
     """
-    from ..device_module.pack import pack, template  # builds without kernels in Python need neither
+    from ..aot_kernels.pack import pack, template  # builds without kernels in Python need neither
     from ..triton.build import make_payload  # nor torch
 
     archs, ptx = _architectures(options.archs)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..device_module.plan import Body, DeviceOp, Payload
+from ..aot_kernels.plan import Body, DeviceOp, Payload
 from ..errors import BuildError, ExportError
 from ..kernel_op import DECLARED, KernelOp, describe_source
 from ..load_module import load_module
@@ -22,8 +22,8 @@ Ranks = tuple[int | None, ...]
 _SIZE = 48  # of the samples that are traced
 _OTHERS = {
     "triton": [],
-    "numba": [("device_module.numba", "numba_launches")],
-    "cuda": [("device_module.nvrtc", "cuda_launches")],
+    "numba": [("aot_kernels.numba", "numba_launches")],
+    "cuda": [("aot_kernels.nvrtc", "cuda_launches")],
 }
 """What records the launches of kernels that are not Triton's, while a launcher is traced."""
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from ..aot_kernels.plan import Image, Kernel
 from ..building.cache import cache_folder
-from ..device_module.plan import Image, Kernel
 from ..errors import BuildError
 
 SHARED_MEMORY = {

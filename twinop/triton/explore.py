@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ..device_module.plan import Expression, Opcode
+from ..aot_kernels.plan import Expression, Opcode
 from .symbols import Call, Decision
 
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
-from ..device_module.plan import Expression, Opcode, as_expression
+from ..aot_kernels.plan import Expression, Opcode, as_expression
 
 _FUNCTIONS = {  # of torch.utils._sympy.functions, whose names are the same in all of torch's releases
     "FloorDiv": Opcode.FLOOR_DIVIDE,

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..device_module.plan import Opcode
+from ..aot_kernels.plan import Opcode
 from .installed import check_triton
 from .recorder import Recorder
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from ..device_module.plan import Expression, Kernel, Launch, Limit, Plan, Pointer, Variant
+from ..aot_kernels.plan import Expression, Kernel, Launch, Limit, Plan, Pointer, Variant
 from ..errors import BuildError
 from .compile import Compiled, Source, compile_kernels
 from .inspect import kernel_uses
@@ -29,7 +29,7 @@ def compile_plans(
     """Compiles the kernels of plans.
 
     A kernel in another language has a method `compile_launch(launch, archs, ptx)`, which returns the
-    arguments of the launch, the parameters and the `Kernel` (`nvrtc.py` and `numba.py` in `device_module/`).
+    arguments of the launch, the parameters and the `Kernel` (`nvrtc.py` and `numba.py` in `aot_kernels/`).
 
     Args:
         plans: all plans of all ops of a library.

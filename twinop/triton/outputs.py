@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
-from ..device_module.plan import Expression, Opcode
+from ..aot_kernels.plan import Expression, Opcode
 from ..dtypes import ELEMENT_TYPES
 from ..errors import BuildError, RecordError
 from ..record import Record, entries

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..device_module.plan import Expression, Fill, Pointer, Scalar, as_expression
+from ..aot_kernels.plan import Expression, Fill, Pointer, Scalar, as_expression
 from ..errors import BuildError
 from .expressions import NotAnExpression
 from .symbols import SYMBOLIC, Symbols, Varying

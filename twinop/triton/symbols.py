@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from ..device_module.plan import Expression, Opcode, arch, attribute, size
+from ..aot_kernels.plan import Expression, Opcode, arch, attribute, size
 from ..record import Record
 from .expressions import translate
 

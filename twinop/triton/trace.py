@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..device_module.plan import Expression, Opcode, Refuse, attribute, text_is
+from ..aot_kernels.plan import Expression, Opcode, Refuse, attribute, text_is
 from ..errors import BuildError
 from ..record import Attribute, Record, entries
 from ..shapes import ShapeExpression

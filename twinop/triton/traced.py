@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..device_module.plan import Expression, Fill, Pointer, Refuse, Scalar
+from ..aot_kernels.plan import Expression, Fill, Pointer, Refuse, Scalar
 from ..record import Record
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ..device_module.plan import POINTER, Expression, Opcode, Pointer, Requirement, Scalar
+from ..aot_kernels.plan import POINTER, Expression, Opcode, Pointer, Requirement, Scalar
 from ..errors import BuildError
 from .compile import Source
 from .traced import TracedLaunch

@@ -1,6 +1,6 @@
 """The data of device modules: which kernels an op launches for which call, and the kernels.
 
-`encode.py` writes it as bytes, which `kernels/device_module/` reads in C++.
+`encode.py` writes it as bytes, which `kernels/aot_kernels/` reads in C++.
 """
 
 from dataclasses import dataclass

@@ -15,9 +15,9 @@ from device_calls import At, Request, run, table, tables
 from elf import Elf
 from payloads import GENERAL, KERNEL, ONE, InProcess, Packed, cubins, op_of, payload_of, plan_of, record
 
-from twinop.device_module.encode import MAX_OPS, encode
-from twinop.device_module.pack import pack, template
-from twinop.device_module.plan import (
+from twinop.aot_kernels.encode import MAX_OPS, encode
+from twinop.aot_kernels.pack import pack, template
+from twinop.aot_kernels.plan import (
     POINTER,
     Body,
     DeviceOp,

@@ -3,10 +3,10 @@
 
 #include <memory>
 
-#include "twinop/device_module/driver.h"
-#include "twinop/device_module/payload.h"
+#include "twinop/aot_kernels/driver.h"
+#include "twinop/aot_kernels/payload.h"
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 
 // A kernel that is loaded, or null.
 struct LoadedKernel {
@@ -25,4 +25,4 @@ struct Device {
 // Throws std::runtime_error.
 const Device& LoadKernels(const Payload& payload, const Op& op, const twinop_call& call);
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "twinop/device_module/launch.h"
+#include "twinop/aot_kernels/launch.h"
 #include "twinop/record/record.h"
 
 extern "C" {
@@ -16,11 +16,11 @@ extern "C" {
 [[gnu::visibility("hidden"), gnu::weak]] extern const twinop_op* const __stop_twinop_ops[];
 }
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 namespace {
 
 // The linker gives this section a segment of its own, the last one (cmake/TwinopFlags.cmake).
-// twinop/device_module/pack.py replaces it with a payload, which is longer.
+// twinop/aot_kernels/pack.py replaces it with a payload, which is longer.
 [[gnu::section(".twinop_modules"), gnu::used, gnu::aligned(16)]] const Header kPlace = {
     {'T', 'W', 'I', 'N', 'O', 'P', 'D', 'M'}, 0, 0, 0, 0, 0, 0, 0};
 
@@ -126,9 +126,9 @@ const Library* OpenedLibrary() {
 }
 
 }  // namespace
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels
 
 extern "C" const twinop_table* twinop_library(std::uint32_t) {
-  const auto* library = twinop::device_module::OpenedLibrary();
+  const auto* library = twinop::aot_kernels::OpenedLibrary();
   return library == nullptr ? nullptr : &library->table;
 }

@@ -1,12 +1,12 @@
 // Runs a plan. A launch costs the host little: no allocation, lock or text unless it fails.
-#include "twinop/device_module/launch.h"
+#include "twinop/aot_kernels/launch.h"
 
 #include <stdexcept>
 #include <string>
 
-#include "twinop/device_module/parameters.h"
+#include "twinop/aot_kernels/parameters.h"
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 namespace {
 
 constexpr std::int64_t kAlignment = 256;
@@ -295,4 +295,4 @@ const Body& FindBody(const Op& op, const twinop_call& call) {
       "samples of these");
 }
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

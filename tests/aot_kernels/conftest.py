@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from payloads import InProcess, Packed, payload_of
 
-from twinop.device_module.pack import pack, template
-from twinop.device_module.plan import DeviceOp, Kernel, Payload
+from twinop.aot_kernels.pack import pack, template
+from twinop.aot_kernels.plan import DeviceOp, Kernel, Payload
 
 
 @pytest.fixture(scope="session")

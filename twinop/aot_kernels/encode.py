@@ -1,4 +1,4 @@
-"""Writes a payload as bytes, which `kernels/device_module/payload.cpp` reads.
+"""Writes a payload as bytes, which `kernels/aot_kernels/payload.cpp` reads.
 
 In the tables, numbers are little-endian, texts and lists have their length before them, and images are
 referred to by their place. Records are there, and as JSON for `twinop/library.py`.

@@ -1,9 +1,9 @@
 // From the arguments of a launch to the parameters of a kernel.
 #pragma once
 
-#include "twinop/device_module/payload.h"
+#include "twinop/aot_kernels/payload.h"
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 
 // Returns the first variant whose requirements hold. `values` are the arguments; pointers are ints.
 const Variant& ChooseVariant(const Launch& launch, const Value* values);
@@ -13,4 +13,4 @@ const Variant& ChooseVariant(const Launch& launch, const Value* values);
 void StoreParameter(const Parameter& parameter, const Launch& launch, const Value* values,
                     const char* label, void* place);
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

@@ -11,7 +11,7 @@ import pytest
 from device_calls import At, Request, run
 from payloads import ONE, InProcess, Packed, cubins, record
 
-from twinop.device_module.plan import (
+from twinop.aot_kernels.plan import (
     DeviceOp,
     Expression,
     Kernel,

@@ -1,9 +1,9 @@
 // The functions of an op that the payload describes, as kernels/abi.h has them.
 #pragma once
 
-#include "twinop/device_module/modules.h"
+#include "twinop/aot_kernels/modules.h"
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 
 // What `create` makes for a kernel of a session.
 struct State {
@@ -17,4 +17,4 @@ void RunPlan(const twinop_call& call);
 std::int64_t ScratchBytes(const twinop_call& call);
 const Body& FindBody(const Op& op, const twinop_call& call);
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 
 // Fills `output` with what the block holds. Returns whether it holds as many bytes as that.
 // Whatever the block's bytes are, it reads and writes inside the two.
@@ -32,4 +32,4 @@ inline bool UnpackLz4(const char* block, std::size_t block_size, char* output, s
   return false;
 }
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

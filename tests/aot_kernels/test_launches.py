@@ -8,7 +8,7 @@ import pytest
 from device_calls import SCRATCH_ADDRESS, At, Request, body, creation_error, run, run_in_threads, table
 from payloads import GENERAL, ONE, InProcess, Packed, cubins, op_of, plan_of, record
 
-from twinop.device_module.plan import (
+from twinop.aot_kernels.plan import (
     POINTER,
     Body,
     DeviceOp,

@@ -1,10 +1,10 @@
-#include "twinop/device_module/expression.h"
+#include "twinop/aot_kernels/expression.h"
 
 #include <cmath>
 #include <stdexcept>
 #include <string_view>
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 namespace {
 
 using Int = std::int64_t;
@@ -213,4 +213,4 @@ std::int64_t EvaluateInt(const Expression& expression, const Facts& facts) {
   return static_cast<Int>(Integer(Evaluate(expression, facts)));
 }
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

@@ -11,7 +11,7 @@ _LEAST, _MOST = -(2**63), 2**63 - 1
 
 
 class Opcode(IntEnum):
-    """The operations, by their number in the payload (`kernels/device_module/expression.h`)."""
+    """The operations, by their number in the payload (`kernels/aot_kernels/expression.h`)."""
 
     CONSTANT_INT = 0  # operand: the int
     CONSTANT_FLOAT = 1  # operand: the float

@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto, helper
 from payloads import ONE, Packed, record
 
 from twinop import deploy, torch_op
-from twinop.device_module.plan import (
+from twinop.aot_kernels.plan import (
     POINTER,
     DeviceOp,
     Fill,

@@ -1,5 +1,5 @@
 // Numbers that a launch computes from the sizes and attributes of a call: postfix code over int64
-// and double. twinop/device_module/expression.py documents the operations.
+// and double. twinop/aot_kernels/expression.py documents the operations.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 #include "twinop/abi.h"
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 
 enum class Opcode : std::uint8_t {
   kConstantInt,
@@ -97,4 +97,4 @@ Value Evaluate(const Expression& expression, const Facts& facts);
 // The value of an expression that must be an int.
 std::int64_t EvaluateInt(const Expression& expression, const Facts& facts);
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

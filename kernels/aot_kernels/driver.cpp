@@ -1,11 +1,11 @@
-#include "twinop/device_module/driver.h"
+#include "twinop/aot_kernels/driver.h"
 
 #include <dlfcn.h>
 
 #include <stdexcept>
 #include <string>
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 namespace {
 
 Driver Load() {
@@ -56,4 +56,4 @@ void ThrowDriverError(Result result, const char* what, const char* of, const cha
                            (text != nullptr ? text : "unknown to this driver") + note);
 }
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

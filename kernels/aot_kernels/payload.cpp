@@ -1,4 +1,4 @@
-#include "twinop/device_module/payload.h"
+#include "twinop/aot_kernels/payload.h"
 
 #include <algorithm>
 #include <cstring>
@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 namespace {
 
 void Require(bool holds) {
@@ -257,4 +257,4 @@ Payload ReadPayload(const Header& header) {
   return Reader(header).Read();
 }
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 
 using Result = int;  // CUresult; 0 is success
 using DevicePointer = std::uint64_t;
@@ -90,4 +90,4 @@ class CurrentContext {
   bool pushed_ = false;
 };
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

@@ -11,7 +11,7 @@ from payloads import KERNEL, ONE, InProcess, Packed, cubins, op_of, record
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
-from twinop.device_module.plan import (
+from twinop.aot_kernels.plan import (
     POINTER,
     DeviceOp,
     Expression,

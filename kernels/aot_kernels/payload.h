@@ -1,5 +1,5 @@
 // The data that a library carries: its ops, their launch plans and compiled kernels. Python writes
-// it (twinop/device_module/encode.py) and documents it (plan.py).
+// it (twinop/aot_kernels/encode.py) and documents it (plan.py).
 #pragma once
 
 #include <cstddef>
@@ -8,9 +8,9 @@
 #include <variant>
 #include <vector>
 
-#include "twinop/device_module/expression.h"
+#include "twinop/aot_kernels/expression.h"
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 
 inline constexpr std::uint32_t kPayloadVersion = 1;
 // Python refuses more (encode.py).
@@ -156,4 +156,4 @@ struct Payload {
 // Throws std::runtime_error if the payload is damaged, absent or of another version.
 Payload ReadPayload(const Header& header);
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

@@ -1,13 +1,13 @@
-#include "twinop/device_module/modules.h"
+#include "twinop/aot_kernels/modules.h"
 
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 
-#include "twinop/device_module/lz4.h"
+#include "twinop/aot_kernels/lz4.h"
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 namespace {
 
 // Whether the device can run the code. "90a" serves one architecture; other cubins serve later
@@ -155,4 +155,4 @@ const Device& LoadKernels(const Payload& payload, const Op& op, const twinop_cal
   return device;
 }
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels

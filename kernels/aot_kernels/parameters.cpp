@@ -1,4 +1,4 @@
-#include "twinop/device_module/parameters.h"
+#include "twinop/aot_kernels/parameters.h"
 
 #include <cstring>
 #include <stdexcept>
@@ -6,7 +6,7 @@
 
 #include "twinop/math/numeric.h"
 
-namespace twinop::device_module {
+namespace twinop::aot_kernels {
 namespace {
 
 [[noreturn, gnu::cold]] void Fail(const char* label, const char* argument,
@@ -73,4 +73,4 @@ void StoreParameter(const Parameter& parameter, const Launch& launch, const Valu
   store(value.integer);  // the kernel reads the low bytes, which are the first
 }
 
-}  // namespace twinop::device_module
+}  // namespace twinop::aot_kernels
