@@ -21,10 +21,6 @@ set(TWINOP_LINK_OPTIONS -Wl,--no-undefined -Wl,-z,nostart-stop-gc -Wl,-z,nodelet
 # Of libraries with the archive: nothing else refers to it. Each library calls its own twinop_library.
 set(TWINOP_ARCHIVE_LINK_OPTIONS -Wl,--undefined=RegisterCustomOps -Wl,-Bsymbolic)
 
-# Of libraries that carry device modules as data: the section gets a segment of its own, behind all others, which
-# twinop/aot_kernels/pack.py can make longer without moving anything else.
-set(TWINOP_DEVICE_LINK_OPTIONS -Wl,--section-start=.twinop_modules=0x10000000)
-
 # twinop_write_flags(): compile_flags.json and exports.map, in build/ beside the libraries and the archive.
 function(twinop_write_flags)
   set(standard ${CMAKE_CXX17_EXTENSION_COMPILE_OPTION})
@@ -38,10 +34,9 @@ function(twinop_write_flags)
   endif()
   set(cuda_12_8 ${TWINOP_CUDA_12_8_OPTIONS})
   set(link ${TWINOP_LINK_OPTIONS} ${TWINOP_ARCHIVE_LINK_OPTIONS})
-  set(device_link ${TWINOP_DEVICE_LINK_OPTIONS} -ldl)
   set(archs ${TWINOP_ALL_ARCHS})
   set(entries "")
-  foreach(key cxx gnu cuda cuda_12_8 link device_link archs)
+  foreach(key cxx gnu cuda cuda_12_8 link archs)
     list(TRANSFORM ${key} PREPEND "\"")
     list(TRANSFORM ${key} APPEND "\"")
     list(JOIN ${key} ", " values)

@@ -11,6 +11,12 @@
 #define TWINOP_TEXT_OF(token) #token
 #define TWINOP_EXPANDED_TEXT_OF(token) TWINOP_TEXT_OF(token)
 
+// The Python files of the library's kernels with their hashes (twinop/kernel_op.py), if it has
+// some.
+#if !defined(TWINOP_SOURCE)
+#define TWINOP_SOURCE ""
+#endif
+
 #define TWINOP_LIBRARY(domain, domain_version)                                                 \
   extern "C" {                                                                                 \
   /* Bounds of the section, provided by the linker for each shared library. */                 \
@@ -23,7 +29,7 @@
                               "\",\"domain_version\":" TWINOP_EXPANDED_TEXT_OF(                \
                                   domain_version) ",\"cuda_archs\":\"" TWINOP_CUDA_ARCHS       \
                                                   "\",\"cuda_version\":\"" TWINOP_CUDA_VERSION \
-                                                  "\"}";                                       \
+                                                  "\",\"source\":\"" TWINOP_SOURCE "\"}";      \
   extern "C" const twinop_table* twinop_library(std::uint32_t) {                               \
     static const twinop_table kTable = {                                                       \
         TWINOP_ABI_VERSION,                                                                    \

@@ -16,8 +16,6 @@ import twinop
 
 from .errors import ForeignLibraryError, LibraryError, RecordError
 from .installation import how_to_build
-from .module_texts import HEADER, read_texts
-from .module_texts import SECTION as _MODULES
 from .record import DOMAIN, DOMAIN_VERSION, Record, check_kind
 
 ABI_VERSION = 1
@@ -93,8 +91,7 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
         with Path(copy or path).open("rb") as file:
             sections = _sections(path, file)
             section = _content(path, file, sections[_SECTION]) if _SECTION in sections else b""
-            modules = _content(path, file, sections[_MODULES]) if _MODULES in sections else b""
-            if not section and len(modules) <= HEADER.size:  # a prebuilt library without modules
+            if not section:
                 raise ForeignLibraryError(
                     f"{path}: a shared library, but without twinop records (section {_SECTION}). "
                     "Expected one built by twinop, such as build/libcustom_relu.so"
@@ -104,7 +101,6 @@ def read_library(path: str | os.PathLike[str], copy: str | os.PathLike[str] | No
     except OSError as error:
         raise LibraryError(f"{path}: cannot be read: {error.strerror}. Mend its permissions") from error
     try:
-        section += read_texts(modules) if modules else b""
         texts = [json.loads(text) for text in filter(None, section.split(b"\0"))]
         build: dict[str, Any] = next((fields for fields in texts if "twinop" in fields), {})
         _require_abi(path, build)

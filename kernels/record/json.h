@@ -85,7 +85,7 @@ constexpr JsonWriter WriteJson(const Record& record) {
   json.Field("layout", record.is_elementwise ? "elementwise" : "contiguous")
       .Key("devices")
       .Raw("[");
-  if (record.cpu_launch != nullptr || record.is_row_body) json.Next().String("cpu");
+  if (record.cpu_launch != nullptr || record.body_model != nullptr) json.Next().String("cpu");
   if (record.cuda_launch != nullptr) json.Next().String("cuda");
   json.Raw("]}");
   return json;

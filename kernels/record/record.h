@@ -136,6 +136,23 @@ struct Record {
     };
     return copy;
   }
+  // On the CPU of ONNX Runtime the op runs its function body, which the model that
+  //   std::string_view kBody(const Call& call)
+  // returns has (twinop_op.body in kernels/abi.h). The text lives as long as the library.
+  template <auto kBody>
+  constexpr Record body() const {
+    Record copy = *this;
+    copy.body_model = [](const twinop_call* call, const void** model, std::size_t* size,
+                         twinop_error* error) {
+      return AtBoundary(error, [=] {
+        const std::string_view text = Invoke(kBody, FromC(call));
+        *model = text.data();
+        *size = text.size();
+        return Status();
+      });
+    };
+    return copy;
+  }
   // On the CPU of ONNX Runtime the op runs the model that
   //   static Status kBody(const CallOf<Op>& call, const std::string** model)
   // returns (twinop_op.row_body in kernels/abi.h). The text lives as long as the library.

@@ -1,4 +1,4 @@
-"""The stand-in for the CUDA driver, in a process of its own, and small payloads."""
+"""The stand-in for the CUDA driver, in a process of its own, and small libraries."""
 
 import importlib.util
 import multiprocessing
@@ -9,10 +9,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from payloads import InProcess, Packed, payload_of
+from aot_ops import InProcess, LibraryOf, compile_library, contents_of
 
-from twinop.aot_kernels.pack import pack, template
-from twinop.aot_kernels.plan import DeviceOp, Kernel, Payload
+from twinop.aot_kernels.plan import Contents, DeviceOp, Kernel
 
 
 @pytest.fixture(scope="session")
@@ -49,15 +48,14 @@ def _process(folder: str) -> Iterator[InProcess]:
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Packed:
-    """Packs an op, or a payload, into a new library."""
+def library_of(tmp_path: Path) -> LibraryOf:
+    """Compiles an op, or contents, into a new library."""
     count = 0
 
-    def make(op: DeviceOp | Payload, *kernels: Kernel) -> Path:
+    def make(op: DeviceOp | Contents, *kernels: Kernel) -> Path:
         nonlocal count
         count += 1
-        path = tmp_path / f"libpacked{count}.so"
-        pack(template(), op if isinstance(op, Payload) else payload_of(op, *kernels), path)
-        return path
+        contents = op if isinstance(op, Contents) else contents_of(op, *kernels)
+        return compile_library(contents, tmp_path, f"aot{count}")
 
     return make

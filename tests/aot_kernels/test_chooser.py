@@ -4,28 +4,23 @@ import struct
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
+from aot_ops import KERNEL, ONE, InProcess, LibraryOf, cubins, op_of, record
 from device_calls import At, Request, run
-from payloads import KERNEL, ONE, InProcess, Packed, cubins, op_of, record
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
+from twinop.aot_kernels.expression import Expression, attribute, constant, size
 from twinop.aot_kernels.plan import (
     POINTER,
     DeviceOp,
-    Expression,
     Kernel,
     Launch,
-    Opcode,
     Plan,
     Pointer,
     Requirement,
     Scalar,
     Variant,
-    attribute,
-    constant,
-    size,
 )
 from twinop.record import Attribute
 
@@ -79,12 +74,12 @@ def _in_triton(address_x: int, address_y: int, n: int) -> bytes:
     return f"x={x} y={y} n={kind}".encode()
 
 
-def test_the_choice_is_that_of_triton(packed: Packed, in_process: InProcess) -> None:
+def test_the_choice_is_that_of_triton(library_of: LibraryOf, in_process: InProcess) -> None:
     variants, kernels = _variants()
     launch = Launch(
         (ONE, ONE, ONE), (Pointer("input", 0), Pointer("output", 0), Scalar(size(0, 0), "int")), variants
     )
-    library = packed(op_of(launch), *kernels)
+    library = library_of(op_of(launch), *kernels)
     cases = [*product(range(17), (0, 8, 16), N), *product((0, 4), range(17), N)]
     requests = [Request([At((n,), 4096 + x)], [At((n,), 8192 + y)]) for x, y, n in cases]
     for (x, y, n), outcome in zip(cases, in_process(run, library, requests), strict=True):
@@ -97,65 +92,53 @@ def test_the_choice_is_that_of_triton(packed: Packed, in_process: InProcess) -> 
         ]  # fmt: skip
 
 
-def launched(op: DeviceOp, request: Request, packed: Packed, in_process: InProcess, types: str = "") -> Any:
-    kernel = Kernel(f"k|{types}", "k_kernel, k.py:7", cubins({"90": b"cubin"}))
-    (outcome,) = in_process(run, packed(op, kernel), [request])
-    return outcome
+NUMBERS = [
+    ("i1", 1, struct.pack("<B", 1)),
+    ("i8", -128, struct.pack("<b", -128)),
+    ("u8", 255, struct.pack("<B", 255)),
+    ("i16", -(2**15), struct.pack("<h", -(2**15))),
+    ("u16", 2**16 - 1, struct.pack("<H", 2**16 - 1)),
+    ("i32", -(2**31), struct.pack("<i", -(2**31))),
+    ("u32", 2**32 - 1, struct.pack("<I", 2**32 - 1)),
+    ("i64", -(2**63), struct.pack("<q", -(2**63))),
+    ("u64", 2**63 - 1, struct.pack("<Q", 2**63 - 1)),
+    ("fp16", 0.1, struct.pack("<e", 0.1)),
+    ("bf16", 0.1, struct.pack("<f", 0.1)[2:]),
+    ("fp32", 0.1, struct.pack("<f", 0.1)),
+    ("fp32", 3, struct.pack("<f", 3)),
+    ("fp64", 0.1, struct.pack("<d", 0.1)),
+]
+TOO_LARGE = [
+    ("i32", 2**31, "n is 2147483648; the kernel takes an int of 32 bits"),
+    ("i1", 2, "n is 2; the kernel takes an int of 1 bits without a sign"),
+    ("u8", -1, "n is -1; the kernel takes an int of 8 bits without a sign"),
+    ("u64", -1, "n is -1; the kernel takes an int of 63 bits without a sign"),
+]
 
 
-@pytest.mark.parametrize(
-    ("type_", "value", "expected"),
-    [
-        ("i1", 1, struct.pack("<B", 1)),
-        ("i8", -128, struct.pack("<b", -128)),
-        ("u8", 255, struct.pack("<B", 255)),
-        ("i16", -(2**15), struct.pack("<h", -(2**15))),
-        ("u16", 2**16 - 1, struct.pack("<H", 2**16 - 1)),
-        ("i32", -(2**31), struct.pack("<i", -(2**31))),
-        ("u32", 2**32 - 1, struct.pack("<I", 2**32 - 1)),
-        ("i64", -(2**63), struct.pack("<q", -(2**63))),
-        ("u64", 2**63 - 1, struct.pack("<Q", 2**63 - 1)),
-        ("fp16", 0.1, struct.pack("<e", 0.1)),
-        ("bf16", 0.1, struct.pack("<f", 0.1)[2:]),
-        ("fp32", 0.1, struct.pack("<f", 0.1)),
-        ("fp32", 3, struct.pack("<f", 3)),
-        ("fp64", 0.1, struct.pack("<d", 0.1)),
-    ],
-)
-def test_numbers_have_the_parameters_type(
-    type_: str, value: float, expected: bytes, packed: Packed, in_process: InProcess
-) -> None:
-    launch = Launch((ONE, ONE, ONE), (Scalar(constant(value), type_),), (Variant((), ((0, type_),), 0),))
-    outcome = launched(op_of(launch), Request([At((1,))]), packed, in_process, str(len(expected)))
-    assert outcome.launches[0]["parameters"] == [expected.hex()]
+def test_numbers_have_the_parameters_type(library_of: LibraryOf, in_process: InProcess) -> None:
+    plans, kernels = [], []
+    for case, (type_, value, expected) in enumerate([*NUMBERS, *TOO_LARGE]):
+        number = Scalar(constant(value), type_, "n")
+        launch = Launch((ONE, ONE, ONE), (number,), (Variant((), ((0, type_),), case),))
+        plans.append(Plan(0, (1,), (launch,), (Expression.of("==", attribute(0), case),)))
+        kernels.append(Kernel(f"k|{len(expected)}", "k_kernel, k.py:7", cubins({"90": b"cubin"})))
+    op = DeviceOp(record(1, (Attribute("case", "int"),)), tuple(plans))
+    requests = [Request([At((1,))], attributes=[case]) for case in range(len(plans))]
+    outcomes = in_process(run, library_of(op, *kernels), requests)
+    for (_, _, expected), outcome in zip(NUMBERS, outcomes, strict=False):
+        assert outcome.launches[0]["parameters"] == [expected.hex()]
+    for (_, _, message), outcome in zip(TOO_LARGE, outcomes[len(NUMBERS) :], strict=True):
+        assert outcome.error == (f"k_kernel, k.py:7: {message}. Call the op with smaller sizes or attributes")
+        assert not outcome.launches
 
 
-@pytest.mark.parametrize(
-    ("type_", "value", "message"),
-    [
-        ("i32", 2**31, "n is 2147483648; the kernel takes an int of 32 bits"),
-        ("i1", 2, "n is 2; the kernel takes an int of 1 bits without a sign"),
-        ("u8", -1, "n is -1; the kernel takes an int of 8 bits without a sign"),
-        ("u64", -1, "n is -1; the kernel takes an int of 63 bits without a sign"),
-        ("i64", 0.5, "n is a float; the kernel takes an int"),
-    ],
-)
-def test_a_number_that_does_not_fit(
-    type_: str, value: float, message: str, packed: Packed, in_process: InProcess
-) -> None:
-    number = Scalar(constant(value), type_, "n")
-    launch = Launch((ONE, ONE, ONE), (number,), (Variant((), ((0, type_),), 0),))
-    outcome = launched(op_of(launch), Request([At((1,))]), packed, in_process)
-    advice = "" if isinstance(value, float) else ". Call the op with smaller sizes or attributes"
-    assert outcome.error == f"k_kernel, k.py:7: {message}{advice}" and not outcome.launches
-
-
-def test_the_plan_is_that_of_dtype_ranks_and_guards(packed: Packed, in_process: InProcess) -> None:
+def test_the_plan_is_that_of_dtype_ranks_and_guards(library_of: LibraryOf, in_process: InProcess) -> None:
     def plan(combination: int, rank: int | None, case: int, *guards: Expression) -> Plan:
         launch = Launch((constant(case), ONE, ONE), (), (Variant((), (), 0),))
         return Plan(combination, (1, rank), (launch,), guards)
 
-    small = Expression.of(Opcode.LESS, size(0, 0), 10)
+    small = Expression.of("<", size(0, 0), 10)
     flag = (Attribute("n", "int"),)
     odd = attribute(0) % 2
     plans = (
@@ -170,7 +153,7 @@ def test_the_plan_is_that_of_dtype_ranks_and_guards(packed: Packed, in_process: 
         (Request([large_x, None], attributes=[0]), 4),
         (Request([half, half], attributes=[0]), 5),
     ]
-    outcomes = in_process(run, packed(op, KERNEL), [request for request, _ in cases])
+    outcomes = in_process(run, library_of(op, KERNEL), [request for request, _ in cases])
     assert [outcome.launches[0]["grid"][0] for outcome in outcomes] == [case for _, case in cases]
 
     unknown = [
@@ -178,7 +161,7 @@ def test_the_plan_is_that_of_dtype_ranks_and_guards(packed: Packed, in_process: 
         Request([At((2, 2)), small_x], attributes=[0]),
         Request([half, None], attributes=[0]),
     ]
-    errors = [outcome.error for outcome in in_process(run, packed(op, KERNEL), unknown)]
+    errors = [outcome.error for outcome in in_process(run, library_of(op, KERNEL), unknown)]
     assert errors == [
         "the launcher was traced for other sizes or attributes. Build the library again with samples that "
         "have these",

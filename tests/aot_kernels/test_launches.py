@@ -1,13 +1,18 @@
 """What a launch hands to the CUDA driver, how kernels are loaded, and what is refused."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import device_calls
 import pytest
+from aot_ops import GENERAL, ONE, InProcess, LibraryOf, cubins, op_of, plan_of, record
 from device_calls import SCRATCH_ADDRESS, At, Request, body, creation_error, run, run_in_threads, table
-from payloads import GENERAL, ONE, InProcess, Packed, cubins, op_of, plan_of, record
 
+from twinop.aot_kernels.expression import constant, size
 from twinop.aot_kernels.plan import (
     POINTER,
     Body,
@@ -22,8 +27,6 @@ from twinop.aot_kernels.plan import (
     Refuse,
     Scalar,
     Variant,
-    constant,
-    size,
 )
 
 X = Request([At((1000,))])
@@ -35,15 +38,36 @@ def kernel(**fields: Any) -> Kernel:
     return Kernel(**{"name": "k|", "label": LABEL, "images": cubins({"90": b"cubin 90"}), **fields})
 
 
+def test_a_launch_is_traced(library_of: LibraryOf, stand_in: Path) -> None:
+    library = library_of(op_of(LAUNCH), kernel(cluster=2))
+    code = f"""
+from pathlib import Path
+from device_calls import At, Request, run
+print(run(Path({str(library)!r}), [Request([At((1,))])])[0].error)
+"""
+    paths = {"PYTHONPATH": str(Path(device_calls.__file__).parent), "LD_LIBRARY_PATH": str(stand_in)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | paths | {"TWINOP_TRACE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "\n", done.stderr
+    assert done.stderr == (
+        "twinop:   2 x 1 x 1 blocks of 128 x 1 x 1 threads, 0 bytes of shared memory: kernel 0, "
+        "k_kernel, k.py:7, sm_90\n"
+    )
+
+
 def pointers(*values: int) -> list[str]:
     return [value.to_bytes(8, "little").hex() for value in values]
 
 
-def test_a_launch(packed: Packed, in_process: InProcess) -> None:
+def test_a_launch(library_of: LibraryOf, in_process: InProcess) -> None:
     grid = (size(0, 0) // 100, constant(2), constant(3))
     arguments = (Pointer("input", 0), Pointer("output", 0, constant(8)), Scalar(size(0, 0), "int"))
     variant = Variant((), ((0, POINTER), (1, POINTER), (2, "i64")), 0)
-    library = packed(
+    library = library_of(
         op_of(Launch(grid, arguments, (variant,))), kernel(name="k|8,8,8,8,8", scratch_pointers=2)
     )
     (outcome,) = in_process(run, library, [X])
@@ -53,10 +77,10 @@ def test_a_launch(packed: Packed, in_process: InProcess) -> None:
     assert entry["attributes"] == {} and entry["shared"] == 0 and outcome.scratch == 0
 
 
-def test_launch_attributes_and_blocks(packed: Packed, in_process: InProcess) -> None:
+def test_launch_attributes_and_blocks(library_of: LibraryOf, in_process: InProcess) -> None:
     launch = Launch((constant(5), ONE, ONE), (), (GENERAL,), (size(0, 0) // 250, constant(2), ONE))
     images = cubins({"90": b"cubin 90"}, shared=200_000)
-    library = packed(op_of(launch), kernel(cluster=16, cooperative=True, pdl=True, images=images))
+    library = library_of(op_of(launch), kernel(cluster=16, cooperative=True, pdl=True, images=images))
     (outcome,) = in_process(run, library, [X])
     (entry,) = outcome.launches
     assert entry["grid"] == [80, 1, 1] and entry["block"] == [4, 2, 1] and entry["shared"] == 200_000
@@ -67,7 +91,7 @@ def test_launch_attributes_and_blocks(packed: Packed, in_process: InProcess) -> 
     ]
 
 
-def test_steps_temporaries_and_scratch(packed: Packed, in_process: InProcess) -> None:
+def test_steps_temporaries_and_scratch(library_of: LibraryOf, in_process: InProcess) -> None:
     first = Launch((constant(3), ONE, ONE), (Pointer("temporary", 1),), (Variant((), ((0, POINTER),), 0),))
     second = Launch((constant(2), ONE, ONE), (Pointer("temporary", 0),), (Variant((), ((0, POINTER),), 1),))
     none = Launch((constant(0), ONE, ONE), (), (GENERAL,))
@@ -82,7 +106,7 @@ def test_steps_temporaries_and_scratch(packed: Packed, in_process: InProcess) ->
             cluster=2,
         ),
     )
-    (outcome,) = in_process(run, packed(DeviceOp(record(), (plan,)), *kernels), [X])
+    (outcome,) = in_process(run, library_of(DeviceOp(record(), (plan,)), *kernels), [X])
     assert outcome.scratch == 512 + 1024 + 512  # 300, 1000, and 100 bytes for each of 2 x 2 blocks
     assert [entry["call"] for entry in outcome.log][-3:] == ["launch", "fill", "launch"]
     one, two = outcome.launches
@@ -108,18 +132,23 @@ def test_steps_temporaries_and_scratch(packed: Packed, in_process: InProcess) ->
     ],
 )
 def test_the_code_for_a_gpu(
-    capability: int, images: list[str], ptx: str | None, expected: str, packed: Packed, in_process: InProcess
+    capability: int,
+    images: list[str],
+    ptx: str | None,
+    expected: str,
+    library_of: LibraryOf,
+    in_process: InProcess,
 ) -> None:
     texts = [Image(ptx, f"PTX {ptx}".encode(), is_ptx=True)] if ptx else []
     code = kernel(images=(*cubins({arch: arch.encode() for arch in images}), *texts))
-    (outcome,) = in_process(run, packed(op_of(LAUNCH), code), [X], capability=capability)
+    (outcome,) = in_process(run, library_of(op_of(LAUNCH), code), [X], capability=capability)
     (loaded,) = outcome.entries("load")
     assert loaded["image"] == expected == outcome.launches[0]["image"] and loaded["misaligned"] == 0
 
 
-def test_no_code_for_a_gpu(packed: Packed, in_process: InProcess) -> None:
+def test_no_code_for_a_gpu(library_of: LibraryOf, in_process: InProcess) -> None:
     code = kernel(images=(*cubins({"80": b"", "90a": b""}), Image("100", b"", is_ptx=True)))
-    (outcome,) = in_process(run, packed(op_of(LAUNCH), code), [X], capability=75)
+    (outcome,) = in_process(run, library_of(op_of(LAUNCH), code), [X], capability=75)
     assert outcome.error == (
         f"{LABEL}: the library has no code for the GPU Stand-in 0 (compute capability 7.5). It has machine "
         "code for 80, 90a and PTX for 100. Build it with: twinop build --archs 80,90,75"
@@ -139,18 +168,20 @@ def test_no_code_for_a_gpu(packed: Packed, in_process: InProcess) -> None:
     ],
 )
 def test_what_the_driver_refuses(
-    fail: tuple[str, int], message: str, packed: Packed, in_process: InProcess
+    fail: tuple[str, int], message: str, library_of: LibraryOf, in_process: InProcess
 ) -> None:
-    library = packed(op_of(LAUNCH), kernel(images=(Image("80", b"PTX", is_ptx=True),)))
+    library = library_of(op_of(LAUNCH), kernel(images=(Image("80", b"PTX", is_ptx=True),)))
     (outcome,) = in_process(run, library, [X], fail=fail)
     assert outcome.error == message
     assert in_process(run, library, [X])[0].error == ""  # a later creation tries again
 
 
-def test_what_a_launch_needs_is_that_of_the_architecture(packed: Packed, in_process: InProcess) -> None:
+def test_what_a_launch_needs_is_that_of_the_architecture(
+    library_of: LibraryOf, in_process: InProcess
+) -> None:
     """Too much shared memory for one GPU does not matter on another."""
     code = kernel(images=(Image("80", b"", shared=100_000), Image("90", b"", threads=256, shared=300_000)))
-    library = packed(op_of(LAUNCH), code)
+    library = library_of(op_of(LAUNCH), code)
     requests = [Request([At((1,))], device=device) for device in (1, 0)]
     ampere, hopper = in_process(run, library, requests)
     (entry,) = ampere.launches
@@ -158,15 +189,15 @@ def test_what_a_launch_needs_is_that_of_the_architecture(packed: Packed, in_proc
     assert hopper.error.startswith(f"{LABEL}: needs 300000 bytes of shared memory; the GPU Stand-in 0 has ")
 
 
-def test_a_device_that_does_not_exist(packed: Packed, in_process: InProcess) -> None:
-    (outcome,) = in_process(run, packed(op_of(LAUNCH), kernel()), [Request([At((1,))], device=7)])
+def test_a_device_that_does_not_exist(library_of: LibraryOf, in_process: InProcess) -> None:
+    (outcome,) = in_process(run, library_of(op_of(LAUNCH), kernel()), [Request([At((1,))], device=7)])
     assert outcome.error.startswith("finding CUDA device 7 failed: CUDA_ERROR_INVALID_DEVICE: ")
 
 
-def test_without_a_driver(packed: Packed, without_driver: InProcess) -> None:
-    library = packed(op_of(LAUNCH), kernel())
+def test_without_a_driver(library_of: LibraryOf, without_driver: InProcess) -> None:
+    library = library_of(op_of(LAUNCH), kernel())
     known = without_driver(table, library)  # it loads
-    assert known is not None and known["domain"] == "packed"
+    assert known is not None and known["domain"] == "aot"
     error = without_driver(creation_error, library)
     assert error.startswith("no NVIDIA driver: libcuda.so.1 cannot be loaded (")
     assert error.endswith(
@@ -211,14 +242,14 @@ def limits(count: int) -> tuple[Limit, ...]:
         ),
     ],
 )
-def test_what_is_refused(op: DeviceOp, message: str, packed: Packed, in_process: InProcess) -> None:
-    (outcome,) = in_process(run, packed(op, kernel()), [X])
+def test_what_is_refused(op: DeviceOp, message: str, library_of: LibraryOf, in_process: InProcess) -> None:
+    (outcome,) = in_process(run, library_of(op, kernel()), [X])
     assert outcome.error.startswith(message) and bool(message) != bool(outcome.launches)
 
 
-def test_too_much_shared_memory(packed: Packed, in_process: InProcess) -> None:
+def test_too_much_shared_memory(library_of: LibraryOf, in_process: InProcess) -> None:
     (outcome,) = in_process(
-        run, packed(op_of(LAUNCH), kernel(images=cubins({"90": b"cubin"}, shared=232_449))), [X]
+        run, library_of(op_of(LAUNCH), kernel(images=cubins({"90": b"cubin"}, shared=232_449))), [X]
     )
     assert outcome.error == (
         f"{LABEL}: needs 232449 bytes of shared memory; the GPU Stand-in 0 has 232448. Choose smaller "
@@ -226,11 +257,11 @@ def test_too_much_shared_memory(packed: Packed, in_process: InProcess) -> None:
     )
 
 
-def test_two_devices(packed: Packed, in_process: InProcess) -> None:
+def test_two_devices(library_of: LibraryOf, in_process: InProcess) -> None:
     code = kernel(images=cubins({"80": b"for 80", "90": b"for 90"}))
     requests = [Request([At((1,))], device=device) for device in (0, 1, 0, 1)]
     for current in (0, 1, -1):  # the context that the framework left current
-        library = packed(op_of(LAUNCH), code)
+        library = library_of(op_of(LAUNCH), code)
         outcomes = in_process(run, library, requests, current=current)
         launches = [outcome.launches[0] for outcome in outcomes]
         assert [entry["image"] for entry in launches] == ["for 90", "for 80"] * 2
@@ -238,11 +269,11 @@ def test_two_devices(packed: Packed, in_process: InProcess) -> None:
         assert sum(len(outcome.entries("load")) for outcome in outcomes) == 2
 
 
-def test_threads_load_a_kernel_once(packed: Packed, in_process: InProcess) -> None:
+def test_threads_load_a_kernel_once(library_of: LibraryOf, in_process: InProcess) -> None:
     arguments = (Scalar(size(0, 0), "int"),)
     launch = Launch((size(0, 0), ONE, ONE), arguments, (Variant((), ((0, "i64"),), 0),))
     requests = [Request([At((n,))]) for n in range(1, 101)]
-    outcomes = in_process(run_in_threads, packed(op_of(launch), kernel(name="k|8")), requests, 16)
+    outcomes = in_process(run_in_threads, library_of(op_of(launch), kernel(name="k|8")), requests, 16)
     assert len(outcomes) == 1600 and not any(outcome.error for outcome in outcomes)
     assert len(outcomes[0].entries("load")) == 1 == len(outcomes[0].entries("retain"))
     counts = sorted(entry["grid"][0] for entry in outcomes[0].launches)
@@ -250,12 +281,12 @@ def test_threads_load_a_kernel_once(packed: Packed, in_process: InProcess) -> No
     assert all(entry["parameters"] == pointers(entry["grid"][0]) for entry in outcomes[0].launches)
 
 
-def test_only_the_kernels_of_the_dtype_are_loaded(packed: Packed, in_process: InProcess) -> None:
+def test_only_the_kernels_of_the_dtype_are_loaded(library_of: LibraryOf, in_process: InProcess) -> None:
     kernels = [kernel(images=cubins({"90": name.encode()})) for name in ("float32", "float16")]
     plans = tuple(
         plan_of(Launch((ONE, ONE, ONE), (), (Variant((), (), i),)), combination=i) for i in range(2)
     )
-    library = packed(DeviceOp(record(), plans), *kernels)
+    library = library_of(DeviceOp(record(), plans), *kernels)
     half = [Request([At((1,), dtype="float16")])]
     (outcome,) = in_process(run, library, half, dtype="float16")
     assert [entry["image"] for entry in outcome.entries("load")] == ["float16"]
@@ -263,19 +294,11 @@ def test_only_the_kernels_of_the_dtype_are_loaded(packed: Packed, in_process: In
     assert [entry["image"] for entry in outcome.entries("load")] == ["float32"]
 
 
-def test_bodies(packed: Packed, in_process: InProcess) -> None:
-    bodies = (Body(b"half", 1), Body(b"matrix", 0, (2,)), Body(b"any rank 1", None, (1,)))
-    library = packed(DeviceOp(record(), (plan_of(LAUNCH),), bodies), kernel())
-    assert in_process(body, library, X) == b"any rank 1"
+def test_bodies(library_of: LibraryOf, in_process: InProcess) -> None:
+    bodies = (Body(b"half", 1), Body(b"matrix", 0, (2,)), Body(b"row", 0, (1,)))
+    library = library_of(DeviceOp(record(), (plan_of(LAUNCH),), bodies), kernel())
+    assert in_process(body, library, X) == b"row"
     assert in_process(body, library, Request([At((1, 1))])) == b"matrix"
     assert in_process(body, library, Request([At((1, 1, 1), dtype="float16")])) == b"half"
     with pytest.raises(Exception, match=re.escape("no function body for inputs of these dtypes and ranks")):
         in_process(body, library, Request([At((1, 1, 1))]))
-
-
-def test_damaged_code(packed: Packed, in_process: InProcess, tmp_path: Path) -> None:
-    library = packed(op_of(LAUNCH), kernel(images=cubins({"90": b"the cubin of this kernel"})))
-    damaged = tmp_path / "libdamaged.so"
-    damaged.write_bytes(library.read_bytes().replace(b"the cubin of", b"the bucin of"))
-    (outcome,) = in_process(run, damaged, [X])
-    assert outcome.error == f"{LABEL}: its code is damaged. Copy or build the library again"

@@ -1,4 +1,4 @@
-"""Packed libraries on a GPU, in both runtimes: kernels in PTX, which the driver compiles."""
+"""LibraryOf libraries on a GPU, in both runtimes: kernels in PTX, which the driver compiles."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from aot_ops import ONE, LibraryOf, record
 from onnx import ModelProto, TensorProto, helper
-from payloads import ONE, Packed, record
 
 from twinop import deploy, torch_op
+from twinop.aot_kernels.expression import constant, size
 from twinop.aot_kernels.plan import (
     POINTER,
     DeviceOp,
@@ -22,8 +23,6 @@ from twinop.aot_kernels.plan import (
     Pointer,
     Scalar,
     Variant,
-    constant,
-    size,
 )
 
 pytestmark = pytest.mark.cuda
@@ -62,7 +61,7 @@ done:
 """
 
 
-def library(packed: Packed) -> Path:
+def library(library_of: LibraryOf) -> Path:
     """y = 6 * x, through a temporary tensor of 2 * x."""
 
     def step(source: Pointer, target: Pointer, factor: float, kernel: int) -> Launch:
@@ -79,30 +78,30 @@ def library(packed: Packed) -> Path:
     other = replace(
         plain, images=(replace(image, shared=100_000),)
     )  # more than the 48 KiB that need no permission
-    return packed(DeviceOp(record(dtypes="float32"), (plan,)), plain, other)
+    return library_of(DeviceOp(record(dtypes="float32"), (plan,)), plain, other)
 
 
 def model(shape: tuple[int, ...]) -> ModelProto:
-    node = helper.make_node("CustomK", ["x"], ["y"], domain="packed")
+    node = helper.make_node("CustomK", ["x"], ["y"], domain="aot")
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape)) for name in "xy"]
     graph = helper.make_graph([node], "g", value[:1], value[1:])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("packed", 1)], ir_version=10)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("aot", 1)], ir_version=10)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1000), (1024, 1025)])
-def test_in_both_runtimes(shape: tuple[int, int], packed: Packed) -> None:
-    path = library(packed)
+def test_in_both_runtimes(shape: tuple[int, int], library_of: LibraryOf) -> None:
+    path = library(library_of)
     x = torch.randn(shape, device="cuda")
-    in_torch = torch_op.load(path, f"packed_{shape[0]}").functions["k"](x)
+    in_torch = torch_op.load(path, f"aot_{shape[0]}").functions["k"](x)
     torch.testing.assert_close(in_torch, 6 * x, rtol=1e-6, atol=0)
     session = deploy.session(model(shape), ["CUDAExecutionProvider"], path)
     assert np.array_equal(session.run({"x": x.cpu().numpy()})["y"], in_torch.cpu().numpy())
 
 
-def test_in_cuda_graphs(packed: Packed) -> None:
+def test_in_cuda_graphs(library_of: LibraryOf) -> None:
     """Temporary tensors, fills and launches become nodes of the graph."""
-    path = library(packed)
-    op = torch_op.load(path, "packed_graph").functions["k"]
+    path = library(library_of)
+    op = torch_op.load(path, "aot_graph").functions["k"]
     x = torch.ones(33, 65, device="cuda")
     op(x)  # loads the kernels, which a capture cannot
     graph = torch.cuda.CUDAGraph()
@@ -116,9 +115,9 @@ def test_in_cuda_graphs(packed: Packed) -> None:
         assert torch.equal(session.run({"x": x})["y"], y)
 
 
-def test_threads_with_streams_of_their_own(packed: Packed) -> None:
-    op = torch_op.load(library(packed), "packed_threads").functions["k"]
-    session = deploy.session(model((33, 65)), ["CUDAExecutionProvider"], library(packed))
+def test_threads_with_streams_of_their_own(library_of: LibraryOf) -> None:
+    op = torch_op.load(library(library_of), "aot_threads").functions["k"]
+    session = deploy.session(model((33, 65)), ["CUDAExecutionProvider"], library(library_of))
 
     def work(number: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -132,12 +131,12 @@ def test_threads_with_streams_of_their_own(packed: Packed) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_second_device(packed: Packed) -> None:
+def test_a_second_device(library_of: LibraryOf) -> None:
     """The op runs where its input is, and leaves the current device as it was."""
-    op = torch_op.load(library(packed), "packed_second").functions["k"]
+    op = torch_op.load(library(library_of), "aot_second").functions["k"]
     for device in ("cuda:1", "cuda:0", "cuda:1"):
         x = torch.ones(33, 65, device=device)
         assert torch.equal(op(x), 6 * x) and torch.cuda.current_device() == 0
     provider = ("CUDAExecutionProvider", {"device_id": 1})
-    session = deploy.session(model((33, 65)), [provider], library(packed))
+    session = deploy.session(model((33, 65)), [provider], library(library_of))
     assert np.array_equal(session.run({"x": x.cpu().numpy()})["y"], (6 * x).cpu().numpy())

@@ -245,7 +245,7 @@ def test_nvcc_and_gcc_say_the_same_of_a_record(header: Path, monkeypatch: pytest
     monkeypatch.chdir(header.parent)
     source = header.read_text().replace("TWINOP_CPU_OP", "TWINOP_OP")
     header.write_text(source.replace('Tensor")', 'Tensor").limits("a > 0")'))
-    lines = CommandLines(find_installation(), Options("90"), find_compiler(), find_nvcc(), False)
+    lines = CommandLines(find_installation(), Options("90"), find_compiler(), find_nvcc())
     heads = []
     for name, is_cuda in (("unit.cpp", False), ("unit.cu", True)):
         Path(name).write_text('#include "times.h"\n')
@@ -304,7 +304,7 @@ def test_a_disk_that_is_full(
 def test_an_installation_that_cannot_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed = find_installation().folder
     monkeypatch.setattr(flags, "library_folders", lambda: [tmp_path])
-    for name in ("compile_flags.json", "exports.map", "libtwinop_modules.a"):
+    for name in ("compile_flags.json", "exports.map"):
         shutil.copy(installed / name, tmp_path)
     message = rf"searched {tmp_path} \(without libtwinop_ort.a\). Build it with ./build.sh"
     with pytest.raises(BuildError, match=message):

@@ -1,4 +1,4 @@
-"""Calls the ops of a library's device modules as an adapter does, on addresses without memory.
+"""Calls ops whose kernels were compiled ahead as an adapter does, on addresses without memory.
 
 The functions run in a process of their own, which finds the stand-in for the CUDA driver.
 """

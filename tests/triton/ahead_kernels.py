@@ -5,7 +5,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from twinop.aot_kernels.plan import Expression, Pointer, Scalar, constant, size
+from twinop.aot_kernels.expression import Expression, constant, size
+from twinop.aot_kernels.plan import Pointer, Scalar
 from twinop.triton.intercept import label_of
 from twinop.triton.traced import Argument, TracedLaunch, TracedPlan
 

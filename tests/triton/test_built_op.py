@@ -37,10 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def library(folder: Path) -> Library:
-    """A library with an op, built for two architectures without a GPU and without a C++ compiler."""
+    """A library with an op, built for two architectures without a GPU and without nvcc."""
     file = mish_file(folder, "built_mish")
     patch = pytest.MonkeyPatch()
-    patch.setenv("CXX", "no-such-compiler")
+    patch.setenv("CUDACXX", "no-such-nvcc")
     patch.setenv("TWINOP_CACHE", str(folder / "cache"))
     built = build(find_project([file]), folder / "build" / "libbuilt_mish.so", Options("80,90"))
     patch.undo()
@@ -57,6 +57,18 @@ def test_what_it_holds(library: Library, folder: Path) -> None:
     unwanted = ("python", "triton", "LLVM", "torch", "cudart", "libcuda.")
     assert not [name for name in needed_libraries(library.path) if any(each in name for each in unwanted)]
     assert library.path.stat().st_size < 1_000_000
+
+
+def test_its_source_can_be_read(library: Library, folder: Path) -> None:
+    source = (folder / "build/built_mish.generated.cpp").read_text()
+    for text in (
+        'Record("built_mish(Tensor x) -> Tensor")',
+        "if (run.HasRanks({2})) {\n      const Int x_0 = run.Size(0, 0);",
+        "run.Begins({FloorDivide(x_0 * x_1 + 1023, 1024), 1, 1})",
+        "if (DivisibleBy16(x_0) && DivisibleBy16(y_1) && DivisibleBy16(n_2) && FitsI32(n_2))",
+    ):
+        assert text in source
+    assert max(map(len, source.splitlines())) < 200
 
 
 def test_it_runs_in_torch_and_in_onnx_runtime(library: Library, folder: Path, tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import pytest
 from ahead_kernels import number, plan_of, pointer
 from numba import cuda
 
+from twinop.aot_kernels.expression import constant, size
 from twinop.aot_kernels.numba import NumbaKernel, numba_launches
 from twinop.aot_kernels.nvrtc import CudaKernel, cuda_kernel, cuda_launches
-from twinop.aot_kernels.plan import POINTER, Launch, Pointer, Scalar, constant, size
+from twinop.aot_kernels.plan import POINTER, Launch, Pointer, Scalar
 from twinop.errors import BuildError
 from twinop.triton.launches import compile_plans
 from twinop.triton.traced import Argument, TracedLaunch

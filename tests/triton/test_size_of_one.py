@@ -8,7 +8,7 @@ from ahead_kernels import copy_rows_kernel, gelu_launch, launch_of, number, poin
 from specialisations import chosen_variant
 from triton._C.libtriton import ir, passes
 
-from twinop.aot_kernels.plan import size
+from twinop.aot_kernels.expression import size
 from twinop.triton.compile import Compiled, Source, compile_kernels
 from twinop.triton.traced import TracedLaunch
 from twinop.triton.variants import Address, specialise, variants

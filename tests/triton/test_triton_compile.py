@@ -27,7 +27,8 @@ from ahead_kernels import (
     wrong_kernel,
 )
 
-from twinop.aot_kernels.plan import Fill, Launch, Limit, Pointer, constant, size
+from twinop.aot_kernels.expression import constant, size
+from twinop.aot_kernels.plan import Fill, Launch, Limit, Pointer
 from twinop.errors import BuildError
 from twinop.triton.compile import Compiled, compile_kernels
 from twinop.triton.intercept import label_of

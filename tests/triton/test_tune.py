@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from twinop.cli import app
 from twinop.errors import BuildError
-from twinop.triton.build import make_payload
+from twinop.triton.build import make_contents
 from twinop.triton.tuning import Entry, Tuning, tuning_file
 
 pytest.importorskip("triton", reason="kernels in Python need it")
@@ -60,11 +60,11 @@ def test_a_build_chooses_what_was_measured(tmp_path: Path) -> None:
     """By size and by architecture; a GPU that was not measured takes the first configuration."""
     file = op_file(tmp_path, "tuned")
     Tuning([entry("tuned_kernel", 100, 64), entry("tuned_kernel", 10_000, 1024)]).write(tuning_file(file))
-    payload, _ = make_payload([file], "tuned", 1, [80, 90], False, {})
+    contents, _ = make_contents([file], "tuned", 1, [80, 90], False, {})
     for n, arch, block in [(1000, 90, 64), (1001, 90, 1024), (2**20, 90, 1024), (2**20, 80, 64)]:
         plan = next(
             plan
-            for plan in payload.ops[0].plans
+            for plan in contents.ops[0].plans
             if plan.ranks == (1,) and all(guard.evaluate([(n,)], (), arch) for guard in plan.guards)
         )
         assert plan.steps[0].grid[0].evaluate([(n,)]) == -(-n // block)  # type: ignore[union-attr]
@@ -74,7 +74,7 @@ def test_a_damaged_file_stops_the_build(tmp_path: Path) -> None:
     file = op_file(tmp_path, "damaged")
     tuning_file(file).write_text("{")
     with pytest.raises(BuildError, match=r"damaged\.tune\.json: it is not what `twinop tune` writes"):
-        make_payload([file], "damaged", 1, [90], False, {})
+        make_contents([file], "damaged", 1, [90], False, {})
 
 
 @pytest.mark.parametrize("sizes", ["0", "12,x", "-5"])

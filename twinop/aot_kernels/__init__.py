@@ -1,1 +1,1 @@
-"""Device modules: compiled kernels with a plan of how they are launched, carried by a library as data."""
+"""Kernels that are compiled ahead of time: when a library launches which, as data and as C++."""

@@ -1,15 +1,18 @@
 """Kernels of `numba.cuda.jit`, compiled without a GPU: numba makes PTX, nvJitLink cubins."""
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ..errors import BuildError
+from .expression import constant
 from .nvrtc import Compilation, as_sequence
-from .plan import POINTER, Image, Kernel, Pointer, Scalar, constant
+from .plan import POINTER, Image, Kernel, Pointer, Scalar
 
 if TYPE_CHECKING:
     from ..triton.recorder import Recorder
@@ -74,14 +77,10 @@ class NumbaKernel:
             (name,) = re.findall(r"\.visible \.entry (\w+)\(", text)
             return str(text).replace(name, self.function.__name__)
 
-        texts = {arch: compiled(arch) for arch in archs}
-        lowest = min(archs)
-        kernel = Kernel(
-            self.function.__name__,
-            launch.label,
-            tuple(Image(str(arch), _cubin(text, arch)) for arch, text in texts.items())
-            + ((Image(str(lowest), texts[lowest].encode(), is_ptx=True),) if ptx else ()),
-        )
+        texts = {arch: compiled(arch) for arch in sorted(archs)}
+        images = [Image(str(arch), _cubin(text, arch)) for arch, text in texts.items()]
+        images += [Image(str(min(archs)), texts[min(archs)].encode(), is_ptx=True)] * ptx
+        kernel = Kernel(self.function.__name__, launch.label, tuple(images))
         values = [value for argument in launch.arguments for value in _expanded(argument)]
         parameters = tuple((index, kind) for index, (_, kind) in enumerate(values))
         return tuple(value for value, _ in values), parameters, kernel
@@ -107,24 +106,20 @@ def _expanded(argument: "Argument") -> list[tuple[Pointer | Scalar, str]]:
     """Returns the parameters of an argument; of an array: two owners (none), sizes, data and strides."""
     value = argument.value
     if isinstance(value, Scalar):
-        kind = {"int": "i64", "i1": "i1"}.get(value.type, "fp64")
-        return [(value, kind)]
+        return [(value, {"int": "i64", "i1": "i1"}.get(value.type, "fp64"))]
     from numpy import dtype
 
     def number(expression: Any) -> tuple[Pointer | Scalar, str]:
         return Scalar(expression, "i64", argument.name), "i64"
 
     item = dtype(str(argument.dtype)).itemsize
-    strides = [constant(item)]
+    strides = [constant(item)] if argument.shape else []
     for length in reversed(argument.shape[1:]):
         strides.insert(0, strides[0] * length)
-    elements = constant(1)
-    for length in argument.shape:
-        elements = elements * length
-    none = number(constant(0))
-    sizes = [number(length) for length in argument.shape]
-    steps = [number(stride) for stride in strides[: len(argument.shape)]]
-    return [none, none, number(elements), number(constant(item)), (value, POINTER), *sizes, *steps]
+    elements = reduce(operator.mul, argument.shape, constant(1))
+    owners = [number(constant(0))] * 2
+    lengths = [number(each) for each in (*argument.shape, *strides)]
+    return [*owners, number(elements), number(constant(item)), (value, POINTER), *lengths]
 
 
 def _cubin(ptx: str, arch: int) -> bytes:

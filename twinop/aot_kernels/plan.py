@@ -1,46 +1,9 @@
-"""The data of device modules: which kernels an op launches for which call, and the kernels.
+"""Which kernels an op launches for which call, and the kernels. `generate.py` writes it as C++."""
 
-`encode.py` writes it as bytes, which `kernels/aot_kernels/` reads in C++.
-"""
-
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..record import Record
-from .expression import (
-    Expression,
-    Opcode,
-    arch,
-    as_expression,
-    attribute,
-    constant,
-    size,
-    text_is,
-)
-
-__all__ = [
-    "Body",
-    "DeviceOp",
-    "Expression",
-    "Fill",
-    "Image",
-    "Kernel",
-    "Launch",
-    "Limit",
-    "Opcode",
-    "Payload",
-    "Plan",
-    "Pointer",
-    "Refuse",
-    "Requirement",
-    "Scalar",
-    "Variant",
-    "arch",
-    "as_expression",
-    "attribute",
-    "constant",
-    "size",
-    "text_is",
-]
+from .expression import Expression, constant
 
 POINTER = "pointer"
 """The type of a parameter that is a pointer."""
@@ -59,12 +22,13 @@ ZERO = constant(0)
 class Pointer:
     """An address in a tensor. `base`: "input", "output" or "temporary"; `offset`: in bytes.
 
-    The pointer to an absent input is null.
+    The pointer to an absent input is null. `name`: of the kernel's parameter, for readers.
     """
 
     base: str
     index: int
     offset: Expression = ZERO
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -100,7 +64,7 @@ class Variant:
         requirements: all of them must hold; none: the variant is general.
         parameters: the kernel's parameters: an argument of the launch and a type, `POINTER` or a key of
             `SCALAR_TYPES`. Arguments that became constants are left out.
-        kernel: the index in `Payload.kernels`.
+        kernel: the index in `Contents.kernels`.
     """
 
     requirements: tuple[Requirement, ...]
@@ -216,11 +180,11 @@ class Kernel:
 class Body:
     """An ONNX model that computes the op, for the CPU.
 
-    `combination`, `ranks`: the calls that it is for, as in `Plan`; None: all.
+    `combination`, `ranks`: the calls that it is for, as in `Plan`; without ranks: all.
     """
 
     model: bytes
-    combination: int | None = None
+    combination: int
     ranks: tuple[int | None, ...] | None = None
 
 
@@ -234,12 +198,11 @@ class DeviceOp:
 
 
 @dataclass(frozen=True)
-class Payload:
-    """What a library carries as data.
+class Contents:
+    """What a library has of ops whose kernels are written in Python.
 
     Attributes:
         cuda_archs: what the kernels were compiled for, "80,90,120-virtual".
-        cuda_version: of the nvcc that compiled the library's ops in C++, if it has some.
         source: a hash of the source, by which Python sees that a library is outdated.
     """
 
@@ -248,5 +211,4 @@ class Payload:
     kernels: tuple[Kernel, ...]
     cuda_archs: str
     domain_version: int = 1
-    cuda_version: str = ""
     source: str = ""

@@ -20,7 +20,7 @@ from ..names import check_op_name
 from .cache import cache_folder, digest, keep, work_folder, write
 from .diagnostics import build_error
 from .flags import CommandLines, Options, find_installation
-from .modules import Linked, add_modules, check_options
+from .modules import check_options, write_source
 from .project import Project
 from .toolchain import Nvcc, find_compiler, find_nvcc, identity
 
@@ -79,31 +79,32 @@ def build(
     installation = find_installation()
     notes: list[str] = []
     sources = {str(path): file_hash(path) for path in project.modules}
+    if output is not None and output.is_dir():
+        output = output / f"lib{project.name}.so"
     with work_folder() as work:
         done: list[str] = []
-        if project.sources:
-            nvcc = None if options.cpu else _nvcc_for(project, bool(installation.flags["cuda"]), notes)
-            lines = CommandLines(installation, options, find_compiler(), nvcc, bool(project.modules))
-            steps = _Steps(lines, project, progress)
-            objects = steps.compile_all(_units(project, nvcc is not None), work)
-            library = steps.link(objects, work)
-            done, notes = steps.done, notes + steps.notes
-            own = str(get_include())  # twinop's headers have a version
-            sources |= {path: found for path, found in steps.read if not path.startswith(own)}
+        nvcc = None if options.cpu else _nvcc_for(project, bool(installation.flags["cuda"]), notes)
+        lines = CommandLines(installation, options, find_compiler(), nvcc)
+        generated = None
         if project.modules:
-            packed = work / f"lib{project.name}.so"
-            linked = Linked(library, nvcc.version if nvcc else "") if project.sources else None
-            notes += add_modules(project, options, linked, packed, progress)
+            folder = (
+                output.parent if output else cache_folder() / "generated" / digest(sources, options.archs)
+            )
+            generated = folder.absolute() / f"{project.name}.generated.cpp"
+            notes += write_source(project, options, generated, progress)
             done.append(f"tracing {', '.join(path.name for path in project.modules)}")
-            library = packed
+        steps = _Steps(lines, project, progress)
+        objects = steps.compile_all(_units(project, nvcc is not None, generated), work)
+        library = steps.link(objects, work)
+        done, notes = done + steps.done, notes + steps.notes
+        own = str(get_include())  # twinop's headers have a version
+        sources |= {
+            path: found for path, found in steps.read if not path.startswith(own) and path != str(generated)
+        }
         found = read_library(library)
         for record in found.records.values():
             check_op_name(record.name)
-        if output is None and project.modules:
-            output = cache_folder() / "libraries" / checksum(library) / library.name
         if output is not None:
-            if output.is_dir():
-                output = output / library.name
             write(output, library.read_bytes())
             if output.parent.name == "build":
                 write(mark(output), note_of(output, sources))
@@ -129,8 +130,12 @@ def _nvcc_for(project: Project, built_with_cuda: bool, notes: list[str]) -> Nvcc
     return nvcc
 
 
-def _units(project: Project, cuda: bool) -> list[Unit]:
-    """Returns the object files of a library, those that take longest first."""
+def _units(project: Project, cuda: bool, generated: Path | None) -> list[Unit]:
+    """Returns the object files of a library, those that take longest first.
+
+    Args:
+        generated: the source of kernels in Python, which has the library's table.
+    """
     units = []
     for number, source in enumerate(project.sources):
         include = f'#include "{source.path}"\n'
@@ -144,7 +149,9 @@ def _units(project: Project, cuda: bool) -> list[Unit]:
                 units.append(Unit(f"{name} (CUDA)", f"{stem}.cu", include))
         if source.ops or source.path.suffix != ".cu":
             units.append(Unit(name, f"{stem}.cpp", include))
-    if not project.modules:  # else the archive of modules has the table
+    if generated:
+        units.append(Unit(generated.name, generated.name, f'#include "{generated}"\n'))
+    else:
         table = (
             f'#include "twinop/library.h"\n\nTWINOP_LIBRARY("{project.domain}", {project.domain_version})\n'
         )
@@ -243,7 +250,7 @@ class _Steps:
         """Returns the library of these objects, in the cache."""
         command = self.lines.link(self.project.name)
         installation = self.lines.installation
-        files = (installation.archive, installation.modules_archive, installation.exports)
+        files = (installation.archive, installation.exports)
         parts = [checksum(file) for file in files]
         key = digest([path.name for path in objects], command, identity(self.lines.programs()), parts)
         library = cache_folder() / "libraries" / key / f"lib{self.project.name}.so"

@@ -83,8 +83,8 @@ def build(
 ) -> None:
     """Build ops into one library for PyTorch and ONNX Runtime.
 
-    Needs a C++ compiler (CXX, c++) and, for CUDA kernels, nvcc (CUDACXX, PATH, CUDA_HOME). Kernels in Python
-    need neither. What was compiled
+    Needs a C++ compiler (CXX, c++) and, for CUDA kernels in C++, nvcc (CUDACXX, PATH, CUDA_HOME). Ops with
+    kernels in Python become a C++ file beside the library, build/<name>.generated.cpp. What was compiled
     before, from the same files with the same flags, comes from ~/.cache/twinop, or $TWINOP_CACHE.
 
     Examples:

@@ -48,11 +48,6 @@ class Installation:
         return self.folder / "libtwinop_ort.a"
 
     @property
-    def modules_archive(self) -> Path:
-        """The archive to link if Python files add ops. It reads those ops from the library's data."""
-        return self.folder / "libtwinop_modules.a"
-
-    @property
     def exports(self) -> Path:
         return self.folder / "exports.map"
 
@@ -64,7 +59,7 @@ def find_installation() -> Installation:
         BuildError: no folder has its files, or they are another version's.
     """
     folders = library_folders()
-    wanted = ("compile_flags.json", "libtwinop_ort.a", "libtwinop_modules.a", "exports.map")
+    wanted = ("compile_flags.json", "libtwinop_ort.a", "exports.map")
     lacking = {folder: [name for name in wanted if not (folder / name).is_file()] for folder in folders}
     folder = next((folder for folder in folders if not lacking[folder]), None)
     if folder is None:
@@ -92,9 +87,8 @@ class CommandLines:
         options: Options,
         compiler: Compiler,
         nvcc: Nvcc | None,
-        with_modules: bool = False,
     ) -> None:
-        self.installation, self.options, self.with_modules = installation, options, with_modules
+        self.installation, self.options = installation, options
         self.compiler, self.nvcc = compiler, nvcc
         flags = installation.flags
         archs = architectures(options.archs, nvcc, flags["archs"]) if nvcc else []
@@ -147,9 +141,7 @@ class CommandLines:
         command += [f"-Wl,--version-script={self.installation.exports}", *self.installation.flags["link"]]
         if not self.options.debug and not self.options.sanitize:
             command.append("-Wl,--strip-all")
-        command.append(str(self.installation.archive))
-        if self.with_modules:
-            command += [str(self.installation.modules_archive), *self.installation.flags["device_link"]]
+        command += [str(self.installation.archive), "-ldl"]
         if self.nvcc:
             command += [f"-L{self.nvcc.library_folder}", "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
         return command

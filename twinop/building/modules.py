@@ -1,22 +1,13 @@
-"""Builds the kernels that are written in Python: traces their launchers, compiles, adds them to a library."""
+"""Makes a C++ source of kernels that are written in Python: traces their launchers, compiles the kernels."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import BuildError
 from .flags import Options, find_installation
 from .project import Project
 from .toolchain import WITHOUT_GPU, gpus
-
-
-@dataclass(frozen=True)
-class Linked:
-    """The library of a project's ops in C++, to which modules are added. `cuda_version`: of nvcc, or ""."""
-
-    path: Path
-    cuda_version: str
 
 
 def check_options(options: Options) -> None:
@@ -31,17 +22,10 @@ def check_options(options: Options) -> None:
         )
 
 
-def add_modules(
-    project: Project,
-    options: Options,
-    linked: Linked | None,
-    output: Path,
-    progress: Callable[[str, bool], None],
+def write_source(
+    project: Project, options: Options, file: Path, progress: Callable[[str, bool], None]
 ) -> list[str]:
-    """Writes a library with the ops of the project's Python files.
-
-    Args:
-        linked: the library of the project's ops in C++, if it has some.
+    """Writes the C++ source of the ops of the project's Python files, with the library's table.
 
     Returns:
         Notes for the user.
@@ -49,20 +33,19 @@ def add_modules(
     Raises:
         BuildError: an unknown architecture, another domain, two ops of one name, or kernels that cannot be
             compiled ahead.
-        LibraryError: the installation lacks the prebuilt library.
         TwinopError: a file cannot be imported.
     """
-    from ..aot_kernels.pack import pack, template  # builds without kernels in Python need neither
-    from ..triton.build import make_payload  # nor torch
+    from ..aot_kernels.generate import generate  # builds without kernels in Python need neither
+    from ..triton.build import make_contents  # nor torch
 
     archs, ptx = _architectures(options.archs)
     names = ", ".join(path.name for path in project.modules)
     progress(f"tracing and compiling {names}", True)
     in_cpp = {name: source.path.name for source in project.sources for _, name in source.ops}
-    payload, notes = make_payload(project.modules, project.domain, project.domain_version, archs, ptx, in_cpp)
-    if linked is not None:
-        payload = replace(payload, cuda_version=linked.cuda_version)
-    pack(linked.path if linked else template(), payload, output)
+    contents, notes = make_contents(
+        project.modules, project.domain, project.domain_version, archs, ptx, in_cpp
+    )
+    generate(contents, file)
     progress(f"tracing and compiling {names}", False)
     return notes
 

@@ -1,4 +1,4 @@
-"""Makes the payload of a library from Python files: traces the launchers, compiles the kernels."""
+"""Makes the contents of a library from Python files: traces the launchers, compiles the kernels."""
 
 import importlib
 import itertools
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..aot_kernels.plan import Body, DeviceOp, Payload
+from ..aot_kernels.plan import Body, Contents, DeviceOp
 from ..errors import BuildError, ExportError
 from ..kernel_op import DECLARED, KernelOp, describe_source
 from ..load_module import load_module
@@ -28,14 +28,14 @@ _OTHERS = {
 """What records the launches of kernels that are not Triton's, while a launcher is traced."""
 
 
-def make_payload(
+def make_contents(
     files: Sequence[Path],
     domain: str,
     domain_version: int,
     archs: Sequence[int],
     ptx: bool,
     others: Mapping[str, str],
-) -> tuple[Payload, list[str]]:
+) -> tuple[Contents, list[str]]:
     """Returns what a library carries of the ops that Python files declare, and notes for the user.
 
     Args:
@@ -69,7 +69,7 @@ def make_payload(
     targets += sorted(
         {f"{image.arch}-virtual" for kernel in kernels for image in kernel.images if image.is_ptx}
     )
-    payload = Payload(
+    contents = Contents(
         domain,
         tuple(found),
         tuple(kernels),
@@ -77,7 +77,7 @@ def make_payload(
         domain_version,
         source=describe_source(files),
     )
-    return payload, notes
+    return contents, notes
 
 
 def declared_in(file: Path) -> list[KernelOp]:

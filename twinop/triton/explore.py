@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ..aot_kernels.plan import Expression, Opcode
+from ..aot_kernels.expression import Expression
 from .symbols import Call, Decision
 
 Result = TypeVar("Result")
 
-_VARIABLES = (Opcode.SIZE, Opcode.ATTRIBUTE, Opcode.ARCH)
+_VARIABLES = ("size", "attribute", "arch")
 _ARCHS = (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 _LARGEST = 2**40
 _PAIRED = 12  # the numbers of each of two variables that are tried together
@@ -98,7 +98,7 @@ def _is_new(root: _Node[Result], call: Call, wanted: _Node[Result]) -> bool:
 
 def _others(call: Call, condition: Expression, constants: set[int | float]) -> Iterator[Call]:
     """Yields calls with other numbers for one or two of the variables of a condition."""
-    variables = sorted({item for item in condition.code if item[0] in _VARIABLES}, key=repr)
+    variables = sorted({each for each in condition.parts() if each.operation in _VARIABLES}, key=repr)
     changes = {variable: _values(call, variable, constants) for variable in variables}
     for variable in variables:
         for value in changes[variable]:
@@ -109,23 +109,22 @@ def _others(call: Call, condition: Expression, constants: set[int | float]) -> I
             yield call.changed(one, values[0]).changed(two, values[1])
 
 
-def _changed_alike(call: Call, variable: tuple[Opcode, object], value: int | float) -> Call:
+def _changed_alike(call: Call, variable: Expression, value: int | float) -> Call:
     """Changes a size and all that are equal to it, as launchers compare them."""
-    old = call.variable(variable)
+    old = call.value(variable)
     for tensor, shape in enumerate(call.sizes):
         for dimension, size in enumerate(shape or ()):
-            if variable[0] is Opcode.SIZE and size == old:
-                call = call.changed((Opcode.SIZE, (tensor, dimension)), value)
+            if variable.operation == "size" and size == old:
+                call = call.changed(Expression("size", (tensor, dimension)), value)
     return call
 
 
-def _values(call: Call, variable: tuple[Opcode, object], constants: set[int | float]) -> list[int | float]:
+def _values(call: Call, variable: Expression, constants: set[int | float]) -> list[int | float]:
     """Returns numbers to try for a size or an attribute, those first that are likely to change an answer."""
-    opcode, _ = variable
-    if opcode is Opcode.ARCH:
+    if variable.operation == "arch":
         return list(_ARCHS)
     sizes = {size for shape in call.sizes if shape is not None for size in shape}
-    if isinstance(call.variable(variable), float):
+    if isinstance(call.value(variable), float):
         return [*(float(c) + d for c in sorted(constants) for d in (0, -1, 1)), 0.0, -1.0, 1.0]
     near = {
         *constants,
@@ -135,10 +134,10 @@ def _values(call: Call, variable: tuple[Opcode, object], constants: set[int | fl
     }
     powers = [2**exponent for exponent in range(41)]
     values = [int(value) + step for value in (*sorted(near), *powers) for step in (0, -1, 1)]
-    least = 1 if opcode is Opcode.SIZE else -_LARGEST
+    least = 1 if variable.operation == "size" else -_LARGEST
     return [value for value in dict.fromkeys(values) if least <= value <= _LARGEST]
 
 
 def _constants(condition: Expression) -> Iterator[int | float]:
-    kinds = (Opcode.CONSTANT_INT, Opcode.CONSTANT_FLOAT)
-    return (operand for opcode, operand in condition.code if opcode in kinds and abs(operand) < _LARGEST)
+    constants = (each.operands[0] for each in condition.parts() if each.operation == "constant")
+    return (value for value in constants if abs(value) < _LARGEST)

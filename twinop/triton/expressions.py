@@ -6,42 +6,42 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
-from ..aot_kernels.plan import Expression, Opcode, as_expression
+from ..aot_kernels.expression import Expression, as_expression
 
 _FUNCTIONS = {  # of torch.utils._sympy.functions, whose names are the same in all of torch's releases
-    "FloorDiv": Opcode.FLOOR_DIVIDE,
-    "CleanDiv": Opcode.FLOOR_DIVIDE,
-    "Mod": Opcode.MODULO,
-    "PythonMod": Opcode.MODULO,
-    "IntTrueDiv": Opcode.DIVIDE,
-    "FloatTrueDiv": Opcode.DIVIDE,
-    "FloatPow": Opcode.POWER,
-    "PowByNatural": Opcode.POWER,
-    "Pow": Opcode.POWER,
-    "ToFloat": Opcode.TO_FLOAT,
-    "TruncToInt": Opcode.TO_INT,
-    "FloorToInt": Opcode.FLOOR,
-    "CeilToInt": Opcode.CEIL,
-    "LShift": Opcode.SHIFT_LEFT,
-    "RShift": Opcode.SHIFT_RIGHT,
-    "BitwiseFn_bitwise_and": Opcode.BIT_AND,
-    "BitwiseFn_bitwise_or": Opcode.BIT_OR,
-    "OpaqueUnaryFn_sqrt": Opcode.SQRT,
-    "OpaqueUnaryFn_exp": Opcode.EXP,
-    "OpaqueUnaryFn_log": Opcode.LOG,
-    "Add": Opcode.ADD,
-    "Mul": Opcode.MULTIPLY,
-    "Min": Opcode.MINIMUM,
-    "Max": Opcode.MAXIMUM,
-    "Equality": Opcode.EQUAL,
-    "Unequality": Opcode.NOT_EQUAL,
-    "StrictLessThan": Opcode.LESS,
-    "LessThan": Opcode.LESS_EQUAL,
-    "StrictGreaterThan": Opcode.GREATER,
-    "GreaterThan": Opcode.GREATER_EQUAL,
-    "And": Opcode.AND,
-    "Or": Opcode.OR,
-    "Not": Opcode.NOT,
+    "FloorDiv": "FloorDivide",
+    "CleanDiv": "FloorDivide",
+    "Mod": "Modulo",
+    "PythonMod": "Modulo",
+    "IntTrueDiv": "Divide",
+    "FloatTrueDiv": "Divide",
+    "FloatPow": "Power",
+    "PowByNatural": "Power",
+    "Pow": "Power",
+    "ToFloat": "ToFloat",
+    "TruncToInt": "ToInt",
+    "FloorToInt": "Floor",
+    "CeilToInt": "Ceil",
+    "LShift": "ShiftLeft",
+    "RShift": "ShiftRight",
+    "BitwiseFn_bitwise_and": "BitAnd",
+    "BitwiseFn_bitwise_or": "BitOr",
+    "OpaqueUnaryFn_sqrt": "Sqrt",
+    "OpaqueUnaryFn_exp": "Exp",
+    "OpaqueUnaryFn_log": "Log",
+    "Add": "+",
+    "Mul": "*",
+    "Min": "Minimum",
+    "Max": "Maximum",
+    "Equality": "==",
+    "Unequality": "!=",
+    "StrictLessThan": "<",
+    "LessThan": "<=",
+    "StrictGreaterThan": ">",
+    "GreaterThan": ">=",
+    "And": "&&",
+    "Or": "||",
+    "Not": "!",
 }
 _ANY_NUMBER_OF_OPERANDS = {"Add", "Mul", "Min", "Max", "And", "Or"}
 
@@ -74,9 +74,9 @@ def _operation(value: sympy.Basic, of: Callable[[Any], Expression]) -> Expressio
     name = type(value).__name__
     if name not in _FUNCTIONS:
         raise NotAnExpression(name.rpartition("_")[2])
-    opcode, operands = _FUNCTIONS[name], value.args
+    operation, operands = _FUNCTIONS[name], value.args
     if name in _ANY_NUMBER_OF_OPERANDS:
         # sympy's order depends on the names of symbols; this one is the same in each run, constants last.
-        translated = sorted(map(of, operands), key=lambda operand: (-operand.code[0][0], repr(operand)))
-        return functools.reduce(functools.partial(Expression.of, opcode), translated)
-    return Expression.of(opcode, *map(of, operands))
+        translated = sorted(map(of, operands), key=lambda each: (each.operation == "constant", repr(each)))
+        return functools.reduce(functools.partial(Expression.of, operation), translated)
+    return Expression.of(operation, *map(of, operands))

@@ -11,17 +11,16 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..aot_kernels.plan import Opcode
 from .installed import check_triton
 from .recorder import Recorder
 
 _OF_SYMBOLS = {
-    "sqrt": Opcode.SQRT,
-    "exp": Opcode.EXP,
-    "log": Opcode.LOG,
-    "pow": Opcode.POWER,
-    "floor": Opcode.FLOOR,
-    "ceil": Opcode.CEIL,
+    "sqrt": "Sqrt",
+    "exp": "Exp",
+    "log": "Log",
+    "pow": "Power",
+    "floor": "Floor",
+    "ceil": "Ceil",
 }
 """Functions of `math` that take symbolic numbers while a launcher is traced."""
 
@@ -70,17 +69,19 @@ def functions_of_symbols(recorder: Recorder) -> Iterator[None]:
     """Functions of `math` and `torch.cuda` that take symbolic numbers, or need no GPU."""
     symbolic = (torch.SymInt, torch.SymFloat)
 
-    def on_symbols(function: Callable[..., Any], opcode: Opcode) -> Callable[..., Any]:
+    def on_symbols(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def called(*values: Any) -> Any:
             if any(isinstance(value, symbolic) for value in values):
-                return recorder.symbols.operation(opcode, *values)
+                if name == "Power":  # of ints, too, a float
+                    values = tuple(recorder.symbols.operation("ToFloat", value) for value in values)
+                return recorder.symbols.operation(name, *values)
             return function(*values)
 
         return called
 
     with ExitStack() as stack:
-        for name, opcode in _OF_SYMBOLS.items():
-            stack.enter_context(mock.patch.object(math, name, on_symbols(getattr(math, name), opcode)))
+        for name, operation in _OF_SYMBOLS.items():
+            stack.enter_context(mock.patch.object(math, name, on_symbols(getattr(math, name), operation)))
         for name in ("_exchange_device", "_maybe_exchange_device"):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda device: 0))
         device = _Device(recorder)
@@ -148,7 +149,7 @@ def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
 
     def power(n: Any) -> Any:
         is_symbolic = isinstance(n, torch.SymInt)
-        return recorder.symbols.operation(Opcode.NEXT_POWER_OF_2, n) if is_symbolic else original(n)
+        return recorder.symbols.operation("NextPowerOf2", n) if is_symbolic else original(n)
 
     original = getattr(next_power_of_2, "fn", next_power_of_2)
     is_object = original is not next_power_of_2  # who imported it by name calls it too

@@ -1,10 +1,12 @@
 """From traced plans to plans: chooses the variants of each launch, and compiles all their kernels at once."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from ..aot_kernels.plan import Expression, Kernel, Launch, Limit, Plan, Pointer, Variant
+from ..aot_kernels.expression import Expression
+from ..aot_kernels.plan import Kernel, Launch, Limit, Plan, Pointer, Variant
 from ..errors import BuildError
 from .compile import Compiled, Source, compile_kernels
 from .inspect import kernel_uses
@@ -149,9 +151,8 @@ def _launch(
         Variant(variant.requirements, variant.parameters, index(compiled.kernel))
         for variant, compiled in found
     )
-    return Launch(
-        launch.grid, tuple(argument.value for argument in launch.arguments), made, launch.block
-    ), limits
+    arguments = tuple(replace(argument.value, name=argument.name) for argument in launch.arguments)
+    return Launch(launch.grid, arguments, made, launch.block), limits
 
 
 _uses = cache(kernel_uses)

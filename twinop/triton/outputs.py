@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
-from ..aot_kernels.plan import Expression, Opcode
+from ..aot_kernels.expression import Expression
 from ..dtypes import ELEMENT_TYPES
 from ..errors import BuildError, RecordError
 from ..record import Record, entries
@@ -12,7 +12,7 @@ from ..shapes import ShapeExpression
 from .recorder import Output
 from .symbols import Call
 
-_SIGNS = {Opcode.ADD: "+", Opcode.SUBTRACT: "-", Opcode.MULTIPLY: "*", Opcode.FLOOR_DIVIDE: "//"}
+_SIGNS = {"+": "+", "-": "-", "*": "*", "FloorDivide": "//"}
 _UNSUPPORTED = ("str", "complex64", "complex128")
 
 Traced = Mapping[tuple[int | None, ...], Sequence[tuple[Output, ...]]]
@@ -109,22 +109,23 @@ def _candidates(record: Record, traced: Traced, output: int) -> Iterator[str]:
 
 def _text(record: Record, size: Expression, ranks: tuple[int | None, ...], from_end: bool) -> str | None:
     """Writes a size in the language of records; None where it has no word for it."""
-    stack: list[str] = []
-    for opcode, operand in size.code:
-        if opcode is Opcode.CONSTANT_INT:
-            stack.append(str(operand))
-        elif opcode is Opcode.SIZE:
-            tensor, dimension = operand
-            index = dimension - (ranks[tensor] or 0) if from_end else dimension
-            stack.append(f"{record.inputs[tensor].name}[{index}]")
-        elif opcode is Opcode.ATTRIBUTE and record.attributes[operand].kind in ("int", "bool"):
-            stack.append(record.attributes[operand].name)
-        elif opcode in _SIGNS:
-            right, left = stack.pop(), stack.pop()
-            stack.append(f"({left} {_SIGNS[opcode]} {right})")
-        else:
-            return None
-    return stack[0].removeprefix("(").removesuffix(")") if stack[0].startswith("(") else stack[0]
+
+    def text(part: Expression) -> str:
+        match part:
+            case Expression("constant", (int(value),)):
+                return str(value)
+            case Expression("size", (tensor, dimension)):
+                index = dimension - (ranks[tensor] or 0) if from_end else dimension
+                return f"{record.inputs[tensor].name}[{index}]"
+            case Expression("attribute", (index,)) if record.attributes[index].kind in ("int", "bool"):
+                return record.attributes[index].name
+        return f"({text(part.operands[0])} {_SIGNS[part.operation]} {text(part.operands[1])})"
+
+    try:
+        found = text(size)
+    except KeyError:
+        return None
+    return found[1:-1] if found.startswith("(") else found
 
 
 def _fits(record: Record, text: str, traced: Traced, output: int) -> bool:

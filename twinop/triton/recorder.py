@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..aot_kernels.plan import Expression, Fill, Pointer, Scalar, as_expression
+from ..aot_kernels.expression import Expression, as_expression
+from ..aot_kernels.plan import Fill, Pointer, Scalar
 from ..errors import BuildError
 from .expressions import NotAnExpression
 from .symbols import SYMBOLIC, Symbols, Varying

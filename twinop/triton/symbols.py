@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from ..aot_kernels.plan import Expression, Opcode, arch, attribute, size
+from ..aot_kernels.expression import ARCH, Expression, attribute, size
 from ..record import Record
 from .expressions import translate
 
@@ -39,19 +39,14 @@ class Call:
         """Computes an expression for this call."""
         return expression.evaluate(self.sizes, self.attributes, self.arch)
 
-    def variable(self, code: tuple[Opcode, Any]) -> Any:
-        """Returns the size or attribute that the code of an expression names."""
-        return self.value(Expression((code,)))
-
-    def changed(self, code: tuple[Opcode, Any], value: Any) -> "Call":
-        """Returns the call with another value of a size or an attribute."""
-        opcode, operand = code
-        if opcode is Opcode.ARCH:
+    def changed(self, variable: Expression, value: Any) -> "Call":
+        """Returns the call with another value of a size, an attribute or the compute capability."""
+        if variable == ARCH:
             return replace(self, arch=value)
-        if opcode is Opcode.ATTRIBUTE:
-            attributes = (*self.attributes[:operand], value, *self.attributes[operand + 1 :])
-            return replace(self, attributes=attributes)
-        tensor, dimension = operand
+        if variable.operation == "attribute":
+            (index,) = variable.operands
+            return replace(self, attributes=(*self.attributes[:index], value, *self.attributes[index + 1 :]))
+        tensor, dimension = variable.operands
         shape = self.sizes[tensor]
         assert shape is not None
         shape = (*shape[:dimension], value, *shape[dimension + 1 :])
@@ -68,7 +63,7 @@ class Decision:
     @property
     def guard(self) -> Expression:
         """The expression that is not 0 for calls that take the branch."""
-        return self.condition if self.held else Expression.of(Opcode.NOT, self.condition)
+        return self.condition if self.held else Expression.of("!", self.condition)
 
 
 class Varying(Exception):
@@ -106,15 +101,15 @@ class Symbols(ShapeEnv):
 
     def arch(self) -> Any:
         """Returns the SymInt of the device's compute capability."""
-        return self.number(arch(), positive=True)
+        return self.number(ARCH, positive=True)
 
-    def operation(self, opcode: Opcode, *operands: Any) -> Any:
+    def operation(self, name: str, *operands: Any) -> Any:
         """Returns the symbolic result of an operation that torch does not have.
 
         Raises:
             ArithmeticError: the values of this call have no result.
         """
-        return self.number(Expression.of(opcode, *map(self.expression, operands)))
+        return self.number(Expression.of(name, *map(self.expression, operands)))
 
     def number(self, expression: Expression, positive: bool | None = None) -> Any:
         """Returns a SymInt or SymFloat that stands for an expression."""
@@ -144,12 +139,11 @@ class Symbols(ShapeEnv):
         return re.sub(r"\b[a-z]+\d+\b", lambda found: words.get(found[0], found[0]), text)
 
     def _word(self, meaning: Expression) -> str:
-        opcode, operand = meaning.code[-1]
-        if opcode is Opcode.SIZE:
-            return f"{self.record.inputs[operand[0]].name}.shape[{operand[1]}]"
-        if opcode is Opcode.ATTRIBUTE:
-            return self.record.attributes[operand].name
-        return f"a value computed by {opcode.name.lower()}"
+        if meaning.operation == "size":
+            return f"{self.record.inputs[meaning.operands[0]].name}.shape[{meaning.operands[1]}]"
+        if meaning.operation == "attribute":
+            return self.record.attributes[meaning.operands[0]].name
+        return f"a value computed by {meaning.operation}"
 
     def fix(self, value: sympy.Expr) -> Any:
         """Returns the one value that an expression has in this call's range of powers of two.
@@ -160,12 +154,9 @@ class Symbols(ShapeEnv):
         """
         for symbol in sorted(value.free_symbols, key=str):
             meaning = self._meanings[symbol]
-            if (
-                Decision(Expression.of(Opcode.EQUAL, meaning, self.call.value(meaning)), True)
-                in self.decisions
-            ):
+            if Decision(Expression.of("==", meaning, self.call.value(meaning)), True) in self.decisions:
                 continue
-            if meaning.code[-1][0] is not Opcode.NEXT_POWER_OF_2:
+            if meaning.operation != "NextPowerOf2":
                 raise Varying
             least, most = 0, MOST_ELEMENTS.bit_length()
             while least < most:  # the questions depend on earlier answers only
@@ -215,14 +206,14 @@ class Symbols(ShapeEnv):
         return self._decide(translate(question, self._meanings))
 
     def _at_most(self, value: Expression, bound: int) -> bool:
-        match value.code:
-            case (*dividend, (Opcode.CONSTANT_INT, int(divisor)), (Opcode.FLOOR_DIVIDE, _)) if divisor > 0:
-                return self._at_most(Expression(tuple(dividend)), (bound + 1) * divisor - 1)
-        if value.code[-1][0] is Opcode.NEXT_POWER_OF_2 and bound > 0:  # a bound of its operand is the same
-            value, bound = Expression(value.code[:-1]), 1 << (bound.bit_length() - 1)
-        question = Expression.of(Opcode.LESS_EQUAL, value, bound)
+        match value:
+            case Expression("FloorDivide", (dividend, Expression("constant", (int(by),)))) if by > 0:
+                return self._at_most(dividend, (bound + 1) * by - 1)
+        if value.operation == "NextPowerOf2" and bound > 0:  # a bound of its operand is the same
+            value, bound = value.operands[0], 1 << (bound.bit_length() - 1)
+        question = Expression.of("<=", value, bound)
         for decision in self.decisions:  # an earlier answer may imply this one
-            if (known := _bound(decision)) is None or known[0] != (value.code, decision.held):
+            if (known := _bound(decision)) is None or known[0] != (value, decision.held):
                 continue
             if (bound >= known[1]) if decision.held else (bound <= known[1]):
                 return decision.held
@@ -273,7 +264,7 @@ def tightest(decisions: Sequence[Decision]) -> tuple[Expression, ...]:
 
 def _bound(decision: Decision) -> tuple[Any, int] | None:
     """Returns what a decision bounds, from above or below, and the limit; None: it is not a bound."""
-    match decision.condition.code:
-        case (*value, (Opcode.CONSTANT_INT, int(limit)), (Opcode.LESS_EQUAL, _)):
-            return (tuple(value), decision.held), limit
+    match decision.condition:
+        case Expression("<=", (value, Expression("constant", (int(limit),)))):
+            return (value, decision.held), limit
     return None

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..aot_kernels.plan import Expression, Opcode, Refuse, attribute, text_is
+from ..aot_kernels.expression import Expression, attribute, text_is
+from ..aot_kernels.plan import Refuse
 from ..errors import BuildError
 from ..record import Attribute, Record, entries
 from ..shapes import ShapeExpression
@@ -106,7 +107,7 @@ class _Tracer:
         given = tuple(
             text_is(index, value)
             if isinstance(value, str)
-            else Expression.of(Opcode.EQUAL, attribute(index), int(value))
+            else Expression.of("==", attribute(index), int(value))
             for index, value in enumerate(call.attributes)
             if self._is_enumerated(index)
         )

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..aot_kernels.plan import Expression, Fill, Pointer, Refuse, Scalar
+from ..aot_kernels.expression import Expression
+from ..aot_kernels.plan import Fill, Pointer, Refuse, Scalar
 from ..record import Record
 
 

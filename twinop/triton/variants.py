@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ..aot_kernels.plan import POINTER, Expression, Opcode, Pointer, Requirement, Scalar
+from ..aot_kernels.expression import Expression
+from ..aot_kernels.plan import POINTER, Pointer, Requirement, Scalar
 from ..errors import BuildError
 from .compile import Source
 from .traced import TracedLaunch
@@ -68,9 +69,9 @@ def variants(launch: TracedLaunch, guards: Sequence[Expression] = ()) -> list[So
 
 def _below_16(guard: Expression) -> Expression | None:
     """Returns what a guard bounds below 16, if it does: it is not a multiple of 16."""
-    match guard.code:
-        case (*value, (Opcode.CONSTANT_INT, int(limit)), (Opcode.LESS_EQUAL, _)) if limit < 16:
-            return Expression(tuple(value))
+    match guard:
+        case Expression("<=", (Expression() as value, Expression("constant", (int(limit),)))) if limit < 16:
+            return value
     return None
 
 
@@ -180,10 +181,7 @@ def _sample(value: Pointer | Scalar, dtype: Any, aligned: bool) -> Any:
 
 
 def _is_constant(expression: Expression) -> bool:
-    return not any(
-        opcode in (Opcode.SIZE, Opcode.ATTRIBUTE, Opcode.TEXT_IS, Opcode.ARCH)
-        for opcode, _ in expression.code
-    )
+    return not any(each.operation in ("size", "attribute", "text_is", "arch") for each in expression.parts())
 
 
 @cache
@@ -196,9 +194,7 @@ def _patterns(expressions: tuple[Expression, ...]) -> list[frozenset[Expression]
     possible = set(_sampled_patterns(expressions)) - {frozenset()}
 
     def rank(pattern: frozenset[Expression]) -> tuple[int, int, list[bool]]:
-        first_sizes = sum(
-            expression.code[-1][0] is Opcode.SIZE and expression.code[-1][1][1] == 0 for expression in pattern
-        )
+        first_sizes = sum(each.operation == "size" and each.operands[1] == 0 for each in pattern)
         return -len(pattern), first_sizes, [expression not in pattern for expression in expressions]
 
     return [*sorted(possible, key=rank)[: MOST_DIVISIBLE - 1], frozenset()]
@@ -206,14 +202,10 @@ def _patterns(expressions: tuple[Expression, ...]) -> list[frozenset[Expression]
 
 def _sampled_patterns(expressions: Sequence[Expression]) -> Iterable[frozenset[Expression]]:
     """Evaluates the expressions for many sizes. A set that is missed costs speed where it occurs, no more."""
-    used = [
-        operand for expression in expressions for opcode, operand in expression.code if opcode is Opcode.SIZE
-    ]
+    parts = [part for expression in expressions for part in expression.parts()]
+    used = [part.operands for part in parts if part.operation == "size"]
     tensors, rank = (1 + max((place[axis] for place in used), default=0) for axis in (0, 1))
-    attributes = 1 + max(
-        (item[1] for expression in expressions for item in expression.code if item[0] is Opcode.ATTRIBUTE),
-        default=0,
-    )
+    attributes = 1 + max((part.operands[0] for part in parts if part.operation == "attribute"), default=0)
     generator = random.Random(0)
     for _ in range(100 * len(expressions)):
         sizes = [generator.choices(_TRIES, k=rank) for _ in range(tensors)]

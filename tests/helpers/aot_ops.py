@@ -1,0 +1,76 @@
+"""Small ops with kernels that were compiled ahead, and libraries of them."""
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from twinop import __version__
+from twinop.aot_kernels.expression import as_expression
+from twinop.aot_kernels.generate import generate
+from twinop.aot_kernels.plan import Contents, DeviceOp, Image, Kernel, Launch, Plan, Variant
+from twinop.building.flags import find_installation
+from twinop.library import get_include
+from twinop.record import Attribute, Input, Record
+
+InProcess = Callable[..., Any]
+"""Runs a function of device_calls.py where the CUDA driver is the stand-in."""
+
+LibraryOf = Callable[..., Path]
+"""Makes a library of an op and its kernels, or of contents."""
+
+ONE = as_expression(1)
+GENERAL = Variant((), (), 0)
+
+
+def compile_library(contents: Contents, folder: Path, name: str) -> Path:
+    """Writes the source of contents, and compiles it without optimization."""
+    source, library = folder / f"{name}.cpp", folder / f"lib{name}.so"
+    generate(contents, source)
+    macros = {"VERSION": __version__, "CUDA_ARCHS": "none", "CUDA_VERSION": ""}
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O0", "-fPIC", "-shared", "-fvisibility=hidden"]
+    command += [f'-DTWINOP_{macro}="{value}"' for macro, value in macros.items()]
+    command += [f"-I{get_include()}", str(source), str(find_installation().archive), "-ldl"]
+    command += ["-Wl,--undefined=RegisterCustomOps,-Bsymbolic,-z,nostart-stop-gc", "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+def cubins(codes: Mapping[str, bytes], **fields: Any) -> tuple[Image, ...]:
+    return tuple(Image(arch, code, **fields) for arch, code in codes.items())
+
+
+KERNEL = Kernel("k|", "k_kernel, k.py:7", cubins({"90": b"cubin 90", "80": b"cubin 80"}))
+
+
+def contents_of(op: DeviceOp, *kernels: Kernel) -> Contents:
+    return Contents("aot", (op,), kernels or (KERNEL,), "80,90")
+
+
+def record(
+    inputs: int = 1, attributes: tuple[Attribute, ...] = (), dtypes: str = "float32; float16"
+) -> Record:
+    names = [f"x{i}" for i in range(inputs)]
+    texts = [f"Tensor {name}" for name in names]
+    texts += [f"{entry.kind} {entry.name}" for entry in attributes]
+    return Record(
+        name="k",
+        onnx_name="CustomK",
+        schema=f"k({', '.join(texts)}) -> Tensor",
+        inputs=tuple(map(Input, names)),
+        attributes=attributes,
+        outputs=("y",),
+        dtypes=dtypes,
+        domain="aot",
+    )
+
+
+def plan_of(launch: Launch, rank: int = 1, **fields: Any) -> Plan:
+    return replace(Plan(0, (rank,), (launch,)), **fields)
+
+
+def op_of(launch: Launch, rank: int = 1, **fields: Any) -> DeviceOp:
+    return DeviceOp(record(), (plan_of(launch, rank, **fields),))
