@@ -11,8 +11,9 @@ from export_models import each_exporter
 from torch import nn
 
 from twinop import torch_op
+from twinop.deploy import ort_process, ort_runs
 from twinop.errors import ExportError
-from twinop.export import comparison, export, ort_process
+from twinop.export import export
 from twinop.export.inputs import resized
 
 
@@ -236,7 +237,7 @@ def test_the_server_process_is_started_again(tmp_path: Path) -> None:
     assert process is not None
     process.kill()
     process.wait()
-    assert len(comparison.run(path, None, [{"x": torch.randn(3)}]).outputs) == 1
+    assert len(ort_runs.run(path, None, [{"x": torch.randn(3)}]).outputs) == 1
     assert ort_process.SERVER.process is not process
 
 
@@ -251,8 +252,8 @@ def test_an_interrupted_comparison_does_not_answer_the_next_one(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ort_process.pickle, "load", interrupted)
-        comparison.run(path, None, [{"x": torch.full((3,), 1.0)}])
-    [[found]] = comparison.run(path, None, [{"x": torch.full((3,), 2.0)}]).outputs
+        ort_runs.run(path, None, [{"x": torch.full((3,), 1.0)}])
+    [[found]] = ort_runs.run(path, None, [{"x": torch.full((3,), 2.0)}]).outputs
     assert found.tolist() == [2.0] * 3
 
 
