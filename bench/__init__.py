@@ -1,4 +1,4 @@
-"""Performance reports: tables, plots and recorded results (`bench/results/`).
+"""Performance reports: tables, plots and recorded results (`lab/results/`).
 
 `twinop bench --help` lists the commands; without one, it measures every op beside its peers and a plain copy.
 

@@ -29,7 +29,7 @@ LONGEST = 350
 
 _PACKAGE = ("twinop", "torch_op", "deploy", "export", "bench")
 _NOT_INSTALLED = {".cpp", ".h", ".map"}  # as in pyproject.toml
-_NOT_THE_PROGRAM = ("tests/", "docs/", "examples/", "bench/results/")
+_NOT_THE_PROGRAM = ("tests/", "docs/", "examples/", "lab/results/")
 _NOT_CODE = {".json", ".md", ".txt", ".svg", ".png"}
 _SOURCES = {".py", ".h", ".cuh", ".cu", ".cpp", ".sh"}
 

@@ -92,9 +92,9 @@ def draw(
 
     Examples:
 
-        twinop bench draw bench/results/ops-nvidia-h200.json --op gelu
+        twinop bench draw lab/results/ops-nvidia-h200.json --op gelu
 
-        twinop bench draw bench/results/serve-nvidia-h200.json
+        twinop bench draw lab/results/serve-nvidia-h200.json
     """
     with clear_errors():
         document = read_json(recorded)

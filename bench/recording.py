@@ -16,7 +16,7 @@ from . import report
 from .cells import Row, summary
 from .report import BenchError
 
-FOLDER = Path("bench-results")  # the default is not bench/results/, whose files are committed
+FOLDER = Path("bench-results")  # the default is not lab/results/, whose files are committed
 Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")]
 Output = Annotated[
     Path | None, typer.Option(help="Folder for the files. Default: bench-results/.", show_default=False)

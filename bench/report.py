@@ -19,7 +19,7 @@ from twinop.console import err, out
 from twinop.errors import TwinopError
 from twinop.library import find_library, read_library
 
-RESULTS = Path(__file__).resolve().parent / "results"  # the recorded reports
+RESULTS = Path(__file__).resolve().parents[1] / "lab/results"  # the recorded reports
 TELL_SECONDS = 10.0
 
 
@@ -111,7 +111,7 @@ def _nvidia_smi(device: torch.device, query: str) -> str:
 
 
 def _git_commit() -> str:
-    root = RESULTS.parent.parent
+    root = RESULTS.parents[1]
     commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
     if not commit:
         return "unknown"

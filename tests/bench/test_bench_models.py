@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from twinop.bench import models
+from lab import models
 from twinop.bench.__main__ import app
-from twinop.bench.model_runs import COMPILE, MEASURED, OURS, TWINOP, checked, measure, prepare
+from lab.model_runs import COMPILE, MEASURED, OURS, TWINOP, checked, measure, prepare
 from twinop.bench.providers import Subject
 from twinop.bench.workers import FAILURE, Pipeline, Worker
 

@@ -8,8 +8,8 @@ import onnx
 import pytest
 
 from twinop.bench.report import BenchError
-from twinop.bench.serving.serve import CLIENTS, bars, check, measure, measure_once, requests
-from twinop.bench.serving.servers import (
+from lab.serve import CLIENTS, bars, check, measure, measure_once, requests
+from lab.servers import (
     FASTAPI,
     GRPC,
     KSERVE,
@@ -91,7 +91,7 @@ def test_a_wrong_answer_or_a_failure_ends_the_report(tmp_path: Path) -> None:
 def test_processes_are_spread_over_the_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, several: bool
 ) -> None:
-    monkeypatch.setattr("twinop.bench.serving.servers.gpus", lambda: gpus)
+    monkeypatch.setattr("lab.servers.gpus", lambda: gpus)
     found = commands(SMALL, tmp_path / "small.onnx", "cuda")
     assert list(found) == server_names("cuda") and (PROCESSES in found) == several
     if several:
@@ -101,7 +101,7 @@ def test_processes_are_spread_over_the_gpus(
 
 
 def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
-    command = ["twinop.bench.serving.servers", "fastapi", str(tmp_path / "none.onnx"), "cpu"]
+    command = ["lab.servers", "fastapi", str(tmp_path / "none.onnx"), "cpu"]
     starting = started(FASTAPI, command, "none", tmp_path / "log")
     with pytest.raises(BenchError, match=r"FastAPI ended at its start:\n(.|\n)*none.onnx"), starting:
         pass

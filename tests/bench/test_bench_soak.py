@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from twinop.bench.report import BenchError
-from twinop.bench.serving import clients, mixed, soak
-from twinop.bench.serving.servers import GRPC, REST, Server, free_ports
+from lab import clients, mixed, soak
+from lab.servers import GRPC, REST, Server, free_ports
 
 _HEADERS, _SETTINGS, _GOAWAY = 1, 4, 7  # frames of HTTP/2
 

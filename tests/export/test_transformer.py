@@ -12,7 +12,7 @@ from export_models import each_exporter
 from torch import nn
 
 from twinop import deploy, torch_op
-from twinop.bench.encoder_models import STYLES, TINY, Encoder, batch, encoder
+from lab.encoder_models import STYLES, TINY, Encoder, batch, encoder
 from twinop.export import ExportReport, export
 from twinop.tolerance import TOLERANCE, difference
 

@@ -11,7 +11,7 @@ from optimizing import exported, optimized, parsed
 
 from twinop import deploy
 from twinop.bench.cases import relative_error
-from twinop.bench.encoder_models import TINY, encoder
+from lab.encoder_models import TINY, encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 each_device = pytest.mark.parametrize(

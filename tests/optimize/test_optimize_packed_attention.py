@@ -13,7 +13,7 @@ from optimizing import nodes, optimized, parsed, types, weights
 
 from twinop import deploy
 from twinop.bench.cases import relative_error
-from twinop.bench.encoder_models import STYLES, Encoder, Size, batch
+from lab.encoder_models import STYLES, Encoder, Size, batch
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.export import export
 

@@ -56,7 +56,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     listed = (tmp_path / "site/guide/troubleshooting/index.html").read_text()
     assert "needs the package ‹package›, which is not installed here" in listed
     assert "a schema's Tensor[] is its last tensor" in listed
-    assert (tmp_path / "site/tree/bench/results/ops-nvidia-h200-overview.png").is_file()
+    assert (tmp_path / "site/tree/lab/results/ops-nvidia-h200-overview.png").is_file()
 
 
 @pytest.mark.slow

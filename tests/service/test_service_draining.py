@@ -17,7 +17,7 @@ from service_fixtures import receive, receive_all, serve, split, wait_until
 from service_raw import REQUEST, SLOW
 from service_rows import QUICK, ROW, call, in_flight, message
 
-from twinop.bench.serving import soak
+from lab import soak
 
 
 def test_a_stopping_server_answers_what_has_come(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from service_models import place, relu, slow
 from service_rows import QUICK, ROW, call, in_flight, y_of
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from twinop.bench.serving.servers import free_ports
+from lab.servers import free_ports
 from twinop.deploy.service.protocol import pb
 
 

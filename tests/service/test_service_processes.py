@@ -16,7 +16,7 @@ from service_models import place, relu, slow
 from service_raw import REQUEST, SLOW
 from service_rows import QUICK, ROW, call, scaled, y_of
 
-from twinop.bench.serving.servers import free_ports
+from lab.servers import free_ports
 from twinop.deploy.service.settings import Settings
 
 TWO = (*QUICK, "--processes", "2")

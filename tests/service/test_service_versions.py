@@ -11,7 +11,7 @@ from service_fixtures import Served, serve, wait_until
 from service_models import place
 from service_rows import QUICK, ROW, scaled, y_of
 
-from twinop.bench.serving import soak
+from lab import soak
 
 
 @pytest.fixture(scope="module")

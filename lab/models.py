@@ -9,11 +9,11 @@ import typer
 
 from twinop.console import clear_errors, out
 
-from . import report
+from twinop.bench import report
 from .model_runs import AUTOTUNE, COLUMNS, EAGER, KINDS, MEASURED, TWINOP
 from .model_zoo import ROWS, Row
-from .recording import Commit, Device, Output, Recording, rest_of, to_add_to
-from .workers import FAILURE, Pipeline
+from twinop.bench.recording import Commit, Device, Output, Recording, rest_of, to_add_to
+from twinop.bench.workers import FAILURE, Pipeline
 
 WRONG = 3.0  # no bar counts a column whose error is more times torch eager's: it computes something else
 OURS = (TWINOP, MEASURED)

@@ -12,14 +12,14 @@ import typer
 from twinop.console import clear_errors
 from twinop.errors import ExportError
 
-from . import report
+from twinop.bench import report
 from .architecture_list import ARCHITECTURES, WIDE
 from .encoder_models import TINY, cast
 from .model_runs import FACTS, FEW, checked, in_ort, optimized, shape_of, timed, torch_export
-from .providers import Subject
-from .recording import Commit, Device, Output, Recording, rest_of, to_add_to
-from .timing import timer_on
-from .workers import FAILURE, Pipeline
+from twinop.bench.providers import Subject
+from twinop.bench.recording import Commit, Device, Output, Recording, rest_of, to_add_to
+from twinop.bench.timing import timer_on
+from twinop.bench.workers import FAILURE, Pipeline
 
 STOCK, OURS, AGAIN = "stock export", "twinop", "stock export again"
 EXPORTS = 8  # at a time

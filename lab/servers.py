@@ -27,7 +27,7 @@ from onnx import numpy_helper
 from twinop import child
 from twinop.record import DOMAIN, DOMAIN_VERSION
 
-from .. import report
+from twinop.bench import report
 
 OURS, UNBATCHED, KSERVE, FASTAPI = "twinop", "twinop unbatched", "KServe", "FastAPI"
 INSTANCES = "twinop 2 instances"  # on a GPU
@@ -89,7 +89,7 @@ def _encoder() -> onnx.ModelProto:
     from twinop.export import export
     from twinop.torch_op import replace_modules
 
-    from ..encoder_models import Size, batch, encoder
+    from .encoder_models import Size, batch, encoder
 
     size = Size(layers=4, width=256, heads=4, vocabulary=2000, batch=2, tokens=64)
     model, dynamic = encoder("bert", size), {name: {0: "batch"} for name in ("ids", "mask")}

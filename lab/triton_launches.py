@@ -19,10 +19,10 @@ from twinop.library import find_library
 from twinop.testing.target import load_module
 from twinop.torch_op import load
 
-from . import report, runtime
-from .providers import Subject
-from .recording import Commit, Output, Recording
-from .timing import DeviceTimer, host_times
+from twinop.bench import report, runtime
+from twinop.bench.providers import Subject
+from twinop.bench.recording import Commit, Output, Recording
+from twinop.bench.timing import DeviceTimer, host_times
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/triton"
 SIZES = tuple(1 << exponent for exponent in (20, 22, 24, 26, 28))

@@ -22,8 +22,8 @@ from onnx import numpy_helper
 from twinop.console import clear_errors, err
 from twinop.record import DOMAIN
 
-from .. import report
-from ..recording import Commit, Output, Recording
+from twinop.bench import report
+from twinop.bench.recording import Commit, Output, Recording
 from .clients import Outcome, client
 from .mixed import NAME
 from .servers import GRPC, REST, Server, parsed, started

@@ -20,13 +20,13 @@ from twinop.export import export
 from twinop.library import find_library
 from twinop.optimize import optimize
 
-from . import runtime
-from .cases import relative_error
+from twinop.bench import runtime
+from twinop.bench.cases import relative_error
 from .encoder_models import TINY, cast
 from .model_zoo import RIGHT, ROWS, Row
-from .providers import Subject
-from .report import reason_of
-from .timing import DeviceTimer, host_times, timer_on
+from twinop.bench.providers import Subject
+from twinop.bench.report import reason_of
+from twinop.bench.timing import DeviceTimer, host_times, timer_on
 
 STOCK, ORTS, OURS = "stock", "optimizer", "twinop"
 KINDS = (STOCK, ORTS, OURS)

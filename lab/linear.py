@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from twinop import torch_op
 from twinop.console import clear_errors, out
 
-from . import report, runtime
-from .cases import relative_error
-from .cells import AGAIN, IN_ORT, IN_TORCH
-from .providers import Subject
-from .recording import Commit, Device, Output, Recording
-from .timing import DeviceTimer, Run, host_times_apart, timer_on
+from twinop.bench import report, runtime
+from twinop.bench.cases import relative_error
+from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
+from twinop.bench.providers import Subject
+from twinop.bench.recording import Commit, Device, Output, Recording
+from twinop.bench.timing import DeviceTimer, Run, host_times_apart, timer_on
 
 TORCH, ORT, TWO_KERNELS = "torch", "ORT", f"{IN_TORCH}, two kernels"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

@@ -22,9 +22,9 @@ import typer
 from twinop import child
 from twinop.console import clear_errors
 
-from .. import report
-from ..figures import draw_serve
-from ..recording import Commit, Device, Output, Recording
+from twinop.bench import report
+from twinop.bench.figures import draw_serve
+from twinop.bench.recording import Commit, Device, Output, Recording
 from . import load
 from .servers import (
     FASTAPI,
