@@ -11,11 +11,11 @@ usage: ./build.sh [command] [arguments]
             --cpu behind build or demo leaves the CUDA kernels out; ./build.sh clean takes that back
   serve     build, add the packages of the service; arguments go to twinop serve
   test      build, run the tests; arguments go to pytest, --all adds the slow tests
-  bench     build, run a performance report: ./build.sh bench --ops gelu --quick; bench --help lists the others
+  bench     build, measure ops beside their peers: ./build.sh bench --ops gelu --quick
   check     check the sources without changing them (ruff, clang-format, mypy), and the links of docs/
   format    format and fix the sources (ruff, clang-format)
-  setup     set up .venv with the packages of all commands, or of those named (base serve bench test lint wheel
-            docs)
+  setup     set up .venv with the packages of all commands, or of those named (base serve bench lab test lint
+            wheel docs)
   wheel     build, write the wheel and the source archive to dist/, check them
   docs      build the pages of docs/ into build/site/, with every link checked
   clean     remove build/, build-*/, .venv/ and the tools' caches
@@ -48,7 +48,7 @@ python=$(command -v "${TWINOP_PYTHON:-python3}" || true) # before .venv's own co
 export PATH="$venv/bin:$PATH" # cmake and ninja come from there
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-everything=(base serve bench test lint wheel docs)
+everything=(base serve bench lab test lint wheel docs)
 
 device() {
   local device=${TWINOP_DEVICE:-}
@@ -224,7 +224,7 @@ case $command in
     run_tests "$@"
     ;;
   bench)
-    setup base serve bench
+    setup base bench
     build default
     python -m twinop.bench "$@"
     ;;

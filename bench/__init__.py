@@ -1,9 +1,7 @@
-"""Performance reports: tables, plots and recorded results (`lab/results/`).
+"""The speed of ops beside their peers and a plain copy: tables, plots, files of measurements.
 
-`twinop bench --help` lists the commands; without one, it measures every op beside its peers and a plain copy.
-
-A report measures everything that it compares in one process, in turn, because only such numbers are
-comparable. `bench/peers/__init__.py` lists the ops and their peers.
+Everything that is compared is measured in one process, in turn, because only such numbers are comparable.
+`bench/peers/__init__.py` lists the ops and their peers. `lab/` has the maintainers' other measurements.
 """
 
 if __name__ != "twinop.bench":

@@ -21,12 +21,13 @@ from twinop.testing.target import load
 from twinop.testing.under_test import library_of
 
 from .cells import DOUBLE
+from .measurements import BenchError, chosen
 from .peers import ENTRIES, Entry, entry_of
-from .report import BenchError, chosen, size_name
 from .timing import Run
 
 FORWARD, BACKWARD = "forward", "backward"
 BANDWIDTH, LATENCY = "bandwidth", "latency"
+KINDS = (BANDWIDTH, LATENCY)
 DTYPES = ("bfloat16", "float16", "float32")
 
 UNARY, BINARY, ROWS = "unary", "binary", "rows"
@@ -71,19 +72,16 @@ class Case:
 
     @property
     def shape_name(self) -> str:
-        return "x".join(map(str, self.shape)) if len(self.shape) > 1 else size_name(self.shape[0])
+        elements, exponent = self.shape[0], self.shape[0].bit_length() - 1
+        is_power = len(self.shape) == 1 and elements == 1 << exponent
+        return f"2^{exponent}" if is_power else "x".join(map(str, self.shape))
 
     @property
     def columns(self) -> int:
         return self.shape[-1]
 
-    @property
-    def aligned(self) -> bool:
-        """Whether every row starts at a multiple of 16 bytes."""
-        return self.family != ROWS or self.columns * self.torch_dtype.itemsize % 16 == 0
-
-    def row(self) -> dict[str, Any]:
-        """Returns the fields that name this cell in a report's rows."""
+    def label(self) -> dict[str, Any]:
+        """Returns the fields that name this cell in a file."""
         return {
             "kind": self.kind,
             "op": self.entry,
@@ -91,7 +89,6 @@ class Case:
             "direction": self.direction,
             "dtype": self.dtype,
             "shape": self.shape_name,
-            "aligned": self.aligned,
         }
 
     def __str__(self) -> str:
@@ -165,7 +162,7 @@ def entries_of(target: Path) -> dict[str, Entry]:
 
 
 def cases_of(
-    name: str, entry: Entry, device: str, *, quick: bool = False, kinds: Sequence[str] = (BANDWIDTH, LATENCY)
+    name: str, entry: Entry, device: str, *, quick: bool = False, kinds: Sequence[str] = KINDS
 ) -> list[Case]:
     """Returns the cells of an op of these kinds, the most important first. A CPU has no latencies."""
     record = torch_op.records()[entry.op]

@@ -1,22 +1,17 @@
 """Measuring of cells: all providers of a cell in one process, in turn."""
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from twinop.console import err
-
-from . import report, runtime
-from .cases import LATENCY, Case, Sample, cases_of
+from . import runtime
+from .cases import LATENCY, Case, Sample
 from .cells import AGAIN, COPY, IN_ORT, IN_TORCH
+from .measurements import reason_of
 from .peers import Entry
-from .providers import Problem, Providers, Subject, onnx_nodes
-from .report import reason_of
+from .providers import Providers, Subject, onnx_nodes
 from .timing import DeviceTimer, Run, Time, host_times_apart
 
 SHORT_BYTES = 512 << 20
@@ -27,7 +22,7 @@ CALLS = 100
 
 
 class Machine:
-    """The device to measure, and what has been measured on it.
+    """Measures cells on a device.
 
     Args:
         rounds: on a GPU, of each cell; on a CPU, at most.
@@ -35,8 +30,6 @@ class Machine:
 
     Attributes:
         timer: None on a CPU.
-        rows: as in the JSON file.
-        spent: the report's own time in seconds, by activity.
     """
 
     def __init__(self, providers: Providers, *, rounds: int, seconds: float) -> None:
@@ -44,36 +37,18 @@ class Machine:
         self.device, self.providers = providers.device, providers
         self.rounds, self.seconds = rounds, seconds
         self.timer = DeviceTimer(providers.stream) if providers.stream is not None else None
-        self.rows: list[dict[str, Any]] = []
-        self.spent: dict[str, float] = defaultdict(float)
         self._sources: dict[torch.dtype, Tensor] = {}
 
-    def cell(self, case: Case, entry: Entry) -> None:
-        """Builds, checks and measures all providers of one cell."""
+    def line(self, case: Case, entry: Entry) -> dict[str, Any]:
+        """Builds, checks and measures all providers of a cell, and returns the line about it."""
         sample = Sample.drawn(case, entry, self.device)
-        compiled = self.providers.budget.spent
-        with self.spending("building and checking"):
-            expected = sample.exact()
-            subjects = self.providers.check(case, self.providers.build(sample), expected)
-            del expected  # the float64 tensors are large
-        compiled = self.providers.budget.spent - compiled
-        self.spent["compiling"] += compiled
-        self.spent["building and checking"] -= compiled
-        with self.spending("latency" if case.kind == LATENCY else "measuring"):
-            if case.kind == LATENCY:
-                times = self._latencies(sample, subjects)
-            else:
-                runs = {name: subject.run for name, subject in subjects.items()}
-                times = self._times(runs, sample.bytes, case.torch_dtype)
-        label = case.row() | {"device": self.device.type, "bytes": sample.bytes}
-        self.rows += [label | {"provider": name} | each.row() for name, each in times.items()]
-
-    @contextmanager
-    def spending(self, what: str) -> Iterator[None]:
-        """Counts the time of the body under this name."""
-        start = time.perf_counter()
-        yield
-        self.spent[what] += time.perf_counter() - start
+        subjects, missing = self.providers.subjects(sample)
+        if case.kind == LATENCY:
+            times = self._latencies(sample, subjects, missing)
+        else:
+            runs = {name: subject.run for name, subject in subjects.items()}
+            times = self._times(runs, sample.bytes, case.torch_dtype)
+        return case.label() | {"bytes": sample.bytes, "times": times, "missing": missing}
 
     def _copy(self, moved: int, dtype: torch.dtype) -> Run:
         """Returns a copy_ that moves as many bytes."""
@@ -98,7 +73,9 @@ class Machine:
 
     # ------------------------------------------------------------------------------------ latency
 
-    def _latencies(self, sample: Sample, subjects: Mapping[str, Subject]) -> dict[str, Time]:
+    def _latencies(
+        self, sample: Sample, subjects: Mapping[str, Subject], missing: dict[str, str]
+    ) -> dict[str, Time]:
         """Measures the device time of one call in a CUDA graph, where launches cost and the host does not.
 
         torch's providers are captured: a graph holds CALLS calls of the same function. ONNX Runtime captures
@@ -113,7 +90,7 @@ class Machine:
                 else:
                     replays[name] = captured(subject.run, self.timer.stream)
             except Exception as failure:  # a peer that cannot be captured
-                self.providers.problems.append(Problem(sample.case, name, reason_of(failure)))
+                missing[name] = reason_of(failure)
         if IN_TORCH in replays:
             replays[IN_TORCH + AGAIN] = replays[IN_TORCH]
         times = self.timer.times(replays, rounds=self.rounds)
@@ -160,9 +137,6 @@ def captured(run: Run, stream: torch.cuda.Stream) -> Run:
     return graph.replay
 
 
-# ------------------------------------------------------------------------------------------- all cells
-
-
 def configure_compiler() -> None:
     """Sets the compiler's options. All processes of a report must agree, or their caches do not match."""
     from torch._functorch import config as functorch
@@ -170,33 +144,3 @@ def configure_compiler() -> None:
 
     functorch.donated_buffer = False  # backward runs many times on the tensors that forward saved
     inductor.autotune_local_cache = False
-
-
-def measure(
-    where: Machine,
-    entries: Mapping[str, Entry],
-    *,
-    quick: bool,
-    kinds: Sequence[str],
-    save: Callable[[], object],
-) -> None:
-    """Measures all cells of these ops. It calls `save` after each op, in case the report is interrupted."""
-    device = where.device.type
-    cells = {name: cases_of(name, each, device, quick=quick, kinds=kinds) for name, each in entries.items()}
-    with ExitStack() as stack:
-        step = stack.enter_context(report.progress("cells", sum(map(len, cells.values()))))
-        if where.providers.stream is not None:
-            stack.enter_context(torch.cuda.stream(where.providers.stream))
-        stack.enter_context(torch.no_grad())
-        for name, entry in entries.items():
-            where.providers.budget.next_op()
-            start = time.perf_counter()
-            for case in cells[name]:
-                step(str(case))
-                where.cell(case, entry)
-            where.providers.close()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-            save()
-            if not err.is_terminal:
-                err.print(f"{name}: {len(cells[name])} cells, {time.perf_counter() - start:.0f} s")

@@ -1,30 +1,29 @@
-"""The report on all ops, in torch and in ONNX Runtime, beside their peers: `twinop bench`."""
+"""The report on ops, in torch and in ONNX Runtime, beside their peers: `twinop bench`."""
 
+import json
 import os
-import tempfile
+import signal
+import subprocess
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.progress import track
 
+from twinop import child
 from twinop.console import clear_errors, err
 
-from . import numerics, report
-from .cases import Sample, cases_of, choose
-from .cells import cells_of, numeric_verdicts, verdicts
+from .cases import KINDS, Sample, cases_of, choose
 from .figures import draw_ops
-from .measure import Machine, configure_compiler, measure
-from .providers import COMPILE, Budget, Providers
-from .recorded import added, compare_with
-from .recording import Commit, Device, Output, Recording, read_ops, to_add_to
-from .tables import show_document
-from .workers import FAILURE, Worker
-
-KINDS = "bandwidth,latency,numerics"
+from .measure import Machine, configure_compiler
+from .measurements import Commit, Device, Measurements, Output, choose_device, chosen, machine_title, read
+from .providers import COMPILE, Providers
+from .recorded import compare_with
+from .tables import show
 
 
 def main(
@@ -38,7 +37,7 @@ def main(
             help="Parts of providers' names, such as twinop,eager,liger. Default: all.", show_default=False
         ),
     ] = None,
-    kinds: Annotated[str, typer.Option(help="What to measure: bandwidth,latency,numerics.")] = KINDS,
+    kinds: Annotated[str, typer.Option(help="What to measure: bandwidth,latency.")] = ",".join(KINDS),
     library: Annotated[
         Path | None,
         typer.Option(
@@ -73,7 +72,7 @@ def main(
     plots: Annotated[bool, typer.Option(help="Draw the overview.")] = True,
     commit: Commit = None,
 ) -> None:
-    """Measure every op beside its peers and a plain copy, and list the bars that are met.
+    """Measure every op beside its peers and a plain copy.
 
     Peers: torch eager, torch.compile (also max-autotune), Triton, Liger, ONNX Runtime's own nodes, and
     quack and flashinfer if they are installed. A provider that fails, or whose result is
@@ -86,9 +85,8 @@ def main(
 
     On a CPU: wall time, float32.
 
-    To split a report, run it several times with --ops and the same --output: a report of the same machine,
-    settings and commit receives the new cells, another one is replaced. An interrupted report leaves
-    NAME.partial.json. `draw` draws the page of an op from the JSON file.
+    Each cell is a line of JSON with the machine, the commit and the versions, written at once. A file grows:
+    if a cell is measured again, its last line counts. So a report can be split with --ops.
 
     Examples:
 
@@ -101,56 +99,43 @@ def main(
         twinop bench --library build/libmish.so
     """
     with clear_errors():
-        where = report.choose_device(device)
+        where, wanted_kinds = choose_device(device), chosen("--kinds", kinds, KINDS)
         library = library or project_here()
         entries = choose(ops, library)
         wanted = [part.strip() for part in providers.split(",")] if providers else None
-        chosen = report.chosen("--kinds", kinds, KINDS.split(","))
-        old = read_ops(compare) if compare else None
+        old = read(compare, "ops") if compare else None
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
         rounds, seconds = (7, 0.2) if quick else (15, 1.0)
         if where.type == "cpu":
             rounds = 51 if quick else 1001
             torch.set_num_threads(threads)
-        who = Providers(where, stream, threads, wanted, Budget(compile_seconds, len(entries)))
-        precise = Providers(where, stream, threads, wanted, Budget(0, 0), only=numerics.providers(entries))
+        who = Providers(where, stream, threads, wanted, 0)
         machine = Machine(who, rounds=rounds, seconds=seconds)
-
-        recording = Recording("ops", where, output, commit)
-        settings = {"quick": quick, "rounds": rounds, "cpu_threads": threads}
-        earlier = to_add_to(recording.path, recording.facts, settings, read_ops)
-        started = time.perf_counter()
-        exact: list[dict[str, Any]] = []
-
-        def save(last: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-            """Writes the report. Returns what is new, and all that the file has now."""
-            spent = machine.spent | {"all": time.perf_counter() - started}
-            new = {
-                "settings": settings | {"compile_seconds": compile_seconds},
-                "seconds": {name: round(value, 1) for name, value in spent.items()},
-                "not_measured": [problem.row() for problem in (*precise.problems, *who.problems)],
-                "bars": verdicts(cells_of(machine.rows)) + numeric_verdicts(exact),
-                "rows": machine.rows,
-                "numerics": exact,
-            }
-            whole = added(earlier, new) if earlier is not None else new
-            recording.write(last=last, **whole)
-            return new, whole
-
+        measured = Measurements("ops", where, output, commit, quick)
         count = workers if workers is not None else (_half_the_cores() if where.type == "cuda" else 0)
         if count:
-            with machine.spending("compiling in advance"):
-                named = {"ops": ops, "library": str(library) if library else None, "wanted": wanted}
-                compile_in_advance(count, named | {"kinds": chosen, "device": str(where), "quick": quick})
-        if "numerics" in chosen:
-            with machine.spending("numerics"):
-                exact += numerics.measure(precise, entries)
-        measure(machine, entries, quick=quick, kinds=chosen, save=save)
-        new, whole = save(last=True)
-        show_document(new)
+            named = {"ops": ops, "library": str(library) if library else None, "wanted": wanted}
+            compile_in_advance(count, named | {"kinds": wanted_kinds, "device": str(where), "quick": quick})
+        with ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(torch.no_grad())
+            for name, entry in entries.items():
+                who.compile_seconds = compile_seconds / len(entries)
+                started = time.monotonic()
+                cells = cases_of(name, entry, where.type, quick=quick, kinds=wanted_kinds)
+                for case in track(cells, name, console=err, transient=True, disable=not err.is_terminal):
+                    measured.add(machine.line(case, entry))
+                who.close()
+                if stream is not None:
+                    torch.cuda.empty_cache()
+                if not err.is_terminal:
+                    err.print(f"{name}: {len(cells)} cells, {time.monotonic() - started:.0f} s")
+        show(measured.lines)
         if plots:
-            draw_ops(whole["rows"], report.machine_title(recording.facts), recording.path.with_suffix(""))
-        if old is not None and not compare_with(old, new):
+            title = machine_title(measured.facts)
+            draw_ops(read(measured.path), title, measured.path.with_suffix(""))
+        if old is not None and not compare_with(old, measured.lines):
             raise typer.Exit(1)
 
 
@@ -179,17 +164,20 @@ def compile_in_advance(workers: int, options: dict[str, Any]) -> None:
 
     A failure here costs only time: the report meets it again and lists it.
     """
-
-    def part(index: int) -> dict[str, Any]:
-        started = Worker(f"{__name__}:compile_part", Path(folder))
-        return started.result({"index": index, "count": workers, **options}, _LIMIT)
-
-    with tempfile.TemporaryDirectory() as folder, report.progress("compiling", 1) as step:
-        step(f"in {workers} processes")
-        with ThreadPoolExecutor(workers) as pool:
-            found = list(pool.map(part, range(workers)))
-    if failures := [each[FAILURE] for each in found if FAILURE in each]:
-        err.print(f"compiling in advance: {'; '.join(failures)}", markup=False)
+    err.print(f"compiling in {workers} processes", highlight=False)
+    running = []
+    for index in range(workers):
+        part = json.dumps(options | {"index": index, "count": workers})
+        command, none = child.module("twinop.bench.ops_report", part), subprocess.DEVNULL
+        process = subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True)
+        running.append(process)
+    end = time.monotonic() + _LIMIT
+    for process in running:
+        try:
+            process.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its own processes too
+            process.wait()
 
 
 def compile_part(
@@ -201,22 +189,22 @@ def compile_part(
     kinds: list[str],
     device: str,
     quick: bool,
-) -> dict[str, Any]:
+) -> None:
     """Compiles every `count`-th cell for the providers that cache their code. Measures nothing."""
     where, file = torch.device(device), Path(library) if library else None
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read when torch._inductor is imported
     configure_compiler()
     stream = torch.cuda.Stream(where) if where.type == "cuda" else None
-    who = Providers(where, stream, 2, wanted, Budget(1e9, 1), only=COMPILED)
-    who.budget.next_op()
+    who = Providers(where, stream, 2, wanted, 1e9, only=COMPILED)
     cases = [
         (case, entry)
         for name, entry in choose(ops, file).items()
         for case in cases_of(name, entry, where.type, quick=quick, kinds=kinds)
     ]
-    with torch.no_grad(), Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+    with torch.no_grad():
         for case, entry in cases[index::count]:
-            for subject in who.build(Sample.drawn(case, entry, where)).values():
-                with suppress(Exception):  # the report meets it again and lists it
-                    subject.result()
-    return {}
+            who.subjects(Sample.drawn(case, entry, where))
+
+
+if __name__ == "__main__":
+    compile_part(**json.loads(sys.argv[1]))

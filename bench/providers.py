@@ -2,7 +2,7 @@
 
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from twinop.torch_op.registry import functions
 from . import peers, runtime
 from .cases import FORWARD, Case, Sample, as_tuple, backward_run, relative_error
 from .cells import DOUBLE, IN_ORT, IN_TORCH
+from .measurements import BenchError, reason_of
 from .peers import Entry
-from .report import reason_of
-from .timing import Restored, Run
+from .timing import Run
 
 EAGER, COMPILE, AUTOTUNE = "torch eager", "torch.compile", "torch.compile max-autotune"
 _MODES = {COMPILE: "default", AUTOTUNE: "max-autotune-no-cudagraphs"}
@@ -44,41 +44,29 @@ class Subject:
         """Runs once and returns the outputs."""
         for tensor in self.bound:
             tensor.fill_(float("nan"))
-        if isinstance(self.run, Restored):
-            self.run.restore()
         returned = self.run()
         return self.bound or as_tuple(returned)
 
 
-@dataclass
-class Budget:
-    """The seconds that torch.compile may take, divided evenly among the remaining ops."""
-
-    seconds: float
-    ops: int
-    spent: float = 0.0
-    _allowed: float = 0.0
-
-    def next_op(self) -> None:
-        self._allowed = self.spent + max(self.seconds - self.spent, 0.0) / max(self.ops, 1)
-        self.ops -= 1
-
-    @property
-    def left(self) -> bool:
-        return self.spent < self._allowed
+def checked(
+    makers: Mapping[str, Callable[[], Subject]], check: Callable[[str, Subject], None]
+) -> tuple[dict[str, Subject], dict[str, str]]:
+    """Makes subjects by name. Returns those that `check` accepts, and why the others are missing."""
+    good, missing = {}, {}
+    for name, make in makers.items():
+        try:
+            subject = make()
+            check(name, subject)
+            good[name] = subject
+        except Exception as failure:  # a missing library or kernel, a compiler's error, a wrong result
+            missing[name] = reason_of(failure)
+    return good, missing
 
 
-@dataclass
-class Problem:
-    """The reason why a provider was not measured in a cell."""
-
-    case: Case
-    provider: str
-    reason: str
-
-    def row(self) -> dict[str, str]:
-        cell = {name: self.case.row()[name] for name in ("op", "direction", "dtype", "shape")}
-        return cell | {"provider": self.provider, "reason": self.reason}
+def require(error: float, tolerance: float) -> None:
+    """Raises BenchError if the relative error of a result is larger than `tolerance`."""
+    if not error <= tolerance:
+        raise BenchError(f"wrong result: relative error {error:.1e}")
 
 
 @dataclass
@@ -89,6 +77,7 @@ class Providers:
         stream: the stream of torch and ONNX Runtime; None on the CPU.
         threads: of ONNX Runtime's pool.
         wanted: parts of providers' names, or None for all.
+        compile_seconds: that torch.compile may still take.
         only: build these providers only, by their full names.
     """
 
@@ -96,11 +85,9 @@ class Providers:
     stream: torch.cuda.Stream | None
     threads: int
     wanted: Sequence[str] | None
-    budget: Budget
+    compile_seconds: float
     only: Sequence[str] | None = None
-    problems: list[Problem] = field(default_factory=list)
     _sessions: dict[tuple[str, ...], Any] = field(default_factory=dict)
-    _broken: dict[str, str] = field(default_factory=dict)
 
     def takes(self, provider: str) -> bool:
         """Whether the options choose this provider."""
@@ -108,8 +95,18 @@ class Providers:
             return False
         return self.wanted is None or any(part.lower() in provider.lower() for part in self.wanted)
 
-    def build(self, sample: Sample) -> dict[str, Subject]:
-        """Builds all providers of a cell that it can. The others go to `problems` with the reason."""
+    def subjects(self, sample: Sample) -> tuple[dict[str, Subject], dict[str, str]]:
+        """Builds the providers of a cell. Returns those that are right, and why others are missing."""
+        expected = sample.exact()
+
+        def check(_: str, subject: Subject) -> None:
+            errors = (relative_error(a, b) for a, b in zip(subject.result(), expected, strict=True))
+            require(max(errors), TOLERANCE[sample.case.dtype])
+
+        makers = self._makers(sample)
+        return checked({name: make for name, make in makers.items() if self.takes(name)}, check)
+
+    def _makers(self, sample: Sample) -> dict[str, Callable[[], Subject]]:
         case, entry = sample.case, sample.entry
         makers: dict[str, Callable[[], Subject]] = {}
         function = functions[entry.op] if entry.library is None else function_of(entry.op)
@@ -122,7 +119,7 @@ class Providers:
         for provider, peer in entry.peers.items():
             if callable(peer) and self.stream is None:  # a launch on the GPU
                 continue
-            if case.direction == FORWARD or provider == "Liger":
+            if case.direction == FORWARD or (provider == "Liger" and peer not in peers.OVERWRITES_INPUTS):
                 makers[provider] = partial(_peer, peer, sample)
         torch._dynamo.reset()  # it compiles one function for at most 8 shapes
         for provider in _MODES:
@@ -130,73 +127,30 @@ class Providers:
                 makers[provider] = partial(self._compiled, provider, sample)
         if case.dtype == DOUBLE:
             makers = {name: make for name, make in makers.items() if name in (IN_TORCH, IN_ORT, EAGER)}
-        built: dict[str, Subject] = {}
-        for provider, make in makers.items():
-            if self.takes(provider):
-                self._try(case, provider, make, built)
-        return built
-
-    def check(
-        self, case: Case, subjects: dict[str, Subject], expected: Sequence[Tensor]
-    ) -> dict[str, Subject]:
-        """Returns the subjects whose result is correct. The others go to `problems`."""
-        good: dict[str, Subject] = {}
-        for provider, subject in subjects.items():
-            start = time.perf_counter()
-            try:
-                error = max(relative_error(a, b) for a, b in zip(subject.result(), expected, strict=True))
-            except Exception as failure:  # any error of a peer that fails when it runs
-                self._remember(case, provider, failure)
-                continue
-            finally:
-                if provider in _MODES:
-                    self.budget.spent += time.perf_counter() - start
-            if error <= TOLERANCE[case.dtype]:
-                good[provider] = subject
-            else:
-                self.problems.append(Problem(case, provider, f"wrong result: relative error {error:.1e}"))
-        return good
+        return makers
 
     def close(self) -> None:
         """Closes the sessions."""
         self._sessions.clear()
 
-    # ------------------------------------------------------------------------------------ makers
-
-    def _try(self, case: Case, provider: str, make: Callable[[], Subject], built: dict[str, Subject]) -> None:
-        if provider in self._broken:
-            self.problems.append(Problem(case, provider, self._broken[provider]))
-            return
-        try:
-            built[provider] = make()
-        except Exception as failure:  # a missing library or compiler, or no kernel for the dtype
-            self._remember(case, provider, failure)
-
-    def _remember(self, case: Case, provider: str, failure: Exception) -> None:
-        reason = reason_of(failure)
-        self.problems.append(Problem(case, provider, reason))
-        if isinstance(failure, ImportError):
-            self._broken[provider] = reason
-
     def _compiles(self, provider: str, case: Case, entry: Entry) -> bool:
-        """Whether the budget allows a compilation, and the case an autotuned one."""
+        """Whether torch.compile is measured in this cell; it autotunes few shapes, which takes long."""
         if self.device.type == "cpu" and self.wanted is None and entry.library is None:
             return False
-        if provider == AUTOTUNE and (case.dtype != "bfloat16" or case.shape not in AUTOTUNED):
-            return False
-        if self.takes(provider) and not self.budget.left:
-            self.problems.append(Problem(case, provider, "not compiled: the time for compilation is spent"))
-            return False
-        return True
+        return provider != AUTOTUNE or (case.dtype == "bfloat16" and case.shape in AUTOTUNED)
 
     def _compiled(self, provider: str, sample: Sample) -> Subject:
+        if self.compile_seconds <= 0:
+            raise BenchError("not compiled: the time for compilation is spent")
         start = time.perf_counter()
         try:
             function = _renamed(sample.entry.eager, provider)
             compiled = torch.compile(function, fullgraph=True, dynamic=False, mode=_MODES[provider])
-            return _in_torch(compiled, sample)
+            subject = _in_torch(compiled, sample)
+            subject.run()
+            return subject
         finally:
-            self.budget.spent += time.perf_counter() - start
+            self.compile_seconds -= time.perf_counter() - start
 
     def _in_ort(self, provider: str, sample: Sample) -> Subject:
         case = sample.case
@@ -223,16 +177,7 @@ def _in_torch(function: Callable[..., Any], sample: Sample) -> Subject:
 
 
 def _peer(peer: peers.Peer, sample: Sample) -> Subject:
-    function = peers.resolve(peer)
-    if sample.case.direction == FORWARD or peer not in peers.OVERWRITES_INPUTS:
-        return _in_torch(function, sample)
-    own = [tensor.clone() for tensor in sample.inputs.values()]
-
-    def restore() -> None:
-        for tensor, original in zip(own, sample.inputs.values(), strict=True):
-            tensor.data.copy_(original)  # .data hides from autograd that the saved tensors change
-
-    return Subject(Restored(backward_run(function, own, sample.outputs), restore))
+    return _in_torch(peers.resolve(peer), sample)
 
 
 def onnx_nodes(entry: Entry, provider: str) -> tuple[list[NodeProto], int]:

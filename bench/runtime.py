@@ -14,9 +14,9 @@ from onnx import NodeProto, helper
 
 from twinop.dtypes import ELEMENT_TYPES
 from twinop.library import find_library
-from twinop.record import DOMAIN, Record
+from twinop.record import Record
 
-from .report import BenchError
+from .measurements import BenchError
 from .timing import Run
 
 ONNX_TYPES = {getattr(torch, name): element for name, element in ELEMENT_TYPES.items() if name != "str"}
@@ -44,15 +44,6 @@ def onnxruntime(cpu_threads: int) -> Any:
 
 
 # ------------------------------------------------------------------------------------------- models
-
-
-def chain(op_type: str, count: int) -> list[NodeProto]:
-    """Returns the nodes x -> op -> op -> ... -> y."""
-    domain = DOMAIN if op_type.startswith("Custom") else ""
-    names = ["x", *(f"t{i}" for i in range(1, count)), "y"]
-    return [
-        helper.make_node(op_type, [names[i]], [names[i + 1]], f"node{i}", domain=domain) for i in range(count)
-    ]
 
 
 def parse_nodes(text: str) -> list[NodeProto]:

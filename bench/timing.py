@@ -36,28 +36,12 @@ class Time:
         return cls(statistics.median(ordered), ordered[len(ordered) // 10], len(ordered), queueing)
 
     def row(self) -> dict[str, Any]:
-        """Returns the fields of a report's row."""
+        """Returns what a file has of it."""
         return {
             "median_us": round(self.median * 1e6, 3),
             "low_us": round(self.low * 1e6, 3),
             "runs": self.runs,
         } | ({"host_us": round(self.host * 1e6, 1)} if self.host is not None else {})
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A run that overwrites its inputs. `restore` repairs them before each run, outside the measured time."""
-
-    run: Run
-    restore: Run
-
-    def __call__(self) -> object:
-        return self.run()
-
-
-def _restore(run: Run) -> None:
-    if isinstance(run, Restored):
-        run.restore()
 
 
 def host_times(
@@ -77,7 +61,6 @@ def host_times(
     deadline = clock() + seconds
     for i in range(-warmup, rounds):
         for name, run in order:
-            _restore(run)
             start = clock()
             run()
             if after is not None:
@@ -126,7 +109,6 @@ class DeviceTimer:
             for i in range(-warmup, rounds):
                 for name, run in order:
                     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    _restore(run)
                     self._empty_cache()
                     start.record(self.stream)
                     before = time.perf_counter()

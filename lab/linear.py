@@ -1,9 +1,14 @@
-"""linear and linear_swiglu beside torch's and ONNX Runtime's own products: `twinop bench linear`."""
+"""linear and linear_swiglu beside torch's and ONNX Runtime's own products.
 
+python lab/linear.py --dtypes bfloat16
+"""
+
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -11,21 +16,18 @@ from onnx import NodeProto
 from torch import Tensor
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop import torch_op
-from twinop.console import clear_errors, out
-
-from twinop.bench import report, runtime
+from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
-from twinop.bench.providers import Subject
-from twinop.bench.recording import Commit, Device, Output, Recording
-from twinop.bench.timing import DeviceTimer, Run, host_times_apart, timer_on
+from twinop.bench.measurements import Commit, Device, Measurements, Output, choose_device, chosen
+from twinop.bench.providers import Subject, checked, require
+from twinop.bench.timing import DeviceTimer, Time, host_times_apart, timer_on
+from twinop.console import clear_errors
 
 TORCH, ORT, TWO_KERNELS = "torch", "ORT", f"{IN_TORCH}, two kernels"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-ON_CUDA = 1 / 0.98  # the bars of our time against theirs
-ON_CPU = 1.05
-FUSED = 0.98  # against two kernels: faster by more than the noise
 
 
 @dataclass(frozen=True)
@@ -174,110 +176,56 @@ def in_ort(
 
 
 def measure(
-    cell: Cell, dtype: torch.dtype, timer: DeviceTimer | None, rounds: int, missing: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Measures a cell. A provider that fails or computes something else is reported and skipped."""
+    cell: Cell, dtype: torch.dtype, timer: DeviceTimer | None, rounds: int
+) -> tuple[dict[str, Time], dict[str, str]]:
+    """Measures a cell. Returns the times, and why a provider failed or computed something else."""
     tensors = cell.tensors(dtype, timer.stream.device if timer is not None else torch.device("cpu"))
     expected = reference(cell, tensors)
-    ours = partial(getattr(torch_op, cell.op), **tensors, **cell.attributes)
-    our_node = runtime.custom_node(torch_op.records()[cell.op], tensors, cell.attributes)
     like = expected.to(dtype)
+    our_node = runtime.custom_node(torch_op.records()[cell.op], tensors, cell.attributes)
     makers: dict[str, Callable[[], Subject]] = {
-        IN_TORCH: partial(Subject, ours),
+        IN_TORCH: partial(Subject, partial(getattr(torch_op, cell.op), **tensors, **cell.attributes)),
         TORCH: partial(Subject, in_torch(cell, tensors)),
         IN_ORT: partial(in_ort, [our_node], tensors, like, timer),
         ORT: partial(in_ort, stock_nodes(cell), tensors, like, timer),
     }
     if cell.activation != "none":
         makers[TWO_KERNELS] = partial(Subject, partial(two_kernels, cell, tensors))
-    runs: dict[str, Run] = {}
-    for name, make in makers.items():
-        try:
-            subject = make()
-            error = relative_error(subject.result()[0], expected)
-            if error > TOLERANCE[dtype]:
-                raise report.BenchError(f"wrong, relative error {error:.1e}")
-        except Exception as failure:  # a node without a kernel
-            where = f"{cell} {cell.shape}, {dtype}, {name}"
-            missing[where] = report.reason_of(failure)
-            report.show_missing({where: str(failure)})
-            continue
-        runs[name] = subject.run
+
+    def check(_: str, subject: Subject) -> None:
+        require(relative_error(subject.result()[0], expected), TOLERANCE[dtype])
+
+    subjects, missing = checked(makers, check)
+    runs = {name: subject.run for name, subject in subjects.items()}
     runs |= {name + AGAIN: runs[name] for name in (TORCH, ORT) if name in runs}
     if timer is not None:
-        times = timer.times(runs, rounds=rounds)
-    else:
-        times = host_times_apart(runs, rounds=rounds, seconds=1.0)
-    label = {"op": str(cell), "dtype": str(dtype).removeprefix("torch."), "shape": cell.shape}
-    return [label | {"provider": name} | each.row() for name, each in times.items()]
-
-
-def bars(rows: list[dict[str, Any]], on_cuda: bool) -> list[dict[str, Any]]:
-    """Returns the verdicts on each cell.
-
-    On CUDA, against torch's product, and against two kernels where something is fused. On a CPU, against
-    ONNX Runtime's product.
-    """
-    ours, theirs, most = (IN_TORCH, TORCH, ON_CUDA) if on_cuda else (IN_ORT, ORT, ON_CPU)
-    found = []
-    for key, us in report.medians(rows, "op", "shape", "dtype").items():
-        cell = ", ".join(key)
-        if ours in us and theirs in us:
-            noise = abs(us[theirs + AGAIN] / us[theirs] - 1)
-            what = f"{cell}: {ours} / {theirs}, time"
-            found.append(report.bar(what, us[ours] / us[theirs], most, tolerance=noise))
-        if on_cuda and ours in us and TWO_KERNELS in us:
-            what = f"{cell}: {ours} / two kernels, time"
-            found.append(report.bar(what, us[ours] / us[TWO_KERNELS], FUSED))
-    return found
+        return timer.times(runs, rounds=rounds), missing
+    return host_times_apart(runs, rounds=rounds, seconds=1.0), missing
 
 
 def main(
-    dtypes: Annotated[
-        str | None,
-        typer.Option(help="Default: bfloat16,float16 on a GPU, float32 on a CPU.", show_default=False),
-    ] = None,
+    dtypes: Annotated[str, typer.Option(help="Default: bfloat16,float16 on a GPU, float32 on a CPU.")] = "",
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: small products, few runs.")] = False,
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """Measure linear and linear_swiglu beside torch's addmm and ONNX Runtime's Gemm.
+    """Measure linear and linear_swiglu beside torch's addmm, ONNX Runtime's Gemm, and two kernels.
 
-    Both runtimes have what each fuses by itself. A fused activation is also beside the product and our kernel
-    of the activation behind it. On a GPU: device time behind an empty L2 cache. On a CPU: wall time with one
-    thread.
-
-    Example:
-
-        twinop bench linear --dtypes bfloat16
+    On a GPU it is device time behind an empty L2 cache, on a CPU wall time with one thread.
     """
-    with clear_errors():
-        where = report.choose_device(device)
-        on_cuda = where.type == "cuda"
-        kinds = report.chosen(
-            "--dtypes",
-            dtypes or ("bfloat16,float16" if on_cuda else "float32"),
-            ("bfloat16", "float16", "float32"),
-        )
-        cells = CELLS if on_cuda and not quick else SMALL
-        recording = Recording("linear", where, output, commit)
-        rows: list[dict[str, Any]] = []
-        missing: dict[str, str] = {}
+    with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
+        default = "bfloat16,float16" if timer is not None else "float32"
+        kinds = chosen("--dtypes", dtypes or default, ("bfloat16", "float16", "float32"))
+        measured = Measurements("linear", where, output, commit, quick)
         torch.set_num_threads(1)
-        with (
-            torch.no_grad(),
-            timer_on(where) as timer,
-            report.progress("cells", len(cells) * len(kinds)) as step,
-        ):
-            for kind in kinds:
-                for cell in cells:
-                    step(f"{cell} {cell.shape}")
-                    rows += measure(cell, getattr(torch, kind), timer, 7 if quick else 41, missing)
-        report.show_rows("Products", rows, ("op", "shape", "dtype", "provider", "median_us"))
-        verdicts = bars(rows, on_cuda)
-        report.show_bars(verdicts)
-        settings = {"seconds": recording.seconds}
-        recording.write(settings=settings, not_measured=missing, bars=verdicts, rows=rows)
-        if quick:
-            out.print("This was a quick look: do not record it.", highlight=False)
+        for kind in kinds:
+            for cell in CELLS if timer is not None and not quick else SMALL:
+                times, missing = measure(cell, getattr(torch, kind), timer, 7 if quick else 41)
+                label = {"op": str(cell), "dtype": kind, "shape": cell.shape}
+                measured.add(label | {"times": times, "missing": missing})
+                measured.say()
+
+
+if __name__ == "__main__":
+    typer.run(main)

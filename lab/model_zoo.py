@@ -1,14 +1,146 @@
-"""The models of `twinop bench models`: transformers with random weights, and a DiT block in plain torch."""
+"""Models with random weights: whole models for lab/models.py, small ones for the tests.
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+torch and transformers make most of them; timm and torchvision have some of the architectures.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .encoder_models import STYLES, TINY, Encoder, Size, Values, batch, from_transformers, normal, perturbed
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a model and of its batch."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 30522
+    batch: int = 32
+    tokens: int = 512
+
+    def options(self) -> dict[str, Any]:
+        """Returns the sizes by all names that configurations of transformers have for them.
+
+        A configuration passes over the names that only others have.
+        """
+        inner = ("intermediate_size", "hidden_dim", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
+        return dict.fromkeys(inner, 4 * self.width) | {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "word_embed_proj_dim": self.width,
+            "num_hidden_layers": self.layers,
+            "decoder_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "decoder_attention_heads": self.heads,
+            "d_kv": self.width // self.heads,
+            "max_position_embeddings": max(512, self.tokens),
+        }
+
+
+TINY = Size(layers=2, width=64, heads=4, vocabulary=101, batch=2, tokens=16)
+
+
+class Encoder(nn.Module):
+    """Maps (token ids, attention mask of 1 or 0 per token) to the last hidden state."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        # Without a mask, transformers looks for packed sequences with torch.diff, which the TorchScript
+        # exporter does not support.
+        return self.body(input_ids=ids, attention_mask=mask).last_hidden_state
+
+
+class Values(nn.Module):
+    """Maps floats to the last hidden state, or to the output of a model that has no other."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, values: Tensor) -> Tensor:
+        found = self.body(values)
+        return found if isinstance(found, Tensor) else found.last_hidden_state
+
+
+def from_transformers(name: str, options: Mapping[str, Any], **arguments: Any) -> nn.Module:
+    """Returns a model of transformers with random weights.
+
+    Args:
+        name: of its class, behind the name of a module that is not the package itself.
+        options: of its configuration.
+    """
+    module, _, kind = f"transformers.{name}".rpartition(".")
+    model = getattr(importlib.import_module(module), kind)
+    return model(model.config_class(**options), **arguments)
+
+
+def _bert(size: Size, **options: Any) -> nn.Module:
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return from_transformers("BertModel", size.options() | dropout | options, add_pooling_layer=False)
+
+
+def _llama(size: Size, **options: Any) -> nn.Module:
+    return from_transformers("LlamaModel", size.options() | {"use_cache": False} | options)
+
+
+STYLES: dict[str, Callable[..., nn.Module]] = {"bert": _bert, "llama": _llama}
+
+
+def perturbed(model: nn.Module) -> nn.Module:
+    """Changes norms and biases in place; transformers makes them 1 and 0, which would hide errors."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def encoder(style: str, size: Size, attention: str = "eager") -> Encoder:
+    """Returns a float32 model in eval mode, always with the same weights.
+
+    Args:
+        style: "bert" (layer norms after the sum, GELU) or "llama" (RMS norms before, SwiGLU, causal).
+        attention: "eager" (MatMul and Softmax in ONNX) or "sdpa" (one Attention node from opset 23 on).
+    """
+    torch.manual_seed(0)
+    model = Encoder(STYLES[style](size, attn_implementation=attention))
+    perturbed(model)
+    return model.eval()
+
+
+def batch(size: Size, seed: int = 0, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns token ids and their mask, int64[batch, tokens].
+
+    Args:
+        padding: the number of tokens at the end of the last sentence that the mask excludes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, size.vocabulary, (size.batch, size.tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[-1, size.tokens - padding :] = 0
+    return ids, mask
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Returns random numbers, the same for each seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cast(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the inputs with their floats in this dtype."""
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+
+
+# ------------------------------------------------------------------------------------------- whole models
 
 # A smaller vocabulary than BERT's: embeddings are read by row, and a large table only makes large files.
 BASE = Size(vocabulary=2000)
@@ -42,8 +174,6 @@ class Row:
         padding: where the mask has zeros, "" for models without a mask.
         autotune: whether there is a column for max-autotune.
         graph: run as a CUDA graph where a column can; then the wall time counts.
-        most_ms: the time that twinop's column may take on an H200.
-        share: the share of the fastest other column that it may take.
     """
 
     name: str
@@ -53,8 +183,6 @@ class Row:
     padding: str = ""
     autotune: bool = False
     graph: bool = False
-    most_ms: float | None = None
-    share: float = 1.0
 
     @property
     def title(self) -> str:
@@ -187,12 +315,12 @@ _DIT_SIZE = Size(layers=1, width=1024, heads=16, batch=8, tokens=1024)
 ROWS = {
     row.name: row
     for row in (
-        Row("bert-fp16", BERT, "float16", BASE, RIGHT, autotune=True, most_ms=6.6, share=0.87),
-        Row("bert-bf16", BERT, "bfloat16", BASE, RIGHT, most_ms=6.6),
-        Row("bert-any-mask", BERT, "float16", BASE, ANY, most_ms=7.3),
-        Row("llama-bf16", LLAMA, "bfloat16", BASE, RIGHT, autotune=True, most_ms=8.4),
-        Row("llama-fp16", LLAMA, "float16", BASE, RIGHT, most_ms=8.4),
-        Row("llama-block", LLAMA_BLOCK, "bfloat16", _BLOCK_SIZE, RIGHT, autotune=True, share=0.9),
+        Row("bert-fp16", BERT, "float16", BASE, RIGHT, autotune=True),
+        Row("bert-bf16", BERT, "bfloat16", BASE, RIGHT),
+        Row("bert-any-mask", BERT, "float16", BASE, ANY),
+        Row("llama-bf16", LLAMA, "bfloat16", BASE, RIGHT, autotune=True),
+        Row("llama-fp16", LLAMA, "float16", BASE, RIGHT),
+        Row("llama-block", LLAMA_BLOCK, "bfloat16", _BLOCK_SIZE, RIGHT, autotune=True),
         Row("vit", VIT, "float16", replace(BASE, batch=64, tokens=196)),
         Row("whisper", WHISPER, "float16", replace(BASE, batch=8, tokens=1500)),
         Row("t5", T5, "bfloat16", replace(BASE, batch=16), RIGHT),
@@ -201,3 +329,100 @@ ROWS = {
         Row("bert-1x128", BERT, "float16", _SENTENCE, RIGHT, autotune=True, graph=True),
     )
 }
+
+
+# ------------------------------------------------------------------------------------------- architectures
+
+WIDE = Size(layers=4, width=256, heads=4, vocabulary=2000, batch=8, tokens=128)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model by its name in a library.
+
+    Attributes:
+        kind: transformers' class, or timm's or torchvision's name.
+        options: of its configuration, beside the size.
+        image: takes images instead of token ids and a mask.
+        sized: has the sizes of the report; else it keeps its configuration's own.
+    """
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    library: str = "transformers"
+    image: bool = False
+    sized: bool = True
+
+    def make(self, small: bool) -> nn.Module:
+        """Returns the model in float32 and eval mode; always with the same weights."""
+        torch.manual_seed(0)
+        if self.library == "timm":
+            body = importlib.import_module("timm").create_model(self.kind, pretrained=False)
+        elif self.library == "torchvision":
+            body = importlib.import_module("torchvision.models").get_model(self.kind, weights=None)
+        else:
+            sizes = (TINY if small else WIDE).options() if self.sized else {}
+            body = from_transformers(self.kind, {**sizes, **self.options})
+        return perturbed(Values(body) if self.image else Encoder(body)).eval()
+
+    def batch(self, small: bool, count: int | None = None) -> dict[str, Tensor]:
+        """Returns inputs by name, for `count` images or sentences if it is given."""
+        size = TINY if small else WIDE
+        size = replace(size, batch=count or size.batch)
+        return {"values": normal(size.batch, 3, 224, 224)} if self.image else text(size, RIGHT)
+
+
+# Without a cache of keys and values, which is not a tensor.
+_DECODER = {
+    "use_cache": False, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_VISION = {"image_size": 224, "patch_size": 16}
+_EAGER = {"attn_implementation": "eager"}  # with sdpa, torch's exporters make views that do not fit
+
+
+def _images(library: str, *names: str) -> dict[str, Architecture]:
+    return {f"{library} {name}": Architecture(name, library=library, image=True) for name in names}
+
+
+ARCHITECTURES = {
+    "bert": Architecture("BertModel"),
+    "distilbert": Architecture("DistilBertModel"),
+    "roberta": Architecture("RobertaModel", {"max_position_embeddings": 514}),
+    "electra": Architecture("ElectraModel", {"embedding_size": 128}),
+    "albert": Architecture("AlbertModel", {"embedding_size": 128}),
+    "mpnet": Architecture("MPNetModel", {"max_position_embeddings": 514}),
+    "deberta_v2": Architecture(
+        "DebertaV2Model", {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    ),
+    "modernbert": Architecture(
+        "ModernBertModel",
+        {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "gpt2": Architecture("GPT2Model", {"use_cache": False}),
+    "gpt_neox": Architecture("GPTNeoXModel", {"use_cache": False}),
+    "opt": Architecture("OPTModel", _DECODER),
+    "llama": Architecture("LlamaModel", _DECODER),
+    "mistral": Architecture("MistralModel", _DECODER | {"sliding_window": 64}),
+    "granite": Architecture("GraniteModel", _DECODER),
+    "qwen2": Architecture("Qwen2Model", _DECODER),
+    "qwen3": Architecture("Qwen3Model", _DECODER | {"head_dim": 64}),
+    "olmo2": Architecture("Olmo2Model", _DECODER),
+    "gemma": Architecture("GemmaModel", _DECODER | {"head_dim": 64}),
+    "gemma2": Architecture("Gemma2Model", _DECODER | {"head_dim": 64}),
+    "phi3": Architecture("Phi3Model", _DECODER),
+    "t5_encoder": Architecture("T5EncoderModel", _EAGER),
+    "bart": Architecture("BartModel", {"use_cache": False} | _EAGER),
+    "clip_text": Architecture("CLIPTextModel", _DECODER | {"num_key_value_heads": None}),
+    "clip_vision": Architecture("CLIPVisionModel", _VISION, image=True),
+    "vit": Architecture("ViTModel", _VISION, image=True),
+    "deit": Architecture("DeiTModel", _VISION, image=True),
+    "dinov2": Architecture("Dinov2Model", _VISION, image=True),
+    "swin": Architecture("SwinModel", _EAGER, image=True, sized=False),
+    "convnext": Architecture("ConvNextModel", image=True, sized=False),
+    "segformer": Architecture("SegformerModel", image=True, sized=False),
+    **_images(
+        "timm", "vit_tiny_patch16_224", "deit3_small_patch16_224", "eva02_tiny_patch14_224",
+        "mixer_s16_224", "convnext_atto", "efficientnet_b0",
+    ),
+    **_images("torchvision", "resnet18", "mobilenet_v3_small", "densenet121", "vit_b_16"),
+}  # fmt: skip

@@ -1,178 +1,371 @@
-"""Whole models: torch, ONNX Runtime's exports and optimizer, and twinop's: `twinop bench models`."""
+"""Whole models in torch and in ONNX Runtime, exported, with its own optimizer and with `twinop optimize`.
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+    python lab/models.py --models bert-fp16,vit
+    python lab/models.py --architectures --models bert,vit
+    python lab/models.py --table lab/results/models-nvidia-h200.jsonl
+
+Each model is exported in a process of its own while others are measured, and measured in another one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+import onnx
 import torch
 import typer
+from torch import Tensor, nn
 
-from twinop.console import clear_errors, out
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lab.model_zoo import ARCHITECTURES, RIGHT, ROWS, TINY, Architecture, Row, cast
+from twinop.bench import runtime
+from twinop.bench.cases import relative_error
+from twinop.bench.measurements import (
+    Commit,
+    Device,
+    Measurements,
+    Output,
+    choose_device,
+    chosen,
+    read,
+    reason_of,
+)
+from twinop.bench.providers import Subject, checked
+from twinop.bench.timing import host_times, timer_on
+from twinop.console import clear_errors
+from twinop.errors import ExportError
+from twinop.export import export
+from twinop.export.optimize import optimize
 
-from twinop.bench import report
-from .model_runs import AUTOTUNE, COLUMNS, EAGER, KINDS, MEASURED, TWINOP
-from .model_zoo import ROWS, Row
-from twinop.bench.recording import Commit, Device, Output, Recording, rest_of, to_add_to
-from twinop.bench.workers import FAILURE, Pipeline
-
-WRONG = 3.0  # no bar counts a column whose error is more times torch eager's: it computes something else
-OURS = (TWINOP, MEASURED)
-AUTOTUNED, PLAIN = 100.0, 30.0  # seconds that a row takes on an H200, with and without max-autotune
+STOCK, ORTS, OURS = "stock.onnx", "ort-optimizer.onnx", "twinop.onnx"
+EAGER, COMPILE, AUTOTUNE, TWINOP = "torch eager", "torch.compile", "max-autotune", "twinop"
+COLUMNS = {
+    EAGER: "",
+    COMPILE: "default",
+    AUTOTUNE: "max-autotune-no-cudagraphs",
+    "ORT stock": STOCK,
+    "ORT optimizer": ORTS,
+    TWINOP: OURS,
+}
+"""The columns: torch.compile's mode, or the export."""
+OF_ARCHITECTURES = {"stock export": STOCK, TWINOP: OURS, "stock export again": STOCK}
+"""The stock export has a second session, because each session chooses convolutions by their times."""
+FEW = 2  # exports and comparisons take a batch of two, as the batch dimension stays open
+FACTS = ("nodes_before", "nodes_after", "made", "left", "reverted", "notes", "error", "own_error")
+WRONG = 3.0  # a column whose error is more times torch eager's computes something else
 EXPORTS = 5  # at a time: the rest of 16 cores compiles
+LIMIT = 400  # seconds of a process
 
-# ------------------------------------------------------------------------------------------- all rows
+# ------------------------------------------------------------------------------------------- exports
 
 
-def measured(
-    rows: Sequence[Row], columns: Sequence[str], small: bool, device: torch.device, seconds: float
-) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Measures rows one after another while the files of the next ones are made.
-
-    Args:
-        seconds: of all rows together; a row leaves out max-autotune where the rest would take longer.
-
-    Returns:
-        Each row with the "rows" of the report, the "reasons" for missing columns, and facts on the "exports".
-    """
-    started = time.monotonic()
-    kinds = dict.fromkeys(COLUMNS[column] for column in columns if COLUMNS[column] in KINDS)
-
-    def job(row: Row) -> dict[str, Any]:
-        dtype = row.dtype if device.type == "cuda" else "float32"  # a CPU's kernels of 16 bits are slow
-        return {"name": row.name, "dtype": dtype, "small": small}
-
-    with Pipeline("twinop.bench.model_runs", device, len(rows), EXPORTS) as pipeline:
-
-        def path(row: Row, kind: str) -> str:
-            return f"{pipeline.folder}/{row.name}-{kind}.onnx"
-
-        exports = {
-            (row.name, kind): pipeline.prepare(kind=kind, path=path(row, kind), **job(row))
-            for row in rows
-            for kind in kinds
+def export_all(name: str, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
+    """Writes the exports of a model. Returns what the optimizers say of each, or why it failed."""
+    model = ROWS.get(name) or ARCHITECTURES[name]
+    makers: dict[str, Callable[[], dict[str, Any]]]
+    if isinstance(model, Row):
+        makers = {
+            STOCK: partial(_stock, model, dtype, small, folder / STOCK),
+            ORTS: partial(_by_ort, model, dtype, small, folder),
+            OURS: partial(_by_us, model, dtype, small, folder),
         }
-        for index, row in enumerate(rows):
-            made = {kind: exports[row.name, kind].result() for kind in kinds}
-            left = seconds - (time.monotonic() - started) - PLAIN * (len(rows) - index - 1)
-            sources: dict[str, str] = {}
-            reasons: dict[str, str] = {}
-            for column in columns:
-                kind = COLUMNS[column]
-                if FAILURE in made.get(kind, {}):
-                    reasons[column] = made[kind][FAILURE]
-                elif column != AUTOTUNE or (row.autotune and left >= AUTOTUNED):
-                    sources[column] = path(row, kind) if kind in kinds else kind
-                elif row.autotune:
-                    reasons[column] = "left out: the time of the report"
-            rounds = 5 if small else 21
-            found = pipeline.measure(device=str(device), columns=sources, rounds=rounds, **job(row))
-            if FAILURE in found:
-                found = {"rows": [], "reasons": {"all columns": found[FAILURE]}}
-            yield row, {"rows": found["rows"], "reasons": found["reasons"] | reasons, "exports": made}
-
-
-def judged(columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns a model's columns without those whose error says that they compute something else."""
-    limit = WRONG * columns[EAGER]["error"] if EAGER in columns else float("inf")
-    return {column: each for column, each in columns.items() if each["error"] <= limit}
-
-
-def what_counts(name: str) -> str:
-    """Returns the time that a model is judged by: a model in a CUDA graph waits for the host, too."""
-    return "wall_us" if ROWS[name].graph else "median_us"
-
-
-def bars(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns verdicts on the faster of twinop's columns: its error, and its time against the others'."""
-    found = []
-    for (name,), columns in report.by_cell(rows, "op").items():
-        if EAGER not in columns or TWINOP not in columns:
-            continue
-        row, us = ROWS[name], {column: each[what_counts(name)] for column, each in columns.items()}
-        ours = min((column for column in OURS if column in us), key=us.__getitem__)
-        best = min((column for column in judged(columns) if column not in OURS), key=us.__getitem__)
-        ratio = columns[ours]["error"] / columns[EAGER]["error"]
-        found.append(report.bar(f"{name}: {ours} / {EAGER}, relative error", ratio, WRONG))
-        found.append(report.bar(f"{name}: {ours} / {best}, time", us[ours] / us[best], row.share))
-        if row.most_ms is not None:
-            found.append(report.bar(f"{name}: {ours}, ms on an H200", us[ours] * 1e-3, row.most_ms))
+    else:
+        makers = {STOCK: partial(_architecture, model, dtype, small, folder)}
+    found = {}
+    for file, make in makers.items():
+        try:
+            found[file] = make()
+        except Exception as failure:  # of an exporter or an optimizer: it is the column's result
+            found[file] = {"failure": reason_of(failure)}
     return found
 
 
-def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Returns the milliseconds of the columns that compute the same, by model."""
-    return {
-        ROWS[name].title: {column: each[what_counts(name)] * 1e-3 for column, each in judged(columns).items()}
-        for (name,), columns in report.by_cell(rows, "op").items()
-    }
+def torch_export(
+    model: nn.Module, inputs: Mapping[str, Tensor], path: Path, exporter: str = "dynamo", fixed: bool = False
+) -> None:
+    """Writes torch's own export, with an open batch dimension if it is not `fixed`."""
+    dynamic = None if fixed else {name: {0: "batch"} for name in inputs}
+    export(model, tuple(inputs.values()), path, exporter=exporter, dynamic=dynamic, verify=False)
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints device and wall milliseconds and the error: a line for each model, a column for each way."""
-    table = report.table("Models: ms on the device / wall, relative error", ["model", *COLUMNS])
-    for (name,), cells in report.by_cell(rows, "op").items():
-        texts = (
-            f"{cells[column]['median_us'] * 1e-3:.2f} / {cells[column]['wall_us'] * 1e-3:.2f}, "
-            f"{cells[column]['error']:.1e}"
-            if column in cells
-            else "-"
-            for column in COLUMNS
-        )
-        table.add_row(name, *texts)
-    out.print(table)
+def optimized(source: Path, target: Path, inputs: Mapping[str, Tensor], **options: Any) -> dict[str, Any]:
+    """Optimises an export, compares both on these inputs, and returns what the optimizer says."""
+    inputs_file = target.with_suffix(".npz")
+    np.savez(inputs_file, **{name: x.numpy() for name, x in inputs.items()})  # type: ignore[arg-type]
+    said = asdict(optimize(source, target, inputs_file=inputs_file, **options))
+    return {name: said[name] for name in FACTS}
+
+
+def _stock(row: Row, dtype: str, small: bool, path: Path) -> dict[str, Any]:
+    model, narrow = row.make(small, row.model.exported), getattr(torch, dtype)
+    inputs = row.batch(small, None if row.graph else FEW)
+    torch_export(model.to(narrow), cast(inputs, narrow), path, fixed=row.graph)
+    return {}
+
+
+def _by_us(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
+    source, inputs = folder / "wide.onnx", row.batch(small, None if row.graph else FEW)
+    torch_export(row.make(small, row.model.exported), inputs, source, fixed=row.graph)
+    padding = RIGHT if row.padding == RIGHT else None
+    return optimized(source, folder / OURS, inputs, dtype=dtype, padding=padding)
+
+
+def _by_ort(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
+    """ONNX Runtime's own optimizer, whose conversion knows float16 only: bfloat16 is exported as such."""
+    from onnxruntime.transformers import optimizer
+
+    source, inputs = folder / "torchscript.onnx", row.batch(small, None if row.graph else FEW)
+    model = row.make(small, attention="eager")  # the form that it recognises
+    if dtype == "bfloat16":
+        model, inputs = model.to(torch.bfloat16), cast(inputs, torch.bfloat16)
+    torch_export(model, inputs, source, "torchscript", fixed=row.graph)
+    size = TINY if small else row.size
+    made = optimizer.optimize_model(
+        str(source),
+        model_type=row.model.model_type,
+        num_heads=size.heads,
+        hidden_size=size.width,
+        opt_level=0,
+        use_gpu=True,
+    )
+    if dtype == "float16":
+        made.convert_float_to_float16(keep_io_types=False)
+    onnx.save(made.model, str(folder / ORTS))
+    return {"made": {kind: count for kind, count in made.get_fused_operator_statistics().items() if count}}
+
+
+def _architecture(model: Architecture, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
+    """Writes the stock export and the one that twinop makes of it."""
+    narrow, few = getattr(torch, dtype), model.batch(small, FEW)
+    made = model.make(small).to(narrow)
+    try:
+        torch_export(made, cast(few, narrow), folder / STOCK)
+    except ExportError:
+        try:  # Swin's views fix the batch
+            few = model.batch(small)
+            torch_export(made, cast(few, narrow), folder / STOCK, fixed=True)
+        except ExportError:  # BART in float16 branches on its values
+            few = model.batch(small, FEW)
+            torch_export(made, cast(few, narrow), folder / STOCK, "torchscript")
+    return optimized(folder / STOCK, folder / OURS, few)
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+
+def measure(
+    name: str, dtype: str, small: bool, device: torch.device, columns: Sequence[str], folder: Path
+) -> dict[str, Any]:
+    """Measures the columns of a model, in turn, and returns the line about it."""
+    model = ROWS.get(name) or ARCHITECTURES[name]
+    known = COLUMNS if isinstance(model, Row) else OF_ARCHITECTURES
+    graph = isinstance(model, Row) and model.graph and device.type == "cuda"
+    exports = json.loads((folder / "exports.json").read_text())
+    times: dict[str, Any] = {}
+    with torch.no_grad(), timer_on(device) as timer:
+        module = model.make(small).to(device)
+        wide = {each: tensor.to(device) for each, tensor in model.batch(small).items()}
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # convolutions in float32 proper
+            expected = module(*wide.values()).double()
+        module, inputs = module.to(getattr(torch, dtype)), cast(wide, getattr(torch, dtype))
+        made: dict[str, Callable[..., Subject]] = {}
+        for column in columns:
+            source = known[column]
+            make: Callable[..., Subject] = partial(in_torch, module, source, tuple(inputs.values()))
+            if source.endswith(".onnx"):
+                make = partial(in_ort, folder / source, inputs, expected)
+            made[column] = partial(with_error, make, expected, wide.get("mask"), graph)
+        subjects, missing = checked(made, lambda column, subject: None)
+        said = {column: exports.get(known[column], {}).get("failure") for column in missing}
+        missing |= {column: why for column, why in said.items() if why}
+        runs = {column: subject.run for column, subject in subjects.items()}
+        rounds = 5 if small else 21
+        after = partial(torch.cuda.synchronize, device) if timer is not None else None
+        queued = timer.times(runs, rounds=rounds) if timer is not None else None
+        wall = host_times(runs, rounds=rounds, seconds=2.0, after=after)
+        for column, subject in subjects.items():
+            waited = {"wall_us": round(wall[column].median * 1e6, 1)}
+            times[column] = (queued or wall)[column].row() | waited | subject.facts
+    shape = "x".join(map(str, next(iter(inputs.values())).shape))
+    line = {"op": name, "dtype": dtype, "shape": shape, "times": times, "missing": missing}
+    return line | {"exports": exports}
+
+
+def with_error(make: Callable[..., Subject], expected: Tensor, mask: Tensor | None, graph: bool) -> Subject:
+    """Returns a subject with its error among its facts.
+
+    Args:
+        make: takes whether the run is to be a CUDA graph.
+        mask: the tokens that count, if not all.
+        graph: make a CUDA graph of it if that works.
+    """
+    facts: dict[str, Any] = {"graph": True} if graph else {}
+    try:
+        subject = make(graph=graph)
+    except Exception as failure:  # a model that waits for the GPU
+        if not graph:
+            raise
+        subject, facts = make(graph=False), {"no_graph": reason_of(failure)}
+    shown = mask[..., None] if mask is not None else 1
+    error = relative_error(subject.result()[0] * shown, expected * shown)
+    return replace(subject, facts={"error": error} | subject.facts | facts)
+
+
+def in_torch(model: nn.Module, mode: str, inputs: tuple[Tensor, ...], graph: bool) -> Subject:
+    """Runs a model in torch; `mode` is torch.compile's, or "" for eager."""
+    call = torch.compile(model, dynamic=False, mode=mode) if mode else model
+    run = partial(call, *inputs)
+    for _ in range(3):
+        run()
+    if not graph:
+        return Subject(run)
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded, stream=torch.cuda.current_stream()):
+        output = run()
+    return Subject(recorded.replay, (output,))
+
+
+def in_ort(path: Path, inputs: Mapping[str, Tensor], expected: Tensor, graph: bool) -> Subject:
+    """Runs an export in ONNX Runtime, with its full graph optimisation."""
+    proto = onnx.load(path)
+    stream = torch.cuda.current_stream(expected.device) if expected.is_cuda else None
+    last = proto.graph.output[0]
+    kinds = {element: kind for kind, element in runtime.ONNX_TYPES.items()}
+    output = torch.empty(expected.shape, dtype=kinds[last.type.tensor_type.elem_type], device=expected.device)
+    names = {value.name for value in proto.graph.input}
+    nodes: list[str] = []
+    session = runtime.open_session(
+        proto,
+        output.device,
+        cpu_threads=2,
+        stream=stream,
+        cuda_graph=graph,
+        optimize=True,
+        fallback=not graph,  # ONNX Runtime runs nodes that compute shapes on the CPU
+        planned_nodes=nodes,
+    )
+    given = {name: tensor.contiguous() for name, tensor in inputs.items() if name in names}
+    run = runtime.bind(session, given, {last.name: output}, synchronize=stream is None)
+    for _ in range(3):  # the recording of a graph is among the first runs
+        run()
+    if stream is not None:
+        torch.cuda.synchronize(stream.device)
+    return Subject(run, (output,), {"nodes": dict(Counter(nodes).most_common())})
+
+
+# ------------------------------------------------------------------------------------------- the table
+
+
+def milliseconds(line: Mapping[str, Any]) -> dict[str, float]:
+    """Returns a model's times, wall time for a CUDA graph, without columns that compute something else."""
+    times, row = line["times"], ROWS.get(line["op"])
+    limit = WRONG * times[EAGER]["error"] if EAGER in times else float("inf")
+    counts = "wall_us" if row is not None and row.graph else "median_us"
+    return {column: each[counts] * 1e-3 for column, each in times.items() if each["error"] <= limit}
+
+
+def share(line: Mapping[str, Any]) -> tuple[float, str]:
+    """Returns twinop's time divided by that of the fastest other column, and its name."""
+    ms = milliseconds(line)
+    best = min((column for column in ms if not column.startswith(TWINOP)), key=ms.__getitem__)
+    return ms[TWINOP] / ms[best], best
+
+
+def table(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the table of docs/guide/performance.md."""
+    shown = (COMPILE, "ORT optimizer", TWINOP)
+    rows = ["| model | " + " | ".join(shown) + " | of the fastest other |", "|---" * (len(shown) + 2) + "|"]
+    for line in lines:
+        ms, (of_best, best) = milliseconds(line), share(line)
+        times = " | ".join(f"{ms[column]:.2f}" if column in ms else "-" for column in shown)
+        rows.append(f"| {ROWS[line['op']].title} | {times} | {of_best:.2f} ({best}) |")
+    return "\n".join(rows)
+
+
+# ------------------------------------------------------------------------------------------- all models
+
+
+def run_step(step: str, name: str, arguments: Sequence[str]) -> str:
+    """Runs this program for one step of one model. Returns why it failed, or ""."""
+    command = [sys.executable, __file__, "--models", name, "--step", step, *arguments]
+    beside = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | (beside if step == "export" else {})
+    try:
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {LIMIT} s"
+    return f"exit code {done.returncode}: {done.stderr[-300:]}" if done.returncode else ""
 
 
 def main(
-    rows: Annotated[str, typer.Option(help="Models to measure.")] = ",".join(ROWS),
-    columns: Annotated[str, typer.Option(help="What to measure them in.")] = ",".join(COLUMNS),
+    models: Annotated[str, typer.Option(help="Models to measure. Default: all.")] = "",
+    columns: Annotated[str, typer.Option(help="What to measure them in. Default: all.")] = "",
+    architectures: Annotated[
+        bool, typer.Option("--architectures", help="40 architectures before and after `twinop optimize`.")
+    ] = False,
     device: Device = "auto",
     small: Annotated[bool, typer.Option("--small", help="Tiny models: shows that everything runs.")] = False,
-    seconds: Annotated[
-        float, typer.Option(help="Leave max-autotune out where all rows would take longer.")
-    ] = 720,
+    table_of: Annotated[Path | None, typer.Option("--table", help="Only print the table of a file.")] = None,
     output: Output = None,
     commit: Commit = None,
+    dtype: Annotated[str, typer.Option(hidden=True)] = "",
+    step: Annotated[str, typer.Option(hidden=True)] = "",
+    folder: Annotated[Path, typer.Option(hidden=True)] = Path(),
 ) -> None:
-    """Measure whole models in torch and in ONNX Runtime: twinop's optimizer against all others.
+    """Measure whole models in torch, in ONNX Runtime with its own optimizer, and with twinop's.
 
-    Device time behind a cold L2, wall time, and the error against float32 in torch. Models have random
-    weights. torch's columns and the dynamo exports use scaled_dot_product_attention; ONNX Runtime's
-    optimizer gets a TorchScript export with eager attention, the form that it recognises. twinop's second
-    column measures cuBLASLt's algorithms instead of taking its first (TWINOP_LINEAR_ALGORITHMS). Each row
-    runs in a process of its own, while others export the next models. The models are added to a report of
-    the same machine and commit; one that it has is replaced with all of its columns.
-
-    Example:
-
-        twinop bench models --rows bert-fp16,vit
+    It is device time behind a cold L2, wall time, and the error against float32 in torch, of models with
+    random weights. All models take about 12 minutes on an H200, the architectures 5.
     """
     with clear_errors():
-        where = report.choose_device(device)
-        chosen = [ROWS[name] for name in report.chosen("--rows", rows, list(ROWS))]
-        ways = report.chosen("--columns", columns, list(COLUMNS))
-        recording = Recording("models", where, output, commit)
-        earlier = to_add_to(recording.path, recording.facts, {"small": small})
-        spent = earlier["settings"]["seconds"] if earlier else 0.0
-        content = rest_of(earlier, {row.name for row in chosen})
+        if table_of is not None:
+            print(table(read(table_of, "models")))
+            return
+        if step == "export":  # in a process that sees no GPU
+            said = export_all(models, dtype, small, folder)
+            (folder / "exports.json").write_text(json.dumps(said))
+            return
+        where, known = choose_device(device), ARCHITECTURES if architectures else ROWS
+        names = chosen("--models", models, list(known)) if models else list(known)
+        if step == "measure":
+            ways = OF_ARCHITECTURES if architectures else COLUMNS
+            wanted = chosen("--columns", columns, list(ways)) if columns else list(ways)
+            if not columns and models in ROWS and not ROWS[models].autotune:
+                wanted.remove(AUTOTUNE)
+            kind = "architectures" if architectures else "models"
+            measured = Measurements(kind, where, output, commit, small)
+            measured.add(measure(models, dtype, small, where, wanted, folder))
+            measured.say()
+            return
+        given = ["--architectures"] * architectures + ["--small"] * small
+        to = [f"--device={where.type}", f"--columns={columns}", f"--commit={commit or ''}"]
+        to += [f"--output={output}"] if output else []
+        with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(EXPORTS) as pool:
+            steps = {}
+            for name in names:
+                # A CPU's kernels of 16 bits are slow.
+                kind = (
+                    (ROWS[name].dtype if name in ROWS else "float16") if where.type == "cuda" else "float32"
+                )
+                steps[name] = [*given, f"--dtype={kind}", f"--folder={tempfile.mkdtemp(dir=work)}"]
+            exports = {name: pool.submit(run_step, "export", name, each) for name, each in steps.items()}
+            if where.type == "cpu":
+                wait(exports.values())
+            for name, each in steps.items():
+                why = exports[name].result() or run_step("measure", name, [*each, *to])
+                if why:
+                    print(f"not measured: {name}: {why}")
 
-        def write(last: bool) -> None:
-            settings = {"small": small, "seconds": round(spent + recording.seconds, 1)}
-            recording.write(last=last, settings=settings, **content)
 
-        with report.progress("models", len(chosen)) as step:
-            for row, found in measured(chosen, ways, small, where, seconds):
-                step(row.name)
-                content["rows"] += found["rows"]
-                content["not_measured"] |= {
-                    f"{row.name}, {column}": reason for column, reason in found["reasons"].items()
-                }
-                content["exports"][row.name] = found["exports"]
-                write(last=False)
-        report.show_missing(content["not_measured"])
-        show(content["rows"])
-        if not small and where.type == "cuda":
-            content["bars"] = bars(content["rows"])
-            report.show_bars(content["bars"])
-        write(last=True)
-        if small:
-            out.print("These were tiny models: do not record it.", highlight=False)
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,52 +1,45 @@
-"""The inference service beside plain servers: `twinop bench serve`."""
+"""The inference service beside plain KServe and a plain FastAPI server, through loopback.
 
+python lab/serve.py --models small --rounds 1
+"""
+
+import itertools
 import json
 import os
 import socket
 import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
-import onnx
+import torch
 import typer
+from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lab.model_zoo import Size, batch, encoder
+from lab.servers import GRPC, METHOD, REST, Server, session, started
 from twinop import child
+from twinop.bench.measurements import BenchError, Commit, Device, Measurements, Output, choose_device, chosen
 from twinop.console import clear_errors
+from twinop.deploy.service.protocol import pb
+from twinop.export import export
+from twinop.torch_op import replace_modules
 
-from twinop.bench import report
-from twinop.bench.figures import draw_serve
-from twinop.bench.recording import Commit, Device, Output, Recording
-from . import load
-from .servers import (
-    FASTAPI,
-    GRPC,
-    KSERVE,
-    MODELS,
-    OURS,
-    PROCESSES,
-    REST,
-    SERVERS,
-    UNBATCHED,
-    Model,
-    Server,
-    commands,
-    protocols,
-    server_names,
-    session,
-    started,
-)
-
-BARE = "session.run"
+OURS, UNBATCHED, KSERVE, FASTAPI = "twinop", "twinop unbatched", "KServe", "FastAPI"
+PROCESSES = "twinop processes"  # one for each core, or for each GPU
+SERVERS = (OURS, UNBATCHED, PROCESSES, KSERVE, FASTAPI)
+OVER_GRPC = (OURS, UNBATCHED, KSERVE)
 CLIENTS = (1, 16, 64)
+LOAD, PLAIN = (str(Path(__file__).with_name(name)) for name in ("load.py", "servers.py"))
 
 LONE_ROUNDS = 5
 """With one client there are this many times the rounds.
@@ -55,35 +48,95 @@ On two cores, runs switch between two speeds, 1 : 1.5, for seconds at a time, wh
 Three rounds are too few to average that out.
 """
 
+# ------------------------------------------------------------------------------------------- models
 
-def requests(model: Model, folder: Path) -> dict[tuple[str, str], Path]:
-    """Writes the requests as files, and returns them by protocol and server: FastAPI or another."""
-    from twinop.deploy.service.protocol import pb
 
-    inputs = model.inputs()
+@dataclass(frozen=True)
+class Model:
+    """A model: the largest batch that the server may form, how to write it, and the inputs of one request."""
+
+    rows: int
+    build: Callable[[Path], None]
+    inputs: dict[str, np.ndarray]
+
+
+def mlp(*widths: int) -> Model:
+    """Returns linear layers with CustomRelu between them, float32[batch, width]."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))[:-1]
+    x = torch.randn(2, widths[0])
+    return Model(64, partial(exported, model, {"input": x}), {"input": x[:1].numpy()})
+
+
+def exported(model: nn.Module, inputs: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
+    """Writes a model with twinop's ops and an open batch dimension."""
+    options |= {"exporter": "torchscript", "verify": False}
+    replace_modules(model)
+    export(model, tuple(inputs.values()), path, dynamic={name: {0: "batch"} for name in inputs}, **options)
+
+
+def _encoder() -> Model:
+    size = Size(layers=4, width=256, heads=4, vocabulary=2000, batch=2, tokens=64)
+    inputs = dict(zip(("ids", "mask"), batch(size), strict=True))
+    build = partial(exported, encoder("bert", size), inputs, replace=("add", "softmax"))
+    return Model(16, build, {name: tensor[:1].numpy() for name, tensor in inputs.items()})
+
+
+MODELS = {
+    "small": partial(mlp, 64, 128, 128, 16),
+    "wide": partial(mlp, 1024, 4096, 4096, 1024),
+    "encoder": _encoder,
+}
+
+# ------------------------------------------------------------------------------------------- servers
+
+
+def start(stack: ExitStack, server: str, name: str, model: Model, path: Path, provider: str) -> Server:
+    """Starts a server of the model, which lies at `path`."""
+    ours = child.module("twinop", "serve", str(path), "--provider", provider, "--log-level", "warning")
+    environments: list[dict[str, str]] = [{}]
+    if server in (KSERVE, FASTAPI):
+        ours = [sys.executable, PLAIN, server.lower(), str(path), provider]
+    elif server != UNBATCHED:
+        ours += ["--max-batch-size", str(model.rows)]
+    if server == PROCESSES:
+        on_gpus, cores = provider == "cuda", os.cpu_count() or 1
+        count = torch.cuda.device_count() if on_gpus else cores
+        environments = [{"CUDA_VISIBLE_DEVICES": str(i)} if on_gpus else {} for i in range(count)]
+        share = path.with_name("share.toml")
+        share.write_text(f"[model]\nintra_op_threads = {max(cores // count, 1)}\n")
+        ours += ["--reuse-port", "--config", str(share)]
+    log = path.with_name(f"{name}-{server}.log")
+    return stack.enter_context(started(server, ours, name, log, environments))[0]
+
+
+def requests(name: str, model: Model, folder: Path) -> dict[tuple[str, bool], Path]:
+    """Writes the requests as files, and returns them by protocol and whether it is FastAPI's."""
+    inputs = model.inputs
     raw = [array.tobytes() for array in inputs.values()]
+    datatypes = {"float32": "FP32", "int64": "INT64"}
     tensors = [
-        {"name": name, "shape": list(array.shape), "datatype": _DATATYPES[array.dtype.name]}
-        for name, array in inputs.items()
+        {"name": each, "shape": list(array.shape), "datatype": datatypes[array.dtype.name]}
+        for each, array in inputs.items()
     ]
-    sizes = [{"parameters": {"binary_data_size": len(each)}} for each in raw]
-    described = [tensor | size for tensor, size in zip(tensors, sizes, strict=True)]
-    header = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
-    message = pb.ModelInferRequest(model_name=model.name, inputs=tensors, raw_input_contents=raw)
+    sized = [
+        tensor | {"parameters": {"binary_data_size": len(each)}}
+        for tensor, each in zip(tensors, raw, strict=True)
+    ]
+    header = json.dumps({"inputs": sized, "parameters": {"binary_data_output": True}}).encode()
+    message = pb.ModelInferRequest(model_name=name, inputs=tensors, raw_input_contents=raw)
     length = f"Inference-Header-Content-Length: {len(header)}\r\n"
-    found = {
-        (REST, OURS): _post(f"/v2/models/{model.name}/infer", header + b"".join(raw), length),
-        (REST, FASTAPI): _post("/infer", b"".join(raw), ""),
-        (GRPC, OURS): message.SerializeToString(),
+    contents = {
+        (REST, False): _post(f"/v2/models/{name}/infer", header + b"".join(raw), length),
+        (REST, True): _post("/infer", b"".join(raw), ""),
+        (GRPC, False): message.SerializeToString(),
     }
     paths = {}
-    for number, (key, content) in enumerate(found.items()):
-        paths[key] = folder / f"{model.name}-request-{number}"
+    for number, (key, content) in enumerate(contents.items()):
+        paths[key] = folder / f"{name}-request-{number}"
         paths[key].write_bytes(content)
     return paths
-
-
-_DATATYPES = {"float32": "FP32", "int64": "INT64"}
 
 
 def _post(path: str, body: bytes, more: str) -> bytes:
@@ -104,208 +157,97 @@ def check(server: Server, request: Path, expected: np.ndarray) -> None:
         body = answer.read()
     tail = np.frombuffer(body[-expected.nbytes :], expected.dtype) if answer.status == 200 else np.empty(0)
     if tail.size != expected.size or not np.allclose(tail, expected.ravel(), rtol=1e-3, atol=1e-4):
-        raise report.BenchError(f"{server.name} gives a wrong answer ({answer.status}): {body[:300]!r}")
+        raise BenchError(f"{server.name} gives a wrong answer ({answer.status}): {body[:300]!r}")
 
 
-def bare(opened: Any, inputs: dict[str, np.ndarray], clients: int, seconds: float) -> dict[str, float]:
-    """Measures session.run without a network, by callers in threads of their own."""
-
-    def call(end: float) -> list[float]:
-        times = []
-        while (start := time.perf_counter()) < end:
-            opened.run(None, inputs)
-            times.append(time.perf_counter() - start)
-        return times
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(clients) as pool:
-        calls = [pool.submit(call, start + seconds) for _ in range(clients)]
-        times = [each for done in calls for each in done.result()]
-    return load.percentiles(times, time.perf_counter() - start)
+# ------------------------------------------------------------------------------------------- load
 
 
 def measure_once(
     server: Server, protocol: str, request: Path, clients: int, seconds: float
-) -> dict[str, Any]:
-    """Measures one server once, from a process of its own.
+) -> dict[str, float]:
+    """Measures one server once, from processes of their own: one is slower than several servers.
 
     Raises:
-        BenchError: the clients failed, or an answer was an error.
+        BenchError: an answer was an error.
     """
-    method = load.METHOD if protocol == GRPC else ""
-    processes = max(1, min(clients // 8, (os.cpu_count() or 1) // 4))  # one is slower than several servers
-    options = load.Load(server.ports[protocol], str(request), clients, seconds, method, processes)
-    line = child.module("twinop.bench.serving.load", json.dumps(asdict(options)))
-    done = subprocess.run(line, capture_output=True, text=True, timeout=seconds * 10 + 60, check=False)
-    if done.returncode:
-        raise report.BenchError(f"the clients of {server.name} ended:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    if failures := found.pop("failures"):
-        said = "; ".join(sorted(set(failures))[:3])
-        raise report.BenchError(f"{server.name}, {protocol}: {len(failures)} failures: {said}")
-    return found
+    count = max(1, min(clients // 8, (os.cpu_count() or 1) // 4))
+    method = [METHOD] if protocol == GRPC else []
+    running = []
+    for number in range(count):
+        options = [server.ports[protocol], request, len(range(number, clients, count)), seconds, *method]
+        line = [sys.executable, LOAD, *map(str, options)]
+        running.append(subprocess.Popen(line, stdout=subprocess.PIPE))
+    found = [json.loads(process.communicate()[0]) for process in running]
+    if failures := sorted({text for each in found for text in each["failures"]}):
+        raise BenchError(f"{server.name}, {protocol}: {'; '.join(failures[:3])}")
+    times = [time for each in found for time in each["times"]]
+    p50, p90, p99 = (round(float(value) * 1e3, 4) for value in np.percentile(times, [50, 90, 99]))
+    return {"p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "per_second": round(len(times) / seconds, 1)}
 
 
 def measure(
-    model: Model,
-    provider: str,
-    seconds: float,
-    rounds: int,
-    folder: Path,
-    step: Callable[[str], object],
-    servers: Sequence[str] = (),
+    name: str, provider: str, seconds: float, rounds: int, folder: Path, servers: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Measures servers of one model, which lies in the folder: all of them, unless some are named.
+    """Measures servers of one model. Returns a line for each number of clients, with medians over the rounds.
 
-    Returns:
-        A row for each server, protocol and number of clients, with medians over the rounds. A round takes the
-        servers in turn, and every other round takes them in reverse.
+    A round takes the servers in turn, and every other round takes them in reverse.
     """
-    path = folder / f"{model.name}.onnx"
-    files = requests(model, folder)
-    opened, inputs = session(path, provider), model.inputs()
-    expected = opened.run(None, inputs)[0]
-    label = {"model": model.name, "device": provider}
-    alone = label | {"server": BARE, "protocol": "none", "ready_seconds": None}
-    rows: list[dict[str, Any]] = [
-        alone | {"clients": count, **bare(opened, inputs, count, seconds)} for count in CLIENTS
-    ]
+    model, path = MODELS[name](), folder / f"{name}.onnx"
+    model.build(path)
+    files = requests(name, model, folder)
+    expected = session(path, provider).run(None, model.inputs)[0]
     with ExitStack() as stack:
-        found = [
-            stack.enter_context(started(name, command, model.name, folder / f"{model.name}-{name}.log"))[0]
-            for name, command in commands(model, path, provider).items()
-            if not servers or name in servers
-        ]
-        cases = [
-            (server, protocol, files[protocol, FASTAPI if server.name == FASTAPI else OURS], clients)
-            for clients in CLIENTS
+        found = [start(stack, server, name, model, path, provider) for server in servers]
+        for server in found:
+            check(server, files[REST, server.name == FASTAPI], expected)
+        lines = []
+        ways = {
+            f"{server.name}, {protocol}": (server, protocol, files[protocol, server.name == FASTAPI])
             for protocol in (REST, GRPC)
             for server in found
-            if protocol in protocols(server.name)
-        ]
-        for server in found:
-            check(server, files[REST, FASTAPI if server.name == FASTAPI else OURS], expected)
-        runs: list[list[dict[str, Any]]] = [[] for _ in cases]
-        turns = list(zip(runs, cases, strict=True))
-        for turn in range(rounds * LONE_ROUNDS):
-            for kept, (server, protocol, request, clients) in turns if turn % 2 else reversed(turns):
-                if len(kept) == rounds and clients > 1:
-                    continue
-                step(f"{model.name}: {server.name}, {protocol}, clients: {clients}")
-                kept.append(measure_once(server, protocol, request, clients, seconds))
-    for kept, (server, protocol, _, clients) in zip(runs, cases, strict=True):
-        medians = {key: median(run[key] for run in kept) for key in kept[0]}
-        p50s = [run["p50_ms"] for run in kept]
-        rows.append(
-            label
-            | {"server": server.name, "protocol": protocol, "clients": clients}
-            | {"ready_seconds": round(server.ready_seconds, 2), **medians}
-            | {"spread": round(max(p50s) / min(p50s) - 1, 3)}
-            | ({"p50s_ms": p50s} if clients == 1 else {})
-        )
-    return rows
-
-
-def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the verdicts. At one client, each round's p50 is compared with KServe's in the same round."""
-
-    def value(model: str, server: str, protocol: str, clients: int, key: str) -> Any:
-        wanted = (model, server, protocol, clients)
-        [row] = [r for r in rows if (r["model"], r["server"], r["protocol"], r["clients"]) == wanted]
-        return row[key]
-
-    measured = {row["server"] for row in rows}
-    found = []
-    ready = [row["ready_seconds"] for row in rows if row["model"] == "small" and row["server"] == OURS]
-    bound = 2.0 if rows[0]["device"] == "cuda" else 0.6
-    found += [report.bar("small: seconds from the start to ready", ready[0], bound)] if ready else []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        if {PROCESSES, OURS, FASTAPI} <= measured:
-            found += _of_processes(model, rows, value)
-        if KSERVE not in measured or OURS not in measured:
-            continue
-        for protocol in (REST, GRPC):
-            pairs = (value(model, server, protocol, 1, "p50s_ms") for server in (OURS, KSERVE))
-            ratios = [ours / peers for ours, peers in zip(*pairs, strict=True)]
-            found.append(report.bar(f"{model}, {protocol}, 1 client: p50 / KServe's", median(ratios), 1.1))
-            found[-1]["quartiles"] = [round(each, 3) for each in quantiles(ratios, method="inclusive")[::2]]
-            if model != "wide":
-                continue
-            for key, least, bound in (("per_second", True, 1.5), ("p99_ms", False, 1.0)):
-                for peer in {KSERVE, UNBATCHED} & measured:
-                    ratio = value(model, OURS, protocol, 64, key) / value(model, peer, protocol, 64, key)
-                    what = f"{model}, {protocol}, 64 clients: {key} / {peer}"
-                    found.append(report.bar(what, ratio, bound, least=least))
-    return found
-
-
-def _of_processes(
-    model: str, rows: Sequence[dict[str, Any]], value: Callable[..., Any]
-) -> list[dict[str, Any]]:
-    """Returns the verdicts about one process for each core, or for each GPU."""
-    cuda, cores = rows[0]["device"] == "cuda", os.cpu_count() or 1
-    clients, bound = (64, 1.8) if cuda else (64, 3.0) if cores >= 16 else (16, 1.7)
-    if model != ("encoder" if cuda else "small"):
-        return []
-    rates = [value(model, server, REST, clients, "per_second") for server in (PROCESSES, OURS)]
-    what = f"{model}, REST, {clients} clients: per_second / one process"
-    found = [report.bar(what, rates[0] / rates[1], bound, least=True)]
-    if not cuda:
-        peers = [value(model, server, REST, 64, "per_second") for server in (PROCESSES, FASTAPI)]
-        what = f"{model}, REST, 64 clients: per_second of processes / FastAPI"
-        found.append(report.bar(what, peers[0] / peers[1], 1.0, least=True))
-    return found
+            if protocol == REST or server.name in OVER_GRPC
+        }
+        for clients in CLIENTS:
+            runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+            for turn in range(rounds * (LONE_ROUNDS if clients == 1 else 1)):
+                for way in ways if turn % 2 else reversed(ways):
+                    runs[way].append(measure_once(*ways[way], clients, seconds))
+            times: dict[str, dict[str, Any]] = {}
+            for way, kept in runs.items():
+                each = times[way] = {key: median(run[key] for run in kept) for key in kept[0]}
+                said = f"p50 {each['p50_ms']} ms, p99 {each['p99_ms']} ms, {each['per_second']} a second"
+                print(f"{name}, {clients} clients, {way}: {said}", flush=True)
+                each["ready_seconds"] = round(ways[way][0].ready_seconds, 2)
+                each["p50s_ms"] = [run["p50_ms"] for run in kept]
+            lines.append({"model": name, "clients": clients, "times": times})
+    return lines
 
 
 def main(
-    models: Annotated[
-        str, typer.Option(help="Models to measure: small,wide,encoder.")
-    ] = "small,wide,encoder",
-    servers: Annotated[
-        str, typer.Option(help='Servers to measure, such as "twinop,FastAPI". Default: all.')
-    ] = "",
+    models: Annotated[str, typer.Option(help="Models to measure.")] = ",".join(MODELS),
+    servers: Annotated[str, typer.Option(help="Servers to measure.")] = ",".join(SERVERS),
     device: Device = "auto",
     seconds: Annotated[float, typer.Option(help="Seconds of load per server and number of clients.")] = 2.0,
     rounds: Annotated[
-        int,
-        typer.Option(help=f"Rounds, whose median is kept; {LONE_ROUNDS} times as many with one client."),
+        int, typer.Option(help=f"Rounds, whose median is kept; {LONE_ROUNDS} times as many with one client.")
     ] = 3,
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """Measure the inference service beside plain KServe, a plain FastAPI server, and session.run alone.
+    """Measure the inference service beside plain KServe and a plain FastAPI server, through loopback.
 
-    Everything runs on one machine, through loopback. The clients run in a process of their own, and each
-    sends its next request when it has its answer.
-
-    Example:
-
-        twinop bench serve --models small --rounds 1
+    The clients run in processes of their own, and each sends its next request when it has its answer. All of
+    it takes 25 minutes.
     """
-    with clear_errors():
-        where = report.choose_device(device)
-        names = report.chosen("--models", models, [model.name for model in MODELS])
-        chosen = [model for model in MODELS if model.name in names]
-        recording = Recording("serve", where, output, commit)
-        rows: list[dict[str, Any]] = []
-        known = list(SERVERS)
-        some = report.chosen("--servers", servers, known) if servers else known
-        running = [name for name in server_names(where.type) if name in some]
-        steps = (
-            len(chosen) * len(sum(map(protocols, running), ())) * rounds * (len(CLIENTS) - 1 + LONE_ROUNDS)
-        )
-        with report.progress("serve", steps) as step, tempfile.TemporaryDirectory() as work:
-            for model in chosen:  # all before the first measurement: one may fail
-                onnx.save(model.build(), Path(work) / f"{model.name}.onnx")
-            for model in chosen:
-                rows += measure(model, where.type, seconds, rounds, Path(work), step, some)
-                recording.write(last=False, rows=rows)
-        columns = ["model", "server", "protocol", "clients", "p50_ms", "p99_ms", "per_second"]
-        report.show_rows("The inference service beside plain servers", rows, [*columns, "ready_seconds"])
-        verdicts = bars(rows)
-        report.show_bars(verdicts)
-        settings: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
-        settings |= {"rounds_at_one_client": rounds * LONE_ROUNDS, "cpus": os.cpu_count()}
-        recording.write(settings=settings, bars=verdicts, rows=rows)
-        title = report.machine_title(recording.facts)
-        draw_serve(rows, title, recording.path.with_suffix(".png"))
+    with clear_errors(), tempfile.TemporaryDirectory() as work:
+        where = choose_device(device)
+        names, wanted = chosen("--models", models, list(MODELS)), chosen("--servers", servers, SERVERS)
+        measured = Measurements("serve", where, output, commit)
+        for name in names:
+            for line in measure(name, where.type, seconds, rounds, Path(work), wanted):
+                measured.add(line)
+
+
+if __name__ == "__main__":
+    typer.run(main)

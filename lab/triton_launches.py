@@ -1,5 +1,11 @@
-"""Kernels in Triton, in ONNX Runtime and by Triton's own launch: `twinop bench triton`."""
+"""Kernels in Triton, in ONNX Runtime and by Triton's own launch. It needs a GPU.
 
+python lab/triton_launches.py
+"""
+
+import itertools
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,31 +15,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from onnx import NodeProto, helper
 from torch import Tensor
 
-from twinop.building.builder import build
-from twinop.building.project import find_project
-from twinop.console import clear_errors, err
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from twinop import child
+from twinop.bench import runtime
+from twinop.bench.measurements import Commit, Measurements, Output, choose_device
+from twinop.bench.providers import Subject, checked, require
+from twinop.bench.timing import DeviceTimer, host_times
+from twinop.console import clear_errors
 from twinop.library import find_library
+from twinop.record import DOMAIN
 from twinop.testing.target import load_module
 from twinop.torch_op import load
 
-from twinop.bench import report, runtime
-from twinop.bench.providers import Subject
-from twinop.bench.recording import Commit, Output, Recording
-from twinop.bench.timing import DeviceTimer, host_times
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples/triton"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples/triton"
 SIZES = tuple(1 << exponent for exponent in (20, 22, 24, 26, 28))
 ROWS = ((1024, 1024), (4096, 4096), (32768, 4096), (65536, 4096))
 PRODUCTS = ((4096, 4096, 4096), (16384, 768, 3072))  # M, K, N
 ATTENTIONS = ((32, 12, 512, 64), (4, 32, 4096, 128))  # batch, heads, tokens, head size
-CELLS = 2 * len(SIZES) + len(ROWS) + len(PRODUCTS) + len(ATTENTIONS)
 CHAIN = 50
 IN_ORT, IN_TORCH, OWN_LAUNCH = "twinop in ORT", "twinop in torch", "Triton"
 CUDA_OP, GEMM = "twinop's CUDA op", "ORT Gemm and Gelu"
-BARS = {OWN_LAUNCH: 1.01, CUDA_OP: 1.1, GEMM: 1.0}  # the most that ONNX Runtime's run may take of each
 TOLERANCE = 2e-2  # bfloat16, relative to the largest value
 
 
@@ -117,10 +122,14 @@ class Machine:
     def library(self, op: str) -> Path:
         """Returns the example's library for this GPU. It is built at the first call."""
         path = self.folder / f"lib{op}.so"
-        return path if path.is_file() else build(find_project([EXAMPLES / f"{op}.py"]), path).library.path
+        if not path.is_file():
+            subprocess.run(
+                child.module("twinop", "build", str(EXAMPLES / f"{op}.py"), "-o", str(path)), check=True
+            )
+        return path
 
-    def subjects(self, cell: Cell) -> dict[str, Subject]:
-        """Returns the providers of a cell. One that fails, or is wrong, is reported and skipped."""
+    def cell(self, cell: Cell) -> dict[str, Any]:
+        """Measures the device time of a cell's providers; those that fail or are wrong are missing."""
         inputs = list(cell.inputs.values())
         expected = cell.reference(*(each.float() for each in inputs))
         declared = getattr(load_module(EXAMPLES / f"{cell.op}.py"), cell.op)
@@ -135,24 +144,19 @@ class Machine:
             name: partial(Subject, partial(function, *inputs)) for name, function in functions.items()
         }
         makers |= {name: partial(self._in_ort, cell, name, expected) for name in (IN_ORT, *cell.others)}
-        found = {}
-        for name, make in makers.items():
-            try:
-                subject = make()
-                result = subject.result()[0].float()
-            except Exception as error:  # a node that ONNX Runtime has no kernel for
-                err.print(f"{cell.op} {cell.shape}, {name}: {error}", markup=False, highlight=False)
-                continue
-            wanted = cell.layouts.get(name, torch.Tensor.contiguous)(expected)
-            difference = float((result - wanted).abs().max() / wanted.abs().max())
-            if difference <= TOLERANCE or name in cell.partly:
-                found[name] = subject
-            else:
-                err.print(f"{cell.op} {cell.shape}, {name}: wrong, relative error {difference:.1e}")
-        return found
+
+        def check(name: str, subject: Subject) -> None:
+            wanted = cell.layouts.get(name, Tensor.contiguous)(expected)
+            error = (subject.result()[0].float() - wanted).abs().max() / wanted.abs().max()
+            require(float(error), TOLERANCE if name not in cell.partly else float("inf"))
+
+        subjects, missing = checked(makers, check)
+        runs = {name: subject.run for name, subject in subjects.items()}
+        times = self.timer.times(runs, rounds=self.rounds)
+        return {"time": "device", "op": cell.op, "shape": cell.shape, "times": times, "missing": missing}
 
     def _in_ort(self, cell: Cell, provider: str, expected: Tensor) -> Subject:
-        layout = cell.layouts.get(provider, torch.Tensor.contiguous)
+        layout = cell.layouts.get(provider, Tensor.contiguous)
         inputs = {name: layout(tensor) for name, tensor in cell.inputs.items()}
         out = {"out": torch.empty(layout(expected).shape, dtype=torch.bfloat16, device=self.device)}
         session = runtime.open_session(
@@ -165,70 +169,44 @@ class Machine:
         )
         return Subject(runtime.bind(session, inputs, out, synchronize=False), tuple(out.values()))
 
-    def rows(self, cell: Cell) -> list[dict[str, Any]]:
-        """Measures the device time of a cell's providers."""
-        with torch.cuda.stream(self.stream), torch.no_grad():
-            runs = {name: subject.run for name, subject in self.subjects(cell).items()}
-        times = self.timer.times(runs, rounds=self.rounds)
-        label = {"time": "device", "op": cell.op, "shape": cell.shape}
-        return [label | {"provider": name} | each.row() for name, each in times.items()]
-
-    def chains(self) -> list[dict[str, Any]]:
+    def chain(self) -> dict[str, Any]:
         """Measures chains of one-element nodes, where the host's work is what counts."""
         x = torch.randn(1, device=self.device)
         y = torch.empty_like(x)
         runs = {}
         for provider, op, domain, library in (
             (IN_ORT, "CustomSquare", "square", self.library("square")),
-            (CUDA_OP, "CustomRelu", "custom_domain", find_library("custom_relu")),
+            (CUDA_OP, "CustomRelu", DOMAIN, find_library("custom_relu")),
         ):
-            nodes = runtime.chain(op, CHAIN)
-            for node in nodes:
-                node.domain = domain
+            names = ["x", *(f"t{i}" for i in range(1, CHAIN)), "y"]
+            pairs = list(itertools.pairwise(names))
+            nodes = [helper.make_node(op, [a], [b], f"node_{b}", domain=domain) for a, b in pairs]
             model = runtime.one_op(nodes, {"x": x}, {"y": y}, fixed=True)
             session = runtime.open_session(
                 model, self.device, library=library, cpu_threads=2, stream=self.stream
             )
             runs[provider] = runtime.bind(session, {"x": x}, {"y": y})
         times = host_times(runs, rounds=501, seconds=5.0, after=self.stream.synchronize)
-        label = {"time": "wall", "op": f"{CHAIN} nodes", "shape": "1"}
-        return [label | {"provider": name} | each.row() for name, each in times.items()]
-
-
-def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the verdicts: ONNX Runtime's run against Triton's own launch, and what else there is."""
-    found = []
-    for (time, op, shape), us in report.medians(rows, "time", "op", "shape").items():
-        for other, bar in BARS.items():
-            if IN_ORT in us and other in us:
-                text = f"{op} {shape}, {time} time: {IN_ORT} / {other}"
-                found.append(report.bar(text, us[IN_ORT] / us[other], bar))
-    return found
+        return {"time": "wall", "op": f"{CHAIN} nodes", "shape": "1", "times": times}
 
 
 def main(rounds: int = 51, output: Output = None, commit: Commit = None) -> None:
-    """Measure the kernels of examples/triton in ONNX Runtime, beside Triton's own launch. It needs a GPU.
+    """Measure the kernels of examples/triton in ONNX Runtime, as torch's ops, and as Triton launches them.
 
-    The same kernel runs three ways: as a node of ONNX Runtime, as torch's op from the same library, and
-    launched by Triton. Matrix product and attention also run as nodes of ONNX Runtime's own. Times are the
-    device's, with an empty L2 cache; a chain of nodes of one element shows the host's.
-
-    Example:
-
-        twinop bench triton --output bench-results
+    It is device time with an empty L2 cache, beside ONNX Runtime's own products and attention; a chain of
+    nodes of one element shows the host's work.
     """
     with clear_errors(), tempfile.TemporaryDirectory() as folder:
-        where = report.choose_device("cuda")
-        recording = Recording("triton", where, output, commit)
+        where = choose_device("cuda")
+        measured = Measurements("triton", where, output, commit)
         machine = Machine(where, Path(folder), rounds)
-        rows = machine.chains()
-        with report.progress("cells", CELLS) as step:
+        measured.add(machine.chain())
+        measured.say()
+        with torch.cuda.stream(machine.stream), torch.no_grad():
             for cell in cells(where):
-                step(f"{cell.op} {cell.shape}")
-                rows += machine.rows(cell)
-        verdicts = bars(rows)
-        report.show_rows(
-            "Kernels in Triton, bfloat16", rows, ("op", "shape", "time", "provider", "median_us", "host_us")
-        )
-        report.show_bars(verdicts)
-        recording.write(settings={"rounds": rounds}, bars=verdicts, rows=rows)
+                measured.add(machine.cell(cell))
+                measured.say()
+
+
+if __name__ == "__main__":
+    typer.run(main)

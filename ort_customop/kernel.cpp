@@ -149,8 +149,8 @@ OrtStatusPtr ComputeKernel(void* data, OrtKernelContext* context) {
 }
 
 // The same sequence for an op with one input, one output of its shape and no scratch, such as most
-// elementwise ops: without loops, arrays and messages, which would cost a fifth of a small node
-// (`twinop bench node-overhead`). ComputeKernel handles, or refuses, all other cases.
+// elementwise ops: without loops, arrays and messages, which would cost a fifth of a small node.
+// ComputeKernel handles, or refuses, all other cases.
 OrtStatusPtr RunUnary(const Kernel& kernel, void* data, OrtKernelContext* context) {
   const Op& op = *kernel.op;
   const OrtApi* api = kernel.api;

@@ -22,7 +22,7 @@ pytest_plugins = ["twinop.testing.plugin"]
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich reads it once, at its import
 
 if importlib.util.find_spec("tritonclient") is None:  # a GPU machine with the packages for kernels only
-    collect_ignore_glob = ["service/*.py", "pack/*.py", "journeys/*.py", "bench/test_bench_soak.py"]
+    collect_ignore_glob = ["service/*.py", "pack/*.py", "journeys/*.py"]
 
 
 @cache

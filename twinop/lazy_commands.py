@@ -15,11 +15,9 @@ from .errors import TwinopError
 from .installation import is_source_tree
 
 # The extra of twinop that a command needs, and that has a package.
-_EXTRAS = {"serve": "serve", "check": "serve", "pack": "serve", "soak": "serve"}
+_EXTRAS = {"serve": "serve", "check": "serve", "pack": "serve"}
 _EXTRA_OF = {
     "matplotlib": "bench",
-    "aiohttp": "bench",
-    "kserve": "bench",
     "triton": "triton",
     "pytest": "test",
 }

@@ -23,7 +23,7 @@ from twinop.record import Record
 Peer = str | Callable[..., Any]
 
 OVERWRITES_INPUTS = ("others:liger_swiglu",)
-"""The peers whose backward overwrites the inputs that forward saved with the gradients."""
+"""The peers whose backward overwrites the inputs that forward saved: it can run only once."""
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class _Front:
             if token is not None and not token.allows(headers.get("authorization", "").encode()):
                 said = "this server wants a token: send the metadata authorization: Bearer <token>"
                 raise ServiceError(UNAUTHENTICATED, said)
-            _log.debug("accepted")  # `bench soak` compares these lines with the answers
+            _log.debug("accepted")  # lab/soak.py compares these lines with the answers
             if self.draining and token is not None:
                 raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
             data = await self._messages.read(context, held)

@@ -1,4 +1,4 @@
-"""Returns the rows that a measurement adds to a report."""
+"""A line of measurements."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,20 +10,23 @@ COPY = {"torch copy_": 100.0, "torch copy_ again": 100.5}
 FAST = COPY | {IN_TORCH: 100.0, EAGER: 130.0}
 
 
-def rows_of(
+def line_of(
     times: Mapping[str, float], op: str = "relu", shape: str = "2^28", **other: Any
-) -> list[dict[str, Any]]:
-    family = "rows" if "x" in shape else "unary"
-    row = {
+) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "benchmark": "ops",
         "kind": "bandwidth",
-        "device": "cuda",
         "op": op,
-        "family": family,
+        "family": "rows" if "x" in shape else "unary",
         "direction": "forward",
         "dtype": "bfloat16",
         "shape": shape,
-        "aligned": True,
         "bytes": 1 << 30,
-        "runs": 9,
+        "missing": {},
+        "machine": "NVIDIA H200",
+        "device": "cuda",
+        "cpu_cores": 1,
+        "commit": "abc",
     }
-    return [row | other | {"provider": name, "median_us": us, "low_us": us} for name, us in times.items()]
+    measured = {name: {"median_us": us, "low_us": us, "runs": 9} for name, us in times.items()}
+    return line | other | {"times": measured}

@@ -11,8 +11,8 @@ import torch
 from export_models import each_exporter
 from torch import nn
 
+from lab.model_zoo import STYLES, TINY, Encoder, batch, encoder
 from twinop import deploy, torch_op
-from lab.encoder_models import STYLES, TINY, Encoder, batch, encoder
 from twinop.export import ExportReport, export
 from twinop.tolerance import TOLERANCE, difference
 

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from lab.encoder_models import TINY, Size, batch, encoder
+from lab.model_zoo import TINY, Size, batch, encoder
 from twinop.export import export
 from twinop.optimize import OptimizeReport, optimize
 from twinop.optimize.trial import Trial

@@ -9,9 +9,9 @@ import torch
 from export_models import CPU
 from optimizing import exported, optimized, parsed
 
+from lab.model_zoo import TINY, encoder
 from twinop import deploy
 from twinop.bench.cases import relative_error
-from lab.encoder_models import TINY, encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 each_device = pytest.mark.parametrize(

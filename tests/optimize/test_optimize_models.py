@@ -12,8 +12,8 @@ from export_models import CPU, each_exporter
 from optimizing import exported, nodes, optimized, size_of, types
 from torch import nn
 
+from lab.model_zoo import TINY, batch, encoder
 from twinop import deploy
-from lab.encoder_models import TINY, batch, encoder
 from twinop.deploy.cuda import has_gpu
 from twinop.export import export
 from twinop.optimize import optimize
@@ -211,7 +211,7 @@ def test_grouped_heads(axes: dict[int, str], tmp_path: Path) -> None:
     """One layer by the other exporter; k and v with fewer heads than q are repeated without a transpose."""
     from transformers import LlamaConfig, LlamaModel
 
-    from lab.encoder_models import Encoder
+    from lab.model_zoo import Encoder
 
     config = LlamaConfig(
         vocab_size=101, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,

@@ -11,9 +11,9 @@ import torch
 from export_models import CPU
 from optimizing import nodes, optimized, parsed, types, weights
 
+from lab.model_zoo import STYLES, Encoder, Size, batch
 from twinop import deploy
 from twinop.bench.cases import relative_error
-from lab.encoder_models import STYLES, Encoder, Size, batch
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.export import export
 

@@ -8,7 +8,7 @@ import pytest
 from optimizing import nodes, optimized, parsed, types
 from other_sizes import assert_same
 
-from lab.encoder_models import TINY, Encoder, batch
+from lab.model_zoo import TINY, Encoder, batch
 from twinop.export import export
 
 HALVES = """f%(n)s, g%(n)s = Split <axis=-1, num_outputs=2> (%(x)s) n%(n)s = Neg (g%(n)s)

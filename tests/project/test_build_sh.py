@@ -122,7 +122,9 @@ def test_a_command_installs_what_it_needs(tmp_path, build):
     build("demo")
     assert installed(tmp_path) == [["base", "cpu"]]
     build("bench", "--quick")
-    assert installed(tmp_path) == [["serve", "bench"]]
+    assert installed(tmp_path) == [["bench"]]
+    build("serve")
+    assert installed(tmp_path) == [["serve"]]
     for command in ("serve", "demo", "bench"):
         build(command)
         assert installed(tmp_path) == []
@@ -138,10 +140,10 @@ def test_a_command_installs_what_it_needs(tmp_path, build):
     build("setup", "base", "bench")
     assert installed(tmp_path) == []
     build("setup")
-    assert installed(tmp_path) == [["serve", "wheel"]]
+    assert installed(tmp_path) == [["serve", "lab", "wheel"]]
     change(tmp_path / "a tree/requirements/constraints.txt")
     build("setup")
-    assert installed(tmp_path) == [["base", "cpu", "serve", "bench", "test", "lint", "wheel", "docs"]]
+    assert installed(tmp_path) == [["base", "cpu", "serve", "bench", "lab", "test", "lint", "wheel", "docs"]]
 
 
 def test_only_the_tests_get_the_ops_of_the_tests(tmp_path, build):
@@ -259,7 +261,7 @@ def test_help(build):
         (
             ["setup", "tests"],
             {},
-            "no requirements/tests.txt: expected some of base serve bench test lint wheel docs",
+            "no requirements/tests.txt: expected some of base serve bench lab test lint wheel docs",
         ),
         ([], {"TWINOP_DEVICE": "tpu"}, "TWINOP_DEVICE=tpu: expected cpu or cuda"),
         (

@@ -74,7 +74,6 @@ class Block:
         document, _, line = self.place.partition(":")
         above = "".join((ROOT / document).read_text().splitlines(keepends=True)[: int(line) + 1])
         named = set(re.findall(r"\./build\.sh (?:setup )?(serve|bench)\b", above))
-        named |= {"serve"} if "./build.sh bench" in above else set()  # as build.sh does
         return ["base", "cpu", *sorted(named)]
 
 

@@ -64,8 +64,7 @@ def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None
     ("arguments", "package", "install"),
     [
         (["export"], "torch", "torch"),
-        (["bench", "node-overhead"], "torch", "torch"),
-        (["bench", "soak"], "tritonclient", "'twinop[serve]'"),
+        (["bench", "report"], "torch", "torch"),
         (["serve", "models"], "grpc", "'twinop[serve]'"),  # pip knows it by another name
         (["serve", "models"], "starlette", "'twinop[serve]'"),
         (["pack", "model.onnx", "-o", "repo"], "jinja2", "'twinop[serve]'"),
@@ -93,7 +92,7 @@ def test_nothing_was_built() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "meant"), [(["expor"], "export"), (["bench", "soakk"], "soak"), (["op"], "ops")]
+    ("arguments", "meant"), [(["expor"], "export"), (["bench", "drwa"], "draw"), (["op"], "ops")]
 )
 def test_a_command_that_there_is_not(arguments: list[str], meant: str) -> None:
     done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})

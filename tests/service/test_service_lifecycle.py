@@ -28,7 +28,7 @@ def test_a_file_is_served_under_its_stem(tmp_path: Path) -> None:
 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:
-    """On a machine with a GPU neither, which the script pretends to be. (`bench serve` measures the time.)"""
+    """On a machine with a GPU neither, which the script pretends to be. (lab/serve.py measures the time.)"""
     onnx.save(relu(), tmp_path / "m.onnx")
     script = (
         "import sys, threading, os, signal, time\n"

@@ -136,7 +136,7 @@ def test_load_and_unload_by_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path, processes: str) -> None:
-    """A short version of `twinop bench soak`."""
+    """A short version of lab/soak.py."""
     soak.write_version(tmp_path / "models", 1)
     (tmp_path / "models" / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
     service = soak.service(tmp_path / "models", tmp_path / "log", "--processes", processes)

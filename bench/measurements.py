@@ -1,0 +1,223 @@
+"""Files of measurements: JSON lines, one for each cell, with what was measured side by side, and where.
+
+    {"benchmark": "ops", "op": "gelu", ..., "times": {"twinop in torch": {"median_us": 250.3, ...}, ...},
+     "missing": {"Triton": "why it was not measured"}, "machine": "NVIDIA H200", "commit": ..., "torch": ...}
+
+A file grows: of several lines about the same cell, the last one counts.
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from twinop import __version__
+from twinop.console import out
+from twinop.errors import TwinopError
+
+from .timing import Time
+
+FOLDER = Path("bench-results")
+Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")]
+Output = Annotated[
+    Path | None, typer.Option(help="Folder for the files. Default: bench-results/.", show_default=False)
+]
+Commit = Annotated[
+    str | None,
+    typer.Option(
+        help="The commit to record if git cannot tell it. TWINOP_COMMIT does the same.", show_default=False
+    ),
+]
+
+_NOT_OF_THE_CELL = {"benchmark", "machine", "cpu_cores", "date", "commit", "driver", "python"}
+_NOT_OF_THE_CELL |= {"twinop", "torch", "onnxruntime", "bytes"}
+
+
+class BenchError(TwinopError):
+    """Something cannot be measured here, or a file has no such measurements."""
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device for `--device`; `auto` takes the GPU if there is one.
+
+    Raises:
+        BenchError: the name is unknown, or it is `cuda` and torch sees no GPU.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise BenchError(f"--device {name}: expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BenchError(
+            f"--device cuda: torch {torch.__version__} sees no GPU. Use --device cpu, or a machine with a GPU"
+        )
+    use_cuda = name != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+
+
+def chosen(option: str, names: str, known: Sequence[str]) -> list[str]:
+    """Returns the comma-separated names that an option has, each once.
+
+    Raises:
+        BenchError: there is none, or one that is not in `known`.
+    """
+    found = list(dict.fromkeys(filter(None, map(str.strip, names.split(",")))))
+    if not found or not set(found) <= set(known):
+        raise BenchError(f"{option} {names}: expected some of {', '.join(known)}")
+    return found
+
+
+def reason_of(failure: Exception) -> str:
+    """Returns one line for an error; for ONNX Runtime's errors, the text after its codes."""
+    first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+    kind = "" if isinstance(failure, BenchError) else type(failure).__name__
+    text = ": ".join(filter(None, (kind, first)))
+    return re.sub(r"^.*?\[ONNXRuntimeError\] : \d+ : (\w+) : ", r"\1: ", text)[:300]
+
+
+# ------------------------------------------------------------------------------------------- the machine
+
+
+def environment(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """Returns the date, commit, machine and versions of a measurement."""
+    import onnxruntime
+
+    cpu = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cuda = device.type == "cuda"
+    facts = {
+        "machine": torch.cuda.get_device_name(device) if cuda else (cpu or [platform.machine()])[0],
+        "device": device.type,
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or os.environ.get("TWINOP_COMMIT") or _git_commit(),
+        "twinop": __version__,
+        "torch": torch.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "python": platform.python_version(),
+    }
+    if cuda:
+        drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["driver"] = drivers.partition("\n")[0]
+    return facts
+
+
+def _git_commit() -> str:
+    root = str(Path(__file__).resolve().parents[1])
+    commit = _output("git", "-C", root, "rev-parse", "HEAD")
+    changed = commit and _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-changed" if changed else commit or "unknown"
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def machine_title(line: Mapping[str, Any]) -> str:
+    """Returns the machine of a measurement for titles and, in other letters, for names of files."""
+    return line["machine"] if line["device"] == "cuda" else f"{line['machine']}, {line['cpu_cores']} cores"
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+class Measurements:
+    """The file to which a run adds its measurements.
+
+    Attributes:
+        lines: what this run added.
+
+    Raises:
+        BenchError: the folder cannot be created or written to.
+    """
+
+    def __init__(
+        self,
+        benchmark: str,
+        device: torch.device,
+        output: Path | None = None,
+        commit: str | None = None,
+        quick: bool = False,
+    ) -> None:
+        self.benchmark, self.facts = benchmark, environment(device, commit)
+        machine = re.sub(r"[^a-z0-9]+", "-", machine_title(self.facts).lower()).strip("-")
+        self.path = output_folder(output) / f"{benchmark}{'-quick' * quick}-{machine}.jsonl"
+        self.lines: list[dict[str, Any]] = []
+        versions = ", ".join(f"{name} {self.facts[name]}" for name in ("torch", "onnxruntime", "twinop"))
+        said = f"{machine_title(self.facts)}; {versions}; commit {self.facts['commit'][:12]}; to {self.path}"
+        out.print(said, markup=False, highlight=False, soft_wrap=True)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Adds a line: the fields of its cell, the "times" by provider, and why others are "missing"."""
+        times = {name: time.row() if isinstance(time, Time) else time for name, time in line["times"].items()}
+        whole = {"benchmark": self.benchmark, "missing": {}, **line, "times": times, **self.facts}
+        self.lines.append(whole)
+        with self.path.open("a") as file:
+            file.write(json.dumps(whole) + "\n")
+
+    def say(self) -> None:
+        """Prints the last cell on one line, with the times as multiples of the first provider's."""
+        line = self.lines[-1]
+        us = {name: time["median_us"] for name, time in line["times"].items()}
+        first = next(iter(us.values()), 0.0)
+        said = ", ".join(f"{name} {each:.5g} us ({each / first:.3f})" for name, each in us.items())
+        cell = " ".join(str(value) for name, value in line.items() if name in cell_of(line))
+        out.print(f"{cell}: {said}", markup=False, highlight=False, soft_wrap=True)
+        for name, reason in line["missing"].items():
+            out.print(f"  not measured: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+def output_folder(folder: Path | None) -> Path:
+    """Creates the folder for the results. Commands call it before they measure anything.
+
+    Raises:
+        BenchError: it cannot be created or written to.
+    """
+    folder = folder or FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(
+            f"--output {folder}: cannot be made: {error.strerror}. Name another folder"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise BenchError(f"--output {folder}: not writable. Name another folder")
+    return folder
+
+
+def cell_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that name the cell of a line, and say nothing about its times."""
+    return {
+        name: value
+        for name, value in line.items()
+        if name not in _NOT_OF_THE_CELL and isinstance(value, str | int)
+    }
+
+
+def read(path: Path, benchmark: str | None = None) -> list[dict[str, Any]]:
+    """Reads a file: the last line about each cell.
+
+    Raises:
+        BenchError: the file cannot be read, or does not have such measurements.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        kinds = {line["benchmark"] for line in lines if "times" in line}
+        last = {tuple(cell_of(line).values()): line for line in lines}
+    except OSError as error:
+        raise BenchError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise BenchError(f"{path}: not a file of measurements, which are JSON lines (since 0.3)") from error
+    if benchmark is not None and kinds != {benchmark}:
+        said = ", ".join(map(repr, sorted(kinds))) or "nothing"
+        raise BenchError(f"{path}: measurements of {said}, expected those of {benchmark!r}")
+    return list(last.values())

@@ -1,0 +1,81 @@
+"""Tables and plots of measurements.
+
+python lab/draw.py lab/results/serve-nvidia-h200.jsonl --plot serve.png
+"""
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lab.models import ROWS, milliseconds
+from twinop.bench.measurements import machine_title, read
+from twinop.console import clear_errors
+
+SERVE = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "per_second": "requests per second"}
+
+
+def draw_models(lines: list[dict[str, Any]], plt: Any) -> None:
+    """Draws a panel for each model, with a bar for each column that computes the same."""
+    rows = -(-len(lines) // 3)
+    _, axes = plt.subplots(rows, 3, figsize=(15.5, 2.3 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(lines) :]:
+        axis.axis("off")
+    for axis, line in zip(axes.flat, lines, strict=False):
+        ms = dict(reversed(milliseconds(line).items()))
+        colors = ["#1f4e9e" if name.startswith("twinop") else "#b5b5b5" for name in ms]
+        axis.bar_label(axis.barh(list(ms), list(ms.values()), color=colors), fmt=" %.2f", fontsize=8)
+        axis.margins(x=0.14)
+        axis.set_title(textwrap.fill(ROWS[line["op"]].title, 56), fontsize=9)
+
+
+def draw_serve(lines: list[dict[str, Any]], plt: Any) -> None:
+    """Draws a column of panels for each model, with a line for each server and protocol."""
+    models = list(dict.fromkeys(line["model"] for line in lines))
+    size = (1.2 + 3.6 * len(models), 8.0)
+    figure, axes = plt.subplots(3, len(models), figsize=size, squeeze=False, layout="constrained")
+    for column, model in enumerate(models):
+        mine = sorted((line for line in lines if line["model"] == model), key=lambda line: line["clients"])
+        for axis, (key, label) in zip(axes[:, column], SERVE.items(), strict=True):
+            for way in (way for way in mine[0]["times"] if "," in way):
+                style = "--^" if way.endswith("gRPC") else "-o"
+                points = [(line["clients"], line["times"][way][key]) for line in mine if way in line["times"]]
+                axis.plot(*zip(*points, strict=True), style, label=way)
+            axis.set(xscale="log", yscale="log", ylabel=label, xlabel="clients", title=model)
+            axis.set_xticks([line["clients"] for line in mine], [str(line["clients"]) for line in mine])
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+
+def main(
+    file: Annotated[Path, typer.Argument(help="A file of measurements.")],
+    plot: Annotated[Path | None, typer.Option(help="A PNG file to draw: of models, or of serve.")] = None,
+) -> None:
+    """Print a file of measurements as a table, a row for each cell and a column for each provider.
+
+    The values are medians in microseconds, or in milliseconds of the service. It needs pandas.
+    """
+    with clear_errors():
+        import pandas
+
+        lines = read(file)
+        labels = ("op", "model", "time", "clients", "dtype", "shape")
+        cells = pandas.DataFrame([{name: line[name] for name in labels if name in line} for line in lines])
+        times = [
+            {name: each.get("median_us", each.get("p50_ms")) for name, each in line["times"].items()}
+            for line in lines
+        ]
+        table = pandas.DataFrame(times, index=pandas.MultiIndex.from_frame(cells))
+        print(table.to_string(float_format="%.5g", na_rep=""))
+        if plot is not None:
+            import matplotlib.pyplot as plt
+
+            {"models": draw_models, "serve": draw_serve}[lines[0]["benchmark"]](lines, plt)
+            plt.suptitle(machine_title(lines[0]))
+            plt.savefig(plot, dpi=110)
+
+
+if __name__ == "__main__":
+    typer.run(main)

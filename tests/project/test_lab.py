@@ -1,0 +1,60 @@
+"""The maintainers' measurements in lab/: they start, and the pages say what was recorded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.models import share, table
+from twinop.bench.measurements import read
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("draw", "linear", "models", "serve", "soak", "triton_launches")
+RECORDED = sorted((ROOT / "lab/results").glob("*.jsonl"))
+
+
+def run(script: str, *options: str) -> str:
+    command = [sys.executable, f"lab/{script}.py", *options]
+    env = os.environ | {"COLUMNS": "200", "TWINOP_COMMIT": "abc"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_script_says_what_it_does(script: str) -> None:
+    assert "Usage: " in run(script, "--help")
+
+
+def test_products_are_measured_side_by_side(tmp_path: Path) -> None:
+    run("linear", "--device=cpu", "--quick", f"--output={tmp_path}")
+    (path,) = tmp_path.glob("linear-quick-*.jsonl")
+    lines = read(path, "linear")
+    providers = {"twinop in ORT", "twinop in torch", "torch", "torch again", "ORT", "ORT again"}
+    assert len(lines) == 3 and all(line["times"].keys() >= providers for line in lines)
+    assert {line["commit"] for line in lines} == {"abc"} and not any(line["missing"] for line in lines)
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
+def test_recorded_lines_say_where_they_come_from(path: Path) -> None:
+    for line in map(json.loads, path.read_text().splitlines()):
+        assert line.keys() >= {
+            "benchmark",
+            "times",
+            "missing",
+            "machine",
+            "commit",
+            "date",
+            "torch",
+            "twinop",
+        }
+
+
+def test_the_pages_say_what_was_recorded() -> None:
+    lines = read(ROOT / "lab/results/models-nvidia-h200.jsonl", "models")
+    assert table(lines) in (ROOT / "docs/guide/performance.md").read_text()
+    shares = [share(line)[0] for line in lines]
+    assert f"{min(shares):.2f} to {max(shares):.2f} of the time" in (ROOT / "README.md").read_text()
