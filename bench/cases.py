@@ -34,23 +34,16 @@ UNARY, BINARY, ROWS = "unary", "binary", "rows"
 
 SIZES = tuple(1 << exponent for exponent in (28, 27, 26, 25, 24))
 DOUBLE_SIZE = 1 << 26
-SHAPES = (  # rows x columns
-    (32768, 4096),
-    (32768, 1024),
-    (8192, 16384),
-    (4096, 65536),
-    (32768, 4095),
-    (32768, 5120),
-    (16384, 11008),
-)
+# Rows x columns.
 BACKWARD_SHAPES = ((32768, 4096), (32768, 1024), (8192, 16384), (16384, 11008))
+SHAPES = (*BACKWARD_SHAPES, (4096, 65536), (32768, 4095), (32768, 5120))
 LATENCY_ROWS = (1, 8, 64)
 LATENCY_COLUMNS = 4096
 CPU_SIZES = (1 << 16, 1 << 20, 1 << 24)
 CPU_SHAPES = ((64, 1024), (512, 4096), (256, 16384))
 
 QUICK_SIZES = (1 << 28, 1 << 24)
-QUICK_SHAPES = SHAPES[:4]
+QUICK_SHAPES = (*BACKWARD_SHAPES[:3], (4096, 65536))
 
 
 @dataclass(frozen=True)
@@ -82,17 +75,9 @@ class Case:
 
     def label(self) -> dict[str, Any]:
         """Returns the fields that name this cell in a file."""
-        return {
-            "kind": self.kind,
-            "op": self.entry,
-            "family": self.family,
-            "direction": self.direction,
-            "dtype": self.dtype,
-            "shape": self.shape_name,
-        }
-
-    def __str__(self) -> str:
-        return f"{self.entry} {self.direction} {self.dtype} {self.shape_name}"
+        same = ("kind", "family", "direction", "dtype")
+        names = {"op": self.entry, "shape": self.shape_name}
+        return {name: getattr(self, name) for name in same} | names
 
 
 def family_of(record: Record, entry: Entry) -> str:

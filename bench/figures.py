@@ -20,8 +20,6 @@ _OPS_STYLES: Mapping[str, Mapping[str, Any]] = {
     "torch.compile max-autotune": {"color": "#a97200", "marker": "d"},
     "Triton": {"color": "#7b5cb8", "marker": "v"},
     "Liger": {"color": "#d6569a", "marker": "P"},
-    "quack": {"color": "#00a3a3", "marker": ">"},
-    "flashinfer": {"color": "#b03030", "marker": "h"},
 }
 _ORT_COLORS = ("#8c2f6b", "#b9779f", "#d9b3ca")
 _LETTERING: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from . import runtime
 from .cases import LATENCY, Case, Sample
@@ -25,18 +26,18 @@ class Machine:
     """Measures cells on a device.
 
     Args:
+        timer: None on a CPU.
         rounds: on a GPU, of each cell; on a CPU, at most.
         seconds: of each cell on a CPU, at most.
-
-    Attributes:
-        timer: None on a CPU.
     """
 
-    def __init__(self, providers: Providers, *, rounds: int, seconds: float) -> None:
-        configure_compiler()
+    def __init__(
+        self, providers: Providers, timer: DeviceTimer | None, *, rounds: int, seconds: float
+    ) -> None:
+        functorch_config.donated_buffer = False  # backward runs many times on what forward saved
         self.device, self.providers = providers.device, providers
         self.rounds, self.seconds = rounds, seconds
-        self.timer = DeviceTimer(providers.stream) if providers.stream is not None else None
+        self.timer = timer
         self._sources: dict[torch.dtype, Tensor] = {}
 
     def line(self, case: Case, entry: Entry) -> dict[str, Any]:
@@ -135,12 +136,3 @@ def captured(run: Run, stream: torch.cuda.Stream) -> Run:
         graph.capture_end()
     graph.replay()
     return graph.replay
-
-
-def configure_compiler() -> None:
-    """Sets the compiler's options. All processes of a report must agree, or their caches do not match."""
-    from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
-
-    functorch.donated_buffer = False  # backward runs many times on the tensors that forward saved
-    inductor.autotune_local_cache = False

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,12 +30,6 @@ FOLDER = Path("bench-results")
 Device = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")]
 Output = Annotated[
     Path | None, typer.Option(help="Folder for the files. Default: bench-results/.", show_default=False)
-]
-Commit = Annotated[
-    str | None,
-    typer.Option(
-        help="The commit to record if git cannot tell it. TWINOP_COMMIT does the same.", show_default=False
-    ),
 ]
 
 _NOT_OF_THE_CELL = {"benchmark", "machine", "cpu_cores", "date", "commit", "driver", "python"}
@@ -84,8 +79,8 @@ def reason_of(failure: Exception) -> str:
 # ------------------------------------------------------------------------------------------- the machine
 
 
-def environment(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """Returns the date, commit, machine and versions of a measurement."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """Returns the machine, the versions and the commit (TWINOP_COMMIT, if git cannot tell it)."""
     import onnxruntime
 
     cpu = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -95,7 +90,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, An
         "device": device.type,
         "cpu_cores": len(os.sched_getaffinity(0)),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or os.environ.get("TWINOP_COMMIT") or _git_commit(),
+        "commit": os.environ.get("TWINOP_COMMIT") or _git_commit(),
         "twinop": __version__,
         "torch": torch.__version__,
         "onnxruntime": onnxruntime.__version__,
@@ -141,14 +136,9 @@ class Measurements:
     """
 
     def __init__(
-        self,
-        benchmark: str,
-        device: torch.device,
-        output: Path | None = None,
-        commit: str | None = None,
-        quick: bool = False,
+        self, benchmark: str, device: torch.device, output: Path | None = None, quick: bool = False
     ) -> None:
-        self.benchmark, self.facts = benchmark, environment(device, commit)
+        self.benchmark, self.facts = benchmark, environment(device)
         machine = re.sub(r"[^a-z0-9]+", "-", machine_title(self.facts).lower()).strip("-")
         self.path = output_folder(output) / f"{benchmark}{'-quick' * quick}-{machine}.jsonl"
         self.lines: list[dict[str, Any]] = []
@@ -168,12 +158,10 @@ class Measurements:
         """Prints the last cell on one line, with the times as multiples of the first provider's."""
         line = self.lines[-1]
         us = {name: time["median_us"] for name, time in line["times"].items()}
-        first = next(iter(us.values()), 0.0)
-        said = ", ".join(f"{name} {each:.5g} us ({each / first:.3f})" for name, each in us.items())
-        cell = " ".join(str(value) for name, value in line.items() if name in cell_of(line))
-        out.print(f"{cell}: {said}", markup=False, highlight=False, soft_wrap=True)
-        for name, reason in line["missing"].items():
-            out.print(f"  not measured: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+        said = [f"{name} {each:.5g} us ({each / next(iter(us.values())):.3f})" for name, each in us.items()]
+        said += [f"{name}: not measured: {reason}" for name, reason in line["missing"].items()]
+        cell = " ".join(map(str, cell_of(line).values()))
+        out.print(f"{cell}: {', '.join(said)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def output_folder(folder: Path | None) -> Path:
@@ -185,12 +173,11 @@ def output_folder(folder: Path | None) -> Path:
     folder = folder or FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise BenchError(
-            f"--output {folder}: cannot be made: {error.strerror}. Name another folder"
+            f"--output {folder}: cannot be written to: {error.strerror}. Name another folder"
         ) from error
-    if not os.access(folder, os.W_OK):
-        raise BenchError(f"--output {folder}: not writable. Name another folder")
     return folder
 
 
@@ -212,7 +199,7 @@ def read(path: Path, benchmark: str | None = None) -> list[dict[str, Any]]:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         kinds = {line["benchmark"] for line in lines if "times" in line}
-        last = {tuple(cell_of(line).values()): line for line in lines}
+        last = {frozenset(cell_of(line).items()): line for line in lines}
     except OSError as error:
         raise BenchError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, LookupError) as error:

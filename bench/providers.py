@@ -78,21 +78,17 @@ class Providers:
         threads: of ONNX Runtime's pool.
         wanted: parts of providers' names, or None for all.
         compile_seconds: that torch.compile may still take.
-        only: build these providers only, by their full names.
     """
 
     device: torch.device
     stream: torch.cuda.Stream | None
     threads: int
     wanted: Sequence[str] | None
-    compile_seconds: float
-    only: Sequence[str] | None = None
+    compile_seconds: float = 0.0
     _sessions: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
     def takes(self, provider: str) -> bool:
         """Whether the options choose this provider."""
-        if self.only is not None and provider not in self.only:
-            return False
         return self.wanted is None or any(part.lower() in provider.lower() for part in self.wanted)
 
     def subjects(self, sample: Sample) -> tuple[dict[str, Subject], dict[str, str]]:

@@ -21,7 +21,7 @@ from twinop import torch_op
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
 from twinop.bench.cells import AGAIN, IN_ORT, IN_TORCH
-from twinop.bench.measurements import Commit, Device, Measurements, Output, choose_device, chosen
+from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen
 from twinop.bench.providers import Subject, checked, require
 from twinop.bench.timing import DeviceTimer, Time, host_times_apart, timer_on
 from twinop.console import clear_errors
@@ -208,7 +208,6 @@ def main(
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: small products, few runs.")] = False,
     output: Output = None,
-    commit: Commit = None,
 ) -> None:
     """Measure linear and linear_swiglu beside torch's addmm, ONNX Runtime's Gemm, and two kernels.
 
@@ -217,7 +216,7 @@ def main(
     with clear_errors(), torch.no_grad(), timer_on(where := choose_device(device)) as timer:
         default = "bfloat16,float16" if timer is not None else "float32"
         kinds = chosen("--dtypes", dtypes or default, ("bfloat16", "float16", "float32"))
-        measured = Measurements("linear", where, output, commit, quick)
+        measured = Measurements("linear", where, output, quick)
         torch.set_num_threads(1)
         for kind in kinds:
             for cell in CELLS if timer is not None and not quick else SMALL:

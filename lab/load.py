@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,21 @@ class Http(asyncio.Protocol):
         self._answered(self._started, "the server closed the connection")
 
 
-async def over_http(
-    port: int, request: bytes, clients: int, seconds: float, answered: Callable[[float, str], None]
-) -> None:
+Answered = Callable[[float, str], None]
+"""Takes when a request was sent, and what was wrong."""
+
+
+async def over_http(port: int, request: bytes, clients: int, seconds: float, answered: Answered) -> None:
     loop = asyncio.get_running_loop()
-    made = [
-        await loop.create_connection(lambda: Http(request, answered), "127.0.0.1", port)
-        for _ in range(clients)
-    ]
+    client, address = partial(Http, request, answered), ("127.0.0.1", port)
+    made = [await loop.create_connection(client, *address) for _ in range(clients)]
     await asyncio.sleep(WARM_UP + seconds)
     for transport, _ in made:
         transport.abort()
 
 
 async def over_grpc(
-    port: int,
-    request: bytes,
-    clients: int,
-    seconds: float,
-    answered: Callable[[float, str], None],
-    method: str,
+    port: int, request: bytes, clients: int, seconds: float, answered: Answered, method: str
 ) -> None:
     end = time.perf_counter() + WARM_UP + seconds
 

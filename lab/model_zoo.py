@@ -29,18 +29,16 @@ class Size:
 
         A configuration passes over the names that only others have.
         """
-        inner = ("intermediate_size", "hidden_dim", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
-        return dict.fromkeys(inner, 4 * self.width) | {
+        names = {
+            "intermediate_size hidden_dim ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim": 4 * self.width,
+            "hidden_size word_embed_proj_dim": self.width,
+            "num_hidden_layers decoder_layers": self.layers,
+            "num_attention_heads decoder_attention_heads": self.heads,
             "vocab_size": self.vocabulary,
-            "hidden_size": self.width,
-            "word_embed_proj_dim": self.width,
-            "num_hidden_layers": self.layers,
-            "decoder_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "decoder_attention_heads": self.heads,
             "d_kv": self.width // self.heads,
             "max_position_embeddings": max(512, self.tokens),
         }
+        return {name: value for several, value in names.items() for name in several.split()}
 
 
 TINY = Size(layers=2, width=64, heads=4, vocabulary=101, batch=2, tokens=16)

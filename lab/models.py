@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,16 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lab.model_zoo import ARCHITECTURES, RIGHT, ROWS, TINY, Architecture, Row, cast
 from twinop.bench import runtime
 from twinop.bench.cases import relative_error
-from twinop.bench.measurements import (
-    Commit,
-    Device,
-    Measurements,
-    Output,
-    choose_device,
-    chosen,
-    read,
-    reason_of,
-)
+from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen, read, reason_of
 from twinop.bench.providers import Subject, checked
 from twinop.bench.timing import host_times, timer_on
 from twinop.console import clear_errors
@@ -146,18 +138,14 @@ def _by_ort(row: Row, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
 
 def _architecture(model: Architecture, dtype: str, small: bool, folder: Path) -> dict[str, Any]:
     """Writes the stock export and the one that twinop makes of it."""
-    narrow, few = getattr(torch, dtype), model.batch(small, FEW)
+    narrow, few, whole = getattr(torch, dtype), model.batch(small, FEW), model.batch(small)
     made = model.make(small).to(narrow)
-    try:
-        torch_export(made, cast(few, narrow), folder / STOCK)
-    except ExportError:
-        try:  # Swin's views fix the batch
-            few = model.batch(small)
-            torch_export(made, cast(few, narrow), folder / STOCK, fixed=True)
-        except ExportError:  # BART in float16 branches on its values
-            few = model.batch(small, FEW)
-            torch_export(made, cast(few, narrow), folder / STOCK, "torchscript")
-    return optimized(folder / STOCK, folder / OURS, few)
+    # Swin's views fix the batch, and BART in float16 branches on its values.
+    for inputs, exporter in ((few, "dynamo"), (whole, "dynamo"), (few, "torchscript")):
+        with suppress(ExportError):
+            torch_export(made, cast(inputs, narrow), folder / STOCK, exporter, fixed=inputs is whole)
+            return optimized(folder / STOCK, folder / OURS, inputs)
+    raise ExportError("no exporter takes it")
 
 
 # ------------------------------------------------------------------------------------------- runs
@@ -317,7 +305,6 @@ def main(
     small: Annotated[bool, typer.Option("--small", help="Tiny models: shows that everything runs.")] = False,
     table_of: Annotated[Path | None, typer.Option("--table", help="Only print the table of a file.")] = None,
     output: Output = None,
-    commit: Commit = None,
     dtype: Annotated[str, typer.Option(hidden=True)] = "",
     step: Annotated[str, typer.Option(hidden=True)] = "",
     folder: Annotated[Path, typer.Option(hidden=True)] = Path(),
@@ -343,12 +330,12 @@ def main(
             if not columns and models in ROWS and not ROWS[models].autotune:
                 wanted.remove(AUTOTUNE)
             kind = "architectures" if architectures else "models"
-            measured = Measurements(kind, where, output, commit, small)
+            measured = Measurements(kind, where, output, small)
             measured.add(measure(models, dtype, small, where, wanted, folder))
             measured.say()
             return
         given = ["--architectures"] * architectures + ["--small"] * small
-        to = [f"--device={where.type}", f"--columns={columns}", f"--commit={commit or ''}"]
+        to = [f"--device={where.type}", f"--columns={columns}"]
         to += [f"--output={output}"] if output else []
         with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(EXPORTS) as pool:
             steps = {}

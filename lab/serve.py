@@ -28,16 +28,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lab.model_zoo import Size, batch, encoder
 from lab.servers import GRPC, METHOD, REST, Server, session, started
 from twinop import child
-from twinop.bench.measurements import BenchError, Commit, Device, Measurements, Output, choose_device, chosen
+from twinop.bench.measurements import BenchError, Device, Measurements, Output, choose_device, chosen
 from twinop.console import clear_errors
 from twinop.deploy.service.protocol import pb
 from twinop.export import export
 from twinop.torch_op import replace_modules
 
-OURS, UNBATCHED, KSERVE, FASTAPI = "twinop", "twinop unbatched", "KServe", "FastAPI"
+OURS, KSERVE, FASTAPI = "twinop", "KServe", "FastAPI"
 PROCESSES = "twinop processes"  # one for each core, or for each GPU
-SERVERS = (OURS, UNBATCHED, PROCESSES, KSERVE, FASTAPI)
-OVER_GRPC = (OURS, UNBATCHED, KSERVE)
+SERVERS = (OURS, PROCESSES, KSERVE, FASTAPI)
+OVER_GRPC = (OURS, KSERVE)
 CLIENTS = (1, 16, 64)
 LOAD, PLAIN = (str(Path(__file__).with_name(name)) for name in ("load.py", "servers.py"))
 
@@ -98,7 +98,7 @@ def start(stack: ExitStack, server: str, name: str, model: Model, path: Path, pr
     environments: list[dict[str, str]] = [{}]
     if server in (KSERVE, FASTAPI):
         ours = [sys.executable, PLAIN, server.lower(), str(path), provider]
-    elif server != UNBATCHED:
+    else:
         ours += ["--max-batch-size", str(model.rows)]
     if server == PROCESSES:
         on_gpus, cores = provider == "cuda", os.cpu_count() or 1
@@ -233,7 +233,6 @@ def main(
         int, typer.Option(help=f"Rounds, whose median is kept; {LONE_ROUNDS} times as many with one client.")
     ] = 3,
     output: Output = None,
-    commit: Commit = None,
 ) -> None:
     """Measure the inference service beside plain KServe and a plain FastAPI server, through loopback.
 
@@ -243,7 +242,7 @@ def main(
     with clear_errors(), tempfile.TemporaryDirectory() as work:
         where = choose_device(device)
         names, wanted = chosen("--models", models, list(MODELS)), chosen("--servers", servers, SERVERS)
-        measured = Measurements("serve", where, output, commit)
+        measured = Measurements("serve", where, output)
         for name in names:
             for line in measure(name, where.type, seconds, rounds, Path(work), wanted):
                 measured.add(line)

@@ -45,11 +45,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def started(
-    name: str,
-    command: Sequence[str],
-    model: str,
-    log: Path,
-    environments: Sequence[dict[str, str]] = ({},),
+    name: str, command: Sequence[str], model: str, log: Path, environments: Sequence[dict[str, str]] = ({},)
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     """Runs `COMMAND --http-port N --grpc-port N` and yields it when the model is ready.
 

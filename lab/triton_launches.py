@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from twinop import child
 from twinop.bench import runtime
-from twinop.bench.measurements import Commit, Measurements, Output, choose_device
+from twinop.bench.measurements import Measurements, Output, choose_device
 from twinop.bench.providers import Subject, checked, require
 from twinop.bench.timing import DeviceTimer, host_times
 from twinop.console import clear_errors
@@ -48,8 +48,6 @@ class Cell:
 
     Attributes:
         others: ONNX Runtime's own nodes by provider, in ONNX's text format.
-        in_torch: functions of the inputs by provider.
-        partly: the providers that compute a part of the op, whose results are not checked.
         layouts: how a provider wants its inputs, and gives its output, if not as the op.
     """
 
@@ -58,8 +56,6 @@ class Cell:
     reference: Callable[..., Tensor]
     attributes: dict[str, Any] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
-    in_torch: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
-    partly: tuple[str, ...] = ()
     layouts: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     @property
@@ -85,8 +81,6 @@ def cells(device: torch.device) -> Iterator[Cell]:
             lambda a, b, bias: F.gelu(torch.addmm(bias, a, b)),
             {"activation": "gelu"},
             others={GEMM: "p = Gemm(a, b, bias); out = Gelu(p)"},
-            in_torch={"cuBLASLt, product and bias": lambda a, b, bias: torch.addmm(bias, a, b)},
-            partly=("cuBLASLt, product and bias",),
         )
     for batch, heads, tokens, size in ATTENTIONS:
         multi_head = f"out = com.microsoft.MultiHeadAttention<num_heads={heads}>(q, k, v)"
@@ -96,7 +90,6 @@ def cells(device: torch.device) -> Iterator[Cell]:
             F.scaled_dot_product_attention,
             {"scale": size**-0.5},
             others={"ORT Attention": "out = Attention(q, k, v)", "ORT MultiHeadAttention": multi_head},
-            in_torch={"torch SDPA": F.scaled_dot_product_attention},
             layouts={"ORT MultiHeadAttention": lambda x: x.transpose(1, 2).flatten(2)},
         )
 
@@ -138,7 +131,6 @@ class Machine:
         functions: dict[str, Callable[..., Any]] = {
             OWN_LAUNCH: partial(declared.launcher, **defaults | cell.attributes),
             IN_TORCH: partial(in_torch, **cell.attributes),
-            **cell.in_torch,
         }
         makers: dict[str, Callable[[], Subject]] = {
             name: partial(Subject, partial(function, *inputs)) for name, function in functions.items()
@@ -148,7 +140,7 @@ class Machine:
         def check(name: str, subject: Subject) -> None:
             wanted = cell.layouts.get(name, Tensor.contiguous)(expected)
             error = (subject.result()[0].float() - wanted).abs().max() / wanted.abs().max()
-            require(float(error), TOLERANCE if name not in cell.partly else float("inf"))
+            require(float(error), TOLERANCE)
 
         subjects, missing = checked(makers, check)
         runs = {name: subject.run for name, subject in subjects.items()}
@@ -190,7 +182,7 @@ class Machine:
         return {"time": "wall", "op": f"{CHAIN} nodes", "shape": "1", "times": times}
 
 
-def main(rounds: int = 51, output: Output = None, commit: Commit = None) -> None:
+def main(rounds: int = 51, output: Output = None) -> None:
     """Measure the kernels of examples/triton in ONNX Runtime, as torch's ops, and as Triton launches them.
 
     It is device time with an empty L2 cache, beside ONNX Runtime's own products and attention; a chain of
@@ -198,7 +190,7 @@ def main(rounds: int = 51, output: Output = None, commit: Commit = None) -> None
     """
     with clear_errors(), tempfile.TemporaryDirectory() as folder:
         where = choose_device("cuda")
-        measured = Measurements("triton", where, output, commit)
+        measured = Measurements("triton", where, output)
         machine = Machine(where, Path(folder), rounds)
         measured.add(machine.chain())
         measured.say()

@@ -165,7 +165,7 @@ ENTRIES: dict[str, Entry] = {
         "swiglu_packed",
         "x",
         _swiglu_packed,
-        peers={"Liger": "others:liger_swiglu_packed", "flashinfer": "others:flashinfer_silu_and_mul"},
+        peers={"Liger": "others:liger_swiglu_packed"},
         ort={
             "ORT Split, Sigmoid, Mul, Mul": (
                 f"gate, value = Split<axis = -1, num_outputs = 2>(x); {_SWIGLU}; y = Mul(t, value)"
@@ -177,11 +177,7 @@ ENTRIES: dict[str, Entry] = {
         "softmax",
         "x",
         lambda x: torch.softmax(x, -1),
-        peers={
-            "Triton": "triton_kernels:softmax",
-            "Liger": "others:liger_softmax",
-            "quack": "others:quack_softmax",
-        },
+        peers={"Triton": "triton_kernels:softmax", "Liger": "others:liger_softmax"},
         ort={"ORT Softmax": "y = Softmax<axis = -1>(x)"},
         backward=True,
     ),
@@ -197,12 +193,7 @@ ENTRIES: dict[str, Entry] = {
         "rms_norm",
         "x weight",
         _rms_norm,
-        peers={
-            "Triton": "triton_kernels:rms_norm",
-            "Liger": "others:liger_rms_norm",
-            "quack": "others:quack_rms_norm",
-            "flashinfer": "others:flashinfer_rms_norm",
-        },
+        peers={"Triton": "triton_kernels:rms_norm", "Liger": "others:liger_rms_norm"},
         ort={
             "ORT RMSNormalization": f"y = RMSNormalization{_RMS_NORM}",
             "ORT SimplifiedLayerNormalization": f"y = SimplifiedLayerNormalization{_RMS_NORM}",
@@ -227,7 +218,7 @@ ENTRIES: dict[str, Entry] = {
         "add_rms_norm",
         "x residual weight",
         _add_rms_norm,
-        peers={"Liger": "others:liger_add_rms_norm", "quack": "others:quack_add_rms_norm"},
+        peers={"Liger": "others:liger_add_rms_norm"},
         ort={"ORT SkipSimplifiedLayerNormalization": f"y, , , sum = com.microsoft.{_ADD_RMS_NORM}"},
         reference=_of_rounded_sum(_rms_norm),
     ),

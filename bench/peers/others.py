@@ -1,8 +1,6 @@
-"""Peers from Liger, quack and flashinfer, which are imported when they are called."""
+"""Peers from Liger, which is imported when they are called."""
 
 from torch import Tensor
-
-# ------------------------------------------------------------------------------- Liger
 
 
 def liger_softmax(x: Tensor) -> Tensor:
@@ -40,36 +38,3 @@ def liger_swiglu_packed(x: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction  # Liger >= 0.8
 
     return LigerFusedGateUpSiLUMulFunction.apply(x, False)
-
-
-# ------------------------------------------------------------------------------- quack, flashinfer
-
-
-def quack_softmax(x: Tensor) -> Tensor:
-    from quack.softmax import softmax
-
-    return softmax(x)
-
-
-def quack_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    from quack.rmsnorm import rmsnorm
-
-    return rmsnorm(x, weight, eps=1e-6)
-
-
-def quack_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    from quack.rmsnorm import rmsnorm
-
-    return rmsnorm(x, weight, residual=residual, eps=1e-6, prenorm=True)
-
-
-def flashinfer_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    from flashinfer.norm import rmsnorm
-
-    return rmsnorm(x, weight, eps=1e-6)
-
-
-def flashinfer_silu_and_mul(x: Tensor) -> Tensor:
-    from flashinfer.activation import silu_and_mul
-
-    return silu_and_mul(x)

@@ -44,8 +44,8 @@ each_entry = pytest.mark.parametrize("name", list(BUILT))
 
 
 def on_cpu(*wanted: str) -> Machine:
-    providers = Providers(CPU, None, 2, wanted or None, 0)
-    return Machine(providers, rounds=2, seconds=0.01)
+    providers = Providers(CPU, None, 2, wanted or None)
+    return Machine(providers, None, rounds=2, seconds=0.01)
 
 
 def small(name: str, direction: str = FORWARD, dtype: str = "float32") -> Case:

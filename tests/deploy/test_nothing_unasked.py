@@ -54,8 +54,6 @@ def test_children_take_no_module_of_the_current_folder(
     server.close()
     monkeypatch.setattr(registration, "_registered", {})  # a library is registered in a child first
     assert session(make_model("CustomRelu"), ["CPUExecutionProvider"]).library
-    found = subprocess.run(child.module("twinop.bench.ops_report", "{}"), capture_output=True, text=True)
-    assert "missing 8 required positional arguments" in found.stderr
     said = subprocess.run(child.module("json.tool"), input=b"[1]", capture_output=True)
     assert said.returncode == 0 and said.stdout.split() == [b"[", b"1", b"]"]
     assert not (hostile / "taken").exists()
@@ -135,7 +133,7 @@ def test_no_command_takes_code_from_the_current_folder(
         f"check {away}/models",
         f"doctor {model}",
         f"pack {model} -o {away}/packed",
-        f"bench --library {mish} --quick --kinds latency --providers twinop --workers 1 --output {away}/r",
+        f"bench --library {mish} --quick --kinds latency --providers twinop --output {away}/r",
     ):
         done = subprocess.run([script, *command.split()], capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
