@@ -83,7 +83,7 @@ def _encoder() -> Model:
     return Model(16, build, {name: tensor[:1].numpy() for name, tensor in inputs.items()})
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], Model]] = {
     "small": partial(mlp, 64, 128, 128, 16),
     "wide": partial(mlp, 1024, 4096, 4096, 1024),
     "encoder": _encoder,

@@ -128,8 +128,8 @@ def main() -> None:
         lines = follow(folder, steps, options.bench)
         results = folder / "mish/bench-results"
         options.output.mkdir(parents=True, exist_ok=True)
-        for path in results.glob("*.json") if results.is_dir() else ():
-            shutil.copy(path, options.output / f"first-op-bench-{options.name}.json")
+        for path in results.glob("*.jsonl") if results.is_dir() else ():
+            shutil.copy(path, options.output / f"first-op-bench-{options.name}.jsonl")
         facts = {
             "benchmark": "first-op",
             "environment": {
