@@ -37,7 +37,7 @@ from twinop.bench.timing import host_times, timer_on
 from twinop.console import clear_errors
 from twinop.errors import ExportError
 from twinop.export import export
-from twinop.export.optimize import optimize
+from twinop.optimize import optimize
 
 STOCK, ORTS, OURS = "stock.onnx", "ort-optimizer.onnx", "twinop.onnx"
 EAGER, COMPILE, AUTOTUNE, TWINOP = "torch eager", "torch.compile", "max-autotune", "twinop"
