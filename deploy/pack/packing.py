@@ -18,7 +18,7 @@ from twinop.library import checksum
 from ..errors import PackError
 from ..service.model_settings import ModelSettings, Provider
 from ..service.settings import checked
-from ..service.write_triton_config import make_config, write_config
+from ..service.triton_config import make_config, write_config
 from .contents import Contents, needed_version, read_contents, without_bodies
 from .options import Options
 

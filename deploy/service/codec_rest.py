@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from .bodies import Limit
 from .datatypes import OF_DTYPE, from_bytes, named, shown, to_bytes, version_number
 from .errors import TOO_LARGE, ServiceError, invalid
+from .http_body import Limit
 from .json_tensors import from_json, to_json
 from .request import MOST_TENSORS, Request, Result, check_count
 from .shared_memory import Shared, byte_count, place_of

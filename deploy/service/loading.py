@@ -28,7 +28,7 @@ from .model_library import libraries_for
 from .model_settings import ModelSettings, Provider
 from .runtime_options import apply, with_options
 from .settings import Policy, ServerSettings, SettingsError
-from .trial import compared, joined_differently, make_trial, missing_kernel, warm_up
+from .warm_up import compared, joined_differently, make_trial, missing_kernel, warm_up
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from . import ids, logs, metrics, shared_memory_calls, spans
 from .addresses import LoggedHandshake, bound, read_pem, tls_error
 from .budget import Budget
-from .endpoints import FAILURES, Endpoints, as_json, telling
 from .errors import NOT_READY, UNAUTHENTICATED
+from .http_endpoints import FAILURES, Endpoints, as_json, telling
 from .queries import Queries
 from .shared_memory import Regions
 from .tokens import Tokens
@@ -83,7 +83,7 @@ class Front:
             refusal = as_json({"error": "the server stopped before it could answer"}, NOT_READY.status)
             with contextlib.suppress(RuntimeError):  # the answer has begun
                 await refusal(scope, receive, answer)
-        except Exception:  # answered and logged by `_bug` in endpoints.py
+        except Exception:  # answered and logged by `_bug` in http_endpoints.py
             pass
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from .bodies import Limit
 from .budget import Held
 from .datatypes import Datatype, from_bytes, shown, to_bytes
 from .errors import NOT_FOUND, OFF, OVERLOADED, ServiceError, invalid
+from .http_body import Limit
 from .request import Request, Result, off_loop
 from .settings import Settings
 

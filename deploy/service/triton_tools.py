@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from .errors import invalid
 from .loaded_model import LoadedModel
 from .settings import SettingsError
-from .write_triton_config import make_config
+from .triton_config import make_config
 
 _WIDE = {
     FieldDescriptor.TYPE_INT64,

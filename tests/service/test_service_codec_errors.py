@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from service_codecs import FLOATS, decode, rest_request, result
 
 from twinop.deploy.service import codec_rest
-from twinop.deploy.service.bodies import Limit, decompressed
 from twinop.deploy.service.datatypes import DATATYPES, Datatype
 from twinop.deploy.service.errors import INVALID, NOT_FOUND, TOO_LARGE, ServiceError
+from twinop.deploy.service.http_body import Limit, decompressed
 
 # -------------------------------------------------------------------------------- bad input, REST
 

@@ -16,7 +16,7 @@ from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.read_triton_config import read_config
 from twinop.deploy.service.runtime_options import ProviderOptions, with_options
 from twinop.deploy.service.settings import Settings, SettingsError
-from twinop.deploy.service.write_triton_config import make_config, write_config
+from twinop.deploy.service.triton_config import make_config, write_config
 
 SESSION = {
     "graph_optimization_level": "ORT_ENABLE_EXTENDED",

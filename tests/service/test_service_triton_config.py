@@ -14,8 +14,8 @@ from twinop.deploy import session
 from twinop.deploy.service.model_settings import Provider
 from twinop.deploy.service.read_triton_config import TritonConfig, read_config
 from twinop.deploy.service.settings import Settings, SettingsError
-from twinop.deploy.service.trial import make_trial
-from twinop.deploy.service.write_triton_config import make_config, write_config
+from twinop.deploy.service.triton_config import make_config, write_config
+from twinop.deploy.service.warm_up import make_trial
 
 
 def read(folder: Path, text: str) -> TritonConfig:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from . import bodies, codec_rest, ids, logs, metrics, spans
+from . import codec_rest, http_body, ids, logs, metrics, spans
 from .budget import Budget, Held
 from .datatypes import shown
 from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, ServiceError, invalid
@@ -65,10 +65,10 @@ class Endpoints:
 
     def __init__(self, repository: "Repository", budget: Budget, regions: Regions) -> None:
         settings = repository.settings.server
-        self._limit = self._json_limit = bodies.Limit(settings.max_request_bytes)
+        self._limit = self._json_limit = http_body.Limit(settings.max_request_bytes)
         if settings.max_json_bytes < settings.max_request_bytes:
             advice = ": send large tensors as binary data, with Inference-Header-Content-Length"
-            self._json_limit = bodies.Limit(settings.max_json_bytes, "max_json_bytes", "JSON", advice)
+            self._json_limit = http_body.Limit(settings.max_json_bytes, "max_json_bytes", "JSON", advice)
         self._seconds = settings.body_seconds
         self._repository = repository
         self._budget = budget
@@ -89,7 +89,7 @@ class Endpoints:
         logs.bind(model=model)
         has_binary = codec_rest.HEADER_LENGTH in headers
         limit = self._limit if has_binary else self._json_limit
-        body = await bodies.read(request, limit, self._seconds, held)
+        body = await http_body.read(request, limit, self._seconds, held)
         if not has_binary:
             held.take(_JSON_GROWTH * len(body))
         asked, form = await off_loop(
@@ -144,7 +144,7 @@ class Endpoints:
         """Read a request's body, a JSON object; {} if it is empty."""
         try:
             with self._held(request) as held:
-                body = await bodies.read(request, self._json_limit, self._seconds, held) or b"{}"
+                body = await http_body.read(request, self._json_limit, self._seconds, held) or b"{}"
                 content = await off_loop(len(body), orjson.loads, body)
         except orjson.JSONDecodeError as error:
             raise invalid(f"invalid JSON: {error}") from None
