@@ -66,6 +66,7 @@ class Session:
         self.outputs = {each.name: Spec.of(each, each.name in scalars) for each in inner.get_outputs()}
         self.required = [self.inputs[spec.name] for spec in required if not spec.type.startswith("optional")]
         self._names = list(self.outputs)
+        self._shared_sizes = _shared_sizes(self.inputs)
         self._profile = profile
         self._module = onnxruntime
         self._inner = inner._sess  # calls below the Python class take 2 us less
@@ -107,16 +108,7 @@ class Session:
                 its zeros at another place than the model was optimised for.
             RunError: ONNX Runtime or a kernel refused the run.
         """
-        if not isinstance(feeds, dict | Mapping) or isinstance(outputs, str) or hasattr(outputs, "shape"):
-            raise wrong_arguments(feeds, outputs, self.inputs)
-        names = self._names if outputs is None else list(dict.fromkeys(outputs))
-        if outputs is not None:
-            for name in names:
-                if name not in self.outputs:
-                    raise unknown_name("output", name, self.outputs)
-        for spec in self.required:
-            if spec.name not in feeds:
-                require_all(feeds, self.required)
+        names = self._checked_names(feeds, outputs)
         first = next(iter(feeds.values()), None)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(first, torch.Tensor):
@@ -127,7 +119,27 @@ class Session:
         options = options or self._options
         if isinstance(first, self._module.OrtValue):
             return self._run_values(feeds, names, options)
-        return self._run_arrays(feeds, names, options)
+        return self.run_checked(self._checked_arrays(feeds), names, options)
+
+    def check(self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None) -> list[str]:
+        """Checks the numpy arrays of a run, and returns the names of its outputs.
+
+        Raises:
+            FeedError: as `run` would raise it.
+        """
+        names = self._checked_names(feeds, outputs)
+        self._checked_arrays(feeds)
+        return names
+
+    def run_checked(self, arrays: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
+        """Runs the model with numpy arrays that `check` has accepted.
+
+        Raises:
+            RunError: ONNX Runtime or a kernel refused the run.
+        """
+        if self.foreign:
+            return self._run_foreign(arrays, names, options)
+        return dict(zip(names, guarded(self._inner.run, names, arrays, options), strict=True))
 
     def executed_on(self, custom_only: bool = True) -> list[NodeRun]:
         """Returns the nodes that have run and their provider, from ONNX Runtime's profile.
@@ -157,9 +169,25 @@ class Session:
         self._tensors = TensorRunner(self, self._inner, self.cuda_graph)
         return self._tensors
 
+    def _checked_names(self, feeds: Any, outputs: Any) -> list[str]:
+        """Returns the names of the outputs, after a look at the names of the feeds."""
+        if not isinstance(feeds, dict | Mapping) or isinstance(outputs, str) or hasattr(outputs, "shape"):
+            raise wrong_arguments(feeds, outputs, self.inputs)
+        names = self._names if outputs is None else list(dict.fromkeys(outputs))
+        if outputs is not None:
+            for name in names:
+                if name not in self.outputs:
+                    raise unknown_name("output", name, self.outputs)
+        for spec in self.required:
+            if spec.name not in feeds:
+                for name in feeds:  # a wrong name says more
+                    self._spec(name)
+                require_all(feeds, self.required)
+        return names
+
     # -------------------------------------------------------------------------------- numpy
 
-    def _run_arrays(self, feeds: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
+    def _checked_arrays(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         arrays = {}
         for name, value in feeds.items():
             spec = self._spec(name)
@@ -171,9 +199,9 @@ class Session:
             if spec.right_padded and (error := spec.padding_error(value)) is not None:
                 raise error
             arrays[name] = value
-        if self.foreign:
-            return self._run_foreign(arrays, names, options)
-        return dict(zip(names, guarded(self._inner.run, names, arrays, options), strict=True))
+        for dimension, places in self._shared_sizes.items():
+            _require_one_size(dimension, places, arrays)
+        return arrays
 
     def _run_foreign(self, arrays: Mapping[str, Any], names: list[str], options: Any) -> dict[str, Any]:
         """Runs with OrtValues on the arrays' memory: ONNX Runtime does not convert all dtypes from numpy."""
@@ -264,6 +292,31 @@ def to_numpy(value: Any, spec: Spec) -> np.ndarray:
 
 def _same(given: np.dtype, wanted: np.dtype) -> bool:
     return given == wanted or (wanted.kind == "O" and given.kind in "US")
+
+
+def _shared_sizes(inputs: Mapping[str, Spec]) -> dict[str, list[tuple[str, int]]]:
+    """Returns the inputs and axes of each dimension that several of them have."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for spec in inputs.values():
+        for axis, size in enumerate(spec.shape or ()):
+            if isinstance(size, str) and spec.element is not None:
+                found.setdefault(size, []).append((spec.name, axis))
+    return {size: places for size, places in found.items() if len(places) > 1}
+
+
+def _require_one_size(dimension: str, places: Sequence[tuple[str, int]], arrays: Mapping[str, Any]) -> None:
+    """Raises FeedError if a dimension has several sizes, which ONNX Runtime does not always notice."""
+    first = None
+    for name, axis in places:
+        if name not in arrays:
+            continue
+        size = arrays[name].shape[axis]
+        first = first or (name, size)
+        if size != first[1]:
+            raise FeedError(
+                f"dimension {dimension} is {first[1]} in input {first[0]} and {size} in {name}: "
+                "it must be the same in all inputs"
+            )
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Describes the inputs and outputs of a session, and words the errors for values that do not fit."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class Spec:
         element: ONNX's number of the element type, or None if this is not a tensor (sequences, maps).
         shape: sizes, names of dynamic dimensions, and None; or None for an unknown rank.
         fixed: axis and size of the dimensions that are not dynamic.
-        label: the element type in messages, if it is not called as in numpy.
+        names: how element types are called in messages, by numpy's names, where they have other names.
         right_padded: whether this is a mask [B, T] whose rows must be ones, then zeros (`RIGHT_PADDED`).
     """
 
@@ -34,7 +34,7 @@ class Spec:
     shape: tuple[int | str | None, ...] | None
     fixed: tuple[tuple[int, int], ...] = ()
     numpy_dtype: np.dtype | None = None
-    label: str = ""
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
     right_padded: bool = False
 
     @classmethod
@@ -70,7 +70,7 @@ class Spec:
     @property
     def type_name(self) -> str:
         """The element type in messages."""
-        return self.label or self.dtype
+        return self.names.get(self.dtype, self.dtype)
 
     def sources(self, inputs: Iterable["Spec"]) -> tuple[int | tuple[str, int], ...] | None:
         """Returns where each size of this output is known from: itself, or an (input, axis).
@@ -116,7 +116,8 @@ class Spec:
         return f"{self.type_name}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
 
     def mismatch(self, type_name: str, shape: Sequence[int]) -> FeedError:
-        """Returns the error for a tensor of another type or shape."""
+        """Returns the error for a tensor of another type (with numpy's name) or shape."""
+        type_name = self.names.get(type_name, type_name)
         given = f"{type_name}[{', '.join(map(str, shape))}]"
         if type_name != self.type_name:
             what = f"convert it to {self.type_name}"

@@ -145,7 +145,7 @@ def _values(options: Options, packed: Packed) -> dict[str, Any]:
     """Returns the values for the templates: the options, the contents, and what follows from them."""
     contents = packed.contents
     memory = _memory(contents)
-    return vars(options) | vars(contents) | {
+    return vars(options) | vars(contents) | _settings(options, contents) | {
         "name": packed.name, "kube_name": packed.kube_name, "image": packed.image,
         "image_title": packed.image.rpartition(":")[0].rpartition("/")[2],
         "memory": memory, "memory_limit": 2 * memory,
@@ -158,24 +158,28 @@ def _values(options: Options, packed: Packed) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _config(options: Options, packed: Packed) -> str:
-    contents = packed.contents
-    settings = {
+def _settings(options: Options, contents: Contents) -> dict[str, Any]:
+    """Returns the model's settings, which both twinop.toml and config.pbtxt have."""
+    return {
         "provider": Provider.CUDA if contents.gpu else Provider.CPU,
         "max_batch_size": options.max_batch_size,
         # The container's CPUs: ONNX Runtime would count those of the machine.
         "intra_op_threads": options.cpus,
     }
+
+
+def _config(options: Options, packed: Packed) -> str:
+    contents = packed.contents
     text = write_config(
         make_config(
             packed.name,
-            checked(ModelSettings, settings, "the options"),
+            checked(ModelSettings, _settings(options, contents), "the options"),
             {spec.name: spec for spec in contents.inputs},
             {spec.name: spec for spec in contents.outputs},
             libraries=packed.libraries,
         )
     )
-    return f"# Triton's model configuration, which twinop serve reads too.\n{text}"
+    return f"# Triton's model configuration. twinop serve reads twinop.toml.\n{text}"
 
 
 def _memory(contents: Contents) -> int:

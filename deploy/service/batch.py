@@ -29,7 +29,7 @@ class Runner(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class QueuedRequest:
     """A request that waits or runs."""
 
     request: Request
@@ -39,7 +39,9 @@ class Member:
     future: asyncio.Future[Result]
 
     @classmethod
-    def of(cls, request: Request, outputs: tuple[str, ...], future: asyncio.Future[Result]) -> "Member":
+    def of(
+        cls, request: Request, outputs: tuple[str, ...], future: asyncio.Future[Result]
+    ) -> "QueuedRequest":
         """Requests may share a run if they have the same inputs, dtypes, trailing shapes and outputs."""
         inputs = request.inputs
         first = next(iter(inputs.values()), None)
@@ -66,7 +68,7 @@ class Member:
             self.future.set_exception(error)
 
 
-Batch = Sequence[Member]
+Batch = Sequence[QueuedRequest]
 
 
 def size_of(batch: Batch) -> int:
@@ -78,11 +80,12 @@ class BatchRuns:
     """Runs the batches of one version, in any thread.
 
     Attributes:
-        separable: whether the outputs had a row for each row of the inputs, whenever requests were joined.
+        rows_independent: whether the outputs had a row for each row of the inputs whenever requests were
+            joined.
     """
 
     def __init__(self, name: str, version: int) -> None:
-        self.separable = True
+        self.rows_independent = True
         self._name = name
         self._version = version
 
@@ -96,7 +99,7 @@ class BatchRuns:
                 found = instance.run(parts, batch[0].outputs)
                 if len(batch) == 1:
                     return [found]
-                if self._is_separable(found, batch):
+                if self._has_all_rows(found, batch):
                     return _split(found, batch)
             except Exception as error:
                 failure = self._failure(error, limit)
@@ -114,12 +117,12 @@ class BatchRuns:
         _log.error("a run failed unexpectedly", exc_info=error)
         return ServiceError(RUN_FAILED, "the model could not be run; the server's log says why")
 
-    def _is_separable(self, found: Mapping[str, np.ndarray], batch: Batch) -> bool:
+    def _has_all_rows(self, found: Mapping[str, np.ndarray], batch: Batch) -> bool:
         rows = sum(member.rows for member in batch)
         for name, array in found.items():
             if array.ndim == 0 or array.shape[0] != rows:
-                if self.separable:
-                    self.separable = False
+                if self.rows_independent:
+                    self.rows_independent = False
                     _log.warning(
                         "model %s: output %s has shape %s for %d rows, so requests are no longer joined. Its "
                         "max_batch_size should be 0",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .batch import Batch, BatchRuns, Member, Outcome, Runner, size_of
+from .batch import Batch, BatchRuns, Outcome, QueuedRequest, Runner, size_of
 from .errors import BROKEN, NOT_READY, OVERLOADED, ServiceError
 from .model_settings import ModelSettings
 from .request import Request, Result
@@ -36,19 +36,23 @@ class Batcher:
         instances: Sequence[Runner],
         settings: ModelSettings,
         *,
-        may_block: bool = False,
-        may_join: bool = True,
+        may_run_on_loop: bool = False,
+        rows_independent: bool = True,
     ) -> None:
-        """If `may_block`, short runs may run on the event loop's thread."""
+        """
+        Args:
+            may_run_on_loop: short runs may run on the event loop's thread.
+            rows_independent: requests may share a run.
+        """
         self._name = name
         self._version = version
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._idle = list(instances)
         self._instances = len(instances)
-        self._waiting: deque[Member] = deque()
+        self._waiting: deque[QueuedRequest] = deque()
         self._runs = BatchRuns(name, version)
-        self._runs.separable = may_join
+        self._runs.rows_independent = rows_independent
         self._pool = ThreadPoolExecutor(len(instances), thread_name_prefix=f"{name}-{version}")
         self._timer: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
@@ -57,7 +61,7 @@ class Batcher:
         self._seconds_per_run = 0.0  # a moving average for Retry-After
         self._is_dispatching = False
         is_watched = settings.run_timeout_seconds is not None  # a run on the loop's thread cannot be
-        self._short = ShortRuns(may_block and not settings.max_queue_delay_us and not is_watched)
+        self._short = ShortRuns(may_run_on_loop and not settings.max_queue_delay_us and not is_watched)
         self.on_run: Callable[[int, float], None] = lambda rows, seconds: None
         self.on_broken: Callable[[str], None] = lambda why: None  # nothing more can be run in this process
 
@@ -82,7 +86,7 @@ class Batcher:
             raise ServiceError(NOT_READY, f"version {self._version} of model {self._name} is being unloaded")
         if len(self._waiting) >= self._settings.max_queue:
             raise self._overloaded()
-        member = Member.of(request, outputs, self._loop.create_future())
+        member = QueuedRequest.of(request, outputs, self._loop.create_future())
         self._waiting.append(member)
         self._drained.clear()
         if self._settings.max_batch_size and self._short.include(size_of([member])):
@@ -153,7 +157,7 @@ class Batcher:
         if not self._waiting:
             return []
         limit = self._settings.max_batch_size
-        if not limit or not self._runs.separable:
+        if not limit or not self._runs.rows_independent:
             return [self._waiting.popleft()]
         batch = self._ready_batch(limit, now)
         if not batch:
@@ -165,9 +169,9 @@ class Batcher:
             self._waiting = deque(member for member in self._waiting if id(member) not in taken)
         return batch
 
-    def _ready_batch(self, limit: int, now: float) -> list[Member]:
+    def _ready_batch(self, limit: int, now: float) -> list[QueuedRequest]:
         """Return the oldest request that need not wait for company, and those that may share its run."""
-        batches: defaultdict[Any, list[Member]] = defaultdict(list)
+        batches: defaultdict[Any, list[QueuedRequest]] = defaultdict(list)
         rows: Counter[Any] = Counter()
         for member in self._waiting:
             if rows[member.key] + member.rows <= limit and not member.gone(now):
@@ -178,7 +182,7 @@ class Batcher:
                 return batch
         return []
 
-    def _should_wait(self, first: Member, rows: int, now: float) -> bool:
+    def _should_wait(self, first: QueuedRequest, rows: int, now: float) -> bool:
         """Return whether max_queue_delay_us lets the batch wait for more rows."""
         delay = self._settings.max_queue_delay_us * 1e-6
         enough = max(self._settings.preferred_batch_sizes, default=self._settings.max_batch_size)
@@ -193,11 +197,11 @@ class Batcher:
         self._timer = None
         self._dispatch()
 
-    def _expire(self, member: Member) -> None:
+    def _expire(self, member: QueuedRequest) -> None:
         member.expire()  # regardless of the clock: uvloop's timers fire up to a millisecond early
         self._forget(member)
 
-    def _forget(self, member: Member) -> None:
+    def _forget(self, member: QueuedRequest) -> None:
         if member in self._waiting:
             self._waiting.remove(member)
             self._dispatch()  # sets `_drained` if this was the last request

@@ -3,12 +3,12 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .codec_rest import deadline, refuse_classification
+from .codec_rest import deadline, refuse_extensions
 from .datatypes import (
     BYTES,
     OF_DTYPE,
@@ -24,7 +24,6 @@ from .errors import TOO_LARGE, ServiceError, invalid
 from .json_tensors import integers
 from .protocol import pb
 from .request import MOST_TENSORS, Request, Result, check_count
-from .shared_memory import Shared, place_of
 
 MOST_TYPED_BYTES = 1 << 20  # of a message without its raw tensors: protobuf reads the rest number by number
 MOST_BYTES = (2 << 30) - (1 << 20)  # a message has less than 2 GiB; the margin is for names and shapes
@@ -32,12 +31,11 @@ _RAW_KEY = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2  # a fi
 
 
 @dataclass(slots=True)
-class Form:
+class AnswerFormat:
     """The form of the answer: the client's id ("" for none), and whether its tensors are raw."""
 
     id: str
     raw: bool
-    shared: Shared = field(default_factory=Shared)
 
 
 def parse(data: bytes) -> pb.ModelInferRequest:
@@ -79,7 +77,7 @@ def decode(
     message: pb.ModelInferRequest,
     seconds: float | None,
     most: int = MOST_TENSORS,
-) -> tuple[Request, Form]:
+) -> tuple[Request, AnswerFormat]:
     """Decode a request without checking it against the model.
 
     Args:
@@ -92,26 +90,22 @@ def decode(
     arrived = time.monotonic()
     check_count("inputs", len(message.inputs), most)
     check_count("outputs", len(message.outputs), most)
-    raw, shared = message.raw_input_contents, Shared()
-    given = {each.name: _parameters(each.parameters) for each in message.inputs if each.parameters}
-    places = {name: place_of(f"input {name}", parameters) for name, parameters in given.items()}
-    own = sum(places.get(each.name) is None for each in message.inputs)
-    if raw and len(raw) != own:
+    raw = message.raw_input_contents
+    if raw and len(raw) != len(message.inputs):
         raise invalid(
-            f"{own} inputs, but {len(raw)} raw_input_contents: every input needs one, in the same order"
+            f"{len(message.inputs)} inputs, but {len(raw)} raw_input_contents: every input needs one, in the "
+            "same order"
         )
     rest = iter(raw)
     inputs: dict[str, np.ndarray] = {}
     for tensor in message.inputs:
         name = tensor.name
-        if name in inputs or name in shared.inputs:
+        if name in inputs:
             raise invalid(f"input {name} is given twice")
         kind, shape = named(name, tensor.datatype), list(tensor.shape)
-        if (place := places.get(name)) is not None:
-            if tensor.HasField("contents"):
-                raise invalid(f"input {name} has contents besides shared_memory_region: send one of them")
-            shared.inputs[name] = place, kind, shape
-        elif not raw:
+        if tensor.parameters:
+            refuse_extensions(f"input {name}", _parameters(tensor.parameters))
+        if not raw:
             key, values = _contents(tensor.contents, kind)
             inputs[name] = _typed(name, kind, shape, key, values)
         elif tensor.HasField("contents"):
@@ -125,15 +119,15 @@ def decode(
     return Request(
         model=message.model_name,
         inputs=inputs,
-        outputs=_outputs(message, shared),
+        outputs=_outputs(message),
         version=version_number(message.model_name, message.model_version),
         id=message.id,
         deadline=until,
         arrived=arrived,
-    ), Form(message.id, bool(raw or shared.inputs or shared.outputs), shared)
+    ), AnswerFormat(message.id, bool(raw))
 
 
-def encode(result: Result, form: Form) -> bytes:
+def encode(result: Result, form: AnswerFormat) -> bytes:
     """Return a serialized ModelInferResponse.
 
     It is raw if the request was raw, or if a datatype has no typed field (FP16, BF16).
@@ -159,9 +153,7 @@ def encode(result: Result, form: Form) -> bytes:
         )
     for (name, array), kind in zip(result.outputs.items(), kinds, strict=True):
         tensor = answer.outputs.add(name=name, datatype=kind.name, shape=array.shape)
-        if name in form.shared.outputs:
-            answer.raw_output_contents.append(b"")  # the client knows where it is
-        elif is_raw:
+        if is_raw:
             answer.raw_output_contents.append(memoryview(to_bytes(array)).tobytes())
         else:
             values = array.ravel().tolist()
@@ -178,16 +170,13 @@ def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     return {key: getattr(value, kind) if kind else None for key, (kind, value) in found.items()}
 
 
-def _outputs(message: pb.ModelInferRequest, shared: Shared) -> tuple[str, ...] | None:
+def _outputs(message: pb.ModelInferRequest) -> tuple[str, ...] | None:
     names: dict[str, None] = {}
     for output in message.outputs:
         if output.name in names:
             raise invalid(f"output {output.name} is asked for twice")
         if output.parameters:
-            where, parameters = f"output {output.name}", _parameters(output.parameters)
-            refuse_classification(where, parameters)
-            if (place := place_of(where, parameters)) is not None:
-                shared.outputs[output.name] = place
+            refuse_extensions(f"output {output.name}", _parameters(output.parameters))
         names[output.name] = None
     return tuple(names) or None
 

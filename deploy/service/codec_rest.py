@@ -9,23 +9,21 @@ import numpy as np
 import orjson
 
 from .datatypes import OF_DTYPE, from_bytes, named, shown, to_bytes, version_number
-from .errors import TOO_LARGE, ServiceError, invalid
+from .errors import NO_SHARED_MEMORY, TOO_LARGE, ServiceError, invalid
 from .http_body import Limit
 from .json_tensors import from_json, to_json
 from .request import MOST_TENSORS, Request, Result, check_count
-from .shared_memory import Shared, byte_count, place_of
 
 HEADER_LENGTH = "inference-header-content-length"
 
 
 @dataclass(slots=True)
-class Form:
+class AnswerFormat:
     """The form of the answer: the client's id, if it sent one, and which outputs are binary."""
 
     id: str | None = None
     binary: bool = False
     outputs: dict[str, bool] = field(default_factory=dict)
-    shared: Shared = field(default_factory=Shared)
 
 
 # -------------------------------------------------------------------------------- requests
@@ -38,7 +36,7 @@ def decode(
     version: str = "",
     most: int = MOST_TENSORS,
     json: Limit | None = None,
-) -> tuple[Request, Form]:
+) -> tuple[Request, AnswerFormat]:
     """Decode a request without checking it against the model.
 
     Args:
@@ -57,8 +55,8 @@ def decode(
     if not isinstance(content, dict):
         raise invalid('the request must be a JSON object with "inputs"')
     parameters = _object(content, "parameters", "the request")
-    form = Form(_id(content), _flag(parameters, "binary_data_output", "the request"))
-    inputs, rest = _inputs(content, most, view[length:], HEADER_LENGTH in headers, form.shared)
+    form = AnswerFormat(_id(content), _flag(parameters, "binary_data_output", "the request"))
+    inputs, rest = _inputs(content, most, view[length:], HEADER_LENGTH in headers)
     if len(rest):
         raise invalid(
             f"{len(rest)} bytes follow the last binary input: binary_data_size must add up to the body"
@@ -87,8 +85,10 @@ def deadline(timeout: Any, now: float) -> float | None:
     return now + timeout / 1e6
 
 
-def refuse_classification(where: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse a parameter that changes the meaning of an answer. Other parameters are ignored."""
+def refuse_extensions(where: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse parameters that change the meaning of a tensor. Other parameters are ignored."""
+    if "shared_memory_region" in parameters:
+        raise invalid(f"{where}: {NO_SHARED_MEMORY}")
     if parameters.get("classification", 0) != 0:
         raise invalid(f"{where}: the extension for classification is not served here")
 
@@ -154,7 +154,7 @@ def _flag(parameters: dict[str, Any], key: str, where: str, default: bool = Fals
     return value
 
 
-def _outputs(content: dict[str, Any], most: int, form: Form) -> tuple[str, ...] | None:
+def _outputs(content: dict[str, Any], most: int, form: AnswerFormat) -> tuple[str, ...] | None:
     if content.get("outputs") in (None, []):
         return None
     for each in _list(content, "outputs", most):
@@ -162,32 +162,26 @@ def _outputs(content: dict[str, Any], most: int, form: Form) -> tuple[str, ...] 
         if name in form.outputs:
             raise invalid(f"output {name} is asked for twice")
         parameters = _object(each, "parameters", f"output {name}")
-        refuse_classification(f"output {name}", parameters)
+        refuse_extensions(f"output {name}", parameters)
         form.outputs[name] = _flag(parameters, "binary_data", f"output {name}", form.binary)
-        if (place := place_of(f"output {name}", parameters)) is not None:
-            form.outputs[name], form.shared.outputs[name] = True, place
     return tuple(form.outputs)
 
 
 def _inputs(
-    content: dict[str, Any], most: int, binary: memoryview, has_length: bool, shared: Shared
+    content: dict[str, Any], most: int, binary: memoryview, has_length: bool
 ) -> tuple[dict[str, np.ndarray], memoryview]:
     """Return the tensors, and the binary data that no tensor used."""
     inputs: dict[str, np.ndarray] = {}
     for each in _list(content, "inputs", most):
         name = each["name"]
-        if name in inputs or name in shared.inputs:
+        if name in inputs:
             raise invalid(f"input {name} is given twice")
         kind, shape = named(name, each.get("datatype")), each.get("shape")
         if not isinstance(shape, list):
             raise invalid(f"input {name}: shape must be a list of whole numbers, not {shown(shape)}")
         parameters = _object(each, "parameters", f"input {name}")
+        refuse_extensions(f"input {name}", parameters)
         size = parameters.get("binary_data_size")
-        if (place := place_of(f"input {name}", parameters)) is not None:
-            if "data" in each or size is not None:
-                raise invalid(f"input {name} has data besides shared_memory_region: send one of them")
-            shared.inputs[name] = place, kind, shape
-            continue
         if size is None:
             if "data" not in each:
                 raise invalid(f"input {name} has neither data nor binary_data_size")
@@ -195,7 +189,8 @@ def _inputs(
             continue
         if "data" in each:
             raise invalid(f"input {name} has both data and binary_data_size: send one of them")
-        byte_count(f"input {name}: binary_data_size", size)
+        if type(size) is not int or size < 0:
+            raise invalid(f"input {name}: binary_data_size must be a number of bytes, not {shown(size)}")
         if not has_length:
             raise invalid(
                 f"input {name} has a binary_data_size, but Inference-Header-Content-Length is missing"
@@ -212,7 +207,7 @@ def _inputs(
 # -------------------------------------------------------------------------------- answers
 
 
-def encode(result: Result, form: Form, json: Limit | None = None) -> tuple[bytes, dict[str, str]]:
+def encode(result: Result, form: AnswerFormat, json: Limit | None = None) -> tuple[bytes, dict[str, str]]:
     """Return the body and its headers. `json` is the limit for the JSON part.
 
     Raises:
@@ -231,9 +226,7 @@ def encode(result: Result, form: Form, json: Limit | None = None) -> tuple[bytes
             "datatype": OF_DTYPE[array.dtype].name,
             "shape": array.shape,
         }
-        if name in form.shared.outputs:
-            pass  # the client knows where it is
-        elif form.outputs.get(name, form.binary):
+        if form.outputs.get(name, form.binary):
             data = to_bytes(array)
             tensors.append(data)
             size = data.nbytes if isinstance(data, np.ndarray) else len(data)

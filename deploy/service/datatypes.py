@@ -47,6 +47,8 @@ DATATYPES: dict[str, Datatype] = {
     )
 }
 OF_DTYPE: dict[np.dtype, Datatype] = {each.dtype: each for each in DATATYPES.values()}
+NAMES = {each.dtype.name: each.name for each in DATATYPES.values()} | {"str": "BYTES"}
+"""The protocol's names of datatypes by numpy's."""
 BYTES, BF16 = DATATYPES["BYTES"], DATATYPES["BF16"]
 
 _short = reprlib.Repr()

@@ -1,6 +1,6 @@
 """Find models, versions and their settings files on disk without loading anything.
 
-models/<name>/<version>/model.onnx     Triton's layout, beside it config.pbtxt and twinop.toml
+models/<name>/<version>/model.onnx     Triton's layout, beside it twinop.toml
 models/<name>/model.onnx               version 1
 models/<name>.onnx                     version 1
 """
@@ -8,21 +8,18 @@ models/<name>.onnx                     version 1
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from twinop.errors import TwinopError
 
-from . import read_triton_config
 from .model_settings import ModelSettings
-from .read_triton_config import TritonConfig
 from .settings import FILE, Settings, SettingsError, anchored, read_toml
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
@@ -75,19 +72,23 @@ class ModelFolder:
     stamps: dict[int, Stamps]
 
     @property
-    def layers(self) -> tuple[dict[str, Any], ...]:
-        """The settings of config.pbtxt and twinop.toml for `Settings.for_model`; the latter take precedence.
+    def own(self) -> dict[str, Any]:
+        """The settings in the folder's twinop.toml.
 
         Raises:
-            SettingsError: one of the files cannot be read.
+            SettingsError: the file cannot be read.
         """
-        if self.folder is None:
-            return ()
-        config = config_of(self.folder)
-        layers = [dict(config.settings)] if config is not None else []
-        if (own := _settings_in(self.folder / FILE, read_toml)) is not None:
-            layers.append(anchored(own, self.folder))
-        return tuple(layers)
+        path = self.folder / FILE if self.folder is not None else None
+        if path is None or not os.path.lexists(path):
+            return {}
+        try:
+            status = path.stat()
+        except OSError as error:  # a link to nowhere: what it should say is missing
+            raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+        found = _unchanged(path, status.st_mtime_ns, status.st_size)
+        if isinstance(found, SettingsError):
+            raise SettingsError(str(found))
+        return anchored(found, path.parent)
 
     def settings(self, given: Settings) -> ModelSettings:
         """Return the model's settings: those of the server, and of its folder.
@@ -96,7 +97,7 @@ class ModelFolder:
             SettingsError: a file cannot be read, or a setting is invalid. There are no other exceptions.
         """
         try:
-            return given.for_model(self.name, *self.layers)
+            return given.for_model(self.name, self.own)
         except SettingsError:
             raise
         except Exception as error:  # the settings of one model must not end the service of others
@@ -121,38 +122,11 @@ class ModelFolder:
         return {number: self.versions[number] for number in choice}
 
 
-def config_of(folder: Path | None) -> TritonConfig | None:
-    """Return the parsed config.pbtxt of a model's folder, or None. Unchanged files are not read again.
-
-    Raises:
-        SettingsError: the file cannot be read, or asks for an unsupported feature.
-    """
-    return None if folder is None else _settings_in(folder / read_triton_config.FILE, _read_config)
-
-
-def _read_config(path: Path) -> TritonConfig:
-    return read_triton_config.read_config(path, path.parent.name)
-
-
-def _settings_in(path: Path, read: Callable[[Path], T]) -> T | None:
-    """Return what `read` finds in a file, or None if there is no such file."""
-    if not os.path.lexists(path):
-        return None
-    try:
-        status = path.stat()
-    except OSError as error:  # a link to nowhere: what it should say is missing
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    found = _unchanged(read, path, status.st_mtime_ns, status.st_size)
-    if isinstance(found, SettingsError):
-        raise SettingsError(str(found))
-    return found
-
-
 @lru_cache(maxsize=512)
-def _unchanged(read: Callable[[Path], T], path: Path, time: int, size: int) -> T | SettingsError:
-    """Return what `read` finds, or its error. Both are kept until the file changes."""
+def _unchanged(path: Path, time: int, size: int) -> dict[str, Any] | SettingsError:
+    """Return the settings in a file, or the error. Both are kept until the file changes."""
     try:
-        return read(path)
+        return read_toml(path)
     except SettingsError as error:
         return SettingsError(str(error))
     except Exception as error:  # this file's problem only
@@ -270,7 +244,7 @@ def _of_folder(folder: Path, libraries: Stamp, notes: list[str]) -> ModelFolder 
     if not versions:
         notes.append(f"{folder.name}: no {_MODEL} in it, and none in a folder such as {folder.name}/1")
         return None
-    beside = _stamps([folder / read_triton_config.FILE, folder / FILE], folder)
+    beside = _stamps([folder / FILE], folder)
     stamps = {
         number: Stamps(beside + _stamps(_files(each.folder), folder), libraries)
         for number, each in versions.items()
@@ -287,26 +261,15 @@ def _of_file(path: Path, libraries: Stamp, root: Path) -> ModelFolder:
 
 
 def _model_file(folder: Path, model_folder: Path, notes: list[str]) -> Path | None:
-    """Return the .onnx file to serve: the one that config.pbtxt names, else model.onnx, else the only one."""
+    """Return the .onnx file to serve: model.onnx, else the only one."""
     there = {each.name: each for each in _entries(folder) if each.suffix == _SUFFIX and os.path.isfile(each)}
-    try:
-        config = config_of(model_folder)
-    except TwinopError:  # reported when the settings are read
-        config = None
-    if config is not None and (name := config.message.default_model_filename):
-        if name not in there:
-            notes.append(f"{_shown(folder, model_folder)}: no {name}, which config.pbtxt names")
-        return there.get(name)
     if _MODEL in there or len(there) == 1:
         return there.get(_MODEL) or next(iter(there.values()))
     if there:
         listed = ", ".join(there)
-        notes.append(f"{_shown(folder, model_folder)}: several models ({listed}): call one {_MODEL}")
+        where = folder.relative_to(model_folder.parent)
+        notes.append(f"{where}: several models ({listed}): call one {_MODEL}")
     return None
-
-
-def _shown(folder: Path, model_folder: Path) -> str:
-    return str(folder.relative_to(model_folder.parent))
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -2,175 +2,158 @@
 
 import asyncio
 import functools
+import inspect
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from . import codec_grpc, ids, logs, metrics, spans
+from . import codec_grpc, ids, logs, metrics
 from .addresses import address_error, grpc_credentials
-from .budget import Budget, Held
-from .errors import INTERNAL, INVALID, NOT_READY, UNAUTHENTICATED, ServiceError, invalid
-from .messages import Messages
+from .budget import Budget, RequestMemory
+from .errors import (
+    BROKEN,
+    INTERNAL,
+    INVALID,
+    NOT_READY,
+    TOO_SLOW,
+    UNAUTHENTICATED,
+    ServiceError,
+    invalid,
+)
+from .operations import CONTROL, OPEN, Operation, Operations, no_control_here
 from .protocol import SERVICE, pb
-from .queries import Queries
-from .request import off_loop
-from .settings import ServerSettings
-from .shared_memory import Regions
-from .shared_memory_calls import SharedMemoryCalls
+from .repository import Repository
+from .request import in_thread_if_large
 from .tokens import Token, Tokens
-
-if TYPE_CHECKING:
-    from .repository import Repository
 
 _log = logging.getLogger(__name__)
 
 DRAIN_REFUSE_SECONDS = 0.5
 TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
 HEALTH_SECONDS = 0.2
-_OPEN = ("ServerLive", "ServerReady")  # need no token
+_MODEL_FIELDS = ("name", "model_name", "repository_name")  # KServe's calls have the last one
 
 
 @dataclass(slots=True)
 class Call:
-    """What a call has besides its message: its id, the seconds to its deadline, memory and connection."""
+    """What a call has besides its message: its id, the seconds to its deadline, and its memory."""
 
     id: str
     seconds: float | None
-    held: Held
-    peer: Callable[[], str]
+    memory: RequestMemory
 
 
 Method = Callable[[Any, Call], Awaitable[Any]]
 
 
-class Calls(SharedMemoryCalls):
-    """The protocol's calls. `_Front` answers their ServiceErrors."""
+def method_of(operation: Operation) -> Method:
+    """Return the handler of calls of an operation, whose answer becomes a message."""
+    answer = operation.answer
+    assert answer is not None
+    names = [*re.findall(r"{(\w+)}", operation.path), *operation.fields]
+    response = getattr(pb, f"{operation.rpc}Response")
+    fields = response.DESCRIPTOR.fields_by_name
 
-    def __init__(self, repository: "Repository", regions: Regions) -> None:
-        super().__init__(regions)
-        self._repository = repository
-        self._about = Queries(repository)
+    def argument(request: Any, name: str) -> Any:
+        if name != "model":
+            return getattr(request, name)
+        return next(filter(None, (getattr(request, each, "") for each in _MODEL_FIELDS)), "")
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, call: Call) -> bytes:
-        """Run a model; the answer is serialized."""
-        meant = functools.partial(self._repository.metrics_of, request.model_name, request.model_version)
-        with metrics.counting(meant) as counting:
-            most = self._repository.most_tensors(request.model_name)
-            logs.bind(model=request.model_name)
-            size = request.ByteSize()
-            asked, form = await off_loop(size, codec_grpc.decode, request, call.seconds, most)
-            await self.regions.read(asked, form.shared, call.held)
-            asked.id = call.id
-            counting.request = asked
-            counting.result = await self._repository.answer(asked)
-            await self.regions.write(counting.result, form.shared)
-            size = sum(array.nbytes for array in counting.result.outputs.values())
-            call.held.add(3 * size)  # the arrays, the message, and its serialization
-            return await off_loop(size, codec_grpc.encode, counting.result, form)
-
-    async def ServerLive(self, request: Any, call: Call) -> pb.ServerLiveResponse:
-        return pb.ServerLiveResponse(live=not self._repository.broken)
-
-    async def ServerReady(self, request: Any, call: Call) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=not self._repository.why_not_ready())
-
-    async def ServerMetadata(self, request: Any, call: Call) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(**self._about.server())
-
-    async def ModelReady(self, request: Any, call: Call) -> pb.ModelReadyResponse:
+    async def method(request: Any, call: Call) -> Any:
+        given = {name: argument(request, name) for name in names}
+        if hasattr(request, "version"):
+            given["version"] = request.version
         try:
-            await self._about.model_ready(request.name, request.version)
+            found = answer(**given)
+            found = await found if inspect.isawaitable(found) else found
         except ServiceError as error:
-            if error.failure is not NOT_READY:
+            if not operation.is_question or error.failure not in (BROKEN, NOT_READY):
                 raise
-            return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=True)
+            return response()  # false
+        return response(**{name: value for name, value in found.items() if name in fields})
 
-    async def ModelMetadata(self, request: Any, call: Call) -> pb.ModelMetadataResponse:
-        described = self._about.model(request.name, request.version)
-        del described["parameters"]  # the message has no such field
-        return pb.ModelMetadataResponse(**described)
-
-    async def ModelConfig(self, request: Any, call: Call) -> pb.ModelConfigResponse:
-        return pb.ModelConfigResponse(config=self._about.config(request.name, request.version))
-
-    async def ModelStatistics(self, request: Any, call: Call) -> pb.ModelStatisticsResponse:
-        return pb.ModelStatisticsResponse(**await self._about.statistics(request.name, request.version))
-
-    async def RepositoryModelLoad(self, request: Any, call: Call) -> Any:
-        if request.parameters:
-            raise invalid("a model is loaded from its folder as it is: parameters are not taken")
-        await self._repository.load_by_request(_model_name(request))
-        return pb.RepositoryModelLoadResponse()
-
-    async def RepositoryModelUnload(self, request: Any, call: Call) -> Any:
-        await self._repository.unload_by_request(_model_name(request))
-        return pb.RepositoryModelUnloadResponse()
-
-    async def RepositoryIndex(self, request: Any, call: Call) -> Any:
-        self._repository.require_explicit()
-        return pb.RepositoryIndexResponse(models=await self._repository.index(request.ready))
+    return method
 
 
-def _model_name(request: Any) -> str:
-    name: str = request.model_name or request.repository_name  # KServe's first field
-    if not name:
-        raise invalid("model_name is missing")
-    return name
-
-
-class _Front:
-    """Handles every call: its id, the token, the budget, and failures as gRPC codes.
+class _CallHandler:
+    """Handles every call: its id, the token, the memory, and failures as gRPC codes.
 
     gRPC hands calls over as streams of requests. So a call can be refused before its message is read.
     """
 
-    def __init__(self, settings: ServerSettings, budget: Budget, tokens: Tokens) -> None:
-        self._settings = settings
+    def __init__(self, repository: Repository, budget: Budget, tokens: Tokens) -> None:
+        self._repository = repository
+        self._settings = repository.settings.server
         self._budget = budget
         self._tokens = tokens
-        self._messages = Messages(settings, budget)
+        self._reading: set[asyncio.Future[Any]] = set()
         self.draining = False
         self.was_called = False
 
-    def handler(self, calls: Calls) -> grpc.GenericRpcHandler:
+    def service(self) -> grpc.GenericRpcHandler:
         """Return the service for gRPC."""
+        types = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
         methods = {}
-        for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
-            if (answer := getattr(calls, method.name, None)) is not None:
-                parse = getattr(pb, method.input_type.name).FromString
-                parse = codec_grpc.parse if method.name == "ModelInfer" else parse
-                is_control = method.name.startswith("Repository")
-                token = self._tokens.control if is_control else self._tokens.inference
-                around = self._around(answer, parse, None if method.name in _OPEN else token)
-                methods[method.name] = grpc.stream_unary_rpc_method_handler(around)
+        for each in Operations(self._repository).table():
+            if each.rpc:
+                method: Method = self._infer
+                parse = codec_grpc.parse
+                if each.answer is not None:
+                    method, parse = method_of(each), getattr(pb, types[each.rpc].input_type.name).FromString
+                around = self._around(method, parse, each.path)
+                methods[each.rpc] = grpc.stream_unary_rpc_method_handler(around)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    def _around(self, method: Method, parse: Callable[[bytes], Any], token: Token | None) -> Any:
+    async def _infer(self, request: pb.ModelInferRequest, call: Call) -> bytes:
+        """Run a model; the answer is serialized."""
+        repository = self._repository
+        meant = functools.partial(repository.metrics_of, request.model_name, request.model_version)
+        with metrics.counting(meant) as counting:
+            most = repository.most_tensors(request.model_name)
+            logs.bind(model=request.model_name)
+            asked, form = await in_thread_if_large(
+                request.ByteSize(), codec_grpc.decode, request, call.seconds, most
+            )
+            asked.id = call.id
+            served = repository.find(asked.model, asked.version)
+            counting.accept(served.metrics, asked.arrived)
+            counting.result = await served.batcher.submit(asked, served.check(asked))
+            size = counting.result.nbytes
+            call.memory.record(3 * size)  # the arrays, the message, and its serialization
+            return await in_thread_if_large(size, codec_grpc.encode, counting.result, form)
+
+    def _around(self, method: Method, parse: Callable[[bytes], Any], path: str) -> Any:
+        is_control = path.startswith(CONTROL)
+        token = self._tokens.control if is_control else self._tokens.inference
+        open_or_token = None if path in OPEN else token
+        settings = self._settings
+        no_control = no_control_here(settings.admin_port) if is_control and settings.reuse_port else None
+
         async def guarded(_: Any, context: aio.ServicerContext) -> bytes:
             self.was_called = True
             headers = dict(context.invocation_metadata())
             given = [headers.get(ids.HEADER, "")]
             number = ids.request_id(*given)
-            logs.begin(**spans.ids(), request_id=number)
-            spans.note(request_id=number)
+            logs.begin(request_id=number)
             refusal: tuple[Any, str, Any] | None = None
-            with self._budget.request() as held:
+            with self._budget.request() as memory:
                 try:
-                    request = await self._request(context, headers, parse, held, token)
+                    request = await self._request(context, headers, parse, memory, open_or_token)
+                    if no_control is not None:
+                        raise no_control
                     given.append(getattr(request, "id", ""))
                     number = ids.request_id(*given, number)
                     logs.bind(request_id=number)
-                    answer = await method(request, Call(number, context.time_remaining(), held, context.peer))
+                    answer = await method(request, Call(number, context.time_remaining(), memory))
                 except ServiceError as error:
-                    spans.note(failure=error.failure.reason)
                     extra = tuple((name.lower(), value) for name, value in error.headers.items())
                     refusal = error.failure.code, str(error), extra
                 except Exception:
@@ -190,7 +173,7 @@ class _Front:
         context: Any,
         headers: dict[str, str],
         parse: Callable[[bytes], Any],
-        held: Held,
+        memory: RequestMemory,
         token: Token | None,
     ) -> Any:
         """Check whether the call is allowed, read its message, and parse it."""
@@ -201,8 +184,9 @@ class _Front:
             _log.debug("accepted")  # lab/soak.py compares these lines with the answers
             if self.draining and token is not None:
                 raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
-            data = await self._messages.read(context, held)
-            return await off_loop(len(data), parse, data)
+            data = await self._message(context)
+            memory.reserve(2 * len(data))  # protobuf copies it
+            return await in_thread_if_large(len(data), parse, data)
         except DecodeError:  # gRPC itself would answer UNKNOWN and log an error
             metrics.failed_without_model(INVALID)
             raise invalid("the request is not a protobuf message of the protocol") from None
@@ -210,16 +194,37 @@ class _Front:
             metrics.failed_without_model(error.failure)
             raise
 
+    async def _message(self, context: Any) -> bytes:
+        """Read the message of a call, in a task that ends with the call.
+
+        gRPC never frees a message that arrives for a coroutine which was cancelled.
+        """
+        reading = asyncio.ensure_future(context.read())
+        self._reading.add(reading)
+        reading.add_done_callback(self._was_read)
+        seconds = self._settings.body_seconds
+        done, _ = await asyncio.wait({reading}, timeout=seconds)
+        if not done:
+            raise ServiceError(TOO_SLOW, f"the message did not arrive within {seconds:g} s (body_seconds)")
+        data = reading.result()
+        if not isinstance(data, bytes):
+            raise invalid("the call has no message")
+        return data
+
+    def _was_read(self, reading: asyncio.Future[Any]) -> None:
+        self._reading.discard(reading)
+        if not reading.cancelled():
+            reading.exception()  # asyncio would log it
+
 
 class GrpcServer:
     """gRPC on one port, from `start` to `drain`."""
 
-    def __init__(self, repository: "Repository", budget: Budget, tokens: Tokens, regions: Regions) -> None:
+    def __init__(self, repository: Repository, budget: Budget, tokens: Tokens) -> None:
         self.settings = settings = repository.settings.server
-        self.port: int = settings.grpc_port or 0
+        self.ports = {"grpc_port": settings.grpc_port or 0}
         self._repository = repository
-        self._calls = Calls(repository, regions)
-        self._front = _Front(settings, budget, tokens)
+        self._handler = _CallHandler(repository, budget, tokens)
         self._server: Any = None
         self._health = health.aio.HealthServicer()
 
@@ -230,10 +235,8 @@ class GrpcServer:
             AddressError: the port is in use, the host is not this machine's, or TLS cannot be set up.
         """
         settings = self.settings
-        calls = settings.maximum_concurrent_rpcs
         self._server = aio.server(
-            interceptors=spans.interceptors(),
-            maximum_concurrent_rpcs=calls and settings.share(calls),
+            maximum_concurrent_rpcs=settings.maximum_concurrent_rpcs,
             options=(
                 ("grpc.max_receive_message_length", settings.max_request_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -243,12 +246,12 @@ class GrpcServer:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.so_reuseport", int(settings.processes > 1)),  # or two servers share one unnoticed
+                ("grpc.so_reuseport", int(settings.reuse_port)),  # or two servers share one unnoticed
             ),
         )
-        self._server.add_generic_rpc_handlers((self._front.handler(self._calls),))
+        self._server.add_generic_rpc_handlers((self._handler.service(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self.port = self._bind()
+        self.ports["grpc_port"] = self._bind()
         await self._server.start()
         self._following = asyncio.create_task(self._follow_readiness())
 
@@ -276,17 +279,17 @@ class GrpcServer:
             return True
         self._following.cancel()
         await self._health.enter_graceful_shutdown()
-        self._front.draining = True
-        refusing = min(DRAIN_REFUSE_SECONDS, grace) if self._front.was_called else 0.0
+        self._handler.draining = True
+        refusing = min(DRAIN_REFUSE_SECONDS, grace) if self._handler.was_called else 0.0
         await asyncio.sleep(refusing)
         rest, started = grace - refusing, time.monotonic()
         await self._server.stop(rest)  # returns early if no call is left
         return not rest or time.monotonic() - started < rest - TIMER_SECONDS
 
     def _bind(self) -> int:
-        settings = self.settings
+        settings, given = self.settings, self.ports["grpc_port"]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        address, port = f"{host}:{self.port}", 0
+        address, port = f"{host}:{given}", 0
         credentials = grpc_credentials(settings)
         try:
             if credentials is None:
@@ -296,7 +299,5 @@ class GrpcServer:
         except RuntimeError:
             pass
         if not port:
-            raise address_error(
-                settings.host, self.port, "--grpc-port", "it is in use, or not this machine's"
-            )
+            raise address_error(settings.host, given, "--grpc-port", "it is in use, or not this machine's")
         return port

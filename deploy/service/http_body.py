@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
-from .budget import Held
+from .budget import RequestMemory
 from .datatypes import shown
 from .errors import TOO_LARGE, TOO_SLOW, WRONG_MEDIA, ServiceError, invalid
 from .newer_python import timeout
@@ -33,8 +33,8 @@ class Limit:
         return ServiceError(TOO_LARGE, said)
 
 
-async def read(request: Request, limit: Limit, seconds: float, held: Held) -> bytes:
-    """Read and decompress the whole body, and count it twice in `held` as it arrives, because it is copied.
+async def read(request: Request, limit: Limit, seconds: float, memory: RequestMemory) -> bytes:
+    """Read and decompress the whole body, and count it twice in `memory` as it arrives, because it is copied.
 
     Raises:
         ServiceError: the body is too large, damaged, of an unsupported content type or encoding, does not
@@ -49,20 +49,20 @@ async def read(request: Request, limit: Limit, seconds: float, held: Held) -> by
         raise limit.exceeded()
     try:
         async with timeout(seconds):
-            body = await _received(request, limit, held)
+            body = await _received(request, limit, memory)
     except TimeoutError:
         said = f"the body did not arrive within {seconds:g} s (body_seconds)"
         raise ServiceError(TOO_SLOW, said, {"Connection": "close"}) from None
     if wbits is None or not body:
         return body
     most = min(limit.bytes, _MOST_RATIO * len(body))
-    held.take(most)
+    memory.reserve(most)
     content = await asyncio.to_thread(decompressed, body, wbits, limit)
-    held.take(2 * len(content) - 2 * len(body) - most)
+    memory.reserve(2 * len(content) - 2 * len(body) - most)
     return content
 
 
-async def _received(request: Request, limit: Limit, held: Held) -> bytes:
+async def _received(request: Request, limit: Limit, memory: RequestMemory) -> bytes:
     chunks, size, more = [], 0, True
     while more:
         message = await request.receive()
@@ -72,7 +72,7 @@ async def _received(request: Request, limit: Limit, held: Held) -> bytes:
         size += len(chunks[-1])
         if size > limit.bytes:
             raise limit.exceeded()
-        held.take(2 * len(chunks[-1]))
+        memory.reserve(2 * len(chunks[-1]))
         more = message["more_body"]
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 

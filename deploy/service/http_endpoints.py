@@ -1,4 +1,4 @@
-"""The handlers of the protocol's HTTP routes, and the answers to their failures."""
+"""The handlers of the HTTP routes, and the answers to their failures."""
 
 import asyncio
 import contextlib
@@ -6,23 +6,22 @@ import functools
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
-from prometheus_client import exposition
+from prometheus_client import REGISTRY, exposition
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from . import codec_rest, http_body, ids, logs, metrics, spans
-from .budget import Budget, Held
+from . import codec_rest, http_body, ids, logs, metrics
+from .budget import Budget, RequestMemory
 from .datatypes import shown
 from .errors import CANCELLED, INTERNAL, NO_METHOD, NOT_FOUND, ServiceError, invalid
-from .request import off_loop
-from .shared_memory import Regions
-
-if TYPE_CHECKING:
-    from .repository import Repository
+from .operations import MODEL, Operation, Operations
+from .repository import Repository
+from .request import in_thread_if_large
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def cancelled_with(request: Request) -> Iterator[None]:
 class Endpoints:
     """The handlers of the routes. They raise ServiceError, which `FAILURES` turns into an answer."""
 
-    def __init__(self, repository: "Repository", budget: Budget, regions: Regions) -> None:
+    def __init__(self, repository: Repository, budget: Budget) -> None:
         settings = repository.settings.server
         self._limit = self._json_limit = http_body.Limit(settings.max_request_bytes)
         if settings.max_json_bytes < settings.max_request_bytes:
@@ -72,95 +71,84 @@ class Endpoints:
         self._seconds = settings.body_seconds
         self._repository = repository
         self._budget = budget
-        self._regions = regions
+
+    def routes(self) -> list[Route]:
+        """Return a route for each operation, and for each of a model's versions."""
+        own = {f"{MODEL}/infer": self.infer, "/metrics": self.metrics}
+        found = []
+        for each in Operations(self._repository).table():
+            handler = own.get(each.path) or self.json_endpoint(each)
+            paths = [each.path]
+            if each.path.startswith(MODEL):
+                paths.append(each.path.replace(MODEL, MODEL + "/versions/{version}"))
+            found += [Route(path, handler, methods=[each.method]) for path in paths]
+        return found
+
+    def json_endpoint(self, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of an operation whose answer is JSON."""
+        answer, fields = operation.answer, operation.fields
+        assert answer is not None
+
+        async def handler(request: Request) -> Response:
+            given = dict(request.path_params)
+            if fields:
+                body = await self._read_object(request)
+                given |= {name: body[name] for name in fields if name in body}
+            found = answer(**given)
+            return as_json(operation.as_rest(await found if inspect.isawaitable(found) else found))
+
+        return handler
 
     async def infer(self, request: Request) -> Response:
         """Run a model: POST /v2/models/<model>[/versions/<version>]/infer."""
+        repository, headers = self._repository, request.headers
         model, version = request.path_params["model"], request.path_params.get("version", "")
-        meant = functools.partial(self._repository.metrics_of, model, version)
-        with self._held(request) as held, metrics.counting(meant) as counting:
-            return await self._infer(request, model, version, held, counting)
+        meant = functools.partial(repository.metrics_of, model, version)
+        with self._memory(request) as memory, metrics.counting(meant) as counting:
+            most = repository.most_tensors(model)
+            logs.bind(model=model)
+            has_binary = codec_rest.HEADER_LENGTH in headers
+            limit = self._limit if has_binary else self._json_limit
+            body = await http_body.read(request, limit, self._seconds, memory)
+            size = len(body)
+            if not has_binary:
+                memory.reserve(_JSON_GROWTH * size)
+            asked, form = await in_thread_if_large(
+                size, codec_rest.decode, body, headers, model, version, most, self._json_limit
+            )
+            memory.reserve(-size)  # the inputs are copies, or lie in it
+            del body
+            asked.id = ids.of(request.scope, asked.id)
+            logs.bind(request_id=asked.id)
+            served = repository.find(model, asked.version)
+            counting.accept(served.metrics, asked.arrived)
+            with cancelled_with(request):
+                counting.result = await served.batcher.submit(asked, served.check(asked))
+            size = counting.result.nbytes
+            memory.record(2 * size)  # the arrays, and the body made of them
+            content, answer_headers = await in_thread_if_large(
+                size, codec_rest.encode, counting.result, form, self._json_limit
+            )
+            return Response(content, headers=answer_headers)
 
-    async def _infer(
-        self, request: Request, model: str, version: str, held: Held, counting: metrics.counting
-    ) -> Response:
-        scope, headers = request.scope, request.headers
-        most = self._repository.most_tensors(model)
-        logs.bind(model=model)
-        has_binary = codec_rest.HEADER_LENGTH in headers
-        limit = self._limit if has_binary else self._json_limit
-        body = await http_body.read(request, limit, self._seconds, held)
-        if not has_binary:
-            held.take(_JSON_GROWTH * len(body))
-        asked, form = await off_loop(
-            len(body), codec_rest.decode, body, headers, model, version, most, self._json_limit
-        )
-        held.take(-len(body))  # the inputs are copies, or lie in it
-        del body
-        await self._regions.read(asked, form.shared, held)
-        asked.id = ids.of(scope, asked.id)
-        logs.bind(request_id=asked.id)
-        counting.request = asked
-        with cancelled_with(request):
-            counting.result = await self._repository.answer(asked)
-        size = sum(array.nbytes for array in counting.result.outputs.values())
-        held.add(2 * size)  # the arrays, and the body made of them
-        await self._regions.write(counting.result, form.shared)
-        content, answer_headers = await off_loop(
-            size, codec_rest.encode, counting.result, form, self._json_limit
-        )
-        return Response(content, headers=answer_headers)
-
-    def _held(self, request: Request) -> Held:
+    def _memory(self, request: Request) -> RequestMemory:
         return self._budget.request(int(request.headers.get("content-length", self._limit.bytes)))
 
     async def metrics(self, request: Request) -> Response:
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
-        found = encode(await self._repository.metrics())
-        return Response(found, headers={"content-type": content_type})
+        return Response(encode(REGISTRY), headers={"content-type": content_type})
 
-    async def index(self, request: Request) -> Response:
-        """List models and versions with their states (repository extension)."""
-        ready = (await self.read_object(request)).get("ready", False)
-        if not isinstance(ready, bool):
-            raise invalid(f'"ready" must be true or false, not {shown(ready)}')
-        self._repository.require_explicit()
-        return as_json(await self._repository.index(ready))
-
-    async def load(self, request: Request) -> Response:
-        parameters = (await self.read_object(request)).get("parameters") or {}
-        if parameters:
-            raise invalid("a model is loaded from its folder as it is: parameters are not taken")
-        model = request.path_params["model"]
-        await self._repository.load_by_request(model)
-        return as_json({"name": model, "load": True})
-
-    async def unload(self, request: Request) -> Response:
-        model = request.path_params["model"]
-        await self._repository.unload_by_request(model)
-        return as_json({"name": model, "unload": True})
-
-    async def read_object(self, request: Request) -> dict[str, Any]:
+    async def _read_object(self, request: Request) -> dict[str, Any]:
         """Read a request's body, a JSON object; {} if it is empty."""
         try:
-            with self._held(request) as held:
-                body = await http_body.read(request, self._json_limit, self._seconds, held) or b"{}"
-                content = await off_loop(len(body), orjson.loads, body)
+            with self._memory(request) as memory:
+                body = await http_body.read(request, self._json_limit, self._seconds, memory) or b"{}"
+                content = await in_thread_if_large(len(body), orjson.loads, body)
         except orjson.JSONDecodeError as error:
             raise invalid(f"invalid JSON: {error}") from None
         if not isinstance(content, dict):
             raise invalid(f"the body must be a JSON object, not {shown(content)}")
         return content
-
-
-def telling(query: Callable[..., Any]) -> Callable[[Request], Awaitable[Response]]:
-    """Return a route's handler that answers with the result of a query for what its path names."""
-
-    async def answer(request: Request) -> Response:
-        found = query(**request.path_params)
-        return as_json(await found if inspect.isawaitable(found) else found)
-
-    return answer
 
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -173,7 +161,6 @@ def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None =
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    spans.note(failure=error.failure.reason)
     return as_json({"error": str(error)}, error.failure.status, error.headers)
 
 

@@ -35,17 +35,28 @@ class Instance:
         self._session: Any = session
         self._options = onnxruntime.RunOptions()
 
+    def check(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None) -> list[str]:
+        """Check one request, and return the names of its outputs.
+
+        Raises:
+            ServiceError: it does not fit the model.
+        """
+        try:
+            return self._session.check(feeds, outputs)
+        except FeedError as error:
+            raise ServiceError(INVALID, str(error)) from error
+
     def run(self, parts: _Parts, outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """Run the requests in `parts`, joined along axis 0. All must have the same inputs.
+        """Run the requests in `parts`, joined along axis 0. All are checked, and have the same inputs.
 
         Returns:
             The outputs by name, in newly allocated memory.
 
         Raises:
-            ServiceError: the inputs do not fit the model, or the run failed. The message is for clients.
+            ServiceError: the run failed. The message is for clients.
         """
         with _translated(self._session.device):
-            return self._session.run(_joined(parts), outputs, options=self._options)
+            return self._session.run_checked(_joined(parts), list(outputs), self._options)
 
     def terminate(self, now: bool = True) -> None:
         """Let the current run and all further ones fail, until `now` is False. Any thread may call it."""
@@ -69,8 +80,6 @@ def _translated(device: str) -> Iterator[None]:
         yield
     except ServiceError:
         raise
-    except FeedError as error:
-        raise ServiceError(INVALID, str(error)) from error
     except Exception as error:
         raise _failure(error, device) from error
 

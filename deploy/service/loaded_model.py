@@ -26,7 +26,8 @@ class LoadedModel:
         body_nodes: the ops that function bodies run.
         difference: how far kernels and function bodies differ in the first run; None if not compared.
         steady: the run time depends on the shapes of the inputs alone, not on their values.
-        joins: requests may share a run: each row of the outputs depends on the same row of the inputs alone.
+        rows_independent: requests may share a run: each row of the outputs depends on the same row of the
+            inputs alone.
     """
 
     name: str
@@ -45,7 +46,7 @@ class LoadedModel:
     difference: str | None = None
     load_seconds: float = 0.0
     steady: bool = False
-    joins: bool = True
+    rows_independent: bool = True
 
     @property
     def library(self) -> SealedLibrary | None:

@@ -19,16 +19,17 @@ from ..inference_session import Session
 from ..registration import SealedLibrary
 from ..tensor_specs import Spec
 from .cores import quota
-from .datatypes import datatype_of
-from .folders import VersionFolder, config_of
+from .datatypes import NAMES, datatype_of
+from .folders import VersionFolder
 from .instance import Instance, without_paths
 from .interface import has_rows, require_servable
 from .loaded_model import LoadedModel
 from .model_library import libraries_for
 from .model_settings import ModelSettings, Provider
-from .runtime_options import apply, with_options
-from .settings import Policy, ServerSettings, SettingsError
-from .warm_up import compared, joined_differently, make_trial, missing_kernel, warm_up
+from .runtime_options import set_options, with_options
+from .settings import FILE, Policy, ServerSettings, SettingsError
+from .triton_config import TRITON_FILE, unread_settings
+from .warm_up import compared, joined_differently, make_warmup_inputs, missing_kernel, warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -74,8 +75,9 @@ def _load(
     inputs = _inputs(first, settings)
     outputs = {name: _labelled(spec) for name, spec in first.outputs.items()}
     require_servable(model.name, inputs.values(), outputs.values(), settings.max_batch_size > 0)
-    if (config := config_of(where.model_folder)) is not None:
-        config.require_fit(first.inputs, first.outputs)
+    for each in sessions:  # what clients may send, in messages with the protocol's names
+        each.inputs, each.outputs = inputs, outputs
+        each.required = [inputs[spec.name] for spec in each.required]
 
     records = {record.node_type for library in libraries for record in library.by_onnx_name.values()}
     shared = sessions if len(sessions) > 1 else sessions * settings.instances
@@ -85,7 +87,7 @@ def _load(
         settings,
         inputs,
         outputs,
-        [inputs[spec.name] for spec in first.required],
+        first.required,
         [Instance(session) for session in shared],
         first.device,
         first.reason,
@@ -96,6 +98,11 @@ def _load(
     )
     loaded.steady = _is_steady(model, inputs)
     _log_provider(loaded)
+    if where.model_folder is not None and (unread := unread_settings(where.model_folder, loaded)):
+        _log.warning(
+            "model %s: %s is not read, and says what the settings do not: %s. Write in %s what of it matters",
+            where.model, TRITON_FILE, ", ".join(unread), FILE,
+        )  # fmt: skip
     _try(model, loaded, choice, len(sessions))
     return loaded
 
@@ -132,7 +139,7 @@ def _open(
 ) -> tuple[Choice, list[Session]]:
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
     choice = choose_providers(PROVIDERS[settings.provider], libraries, uses_torch=False)
-    if settings.provider_options.model_fields_set and choice.device is not None:
+    if settings.provider_options and choice.device is not None:
         choice = replace(choice, providers=with_options(choice.providers, settings.provider_options))
 
     def opened(number: int) -> Session:
@@ -158,7 +165,7 @@ def _options(settings: ModelSettings) -> Any:
     if not settings.intra_op_spinning:
         # Spinning threads take cores from the event loop and from other models, and gain nothing here.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    apply(settings.session, options)
+    set_options(options, settings.session)
     return options
 
 
@@ -177,15 +184,15 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
     Raises:
         ModelError: the run fails, or kernels and function bodies disagree.
     """
-    trial = make_trial(loaded.inputs, loaded.required, loaded.settings)
-    if trial is None:
+    warmup = make_warmup_inputs(loaded.inputs, loaded.required, loaded.settings)
+    if warmup is None:
         _log.warning("%s: not warmed up: the rank of an input is unknown, set warm_up", model.name)
         return
     outputs = list(loaded.outputs)
-    found = warm_up(model.name, loaded.instances[:sessions], trial, outputs, loaded.settings)
+    found = warm_up(model.name, loaded.instances[:sessions], warmup, outputs, loaded.settings)
     if found is not None and loaded.settings.max_batch_size > 1 and loaded.settings.compare_rows:
-        why = joined_differently(loaded.instances[0], trial, outputs, loaded.device)
-        loaded.joins = not why
+        why = joined_differently(loaded.instances[0], warmup, outputs, loaded.device)
+        loaded.rows_independent = not why
         if why:
             _log.warning(
                 "%s: its rows depend on each other, so requests are not joined: %s. Set max_batch_size to 0, "
@@ -204,7 +211,7 @@ def _try(model: Model, loaded: LoadedModel, choice: Choice, sessions: int) -> No
         if not operator:
             _log.warning("%s: its function bodies do not run: %s", model.name, error)
         return
-    loaded.difference = compared(model.name, trial, found, bodies, loaded.device)
+    loaded.difference = compared(model.name, warmup, found, bodies, loaded.device)
 
 
 def _log_provider(loaded: LoadedModel) -> None:
@@ -243,7 +250,7 @@ def _inputs(session: Session, settings: ModelSettings) -> dict[str, Spec]:
 
 def _labelled(spec: Spec) -> Spec:
     """Return the spec with the protocol's name of the type, for messages to clients."""
-    return replace(spec, label=datatype_of(spec.numpy_dtype) or "")
+    return replace(spec, names=NAMES)
 
 
 def _counted(ops: Iterable[str]) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 The C++ messages of ONNX Runtime and gRPC do not pass through here: they stay plain lines on stderr.
 """
 
-import json
 import logging
 import logging.config
 from collections.abc import Iterator, Mapping
@@ -13,28 +12,37 @@ from datetime import datetime, timezone
 from types import MappingProxyType
 from typing import Any
 
+from pythonjsonlogger.core import RESERVED_ATTRS
+from pythonjsonlogger.json import JsonFormatter
+
 _request: ContextVar[Mapping[str, Any]] = ContextVar("_request", default=MappingProxyType({}))
 
-_KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
-"""The attributes of every record. All others come from `extra`."""
 
-
-def configure(level: str, access_log: bool = False, **fields: Any) -> None:
+def configure(level: str, access_log: bool = False) -> None:
     """Send the logs of Python, this package, uvicorn and gRPC to stderr.
 
     Args:
         level: debug, info, warning or error, for this package and the servers. Others log from warning on.
         access_log: log a line for each HTTP request.
-        fields: what each line has, such as process=1.
     """
     level = level.upper()
     own: dict[str, Any] = {"level": level}
+    formatter = {
+        "()": JsonFormatter,
+        "fmt": ["time", "level", "name", "message"],
+        "rename_fields": {"name": "logger", "exc_info": "traceback", "stack_info": "stack"},
+        "reserved_attrs": [*RESERVED_ATTRS, "color_message", "taskName"],
+        "json_default": str,
+    }
     logging.config.dictConfig(
         {
             "version": 1,
             "disable_existing_loggers": False,
-            "formatters": {"json": {"()": JsonFormatter, "fields": fields}},
-            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+            "filters": {"fields": {"()": _Fields}},
+            "formatters": {"json": formatter},
+            "handlers": {
+                "stderr": {"class": "logging.StreamHandler", "formatter": "json", "filters": ["fields"]}
+            },
             "root": {"level": level if level in ("DEBUG", "ERROR") else "WARNING", "handlers": ["stderr"]},
             "loggers": {
                 "twinop": own,
@@ -72,33 +80,14 @@ def about(**fields: Any) -> Iterator[None]:
         _request.reset(before)
 
 
-class JsonFormatter(logging.Formatter):
-    """Formats a record as a line of JSON: time, level, logger, message, fields, extras, traceback."""
+class _Fields(logging.Filter):
+    """Gives each record its time and level as texts, and the fields of its request."""
 
-    def __init__(self, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """`fields` are those that each line has."""
-        super().__init__()
-        self._fields = fields
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line for a record."""
+    def filter(self, record: logging.LogRecord) -> bool:
         made = datetime.fromtimestamp(record.created, timezone.utc)
-        line: dict[str, Any] = {
-            "time": made.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **self._fields,
-            **_request.get(),
-        }
+        record.time = made.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        record.level = record.levelname.lower()
+        vars(record).update(_request.get())
         if record.name == "uvicorn.access" and isinstance(record.args, tuple) and len(record.args) == 5:
-            client, method, path, _, status = record.args
-            line |= {"client": client, "method": method, "path": path, "status": status}
-        for name, value in vars(record).items():
-            if name not in _KNOWN:
-                line.setdefault(name, value)
-        if record.exc_info and record.exc_info[0] is not None:
-            line["traceback"] = self.formatException(record.exc_info)
-        if record.stack_info:
-            line["stack"] = record.stack_info
-        return json.dumps(line, default=str)  # ASCII only: no character can end the line early
+            record.client, record.method, record.path, _, record.status = record.args
+        return True

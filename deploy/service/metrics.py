@@ -5,15 +5,14 @@ Labels are looked up once per version to keep the cost of a request low.
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.registry import Collector
 
 from .errors import Failure, failure_of
-from .request import Request, Result
+from .request import Result
 
 _LABELS = ("model", "version")
 _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -60,32 +59,6 @@ def failed_without_model(failure: Failure) -> None:
     FAILURES.labels("", "", failure.reason).inc()
 
 
-def snapshot() -> list[Any]:
-    """Return this process's metrics as JSON."""
-    return [
-        [family.name, family.documentation, family.type, [list(sample[:3]) for sample in family.samples]]
-        for family in REGISTRY.collect()
-    ]
-
-
-class Labelled(Collector):
-    """The metrics of several processes, told apart by a label."""
-
-    def __init__(self, label: str, snapshots: Mapping[int, list[Any]]) -> None:
-        self._label = label
-        self._snapshots = snapshots
-
-    def collect(self) -> Iterable[Metric]:
-        """Return each metric once, with the samples of all processes."""
-        found: dict[str, Metric] = {}
-        for process, snapshot in self._snapshots.items():
-            for name, documentation, kind, samples in snapshot:
-                metric = found.setdefault(name, Metric(name, documentation, kind))
-                for sample, labels, value in samples:
-                    metric.add_sample(sample, labels | {self._label: str(process)}, value)
-        return found.values()
-
-
 class counting:
     """Counts an inference request once, when its answer is ready or it has failed.
 
@@ -96,15 +69,20 @@ class counting:
     def __init__(self, meant: Callable[[], "ModelMetrics | None"]) -> None:
         """`meant` returns the addressed version's metrics. It is called only if the request fails."""
         self._meant = meant
-        self.request: Request | None = None  # set once it is decoded
+        self._model: ModelMetrics | None = None
+        self._arrived = 0.0
         self.result: Result | None = None  # set after a successful run; encoding the answer may still fail
+
+    def accept(self, model: "ModelMetrics", arrived: float) -> None:
+        """Count the request for the version that runs it, which checks it next."""
+        self._model, self._arrived = model, arrived
+        model.started()
 
     def __enter__(self) -> "counting":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        request, result = self.request, self.result
-        model = request.metrics if request is not None else None
+        model, result = self._model, self.result
         if error is not None:
             if model is None and (model := self._meant()) is not None:
                 model.started()
@@ -112,8 +90,8 @@ class counting:
                 model.failed(failure_of(error))
             else:
                 failed_without_model(failure_of(error))
-        elif model is not None and request is not None and result is not None:
-            model.answered(result, time.monotonic() - request.arrived)
+        elif model is not None and result is not None:
+            model.answered(result, time.monotonic() - self._arrived)
 
 
 class Queue(Protocol):

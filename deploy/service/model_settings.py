@@ -1,12 +1,12 @@
 """The settings of a model: how it is loaded and run."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from .newer_python import StrEnum
-from .runtime_options import ProviderOptions, SessionOptions
+from .runtime_options import Value
 
 
 class Section(BaseModel):
@@ -43,12 +43,12 @@ class ModelSettings(Section):
         (), description="use libraries only if they have this SHA-256, or one of these"
     )
     provider: Provider = Field(Provider.AUTO, description="auto takes CUDA if it works")
-    session: SessionOptions = Field(
-        SessionOptions(),
+    session: dict[str, Value] = Field(
+        default_factory=dict,
         description="options of ONNX Runtime's sessions, such as graph_optimization_level, under its names",
     )
-    provider_options: ProviderOptions = Field(
-        ProviderOptions(),
+    provider_options: dict[Literal["cuda", "tensorrt"], dict[str, Value]] = Field(
+        default_factory=dict,
         description="tables cuda and tensorrt with options of these providers, under ONNX Runtime's names",
     )
     allow_fallback: bool = Field(False, description="run function bodies if the library cannot be used")
@@ -109,7 +109,7 @@ class ModelSettings(Section):
             raise ValueError("max_queue_delay_us needs max_batch_size: without it requests are never joined")
         if self.preferred_batch_sizes and max(self.preferred_batch_sizes) > self.max_batch_size:
             raise ValueError("preferred_batch_sizes go up to max_batch_size")
-        if self.provider_options.model_fields_set and self.provider == Provider.CPU:
+        if self.provider_options and self.provider == Provider.CPU:
             raise ValueError("provider_options need provider cuda or auto, not cpu")
         if self.run_on_event_loop and self.run_timeout_seconds is not None:
             raise ValueError(

@@ -26,7 +26,6 @@ def takes_settings(**panels: Sequence[str]) -> Callable[[Command], Command]:
         signature = inspect.signature(command, eval_str=True)
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         added = [_option(name, panel) for panel, names in panels.items() for name in names]
-        added.append(_RENAMED)
         command.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
         return command
 
@@ -44,19 +43,6 @@ def _option(name: str, panel: str) -> inspect.Parameter:
     )
     annotation = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _say_new_name(value: str | None) -> None:
-    if value is not None:
-        raise typer.BadParameter("this option is now --allow-model-libraries, without a value")
-
-
-_RENAMED = inspect.Parameter(
-    "libraries",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[str | None, typer.Option(hidden=True, callback=_say_new_name)],
-)
 
 
 def _plain(kind: Any) -> Any:

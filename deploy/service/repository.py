@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.registry import REGISTRY, Collector
-
 from twinop.errors import TwinopError
 
 from . import metrics
@@ -23,8 +21,7 @@ from .instance import without_paths
 from .loading import load
 from .metrics import ModelMetrics
 from .model_settings import ModelSettings
-from .request import Request, Result
-from .served import ServedModel, State, Version
+from .served import ServedModel, ServedVersion, State
 from .settings import Control, Settings
 
 _log = logging.getLogger(__name__)
@@ -71,11 +68,7 @@ class Repository:
         """Return why the server is not ready; "" if all initial models are loaded and it is not stopping."""
         return "it is stopping" if self.draining else "" if self._loaded else "its models are loading"
 
-    async def require_ready(self, name: str, version: int | None = None) -> None:
-        """Raise a ServiceError if a version of a model is not ready; the latest for None."""
-        self.find(name, version)
-
-    def find(self, name: str, version: int | None = None) -> Version:
+    def find(self, name: str, version: int | None = None) -> ServedVersion:
         """Return a version of a model; the latest for None.
 
         Raises:
@@ -89,23 +82,12 @@ class Repository:
             raise ServiceError(NOT_FOUND, f"there is no model {name!r}; models: {known}")
         return model.find(version)
 
-    def give_up(self, why: str) -> None:
+    def mark_fatal(self, why: str) -> None:
         """Note why nothing more can be run in this process: the server is no longer live, and ends."""
         if not self.broken:
             self.broken = why
-            _log.critical("the server stops, to be started anew: %s", why)
+            _log.critical("the server stops and must be restarted: %s", why)
             self.on_broken()
-
-    async def answer(self, request: Request) -> Result:
-        """Run a request.
-
-        Raises:
-            ServiceError: the model is not ready, the request does not fit it, or the run failed.
-        """
-        return await self.find(request.model, request.version).answer(request)
-
-    async def metrics(self) -> Collector:
-        return REGISTRY
 
     def metrics_of(self, name: str, version: str) -> ModelMetrics | None:
         """Return the metrics of the version that a request names; None if it is not served."""
@@ -196,10 +178,6 @@ class Repository:
             return [said]
         finally:
             del self._following[folder.name]
-
-    def announce(self, **ports: int | None) -> None:
-        """Log that all models are loaded, and where clients find them."""
-        _log.info("ready", extra=ports)
 
     async def poll(self) -> None:
         """Follow the folder until cancelled. A version is loaded once its files have stopped changing."""
@@ -336,7 +314,7 @@ class Repository:
             return [str(error)]
         metrics.loaded(True)
         known[where.version] = _Known(stamp, State.READY)
-        self._swap(where.model, where.version, Version(loaded, self.give_up))
+        self._swap(where.model, where.version, ServedVersion(loaded, self.mark_fatal))
         return []
 
     def _refuse(self, folder: ModelFolder, error: TwinopError) -> None:
@@ -351,7 +329,7 @@ class Repository:
     def _for_clients(self, error: TwinopError) -> str:
         return without_paths(str(error).replace(f"{self.root}/", ""))
 
-    def _swap(self, name: str, number: int, version: Version) -> None:
+    def _swap(self, name: str, number: int, version: ServedVersion) -> None:
         model = self.models.setdefault(name, ServedModel(name))
         old = model.versions.get(number)
         model.versions[number] = version
@@ -374,7 +352,7 @@ class Repository:
             self._known.pop(name, None)
             self.models.pop(name, None)
 
-    def _close(self, version: Version) -> None:
+    def _close(self, version: ServedVersion) -> None:
         task = asyncio.get_running_loop().create_task(version.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

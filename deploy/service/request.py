@@ -3,14 +3,11 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .errors import invalid
-
-if TYPE_CHECKING:
-    from .metrics import ModelMetrics
 
 LARGE = 256 << 10  # requests and answers of more bytes are converted in a thread
 Made = TypeVar("Made")
@@ -29,7 +26,6 @@ class Request:
         id: the client's id, or a generated one, for logs and the answer.
         deadline: when the request expires, in seconds of time.monotonic(); None for never.
         arrived: when the request had been read, in seconds of time.monotonic().
-        metrics: those of the version that took it.
     """
 
     model: str
@@ -39,7 +35,6 @@ class Request:
     id: str = ""
     deadline: float | None = None
     arrived: float = 0.0
-    metrics: "ModelMetrics | None" = None
 
 
 @dataclass(slots=True)
@@ -54,9 +49,14 @@ class Result:
     compute_seconds: float = 0.0
     batch_size: int = 1
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all outputs."""
+        return sum(array.nbytes for array in self.outputs.values())
 
-async def off_loop(size: int, work: Callable[..., Made], *arguments: Any) -> Made:
-    """Do the work for a small size at once, otherwise in a thread: it may take seconds."""
+
+async def in_thread_if_large(size: int, work: Callable[..., Made], *arguments: Any) -> Made:
+    """Do the work at once for a small size, otherwise in a thread: it may take seconds."""
     return work(*arguments) if size <= LARGE else await asyncio.to_thread(work, *arguments)
 
 

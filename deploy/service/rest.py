@@ -1,49 +1,40 @@
-"""The REST server: routes, ids, a token and limits on uvicorn, and a shutdown that loses no request."""
+"""The REST server: ids, tokens and limits on uvicorn, and a shutdown that loses no request."""
 
 import asyncio
 import contextlib
 import functools
-import logging
 import socket
 import ssl
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import uvicorn
 from starlette.applications import Starlette
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from . import ids, logs, metrics, shared_memory_calls, spans
-from .addresses import LoggedHandshake, bound, read_pem, tls_error
+from . import ids, logs, metrics
+from .addresses import bound, read_pem, tls_error
 from .budget import Budget
-from .errors import NOT_READY, UNAUTHENTICATED
-from .http_endpoints import FAILURES, Endpoints, as_json, telling
-from .queries import Queries
-from .shared_memory import Regions
+from .errors import NOT_READY, UNAUTHENTICATED, ServiceError
+from .http_endpoints import FAILURES, Endpoints, as_json
+from .operations import CONTROL, OPEN, no_control_here
+from .repository import Repository
 from .tokens import Tokens
-from .watched import SECONDS, Watched
-
-if TYPE_CHECKING:
-    from .repository import Repository
-
-_log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 65  # longer than proxies, which might otherwise reuse a connection that is just closed
 DRAIN_IDLE_SECONDS = 1.0  # a request may still arrive on an open connection of a stopping server
 HALF_CLOSE_SECONDS = 0.1  # a client that closes its half sooner after a request waits for its answer
 CUT_OFF_SECONDS = 0.5  # to answer those whose grace time is over
-_OPEN = {"/v2/health/live", "/v2/health/ready"}  # need no token
 
 
-class Front:
+class RequestMiddleware:
     """Handles every request: its id, the token, and clients that disconnect."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self.draining = False
+        self.no_control: dict[int, ServiceError] = {}  # by port
         self._app = app
         self._tokens = tokens
 
@@ -57,23 +48,20 @@ class Front:
             elif name == b"upgrade":  # the parser takes what follows for another protocol
                 closes = True
         ids.take(scope, given)
-        logs.begin(**spans.ids(), **({"request_id": ids.of(scope)} if given else {}))
+        logs.begin(**({"request_id": ids.of(scope)} if given else {}))
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 number = ids.of(scope)
                 logs.bind(request_id=number)  # for the access log; the body may have had an id
-                spans.note(request_id=number)
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
                 if self.draining or closes:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        if scope["path"] not in _OPEN and not self._tokens.allow(scope["path"], authorization):
-            metrics.failed_without_model(UNAUTHENTICATED)
-            said = "this server wants a token: send the header Authorization: Bearer <token>"
-            refusal = as_json({"error": said}, UNAUTHENTICATED.status, {"www-authenticate": "Bearer"})
-            await refusal(scope, receive, answer)
+        if (error := self._refusal(scope, authorization)) is not None:
+            metrics.failed_without_model(error.failure)
+            await as_json({"error": str(error)}, error.failure.status, error.headers)(scope, receive, answer)
             return
         try:
             await self._app(scope, receive, answer)
@@ -85,6 +73,16 @@ class Front:
                 await refusal(scope, receive, answer)
         except Exception:  # answered and logged by `_bug` in http_endpoints.py
             pass
+
+    def _refusal(self, scope: Scope, authorization: bytes) -> ServiceError | None:
+        """Return why a request may not be answered here; None if it may."""
+        path = scope["path"]
+        is_control = path.startswith(CONTROL)
+        token = self._tokens.control if is_control else self._tokens.inference
+        if path not in OPEN and not token.allows(authorization):
+            said = "this server wants a token: send the header Authorization: Bearer <token>"
+            return ServiceError(UNAUTHENTICATED, said, {"www-authenticate": "Bearer"})
+        return self.no_control.get(scope["server"][1]) if is_control else None
 
 
 class _Connection(HttpToolsProtocol):
@@ -122,25 +120,6 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def reload_certificates(self) -> None:
-        """Reload the TLS certificate and key whenever their files change."""
-        config = self.config
-        if config.ssl is None or config.ssl_certfile is None:
-            return
-        pair = Path(config.ssl_certfile), Path(str(config.ssl_keyfile))
-        watched = Watched(*pair)
-        while True:
-            await asyncio.sleep(SECONDS)
-            if not watched.changed():
-                continue
-            try:
-                for file in pair:
-                    read_pem(file)  # OpenSSL would wait at a FIFO
-                config.ssl.load_cert_chain(*pair)
-                _log.info("reloaded the TLS certificate")
-            except OSError:  # also ssl.SSLError, for example while the files do not match
-                _log.exception("the TLS certificate could not be reloaded")
-
     async def take_waiting(self, listener: socket.socket) -> None:
         """Accept the connections that are pending in the listener's queue."""
         loop = asyncio.get_running_loop()
@@ -153,26 +132,33 @@ class _Uvicorn(uvicorn.Server):
 
 
 class RestServer:
-    """HTTP on one port, from `start` to `drain`."""
+    """HTTP on one port, and on the admin port if there is one, from `start` to `drain`."""
 
-    def __init__(self, repository: "Repository", budget: Budget, tokens: Tokens, regions: Regions) -> None:
-        """Bind the port.
+    def __init__(self, repository: Repository, budget: Budget, tokens: Tokens) -> None:
+        """Bind the ports.
 
         Raises:
-            AddressError: the port is in use, the host is not this machine's, or TLS cannot be set up.
+            AddressError: a port is in use, the host is not this machine's, or TLS cannot be set up.
         """
         self.settings = settings = repository.settings.server
-        self._front = Front(_application(repository, budget, regions), tokens)
+        app = Starlette(routes=Endpoints(repository, budget).routes(), exception_handlers=FAILURES)
+        app.router.redirect_slashes = False
+        self._middleware = RequestMiddleware(app, tokens)
         self.config = self._config()
-        self._socket = bound(settings.host, settings.http_port, "--http-port", shared=settings.processes > 1)
-        self.port: int = self._socket.getsockname()[1]
+        host, shared = settings.host, settings.reuse_port
+        self._sockets = {"http_port": bound(host, settings.http_port, "--http-port", shared=shared)}
+        if settings.admin_port is not None:
+            self._sockets["admin_port"] = bound(host, settings.admin_port, "--admin-port")
+        self.ports = {name: each.getsockname()[1] for name, each in self._sockets.items()}
+        if shared:
+            refusal = no_control_here(self.ports.get("admin_port"))
+            self._middleware.no_control[self.ports["http_port"]] = refusal
         self._server = _Uvicorn(self.config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start, and return when connections are accepted."""
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        self._reloading = asyncio.create_task(self._server.reload_certificates())
+        self._serving = asyncio.create_task(self._server.serve(sockets=list(self._sockets.values())))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.001)
         if self._serving.done():
@@ -187,23 +173,24 @@ class RestServer:
             Whether all requests were answered.
         """
         if self._serving is None:
-            self._socket.close()
+            for unused in self._sockets.values():
+                unused.close()
             return True
         loop, server = asyncio.get_running_loop(), self._server
         end = loop.time() + grace
-        self._front.draining = True
-        listener = self._socket.dup()
-        for each in server.servers:
-            each.close()
-        await server.take_waiting(listener)
-        listener.close()
+        self._middleware.draining = True
+        listeners = [each.dup() for each in self._sockets.values()]
+        for listening in server.servers:
+            listening.close()
+        for listener in listeners:
+            await server.take_waiting(listener)
+            listener.close()
         idle_end = loop.time() + min(DRAIN_IDLE_SECONDS, grace)
         while server.server_state.connections and loop.time() < idle_end:
             await asyncio.sleep(0.02)
         self.config.timeout_graceful_shutdown = max(end - loop.time(), 0)  # type: ignore[assignment]
         server.should_exit = True
         await self._serving
-        self._reloading.cancel()
         cut_off = set(server.server_state.tasks)  # uvicorn has cancelled them
         if cut_off:
             await asyncio.wait(cut_off, timeout=CUT_OFF_SECONDS)
@@ -212,7 +199,7 @@ class RestServer:
     def _config(self) -> uvicorn.Config:
         settings = self.settings
         config = uvicorn.Config(
-            spans.around(self._front),
+            self._middleware,
             http=_Connection,
             ws="none",
             lifespan="off",
@@ -221,51 +208,15 @@ class RestServer:
             access_log=settings.access_log,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=settings.limit_concurrency and settings.share(settings.limit_concurrency),
+            limit_concurrency=settings.limit_concurrency,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
-            ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca is not None else None,
-            ssl_cert_reqs=ssl.CERT_NONE if settings.tls_client_ca is None else ssl.CERT_REQUIRED,
         )
         try:
-            for file in filter(None, (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)):
-                read_pem(file)
+            for file in filter(None, (settings.tls_certificate, settings.tls_key)):
+                read_pem(file)  # OpenSSL would wait at a FIFO
             config.load()
         except (OSError, ssl.SSLError) as error:  # an SSLError names no file
             raise tls_error(settings, error) from error
-        if config.ssl is not None and settings.tls_client_ca is not None:
-            config.ssl.sslobject_class = LoggedHandshake
         return config
-
-
-def _application(repository: "Repository", budget: Budget, regions: Regions) -> Starlette:
-    to, about = Endpoints(repository, budget, regions), Queries(repository)
-    model, control = "/v2/models/{model}", "/v2/repository/models/{model}"
-    posts = {
-        "/v2/repository/index": to.index,
-        f"{control}/load": to.load,
-        f"{control}/unload": to.unload,
-    }
-    gets = {
-        "/metrics": to.metrics,
-        "/": telling(lambda: {"status": "alive"}),  # as KServe does
-        "/status": telling(about.status),
-        "/v2": telling(about.server),
-        "/v2/health/live": telling(about.live),
-        "/v2/health/ready": telling(about.ready),
-        "/v2/models": telling(about.models),
-        "/v2/models/stats": telling(about.statistics),
-    }
-    for path in (model, model + "/versions/{version}"):
-        posts[f"{path}/infer"] = to.infer
-        gets[path] = telling(about.model)
-        gets[f"{path}/ready"] = telling(about.model_ready)
-        gets[f"{path}/config"] = telling(about.config_as_json)
-        gets[f"{path}/stats"] = telling(about.statistics)
-    routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
-    routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
-    routes += shared_memory_calls.routes(regions, to.read_object)
-    app = Starlette(routes=routes, exception_handlers=FAILURES)
-    app.router.redirect_slashes = False
-    return app

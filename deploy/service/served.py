@@ -1,18 +1,15 @@
 """One served model: its versions, and the checks of requests against them."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from ..tensor_specs import Spec
 from .batching import Batcher
-from .datatypes import OF_DTYPE
 from .errors import NOT_FOUND, NOT_READY, ServiceError, invalid
 from .loaded_model import LoadedModel
 from .metrics import ModelMetrics
 from .newer_python import StrEnum
-from .request import MOST_TENSORS, Request, Result
-from .spans import record_run
+from .request import MOST_TENSORS, Request
 
 
 class State(StrEnum):
@@ -23,7 +20,7 @@ class State(StrEnum):
     UNAVAILABLE = "UNAVAILABLE"
 
 
-class Version:
+class ServedVersion:
     """A loaded version with its queue and its metrics."""
 
     def __init__(self, loaded: LoadedModel, on_broken: Callable[[str], None]) -> None:
@@ -32,33 +29,37 @@ class Version:
         # A GPU may be busy for longer than the event loop may wait, and custom ops may not return at all.
         # ONNX Runtime's own kernels return after a time that a steady model's shapes determine.
         is_known = not loaded.custom_nodes or loaded.settings.run_on_event_loop
-        may_block = loaded.device == "cpu" and loaded.steady and is_known
         self.batcher = Batcher(
             loaded.name,
             loaded.version,
             loaded.instances,
             loaded.settings,
-            may_block=may_block,
-            may_join=loaded.joins,
+            may_run_on_loop=loaded.device == "cpu" and loaded.steady and is_known,
+            rows_independent=loaded.rows_independent,
         )
         self.batcher.on_broken = on_broken
         self.metrics = ModelMetrics(loaded.name, loaded.version)
         self.metrics.watch(self.batcher)
         self.metrics.provider(loaded.device, loaded.fallback is not None)
-        self._name = loaded.name
-        self._outputs = tuple(loaded.outputs)
 
-    async def answer(self, request: Request) -> Result:
-        """Check and run a request, which the caller's `metrics.counting` counts.
+    def check(self, request: Request) -> tuple[str, ...]:
+        """Check a request, and return the names of its outputs.
 
         Raises:
-            ServiceError: the request does not fit the model, or could not be run.
+            ServiceError: it does not fit the model.
         """
-        self.metrics.started()
-        request.metrics = self.metrics
-        result = await self.batcher.submit(request, self._checked(request))
-        record_run(request, result)
-        return result
+        settings, inputs = self.loaded.settings, request.inputs
+        outputs = self.loaded.instances[0].check(inputs, request.outputs)
+        if not settings.allow_empty:
+            for name, array in inputs.items():
+                if array.size == 0:
+                    raise invalid(
+                        f"input {name} is empty: its shape is {list(array.shape)}. Send at least one "
+                        "element, or set allow_empty for this model if it is made for empty inputs"
+                    )
+        if settings.max_batch_size and inputs:
+            self._check_batch(request)
+        return tuple(outputs)
 
     def may_use(self, libraries: Collection[Path]) -> bool:
         """Return whether it has one of these libraries; any may help where function bodies run instead."""
@@ -75,58 +76,6 @@ class Version:
         await asyncio.to_thread(self.loaded.close)  # freeing a session takes long
         self.metrics.drop()
 
-    # -------------------------------------------------------------------------------- a request
-
-    def _checked(self, request: Request) -> tuple[str, ...]:
-        """Check a request, and return the outputs to compute.
-
-        Raises:
-            ServiceError: a name, a dtype, a rank or a size does not fit.
-        """
-        loaded, inputs = self.loaded, request.inputs
-        for name, array in inputs.items():
-            spec = loaded.inputs.get(name)
-            if spec is None:
-                raise invalid(
-                    f"model {self._name} has no input {name!r}; its inputs: {_listed(loaded.inputs.values())}"
-                )
-            if array.dtype != spec.numpy_dtype or not spec.accepts(array.shape):
-                raise invalid(str(spec.mismatch(OF_DTYPE[array.dtype].name, array.shape)))
-            if spec.right_padded and (error := spec.padding_error(array)) is not None:
-                raise invalid(str(error))
-            if array.size == 0 and not loaded.settings.allow_empty:
-                raise invalid(
-                    f"input {name} is empty: its shape is {list(array.shape)}. Send at least one element, or "
-                    "set allow_empty for this model if it is made for empty inputs"
-                )
-        missing = [spec for spec in loaded.required if spec.name not in inputs]
-        if missing:
-            raise invalid(f"input missing: {_listed(missing)}; given: {', '.join(inputs) or 'none'}")
-        self._check_equal_sizes(request)
-        if loaded.settings.max_batch_size and inputs:
-            self._check_batch(request)
-        if request.outputs is None:
-            return self._outputs
-        for name in request.outputs:
-            if name not in loaded.outputs:
-                known = ", ".join(loaded.outputs)
-                raise invalid(f"model {self._name} has no output {name!r}; its outputs: {known}")
-        return tuple(request.outputs)
-
-    def _check_equal_sizes(self, request: Request) -> None:
-        """Check that dimensions of one name have one size, which ONNX Runtime does not always notice."""
-        sizes: dict[str, tuple[str, int]] = {}
-        for name, array in request.inputs.items():
-            for dimension, size in zip(self.loaded.inputs[name].shape or (), array.shape, strict=False):
-                if not isinstance(dimension, str):
-                    continue
-                other, expected = sizes.setdefault(dimension, (name, size))
-                if size != expected:
-                    raise invalid(
-                        f"dimension {dimension} is {expected} in input {other} and {size} in {name}: "
-                        "it must be the same in all inputs"
-                    )
-
     def _check_batch(self, request: Request) -> None:
         if scalars := [name for name, array in request.inputs.items() if not array.ndim]:
             raise invalid(f"input {scalars[0]} is a scalar; a batched model takes rows")
@@ -136,7 +85,8 @@ class Version:
             raise invalid(f"all inputs of a batched model need the same number of rows: {listed}")
         limit = self.loaded.settings.max_batch_size
         if (rows := next(iter(sizes.values()))) > limit:
-            raise invalid(f"{rows} rows in one request; model {self._name} takes up to {limit}: split it")
+            name = self.loaded.name
+            raise invalid(f"{rows} rows in one request; model {name} takes up to {limit}: split it")
 
 
 class ServedModel:
@@ -144,7 +94,7 @@ class ServedModel:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.versions: dict[int, Version] = {}
+        self.versions: dict[int, ServedVersion] = {}
 
     @property
     def most_tensors(self) -> int:
@@ -152,7 +102,7 @@ class ServedModel:
         each_loaded = (version.loaded for version in self.versions.values())
         return max([MOST_TENSORS, *(max(len(each.inputs), len(each.outputs)) for each in each_loaded)])
 
-    def find(self, version: int | None) -> Version:
+    def find(self, version: int | None) -> ServedVersion:
         """Return a version; the latest for None.
 
         Raises:
@@ -167,7 +117,3 @@ class ServedModel:
             known = ", ".join(map(str, sorted(self.versions))) or "none"
             raise ServiceError(NOT_FOUND, f"model {self.name} has no version {version}; it has: {known}")
         return found
-
-
-def _listed(specs: Iterable[Spec]) -> str:
-    return ", ".join(f"{spec.name} ({spec})" for spec in specs)

@@ -6,18 +6,18 @@ import logging
 import os
 import resource
 import signal
+import sys
+import threading
 from typing import Any
 
 import uvloop
 
-from . import spans
-from .budget import Budget, use_one_heap
+from .budget import Budget
 from .grpc_server import GrpcServer
 from .newer_python import Runner, timeout
 from .repository import Repository
 from .rest import RestServer
 from .settings import Control
-from .shared_memory import Regions
 from .tokens import Tokens
 
 _log = logging.getLogger(__name__)
@@ -42,10 +42,10 @@ class Server:
             TwinopError: a port is in use, or a model cannot be loaded.
         """
         _raise_file_limit()
-        use_one_heap()
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
             # Python would wait for threads that still load a model or decode an abandoned request.
+            _send_spans()
             logging.shutdown()
             os._exit(_BROKEN if self._repository.broken else 1 if self._cut_off else 0)
 
@@ -56,15 +56,14 @@ class Server:
             loop.add_signal_handler(sign, stop.set)
         repository.on_broken = stop.set
         settings = self._settings
-        budget, tokens = Budget(settings.share(settings.max_bytes_in_flight)), Tokens(settings)
-        regions = Regions(repository.settings)
-        fronts: list[Any] = [RestServer(repository, budget, tokens, regions)]
+        budget, tokens = Budget(settings.max_bytes_in_flight), Tokens(settings)
+        servers: list[Any] = [RestServer(repository, budget, tokens)]
         if settings.grpc_port is not None:
-            fronts.append(GrpcServer(repository, budget, tokens, regions))
+            servers.append(GrpcServer(repository, budget, tokens))
         background: list[asyncio.Task[None]] = []
         try:
-            for front in fronts:
-                await front.start()  # live at once, ready once the models are loaded
+            for server in servers:
+                await server.start()  # live at once, ready once the models are loaded
             asked = loop.create_task(stop.wait())
             loading = loop.create_task(repository.load_all())
             background.append(loading)
@@ -76,32 +75,44 @@ class Server:
                 gc.collect()
                 gc.freeze()  # full collections skip all that is imported by now
                 gc.enable()  # off since the start
-                ports = [front.port for front in fronts] + [None]
-                repository.announce(http_port=ports[0], grpc_port=ports[1])
+                ports = {name: port for server in servers for name, port in server.ports.items()}
+                _log.info("ready", extra={"grpc_port": None} | ports)
                 if self._settings.control == Control.NONE:
                     _log.info("later changes of %s are not followed: --control poll does", repository.root)
                 await asked
         finally:
             for task in background:
                 task.cancel()
-            await self._drain(fronts)
+            await self._drain(servers)
 
-    async def _drain(self, fronts: list[Any]) -> None:
+    async def _drain(self, servers: list[Any]) -> None:
         """Stop accepting connections, and answer all accepted requests within the grace time."""
         grace = self._settings.grace_seconds
         self._repository.draining = True
         _log.info("stopping: finishing what was accepted, for up to %g s", grace)
         try:
             async with timeout(grace + 1):
-                self._cut_off = not all(await asyncio.gather(*(front.drain(grace) for front in fronts)))
+                self._cut_off = not all(await asyncio.gather(*(server.drain(grace) for server in servers)))
                 if not self._repository.broken:  # then the sessions cannot be freed
                     await self._repository.close()
         except TimeoutError:
             self._cut_off = True
         if self._cut_off:
             _log.error("stopped with requests unanswered: grace_seconds (%g) were not enough", grace)
-        spans.shutdown()  # not in to_thread, whose threads may all be busy
         _log.info("stopped")
+
+
+def _send_spans(seconds: float = 5.0) -> None:
+    """Have OpenTelemetry, if `opentelemetry-instrument` runs this process, send its remaining spans."""
+    if (trace := sys.modules.get("opentelemetry.trace")) is None:
+        return
+    # The SDK would wait 30 s for an unresponsive collector: longer than a pod may take to terminate.
+    shutdown = getattr(trace.get_tracer_provider(), "shutdown", lambda: None)
+    sending = threading.Thread(target=shutdown, daemon=True)
+    sending.start()
+    sending.join(seconds)
+    if sending.is_alive():
+        _log.warning("the collector did not take the last spans within %g s: they are lost", seconds)
 
 
 def _raise_file_limit() -> None:

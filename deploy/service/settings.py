@@ -5,7 +5,8 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
 
@@ -15,9 +16,11 @@ from twinop.regular_file import read_regular
 from .cores import quota
 from .model_settings import ModelSettings, Section
 from .newer_python import StrEnum, tomllib
+from .runtime_options import reaching_out
 
 FILE = "twinop.toml"
 MOST_BYTES = 256 << 10  # of a file with settings
+_MOST_THREADS = 1024
 # tomllib's memory grows with the square of a dotted key's parts.
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""")
 
@@ -48,10 +51,8 @@ class Control(StrEnum):
 
 
 S = TypeVar("S", bound=Section)
-_RENAMED = {"libraries": "allow_model_libraries, true or false"}
 _PATHS = (
-    "library", "library_folders", "tls_certificate", "tls_key", "tls_client_ca", "token_file",
-    "control_token_file", "metrics_token_file", "profile",
+    "library", "library_folders", "tls_certificate", "tls_key", "token_file", "control_token_file", "profile",
 )  # fmt: skip
 
 
@@ -61,9 +62,11 @@ class ServerSettings(Section):
     host: str = Field("127.0.0.1", description="where to listen; 0.0.0.0 is all interfaces")
     http_port: int = Field(8080, ge=0, le=65535, description="0: one that is free")
     grpc_port: int | None = Field(8081, ge=0, le=65535, description="0: one that is free")
-    processes: int = Field(1, ge=1, le=256, description="processes that serve behind the same ports")
-    devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (), description="the GPU of each process; by default the first that there is"
+    reuse_port: bool = Field(
+        False, description="let several servers listen on these ports; the kernel spreads the connections"
+    )
+    admin_port: int | None = Field(
+        None, ge=0, le=65535, description="a port of this server alone, for probes, metrics and control"
     )
     control: Control = Field(
         Control.NONE, description="what loads models later: none, poll (the folder) or explicit (clients)"
@@ -78,19 +81,12 @@ class ServerSettings(Section):
     control_token: SecretStr | None = Field(
         None, min_length=1, description="the token for loading and unloading; by default token"
     )
-    metrics_token: SecretStr | None = Field(
-        None, min_length=1, description="the token for /metrics and /status; by default token"
-    )
     token_file: Path | None = Field(
         None, description="holds the token that clients must send; by default that in TWINOP_TOKEN"
     )
     control_token_file: Path | None = None
-    metrics_token_file: Path | None = None
     tls_certificate: Path | None = Field(None, description="a PEM file; needs its key too")
     tls_key: Path | None = Field(None, description="a PEM file")
-    tls_client_ca: Path | None = Field(
-        None, description="clients need a certificate of these authorities; read at the start"
-    )
     max_request_bytes: int = Field(64 << 20, gt=0, description="limit for a request's body or message")
     max_json_bytes: int = Field(
         2 << 20,
@@ -120,32 +116,22 @@ class ServerSettings(Section):
     def _fits(self) -> "ServerSettings":
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS needs both tls_certificate and tls_key")
-        if self.tls_client_ca is not None and self.tls_certificate is None:
-            raise ValueError("tls_client_ca needs TLS: tls_certificate and tls_key")
-        for name in ("token", "control_token", "metrics_token"):
+        for name in ("token", "control_token"):
             if getattr(self, name) is not None and getattr(self, f"{name}_file") is not None:
                 raise ValueError(f"{name} (or TWINOP_TOKEN) and {name}_file: give one of them")
         if self.max_bytes_in_flight < (least := _least_in_flight(self.__dict__)):
-            times = least // self.max_request_bytes
+            raise ValueError(f"max_bytes_in_flight must be at least {least}: four times max_request_bytes")
+        if self.control == Control.EXPLICIT and self.reuse_port and self.admin_port is None:
             raise ValueError(
-                f"max_bytes_in_flight must be at least {times} times max_request_bytes"
-                + (f": each of {self.processes} processes has its share of it" if self.processes > 2 else "")
-            )
-        if self.devices and len(self.devices) != self.processes:
-            raise ValueError(
-                f"processes is {self.processes}, and devices lists {len(self.devices)}: list the GPU of each "
-                "process. Several processes may have the same"
+                "control explicit with reuse_port needs admin_port: on a shared port a client cannot choose "
+                "the server that loads a model"
             )
         return self
 
-    def share(self, total: int) -> int:
-        """Return one process's share of a limit of the service."""
-        return max(total // self.processes, 1)
-
 
 def _least_in_flight(given: Mapping[str, Any]) -> int:
-    """The least memory for requests: two of the largest in each process."""
-    return max(4, 2 * int(given.get("processes", 1))) * int(given.get("max_request_bytes", 0))
+    """The least memory for requests: four of the largest."""
+    return 4 * int(given.get("max_request_bytes", 0))
 
 
 class Policy(Section):
@@ -154,13 +140,10 @@ class Policy(Section):
     allow_model_libraries: bool = Field(
         False, description="also load libraries, which can do anything, from the models' own folders"
     )
-    checks: Literal["server", "models"] = Field(
-        "server",
-        description="models: settings in a model's own folder may allow_fallback, turn compare_bodies off, "
-        "and replace the server's library_sha256",
-    )
-    shared_memory: bool = Field(
-        False, description="clients of this machine may send and receive tensors through /dev/shm"
+    allow_weaker_checks: bool = Field(
+        False,
+        description="settings in a model's own folder may allow_fallback, turn compare_bodies off, and "
+        "replace the server's library_sha256",
     )
     max_instances: int = Field(
         8, ge=1, description="the most instances that a model's own folder may ask for"
@@ -184,11 +167,22 @@ class Policy(Section):
             and asked.library_sha256 != server.library_sha256,
         }
         found = [text for text, is_weaker in weaker.items() if is_weaker and text.split()[0] in by_folder]
-        if found and self.checks == "server":
+        if found and not self.allow_weaker_checks:
             raise SettingsError(
                 f"model {name}: its folder asks for {' and '.join(found)}, but only the server decides what "
                 f"is checked: write this under [models.{name}] in the server's {FILE}, or let all models "
-                'decide for themselves, with checks = "models" under [policy]'
+                "decide for themselves, with allow_weaker_checks = true under [policy]"
+            )
+        tables = {"session": [asked.session], "provider_options": asked.provider_options.values()}
+        if names := reaching_out(*(each for name in by_folder & tables.keys() for each in tables[name])):
+            raise SettingsError(
+                f"model {name}: its folder sets {', '.join(names)}, which name files, code or addresses: "
+                f"only the server may, under [models.{name}] in its {FILE}"
+            )
+        threads = asked.session.get("inter_op_num_threads", 0)
+        if "session" in by_folder and not (isinstance(threads, int) and 0 <= threads <= _MOST_THREADS):
+            raise SettingsError(
+                f"model {name}: inter_op_num_threads should be from 0 to {_MOST_THREADS}, not {threads!r}"
             )
         most = max(self.max_instances, server.instances)
         if "instances" in by_folder and asked.instances > most:
@@ -209,37 +203,22 @@ class Settings(Section):
         default_factory=dict
     )  # from the command line, which overrides everything
 
-    @model_validator(mode="after")
-    def _fits(self) -> "Settings":
-        if self.policy.shared_memory and self.server.processes > 1:
-            raise ValueError(
-                f"shared_memory needs processes = 1, not {self.server.processes}: only the process that "
-                "registered a region could use it"
-            )
-        return self
+    def for_model(self, name: str, own: Mapping[str, Any] = MappingProxyType({})) -> ModelSettings:
+        """Return the settings of one model.
 
-    def for_model(self, name: str, *layers: dict[str, Any]) -> ModelSettings:
-        """Return the settings of one model. `layers` are of its folder: between [model] and [models.<name>].
-
-        Of several processes, each has its share of the queue and of the cores.
+        Those in its `own` folder come between [model] and [models.<name>].
 
         Raises:
-            SettingsError: a layer is invalid, or asks for what the policy does not permit.
+            SettingsError: a setting is invalid, or its folder asks for what the policy does not permit.
         """
         by_server = self.models.get(name, {}) | self._options
-        merged = self.model.model_dump(exclude_unset=True)
-        for layer in (*layers, by_server):
-            merged |= layer
+        merged = self.model.model_dump(exclude_unset=True) | dict(own) | by_server
         settings = checked(ModelSettings, merged, f"the settings of model {name}")
-        by_folder = set().union(*layers) - by_server.keys()
+        by_folder = own.keys() - by_server.keys()
         self.policy.require(name, settings, by_folder, self.model)
         cores = quota() or len(os.sched_getaffinity(0))
         if "intra_op_threads" in by_folder and settings.intra_op_threads > cores:
             settings = settings.model_copy(update={"intra_op_threads": cores})
-        if (processes := self.server.processes) > 1:
-            threads = settings.intra_op_threads or max(cores // processes, 1)
-            share = {"max_queue": self.server.share(settings.max_queue), "intra_op_threads": threads}
-            settings = settings.model_copy(update=share)
         return settings
 
 
@@ -341,7 +320,5 @@ def _said(problem: Any, kind: type[Section]) -> str:
     if problem["type"] == "extra_forbidden":
         for section in problem["loc"][:-1]:
             kind = kind.model_fields[section].annotation  # type: ignore[assignment]  # the section's class
-        if problem["loc"][-1] in _RENAMED:
-            return f"this setting is now {_RENAMED[problem['loc'][-1]]}"
         return f"no such setting. There are: {', '.join(kind.model_fields)}"
     return problem["msg"].removeprefix("Value error, ")

@@ -1,22 +1,77 @@
-"""Writes Triton's config.pbtxt from the settings of a model.
+"""Writes Triton's config.pbtxt from the settings of a model, and says what one has that they lack.
 
 The file always lists inputs and outputs. Otherwise Triton's ONNX Runtime backend completes it from the
 model and, if all first dimensions are dynamic, joins requests up to 4 rows (default-max-batch-size). It does
 so even with `max_batch_size: 0`, which protobuf does not distinguish from a missing field.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
+from google.protobuf.message import Message
+
+from twinop.regular_file import read_regular
 
 from ..tensor_specs import Spec
 from . import triton_options
-from .model_settings import ModelSettings
+from .loaded_model import LoadedModel
+from .model_settings import ModelSettings, Provider
 from .protocol import model_config_pb2
-from .read_triton_config import KINDS, THREADS
-from .settings import SettingsError
+from .settings import MOST_BYTES, SettingsError
 from .triton_tensors import describe
+
+TRITON_FILE = "config.pbtxt"
+_KINDS = {Provider.AUTO: "KIND_AUTO", Provider.CPU: "KIND_CPU", Provider.CUDA: "KIND_GPU"}
+_THREADS = "intra_op_thread_count"  # a parameter of Triton's ONNX Runtime backend
+_OTHERWISE_KNOWN = {"name", "platform", "backend", "input", "output"}
+
+
+def config_of(loaded: LoadedModel) -> Any:
+    """Returns the ModelConfig of a version that is loaded.
+
+    Raises:
+        SettingsError: Triton has no counterpart of the model or of a setting.
+    """
+    required = {spec.name for spec in loaded.required}
+    return make_config(
+        loaded.name,
+        loaded.settings,
+        loaded.inputs,
+        loaded.outputs,
+        libraries=[library.path.name for library in loaded.libraries],
+        optional=[name for name in loaded.inputs if name not in required],
+    )
+
+
+def unread_settings(folder: Path, loaded: LoadedModel) -> list[str]:
+    """Returns what the folder's config.pbtxt, if there is one, says otherwise than the settings."""
+    path = folder / TRITON_FILE
+    if not os.path.lexists(path):
+        return []
+    try:
+        given = text_format.Parse(read_regular(path, MOST_BYTES).decode(), model_config_pb2.ModelConfig())
+    except Exception as error:  # no problem of the model
+        return [f"it cannot be read ({error})"]
+    try:
+        ours = config_of(loaded)
+    except SettingsError:
+        ours = model_config_pb2.ModelConfig()
+    return list(_differences(given, ours))
+
+
+def _differences(given: Message, ours: Message, prefix: str = "") -> Iterator[str]:
+    """Yields the fields that are set in `given` and have another value in `ours`."""
+    for field, value in given.ListFields():
+        name, other = prefix + field.name, getattr(ours, field.name)
+        if name in _OTHERWISE_KNOWN:
+            continue
+        if isinstance(value, Message) and ours.HasField(field.name):
+            yield from _differences(value, other, f"{name}.")
+        elif isinstance(value, Message) or value != other:
+            yield name
 
 
 def write_config(config: Any) -> str:
@@ -67,7 +122,7 @@ def make_config(
     if libraries:
         config.model_operations.op_library_filename.extend(libraries)
     if settings.intra_op_threads:
-        config.parameters[THREADS].string_value = str(settings.intra_op_threads)
+        config.parameters[_THREADS].string_value = str(settings.intra_op_threads)
     try:
         triton_options.write(config, settings.session, settings.provider_options)
     except ValueError as error:
@@ -84,7 +139,7 @@ def _write_scheduling(config: Any, settings: ModelSettings) -> None:
         batching.preferred_batch_size.extend(settings.preferred_batch_sizes)
         batching.max_queue_delay_microseconds = settings.max_queue_delay_us
         batching.default_queue_policy.max_queue_size = settings.max_queue
-    config.instance_group.add(count=settings.instances, kind=KINDS[settings.provider])
+    config.instance_group.add(count=settings.instances, kind=_KINDS[settings.provider])
     policy = config.version_policy
     if settings.versions == "all":
         policy.all.SetInParent()

@@ -1,6 +1,5 @@
 """Inputs and outputs in Triton's config.pbtxt."""
 
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..tensor_specs import Spec
@@ -9,8 +8,8 @@ from .protocol import model_config_pb2
 from .settings import SettingsError
 
 
-def describe(tensor: Any, spec: Spec, batched: bool) -> Any:
-    """Fill in a ModelInput or ModelOutput, and return it.
+def describe(tensor: Any, spec: Spec, batched: bool) -> None:
+    """Fill in a ModelInput or ModelOutput.
 
     `dims` must not be empty: scalars and batched vectors have [1]. The backend takes an output of unknown
     rank for a scalar, and answers with the shape that it gets.
@@ -31,35 +30,3 @@ def describe(tensor: Any, spec: Spec, batched: bool) -> Any:
     tensor.dims.extend(sizes[batched:] or [1])
     if batched and len(sizes) == 1:
         tensor.reshape.SetInParent()
-    return tensor
-
-
-def is_vector(tensor: Any, batched: bool) -> bool:
-    """Return whether a reshape denotes a batched vector, whose dims would otherwise be empty."""
-    return batched and list(tensor.dims) == [1] and not tensor.reshape.shape
-
-
-def shape_of(tensor: Any, batched: bool) -> tuple[int, ...]:
-    """Return the model's dims with one row, if batched."""
-    dims: Sequence[int] = tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims
-    return (1, *dims) if batched else tuple(dims)
-
-
-def differences(kind: str, declared: Any, specs: Mapping[str, Spec], batched: bool) -> Iterator[str]:
-    """Yield how a ModelInput or ModelOutput in the file differs from the model's."""
-    spec = specs.get(declared.name)
-    if spec is None:
-        yield f"{kind} {declared.name!r}: the model has {', '.join(specs)}"
-        return
-    expected = describe(type(declared)(), spec, batched)
-    if declared.data_type not in (0, expected.data_type):  # 0: not given in the file
-        given, known = map(model_config_pb2.DataType.Name, (declared.data_type, expected.data_type))
-        yield f"data_type of {kind} {spec.name}: {given}, the model has {known}"
-    fits = len(declared.dims) == len(expected.dims) and all(
-        size in (-1, given) for size, given in zip(expected.dims, declared.dims, strict=True)
-    )
-    if spec.shape is not None and not fits:
-        yield (
-            f"dims of {kind} {spec.name}: {list(declared.dims)}, the model has {list(expected.dims)}"
-            + (" without the batch axis" if batched else "")
-        )

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from .errors import invalid
 from .loaded_model import LoadedModel
 from .settings import SettingsError
-from .triton_config import make_config
+from .triton_config import config_of
 
 _WIDE = {
     FieldDescriptor.TYPE_INT64,
@@ -28,24 +28,15 @@ def model_config(loaded: LoadedModel) -> Any:
     Raises:
         ServiceError: Triton has no counterpart of the model or of a setting.
     """
-    required = {spec.name for spec in loaded.required}
-    optional = [name for name in loaded.inputs if name not in required]
-    names = [library.path.name for library in loaded.libraries]
     try:
-        return make_config(
-            loaded.name,
-            loaded.settings,
-            loaded.inputs,
-            loaded.outputs,
-            libraries=names,
-            optional=optional,
-        )
+        return config_of(loaded)
     except SettingsError as error:
         raise invalid(f"model {loaded.name} has no configuration in Triton's form: {error}") from error
 
 
-def as_json(message: Any) -> dict[str, Any]:
-    """Return a message as Triton's HTTP interface writes it: all fields, 64-bit integers as numbers."""
+def config_as_json(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a ModelConfig as Triton's HTTP interface writes it: all fields, 64-bit integers as numbers."""
+    message = found["config"]
     content: dict[str, Any] = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -21,7 +21,7 @@ _NO_KERNEL = re.compile(r"implementation for (?:\S+:)?(\w+)\(\d+\)")
 
 
 @dataclass(frozen=True)
-class Trial:
+class WarmupInputs:
     """Inputs for a first run. If `guessed`, some sizes are unknown and may not fit the model."""
 
     feeds: dict[str, np.ndarray]
@@ -33,7 +33,9 @@ class Trial:
         return ", ".join(f"{name} {list(array.shape)}" for name, array in self.feeds.items()) or "no inputs"
 
 
-def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: ModelSettings) -> Trial | None:
+def make_warmup_inputs(
+    inputs: Mapping[str, Spec], required: Sequence[Spec], settings: ModelSettings
+) -> WarmupInputs | None:
     """Make inputs of the shapes in `settings.warm_up`, and otherwise of the model's with 1 for dynamic sizes.
 
     Returns:
@@ -48,10 +50,8 @@ def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: M
         if name not in inputs:
             raise SettingsError(f"warm_up names {name!r}; the model's inputs: {', '.join(inputs)}")
         spec = inputs[name]
-        if spec.shape == () and shape == (1,):  # config.pbtxt's notation for a scalar
-            shapes[name] = shape = ()
         if not spec.accepts(shape):
-            raise SettingsError(f"warm_up: {spec.mismatch(spec.type_name, shape)}")
+            raise SettingsError(f"warm_up: {spec.mismatch(spec.dtype, shape)}")
         sizes |= {
             each: size for each, size in zip(spec.shape or (), shape, strict=False) if isinstance(each, str)
         }
@@ -66,28 +66,32 @@ def make_trial(inputs: Mapping[str, Spec], required: Sequence[Spec], settings: M
             guessed |= any(not isinstance(size, int) and size not in sizes for size in spec.shape)
             shape = tuple(size if isinstance(size, int) else sizes.get(size or "", 1) for size in spec.shape)
             feeds[spec.name] = spec.random(shape, random)
-    return Trial(feeds, guessed)
+    return WarmupInputs(feeds, guessed)
 
 
 def warm_up(
-    model: str, instances: Sequence[Instance], trial: Trial, outputs: Sequence[str], settings: ModelSettings
+    model: str,
+    instances: Sequence[Instance],
+    warmup: WarmupInputs,
+    outputs: Sequence[str],
+    settings: ModelSettings,
 ) -> dict[str, np.ndarray] | None:
     """Run each instance, also at the largest batch size, so that its memory is allocated.
 
     Returns:
-        The outputs for the trial; None if the model refuses guessed sizes.
+        The outputs for the warmup; None if the model refuses guessed sizes.
 
     Raises:
         ModelError: a run failed.
     """
     found: dict[str, np.ndarray] = {}
-    for feeds in (trial.feeds, *_largest_batch(trial.feeds, settings.max_batch_size)):
+    for feeds in (warmup.feeds, *_largest_batch(warmup.feeds, settings.max_batch_size)):
         for instance in instances:
             try:
                 result = instance.run([feeds], outputs)
             except (ServiceError, RunError, FeedError) as error:
-                shapes = Trial(feeds, trial.guessed).shapes
-                if trial.guessed and not found:
+                shapes = WarmupInputs(feeds, warmup.guessed).shapes
+                if warmup.guessed and not found:
                     _log.warning("%s was not warmed up, set warm_up: at %s it says: %s", model, shapes, error)
                     return None
                 raise ModelError(f"{model}: its first run, at {shapes}, failed: {error}") from error
@@ -107,9 +111,9 @@ def _largest_batch(feeds: Mapping[str, np.ndarray], size: int) -> list[dict[str,
     ]
 
 
-def joined_differently(instance: Instance, trial: Trial, outputs: Sequence[str], device: str) -> str:
+def joined_differently(instance: Instance, warmup: WarmupInputs, outputs: Sequence[str], device: str) -> str:
     """Run two rows together and each alone. Return how the answers differ, or "" if they do not."""
-    rows = [{name: array[:1] for name, array in trial.feeds.items()}]
+    rows = [{name: array[:1] for name, array in warmup.feeds.items()}]
     rows.append({name: np.flip(array) for name, array in rows[0].items()})
     try:
         alone = [instance.run([feeds], outputs) for feeds in rows]
@@ -130,14 +134,16 @@ def joined_differently(instance: Instance, trial: Trial, outputs: Sequence[str],
     return ""
 
 
-def compared(model: str, trial: Trial, found: Mapping[str, np.ndarray], bodies: Instance, device: str) -> str:
+def compared(
+    model: str, warmup: WarmupInputs, found: Mapping[str, np.ndarray], bodies: Instance, device: str
+) -> str:
     """Return a text on how far the outputs of kernels and function bodies differ.
 
     Raises:
         ModelError: the difference exceeds rounding errors.
     """
     try:
-        expected = bodies.run([trial.feeds], list(found))
+        expected = bodies.run([warmup.feeds], list(found))
     except ServiceError as error:
         return f"not compared: the function bodies do not run: {error}"
     worst, accepted = 0.0, 0.0
@@ -147,7 +153,7 @@ def compared(model: str, trial: Trial, found: Mapping[str, np.ndarray], bodies: 
         if not apart <= limit:
             raise ModelError(
                 f"{model}: the library's kernels and the model's function bodies disagree in output {name} "
-                f"(at {trial.shapes}): they are {apart:.1e} of the largest value apart, accepted {limit:.0e}"
+                f"(at {warmup.shapes}): they are {apart:.1e} of the largest value apart, accepted {limit:.0e}"
                 ". The library is damaged, or not the one that the model was exported with; "
                 "compare_bodies=false serves the model anyway"
             )

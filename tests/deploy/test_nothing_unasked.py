@@ -140,7 +140,7 @@ def test_no_command_takes_code_from_the_current_folder(
         assert not (hostile / "taken").exists(), command
         if command == "new mish":
             (hostile / "mish").rename(mish)
-    options = ("--processes", "2", "--http-port", "0", "--no-grpc")
+    options = ("--http-port", "0", "--no-grpc")
     with subprocess.Popen(
         [script, "serve", str(away / "models"), *options], stderr=subprocess.PIPE
     ) as served:

@@ -70,7 +70,7 @@ def autofills(config: Any) -> bool:
 def served(repo: Path) -> LoadedModel:
     """As `twinop serve repo/models --provider cpu --allow-model-libraries` loads it."""
     folder = scan(repo / "models")["custom_relu"]
-    settings = read_settings(None, {}).for_model("custom_relu", *folder.layers)
+    settings = read_settings(None, {}).for_model("custom_relu", folder.own)
     settings = settings.model_copy(update={"provider": "cpu"})
     return load(folder.versions[1], settings, ServerSettings(), Policy(allow_model_libraries=True))
 

@@ -1,11 +1,9 @@
 """One budget for the bytes of all requests: many large ones at once, over HTTP and gRPC."""
 
 import json
-import queue
 import socket
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from service_fixtures import Answer, Served, serve, tensor, wait_until
 from service_many import outcomes
 from service_raw import answers_well
 
-from twinop.deploy.service import budget
 from twinop.deploy.service.budget import Budget
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
 from twinop.deploy.service.protocol import pb
@@ -41,15 +38,15 @@ def largest() -> onnx.ModelProto:
 def test_a_request_gives_back_what_it_took() -> None:
     budget = Budget(100 * MIB)
     with budget.request(50 * MIB) as one, budget.request(40 * MIB) as other:
-        one.take(50 * MIB)
-        other.take(30 * MIB)
+        one.reserve(50 * MIB)
+        other.reserve(30 * MIB)
         with pytest.raises(
             ServiceError, match=r"hold 83886080 of 104857600 bytes \(max_bytes_in_flight\)"
         ) as error:
-            other.take(10 * MIB)
+            other.reserve(10 * MIB)
         assert error.value.failure is OVER_BUDGET and error.value.headers == {"Retry-After": "1"}
-        one.take(-20 * MIB)
-        other.take(10 * MIB)
+        one.reserve(-20 * MIB)
+        other.reserve(10 * MIB)
         assert budget.used == 70 * MIB
     assert budget.used == 0
 
@@ -57,12 +54,12 @@ def test_a_request_gives_back_what_it_took() -> None:
 def test_an_eighth_is_kept_for_small_requests() -> None:
     budget = Budget(80 * MIB)
     with budget.request(70 * MIB) as large, budget.request(70 * MIB) as other, budget.request(100) as small:
-        large.take(70 * MIB)
+        large.reserve(70 * MIB)
         with pytest.raises(ServiceError):
-            other.take(1)  # it announced more
-        small.take(100)
+            other.reserve(1)  # it announced more
+        small.reserve(100)
         with pytest.raises(ServiceError):
-            small.take(1 * MIB)  # no longer small
+            small.reserve(1 * MIB)  # no longer small
 
 
 # -------------------------------------------------------------------------------- many clients
@@ -111,7 +108,6 @@ def test_memory_is_bounded_and_others_are_answered(
         print(f"{said.count('ok')} of {clients} answered; {(served.peak - before) / MIB:.0f} MiB more memory")
         assert served.peak < before + 1.3 * budget
         assert outcomes(served, protocol, "largest", size, 1) == ["ok"]  # all bytes were given back
-        wait_until(lambda: served.memory < before + budget // 8)
         assert [line for line in served.log if "traceback" in line] == []
 
 
@@ -160,22 +156,13 @@ def test_more_connections_than_allowed(small: Served) -> None:
     wait_until(lambda: small.ask("GET", "/v2/health/live").status == 200)
 
 
-def test_slow_grpc_messages_give_their_bytes_back(small: Served) -> None:
-    """Only the first half of each arrives."""
-    with ThreadPoolExecutor(4) as pool:
-        sending: list[Future[list[str]]] = []
-
-        def is_refused() -> bool:
-            if sum(not sent.done() for sent in sending) < 4:  # 16 calls, of the 20 that the server takes
-                sending.append(pool.submit(outcomes, small, "grpc", "largest", MIB, 4, part=0.5))
-            return "(max_bytes_in_flight)" in outcomes(small, "grpc", "largest", MIB, 1)[0]
-
-        wait_until(is_refused, 60)
+def test_slow_grpc_messages_end(small: Served) -> None:
+    """Only the first half of each arrives: it holds no bytes, and others are answered."""
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(outcomes, small, "grpc", "largest", MIB, 8, part=0.5)
+        assert outcomes(small, "grpc", "largest", MIB, 1) == ["ok"]
         assert small.infer("relu", X).status == 200
-        wait_until(lambda: outcomes(small, "grpc", "largest", MIB, 1) == ["ok"], 60)
-        said = [each for sent in sending for each in sent.result()]
-    late = [each for each in said if "did not arrive within 8 s (body_seconds)" in each]
-    assert late and all(each in late or "(max_bytes_in_flight)" in each for each in said)
+        assert all("did not arrive within 8 s (body_seconds)" in each for each in sending.result())
 
 
 def test_more_calls_than_allowed(small: Served) -> None:
@@ -197,11 +184,3 @@ def test_more_calls_than_allowed(small: Served) -> None:
         return False
 
     wait_until(is_allowed)
-
-
-def test_memory_returns_to_the_system_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes long, and the budget is used on the event loop's thread."""
-    threads: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(budget, "_trim", lambda size: threads.put(threading.get_ident()))
-    Budget(1600).moved(101)
-    assert threads.get(timeout=60) != threading.get_ident()

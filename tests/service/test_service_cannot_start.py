@@ -17,7 +17,6 @@ from twinop.deploy.service.grpc_server import GrpcServer
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.rest import RestServer
 from twinop.deploy.service.settings import Settings, read_settings
-from twinop.deploy.service.shared_memory import Regions
 from twinop.deploy.service.tokens import Tokens
 from twinop.errors import TwinopError
 
@@ -35,8 +34,8 @@ def refused(models_folder: Path, **server: Any) -> str:
 
     async def start() -> None:
         tokens = Tokens(settings.server)
-        RestServer(repository, Budget(1), tokens, Regions(settings))
-        await GrpcServer(repository, Budget(1), tokens, Regions(settings)).start()
+        RestServer(repository, Budget(1), tokens)
+        await GrpcServer(repository, Budget(1), tokens).start()
 
     with pytest.raises(AddressError) as error:
         asyncio.run(start())

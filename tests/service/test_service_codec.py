@@ -62,7 +62,7 @@ def test_rest_binary_keeps_every_bit(kind: Datatype, data: st.DataObject) -> Non
     decoded = decode(body, headers).inputs["x"]
     assert decoded.dtype == kind.dtype and decoded.shape == array.shape and decoded.flags.aligned
     assert bits(decoded) == raw
-    content, answer = codec_rest.encode(result(decoded), codec_rest.Form(binary=True))
+    content, answer = codec_rest.encode(result(decoded), codec_rest.AnswerFormat(binary=True))
     length = int(answer["inference-header-content-length"])
     said = json.loads(content[:length])["outputs"][0]
     assert said == {"name": "y", **tensor}
@@ -74,7 +74,7 @@ def test_rest_binary_keeps_every_bit(kind: Datatype, data: st.DataObject) -> Non
 @given(st.data())
 def test_rest_json_keeps_every_finite_number(kind: Datatype, data: st.DataObject) -> None:
     array = data.draw(arrays(kind, is_finite=kind.name in FLOATS))
-    content, _ = codec_rest.encode(result(array), codec_rest.Form())
+    content, _ = codec_rest.encode(result(array), codec_rest.AnswerFormat())
     said = json.loads(content)["outputs"][0]
     assert said["shape"] == list(array.shape) and said["datatype"] == kind.name
     flat = decode(*rest_request({"x": tensor_of(array, kind, data=said["data"])})).inputs["x"]
@@ -128,7 +128,7 @@ def test_grpc_typed_carries_what_is_not_finite(name: str, value: float) -> None:
 def test_grpc_answers_are_raw_where_a_type_has_no_typed_field() -> None:
     outputs = {"a": np.ones(2, np.float32), "b": np.ones(2, ml_dtypes.bfloat16)}
     answer = pb.ModelInferResponse.FromString(
-        codec_grpc.encode(Result("m", 1, outputs), codec_grpc.Form("7", False))
+        codec_grpc.encode(Result("m", 1, outputs), codec_grpc.AnswerFormat("7", False))
     )
     assert [len(raw) for raw in answer.raw_output_contents] == [8, 4]
     assert (answer.id, answer.model_name, answer.model_version) == ("7", "m", "1")
@@ -147,9 +147,9 @@ def test_binary_data_is_not_copied_where_it_lies_well() -> None:
 
 def test_answers_may_be_views_with_strides() -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2].T
-    content, _ = codec_rest.encode(result(array), codec_rest.Form(binary=True))
+    content, _ = codec_rest.encode(result(array), codec_rest.AnswerFormat(binary=True))
     assert content.endswith(np.ascontiguousarray(array).tobytes())
-    content, _ = codec_rest.encode(result(array), codec_rest.Form())
+    content, _ = codec_rest.encode(result(array), codec_rest.AnswerFormat())
     assert json.loads(content)["outputs"][0]["data"] == array.ravel().tolist()
 
 

@@ -86,7 +86,7 @@ BAD_TENSORS = {
     "parameters is a list": (X | {"parameters": [1]}, "parameters must be a JSON object"),
     "shared memory": (
         {"datatype": "FP32", "shape": [2], "parameters": {"shared_memory_region": "r"}},
-        "input x: parameter shared_memory_byte_size must be a number of bytes, not None",
+        "input x: shared memory is not served: send tensors, and ask for them, in the messages",
     ),
 }
 
@@ -212,9 +212,9 @@ def test_what_is_no_version(version: str) -> None:
 def test_json_never_says_null_for_a_number(kind: Datatype, value: float) -> None:
     array = np.array([1, value], kind.dtype)
     with pytest.raises(ServiceError, match='output y holds NaN or infinity.*"binary_data": true') as error:
-        codec_rest.encode(result(array), codec_rest.Form())
+        codec_rest.encode(result(array), codec_rest.AnswerFormat())
     assert error.value.failure is INVALID
-    content, _ = codec_rest.encode(result(array), codec_rest.Form(binary=True))
+    content, _ = codec_rest.encode(result(array), codec_rest.AnswerFormat(binary=True))
     assert content.endswith(array.tobytes())
 
 

@@ -67,7 +67,7 @@ BAD_MESSAGES = {
     ),
     "shared memory": (
         message_with(parameters={"shared_memory_region": pb.InferParameter(string_param="r")}),
-        "input x: parameter shared_memory_byte_size must be a number of bytes, not None",
+        "input x: shared memory is not served: send tensors, and ask for them, in the messages",
     ),
     "timeout is text": (
         pb.ModelInferRequest(parameters={"timeout": pb.InferParameter(string_param="1")}),

@@ -127,7 +127,8 @@ def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> Non
     )
     models.place(tmp_path / "models", "slow", models.slow())
     program = ("-c", patched)
-    with serve(tmp_path / "models", "--grace-seconds", "1", program=program) as served, ExitStack() as stack:
+    (tmp_path / "models" / "twinop.toml").write_text("[server]\ngrace_seconds = 1\n")
+    with serve(tmp_path / "models", program=program) as served, ExitStack() as stack:
         held.touch()
         connections = [stack.enter_context(served.connect(60)) for _ in range(8)]
         for connection in connections:
@@ -162,15 +163,12 @@ def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -
     assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize(
-    ("processes", "times"), [("1", 1), ("2", 1), pytest.param("2", 20, marks=pytest.mark.slow)]
-)
-def test_sigterm_under_load_answers_all_that_was_accepted(tmp_path: Path, processes: str, times: int) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_sigterm_under_load_answers_all_that_was_accepted(tmp_path: Path, times: int) -> None:
     soak.write_version(tmp_path / "models", 1)
     log = tmp_path / "log"
-    options = ("--log-level", "debug", "--processes", processes)
     for _ in range(times):
-        with soak.service(tmp_path / "models", log, *options) as (server, running):
+        with soak.service(tmp_path / "models", log, "--log-level", "debug") as (server, running):
             outcome = asyncio.run(soak.ended_under_load(server, running, log, 0.3))
             assert running.returncode == 0
         assert outcome.lost == outcome.wrong == []
@@ -191,7 +189,8 @@ def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> No
         "codec_grpc.decode = codec_rest.decode = decode\n"
         "app(sys.argv[1:])\n"
     )
-    with serve(tmp_path, *QUICK, "--grace-seconds", "1", program=("-c", patched)) as served:
+    (tmp_path / "twinop.toml").write_text("[server]\ngrace_seconds = 1\n")
+    with serve(tmp_path, *QUICK, program=("-c", patched)) as served:
         outcomes: list[object] = []
 
         def over_grpc() -> None:

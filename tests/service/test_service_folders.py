@@ -49,7 +49,7 @@ def test_one_file(tmp_path: Path) -> None:
     (tmp_path / "twinop.toml").write_text("[server]\n")  # configures the server, not the model
     found = scan(path)
     assert list(found) == ["custom_relu"] and found["custom_relu"].versions[1].path == path
-    assert found["custom_relu"].layers == ()
+    assert found["custom_relu"].own == {}
 
 
 def test_what_is_no_model_is_passed_over_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,23 +150,12 @@ def test_settings_of_a_folder(tmp_path: Path) -> None:
         tmp_path,
         "relu",
         service_models.relu(),
-        config="max_batch_size: 8",
         settings='library = "libs/librelu.so"\nmax_queue = 9',
     )
-    first, second = scan(tmp_path)["relu"].layers
-    assert first == {"max_batch_size": 8}
-    assert second == {"library": tmp_path / "relu" / "libs" / "librelu.so", "max_queue": 9}
-    (tmp_path / "relu" / "config.pbtxt").write_text("max_batch_size: many")
-    with pytest.raises(SettingsError, match="does not parse as Triton's model configuration"):
-        _ = scan(tmp_path)["relu"].layers
-
-
-def test_the_file_that_the_config_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    empty(tmp_path / "a" / "1" / "model.onnx")
-    other = empty(tmp_path / "a" / "1" / "other.onnx")
-    config = tmp_path / "a" / "config.pbtxt"
-    config.write_text('default_model_filename: "other.onnx"')
-    assert scan(tmp_path)["a"].versions[1].path == other
-    config.write_text('default_model_filename: "../1/other.onnx"')  # must be a name, not a path
-    with pytest.raises(FolderError, match=r"a/1: no \.\./1/other\.onnx, which config\.pbtxt names"):
-        scan(tmp_path)
+    assert scan(tmp_path)["relu"].own == {
+        "library": tmp_path / "relu" / "libs" / "librelu.so",
+        "max_queue": 9,
+    }
+    (tmp_path / "relu" / "twinop.toml").write_text("max_batch_size = many")
+    with pytest.raises(SettingsError, match="not TOML"):
+        _ = scan(tmp_path)["relu"].own

@@ -15,6 +15,7 @@ import pytest
 import service_models
 from fuzzing import WORDS, counts, mutated, survive
 from google.protobuf.message import DecodeError
+from service_loads import loaded
 from service_rows import scaled
 from typer.testing import CliRunner
 
@@ -31,6 +32,7 @@ from twinop.deploy.service.protocol import pb
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
 from twinop.deploy.service.tokens import Tokens
+from twinop.deploy.service.triton_config import unread_settings
 
 
 def sparse(path: Path) -> None:
@@ -83,11 +85,18 @@ def each_is_that_models_own(root: Path, file: str) -> None:
     assert file in str(caught.value) or "bad" in str(caught.value)
 
 
-@pytest.mark.parametrize("file", ["twinop.toml", "config.pbtxt"])
 @pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
-def test_what_is_no_regular_file(tmp_path: Path, make: Callable[[Path], Any], file: str) -> None:
-    make(placed(tmp_path) / file)
-    each_is_that_models_own(tmp_path, file)
+def test_what_is_no_regular_file(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    make(placed(tmp_path) / "twinop.toml")
+    each_is_that_models_own(tmp_path, "twinop.toml")
+
+
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_a_config_that_is_no_regular_file(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    model = loaded(tmp_path, scaled(1))
+    make(tmp_path / "m" / "config.pbtxt")
+    [said] = unread_settings(tmp_path / "m", model)
+    assert said.startswith("it cannot be read")
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -97,7 +106,7 @@ def test_texts_that_are_no_settings(tmp_path: Path, text: bytes) -> None:
 
 
 def test_check_tells_of_that_model_alone(tmp_path: Path) -> None:
-    os.mkfifo(placed(tmp_path) / "config.pbtxt")
+    os.mkfifo(placed(tmp_path) / "twinop.toml")
     found = CliRunner().invoke(app, ["check", str(tmp_path), "--provider", "cpu"])
     assert found.exit_code == 1 and "good version 1 can be served" in found.output
     assert found.output.count("not a regular file") == 1
@@ -188,10 +197,10 @@ http_port = 8000
 library_folders = ["a", "b/c"]
 control = "poll"
 grace_seconds = 2.5
-processes = 2
+reuse_port = true
 [policy]
 allow_model_libraries = true
-checks = "models"
+allow_weaker_checks = true
 [model]
 max_batch_size = 8
 [models.m]
@@ -232,16 +241,6 @@ REQUEST = {
         {"name": "t", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]},
         {"name": "b", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": 11}},
         {"name": "i", "datatype": "INT64", "shape": [1], "parameters": {"binary_data_size": 8}},
-        {
-            "name": "s",
-            "datatype": "FP32",
-            "shape": [1, 4],
-            "parameters": {
-                "shared_memory_region": "r",
-                "shared_memory_byte_size": 16,
-                "shared_memory_offset": 0,
-            },
-        },
     ],
     "outputs": [{"name": "y", "parameters": {"binary_data": False, "classification": 0}}],
 }
@@ -256,17 +255,20 @@ TAIL = b"\2\0\0\0ab\1\0\0\0c" + bytes(8)
 )
 def test_mutated_settings(tmp_path: Path, file: str, text: bytes, count: int) -> None:
     path = tmp_path / "server.toml" if file == "server.toml" else placed(tmp_path) / file
+    model = loaded(tmp_path, scaled(1)) if file == "config.pbtxt" else None
 
     def read(chance: random.Random) -> None:
         path.write_bytes(mutated(text, chance, WORDS))
         os.utime(path, ns=(0, chance.getrandbits(60)))  # what has not changed is not read again
         if file == "server.toml":
             read_settings(path, {}).for_model("m")
+        elif model is not None:
+            unread_settings(path.parent, model)
         else:
-            Settings().for_model("bad", *scan(tmp_path)["bad"].layers)
+            Settings().for_model("bad", scan(tmp_path)["bad"].own)
 
     path.write_bytes(text)
-    (read_settings(path, {}) if file == "server.toml" else scan(tmp_path)["bad"].layers)
+    (read_settings(path, {}) if file == "server.toml" else scan(tmp_path)["bad"].own)
     survive(count, read)
 
 

@@ -248,7 +248,7 @@ def test_a_failed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_a_feed_that_does_not_fit(tmp_path: Path) -> None:
     instance = loaded(tmp_path, service_models.add()).instances[0]
     with pytest.raises(ServiceError, match="input missing: b") as error:
-        instance.run([{"a": np.ones((2, 4), np.float32)}], ["total"])
+        instance.check({"a": np.ones((2, 4), np.float32)}, ["total"])
     assert error.value.failure is INVALID
 
 
@@ -268,7 +268,7 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: st
     def fails(*_: Any, **options: Any) -> Any:
         raise RuntimeError(text)
 
-    monkeypatch.setattr(instance._session, "run", fails)
+    monkeypatch.setattr(instance._session, "run_checked", fails)
     with pytest.raises(ServiceError, match="not enough memory for this request") as error:
         instance.run([{"x": X}], ["y"])
     assert error.value.failure is OUT_OF_MEMORY

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import service_models
 from models import node
-from service_loads import CPU, MODELS, X, loaded, only_these, other_machine, where
+from service_loads import MODELS, X, loaded, only_these, other_machine, where
 
 from twinop.deploy.errors import ModelError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.loading import load
 from twinop.deploy.service.model_settings import ModelSettings
-from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError
+from twinop.deploy.service.settings import ServerSettings, Settings
 from twinop.errors import LibraryError, TwinopError
 from twinop.library import needed_libraries
 
@@ -62,26 +62,9 @@ def test_settings_beside_a_model_allow_no_folder(libraries: dict[str, Path], tmp
     models = tmp_path / "models"
     service_models.place(models, "m", service_models.relu(), settings='library = "../../elsewhere/libx.so"')
     folder = scan(models)["m"]
-    settings = Settings().for_model("m", *folder.layers)
+    settings = Settings().for_model("m", folder.own)
     with pytest.raises(LibraryError, match="and this one is in"):
         load(folder.versions[1], settings, ServerSettings())
-
-
-def test_a_library_of_the_triton_config(libraries: dict[str, Path], tmp_path: Path) -> None:
-    service_models.place(
-        tmp_path,
-        "m",
-        service_models.relu(),
-        config='max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: 4 } '
-        'model_operations { op_library_filename: "/in/the/container/libcustom_ops.so" }',
-    )
-    folder = scan(tmp_path)["m"]
-    model = load(folder.versions[1], Settings().for_model("m", CPU, *folder.layers), ServerSettings())
-    assert model.library is not None and model.library.path == libraries["custom_ops"]
-    assert model.settings.max_batch_size == 4
-    service_models.place(tmp_path, "m", service_models.relu("FP64"))
-    with pytest.raises(SettingsError, match="the model is another one:\n  - data_type of input x: TYPE_FP32"):
-        load(folder.versions[1], Settings().for_model("m", CPU, *folder.layers), ServerSettings())
 
 
 def test_checksum(libraries: dict[str, Path], tmp_path: Path) -> None:

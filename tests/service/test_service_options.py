@@ -16,8 +16,6 @@ from service_rows import QUICK, ROW
 from twinop.errors import TwinopError
 from twinop.library import find_library
 
-WRONG = (*QUICK, "--library-sha256", "0" * 64)
-
 
 @pytest.fixture
 def one_model(tmp_path: Path) -> Path:
@@ -27,7 +25,8 @@ def one_model(tmp_path: Path) -> Path:
 
 def test_a_fallback_is_said_in_the_log_the_metadata_the_metrics_and_on_the_page(tmp_path: Path) -> None:
     place(tmp_path, "m", relu())
-    with serve(tmp_path, *WRONG, "--allow-fallback") as served:
+    (tmp_path / "twinop.toml").write_text(f"[model]\nlibrary_sha256 = '{'0' * 64}'\nallow_fallback = true\n")
+    with serve(tmp_path, *QUICK) as served:
         assert served.infer("m", ROW).json["outputs"][0]["data"] == [0, 2, 0, 4]
         told = served.ask("GET", "/v2/models/m").json["parameters"]
         assert "SHA-256" in told["fallback"] and told["custom_nodes"] == ""
@@ -40,7 +39,8 @@ def test_a_fallback_is_said_in_the_log_the_metadata_the_metrics_and_on_the_page(
 def test_profiles_are_written_when_the_service_ends(
     one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repository = repository_of(monkeypatch, one_model, *QUICK, "--profile", str(tmp_path / "profiles"))
+    (one_model / "twinop.toml").write_text("[server]\nprofile = '../profiles'\n")
+    repository = repository_of(monkeypatch, one_model, *QUICK)
 
     async def load_and_close() -> None:
         await repository.load_all()
@@ -74,8 +74,8 @@ def test_a_library_of_another_folder_a_token_and_two_runs_at_a_time(tmp_path: Pa
     library = shutil.copy(find_library("custom_relu"), tmp_path / "elsewhere" / "libmine.so")
     (tmp_path / "token").write_text("secret\n")
     options = ("--library", str(library), "--token-file", str(tmp_path / "token"))
-    numbers = ("--instances", "2", "--max-queue", "1")
-    with serve(tmp_path / "models", "--provider", "cpu", *options, *numbers) as served:
+    (tmp_path / "models" / "twinop.toml").write_text("[model]\ninstances = 2\nmax_queue = 1\n")
+    with serve(tmp_path / "models", "--provider", "cpu", *options) as served:
         known = {"authorization": "Bearer secret"}
 
         def infer(model: str, **headers: str) -> int:

@@ -21,7 +21,6 @@ PROGRAM = "tritonclient-2.48.0.data/data/bin/perf_analyzer"
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
     models.place(folder, "relu", models.relu(shape=("N", 4)), settings="max_batch_size = 8")
-    (folder / "twinop.toml").write_text("[policy]\nshared_memory = true\n")
     with serve(folder, "--allow-model-libraries") as server:
         yield server
 
@@ -48,13 +47,12 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{library.parent}{os.pathsep}{runtime}"
 
 
-@pytest.mark.parametrize("memory", ["none", "system"])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_it_measures_and_reads_the_statistics(
-    served: Served, program: Path, libraries: str, protocol: str, memory: str
+    served: Served, program: Path, libraries: str, protocol: str
 ) -> None:
     port = served.http_port if protocol == "http" else served.grpc_port
-    options = ["-m", "relu", "-i", protocol, "-u", f"127.0.0.1:{port}", "-b", "2", "--shared-memory", memory]
+    options = ["-m", "relu", "-i", protocol, "-u", f"127.0.0.1:{port}", "-b", "2"]
     options += ["--measurement-mode", "count_windows", "--measurement-request-count", "50", "-s", "900"]
     ran = subprocess.run(
         [program, *options],

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import service_models
 from service_fixtures import serve, wait_until
-from service_loads import CPU, loaded, only_these, refusal_of, repository_of
+from service_loads import loaded, only_these, refusal_of, repository_of
 from service_rows import QUICK, ROW
-from typer.testing import CliRunner
 
-from twinop.cli import app
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.settings import Policy, ServerSettings, SettingsError, read_settings
 from twinop.errors import LibraryError, TwinopError, command_line
@@ -116,34 +114,32 @@ def test_a_library_that_the_server_names_is_permitted_wherever_it_lies(
 def test_settings_that_weaken_checks(tmp_path: Path, server: str, folder: str, refused: str) -> None:
     config = tmp_path / "twinop.toml"
     service_models.place(tmp_path, "m", service_models.relu(), settings=folder)
-    layers = scan(tmp_path)["m"].layers
+    own = scan(tmp_path)["m"].own
 
     def read(text: str) -> None:
         config.write_text(f"[model]\n{server}\n{text}")
-        read_settings(config, {}).for_model("m", *layers)
+        read_settings(config, {}).for_model("m", own)
 
     if not refused:
         return read("")
     with pytest.raises(SettingsError) as error:
         read("")
     assert f"model m: its folder asks for {refused}, but only the server decides" in str(error.value)
-    for words in ("under [models.m] in the server's twinop.toml", 'checks = "models" under [policy]'):
+    for words in (
+        "under [models.m] in the server's twinop.toml",
+        "allow_weaker_checks = true under [policy]",
+    ):
         assert words in str(error.value)
     read(f"[models.m]\n{folder}")
-    read('[policy]\nchecks = "models"')
+    read("[policy]\nallow_weaker_checks = true")
     return None
 
 
-@pytest.mark.parametrize("source", ["twinop.toml", "config.pbtxt"])
-def test_more_instances_than_the_server_permits(tmp_path: Path, source: str) -> None:
+def test_more_instances_than_the_server_permits(tmp_path: Path) -> None:
     def read(count: int, text: str) -> int:
-        config = f"instance_group {{ count: {count} }}" if source == "config.pbtxt" else None
-        own = f"instances = {count}" if source == "twinop.toml" else None
-        service_models.place(tmp_path, "m", service_models.relu(), config=config, settings=own)
+        service_models.place(tmp_path, "m", service_models.relu(), settings=f"instances = {count}")
         (tmp_path / "server.toml").write_text(text)
-        return (
-            read_settings(tmp_path / "server.toml", {}).for_model("m", *scan(tmp_path)["m"].layers).instances
-        )
+        return read_settings(tmp_path / "server.toml", {}).for_model("m", scan(tmp_path)["m"].own).instances
 
     assert (
         read(8, "") == 8 and read(9, "[policy]\nmax_instances = 9") == read(9, "[model]\ninstances = 9") == 9
@@ -159,23 +155,14 @@ def test_folders_cannot_change_the_policy(tmp_path: Path) -> None:
         tmp_path, "m", service_models.relu(), settings="[policy]\nallow_model_libraries = true"
     )
     with pytest.raises(SettingsError, match="policy: no such setting"):
-        read_settings(None, {}).for_model("m", *scan(tmp_path)["m"].layers, CPU)
+        read_settings(None, {}).for_model("m", scan(tmp_path)["m"].own)
 
 
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     service_models.place(tmp_path, "m", service_models.relu())
-    (tmp_path / "twinop.toml").write_text('[policy]\nchecks = "all"')
-    assert "policy.checks: Input should be 'server' or 'models'" in refusal_of(tmp_path)
-
-
-def test_the_old_name_of_the_permission_names_the_new_one(tmp_path: Path) -> None:
-    service_models.place(tmp_path, "m", service_models.relu())
-    (tmp_path / "twinop.toml").write_text('[policy]\nlibraries = "models"')
-    assert "policy.libraries: this setting is now allow_model_libraries, true or false" in refusal_of(
-        tmp_path
-    )
-    done = CliRunner().invoke(app, ["serve", str(tmp_path), "--libraries", "models"])
-    assert done.exit_code == 2 and "now --allow-model-libraries" in done.output
+    (tmp_path / "twinop.toml").write_text('[policy]\nchecks = "models"')
+    said = "policy.checks: no such setting. There are: allow_model_libraries, allow_weaker_checks"
+    assert said in refusal_of(tmp_path)
 
 
 def test_the_folder_is_followed_only_if_asked(tmp_path: Path) -> None:

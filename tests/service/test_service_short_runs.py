@@ -18,7 +18,7 @@ from twinop.deploy.service.errors import DEADLINE, INVALID, ServiceError
 from twinop.deploy.service.instance import Instance
 from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.request import Request
-from twinop.deploy.service.served import Version
+from twinop.deploy.service.served import ServedVersion
 
 
 class Noting:
@@ -48,8 +48,8 @@ def request(value: float = 1, rows: int = 1, **more: Any) -> Request:
     return Request("m", {"x": np.full((rows, 4), value, np.float32)}, arrived=time.monotonic(), **more)
 
 
-def batcher(runner: Noting, may_block: bool = True, **settings: Any) -> Batcher:
-    return Batcher("m", 1, [runner], ModelSettings(**settings), may_block=may_block)
+def batcher(runner: Noting, may_run_on_loop: bool = True, **settings: Any) -> Batcher:
+    return Batcher("m", 1, [runner], ModelSettings(**settings), may_run_on_loop=may_run_on_loop)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -124,7 +124,11 @@ def test_of_those_that_come_together_one_at_fault_fails_alone() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"may_block": False}, {"max_batch_size": 8, "max_queue_delay_us": 1}, {"run_timeout_seconds": 60.0}],
+    [
+        {"may_run_on_loop": False},
+        {"max_batch_size": 8, "max_queue_delay_us": 1},
+        {"run_timeout_seconds": 60.0},
+    ],
 )
 def test_on_a_gpu_and_where_runs_wait_or_are_watched_none_is_made_here(settings: dict[str, Any]) -> None:
     async def test() -> None:
@@ -184,9 +188,10 @@ def test_custom_ops_run_here_only_if_the_settings_say_so(
     monkeypatch.setattr(Instance, "run", noted)
 
     async def test() -> None:
-        version = Version(ready, lambda why: None)
+        version = ServedVersion(ready, lambda why: None)
         for _ in range(3):
-            await version.answer(request())
+            asked = request()
+            await version.batcher.submit(asked, version.check(asked))
         assert [each == threading.get_ident() for each in threads] == [False, here, here]
         await version.batcher.drain()
 

@@ -1,4 +1,4 @@
-"""A bearer token, TLS, certificates of clients, and health, over HTTP and gRPC."""
+"""A bearer token, TLS, and health, over HTTP and gRPC."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ import pytest
 import service_models as models
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from service_certificates import authority, issued, write
+from service_certificates import certified
 from service_fixtures import Served, serve, wait_until
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
@@ -27,7 +27,7 @@ from twinop.deploy.service.protocol import pb
 def guarded_in(folder: Path) -> Iterator[tuple[Served, Path]]:
     """Start a server with a token and TLS; return it with its certificate."""
     models.place(folder / "models", "relu", models.relu())
-    certificate, key = write(folder, "server", *authority("localhost"))
+    certificate, key = certified(folder)
     options = ("--tls-certificate", str(certificate), "--tls-key", str(key))
     with serve(folder / "models", *options, env={"TWINOP_TOKEN": "secret"}) as server:
         yield server, certificate
@@ -78,90 +78,6 @@ def test_token_and_tls_over_grpc(guarded: tuple[Served, Path]) -> None:
                 guarded_stub.ModelReady(request, metadata=metadata)
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert guarded_stub.ModelReady(request, metadata=(("authorization", "Bearer secret"),)).ready
-
-
-def test_renewed_certificates_are_reloaded(guarded: tuple[Served, Path]) -> None:
-    server, certificate = guarded
-
-    def is_served(port: int | None) -> bool:
-        served = ssl.get_server_certificate(("127.0.0.1", port or 0))
-        return ssl.PEM_cert_to_DER_cert(served) == ssl.PEM_cert_to_DER_cert(certificate.read_text())
-
-    before = certificate.read_bytes()
-    write(certificate.parent, "server", *authority("localhost"))
-    assert certificate.read_bytes() != before
-    for port in (server.http_port, server.grpc_port):
-        wait_until(partial(is_served, port))
-    key = certificate.with_suffix(".key")
-    content = key.read_bytes()
-    key.write_bytes(b"no key")
-    wait_until(lambda: any("could not be reloaded" in line["message"] for line in server.log))
-    assert is_served(server.http_port) and is_served(server.grpc_port)
-    key.write_bytes(content)
-
-
-# -------------------------------------------------------------------------------- certificates of clients
-
-
-@pytest.fixture(scope="module")
-def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
-    """Start a server that wants certificates of clients; return it with the folder of all certificates."""
-    folder = tmp_path_factory.mktemp("mutual")
-    models.place(folder / "models", "relu", models.relu())
-    certificate, key = write(folder, "server", *authority("localhost"))
-    ours, theirs = authority("clients"), authority("others")
-    write(folder, "clients", *ours)
-    write(folder, "good", *issued("client", ours))
-    write(folder, "expired", *issued("client", ours, days=-1))
-    write(folder, "foreign", *issued("client", theirs))
-    (folder / "models" / "twinop.toml").write_text(
-        f"[server]\ntls_certificate = '{certificate}'\ntls_key = '{key}'\n"
-        f"tls_client_ca = '{folder / 'clients.pem'}'\n"
-    )
-    with serve(folder / "models") as server:
-        yield server, folder
-
-
-def over_http(server: Served, folder: Path, client: str | None) -> int:
-    context = ssl.create_default_context(cafile=str(folder / "server.pem"))
-    if client is not None:
-        context.load_cert_chain(folder / f"{client}.pem", folder / f"{client}.key")
-    with urllib.request.urlopen(f"https://localhost:{server.http_port}/v2", context=context) as answer:
-        status: int = answer.status
-        return status
-
-
-def over_grpc(server: Served, folder: Path, client: str | None) -> bool:
-    pair: tuple[bytes | None, bytes | None] = (None, None)
-    if client is not None:
-        pair = (folder / f"{client}.key").read_bytes(), (folder / f"{client}.pem").read_bytes()
-    credentials = grpc.ssl_channel_credentials((folder / "server.pem").read_bytes(), *pair)
-    with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
-        live: bool = GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=60).live
-        return live
-
-
-def test_a_certificate_of_a_client(mutual: tuple[Served, Path]) -> None:
-    assert over_http(*mutual, "good") == 200
-    assert over_grpc(*mutual, "good")
-
-
-@pytest.mark.parametrize(
-    ("client", "said"),
-    [
-        ("expired", "certificate has expired"),
-        ("foreign", "unable to get local issuer certificate"),
-        (None, "PEER_DID_NOT_RETURN_A_CERTIFICATE"),
-    ],
-)
-def test_a_certificate_that_is_refused(mutual: tuple[Served, Path], client: str | None, said: str) -> None:
-    with pytest.raises(OSError):
-        over_http(*mutual, client)
-    wait_until(lambda: f"a TLS connection was refused: {said}" in [line["message"] for line in mutual[0].log])
-    with pytest.raises(grpc.RpcError) as error:
-        over_grpc(*mutual, client)
-    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert over_http(*mutual, "good") == 200
 
 
 # -------------------------------------------------------------------------------- health

@@ -1,4 +1,4 @@
-"""Tokens for inference, control and metrics, and files of them that change."""
+"""Tokens for inference and control, and files of them that change."""
 
 from pathlib import Path
 
@@ -10,21 +10,21 @@ from service_loads import refusal_of
 
 from twinop.deploy.service.protocol import pb
 
-PATHS = {"inference": "/v2/models", "control": "/v2/repository/index", "metrics": "/metrics"}
+PATHS = {"inference": "/v2/models", "control": "/v2/repository/index"}
 
 
 def allowed(served: Served, token: str) -> set[str]:
     """Return what a token permits over HTTP."""
     headers = {"authorization": f"Bearer {token}"}
-    methods = {"inference": "GET", "control": "POST", "metrics": "GET"}
+    methods = {"inference": "GET", "control": "POST"}
     statuses = {name: served.ask(methods[name], path, None, headers).status for name, path in PATHS.items()}
     assert set(statuses.values()) <= {200, 401}
     return {name for name, status in statuses.items() if status == 200}
 
 
-def test_three_tokens_of_files_that_change(tmp_path: Path) -> None:
+def test_tokens_of_files_that_change(tmp_path: Path) -> None:
     models.place(tmp_path / "models", "relu", models.relu())
-    files = {name: tmp_path / name for name in ("token", "control_token", "metrics_token")}
+    files = {name: tmp_path / name for name in ("token", "control_token")}
     for name, file in files.items():
         file.write_text(f"{name}\n")
     lines = [f"{name}_file = '{file}'\n" for name, file in files.items()]
@@ -32,7 +32,8 @@ def test_three_tokens_of_files_that_change(tmp_path: Path) -> None:
     with serve(tmp_path / "models") as served:
         assert allowed(served, "token") == {"inference"}
         assert allowed(served, "control_token") == {"control"}
-        assert allowed(served, "metrics_token") == {"metrics"}
+        headers = {"authorization": "Bearer token"}
+        assert served.ask("GET", "/metrics", None, headers).status == 200
         with served.stub() as stub:
             metadata = (("authorization", "Bearer token"),)
             assert stub.ModelReady(pb.ModelReadyRequest(name="relu"), metadata=metadata).ready
@@ -73,7 +74,7 @@ def test_control_alone_has_a_token(tmp_path: Path) -> None:
     models.place(tmp_path, "relu", models.relu())
     (tmp_path / "twinop.toml").write_text("[server]\ncontrol = 'explicit'\ncontrol_token = 'secret'\n")
     with serve(tmp_path) as served:
-        assert allowed(served, "") == {"inference", "metrics"}
+        assert allowed(served, "") == {"inference"}
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,13 @@ def test_control_alone_has_a_token(tmp_path: Path) -> None:
     [
         ("token = 'a'\ntoken_file = 'b'", "token (or TWINOP_TOKEN) and token_file: give one of them"),
         ("control_token = 'a'\ncontrol_token_file = 'b'", "control_token_file: give one of them"),
-        ("metrics_token_file = 'none'", "none cannot be read"),
-        ("tls_client_ca = 'ca.pem'", "tls_client_ca needs TLS: tls_certificate and tls_key"),
-        ("max_bytes_in_flight = 1000", "max_bytes_in_flight must be at least 4 times max_request_bytes"),
+        ("control_token_file = 'none'", "none cannot be read"),
+        ("tls_key = 'key.pem'", "TLS needs both tls_certificate and tls_key"),
+        (
+            "max_bytes_in_flight = 1000",
+            "max_bytes_in_flight must be at least 268435456: four times",
+        ),
+        ("control = 'explicit'\nreuse_port = true", "control explicit with reuse_port needs admin_port"),
     ],
 )
 def test_contradictions(tmp_path: Path, settings: str, said: str) -> None:

@@ -21,7 +21,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place(folder, "uneven", uneven(), settings="max_batch_size = 2\nmax_queue_delay_us = 500_000")
     place(folder, "slow", slow(5000), settings="max_batch_size = 8")
     place(folder, "log", log())
-    with serve(folder, "--provider", "cpu", "--access-log") as server:
+    (folder / "twinop.toml").write_text("[server]\naccess_log = true\n")
+    with serve(folder, "--provider", "cpu") as server:
         yield server
 
 

@@ -91,12 +91,12 @@ def test_settings_that_do_not_fit_are_said_and_the_folder_is_followed_on(served:
     place(served.root, "m", scaled(1))
     wait_until(lambda: served.infer("m", ROW).status == 200)
     (served.root / "m" / "twinop.toml").write_text("max_batchsize = 8")
-    place(served.root, "bad", scaled(1), config='input { name: "x" data_type: 99 dims: 4 }')
+    place(served.root, "bad", scaled(1), settings="warm_up = { z = [4] }")
     wait_until(lambda: served.versions().get(("bad", 1), ("",))[0] == "unavailable")
     wait_until(lambda: any("max_batchsize" in line["message"] for line in served.log))
     assert y_of(served, "m") == [-1, 2, -3, 4]
     wait_for_scans(served, "good")
-    (served.root / "bad" / "config.pbtxt").unlink()
+    (served.root / "bad" / "twinop.toml").unlink()
     wait_until(lambda: served.infer("bad", ROW).status == 200)
 
 
@@ -134,12 +134,11 @@ def test_load_and_unload_by_request(tmp_path: Path) -> None:
         assert str(tmp_path) not in answer.error
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path, processes: str) -> None:
+def test_no_request_is_lost_or_wrong_while_versions_are_swapped(tmp_path: Path) -> None:
     """A short version of lab/soak.py."""
     soak.write_version(tmp_path / "models", 1)
     (tmp_path / "models" / "twinop.toml").write_text("[server]\ncontrol = 'poll'\npoll_seconds = 0.05")
-    service = soak.service(tmp_path / "models", tmp_path / "log", "--processes", processes)
+    service = soak.service(tmp_path / "models", tmp_path / "log")
     with service as (server, running):
         run = soak.soak(server, running.pid, tmp_path / "models", 2500, 0.5, seconds=4)
         outcome = asyncio.run(run)

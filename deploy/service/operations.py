@@ -1,0 +1,188 @@
+"""The operations of the protocol: where REST and gRPC have each, and what answers it."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from prometheus_client import REGISTRY
+
+from twinop import __version__
+
+from . import triton_tools
+from .datatypes import shown, version_number
+from .errors import BROKEN, NO_SHARED_MEMORY, NOT_READY, OFF, ServiceError, invalid
+from .instance import without_paths
+from .repository import Repository
+
+OPEN = ("/v2/health/live", "/v2/health/ready")
+"""The paths that need no token."""
+CONTROL = "/v2/repository/"
+"""The paths that need the token for control begin with this."""
+MODEL = "/v2/models/{model}"
+"""What follows is also there for a version of the model."""
+
+
+class Operation(NamedTuple):
+    """One operation.
+
+    Attributes:
+        rpc: its name in gRPC; "" if only REST has it.
+        answer: returns a dict with the fields of gRPC's answer, perhaps as an awaitable. Its arguments are
+            the names in the path and the `fields`. None: each server has a handler of its own.
+        fields: the fields of the body, or of gRPC's message, that it takes.
+        as_rest: makes REST's answer of the dict.
+        is_question: over gRPC the answer is "false" if the server or the model is not ready.
+    """
+
+    method: str
+    path: str
+    rpc: str
+    answer: Callable[..., Any] | None
+    fields: tuple[str, ...] = ()
+    as_rest: Callable[[dict[str, Any]], Any] = lambda found: found
+    is_question: bool = False
+
+
+class Operations:
+    """The handlers. A model or version that a request does not name is "".
+
+    All raise ServiceError if there is no such model or version, or it is not ready.
+    """
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+
+    def table(self) -> list[Operation]:
+        """Return all operations."""
+        control, memory = f"{CONTROL}models/{{model}}", "/v2/systemsharedmemory"
+        as_json, register = triton_tools.config_as_json, f"{memory}/region/{{region}}/register"
+        return [
+            Operation("GET", "/v2/models/stats", "", self.statistics),  # before it is taken for a model
+            Operation("POST", f"{MODEL}/infer", "ModelInfer", None),
+            Operation("GET", MODEL, "ModelMetadata", self.model),
+            Operation("GET", f"{MODEL}/ready", "ModelReady", self.model_ready, is_question=True),
+            Operation("GET", f"{MODEL}/config", "ModelConfig", self.config, as_rest=as_json),
+            Operation("GET", f"{MODEL}/stats", "ModelStatistics", self.statistics),
+            Operation("GET", "/v2/models", "", self.models),
+            Operation("GET", "/v2", "ServerMetadata", self.server),
+            Operation("GET", OPEN[0], "ServerLive", self.live, is_question=True),
+            Operation("GET", OPEN[1], "ServerReady", self.ready, is_question=True),
+            Operation("GET", "/", "", lambda: {"status": "alive"}),  # as KServe does
+            Operation("GET", "/status", "", self.status),
+            Operation("GET", "/metrics", "", None),
+            Operation("POST", f"{CONTROL}index", "RepositoryIndex", self.index, ("ready",), _models),
+            Operation("POST", f"{control}/load", "RepositoryModelLoad", self.load, ("parameters",)),
+            Operation("POST", f"{control}/unload", "RepositoryModelUnload", self.unload),
+            # perf_analyzer begins with these, whether it uses shared memory or not.
+            Operation("POST", f"{memory}/unregister", "SystemSharedMemoryUnregister", dict),
+            Operation("POST", "/v2/cudasharedmemory/unregister", "CudaSharedMemoryUnregister", dict),
+            Operation("POST", register, "SystemSharedMemoryRegister", _no_memory),
+        ]
+
+    def live(self) -> dict[str, Any]:
+        if self._repository.broken:
+            raise ServiceError(BROKEN, without_paths(self._repository.broken))
+        return {"live": True}
+
+    def ready(self) -> dict[str, Any]:
+        if why := self._repository.why_not_ready():
+            raise ServiceError(NOT_READY, f"the server is not ready: {why}")
+        return {"ready": True}
+
+    def server(self) -> dict[str, Any]:
+        """Return the server's name and version, and the extensions that are on, under Triton's names."""
+        extensions = ["binary_tensor_data", "model_configuration", "statistics"]
+        extensions += ["model_repository"] if self._repository.is_controlled else []
+        return {"name": "twinop", "version": __version__, "extensions": extensions}
+
+    def models(self) -> dict[str, Any]:
+        return {"models": list(self._repository.models)}
+
+    def model_ready(self, model: str, version: str = "") -> dict[str, Any]:
+        self._repository.find(model, version_number(model, version))
+        return {"name": model, "ready": True}
+
+    def model(self, model: str, version: str = "") -> dict[str, Any]:
+        """Return a model's interface, and how it runs."""
+        described = self._repository.find(model, version_number(model, version)).loaded.describe()
+        return {
+            "name": model,
+            "versions": [str(each) for each in sorted(self._repository.models[model].versions)],
+            "platform": "onnxruntime_onnx",
+            **described,
+        }
+
+    def config(self, model: str, version: str = "") -> dict[str, Any]:
+        """Return Triton's ModelConfig. A ServiceError says so if Triton has no counterpart of the model."""
+        loaded = self._repository.find(model, version_number(model, version)).loaded
+        return {"config": triton_tools.model_config(loaded)}
+
+    def statistics(self, model: str = "", version: str = "") -> dict[str, Any]:
+        """Return Triton's ModelStatistics of each version of a model; of all models for ""."""
+        if model:
+            self._repository.find(model, version_number(model, version))
+        return {"model_stats": triton_tools.statistics(REGISTRY, model, version)}
+
+    async def index(self, ready: bool = False) -> dict[str, Any]:
+        """List models and versions with their states."""
+        if not isinstance(ready, bool):
+            raise invalid(f'"ready" must be true or false, not {shown(ready)}')
+        self._repository.require_explicit()
+        return {"models": await self._repository.index(ready)}
+
+    async def load(self, model: str, parameters: Any = None) -> dict[str, Any]:
+        if parameters:
+            raise invalid("a model is loaded from its folder as it is: parameters are not taken")
+        await self._repository.load_by_request(_named(model))
+        return {"name": model, "load": True}
+
+    async def unload(self, model: str) -> dict[str, Any]:
+        await self._repository.unload_by_request(_named(model))
+        return {"name": model, "unload": True}
+
+    async def status(self) -> dict[str, Any]:
+        """Return the server's state, and every version with its state and how it runs."""
+        repository = self._repository
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for family in REGISTRY.collect():
+            for name, labels, value, *_ in family.samples if family.type == "gauge" else ():
+                counts[name, labels.get("model", ""), labels.get("version", "")] += int(value)
+        versions: list[dict[str, Any]] = []
+        for each in await repository.index():
+            versions.append({**each, "state": each["state"].lower()})
+            model = repository.models.get(each["name"])
+            if model is not None and (served := model.versions.get(int(each["version"]))) is not None:
+                versions[-1] |= served.loaded.describe()["parameters"]
+                for count in ("queued", "in_flight"):
+                    versions[-1][count] = counts[f"twinop_{count}", each["name"], each["version"]]
+        ready = "loading" if repository.why_not_ready() else "ready"
+        return {
+            "version": __version__,
+            "state": "draining" if repository.draining else ready,
+            "started": repository.started,
+            "control": repository.settings.server.control,
+            "models": versions,
+        }
+
+
+def _models(found: dict[str, Any]) -> Any:
+    return found["models"]
+
+
+def _named(model: str) -> str:
+    if not model:
+        raise invalid("model_name is missing")
+    return model
+
+
+def _no_memory(region: Any) -> dict[str, Any]:
+    raise ServiceError(OFF, NO_SHARED_MEMORY)
+
+
+def no_control_here(port: int | None) -> ServiceError:
+    """Return the error for a request that loads or unloads models over a port of several servers."""
+    return ServiceError(
+        OFF,
+        "several servers share this port: list, load and unload models over HTTP on the --admin-port of each "
+        f"({port} is one)",
+    )

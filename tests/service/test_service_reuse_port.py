@@ -1,0 +1,154 @@
+"""Several servers on the same ports, and the port that each has for itself."""
+
+import contextlib
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import service_models as models
+import yaml
+from service_fixtures import Answer, Served, serve, wait_until
+from service_loads import refusal_of, repository_of
+from service_rows import QUICK, ROW, message, y_of
+
+from twinop.bench.serving.servers import free_ports
+from twinop.deploy.service.protocol import pb
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples/serving"
+
+
+@contextlib.contextmanager
+def servers(folder: Path, count: int, *options: str) -> Iterator[list[tuple[Served, Served]]]:
+    """Start servers that share their ports. Yield each, and a view of it whose HTTP port is its own."""
+    http_port, grpc_port, *admin = map(str, free_ports(2 + count))
+    with contextlib.ExitStack() as stack:
+        found = []
+        for port in admin:
+            ports = ("--http-port", http_port, "--grpc-port", grpc_port, "--admin-port", port)
+            each = stack.enter_context(serve(folder, *QUICK, "--reuse-port", *ports, *options))
+            assert (each.http_port, each.grpc_port) == (int(http_port), int(grpc_port))
+            own = Served(each.process, int(port), each.grpc_port, each.log_path, folder)
+            found.append((each, own))
+        yield found
+
+
+def requests_of(own: Served) -> float:
+    return own.metric("twinop_requests_total", model="m")
+
+
+def test_the_kernel_spreads_connections_and_each_server_has_its_metrics(tmp_path: Path) -> None:
+    models.place(tmp_path, "m", models.relu())
+    with servers(tmp_path, 2) as ((first, of_first), (second, of_second)):
+
+        def are_both_used() -> bool:
+            assert first.infer("m", ROW).status == 200
+            with second.stub() as stub:
+                assert stub.ModelInfer(message("m", -1, 2, -3, 4)).outputs
+            return requests_of(of_first) > 0 and requests_of(of_second) > 0
+
+        wait_until(are_both_used)
+        for own in (of_first, of_second):
+            assert own.ask("GET", "/v2/health/ready").status == 200
+            assert own.infer("m", ROW).status == 200
+
+        second.process.send_signal(signal.SIGTERM)  # it answers what it accepted, and listens no more
+        assert second.stop() == 0
+        for _ in range(20):
+            assert first.infer("m", ROW).status == 200
+        assert [line for line in second.log if "traceback" in line] == []
+
+
+def test_no_request_is_lost_when_one_of_two_servers_stops(tmp_path: Path) -> None:
+    models.place(tmp_path, "m", models.slow(50))
+    with servers(tmp_path, 2) as ((first, _), (second, _)):
+        statuses = []
+        end = time.monotonic() + 3
+        stopping = False
+        while time.monotonic() < end:
+            statuses.append(first.infer("m", ROW).status)
+            if not stopping and len(statuses) > 20:
+                second.is_stopped = stopping = True
+                second.process.send_signal(signal.SIGTERM)
+        assert stopping and set(statuses) == {200}
+        assert second.process.wait(60) == 0
+
+
+def test_models_are_loaded_on_the_port_of_one_server(tmp_path: Path) -> None:
+    models.place(tmp_path, "m", models.relu())
+    with servers(tmp_path, 1, "--control", "explicit") as ((shared, own),):
+        for path in ("index", "models/m/load", "models/m/unload"):
+            answer: Answer = shared.ask("POST", f"/v2/repository/{path}")
+            assert answer.status == 403
+            assert f"on the --admin-port of each ({own.http_port} is one)" in answer.error
+        with shared.stub() as stub, pytest.raises(grpc.RpcError) as error:
+            stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="m"))
+        assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert "several servers share this port" in error.value.details()
+        assert y_of(shared, "m") == [0, 2, 0, 4]
+        assert own.ask("POST", "/v2/repository/models/m/unload").status == 200
+        assert shared.infer("m", ROW).status == 404
+        assert own.ask("POST", "/v2/repository/models/m/load").status == 200
+        assert y_of(shared, "m") == [0, 2, 0, 4]
+
+
+def test_a_port_is_not_shared_unless_asked(tmp_path: Path) -> None:
+    models.place(tmp_path, "m", models.relu())
+    with serve(tmp_path, *QUICK) as served:
+        for options in (("--http-port", str(served.http_port)), ("--grpc-port", str(served.grpc_port))):
+            more = ("--http-port", "0") if options[0] == "--grpc-port" else ("--no-grpc",)
+            ran = subprocess.run(
+                ["python", "-m", "twinop", "serve", str(tmp_path), "--reuse-port", *options, *more],
+                capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            assert ran.returncode == 1 and "cannot listen on port" in ran.stderr
+
+
+def test_control_on_a_shared_port_needs_a_port_of_its_own(tmp_path: Path) -> None:
+    models.place(tmp_path, "m", models.relu())
+    said = refusal_of(tmp_path, "--reuse-port", "--control", "explicit")
+    assert "control explicit with reuse_port needs admin_port" in said
+
+
+# -------------------------------------------------------------------------------- the examples
+
+
+def command_of_unit() -> list[str]:
+    found = re.search(r"^ExecStart=(.*)$", (EXAMPLES / "twinop@.service").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1].replace("%i", "1").split()
+
+
+def commands_of_compose() -> list[list[str]]:
+    services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
+    return [["twinop", *each["command"]] for each in services.values()]
+
+
+@pytest.mark.parametrize("command", [command_of_unit(), *commands_of_compose()])
+def test_the_examples_start_servers(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models.place(tmp_path, "m", models.relu())
+    assert command[0].endswith("twinop") and command[1] == "serve"
+    server: Any = repository_of(monkeypatch, tmp_path, *command[3:]).settings.server
+    assert server.reuse_port and server.admin_port in (9001, 9002)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze checks unit files")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    text = (EXAMPLES / "twinop@.service").read_text().replace("/opt/twinop/bin/twinop", "/bin/true")
+    unit = tmp_path / "twinop@1.service"
+    unit.write_text(text)
+    ran = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert "twinop@1.service" not in ran.stderr, ran.stderr
+
+
+def test_compose_takes_the_file() -> None:
+    compose_spec = pytest.importorskip("compose_spec", reason="the Compose specification as Python types")
+    compose_spec.PyCompose.from_yaml((EXAMPLES / "compose.yaml").read_text()).to_spec()
