@@ -34,7 +34,7 @@ may_end = False
 """Whether a damaged library may end this process, which then only checks that the loader takes it."""
 
 
-class Copy:
+class SealedFile:
     """A sealed copy of a file in memory, which lasts as long as this object.
 
     Attributes:
@@ -60,11 +60,11 @@ class Copy:
 class SealedLibrary(Library):
     """A library whose records were read from the copy that will run. `path` is the original file."""
 
-    copy: Copy = field(compare=False, repr=False)
+    copy: SealedFile = field(compare=False, repr=False)
 
 
 # The loader knows the copies by path. These stay open, so that no other copy gets the path of one of them.
-_registered: dict[str, Copy] = {}
+_registered: dict[str, SealedFile] = {}
 
 
 def sealed(path: Path) -> SealedLibrary:
@@ -106,7 +106,7 @@ def register(options: Any, library: SealedLibrary) -> None:
 
 
 @lru_cache(maxsize=8)
-def _copy(path: Path, *stamp: int) -> Copy:
+def _copy(path: Path, *stamp: int) -> SealedFile:
     """Returns a copy, which is made only if the stamp is new: a large library takes 30 ms."""
     for _ in range(2):
         with path.open("rb") as file:
@@ -115,7 +115,7 @@ def _copy(path: Path, *stamp: int) -> Copy:
             if _stamp(os.fstat(file.fileno())) != before:
                 continue
         try:
-            return Copy(path.name, data)
+            return SealedFile(path.name, data)
         except OSError as error:
             raise LibraryError(
                 f"{path}: cannot be copied into memory ({len(data)} bytes): {error.strerror}. Allow the "

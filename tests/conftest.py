@@ -2,7 +2,6 @@
 
 import fcntl
 import importlib.util
-import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from twinop.library import find_library
 
 # Waiting threads of torch would spin and slow other test processes down. torch reads this at its import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-logging.getLogger("opentelemetry").propagate = False  # it may retry into the next test
 pytest_plugins = ["twinop.testing.plugin"]
 os.environ.pop("COLUMNS", None)  # xdist sets it, and rich reads it once, at its import
 

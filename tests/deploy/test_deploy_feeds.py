@@ -17,7 +17,7 @@ def test_wrong_feeds(make: Any, relu: Session) -> None:
     half = np.complex64 if make is np.zeros else torch.complex64
     good = make((2, 4), dtype=np.float32 if make is np.zeros else torch.float32)
     cases = [
-        ({"z": good}, r"input missing: x \(float32\[N, 4\]\); given: z"),
+        ({"z": good}, "the model has no input 'z'; its inputs: x"),
         ({"x": good, "z": good}, "the model has no input 'z'; its inputs: x"),
         ({}, "input missing: x .*given: none"),
         (

@@ -7,12 +7,15 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import click
 import pytest
+import typer
 from service_fixtures import serve, wait_until
 from service_loads import refusal_of, repository_of
 from service_models import place, relu, slow
 from service_rows import QUICK, ROW
 
+from twinop.cli import app
 from twinop.errors import TwinopError
 from twinop.library import find_library
 
@@ -143,3 +146,10 @@ def test_a_library_that_does_not_exist(one_model: Path, monkeypatch: pytest.Monk
     repository = repository_of(monkeypatch, one_model, *QUICK, "--library", "nowhere.so")
     with pytest.raises(TwinopError, match=r"nowhere\.so: no such library"):
         asyncio.run(repository.load_all())
+
+
+def test_the_options_are_few() -> None:
+    """What one server needs on the command line; the rest is in twinop.toml."""
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    assert len(options) + 1 <= 18  # and --help
