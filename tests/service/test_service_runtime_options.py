@@ -1,5 +1,6 @@
 """Options of ONNX Runtime's sessions and providers: handed to it, and carried into config.pbtxt."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from twinop.deploy.create_session import open_session
 from twinop.deploy.errors import ProviderError
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.model_settings import ModelSettings
-from twinop.deploy.service.runtime_options import Value, with_options
+from twinop.deploy.service.runtime_options import OptionError, Value, with_options
 from twinop.deploy.service.settings import Settings, SettingsError
 from twinop.deploy.service.triton_config import make_config, write_config
 
@@ -39,9 +40,6 @@ TENSORRT: dict[str, Value] = {
 NAMES = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
 
 WRONG = {
-    "[model.session]\nlevel = 1": "session: onnxruntime.SessionOptions does not take level = 1",
-    '[model.session]\nexecution_mode = "fast"': "does not take execution_mode = 'fast'",
-    "[model.session]\nenable_mem_pattern = 'x'": "does not take enable_mem_pattern = 'x'",
     "[model]\nsession = 3": "model.session: Input should be a valid dictionary",
     "[model.provider_options.rocm]": "Input should be 'cuda' or 'tensorrt'",
     "[model.provider_options]\ncuda = 1": "model.provider_options.cuda: Input should be a valid dictionary",
@@ -55,6 +53,15 @@ def test_what_is_wrong_is_one_message(tmp_path: Path, text: str) -> None:
     service_models.place(tmp_path, "m", service_models.relu())
     (tmp_path / "twinop.toml").write_text(text)
     assert WRONG[text] in refusal_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("level", 1), ("execution_mode", "fast"), ("enable_mem_pattern", "x")]
+)
+def test_what_a_session_does_not_take_is_one_message(tmp_path: Path, name: str, value: Value) -> None:
+    said = re.escape(f"session: onnxruntime.SessionOptions does not take {name} = {value!r}")
+    with pytest.raises(OptionError, match=said):
+        loaded(tmp_path, service_models.relu(), session={name: value})
 
 
 @pytest.mark.parametrize(
