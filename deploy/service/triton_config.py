@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 from twinop.regular_file import read_regular
 
 from ..tensor_specs import Spec
-from . import triton_options
 from .loaded_model import LoadedModel
 from .model_settings import ModelSettings, Provider
 from .protocol import model_config_pb2
@@ -123,12 +122,6 @@ def make_config(
         config.model_operations.op_library_filename.extend(libraries)
     if settings.intra_op_threads:
         config.parameters[_THREADS].string_value = str(settings.intra_op_threads)
-    try:
-        triton_options.write(config, settings.session, settings.provider_options)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    if settings.warm_up:
-        _write_warmup(config, settings, inputs)
     return config
 
 
@@ -147,18 +140,3 @@ def _write_scheduling(config: Any, settings: ModelSettings) -> None:
         policy.specific.versions.extend(settings.versions)
     else:
         policy.latest.num_versions = int(settings.versions.partition(":")[2] or 1)
-
-
-def _write_warmup(config: Any, settings: ModelSettings, inputs: Mapping[str, Spec]) -> None:
-    sample = config.model_warmup.add(name="warm_up", batch_size=1)
-    for name, shape in settings.warm_up.items():
-        if name not in inputs:
-            raise SettingsError(f"warm_up names {name!r}; the model's inputs: {', '.join(inputs)}")
-        tensor = sample.inputs[name]
-        each = next(each for each in config.input if each.name == name)
-        tensor.data_type = each.data_type
-        tensor.zero_data = True
-        if settings.max_batch_size:
-            sample.batch_size = shape[0]
-            shape = shape[1:]
-        tensor.dims.extend(shape)

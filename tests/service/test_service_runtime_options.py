@@ -9,14 +9,11 @@ import pytest
 import service_models
 from service_loads import loaded, refusal_of, repository_of
 
-from twinop.deploy import session
 from twinop.deploy.create_session import open_session
 from twinop.deploy.errors import ProviderError
 from twinop.deploy.service.folders import scan
-from twinop.deploy.service.model_settings import ModelSettings
 from twinop.deploy.service.runtime_options import OptionError, Value, with_options
 from twinop.deploy.service.settings import Settings, SettingsError
-from twinop.deploy.service.triton_config import make_config, write_config
 
 SESSION = {
     "graph_optimization_level": "ORT_ENABLE_EXTENDED",
@@ -134,31 +131,6 @@ def test_providers_get_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: NAMES[1:])
     with pytest.raises(ProviderError, match="TensorrtExecutionProvider is not in this ONNX Runtime"):
         with_options(NAMES[1:], options)
-
-
-def test_triton_gets_the_same() -> None:
-    opened = session(service_models.relu(), ["CPUExecutionProvider"])
-    given = {"session": SESSION, "provider_options": {"cuda": CUDA, "tensorrt": TENSORRT}, "provider": "cuda"}
-    text = write_config(make_config("relu", ModelSettings(**given), opened.inputs, opened.outputs))
-    for words in ('name: "tensorrt"', 'value: "FP16"', 'key: "max_workspace_size_bytes"', "level: 1"):
-        assert words in text
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"session": {"graph_optimization_level": "ORT_ENABLE_LAYOUT"}}, "no counterpart"),
-        ({"session": {"session.disable_prepacking": "1"}}, "session.disable_prepacking = '1': Triton's"),
-        (
-            {"provider_options": {"tensorrt": {"trt_fp16_enable": True, "trt_int8_enable": True}}},
-            "trt_fp16_enable and trt_int8_enable: Triton's TensorRT has one precision_mode",
-        ),
-    ],
-)
-def test_what_triton_cannot(given: dict[str, Any], words: str) -> None:
-    opened = session(service_models.relu(), ["CPUExecutionProvider"])
-    with pytest.raises(SettingsError, match=words):
-        write_config(make_config("relu", ModelSettings(**given), opened.inputs, opened.outputs))
 
 
 @pytest.mark.cuda
