@@ -1,19 +1,18 @@
 """Runs sessions with numpy arrays, torch tensors or OrtValues; the outputs are of the same kind."""
 
-import ctypes
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from twinop.dtypes import dtype_name, element_type, is_foreign_to_numpy
-from twinop.installation import version_numbers
 
 from .custom_nodes import Model
 from .errors import FeedError, RunError
 from .node_providers import NodeRun, Profile
+from .ort_calls import guarded, require_numbers, to_numpy
 from .registration import SealedLibrary
 from .tensor_specs import RIGHT_PADDED, Spec, kind_of, require_all, unknown_name, wrong_arguments
 
@@ -249,45 +248,6 @@ class Session:
         inner = {name: value._ortvalue for name, value in values.items()}
         found = guarded(self._inner.run_with_ort_values, inner, names, options)
         return dict(zip(names, found, strict=True))
-
-
-# ONNX Runtime refuses null pointers, which empty tensors have. Nothing is read or written here.
-_nothing = (ctypes.c_char * 16)()
-NOWHERE = ctypes.addressof(_nothing)
-
-
-def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls ONNX Runtime and turns its errors into a RunError that has only the message."""
-    try:
-        return call(*arguments)
-    except Exception as error:
-        text = str(error)
-        _, found, status = text.partition("Status Message: ")
-        raise RunError(status if found else text) from error
-
-
-def takes_numbers(module: Any) -> bool:
-    """Returns whether this ONNX Runtime binds buffers with ONNX's type numbers, not with numpy's types."""
-    return version_numbers(module.__version__) >= (1, 20)
-
-
-def require_numbers(module: Any) -> None:
-    """Raises RunError if this ONNX Runtime cannot take types that numpy lacks."""
-    if not takes_numbers(module):
-        raise RunError(
-            f"onnxruntime {module.__version__} takes no bfloat16 or 8-bit float feeds from Python: use 1.20 "
-            "or newer"
-        )
-
-
-def to_numpy(value: Any, spec: Spec) -> np.ndarray:
-    """Copies a bound output to a numpy array, also in dtypes that ONNX Runtime does not convert."""
-    if spec.element is None or not is_foreign_to_numpy(spec.element) or spec.numpy_dtype is None:
-        return value.numpy()
-    shape = tuple(value.shape())
-    size = int(np.prod(shape)) * spec.numpy_dtype.itemsize
-    memory = ctypes.string_at(value.data_ptr(), size) if size else b""
-    return np.frombuffer(bytearray(memory), spec.numpy_dtype).reshape(shape)
 
 
 def _same(given: np.dtype, wanted: np.dtype) -> bool:

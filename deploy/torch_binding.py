@@ -15,14 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from twinop.dtypes import to_array, to_tensor
 
 from .errors import FeedError, RunError
-from .inference_session import (
-    NOWHERE,
-    Session,
-    guarded,
-    require_numbers,
-    takes_numbers,
-    to_numpy,
-)
+from .ort_calls import NOWHERE, guarded, require_numbers, takes_numbers, to_numpy
 from .tensor_specs import Spec, kind_of, unknown_name
 
 # ONNX Runtime's own CUDA kernels load 16 bytes at a time without checking the alignment.
@@ -33,9 +26,9 @@ _MAX_GRAPHS = 16  # each captured graph holds memory. Further combinations of sh
 
 
 class TensorRunner:
-    """Runs one Session on torch tensors."""
+    """Runs one `inference_session.Session`, which imports this module late, on torch tensors."""
 
-    def __init__(self, session: Session, inner: Any, cuda_graph: bool) -> None:
+    def __init__(self, session: Any, inner: Any, cuda_graph: bool) -> None:
         if session.foreign:
             require_numbers(onnxruntime)
         self._inner = inner

@@ -135,9 +135,7 @@ def entry(served: Served) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_what_appears_and_cannot_be_served_is_said_and_disturbs_nobody(
-    served: Served, libraries: Libraries, case: Case
-) -> None:
+def test_unservable_model_is_reported_and_isolated(served: Served, libraries: Libraries, case: Case) -> None:
     logged = len(served.log)
     staged = served.root.with_name("staged")  # a library that is still being copied would be cut short
     case.place(staged, libraries)
