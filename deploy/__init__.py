@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .inference_session import Session as Session
     from .node_providers import NodeRun as NodeRun
 
-_MODULES = {  # imported when they are used: what serves with several processes needs none of them
+_MODULES = {  # imported when they are used
     "FeedError": "errors",
     "Libraries": "choose_library",
     "ModelError": "errors",
