@@ -54,6 +54,8 @@ def unread_settings(folder: Path, loaded: LoadedModel) -> list[str]:
         given = text_format.Parse(read_regular(path, MOST_BYTES).decode(), model_config_pb2.ModelConfig())
     except Exception as error:  # no problem of the model
         return [f"it cannot be read ({error})"]
+    if files := given.model_operations.op_library_filename:
+        files[:] = [Path(each).name for each in files]  # their folder is the container's
     try:
         ours = config_of(loaded)
     except SettingsError:

@@ -130,10 +130,11 @@ def test_every_packed_file_has_inputs_and_outputs(case: Any, gpu: bool, tmp_path
 
 
 @pytest.mark.parametrize("case", OPENED.values(), ids=OPENED)
-def test_twinop_serves_what_was_packed(case: Any, tmp_path: Path) -> None:
+def test_twinop_serves_what_was_packed(case: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also where Triton's shapes are not the model's: those of the model are served."""
     model, batch, _, _ = case
     loaded = served(packed(tmp_path, model, max_batch_size=batch, gpu=False)[0])
+    assert "is not read" not in caplog.text  # config.pbtxt says no more than twinop.toml
     assert loaded.settings.max_batch_size == batch
     for each, spec in zip(model.graph.input, loaded.inputs.values(), strict=True):
         assert spec.shape is not None and len(spec.shape) == len(each.type.tensor_type.shape.dim)
