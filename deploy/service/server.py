@@ -62,11 +62,15 @@ class Server:
             servers.append(GrpcServer(repository, budget, tokens))
         background: list[asyncio.Task[None]] = []
         try:
-            for server in servers:
-                await server.start()  # live at once, ready once the models are loaded
             asked = loop.create_task(stop.wait())
             loading = loop.create_task(repository.load_all())
             background.append(loading)
+            if settings.reuse_port:  # until the models are loaded, the other servers of the port answer
+                await asyncio.wait((asked, loading), return_when=asyncio.FIRST_COMPLETED)
+                if loading.done():
+                    loading.result()
+            for server in servers if not asked.done() else ():
+                await server.start()  # otherwise live at once, ready once the models are loaded
             if self._settings.control == Control.POLL:
                 background.append(loop.create_task(repository.poll()))
             await asyncio.wait((asked, loading), return_when=asyncio.FIRST_COMPLETED)

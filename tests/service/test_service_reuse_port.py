@@ -14,7 +14,7 @@ import grpc
 import pytest
 import service_models as models
 import yaml
-from service_fixtures import Answer, Served, serve, wait_until
+from service_fixtures import Answer, Served, serve, start, wait_until
 from service_loads import refusal_of, repository_of
 from service_rows import QUICK, ROW, message, y_of
 
@@ -78,6 +78,38 @@ def test_no_request_is_lost_when_one_of_two_servers_stops(tmp_path: Path) -> Non
                 second.process.send_signal(signal.SIGTERM)
         assert stopping and set(statuses) == {200}
         assert second.process.wait(60) == 0
+
+
+def test_a_server_takes_connections_once_its_models_are_loaded(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.touch()
+    program = (
+        "import pathlib, sys, time\n"
+        "import twinop.deploy.service.repository as r\n"
+        "from twinop.cli import app\n"
+        "load = r.load\n"
+        "def wait(*arguments):\n"
+        f"    while pathlib.Path({str(held)!r}).exists():\n"
+        '        print(\'{"message": "loading"}\', flush=True)\n'
+        "        time.sleep(0.05)\n"
+        "    return load(*arguments)\n"
+        "r.load = wait\n"
+        "app(sys.argv[1:])\n"
+    )
+    models.place(tmp_path / "models", "m", models.relu())
+    with servers(tmp_path / "models", 1) as ((first, _),):
+        ports = ("--http-port", str(first.http_port), "--grpc-port", str(first.grpc_port))
+        log = tmp_path / "log"
+        second = start(tmp_path / "models", log, *QUICK, "--reuse-port", *ports, program=("-c", program))
+        try:
+            wait_until(lambda: b"loading" in log.read_bytes())
+            assert {first.infer("m", ROW).status for _ in range(50)} == {200}
+            held.unlink()
+            wait_until(lambda: b'"ready"' in log.read_bytes())
+            assert {first.infer("m", ROW).status for _ in range(50)} == {200}
+        finally:
+            second.kill()
+            second.wait()
 
 
 def test_models_are_loaded_on_the_port_of_one_server(tmp_path: Path) -> None:
