@@ -3,6 +3,7 @@
 import struct
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -73,6 +74,7 @@ def repository_of(monkeypatch: pytest.MonkeyPatch, models: Path, *options: str) 
 
 def refusal_of(models: Path, *options: str) -> str:
     """Return the message, on one line, with which `twinop serve` refuses its options."""
-    done = CliRunner().invoke(app, ["serve", str(models), *options])
+    with mock.patch("twinop.deploy.service.logs.configure"):  # it would change the logs of later tests
+        done = CliRunner().invoke(app, ["serve", str(models), *options])
     assert done.exit_code == 1
     return " ".join(done.output.split())
