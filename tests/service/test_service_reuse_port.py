@@ -18,7 +18,7 @@ from service_fixtures import Answer, Served, serve, start, wait_until
 from service_loads import refusal_of, repository_of
 from service_rows import QUICK, ROW, message, y_of
 
-from twinop.bench.serving.servers import free_ports
+from lab.servers import free_ports
 from twinop.deploy.service.protocol import pb
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/serving"
