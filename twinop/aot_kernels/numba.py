@@ -32,8 +32,7 @@ def numba_launches(recorder: "Recorder") -> Iterator[None]:
             )
 
         def record(*arguments: Any) -> None:
-            names = kernel.function.__code__.co_varnames
-            named = dict(zip(names, arguments, strict=False))
+            named = dict(zip(kernel.function.__code__.co_varnames, arguments, strict=False))
             recorder.launch(kernel, kernel.label, as_sequence(grid), named, block=as_sequence(block))
 
         return record
