@@ -30,10 +30,22 @@ def compile_library(contents: Contents, folder: Path, name: str) -> Path:
     source, library = folder / f"{name}.cpp", folder / f"lib{name}.so"
     generate(contents, source)
     macros = {"VERSION": __version__, "CUDA_ARCHS": "none", "CUDA_VERSION": ""}
-    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O0", "-fPIC", "-shared", "-fvisibility=hidden"]
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-std=c++17",
+        "-O0",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-fno-gnu-unique",
+    ]
     command += [f'-DTWINOP_{macro}="{value}"' for macro, value in macros.items()]
     command += [f"-I{get_include()}", str(source), str(find_installation().archive), "-ldl"]
-    command += ["-Wl,--undefined=RegisterCustomOps,-Bsymbolic,-z,nostart-stop-gc", "-o", str(library)]
+    command += [
+        "-Wl,--undefined=RegisterCustomOps,-Bsymbolic,-z,nostart-stop-gc,-z,nodelete",
+        "-o",
+        str(library),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return library
