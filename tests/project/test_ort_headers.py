@@ -106,12 +106,10 @@ def test_relative_paths_and_home(tmp_path: Path, find: Find) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, r"has no onnxruntime_c_api\.h\. Expected include/onnxruntime_c_api\.h below it"),
         (
             {"capi/x.so": b""},
-            r"is a Python package: the onnxruntime wheels have no C headers\. Correct the path",
+            r"has no onnxruntime_c_api\.h.* Expected include/onnxruntime_c_api\.h in it, .*fetched",
         ),
-        ({"onnxruntime/capi/x.so": b""}, r"is a Python package"),
         ({HEADER: header(17)}, r"declare API '17'; twinop needs API 18 \(release 1\.18\) or later"),
         ({HEADER: b"// nothing\n"}, r"declare API ''; twinop needs API 18"),
     ],
@@ -125,24 +123,16 @@ def test_folders_that_cannot_be_used(
         find(ORT_ROOT="/no/such")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"PK\3\4 a zip", "it is not a complete tarball"),
-        (b"", "it (is not a complete tarball|holds no onnxruntime_c_api.h)"),
-        ({"lib/libonnxruntime.so.1": b""}, "it holds no onnxruntime_c_api.h"),
-        ({"../include/evil.h": b"", HEADER: header()}, "it has files outside its own folder"),
-    ],
-)
-def test_tarballs_that_cannot_be_used(
-    content: bytes | dict[str, bytes], message: str, tmp_path: Path, find: Find
-) -> None:
+@pytest.mark.parametrize("content", [b"PK\3\4 a zip", b"", {"lib/libonnxruntime.so.1": b""}])
+def test_tarballs_that_cannot_be_used(content: bytes | dict[str, bytes], tmp_path: Path, find: Find) -> None:
     file = tmp_path / "ort.tgz"
     if isinstance(content, bytes):
         file.write_bytes(content)
     else:
         tarball(file, content)
-    with pytest.raises(Refused, match=f"ORT_ROOT=.*: {message}. Expected a complete release such as"):
+    with pytest.raises(
+        Refused, match=r"ORT_ROOT=.*ort.tgz has no onnxruntime_c_api\.h, or is not a complete"
+    ):
         find(ORT_ROOT=file)
     assert not list(tmp_path.rglob("*.h"))
 
@@ -150,7 +140,7 @@ def test_tarballs_that_cannot_be_used(
 def test_a_tarball_cut_short(tmp_path: Path, find: Find) -> None:
     file = tarball(tmp_path / "ort.tgz", {HEADER: header() + os.urandom(100_000)})
     file.write_bytes(file.read_bytes()[:50_000])
-    with pytest.raises(Refused, match="it is not a complete tarball"):
+    with pytest.raises(Refused, match="is not a complete tarball"):
         find(ORT_ROOT=file)
 
 
