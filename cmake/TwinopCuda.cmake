@@ -3,7 +3,6 @@
 # TWINOP_CUDA_ARCHS (variable or environment): `native` (default: this machine's GPUs; 90 without a GPU), `all`
 # (what wheels use), or a list like `80;90`. Only the last of a list has PTX, which newer GPUs compile for
 # themselves; `-real` leaves it out.
-include(CheckLanguage)
 
 set(TWINOP_ALL_ARCHS 80 86 89 90 100 120)  # what `all` is, as far as nvcc knows them
 set(TWINOP_CUDA_ARCHS "native" CACHE STRING "CUDA architectures: native, all, or a list such as 80,90")
@@ -15,7 +14,13 @@ option(TWINOP_WITH_CUDA "Build the CUDA kernels where nvcc is found" ON)
 # In the cache, for projects that have this one as a subdirectory.
 set(TWINOP_CUDA OFF CACHE INTERNAL "Whether the CUDA kernels are built")
 if(TWINOP_WITH_CUDA)
-  check_language(CUDA)
+  if(NOT CMAKE_CUDA_COMPILER)  # not check_language, which configures a project of its own: seconds
+    find_program(TWINOP_NVCC NAMES $ENV{CUDACXX} nvcc PATHS ENV PATH ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda
+                 PATH_SUFFIXES bin NO_DEFAULT_PATH)
+    if(TWINOP_NVCC)
+      set(CMAKE_CUDA_COMPILER "${TWINOP_NVCC}" CACHE FILEPATH "")
+    endif()
+  endif()
   if(CMAKE_CUDA_COMPILER)
     set(TWINOP_CUDA ON CACHE INTERNAL "")
   endif()
@@ -84,5 +89,4 @@ string(REPLACE ";" "," TWINOP_CUDA_ARCH_LIST "${wanted}")
 enable_language(CUDA)
 # The optimization of the host code, which launches kernels: with -O3 it is a third larger.
 string(REPLACE "-O3" "-O2" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
-find_package(CUDAToolkit REQUIRED)
 message(STATUS "CUDA: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, architectures ${TWINOP_CUDA_ARCH_LIST}")

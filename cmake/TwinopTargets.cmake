@@ -15,15 +15,18 @@ target_compile_definitions(
                            $<$<BOOL:${TWINOP_CUDA}>:TWINOP_WITH_CUDA>)
 
 add_library(twinop_link_options INTERFACE)
-target_link_options(twinop_link_options INTERFACE ${TWINOP_LINK_OPTIONS} $<$<NOT:$<CONFIG:Debug>>:-Wl,--strip-all>)
+target_link_options(twinop_link_options INTERFACE ${TWINOP_LINK_OPTIONS} $<$<NOT:$<CONFIG:Debug,RelWithDebInfo>>:-Wl,--strip-all>)
 
 # cudart is linked statically, so that no library needs libcudart.so.
 add_library(twinop_cuda_runtime INTERFACE)
 if(TWINOP_CUDA)
-  # By its path: in the directory of a project that has this one as a subdirectory, CUDA::cudart_static is unknown.
-  get_target_property(cudart CUDA::cudart_static IMPORTED_LOCATION)
-  find_package(Threads REQUIRED)
-  target_link_libraries(twinop_cuda_runtime INTERFACE "${cudart}" ${CMAKE_THREAD_LIBS_INIT} ${CMAKE_DL_LIBS} rt)
+  # By its path: CUDA::cudart_static is of find_package(CUDAToolkit), which asks nvcc again.
+  find_library(TWINOP_CUDART libcudart_static.a PATHS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} NO_DEFAULT_PATH)
+  if(NOT TWINOP_CUDART)
+    message(FATAL_ERROR "${CMAKE_CUDA_COMPILER}: its toolkit has no libcudart_static.a, which libraries link. Install its "
+                        "cudart development package (Debian, Ubuntu: cuda-cudart-dev), or set CUDACXX to another nvcc")
+  endif()
+  target_link_libraries(twinop_cuda_runtime INTERFACE "${TWINOP_CUDART}" pthread dl rt)
 endif()
 
 # The sources of kernels.

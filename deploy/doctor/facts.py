@@ -104,8 +104,8 @@ def collect(
 ) -> Environment:
     """Returns the facts about this machine, and about a model and a library if they are named."""
     loaded, model_problem = _tried(load_model, model) if model is not None else (None, "")
-    compiler, compiler_problem = _tried(find_compiler, False)
-    nvcc, nvcc_problem = _tried(find_nvcc, False)
+    compiler, compiler_problem = _tried(find_compiler)
+    nvcc, nvcc_problem = _tried(find_nvcc)
     newest_gcc, toolkit_problem = _tried(_newest_gcc, nvcc) if nvcc is not None else (None, "")
     gpus, smi_problem = _gpus()
     libraries, broken = _libraries(loaded, library, allow_model_libraries)

@@ -1,7 +1,6 @@
 """`twinop build`: each mistake and each fault of a machine is one message."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -12,12 +11,12 @@ import pytest
 from build_files import tiny, twinop
 from record_driver import compiler
 
-from twinop.building import flags
+from twinop.building import toolchain
 from twinop.building.builder import Built, build
-from twinop.building.diagnostics import build_error
-from twinop.building.flags import CommandLines, Options, find_installation
+from twinop.building.diagnostics import build_error, cmake_error
+from twinop.building.options import Options
 from twinop.building.project import find_project
-from twinop.building.toolchain import find_compiler, find_nvcc
+from twinop.building.toolchain import find_installation
 from twinop.errors import BuildError, TwinopError
 
 CPU = Options(cpu=True)
@@ -170,8 +169,8 @@ def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) 
     done = twinop("build", "times.h", "--cpu", cwd=header.parent, LC_ALL="C.UTF-8")
     head, *rest = done.stderr.split("\n\n")
     assert done.returncode == 1 and head.startswith(f"error: {message}")
-    assert "error: " in "\n".join(rest) and "work-" not in done.stderr
-    assert not (header.parent / "build").exists()
+    assert "error: " in "\n".join(rest) and "/ops/times.0.cpp" not in done.stderr
+    assert not (header.parent / "build/libtimes.so").exists()
 
 
 @pytest.mark.parametrize(
@@ -245,15 +244,47 @@ def test_nvcc_and_gcc_say_the_same_of_a_record(header: Path, monkeypatch: pytest
     monkeypatch.chdir(header.parent)
     source = header.read_text().replace("TWINOP_CPU_OP", "TWINOP_OP")
     header.write_text(source.replace('Tensor")', 'Tensor").limits("a > 0")'))
-    lines = CommandLines(find_installation(), Options("90"), find_compiler(), find_nvcc())
     heads = []
-    for name, is_cuda in (("unit.cpp", False), ("unit.cu", True)):
-        Path(name).write_text('#include "times.h"\n')
-        command = [*lines.compile(is_cuda), name, "-MF", os.devnull, "-o", os.devnull]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        heads.append(str(build_error("compiling", done.stdout, [header])).partition("\n\n")[0])
+    for options in (CPU, Options("90")):
+        with pytest.raises(BuildError) as error:
+            build(find_project([header]), options=options)
+        heads.append(str(error.value).partition("\n\n")[0])
     assert heads[0].startswith("times.h:13: the record does not parse: limits: a is not an attribute")
     assert heads[0] == heads[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            "-- The CXX compiler\nCMake Error at cmake/TwinopCuda.cmake:69 (message):\n"
+            "  TWINOP_CUDA_ARCHS=75: this nvcc (nvcc) does not know\n  architecture 75\nCall Stack:\n  x:3\n",
+            "--archs 75: this nvcc (nvcc) does not know architecture 75",
+        ),
+        ("CMake Error: The source is gone\n", "The source is gone"),
+        (
+            'CMake Error at CMakeTestCXXCompiler.cmake:73 (message):\n  The C++ compiler\n\n    "c++"\n\n'
+            "  is not able to compile a simple test program.\n\n  It fails with the following output:\n\n"
+            "    cannot find -lm\n\n  \n\nCall Stack\n",
+            'The C++ compiler "c++" is not able to compile a simple test program.',
+        ),
+        (
+            "CMake Error at x:\n  unsupported GNU version! gcc versions later than 13 are not supported!\n",
+            "nvcc does not support this gcc; it supports gcc up to 13. Install g++-13, and build with "
+            "CXX=g++-13",
+        ),
+    ],
+)
+def test_errors_of_cmake(said: str, message: str) -> None:
+    first, *rest = str(cmake_error(said)).splitlines()
+    assert first == message and (not rest or "\n".join(rest).strip() == said.strip())
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_an_architecture_that_nvcc_does_not_know(header: Path) -> None:
+    header.write_text(header.read_text().replace("TWINOP_CPU_OP", "TWINOP_OP"))
+    with pytest.raises(BuildError, match="^--archs 20,hopper: this nvcc .* does not know architecture"):
+        build(find_project([header]), options=Options("20,hopper"))
 
 
 def test_warnings_are_notes(header: Path) -> None:
@@ -302,16 +333,15 @@ def test_a_disk_that_is_full(
 
 
 def test_an_installation_that_cannot_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    installed = find_installation().folder
-    monkeypatch.setattr(flags, "library_folders", lambda: [tmp_path])
-    for name in ("compile_flags.json", "exports.map"):
+    installed = find_installation()
+    monkeypatch.setattr(toolchain, "library_folders", lambda: [tmp_path])
+    for name in ("twinop-build.cmake", "exports.map"):
         shutil.copy(installed / name, tmp_path)
     message = rf"searched {tmp_path} \(without libtwinop_ort.a\). Build it with ./build.sh"
     with pytest.raises(BuildError, match=message):
         find_installation()
     (tmp_path / "libtwinop_ort.a").write_bytes(b"")
-    content = json.loads((tmp_path / "compile_flags.json").read_text())
-    (tmp_path / "compile_flags.json").write_text(json.dumps(content | {"version": "9.9"}))
+    (tmp_path / "twinop-build.cmake").write_text("set(TWINOP_VERSION 9.9)\n")
     with pytest.raises(
         BuildError, match="was built by twinop 9.9; this is twinop .*Build it with ./build.sh"
     ):

@@ -8,6 +8,8 @@ from abi_files import in_torch
 from build_files import tiny
 
 import twinop
+from twinop.building import compile_source
+from twinop.building.options import Options
 from twinop.errors import BuildError
 
 IN_TORCH = """
@@ -91,3 +93,21 @@ def test_text_that_is_no_op(
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     with pytest.raises(BuildError, match=re.escape(message)):
         twinop.compile(source, name=name, cpu=True)
+
+
+def test_a_text_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not built again, unless a file that it includes has changed."""
+    (tmp_path / "factor.h").write_text("#define FOUR 4\n")
+    source = tiny(factor="FOUR").replace("FOUR * grad", "4 * grad")
+    source = f'#include "{tmp_path}/factor.h"\n{source}'
+
+    def found() -> bytes:
+        compile_source._library.cache_clear()  # as in another process
+        return compile_source._library(source, "times", "times", Options(cpu=True)).read_bytes()
+
+    first = found()
+    with monkeypatch.context() as patch:
+        patch.delattr(compile_source, "build")
+        assert found() == first
+    (tmp_path / "factor.h").write_text("#define FOUR 5\n")
+    assert found() != first

@@ -11,7 +11,7 @@ from models import make_model
 
 import twinop
 from twinop import child
-from twinop.building.cache import cache_folder, work_folder
+from twinop.building.cache import cache_folder, make_folder
 from twinop.errors import BuildError
 
 TAKEN = "import posix\nposix.mkdir(__file__.rpartition('/')[0] + '/taken')\nraise SystemExit(3)\n"
@@ -155,12 +155,12 @@ def test_no_command_takes_code_from_the_current_folder(
 def test_the_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TWINOP_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with work_folder() as work:
-        for folder in (cache_folder(), cache_folder().parent):
-            assert folder in work.parents and folder.stat().st_mode & 0o777 == 0o700
+    make_folder(cache_folder() / "trees")
+    for folder in (cache_folder(), cache_folder().parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("TWINOP_CACHE", str(named := tmp_path / "named"))
-    with work_folder():
-        assert named.stat().st_mode & 0o777 == cache_folder().stat().st_mode & 0o777 == 0o700
+    make_folder(cache_folder() / "trees")
+    assert named.stat().st_mode & 0o777 == cache_folder().stat().st_mode & 0o777 == 0o700
     for mode in (0o770, 0o707, 0o1777):
         named.chmod(mode)
         with pytest.raises(BuildError, match=f"{named}: others may write .*chmod go-w {named}"):

@@ -11,7 +11,7 @@ from twinop import __version__
 from twinop.aot_kernels.expression import as_expression
 from twinop.aot_kernels.generate import generate
 from twinop.aot_kernels.plan import Contents, DeviceOp, Image, Kernel, Launch, Plan, Variant
-from twinop.building.flags import find_installation
+from twinop.building.toolchain import find_installation
 from twinop.library import get_include
 from twinop.record import Attribute, Input, Record
 
@@ -40,7 +40,7 @@ def compile_library(contents: Contents, folder: Path, name: str) -> Path:
         "-fno-gnu-unique",
     ]
     command += [f'-DTWINOP_{macro}="{value}"' for macro, value in macros.items()]
-    command += [f"-I{get_include()}", str(source), str(find_installation().archive), "-ldl"]
+    command += [f"-I{get_include()}", str(source), str(find_installation() / "libtwinop_ort.a"), "-ldl"]
     command += [
         "-Wl,--undefined=RegisterCustomOps,-Bsymbolic,-z,nostart-stop-gc,-z,nodelete",
         "-o",

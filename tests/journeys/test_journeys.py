@@ -278,7 +278,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["--extra-index-url", url] if index.exists() and (url := index.read_text().strip()) else []
     for pins in ("base", "cpu"):
         options += ["-c", str(ROOT / f"requirements/{pins}.txt")]
-    packages = [f"twinop[serve,test,triton] @ {wheel.as_uri()}", "torch", "onnxruntime", "transformers"]
+    packages = [f"twinop[build,serve,test,triton] @ {wheel.as_uri()}", "torch", "onnxruntime", "transformers"]
     subprocess.run([folder / "venv/bin/pip", "-q", "install", *options, *packages], check=True)
     return folder / "venv/bin"
 

@@ -13,7 +13,7 @@ from optimizing import nodes, weights
 
 from twinop import deploy
 from twinop.building.builder import build
-from twinop.building.flags import Options
+from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.errors import ExportError
 from twinop.optimize import OptimizeReport, optimize

@@ -6,7 +6,7 @@ import pytest
 from models import make_model
 
 from twinop import installation
-from twinop.building.flags import find_installation
+from twinop.building.toolchain import find_installation
 from twinop.deploy import session
 from twinop.errors import TwinopError
 from twinop.installation import how_to_build, version_numbers
@@ -37,7 +37,7 @@ def test_with_a_wheel() -> None:
 
 @pytest.mark.usefixtures("wheel")
 def test_messages_to_the_user_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("twinop.building.flags", "twinop.deploy.choose_library"):
+    for module in ("twinop.building.toolchain", "twinop.deploy.choose_library"):
         monkeypatch.setattr(f"{module}.library_folders", lambda: [tmp_path])
     for call in (lambda: find_library("none"), find_installation, lambda: session(make_model("CustomRelu"))):
         with pytest.raises(TwinopError, match="pip install --force-reinstall") as error:

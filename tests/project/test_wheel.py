@@ -16,7 +16,7 @@ from twinop.library import read_library
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {
     "libcustom_ops.so", "libcustom_relu.so", "libtwinop_torch.so", "libtwinop_ort.a",
-    "exports.map", "compile_flags.json",
+    "exports.map", "twinop-build.cmake",
 }  # fmt: skip
 MODULES = {"TwinopCuda", "TwinopFlags", "TwinopOp", "TwinopTargets", "twinop-config", "twinop-config-version"}
 SMALL = ["-Ccmake.define.TWINOP_WITH_CUDA=OFF", "-Ccmake.define.TWINOP_OPS=gelu"]

@@ -18,7 +18,7 @@ from twinop import torch_op
 from twinop.bench.cases import choose
 from twinop.bench.peers import resolve
 from twinop.building.builder import build
-from twinop.building.flags import Options
+from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.errors import BuildError, TwinopError
 from twinop.export import export

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from twinop import torch_op
 from twinop.building.builder import Built, build
-from twinop.building.flags import Options
+from twinop.building.options import Options
 from twinop.building.project import find_project
 from twinop.errors import BuildError
 from twinop.library import read_library

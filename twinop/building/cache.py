@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -77,32 +76,20 @@ def _elsewhere(what: Path) -> str:
     return "name another file with -o"
 
 
-@contextmanager
-def work_folder() -> Iterator[Path]:
-    """Makes a folder for one build, on the disk of the cache, and removes it."""
-    with writing(cache_folder()):
+def make_folder(folder: Path) -> None:
+    """Makes a folder; those of the cache are their owner's alone."""
+    if cache_folder() in folder.parents:
         for each in (cache_folder().parent, cache_folder()):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="work-", dir=cache_folder()))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def keep(made: Path, file: Path) -> None:
-    """Moves a file of a work folder to its place in the cache at once: nobody sees half of it."""
-    with writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        made.replace(file)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def write(file: Path, content: bytes) -> None:
-    """Writes a file at once, as `keep` does. A file that has this content stays as it is."""
+    """Writes a file at once: nobody sees half of it. A file that has this content stays as it is."""
     with writing(file):
         if file.is_file() and file.read_bytes() == content:
             return
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
         try:
             with os.fdopen(handle, "wb") as temporary:

@@ -1,8 +1,6 @@
 """`twinop build`."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,29 +8,9 @@ import typer
 
 from ..console import clear_errors, err, out, print_note, run_alone
 from ..library_table import show_library
-from .builder import Progress
 from .builder import build as build_project
-from .flags import Options
+from .options import Options
 from .project import find_project
-
-
-@contextmanager
-def _shown() -> Iterator[Progress]:
-    """On a terminal, shows the steps that run and for how long."""
-    from rich.progress import Progress as Bars
-    from rich.progress import SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-
-    tasks: dict[str, TaskID] = {}
-    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Bars(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
-
-        def progress(label: str, begins: bool) -> None:
-            if begins:
-                tasks[label] = bars.add_task(label, total=1)
-            else:
-                bars.update(tasks[label], completed=1)
-
-        yield progress
 
 
 def build(
@@ -83,9 +61,10 @@ def build(
 ) -> None:
     """Build ops into one library for PyTorch and ONNX Runtime.
 
-    Needs a C++ compiler (CXX, c++) and, for CUDA kernels in C++, nvcc (CUDACXX, PATH, CUDA_HOME). Ops with
-    kernels in Python become a C++ file beside the library, build/<name>.generated.cpp. What was compiled
-    before, from the same files with the same flags, comes from ~/.cache/twinop, or $TWINOP_CACHE.
+    Needs a C++ compiler (CXX, c++), CMake and ninja (twinop[build]) and, for CUDA kernels in C++, nvcc
+    (CUDACXX, PATH, CUDA_HOME). Ops with kernels in Python become a C++ file beside the library,
+    build/<name>.generated.cpp. Compiles what changed, with ccache where it is installed. CMake's files lie
+    beside a library in build/, else in ~/.cache/twinop, or $TWINOP_CACHE.
 
     Examples:
 
@@ -101,9 +80,9 @@ def build(
     with clear_errors():
         project = find_project(sources or (), name, domain)
         options = Options(archs, cpu, debug, sanitize)
-        with _shown() as progress:
+        with err.status("building") as shown:
             target = output or Path("build") / f"lib{project.name}.so"
-            built = build_project(project, target, options, progress)
+            built = build_project(project, target, options, shown.update)
     for note in built.notes:
         print_note(note)
     show_library(built.library)

@@ -2,18 +2,21 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bodies import BODIES, Body, DefaultInput
+from ..built import changed_since, mark
 from ..errors import BuildError
+from ..library import get_include
 from ..record import key_of
 from .builder import build
 from .cache import cache_folder, digest, write
-from .flags import Options
+from .options import Options
 from .project import find_project, op_names
+from .toolchain import compiler_command, find_installation, identity, nvcc_path
 
 if TYPE_CHECKING:
     from twinop.torch_op import Ops
@@ -96,9 +99,20 @@ def compile(
 
 @cache
 def _library(source: str, name: str, domain: str, options: Options) -> Path:
-    file = cache_folder() / "sources" / digest(source) / f"{name}.h"
+    programs = [*compiler_command()[1], *filter(None, [nvcc_path()])]
+    key = digest(source, name, domain, asdict(options), identity(programs), _own_files())
+    file = cache_folder() / "sources" / key / f"{name}.h"
+    library = cache_folder() / "libraries" / key / f"lib{name}.so"
+    if mark(library).is_file() and not changed_since(library):
+        return library
     write(file, source.encode())
-    return build(find_project([file], name, domain), options=options).library.path
+    return build(find_project([file], name, domain), library, options).library.path
+
+
+def _own_files() -> list[tuple[str, int, int]]:
+    """Returns what changes when twinop's headers, or the files that libraries link, do."""
+    files = [*find_installation().glob("libtwinop_*.a"), *Path(get_include(), "twinop").rglob("*.*h")]
+    return sorted((str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
 
 
 def _load(library: Path, domain: str) -> "Ops":

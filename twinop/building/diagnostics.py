@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ..errors import BuildError, RecordError
 from ..schema_text import record_of
-from .cache import cache_folder
 
 # "mish.h:12:5: error: ..." (GCC, Clang) and "mish.h(12): error: ..." (nvcc).
 _PLACE = re.compile(r"^(?P<file>[^\s:(][^:(\n]*)(?::(?P<line>\d+)(?::\d+)?:|\((?P<nv>\d+)\):) *(?P<text>.*)$")
@@ -48,6 +47,12 @@ _KNOWN = (
 )
 
 
+_GENERATED = re.compile(
+    r"\bfrom (?:\S.*/)?ops/\w+\.\d+(?:\.[01])?\.(?:cpp|cu)[:,]"
+)  # by cmake/TwinopOp.cmake
+_OF_CMAKE = re.compile(r"^CMake Error(?: at .*| in .*)?:(?: +(\S.*)|\n((?:  .*\n|\n)+))", re.MULTILINE)
+
+
 def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError:
     """Makes the message for a step that failed.
 
@@ -70,6 +75,18 @@ def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError
             said = f"the record does not parse: {_record_mistake(file, line) or thrown[1]}"
         headline = f"{_relative(file)}:{line}: {said}"
     return BuildError(f"{headline}\n\n{text}")
+
+
+def cmake_error(output: str) -> BuildError:
+    """Makes the message of a configuration that failed: the first error of CMake, without its frame."""
+    for pattern, cure in _KNOWN:
+        if found := pattern.search(output):
+            return BuildError(f"{cure.format(*found.groups())}\n\n{output.strip()}")
+    found = _OF_CMAKE.search(output)
+    said = " ".join((found[1] or found[2] if found else output).split())
+    said, _, more = said.partition(" It fails with the following output: ")  # CMake's tries of a compiler
+    said = said.replace("TWINOP_CUDA_ARCHS=", "--archs ")
+    return BuildError(said + (f"\n\n{output.strip()}" if more else ""))
 
 
 def _first_error(text: str, sources: Collection[Path]) -> tuple[str, int, str] | None:
@@ -119,7 +136,7 @@ def _is_own(file: Path, folders: Collection[Path]) -> bool:
 
 def _is_generated(line: str) -> bool:
     """Whether a line names the generated file that includes the user's: it tells nobody anything."""
-    return f"from {cache_folder()}/work-" in line
+    return _GENERATED.search(line) is not None
 
 
 def _relative(file: str) -> str:

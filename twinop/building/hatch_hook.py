@@ -17,7 +17,7 @@ from hatchling.plugin import hookimpl
 from twinop.errors import BuildError
 
 from .builder import build
-from .flags import Options
+from .options import Options
 from .project import find_project
 
 

@@ -1,13 +1,17 @@
 """Makes a C++ source of kernels that are written in Python: traces their launchers, compiles the kernels."""
 
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import BuildError
-from .flags import Options, find_installation
+from ..library import get_cmake_dir
+from .options import Options
 from .project import Project
-from .toolchain import WITHOUT_GPU, gpus
+
+WITHOUT_GPU = 90  # the architecture to compile for, as in TwinopCuda.cmake
 
 
 def check_options(options: Options) -> None:
@@ -23,7 +27,7 @@ def check_options(options: Options) -> None:
 
 
 def write_source(
-    project: Project, options: Options, file: Path, progress: Callable[[str, bool], None]
+    project: Project, options: Options, file: Path, progress: Callable[[str], None]
 ) -> list[str]:
     """Writes the C++ source of the ops of the project's Python files, with the library's table.
 
@@ -40,24 +44,33 @@ def write_source(
 
     archs, ptx = _architectures(options.archs)
     names = ", ".join(path.name for path in project.modules)
-    progress(f"tracing and compiling {names}", True)
+    progress(f"tracing and compiling {names}")
     in_cpp = {name: source.path.name for source in project.sources for _, name in source.ops}
     contents, notes = make_contents(
         project.modules, project.domain, project.domain_version, archs, ptx, in_cpp
     )
     generate(contents, file)
-    progress(f"tracing and compiling {names}", False)
     return notes
 
 
 def _architectures(wanted: str) -> tuple[list[int], bool]:
     """Returns compute capabilities, and whether newer GPUs are to be served by PTX."""
     if wanted == "native":
-        return [int(arch) for arch in gpus() or [WITHOUT_GPU]], False
+        return _gpus() or [WITHOUT_GPU], False
     if wanted == "all":
-        return [int(arch) for arch in find_installation().flags["archs"]], True
+        text = Path(get_cmake_dir(), "TwinopCuda.cmake").read_text()
+        return [int(arch) for arch in re.findall(r"set\(TWINOP_ALL_ARCHS ([\d ]+)\)", text)[0].split()], True
     parts = [part.strip() for part in wanted.replace(";", ",").split(",") if part.strip()]
     found = [re.fullmatch(r"(\d+)[af]?(?:-real)?", part) for part in parts]
     if not found or None in found:
         raise BuildError(f"--archs {wanted}: expected native, all, or a list such as 80,90")
     return sorted({int(match[1]) for match in found if match}), True
+
+
+def _gpus() -> list[int]:
+    """Returns the architectures of this machine's GPUs."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return sorted({int(major + minor) for major, minor in re.findall(r"^(\d+)\.(\d+)", said, re.MULTILINE)})

@@ -1,23 +1,23 @@
-"""Finds the compilers: the C++ compiler, nvcc, and what they can do."""
+"""Finds what a build needs: the compilers, CMake and ninja, and twinop's own files."""
 
-import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+
+import twinop
 
 from ..errors import BuildError
-from ..installation import version_numbers
-from .cache import cache_folder, digest, write
+from ..installation import how_to_build, version_numbers
+from ..library import library_folders
 
 _OLDEST = {"GCC": 11, "Clang": 14}
-WITHOUT_GPU = "90"
+_LAUNCHERS = ("ccache", "sccache", "distcc")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Compiler:
     """The C++ compiler.
 
     Attributes:
-        command: the program, perhaps with one before it, such as ccache.
+        command: the program, perhaps with options.
         kind: "GCC" or "Clang".
     """
 
@@ -47,10 +47,6 @@ class Nvcc:
     known: tuple[str, ...]
 
     @property
-    def knows_compression(self) -> bool:
-        return version_numbers(self.version) >= (12, 8)
-
-    @cached_property
     def library_folder(self) -> Path:
         """The folder of libcudart_static.a.
 
@@ -70,23 +66,31 @@ class Nvcc:
         )
 
 
-def find_compiler(keep: bool = True) -> Compiler:
-    """Returns the C++ compiler: $CXX, or the first of c++, g++ and clang++.
-
-    Args:
-        keep: whether the cache of builds keeps what the compiler says.
+def compiler_command() -> tuple[list[str], list[str]]:
+    """Returns what runs the C++ compiler ($CXX may name ccache), and the compiler: c++, g++ or clang++.
 
     Raises:
-        BuildError: there is none, or it is too old.
+        BuildError: there is none.
     """
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    command = next((words for words in map(shlex.split, names) if shutil.which(words[0])), None)
+    command = next((words for words in map(shlex.split, names) if words and shutil.which(words[0])), None)
     if command is None:
         raise BuildError(
             f"no C++ compiler found ({', '.join(names)}). Install one (Debian, Ubuntu: apt install g++), "
             "or set CXX to one"
         )
-    kind, version = _facts(command, _ask_compiler, keep)
+    first = len(command) > 1 and Path(command[0]).name in _LAUNCHERS
+    return command[:first], command[first:]
+
+
+def find_compiler() -> Compiler:
+    """Returns the C++ compiler.
+
+    Raises:
+        BuildError: there is none, or it is too old.
+    """
+    command = compiler_command()[1]
+    kind, version = _ask_compiler(command)
     oldest = _OLDEST[kind]
     if version_numbers(version)[0] < oldest:
         raise BuildError(
@@ -96,69 +100,88 @@ def find_compiler(keep: bool = True) -> Compiler:
     return Compiler(tuple(command), kind, version)
 
 
-def find_nvcc(keep: bool = True) -> Nvcc | None:
+def nvcc_path() -> str | None:
     """Returns nvcc from $CUDACXX, PATH, $CUDA_HOME, $CUDA_PATH or /usr/local/cuda; None if there is none.
 
-    Args:
-        keep: whether the cache of builds keeps what nvcc says.
-
     Raises:
-        BuildError: CUDACXX names a program that is not there, or what was found is not nvcc.
+        BuildError: CUDACXX names a program that is not there.
     """
     named = os.environ.get("CUDACXX")
     if named and not shutil.which(named):
         raise BuildError(f"CUDACXX={named}: no such program. Set it to the path of nvcc, or unset it")
     roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     places = [named, "nvcc", *(f"{root}/bin/nvcc" for root in roots if root)]
-    path = next((found for place in places if place and (found := shutil.which(place))), None)
-    if path is None:
-        return None
-    version, known = _facts([path], _ask_nvcc, keep)
-    return Nvcc(path, version, tuple(known))
+    return next((found for place in places if place and (found := shutil.which(place))), None)
 
 
-def architectures(wanted: str, nvcc: Nvcc, all_of_them: Sequence[str]) -> list[str]:
-    """Returns the architectures as CMake names them: `80-real`, `90` (code and PTX), `90-virtual` (PTX).
-
-    Args:
-        wanted: `native` (this machine's GPUs; 90 without a GPU), `all`, or a list such as `80,90`, of which
-            the newest gets PTX as well.
-        all_of_them: what `all` means, as far as nvcc knows them.
+def find_nvcc() -> Nvcc | None:
+    """Returns what `nvcc_path` finds, with its version and architectures.
 
     Raises:
-        BuildError: nvcc does not know one of them.
+        BuildError: CUDACXX names a program that is not there, or what was found is not nvcc.
     """
-    if wanted == "native":
-        return [f"{arch}-real" for arch in gpus() or [WITHOUT_GPU]]
-    if wanted == "all":
-        known = [arch for arch in all_of_them if arch in nvcc.known]
-        return [*(f"{arch}-real" for arch in known), f"{known[-1]}-virtual"]
-    archs = [arch.strip() for arch in wanted.replace(";", ",").split(",") if arch.strip()]
-    numbers = [re.match(r"\d+(?=[af]?(-real|-virtual)?$)", arch) for arch in archs]
-    wrong = [
-        arch for arch, number in zip(archs, numbers, strict=True) if not number or number[0] not in nvcc.known
-    ]
-    if wrong or not archs:
+    path = nvcc_path()
+    if path is None:
+        return None
+    version = re.search(r"\bV(\d+\.\d+\.\d+)", _run([path, "--version"]))
+    known = re.findall(r"compute_(\d+)", _run([path, "--list-gpu-arch"]))
+    if version is None or not known:
         raise BuildError(
-            f"--archs {wanted}: {nvcc.path} (CUDA {nvcc.version}) does not know architecture "
-            f"{(wrong or [wanted])[0]!r}; it knows {', '.join(nvcc.known)}. Choose some of these, native "
-            "or all; for a newer GPU install a newer CUDA toolkit, and set CUDACXX to its nvcc"
+            f"{path} does not answer as nvcc does (--version, --list-gpu-arch). Set CUDACXX to an "
+            "nvcc of CUDA 11.8 or later, or build with --cpu"
         )
-    archs.sort(key=lambda arch: int(re.findall(r"\d+", arch)[0]))
-    *older, newest = archs
-    return [arch if "-" in arch else f"{arch}-real" for arch in older] + [newest]
+    return Nvcc(path, version[1], tuple(known))
 
 
-@cache
-def gpus() -> list[str]:
-    """Returns the architectures of this machine's GPUs."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return sorted(
-        {major + minor for major, minor in re.findall(r"^(\d+)\.(\d+)", found, re.MULTILINE)}, key=int
+def find_tool(name: str) -> str:
+    """Returns cmake or ninja: of this Python's environment, or from PATH.
+
+    Raises:
+        BuildError: there is none.
+    """
+    places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    if found := shutil.which(name, path=places):
+        return found
+    raise BuildError(
+        f"no {name} found (beside {sysconfig.get_path('scripts')}/python, PATH), and ops are built with it. "
+        "Install it: pip install 'twinop[build]'"
     )
+
+
+def refuse_old_tools(ninja: str, cuda: bool) -> None:
+    """Checks the compilers, and that ninja compiles again what changed while it was compiled.
+
+    Raises:
+        BuildError: one of them is too old, or not what it is taken for.
+    """
+    find_compiler()
+    if cuda:
+        find_nvcc()
+    version = _run([ninja, "--version"]).strip()
+    if version_numbers(version) < (1, 11):
+        raise BuildError(f"{ninja} is ninja {version}; expected 1.11 or later: pip install 'twinop[build]'")
+
+
+def find_installation() -> Path:
+    """Returns the folder of the files that every library links.
+
+    Raises:
+        BuildError: no folder has them, or they are another version's.
+    """
+    wanted = ("twinop-build.cmake", "libtwinop_ort.a", "exports.map")
+    lacking = {
+        folder: [name for name in wanted if not (folder / name).is_file()] for folder in library_folders()
+    }
+    folder = next((folder for folder, names in lacking.items() if not names), None)
+    if folder is None:
+        searched = ", ".join(f"{folder} (without {', '.join(names)})" for folder, names in lacking.items())
+        raise BuildError(f"no folder has what an op is built with; searched {searched}. {how_to_build()}")
+    version = "".join(re.findall(r"TWINOP_VERSION ([\d.]+)", (folder / wanted[0]).read_text()))
+    if version != twinop.__version__:
+        raise BuildError(
+            f"{folder} was built by twinop {version}; this is twinop {twinop.__version__}. {how_to_build()}"
+        )
+    return folder
 
 
 def _ask_compiler(command: Sequence[str]) -> list[str]:
@@ -175,17 +198,6 @@ def _ask_compiler(command: Sequence[str]) -> list[str]:
     return [kind, ".".join(macros.get(name, "0") for name in names)]
 
 
-def _ask_nvcc(command: Sequence[str]) -> tuple[str, list[str]]:
-    version = re.search(r"\bV(\d+\.\d+\.\d+)", _run([*command, "--version"]))
-    known = re.findall(r"compute_(\d+)", _run([*command, "--list-gpu-arch"]))
-    if version is None or not known:
-        raise BuildError(
-            f"{command[0]} does not answer as nvcc does (--version, --list-gpu-arch). Set CUDACXX to an "
-            "nvcc of CUDA 11.8 or later, or build with --cpu"
-        )
-    return version[1], known
-
-
 def _run(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -196,19 +208,7 @@ def _run(command: Sequence[str]) -> str:
     return done.stdout + done.stderr
 
 
-def identity(command: Sequence[str]) -> list[Any]:
+def identity(programs: Sequence[str]) -> list[list[str | int]]:
     """Returns what changes when another version of these programs is installed."""
-    files = [Path(found).resolve() for word in command if (found := shutil.which(word))]
-    return [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
-
-
-def _facts(command: Sequence[str], ask: Callable[[Sequence[str]], Any], keep: bool) -> Any:
-    """Returns what `ask` finds out; asks each version of a program once."""
-    file = cache_folder() / "compilers" / f"{digest(ask.__name__, identity(command))}.json"
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        facts = ask(command)
-        if keep:
-            write(file, json.dumps(facts).encode())
-        return facts
+    files = [Path(found).resolve() for word in programs if (found := shutil.which(word))]
+    return [[str(file), file.stat().st_mtime_ns, file.stat().st_size] for file in files]
