@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime as ort
 
 from twinop.dtypes import to_array
@@ -71,11 +70,11 @@ def run(
         raise ExportError(str(error)) from error
 
 
-def check_shown(graph: ir.Graph, outputs: Iterable[Sequence[Any]], allowed: bool, cure: str) -> list[str]:
+def check_shown(graph: Any, outputs: Iterable[Sequence[Any]], allowed: bool, cure: str) -> list[str]:
     """Finds outputs of which no case shows a finite number; returns a note for each if they are allowed.
 
     Args:
-        graph: the model's. Outputs that never have elements are left out.
+        graph: the model's, of onnx_ir. Outputs that never have elements are left out.
         outputs: of each usual case.
         cure: how other inputs are given.
 
