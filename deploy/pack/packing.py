@@ -30,7 +30,7 @@ _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _SOURCES = {".py", ".html"}
 _NOT_SERVING = {
     *("__pycache__", "bench", "building", "aot_kernels", "doctor"),
-    *("export", "lib", "pack", "testing", "torch_op", "triton"),
+    *("export", "lib", "optimize", "pack", "testing", "torch_op", "triton"),
 }
 _FILES = {
     "twinop.toml.j2": "models/{name}/twinop.toml",
