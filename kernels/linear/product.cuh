@@ -110,7 +110,8 @@ inline LtStatus Run(const CublasLt& lt, LtHandle handle, LtProduct product, cons
   };
   return lt.Multiply(handle, product, scale(true), at.weight, plan.weight, at.x, plan.x,
                      scale(problem.has_c), problem.has_c ? c : at.y, plan.y, at.y, plan.y,
-                     &plan.heuristic.algorithm, at.workspace, plan.heuristic.workspace_bytes, at.stream);
+                     &plan.heuristic.algorithm, at.workspace, plan.heuristic.workspace_bytes,
+                     at.stream);
 }
 
 // The plans of one device. A plan is made when its problem first occurs.
@@ -197,8 +198,7 @@ inline Status Multiply(const Call& call, const Operands& at, const Sizes& sizes,
       PlansOf(call.context->device_index).Find(lt, problem, product.value, &handle, &plan));
   *done = plan->found;
   if (!plan->found) return {};
-  return LtResult(lt, Run(lt, handle, product.value, problem, *plan, memory, c),
-                  "the product");
+  return LtResult(lt, Run(lt, handle, product.value, problem, *plan, memory, c), "the product");
 }
 
 }  // namespace twinop::linear
