@@ -1,8 +1,7 @@
 // my_op -> torch.ops.my_op.my_op, and CustomMyOp in ONNX: y = scale x, and total = the sum of y.
 //
-// A launcher of your own over tensor views. nvcc compiles the part in `#if defined(__CUDACC__)`,
-// the C++ compiler the other one. Kernels that you have already: include their .cu file there, and
-// launch them as below.
+// A launcher of your own over tensor views. nvcc compiles the part in `#if defined(__CUDACC__)`, the C++ compiler
+// the other one. Kernels that you have already: include their .cu file there, and launch them as below.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +10,7 @@
 
 namespace twinop {
 
-// The sum of each block goes into scratch memory. The frameworks allocate it, because a launcher
-// may not.
+// The sum of each block goes into scratch memory. The frameworks allocate it, because a launcher may not.
 constexpr int kMyOpThreads = 256;
 
 inline std::int64_t MyOpBlocks(const Call& call) { return call.inputs[0].numel / kMyOpThreads + 1; }
@@ -51,8 +49,7 @@ __global__ void MyOpTotalKernel(const float* sums, float* total, std::int64_t bl
 
 #endif
 
-// Queues the work on the call's stream, and returns. `Op` has the record: names are checked by the
-// compiler.
+// Queues the work on the call's stream, and returns. `Op` has the record: names are checked by the compiler.
 template <class Op>
 Status LaunchMyOp(const CallOf<Op>& call) {
   const Tensor& x = InputOf(call, "x"_name);
@@ -62,10 +59,9 @@ Status LaunchMyOp(const CallOf<Op>& call) {
 #if defined(__CUDACC__)
   auto* const sums = static_cast<float*>(call.scratch);
   const std::int64_t blocks = MyOpBlocks(call);
-  TWINOP_RETURN_IF_ERROR(LaunchKernel(MyOpKernel, {blocks, dim3(kMyOpThreads)}, call,
-                                      x.as<const float>(), y.as<float>(), sums, scale, x.numel));
-  return LaunchKernel(MyOpTotalKernel, {1, dim3(kMyOpThreads)}, call, sums, total.as<float>(),
-                      blocks);
+  TWINOP_RETURN_IF_ERROR(LaunchKernel(MyOpKernel, {blocks, dim3(kMyOpThreads)}, call, x.as<const float>(),
+                                      y.as<float>(), sums, scale, x.numel));
+  return LaunchKernel(MyOpTotalKernel, {1, dim3(kMyOpThreads)}, call, sums, total.as<float>(), blocks);
 #else
   float sum = 0.0f;
   for (std::int64_t i = 0; i < x.numel; ++i) {
@@ -77,8 +73,7 @@ Status LaunchMyOp(const CallOf<Op>& call) {
 #endif
 }
 
-// The schema, the dtypes that the launcher takes, the shapes of the outputs, and the derivative in
-// Python.
+// The schema, the dtypes that the launcher takes, the shapes of the outputs, and the derivative in Python.
 TWINOP_OP(my_op,
           Record("my_op(Tensor x, float scale=2.0) -> (Tensor y, Tensor total)")
               .dtypes("float32")
