@@ -19,9 +19,12 @@ struct ReluBackward {
   TWINOP_INLINE T operator()(T grad_y, T y) const { return y <= T(0) ? T(0) : grad_y; }
 };
 
-TWINOP_ELEMENTWISE(
-    relu, Relu,
-    Record("relu(Tensor x) -> Tensor").in_place("y = x").gradient("x = relu_backward(grad, y)"))
+// clang-format off
+TWINOP_ELEMENTWISE(relu, Relu,
+                   Record("relu(Tensor x) -> Tensor")
+                       .in_place("y = x")
+                       .gradient("x = relu_backward(grad, y)"))
+// clang-format on
 
 TWINOP_ELEMENTWISE(relu_backward, ReluBackward,
                    Record("relu_backward(Tensor grad_y, Tensor y) -> Tensor grad_x"))
