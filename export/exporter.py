@@ -100,15 +100,14 @@ def export(
         ExportError: wrong arguments, a model that cannot be exported, or a file that does not give torch's
             results.
     """
+    from twinop.optimize import check_device  # above this room: the export's last step calls it
+
     target = Path(path)
     if exporter not in ROUTES:
         raise ExportError(f"exporter {exporter!r} is not known; expected one of: {', '.join(ROUTES)}")
     if optimize and not bodies:
         raise ExportError("optimising needs function bodies: the file is compared without the library")
-    if optimize:
-        from twinop.optimize import check_device  # above this room: the export's last step calls it
-
-        check_device(device)
+    check_device(device)
     check_opset(opset)
     model = as_module(model)
     inputs = bind_inputs(model, args, kwargs)

@@ -118,7 +118,8 @@ def main(
     """Export a torch model with twinop's ops to ONNX.
 
     The file is checked, run in ONNX Runtime and compared with torch before it is
-    kept; the table at the end says what was found.
+    kept. The table at the end says what was found, and what was not compared: the
+    CPU may have no kernel for a node.
 
     Examples:
 

@@ -56,7 +56,8 @@ def main(
     """Optimise an ONNX file for ONNX Runtime.
 
     Matrix products are fused with their biases and activations; attention, norms and gates
-    become one node each. The result is compared with the original before it is kept.
+    become one node each. The result is compared with the original before it is kept; what
+    was not compared is named.
 
     Examples:
 

@@ -129,8 +129,8 @@ def check_nodes(facts: Environment) -> Iterator[Finding]:
             names = ", ".join(sorted(lacking))
             text = f"{library.path} does not have {names}: function bodies run, which is slower"
             yield warning("model", text, "name a library that has it, or build it (twinop build)")
-    inside = [node for node in facts.model.nodes if " in function " in node.label]
-    if inside := [node for node in inside if node.node_type not in facts.model.bodies]:
+    without_body = (node for node in facts.model.nodes if node.node_type not in facts.model.bodies)
+    if inside := [node for node in without_body if " in function " in node.label]:
         text = f"{inside[0].label}: ONNX Runtime infers few types in functions, and may refuse the model"
         yield warning("model", text, "twinop.export.attach_bodies puts such functions into the graph")
     problems = misfits(facts.model, chosen)

@@ -175,13 +175,12 @@ Status Cuda(const AnyCall& call) {
     const auto out = OutputPointers<T, kOutputs>(call);
     const auto in = InputPointers<T, kInputs>(call);
     const bool flat = IsFlat(call, kOutputs, kInputs);
-    const bool aligned = AreAligned(out) && AreAligned(in);
+    const bool aligned = flat && AreAligned(out) && AreAligned(in);
     if (__builtin_expect(kIsTraced, false))
       Trace("  %s", !flat     ? "strides: each element finds its operands"
                     : aligned ? "one flat sequence of aligned vectors"
                               : "one flat sequence that begins between two vectors");
-    return flat && aligned ? LaunchFlat(call, functor, out, in)
-                           : LaunchStrided(call, functor, out, in);
+    return aligned ? LaunchFlat(call, functor, out, in) : LaunchStrided(call, functor, out, in);
   });
 }
 

@@ -78,6 +78,15 @@ def test_a_model_with_the_former_variant_of_relu_still_loads() -> None:
         session(make_model("CustomRelu", variant="vec4"))
 
 
+@pytest.mark.parametrize("op", ["CustomRelu", "CustomGelu"])
+@pytest.mark.parametrize("hash", ["", "0" * 16])
+def test_another_schema_than_the_former_is_refused(op: str, hash: str) -> None:
+    graph = make_model(op)
+    graph.metadata_props.add(key=f"twinop.schema.{op}", value=hash)
+    with pytest.raises(ModelError, match=f"{op} was exported by twinop another version with schema {hash};"):
+        session(graph)
+
+
 def test_outputs_must_all_be_named() -> None:
     for outputs in (["y"], ["", "y"], ["y", "b", "c"]):
         graph = model([node("CustomDoubleAndSum", ["x"], outputs)], [value("x")], [value("y", shape=None)])
